@@ -107,7 +107,7 @@ def exit_code(error: BaseException) -> int | None:
     if isinstance(error, Exception) and (fault := find_fault_in(error)):
         said = Message(
             "cli.machine_fault",
-            "{fault}. Nothing recorded was lost. To continue, {remedy} and run the same command again",
+            "{fault}. Everything that was recorded is kept. To continue, {remedy} and run the same command again",
             fault=fault.description,
             remedy=fault.remedy,
         )

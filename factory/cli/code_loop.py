@@ -82,7 +82,10 @@ def propose(
         agent = AGENT if needs_model(plant.workspace, options) else "search"
         if agent != AGENT:
             terminal.line(
-                Message("cli.no_llm_endpoint", "  No LLM endpoint is configured, so the search proposer works.")
+                Message(
+                    "cli.no_llm_endpoint",
+                    "  No LLM endpoint is configured. Therefore the search proposer, which needs no LLM, makes the proposal.",
+                )
             )
     try:
         with plant.workspace.hold_lock("code-loop"):
@@ -259,7 +262,7 @@ def audit(
     """Check that merged patches did not change training: replay steps of finished segments without the agents' patches, and compare.
 
     Prints all audits. A difference opens a proposal that undoes the patch. The daemon audits by itself when it has nothing else to do.
-    While it runs, this command asks it to audit in its next pass.
+    While the daemon runs, this command asks the daemon to audit in its next pass.
     """
     from factory.audit.audit_segment import audit_segment
     from factory.audit.audit_windows import find_due_audits, list_audits
@@ -296,7 +299,7 @@ def audit(
         say.line(
             Message(
                 "code_loop.audit",
-                "segment {segment}, steps {first}–{last}, without proposals {patches}: {state}",
+                "segment {segment}, steps {first}–{last}, replayed without proposals {patches}: {state}",
                 segment=row["segment"],
                 first=row["first"],
                 last=row["last"],
@@ -310,6 +313,6 @@ def audit(
         say.line(
             Message(
                 "code_loop.no_audit",
-                "  No audit is planned yet. The first one is planned when a segment trains with a patch that an agent wrote.",
+                "  No audit is planned yet. The first audit is planned when a segment trains with a patch that an agent wrote.",
             )
         )

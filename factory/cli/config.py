@@ -41,7 +41,7 @@ def show(
 ) -> None:
     """Print every key with its value, its source and its meaning.
 
-    The source is the default, the shipped file, the workspace's own copy, or the repository that is trained with.
+    The source is the default, the shipped file, the workspace's own copy, or the repository of the training code.
     """
     if name is not None and name not in NAMES:
         raise InputError(

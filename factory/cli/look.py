@@ -53,7 +53,8 @@ def status(
 def duties(plant: Plant, say: AnswerPrinter) -> None:
     """List the daemon's duties, in the order of their priority.
 
-    For each: whether it is due now, what holds it back, until when it rests after a failure, and when it was last done.
+    The list shows whether a duty is due now, what holds the duty back, until when the duty rests after a failure, and when the duty was
+    last done.
     """
     from factory.core.time_formats import replace_moments_by_iso
     from factory.duties.listing import duty_facts, duty_lines
@@ -154,7 +155,8 @@ def ui(
 def _login_needed(flag: str, host: str) -> InputError:
     return InputError(
         "look.login_needed",
-        "{flag} {host}: other machines could reach MLflow and approve releases there. To require a login, add '--user NAME'",
+        "{flag} {host}: other machines could reach MLflow at this address and approve releases. To require a login, add "
+        "'--user NAME'",
         flag=flag,
         host=host,
     )
@@ -187,7 +189,11 @@ def check(
     except WorkspaceError as error:
         workspace = None
         if not as_json:
-            print(Message("look.no_workspace", "  Only the machine is checked: {reason}", reason=error))
+            print(
+                Message(
+                    "look.no_workspace", "  The check covers only the machine, not a workspace: {reason}", reason=error
+                )
+            )
     progress = SILENT if as_json else Terminal()
     done: list[str] = []
     if mend and workspace:

@@ -55,7 +55,7 @@ def init(
         ),
     ] = False,
 ) -> None:
-    """Make a workspace, the folder that holds all state of one factory. Running it again changes nothing."""
+    """Make a workspace, the folder that holds all state of one factory. Running the command again changes nothing."""
     from factory.core.console import Terminal
     from factory.presets.new_workspace import InitOptions, make_workspace
 
@@ -77,7 +77,8 @@ def init(
     print(
         Message(
             "model_loop.next_step",
-            "Next, put shards into {inbox} and type 'factory run --once'. Or ingest files from elsewhere: 'factory ingest PATH'",
+            "Next, put shards into {inbox} and type 'factory run --once'. Or ingest files from another folder: 'factory ingest "
+            "PATH'",
             inbox=workspace.inbox,
         )
     )
@@ -108,7 +109,7 @@ def run(
 ) -> None:
     """Run the daemon: ingest files from the inbox, train, evaluate, judge and release, over and over.
 
-    Stop the daemon with Ctrl-C. You can also kill it at any moment: started again, it continues.
+    Stop the daemon with Ctrl-C. You can also kill the daemon at any moment: it continues when you start it again.
     """
     from factory.core.console import Terminal
     from factory.duties.back_off import retry_faults
@@ -187,7 +188,7 @@ def certify(
         say.line(
             Message(
                 "model_loop.no_certificate",
-                "  No certificate was made yet. The first one is made when the code's commit changes between two segments.",
+                "  No certificate was made yet. The first certificate is made when the code's commit changes between two segments.",
             )
         )
     for row in found:
@@ -263,7 +264,7 @@ def average(
     found = {"candidate": candidate, "segment": number, "averaged": result["averaged"]}
     said = Message(
         "model_loop.averaged",
-        "  Candidate {candidate} is the average. To judge it: 'factory evaluate {candidate}'",
+        "  Candidate {candidate} is the average of the checkpoints. To judge the candidate: 'factory evaluate {candidate}'",
         candidate=candidate,
     )
     say(found, said)
@@ -277,7 +278,7 @@ def evaluate(
 ) -> None:
     """Measure a candidate on held-out documents and judge it against the champion.
 
-    While the daemon runs, this command asks it to do so in its next pass.
+    While the daemon runs, this command asks the daemon to do this in its next pass.
     """
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.duties.releasing import judge_candidate
@@ -370,7 +371,8 @@ def release(
     terminal.line(
         Message(
             "model_loop.not_champion",
-            "  Release {release} is published, but release {champion} is champion. To change that: 'factory release --rollback {release}'",
+            "  Release {release} is published, but release {champion} is champion. To make release {release} champion: 'factory "
+            "release --rollback {release}'",
             release=done,
             champion=best.number if best else None,
         )
@@ -385,7 +387,8 @@ def _candidate(ledger: Ledger, number: int | None) -> int:
     if newest is None:
         raise InputError(
             "model_loop.no_candidate",
-            "There is no candidate yet. The factory makes one once it has shards to train on. To start it: 'factory run'",
+            "There is no candidate yet. The factory makes a candidate when it has shards to train on. To start the factory: "
+            "'factory run'",
         )
     return (newest if number is None else CandidateRow.get(ledger, number)).id
 
@@ -416,10 +419,11 @@ def serve(
         ),
     ] = "",
 ) -> None:
-    """Serve the champion by an OpenAI-compatible API. When the champion changes, switch to the new one without losing a request.
+    """Serve the champion by an OpenAI-compatible API. When the champion changes, switch to the new champion without losing a request.
 
-    At a release or a rollback, a second engine starts beside the first. The factory checks its export's hash and compares its answers
-    with the judge's own model. Then the second engine takes over, and the first one ends. Memory for both is needed.
+    At a release or a rollback, a second engine starts beside the first. The factory checks the hash of the new export and
+    compares the second engine's answers with the judge's own model. Then the second engine takes over, and the first engine ends.
+    The machine needs memory for both engines.
     """
     from factory.serving.engines import native_engine_kind
     from factory.serving.serve import serve_champion as serve_champion

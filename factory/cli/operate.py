@@ -41,7 +41,7 @@ def pause(
     say.line(
         Message(
             "operate.pausing",
-            "  A trainer that runs now writes a checkpoint and then ends. Other work that has begun is finished first.",
+            "  If a trainer runs now, it writes a checkpoint and then ends. Other actions that are running are finished first.",
         )
     )
 
@@ -91,7 +91,7 @@ def rewind(
     ],
     why: Why = "",
 ) -> None:
-    """Take back a segment and all that continue from it: training continues from the segment before.
+    """Undo a segment and all segments that continue from it: training continues from the segment before.
 
     Their candidates are not released any more. The command works while the daemon runs; the daemon stops a trainer of a rewound segment.
     """

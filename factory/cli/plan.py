@@ -80,7 +80,9 @@ def plan(
         if config and value is not None and flag == "--vocab":
             raise _with_params_only(flag, "config.json")
     if mfu is not None and mfu > 1:
-        raise InputError("plan.mfu_above_one", "--mfu: {mfu:g} is above 1, which is the whole peak.", mfu=mfu)
+        raise InputError(
+            "plan.mfu_above_one", "--mfu: {mfu:g} is too large. The largest value is 1, the full peak rate.", mfu=mfu
+        )
     if context is not None and context < 8:
         raise InputError("plan.short_context", "--context: {context} is less than 8.", context=context)
     chosen_gpu = GPUS[gpu] if memory is None else replace(GPUS[gpu], memory=memory * GB)
@@ -103,7 +105,7 @@ def plan(
                 )
             raise InputError(
                 "plan.experts_not_divided",
-                "--expert-parallel {ways} must divide the {gpus} GPUs and the {experts} experts.",
+                "--expert-parallel {ways} must divide both the number of GPUs ({gpus}) and the number of experts ({experts}).",
                 ways=expert_parallel,
                 gpus=gpus,
                 experts=shape.experts.count,
@@ -151,16 +153,19 @@ def _number(flag: str, text: str) -> float:
         value = math.nan
     if math.isnan(value):
         if not text:
-            raise InputError("plan.no_number", "{flag} is missing. Write it as 8e9 or 8B.", flag=flag)
+            raise InputError("plan.no_number", "{flag} is missing. Write the number as 8e9 or 8B.", flag=flag)
         raise InputError(
-            "plan.not_a_number", "{flag}: {text!r} is not a number. Write it as 8e9 or 8B.", flag=flag, text=text
+            "plan.not_a_number",
+            "{flag}: {text!r} is not a number. Write the number as 8e9 or 8B.",
+            flag=flag,
+            text=text,
         )
     if value <= 0:
         raise _not_above_zero(flag, text)
     if value > 1e18:
         raise InputError(
             "plan.out_of_range",
-            "{flag}: {text} is outside the range of the scaling rules, which ends at 1e18.",
+            "{flag}: {text} is too large for the scaling rules, whose range ends at 1e18.",
             flag=flag,
             text=text,
         )
@@ -174,7 +179,7 @@ def _not_above_zero(flag: str, text: str) -> InputError:
 def _with_params_only(flag: str, source: str) -> InputError:
     return InputError(
         "plan.known_already",
-        "{flag}: {source} has this value already. Use {flag} with --params only.",
+        "{flag}: {source} already gives this value. Use {flag} only with --params.",
         flag=flag,
         source=source,
     )

@@ -29,6 +29,7 @@ def runs(
     found = list_runs(plant.ledger, lines)
     nothing = Message(
         "runs.none",
-        "  No run besides the segments was started yet. Certificates, preflights, audits, diagnoses and gates start such runs.",
+        "  No training run was started besides the segments. Certificates, preflights, audits, diagnoses and gates start such "
+        "runs.",
     )
     say(found, map(run_line, found), nothing=nothing)

@@ -40,20 +40,21 @@ def backup(
     if keys and not has:
         raise InputError(
             "safety.no_key",
-            "{workspace} has no key yet. The first bundle makes it: 'factory release --bundle N'",
+            "{workspace} has no key yet. The first bundle makes the key: 'factory release --bundle N'",
             workspace=plant.workspace.root,
         )
     if keys and folder is None:
         raise InputError(
             "safety.no_folder",
-            "--keys needs a folder, best on another disk. A backup in backups/ is deleted after a week, and is on the key's own disk.",
+            "--keys needs a folder, best on another disk. A backup in backups/ is deleted after a week, and is on the same disk as "
+            "the key.",
         )
     made, said = make_backup(plant, folder, keys)
     if has and not keys:
         said.append(
             Message(
                 "safety.key_not_copied",
-                "The backup does not have the key that signs bundles. To copy the key too: 'factory backup --keys FOLDER'",
+                "The backup does not contain the key that signs bundles. To copy the key too: 'factory backup --keys FOLDER'",
             )
         )
     done = Message("safety.backup_made", "backup made: {folder}", folder=made)

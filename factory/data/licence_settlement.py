@@ -86,8 +86,8 @@ def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.strictest_counts",
-                "the strictest licence counts until you say which is right: 'factory data settle LICENCE --shard NAME' or '--document ID'. For no "
-                "licence, write 'none'",
+                "the strictest licence counts until you say which licence is right: 'factory data settle LICENCE --shard NAME' or "
+                "'factory data settle LICENCE --document ID'. If no licence is named, write 'none'",
             )
         )
     return said or [Message("data.no_conflicts", "no text came under two licences")]
@@ -120,7 +120,7 @@ def settle_licence(
         if known not in {fold_licence_name(claim.license) for claim in one.claims}:
             raise InputError(
                 "data.unclaimed_licence",
-                "{key}: no shard has this text under {licence!r}{near}; nothing was changed",
+                "{key}: no shard has this text under {licence!r}{near}. Nothing was changed",
                 key=one.key,
                 licence=licence,
                 near=suggest_name(licence, claimed),

@@ -75,7 +75,8 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
         said.append(
             Message(
                 "data.licence_conflicts",
-                "licences {documents:,} documents came under several licences, {settled:,} of them are settled: 'factory data claims'",
+                "licences {documents:,} documents came under several licences, and {settled:,} of these conflicts are settled. To list "
+                "the conflicts: 'factory data claims'",
                 documents=count,
                 settled=found["licence_conflicts"]["settled"],
             )

@@ -111,19 +111,20 @@ def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) ->
     if change.license is not None and not policy.licences.find_licence(_licence(change.license)).train:
         raise InputError(
             "data.licence_forbids",
-            "the licence {licence!r} does not allow training (licences in data.yaml). To take these documents out, use 'factory data remove'",
+            "the licence {licence!r} does not allow training (licences in data.yaml). To remove these documents: 'factory data "
+            "remove'",
             licence=change.license,
         )
     _refuse_names(plant.ledger, change)
     rows = _selected(plant.ledger, chosen)
     if not rows:
-        raise InputError("data.no_match", "no document matches all of these filters; nothing was changed")
+        raise InputError("data.no_match", "no document matches all of these filters. Nothing was changed")
     _refuse_unknown_facts(rows, change)
     changed = {row["key"]: new for row in rows if (new := _changed(row, change, policy))}
     if not changed:
         raise InputError(
             "data.same_labels",
-            "the {documents:,|document has|documents have} these labels already; nothing was changed",
+            "{documents:,|document has|documents have} these labels already. Nothing was changed",
             documents=len(rows),
         )
     found = Relabelling(chosen, change, len(rows), changed)
@@ -191,7 +192,7 @@ def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
         if name is not None and (len(name) > LONGEST_NAME or not name.isprintable()):
             raise InputError(
                 "data.unusable_name",
-                "--to-{label} may have at most {limit:,} characters, all of them printable; nothing was changed",
+                "--to-{label} may have at most {limit:,} characters, all of them printable. Nothing was changed",
                 label=noun,
                 limit=LONGEST_NAME,
             )
@@ -206,8 +207,8 @@ def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
         if number is not None:
             raise InputError(
                 "data.removed_name",
-                "removal {removal} took out the {noun} {name!r}, and ingest refuses its documents; nothing was changed. To put it back: "
-                "'factory data undo {removal}'",
+                "removal {removal} removed the {noun} {name!r}, so ingest refuses documents of this {noun}. Nothing was changed. To "
+                "put the documents back: 'factory data undo {removal}'",
                 removal=number,
                 noun=noun,
                 name=name,
@@ -251,8 +252,8 @@ def _refuse_unknown_facts(rows: Sequence[Mapping[str, Any]], change: NewLabels) 
         what = {"url-host": "url", "conversation": "conversation_id"}[change.group]
         raise InputError(
             "data.no_grouping_key",
-            "none of the {documents:,} documents has a known {key}: their rows have none, or an older factory did not keep it. Group by "
-            "'document', 'source' or 'path', or take the documents out and ingest rows with {key!r}",
+            "none of the {documents:,} documents has a known {key}: their rows have no {key}, or an older factory did not keep the "
+            "value. Group by 'document', 'source' or 'path'. Or remove the documents and ingest rows with {key!r}",
             documents=len(rows),
             key=what,
         )
@@ -362,8 +363,8 @@ def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[s
         said.append(
             Message(
                 "data.halves",
-                "held out as {groups:,|group|groups}: {dealt:,} that nothing has read yet are distributed over both halves, {kept:,} keep the half "
-                "in which they were read",
+                "the held-out documents form {groups:,|group|groups}. {dealt:,|group was|groups were} never read and are distributed "
+                "over both halves. {kept:,|group was|groups were} read before and stay in the same half",
                 groups=len(regrouped),
                 dealt=len(dealt),
                 kept=len(regrouped) - len(dealt),
@@ -428,7 +429,12 @@ def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], fo
     if change.group is not None:
         groups = {found.documents.get(row["key"], row).get("group_key", row["group_key"]) or row["key"] for row in rows}
         said.append(
-            Message("data.groups", "grouped by {kind}: {groups:,|group|groups}", kind=change.group, groups=len(groups))
+            Message(
+                "data.groups",
+                "the documents are grouped by {kind}: {groups:,|group|groups}",
+                kind=change.group,
+                groups=len(groups),
+            )
         )
         others = sorted(
             domain
@@ -438,7 +444,8 @@ def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], fo
         said += [
             Message(
                 "data.policy_groups_otherwise",
-                "data.yaml groups the domain {domain} by {old}. For later documents, write 'group: {new}' there",
+                "data.yaml groups the domain {domain} by {old}. To group later documents in the new way, write 'group: {new}' in "
+                "data.yaml",
                 domain=domain,
                 old=policy.rules_of_domain(domain).group,
                 new=change.group,
@@ -482,8 +489,8 @@ def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found:
     except DataPlanError as error:
         raise InputError(
             "data.no_plan_left",
-            "after this change no segment could be planned: recipe {recipe}: {error}. Nothing was changed. First give the domain {domain!r} a "
-            "weight under mixture.weights",
+            "with this change, no segment could be planned with the recipe {recipe}: {error}. Nothing was changed. First give the "
+            "domain {domain!r} a weight under mixture.weights",
             recipe=recipe.name,
             error=error,
             domain=other,
@@ -493,7 +500,8 @@ def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found:
         said.append(
             Message(
                 "data.domain_without_weight",
-                "the recipe {recipe} gives the domain {domain} no weight: the factory does not train on the domain until mixture.weights names it",
+                "the recipe {recipe} gives the domain {domain} no weight. The factory does not train on the domain until "
+                "mixture.weights has its name",
                 recipe=recipe.name,
                 domain=other,
             )
@@ -511,7 +519,8 @@ def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found:
     said.append(
         Message(
             "data.order_begins_anew",
-            "later segments have the documents in their new domain. The data order of this domain, and of the domains they leave, begins anew",
+            "later segments have the documents in their new domain. The data order of the new domain and of the old domains starts "
+            "from the beginning",
         )
     )
     return said

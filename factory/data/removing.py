@@ -70,25 +70,26 @@ class PlannedRemoval:
             said.append(
                 Message(
                     "data.release_saw",
-                    "release {release} was trained on {documents:,} of them",
+                    "release {release} was trained on {documents:,} of the documents",
                     release=number,
                     documents=len(keys),
                 )
                 if exact
                 else Message(
                     "data.release_may_have_seen",
-                    "release {release} may have been trained on {documents:,} of them",
+                    "release {release} may have been trained on {documents:,} of the documents",
                     release=number,
                     documents=len(keys),
                 )
             )
         if not self.releases:
-            said.append(Message("data.no_release_saw", "no release was trained on them"))
+            said.append(Message("data.no_release_saw", "no release was trained on the documents"))
         if self.open_segment is not None:
             said.append(
                 Message(
                     "data.planned_segment_sees",
-                    "segment {segment} is planned already and still trains on them. To plan the segment again: 'factory rewind {segment}'",
+                    "segment {segment} is planned already and still trains on the documents. To plan the segment again: 'factory rewind "
+                    "{segment}'",
                     segment=self.open_segment,
                 )
             )
@@ -96,8 +97,8 @@ class PlannedRemoval:
             said.append(
                 Message(
                     "data.measured_without",
-                    "candidates are measured without the held-out documents. The factory measures the champion again before it compares the next "
-                    "candidate",
+                    "later candidates are not measured on these held-out documents. The factory measures the champion again before it "
+                    "compares the next candidate",
                 )
             )
         return [*said, self.cost.message]
@@ -202,7 +203,9 @@ def undo_removal(ledger: Ledger, number: int, by: str) -> str:
     removal = known[number]
     if removal.erase:
         raise InputError(
-            "data.erased", "removal {number} erases the text of its documents and cannot be put back", number=number
+            "data.erased",
+            "removal {number} erases the text of its documents, so the documents cannot be put back",
+            number=number,
         )
     if removal.state != "removed":
         raise InputError("data.put_back_already", "removal {number} was put back already", number=number)
@@ -219,7 +222,7 @@ def undo_removal(ledger: Ledger, number: int, by: str) -> str:
         record_event(tx, RETURNED, Subject("removal", number), {"by": by, "documents": changed})
     return Message(
         "data.put_back",
-        "{documents:,|document is|documents are} back. The next segment and the next evaluation use the documents again",
+        "{documents:,|document is|documents are} put back. The next segment and the next evaluation use the documents again",
         documents=changed,
     )
 
@@ -273,13 +276,13 @@ def _nothing(selection: DocumentSelection, others: dict[str, str]) -> Message:
         key, fate = next(iter(others.items()), (selection.names[0], "none"))
         return Message(
             "data.document_not_used",
-            "the document {key!r} is neither training data nor held out (its fate: {fate}); nothing was changed",
+            "the document {key!r} is neither training data nor held out (its state is {fate}). Nothing was changed",
             key=key,
             fate=fate,
         )
     return Message(
         "data.nothing_used",
-        "no document of the {noun} {names} is training data or held out ({fates}); nothing was changed",
+        "no document of the {noun} {names} is training data or held out ({fates}). Nothing was changed",
         noun=COLUMN_NOUNS[selection.column],
         names=selection.names,
         fates=[f"{count:,} {fate}" for fate, count in Counter(others.values()).items()],

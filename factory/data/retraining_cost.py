@@ -35,23 +35,25 @@ class RetrainingCost:
         if self.unknown_reason:
             return Message(
                 "data.cost_unknown",
-                "the cost of training again without them is not known: {why}",
+                "the cost of training again without the documents is not known: {why}",
                 why=self.unknown_reason,
             )
         if self.first_step is None:
-            return Message("data.no_cost", "the trunk was never trained on them, so no training must be repeated")
+            return Message(
+                "data.no_cost", "the trunk was never trained on the documents, so no training must be repeated"
+            )
         known = {"first_step": self.first_step, "segment": self.segment, "steps": self.steps, "until": self.until}
         if not self.checkpoint:
             return Message(
                 "data.cost_from_start",
-                "the trunk first saw one of them at step {first_step} (segment {segment}). Training again without them takes {steps:,} steps "
-                "from the beginning to step {until}: no earlier checkpoint is left",
+                "the trunk was first trained on one of the documents at step {first_step} (segment {segment}). Training again without "
+                "the documents takes {steps:,} steps from the beginning to step {until}, because no earlier checkpoint is left",
                 **known,
             )
         return Message(
             "data.cost",
-            "the trunk first saw one of them at step {first_step} (segment {segment}). Training again without them takes {steps:,} steps from "
-            "{checkpoint} to step {until}",
+            "the trunk was first trained on one of the documents at step {first_step} (segment {segment}). Training again without "
+            "the documents takes {steps:,} steps from {checkpoint} to step {until}",
             checkpoint=self.checkpoint,
             **known,
         )

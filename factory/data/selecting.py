@@ -87,10 +87,14 @@ def find_keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]
         for row in list(one_of_each.values())[:LISTED]
     ]
     if len(one_of_each) > LISTED:
-        listed.append(Message("data.more_with_id", "'factory provenance --document {id}' lists all of them", id=name))
+        listed.append(
+            Message(
+                "data.more_with_id", "to list all of these documents: 'factory provenance --document {id}'", id=name
+            )
+        )
     raise InputError(
         "data.ambiguous_id",
-        "{documents} documents have the id {id!r}; nothing was changed. Name the key of the document that you mean: {keys}",
+        "{documents} documents have the id {id!r}. Nothing was changed. Name the key of the document that you mean: {keys}",
         documents=len(one_of_each),
         id=name,
         keys="; ".join(listed),

@@ -72,15 +72,16 @@ def list_erasure_consequences(plant: Plant, selection: DocumentSelection) -> lis
     ]
     said: list[str] = [
         Message(
-            "erasing.for_good", "their text is overwritten for good; the hashes by which ingest recognises copies stay"
+            "erasing.for_good",
+            "the text of the documents is overwritten and cannot be restored. Their hashes stay, so that ingest recognises copies",
         )
     ]
     if read:
         said.append(
             Message(
                 "erasing.segments",
-                "segments {segments} can no longer be reproduced: no audit, no diagnosis, and no replay that restores a lost checkpoint. Their "
-                "metrics, checkpoints and exports stay",
+                "segments {segments} can no longer be replayed, so audits, diagnoses and the repair of a lost checkpoint are not "
+                "possible. The metrics, checkpoints and exports of these segments stay",
                 segments=read,
             )
         )
@@ -88,7 +89,8 @@ def list_erasure_consequences(plant: Plant, selection: DocumentSelection) -> lis
         said.append(
             Message(
                 "erasing.evaluations",
-                "evaluations on the held-out documents can no longer be reproduced. Reports and MLflow may still quote answers about them",
+                "evaluations on the held-out documents can no longer be reproduced. Reports and MLflow may still quote answers about "
+                "these documents",
             )
         )
     for sha256 in _shards_of(plant.ledger, selection):
@@ -102,7 +104,7 @@ def list_erasure_consequences(plant: Plant, selection: DocumentSelection) -> lis
         said.append(
             Message(
                 "erasing.backups",
-                "these backups keep the text of the held-out documents until you delete them: {backups}",
+                "these backups keep the text of the held-out documents until you delete the backups: {backups}",
                 backups=made,
             )
         )
@@ -228,12 +230,18 @@ def _raw_without(
         return (
             None,
             None,
-            [Message("erasing.gone", "the raw shard {shard} is gone: there is nothing to erase", shard=name)],
+            [
+                Message(
+                    "erasing.gone",
+                    "the raw shard {shard} does not exist any more, so the factory erased nothing in it",
+                    shard=name,
+                )
+            ],
         )
     if not raw.is_relative_to(plant.workspace.root):
         outside = Message(
             "erasing.not_ours",
-            "the raw shard {shard} is outside the workspace, at {path}: the factory erased nothing in this file",
+            "the raw shard {shard} is outside the workspace, at {path}, so the factory erased nothing in this file",
             shard=name,
             path=raw,
         )
@@ -241,7 +249,7 @@ def _raw_without(
     if file_sha256(raw) not in {sha256, *former_file_hashes(plant.ledger, sha256)}:
         other = Message(
             "erasing.other_file",
-            "{path} is not the file that was ingested: the factory erased nothing in this file",
+            "{path} is not the file that was ingested, so the factory erased nothing in this file",
             path=raw,
         )
         return None, None, [other]

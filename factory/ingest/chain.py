@@ -146,7 +146,7 @@ def ingest_shard(
             raise
         raise FactoryError(
             "ingest.stopped",
-            "ingest of {file} stopped, nothing was stored: {error} ({where})",
+            "the ingest of {file} stopped, and nothing was stored: {error} ({where})",
             file=path.name,
             error=error.strerror,
             where=error.filename,
@@ -281,7 +281,7 @@ def _settle(row: Row, result: FinishedDocument) -> TokenizedDocument | None:
     if result.trimmed:
         row.detail = Message(
             "ingest.trimmed",
-            "{count:,|character|characters} cut out: words of a held-out document",
+            "{count:,|character was|characters were} cut out, because they quote a held-out document",
             count=result.trimmed,
         )
     return TokenizedDocument(
@@ -326,7 +326,7 @@ def find_bad_share_problem(rows: Sequence[Row], max_share: float) -> ShardProble
     example = next(row for row in rows if row.rule in UNREADABLE_ROW_RULES)
     return ShardProblem(
         "ingest.mostly_bad",
-        "{share:.0%} of {count} rows cannot be read ({rules}); the first is row {row}: {why}",
+        "{share:.0%} of {count} rows cannot be read ({rules}). The first of these rows is row {row}: {why}",
         rows=len(rows),
         dropped=dropped,
         share=share,
@@ -357,12 +357,12 @@ def _refuse_changed(path: Path, before: os.stat_result) -> None:
     except FileNotFoundError:
         raise InputError(
             "ingest.file_gone",
-            "{path} was moved or removed during the ingest; nothing of the file was stored",
+            "{path} was moved or removed during the ingest, so nothing of the file was stored",
             path=path,
         ) from None
     raise InputError(
         "ingest.file_changed",
-        "{path} changed during the ingest; nothing of the file was stored. Ingest the file again when it is complete",
+        "{path} changed during the ingest, so nothing of the file was stored. Ingest the file again when it is complete",
         path=path,
     )
 

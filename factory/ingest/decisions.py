@@ -99,19 +99,21 @@ def _drop_duplicates(
         assert content
         if content in known:
             key, fate = known[content]
-            return "exact_duplicate", fate, Message("ingest.same", "the same content"), key
+            return "exact_duplicate", fate, Message("ingest.same", "the content is the same"), key
         if content in first:
-            same = Message("ingest.same_here", "the same content, in this shard")
+            same = Message("ingest.same_here", "the content is the same, and both documents are in this shard")
             return "exact_duplicate", here[first[content]], same, first[content]
         if found := near.find_most_similar(one.number):
             other, similarity = found
             if isinstance(other, int):
                 key = by_number[other]
                 near_here = Message(
-                    "ingest.near_here", "{similarity:.0%} similar, in this shard", similarity=similarity
+                    "ingest.near_here",
+                    "the content is {similarity:.0%} similar, and both documents are in this shard",
+                    similarity=similarity,
                 )
                 return "near_duplicate", here[key], near_here, key
-            said = Message("ingest.near", "{similarity:.0%} similar", similarity=similarity)
+            said = Message("ingest.near", "the content is {similarity:.0%} similar", similarity=similarity)
             return "near_duplicate", fates[other], said, other
         return None
 
@@ -155,11 +157,15 @@ def _drop_copy(row: Row, rule: str, fate: str, how: str, key: str) -> None:
     if fate == BARRED:
         row.drop("licence", Message("ingest.barred", "{what} ({how})", what=COPY_OF_BARRED, how=how), key)
     elif fate == REMOVED_FATE:
-        said = Message("ingest.copy_of_removed", "a copy of a document that a person took out ({how})", how=how)
+        said = Message(
+            "ingest.copy_of_removed", "the text is a copy of a document that a person removed ({how})", how=how
+        )
         row.drop("removed", said, key)
     elif fate == "held_out":
         row.drop(
-            "contaminated", Message("ingest.copy_of_held_out", "a copy of a held-out document ({how})", how=how), key
+            "contaminated",
+            Message("ingest.copy_of_held_out", "the text is a copy of a held-out document ({how})", how=how),
+            key,
         )
     else:
         row.drop(rule, how, key)
@@ -203,18 +209,25 @@ def _hold_out(
         if one.number in refused:
             row.detail = Message(
                 "ingest.not_held_out",
-                "not held out: it shares words with {key}, which is training data",
+                "the document is not held out, because it shares words with the training document {key}",
                 key=refused[one.number],
             )
         if as_one := held.get(one.number):
             row.fate, row.held_out_group, row.is_sealed = "held_out", as_one.group, as_one.sealed
             chosen[row.key] = candidates[one.number]
         elif row.group in groups:
-            limit = Message("ingest.enough_held_out", "as many as hold_out_at_most (data.yaml) are held out already")
-            special = Message("ingest.spells_special", "the document spells a special token")
+            limit = Message(
+                "ingest.enough_held_out",
+                "the factory holds out no more documents, because the limit hold_out_at_most (data.yaml) is reached",
+            )
+            special = Message("ingest.spells_special", "the text of the document contains a special token")
             why = row.detail or (special if row.spells_special_token else limit)
             group = Message(
-                "ingest.of_held_out_group", "of group {group!r}, which is held out; {why}", group=row.group, why=why
+                "ingest.of_held_out_group",
+                "the group {group!r} of the document is held out, so the document is not trained on. The document itself is not held "
+                "out: {why}",
+                group=row.group,
+                why=why,
             )
             row.drop("held_out_group", group)
     return chosen

@@ -249,7 +249,9 @@ def _string(row: dict[str, Any], key: str, notes: ReadingNotes) -> str | None:
         return None
     if key in ("source", "domain") and isinstance(value, int) and not isinstance(value, bool):
         value = _digits(key, value)
-        notes.messages.add(Message("ingest.number_as_text", "{key!r} is a number: its digits are the text", key=key))
+        notes.messages.add(
+            Message("ingest.number_as_text", "{key!r} is a number, and its digits are used as text", key=key)
+        )
     if not isinstance(value, str) or len(value) > LONGEST_NAME:
         wrong = Message(
             "ingest.row_name",
@@ -277,7 +279,7 @@ def _better_domain(domain: str) -> Message:
     if domain in _RESERVED:
         return Message(
             "ingest.reserved_domain",
-            "the release gate has a measure with the name {name!r}; write '{name}-text'",
+            "the release gate has a measure with the name {name!r}. Write '{name}-text' instead",
             name=domain,
         )
     return Message(

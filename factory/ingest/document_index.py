@@ -46,8 +46,8 @@ class DocumentIndex:
         if found and found["value"] != wanted:
             raise ConfigError(
                 "ingest.index_parameters",
-                "data.yaml: this workspace's index was made with '{old}', but the policy now asks for '{new}'. Restore the old values, or "
-                "start a new workspace and ingest the same shards",
+                "data.yaml: this workspace's index was made with '{old}', but data.yaml now has '{new}'. Restore the old values in "
+                "data.yaml, or start a new workspace and ingest the same shards again",
                 old=found["value"],
                 new=wanted,
             )
@@ -94,7 +94,7 @@ class DocumentIndex:
                 if number is not None:
                     return Message(
                         "ingest.taken_out",
-                        "a person took out the {noun} {name!r} (removal {removal}{why})",
+                        "a person removed the {noun} {name!r} (removal {removal}{why})",
                         noun=noun,
                         name=name,
                         removal=number,

@@ -102,7 +102,7 @@ def remove_originals(plant: Plant, shard: str) -> list[str]:
             said.append(
                 Message(
                     "ingest.original_deleted",
-                    "the file {file}, from which the shard was made, is deleted too",
+                    "the factory also deleted {file}, the file from which the shard was made",
                     file=one["name"],
                 )
             )
@@ -132,12 +132,13 @@ def _changed_line(name: str, kept: bool) -> Message:
     if kept:
         return Message(
             "ingest.changed_after",
-            "  {file} changed after its ingest. The changed file is in the inbox again; the ingested content stays in shards/raw/",
+            "  {file} changed after its ingest. The changed file is in the inbox again. The ingested content stays in shards/raw/",
             file=name,
         )
     return Message(
         "ingest.changed_after_and_lost",
-        "  {file} changed after its ingest. The changed file is in the inbox again; the ingested content is left in the token shard only",
+        "  {file} changed after its ingest. The changed file is in the inbox again. The ingested content is now only in the "
+        "token shard",
         file=name,
     )
 
@@ -182,13 +183,13 @@ def return_quarantined_files(plant: Plant) -> None:
             plant.progress.line(
                 Message(
                     "ingest.asked_again",
-                    "  {file} was quarantined; it is tried again, as a person asked",
+                    "  {file} was quarantined. A person asked to ingest the file again, so the factory tries again",
                     file=back.name,
                 )
                 if asked
                 else Message(
                     "ingest.readable_now",
-                    "  {file} was quarantined; it is tried again, since the file, the data policy or the reading code changed",
+                    "  {file} was quarantined. The file, the data policy or the reading code changed, so the factory tries the file again",
                     file=back.name,
                 )
             )
@@ -321,7 +322,11 @@ def _cut_off(path: Path, stamp: FileStamp) -> Message | None:
     """As ``find_truncation``. A compressed file is read completely, once for each ``stamp``."""
     kind, compression = detect_kind(path.name)
     if kind == ".zip":
-        return None if zipfile.is_zipfile(path) else Message("ingest.zip_open", "the zip file has no directory yet")
+        return (
+            None
+            if zipfile.is_zipfile(path)
+            else Message("ingest.zip_open", "the end of the zip file, its table of contents, is missing")
+        )
     if not compression and kind in ENDS:
         with open(path, "rb") as file:
             head = file.read(len(ENDS[kind]))
@@ -331,7 +336,7 @@ def _cut_off(path: Path, stamp: FileStamp) -> Message | None:
                 return None
             return Message(
                 "ingest.footer",
-                "the file has no {kind} footer yet",
+                "the end of the file, its {kind} footer, is missing",
                 kind="Parquet" if kind == ".parquet" else "Arrow",
             )
     if compression:

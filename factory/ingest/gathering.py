@@ -40,7 +40,7 @@ class GatheredFiles:
             return ""
         return Message(
             "ingest.kinds_left_out",
-            "{files:,|file is|files are} left out, of kinds that are not read: {kinds}",
+            "{files:,|file is|files are} not ingested, because files of these types are not supported: {kinds}",
             files=self.left_out.total(),
             kinds=[f"{suffix or 'no suffix'} {count:,}" for suffix, count in self.left_out.most_common(6)],
         )
@@ -83,7 +83,7 @@ def _paths(workspace: Workspace, name: str) -> list[Path]:
     if not name.strip():  # for example an unset shell variable; Python would read it as the current folder
         raise InputError(
             "ingest.empty_name",
-            "one of the names is empty: name files, folders, patterns or addresses ('.' is the current folder)",
+            "one of the given names is empty: give files, folders, patterns or addresses ('.' is the current folder)",
         )
     path = Path(name)
     if path.exists():
@@ -99,7 +99,7 @@ def _paths(workspace: Workspace, name: str) -> list[Path]:
         raise InputError("ingest.no_match", "{pattern}: no file matches this pattern", pattern=name)
     raise InputError(
         "ingest.no_named_file",
-        "{file}: no such file, here or in {quarantine}",
+        "no file {file} was found, neither at the given path nor in {quarantine}",
         file=path.name,
         quarantine=workspace.quarantine,
     )

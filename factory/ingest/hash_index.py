@@ -104,13 +104,13 @@ def read_hashes(root: Path, subject: str) -> pa.Table:
     try:
         return pq.read_table(path, schema=_COLUMNS, page_checksum_verification=True)
     except FileNotFoundError:
-        why = Message("ingest.hashes_gone", "the file is gone")
+        why = Message("ingest.hashes_gone", "the file is missing")
     except (pa.ArrowException, OSError) as error:
         why = Message("ingest.hashes_damaged", "the file is damaged: {error}", error=str(error)[:200])
     raise WorkspaceError(
         "ingest.no_hashes",
-        "{path}: {why}. Ingest compares later documents with this file. Put the file back, or stop 'factory run' and run "
-        "'factory check --repair', which makes the file again from its raw shard",
+        "{path}: {why}. Ingest needs this file to compare new documents with old ones. Put the file back. Or stop 'factory "
+        "run' and run 'factory check --repair', which makes the file again from its raw shard",
         path=path,
         why=why,
     )

@@ -129,7 +129,8 @@ def _take_alone(plant: Plant, path: Path) -> None:
         else:
             why = Message(
                 "ingest.worker_died_last",
-                "{why}. The daemon tried the file {tries:,|time|times}. Free some memory and run 'factory retry', or split the file",
+                "{why}. The daemon tried the file {tries:,|time|times} and does not try again by itself. Free some memory and run "
+                "'factory retry', or split the file",
                 why=died.message,
                 tries=deaths,
             )
@@ -224,7 +225,11 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
         if not concerns_only_this_file(error) and not isinstance(error, FileNotFoundError):
             raise
         plant.progress.line(
-            Message("ingest.not_together", "  the small files are ingested one by one instead: {why}", why=error)
+            Message(
+                "ingest.not_together",
+                "  the factory could not ingest the small files as one shard, and ingests them one by one: {why}",
+                why=error,
+            )
         )
         return [path] if isinstance(error, FileNotFoundError | TooLittleTextError) else [file.path for file in ready]
     for file in ready:
@@ -300,7 +305,7 @@ def ingest_path(
         plant.progress.line(
             Message(
                 "ingest.erased_shard",
-                "  {file} is deleted: text of this shard was erased before",
+                "  the factory deleted the file {file}, because a person erased text of this shard earlier",
                 file=printable_name(path),
             )
         )
@@ -399,8 +404,8 @@ def _no_file(path: Path) -> Message:
     if path.is_symlink():
         return Message("ingest.link", "the factory does not follow links: copy the file itself into the inbox")
     if path.is_dir():
-        return Message("ingest.inbox_folder", "this is a folder: move its files into the inbox itself")
-    return Message("ingest.special_file", "this is not a regular file: remove it")
+        return Message("ingest.inbox_folder", "this is a folder. Move the files of the folder directly into the inbox")
+    return Message("ingest.special_file", "this is not a regular file: remove the file")
 
 
 def _incomplete(path: Path, stamp: FileStamp) -> str:
@@ -408,14 +413,14 @@ def _incomplete(path: Path, stamp: FileStamp) -> str:
     if writer := find_writer(path):
         return Message(
             "ingest.open_for_writing",
-            "{writer} has the file open for writing; the daemon ingests the file when {writer} closes it",
+            "{writer} has the file open for writing. The daemon ingests the file when {writer} closes it",
             writer=writer,
         )
     if abs(time.time() - stamp[1] / 1e9) >= COMPLETE_AFTER_SECONDS or not (end := find_truncation(path)):
         return ""
     return Message(
         "ingest.incomplete",
-        "{end}; the daemon ingests the file when it is complete, or unchanged for {minutes:.0f} minutes",
+        "{end}. The daemon ingests the file when it is complete, or when it has not changed for {minutes:.0f} minutes",
         end=end,
         minutes=COMPLETE_AFTER_SECONDS / 60,
     )
@@ -459,7 +464,8 @@ def describe_report(name: str, report: ShardReport, before: Mapping[str, float])
         return describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     return Message(
         "ingest.known",
-        "  {file} was ingested already, on {when} as {shard}: {train:,} to train on, {held_out:,} held out; nothing was stored again",
+        "  {file} was already ingested on {when} as {shard}, with {train:,|document|documents} to train on and {held_out:,} "
+        "held out. Nothing was stored again",
         file=name,
         when=time.strftime("%Y-%m-%d %H:%M", time.localtime(before[report.sha256])),
         shard=report.name,
@@ -476,14 +482,19 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
     if isinstance(dropped, dict) and dropped:
         by_rule = [f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1])]
         parts.append(
-            Message("ingest.dropped", "{count:,} dropped ({rules})", count=sum(dropped.values()), rules=by_rule)
+            Message(
+                "ingest.dropped",
+                "{count:,|document|documents} dropped ({rules})",
+                count=sum(dropped.values()),
+                rules=by_rule,
+            )
         )
     if isinstance(others := counts.get("other_licences"), dict):
         for shard, count in others.items():
             parts.append(
                 Message(
                     "ingest.other_licence",
-                    "{texts:,} OF ITS TEXTS CAME UNDER ANOTHER LICENCE in {shard}",
+                    "{texts:,|TEXT|TEXTS} OF THIS SHARD CAME UNDER ANOTHER LICENCE in {shard}",
                     texts=count,
                     shard=shard,
                 )
@@ -491,8 +502,8 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
         parts.append(
             Message(
                 "ingest.strictest_licence",
-                "the strictest licence counts (no licence is strict too), and may hold releases back. 'factory data claims' lists the texts. "
-                "Say which licence is right: 'factory data settle LICENCE --shard {shard}'",
+                "of several licences, the strictest counts (a missing licence is strict too), and it may hold releases back. To list "
+                "the texts: 'factory data claims'. To say which licence is right: 'factory data settle LICENCE --shard {shard}'",
                 shard=shlex.quote(original_file_name(name)),
             )
         )
@@ -500,21 +511,22 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
         first = Message("ingest.quarantined", "QUARANTINED: {why}", why=reason)
     else:
         kept = {"train": counts.get("train", 0), "held_out": counts.get("held_out", 0)}
-        first = Message("ingest.kept", "{train:,} to train on, {held_out:,} held out", **kept)
+        first = Message("ingest.kept", "{train:,|document|documents} to train on, {held_out:,} held out", **kept)
     lines = [*describe_rows(counts)]
     if isinstance(dropped, dict) and dropped.get(REMOVED_FATE):
         lines.append(
             Message(
                 "ingest.removed_before",
-                "a person took out the documents dropped by 'removed', or their originals. 'factory data list' shows the removals; "
-                "'factory data undo N' puts removal N back. To change source, domain, licence or group, use 'factory data relabel'",
+                "a person removed the documents that the rule 'removed' dropped, or the originals of these documents. To list the "
+                "removals: 'factory data list'. To put removal N back: 'factory data undo N'. To change source, domain, licence or "
+                "group instead: 'factory data relabel'",
             )
         )
     if isinstance(groups := counts.get("groups"), dict):
         lines += [line for domain, found in groups.items() for line in describe_grouping(domain, found)]
     return Message(
         "ingest.shard",
-        "  {shard}: {rows:,} documents; {facts}{lines}",
+        "  {shard}: {rows:,|row|rows}; {facts}{lines}",
         shard=name,
         rows=rows,
         facts="; ".join([first, *parts]),

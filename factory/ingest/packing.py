@@ -119,7 +119,7 @@ class _LeftOut:
 
     def __call__(self, path: str, why: Message) -> None:
         if why.code == "ingest.unknown_kind":  # its text names the file, so that each file would be a reason
-            why = Message("ingest.kinds_not_read", "of a kind that is not read")
+            why = Message("ingest.kinds_not_read", "files of this type are not supported")
         self.reasons[why] += 1
         self.first.setdefault(why, path)
 
@@ -127,21 +127,22 @@ class _LeftOut:
         """A line for a person about the pack of this name; None: everything was read.
 
         >>> left = _LeftOut()
-        >>> left("a.png", Message("ingest.unknown_kind", "of a kind …")), left("b", Message("reading.encrypted", "encrypted"))
+        >>> left("a.png", Message("ingest.unknown_kind", "files of …")), left("b", Message("reading.encrypted", "it is encrypted"))
         (None, None)
         >>> left.describe("x.zip")
-        '  x.zip: 2 left out: 1 of a kind that is not read (a.png), 1 encrypted (b)'
+        '  x.zip: 2 parts were not ingested: 1 because files of this type are not supported (a.png), 1 because it is encrypted (b)'
         """
         if not self.reasons:
             return None
         named = [
-            f"{count:,} {why}" + (f" ({self.first[why]}{', …' if count > 1 else ''})" if self.first[why] else "")
+            f"{count:,} because {why}"
+            + (f" ({self.first[why]}{', …' if count > 1 else ''})" if self.first[why] else "")
             for why, count in self.reasons.most_common(_NAMED)
         ]
         more = ["…"] if len(self.reasons) > _NAMED else []
         return Message(
             "ingest.left_out",
-            "  {pack}: {count:,} left out: {reasons}",
+            "  {pack}: {count:,|part was|parts were} not ingested: {reasons}",
             pack=pack,
             count=self.reasons.total(),
             reasons=named + more,
@@ -199,7 +200,7 @@ def ingest_file_group(
             plant.progress.line(
                 Message(
                     "ingest.continues",
-                    "  {pack}: {parts:,|part|parts} with {rows:,|row|rows} were ingested before; ingest continues after them",
+                    "  {pack}: {parts:,|part|parts} with {rows:,|row|rows} were ingested before. Ingest continues after these rows",
                     pack=pack.name,
                     parts=len(done),
                     rows=skip,
@@ -224,8 +225,8 @@ def ingest_file_group(
                 record_event(tx, PACKED, f"file:{sha256[:16]}", detail)
             reports.append(one)
         if not reports and not done:
-            why = next(iter(left.reasons), Message("ingest.pack_empty", "it is empty"))
-            raise ShardProblem("ingest.pack_unread", "nothing in the file can be read: {why}", why=why)
+            why = next(iter(left.reasons), Message("ingest.pack_empty", "the file is empty"))
+            raise ShardProblem("ingest.pack_unread", "no part of the file can be read: {why}", why=why)
     except ShardProblem as problem:
         _refuse_changed(pack, before)
         rest, bad = pack.split_off_bad_files(policy) if together else (pack, {})
@@ -233,7 +234,9 @@ def ingest_file_group(
             spoilt = _LeftOut()
             for name, path in pack.files:
                 if name in bad:
-                    spoilt(name, Message("ingest.unusable_file", "unusable, {why}", why=bad[name].message))
+                    spoilt(
+                        name, Message("ingest.unusable_file", "the file cannot be used: {why}", why=bad[name].message)
+                    )
                     left.files.add(path)
             if line := spoilt.describe(pack.name):
                 plant.progress.line(line)
@@ -250,7 +253,7 @@ def ingest_file_group(
             rows = sum(part["rows"] for part in done) + sum(one.rows for one in reports)
             problem = ShardProblem(
                 "ingest.partly",
-                "{why}. The {before:,} rows before that were ingested, as {parts:,|shard|shards}",
+                "{why}. The {before:,} rows before the error were ingested, as {parts:,|shard|shards}",
                 why=problem.message,
                 before=rows,
                 parts=len(stored),

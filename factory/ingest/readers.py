@@ -75,7 +75,7 @@ def read_source(source: ReadableFile) -> Iterator[RawRow]:
     if read is None:
         raise ShardProblem(
             "ingest.unknown_kind",
-            "files of this kind are not read: {file}: {hint}",
+            "files of the type of {file} are not supported: {hint}",
             file=source.name,
             hint=find_conversion_hint(source.name) or SUPPORTED_KINDS,
         )

@@ -107,7 +107,9 @@ def _system(address: str) -> tuple[Any, str]:
             scheme=scheme,
         ) from error
     except ValueError as error:
-        raise InputError("ingest.address", "{address}: {error}", address=address, error=error) from error
+        raise InputError(
+            "ingest.address", "the address {address} cannot be used: {error}", address=address, error=error
+        ) from error
 
 
 def _listed(system: Any, root: str, address: str) -> list[str]:
@@ -168,7 +170,7 @@ def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress
                     there = part.stat().st_size if part.exists() else 0
                     raise InputError(
                         "ingest.fetch_stopped",
-                        "{path} cannot be read to its end: {kind}: {error}. The same command continues at byte {at:,}",
+                        "the fetch of {path} failed: {kind}: {error}. To continue at byte {at:,}, run the same command again",
                         path=path,
                         kind=type(error).__name__,
                         error=str(error)[:200],
@@ -199,7 +201,10 @@ def _append(system: Any, path: str, about: dict[str, Any], part: Path, task: Any
             block = system.cat_file(path, start=there, end=min(there + _BLOCK, about["size"]))
             if not block:
                 ends = Message(
-                    "ingest.remote_cut_off", "the file ends at byte {at:,} of {size:,}", at=there, size=about["size"]
+                    "ingest.remote_cut_off",
+                    "the file ends too early, at byte {at:,} of {size:,}",
+                    at=there,
+                    size=about["size"],
                 )
                 raise EOFError(ends)
             out.write(block)

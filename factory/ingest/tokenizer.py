@@ -115,9 +115,14 @@ class Tokenizer:
                 "ingest.not_a_tokenizer", "{path} is not a tokenizer: {error}", path=path, error=error
             ) from error
         if [inner.token_to_id(token) for token in SPECIAL] != [0, 1, 2]:
-            raise _foreign(path, Message("ingest.special_ids", "ids 0, 1, 2 must be {tokens}", tokens=SPECIAL))
+            raise _foreign(path, Message("ingest.special_ids", "the ids 0, 1 and 2 must be {tokens}", tokens=SPECIAL))
         if inner.encode("").ids not in ([], [0]):
-            raise _foreign(path, Message("ingest.bos", "documents must begin with {token} or with nothing", token=END))
+            raise _foreign(
+                path,
+                Message(
+                    "ingest.bos", "the tokenizer must begin a document with {token} or with no special token", token=END
+                ),
+            )
         tokenizer = cls(folder, inner, hashlib.sha256(data).hexdigest())
         if probed and (wrong := tokenizer.find_difference()):
             raise _foreign(path, wrong)
@@ -135,7 +140,8 @@ class Tokenizer:
             if theirs != ours:
                 return Message(
                     "ingest.other_ids",
-                    "its ids of {text!r} are {theirs}, but the ids of this factory are {ours} (its split pattern may differ)",
+                    "the tokenizer encodes {text!r} as {theirs}, but this factory encodes the text as {ours}. The split pattern of the "
+                    "tokenizer may differ",
                     text=text[:40],
                     theirs=_shown(theirs),
                     ours=_shown(ours),
@@ -143,7 +149,7 @@ class Tokenizer:
             if self.decode(ours) != text:
                 return Message(
                     "ingest.other_text",
-                    "its ids of {text!r} decode to {back!r}",
+                    "the tokenizer encodes {text!r} and decodes the ids as {back!r}",
                     text=text[:40],
                     back=self.decode(ours)[:40],
                 )
@@ -335,7 +341,7 @@ def template_shows_calls(folder: Path) -> bool:
 
 def _foreign(path: Path, why: Message) -> InputError:
     return InputError(
-        "ingest.foreign_tokenizer", "{path} is not a tokenizer of this factory: {why}", path=path, why=why
+        "ingest.foreign_tokenizer", "{path} cannot be used as this factory's tokenizer: {why}", path=path, why=why
     )
 
 

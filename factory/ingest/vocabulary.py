@@ -93,9 +93,9 @@ def load_or_train_tokenizer(
             if sum(map(len, sample)) < _ENOUGH and not is_small_vocabulary_allowed(plant.ledger):
                 raise TooLittleTextError(
                     "ingest.little_text",
-                    "the tokenizer is trained once, and the text is too little for it: {characters:,} characters give {made:,} of the {wanted:,} "
-                    "tokens that tokenizer.vocab_size in policies/data.yaml asks for; {enough:,} characters are enough. Ingest this file together "
-                    "with more text, or accept the small vocabulary: 'factory ingest --small-vocabulary'",
+                    "the tokenizer is trained only once, and the text is too little to train it. {characters:,} characters give {made:,} "
+                    "of the {wanted:,} tokens that tokenizer.vocab_size in policies/data.yaml asks for. {enough:,} characters are enough. "
+                    "Ingest this file together with more text, or accept the small vocabulary: 'factory ingest --small-vocabulary'",
                     characters=sum(map(len, sample)),
                     made=made.vocab_size,
                     wanted=policy.tokenizer.vocab_size,
@@ -104,7 +104,8 @@ def load_or_train_tokenizer(
             plant.progress.line(
                 Message(
                     "ingest.small_vocabulary",
-                    "  the tokenizer has {made:,} tokens, not {wanted:,}: the text gives no more, and the tokenizer is trained only once",
+                    "  the tokenizer has only {made:,} tokens instead of {wanted:,}, because there was too little text. The tokenizer is "
+                    "trained only once and keeps this size",
                     made=made.vocab_size,
                     wanted=policy.tokenizer.vocab_size,
                 )
@@ -120,7 +121,7 @@ def load_or_train_tokenizer(
 def _damaged(why: str) -> DamagedTokenizerError:
     return DamagedTokenizerError(
         "ingest.damaged_tokenizer",
-        "{why}. The daemon restores the tokenizer from a backup or an export. Where no daemon runs, run 'factory check --repair'",
+        "{why}. The daemon restores the tokenizer from a backup or an export. If no daemon runs, run 'factory check --repair'",
         why=why,
     )
 

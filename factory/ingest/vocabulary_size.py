@@ -31,7 +31,7 @@ def check_vocabulary(plant: Plant, recipe: Recipe) -> None:
     if size < there:
         raise ConfigError(
             "ingest.embedding_too_small",
-            "{recipe}: model.vocab_size is {size}, but the existing tokenizer {tokenizer} has {entries} entries: write "
+            "{recipe}: model.vocab_size is {size}, but the existing tokenizer {tokenizer} has {entries} entries. Write "
             "'model.vocab_size: {padded}'",
             recipe=plant.workspace.recipe_path(),
             size=size,
@@ -71,8 +71,8 @@ def describe_mismatch(workspace: Workspace, size: int, wanted: int, frozen: bool
     else:
         do = Message(
             "ingest.change_policy",
-            "write 'tokenizer.vocab_size: {size}' in {copy}, a copy of {policy}; in a new workspace "
-            "'factory init --recipe {recipe} -w FOLDER' sets both values",
+            "write 'tokenizer.vocab_size: {size}' in {copy}, a copy of {policy}. Or make a new workspace with both values: "
+            "'factory init --recipe {recipe} -w FOLDER'",
             size=size,
             copy=workspace.root / "policies" / "data.yaml",
             policy=policy,
@@ -80,7 +80,8 @@ def describe_mismatch(workspace: Workspace, size: int, wanted: int, frozen: bool
         )
     return Message(
         "ingest.vocabularies_differ",
-        "model.vocab_size in {recipe} is {size}, but tokenizer.vocab_size in {policy} is {wanted}. The two must agree: {do}",
+        "model.vocab_size in {recipe} is {size}, but tokenizer.vocab_size in {policy} is {wanted}. To make the two values "
+        "equal, {do}",
         recipe=workspace.recipe_path(),
         size=size,
         policy=policy,

@@ -242,7 +242,7 @@ def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, to
         if shorter is None:
             reason = Message(
                 "ingest.contaminated",
-                "the document shares {passages:,|passage|passages} with held-out documents, too much to cut out",
+                "the document shares {passages:,|passage|passages} with held-out documents, which is too much text to cut out",
                 passages=len(task.cuts),
             )
             return FinishedDocument(task.place, dropped=("contaminated", reason))
@@ -342,7 +342,7 @@ class WorkerPool:
         except BrokenProcessPool as error:
             raise WorkerDiedError(
                 "ingest.worker_killed",
-                "a worker process of ingest was killed, most likely because memory ran out; nothing was stored",
+                "a worker process of ingest was killed, most likely because memory ran out. Nothing was stored",
             ) from error
 
     def _result(self, future: Future[R], dog: Watchdog, done: int) -> R:
@@ -358,7 +358,7 @@ class WorkerPool:
                     self._kill()
                     raise WorkerDiedError(
                         "ingest.workers_hung",
-                        "the worker processes of ingest hung: {why}. The factory killed the processes; nothing was stored",
+                        "the worker processes of ingest hung: {why}. The factory killed the processes, and nothing was stored",
                         why=hung,
                     ) from None
                 continue

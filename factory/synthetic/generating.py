@@ -126,7 +126,8 @@ class GenerationRequest:
         if self.endpoint == "champion":
             raise InputError(
                 "synthetic.endpoint_champion",
-                "leave out '--endpoint champion': without options the champion writes. To let another release write, use '--release N'",
+                "leave out '--endpoint champion', because the champion writes by default. To let another release write, use '--release "
+                "N'",
             )
         if self.endpoint and self.release is not None:
             raise InputError(
@@ -140,12 +141,13 @@ class GenerationRequest:
         if self.prompts and self.domain:
             raise InputError(
                 "synthetic.domain_of_prompts",
-                "give either --domain or --prompts: --domain chooses among this workspace's documents, but rows of --prompts name their own",
+                "give either --domain or --prompts: --domain chooses among this workspace's documents, but each row of --prompts names "
+                "its own domain",
             )
         if self.licence and not policy.licences.find_licence(self.licence).train:
             raise InputError(
                 "synthetic.licence",
-                "--license {licence!r} does not allow training (licences in data.yaml): ingest would drop every document",
+                "--license {licence!r} does not allow training (licences in data.yaml), so ingest would drop every document",
                 licence=self.licence,
             )
 
@@ -242,7 +244,8 @@ def _refuse_long(writer: TextWriter, request: GenerationRequest) -> None:
     ):
         raise InputError(
             "synthetic.too_many_tokens",
-            "--opening-tokens {opening} and --tokens {tokens} do not fit the context of {context} tokens of {writer}: give fewer tokens",
+            "--opening-tokens {opening} and --tokens {tokens} do not fit the context of {context} tokens of {writer}. Lower one of "
+            "the two",
             opening=request.opening_tokens,
             tokens=request.tokens,
             context=context,
@@ -301,7 +304,7 @@ def _read_plan(folder: Path, ledger: Ledger) -> GenerationPlan | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             "synthetic.broken_run",
-            "the interrupted run in {folder} cannot continue ({error}): delete the folder to begin again",
+            "the interrupted run in {folder} cannot continue ({error}). To start the run again, delete the folder",
             folder=folder,
             error=error,
         ) from None
@@ -325,7 +328,7 @@ def _write(
                     raise
                 raise WriterError(
                     "synthetic.interrupted",
-                    "{why}. {kept:,} of {count:,} answers are kept; the same command continues the run",
+                    "{why}. {kept:,} of {count:,} answers are kept. To continue the run, run the same command again",
                     why=error.message,
                     kept=len(journal),
                     count=what.count,
@@ -354,7 +357,7 @@ def _write(
             _delete(aside)
             raise InputError(
                 "synthetic.no_document",
-                "{writer} wrote no document: {ends}; nothing was kept",
+                "{writer} wrote no document, and nothing was kept: {ends}",
                 writer=what.writer.name,
                 ends=why,
             )
@@ -458,7 +461,11 @@ def _row(what: GenerationPlan, number: int, prompt: Prompt, answer: Answer) -> d
 def _to_inbox(plant: Plant, made: GeneratedShard) -> str:
     known = plant.ledger.select_first(sa.select(shards.c.state).where(shards.c.sha256 == made.sha256))
     if known:
-        return Message("synthetic.known_shard", "the shard was {state} before", state=known["state"])
+        return Message(
+            "synthetic.known_shard",
+            "the shard was not put into the inbox, because it was {state} before",
+            state=known["state"],
+        )
     place = plant.workspace.inbox / made.path.name
     aside = place.with_name(f".{place.name}.part")
     try:

@@ -56,7 +56,8 @@ def draw_openings(
     if not drawn:
         raise InputError(
             "synthetic.no_opening",
-            "no training document{domain} has {tokens} tokens. Ingest a shard, give prompts with --prompts FILE, or give fewer --opening-tokens",
+            "no training document{domain} has at least {tokens} tokens. Ingest a shard, give prompts with --prompts FILE, or give "
+            "fewer --opening-tokens",
             domain=f" of the domain {domain!r}" if domain else "",
             tokens=2 * tokens,
         )
@@ -110,7 +111,8 @@ def _contents(ledger: Ledger, tokenizer: Tokenizer, rows: dict[str, dict[str, An
         except (TrainerError, OSError, ValueError) as error:
             raise InputError(
                 "synthetic.token_shard",
-                "the token shard {path} cannot be read: {error}. To make it again, stop 'factory run' and run 'factory check --repair'",
+                "the token shard {path} cannot be read: {error}. Stop 'factory run'. Then make the token shard again: 'factory check "
+                "--repair'",
                 path=row["path"],
                 error=error,
             ) from error

@@ -99,7 +99,8 @@ def _prompt(line: bytes, as_json: bool, default_domain: str) -> Prompt:
         raise BadRow("bad_schema", one)
     if isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":
         answered = Message(
-            "synthetic.answered", "'messages' ends with an answer: leave the answer out, since the model writes it"
+            "synthetic.answered",
+            "'messages' ends with an answer. Remove this answer, because the model writes the answer",
         )
         raise BadRow("bad_schema", answered)
     whole = {key: row.get(key) for key in ("domain", "source", "license")}

@@ -171,7 +171,7 @@ class WriterClient:
         fits = [number for number, one in enumerate(ids) if one and len(one) + body["max_tokens"] <= context]
         why = Message(
             "synthetic.long_prompt",
-            "the prompt and {tokens} tokens do not fit the model's context of {context} tokens",
+            "the prompt and an answer of {tokens} tokens do not fit the model's context of {context} tokens",
             tokens=body["max_tokens"],
             context=context,
         )
@@ -218,7 +218,12 @@ class WriterClient:
                             answer=_said(content),
                         )
                 else:
-                    why = Message("synthetic.status", "status {status}: {answer}", status=status, answer=_said(content))
+                    why = Message(
+                        "synthetic.status",
+                        "the endpoint answered with status {status}: {answer}",
+                        status=status,
+                        answer=_said(content),
+                    )
                 if status in REFUSED:
                     return _said(content)
                 if status not in (200, 408, 409, 429) and status < 500:
@@ -244,7 +249,7 @@ class WriterClient:
                 await asyncio.sleep(wait)
         raise WriterError(
             "synthetic.gave_up",
-            "{writer}: {why} (after {attempts:,|attempt|attempts})",
+            "{writer} gave no usable answer in {attempts:,|attempt|attempts}: {why}",
             writer=self.writer.name,
             why=why,
             attempts=self.policy.attempts,
@@ -293,13 +298,15 @@ def _advice(status: int, path: str) -> Message | None:
     if 300 <= status < 400:
         return Message(
             "synthetic.redirected",
-            "The endpoint redirects to another address, but the key is not sent to other addresses: give that address as --endpoint",
+            "The endpoint redirects to another address, but the factory does not send the key to another address. Give the new "
+            "address as --endpoint",
         )
     if status in (401, 403):
-        return Message("synthetic.no_key", "Set OPENAI_API_KEY")
+        return Message("synthetic.no_key", "Set the environment variable OPENAI_API_KEY")
     if status == 404 and path == "/completions":
         return Message(
             "synthetic.chats_only",
-            "The endpoint may not know a model of that name, or may answer chats only: in that case give prompts as 'messages' (--prompts FILE)",
+            "The endpoint may not have a model of this name. Or the endpoint accepts only chats: in this case, give prompts as "
+            "'messages' (--prompts FILE)",
         )
     return None

@@ -92,7 +92,8 @@ def compare(
         if a[0][0] > b[-1][0] or b[0][0] > a[-1][0]:
             raise InputError(
                 "compare.no_overlap",
-                "{metric}: the runs have no {unit} in common. Ours has {first:,.0f}–{last:,.0f}, {other} has {other_first:,.0f}–{other_last:,.0f}.",
+                "{metric}: the runs have no {unit} in common. Our run has {first:,.0f}–{last:,.0f}, and {other} has "
+                "{other_first:,.0f}–{other_last:,.0f}.",
                 metric=mine,
                 unit=x.value,
                 first=a[0][0],

@@ -105,7 +105,7 @@ def remove_data(
 
 @register_command(data, "claims")
 def list_licence_claims(plant: Plant, say: AnswerPrinter) -> None:
-    """List texts that came with several licences, in one shard or in several: who claims which licence, and which licence counts.
+    """List texts that came with several licences, in one shard or in several, with each claimed licence and the licence that counts.
 
     The strictest licence counts, by data.yaml as it is now. It counts for the release gate and for bundles. If the licence does not allow
     training, later segments are not trained on the text. 'factory data settle' decides which claim is right.
@@ -132,7 +132,7 @@ def settle_licence(
 ) -> None:
     """Decide which licence is right for texts that came with several. The ledger keeps the other claims, but they do not count any more.
 
-    A later copy with another licence is a new conflict. To take a decision back, settle with the stricter licence.
+    A later copy with another licence is a new conflict. To undo a decision, settle with the stricter licence.
     """
     from factory.data.licence_settlement import settle_licence
 

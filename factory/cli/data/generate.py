@@ -90,7 +90,7 @@ def generate(
     ends = ", ".join(f"{n} {ENDS[end]}" for end, n in sorted(made.ends.items()) if end in ENDS)
     say.line(f"  {made.documents:,} documents by {made.written_by} in {made.path}{f' ({ends})' if ends else ''}")
     if not made.ends:
-        say.line(Message("generate.exists", "  This shard was written before. The command wrote nothing."))
+        say.line(Message("generate.exists", "  This shard was written before, so the command wrote nothing."))
     if inbox:
         say.line(f"  inbox: {made.inbox}")
     else:
@@ -115,7 +115,7 @@ def _planned(said: dict[str, Any]) -> list[str]:
     )
     prompts = Message(
         "generate.from_prompts",
-        "  {writer} would write {count:,|document|documents} from {prompts:,|prompt|prompts} of the file.",
+        "  {writer} would write {count:,|document|documents} from {prompts:,|prompt|prompts} of the prompts file.",
         **facts,
     )
     lines = [openings if said["openings"] else prompts]

@@ -85,7 +85,8 @@ def ingest(
     if not paths and not again:
         if small_vocabulary:
             said = Message(
-                "ingest.trains_tokenizer", "The next ingest trains the tokenizer, however little text there is."
+                "ingest.trains_tokenizer",
+                "The next ingest trains the tokenizer, even if there is less text than data.yaml asks for.",
             )
             say({"files": [], "says": said}, f"  {said}")
             return
@@ -101,7 +102,7 @@ def ingest(
             if not again or any(path.resolve().parent != plant.workspace.quarantine.resolve() for path in files):
                 raise WorkspaceError(
                     "ingest.daemon_runs",
-                    "{busy}. While 'factory run' works, put the files into {inbox}. The daemon ingests them from there.",
+                    "{busy}. While 'factory run' works, put the files into {inbox}, where the daemon ingests files.",
                     busy=busy,
                     inbox=plant.workspace.inbox,
                 ) from None
@@ -139,7 +140,8 @@ def _preview(workspace: Workspace, found: GatheredFiles, say: AnswerPrinter) -> 
             say.line(f"  {line}")
     stored = Message(
         "ingest.previewed",
-        "The preview stored nothing. It does not look for duplicates or for quotes of held-out documents; ingest does.",
+        "The preview stored nothing. The preview does not look for duplicates or for quotes of held-out documents, but ingest "
+        "does.",
     )
     lines = [*(f"{name}: {why}" for name, why in broken.items()), stored]
     say({"files": [one.to_json() for one in shown], "broken": broken}, (f"  {line}" for line in lines))

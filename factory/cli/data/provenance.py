@@ -24,7 +24,9 @@ def provenance(
     document: Annotated[
         str | None, typer.Option(help="Show what happened to the document with this id or key.")
     ] = None,
-    release: Annotated[int | None, typer.Option(help="Show what this release was made of.")] = None,
+    release: Annotated[
+        int | None, typer.Option(help="Show the runs, shards, documents and licences that this release was made from.")
+    ] = None,
     documents: Annotated[
         bool, typer.Option("--documents", help="With --release: print each of its documents as one line of JSON.")
     ] = False,
@@ -69,7 +71,7 @@ def _document_lines(found: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 Message(
                     "provenance.claims",
-                    "  licence   of these claims, the strictest licence counts. To see all claims: 'factory data claims'",
+                    "  licence   the strictest licence of these claims counts. To see all claims: 'factory data claims'",
                 )
             )
         if taken := row["removal"]:
@@ -82,7 +84,7 @@ def _document_lines(found: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 Message(
                     "provenance.tokens",
-                    "  tokens    {tokens}, {supervised} of them with loss, in token shard {token_shard}",
+                    "  tokens    {tokens}, of which {supervised} carry loss, in token shard {token_shard}",
                     tokens=row["tokens"],
                     supervised=row["supervised_tokens"],
                     token_shard=row["token_shard"],
@@ -116,7 +118,7 @@ def _seen_in(segment: int, seen: list[dict[str, Any]]) -> Message:
     shown = ", ".join(map(str, steps[:STEPS_SHOWN])) + (f" … {steps[-1]}" if len(steps) > STEPS_SHOWN else "")
     return Message(
         "provenance.trained_on",
-        "  segment {segment} was trained on this document in {count:,|step|steps}: {steps} (epoch {epochs} of the domain)",
+        "  segment {segment} was trained on this document in {count:,|step|steps}: {steps} (in epoch {epochs} of the domain)",
         segment=segment,
         count=len(steps),
         steps=shown,
@@ -223,7 +225,7 @@ def _synthetic_lines(found: dict[str, Any], total: int) -> list[str]:
         lines.append(
             Message(
                 "provenance.wrote",
-                "  wrote {documents:,|training document|training documents}, in the data of {releases}",
+                "  this release wrote {documents:,|training document|training documents}, found in the data of {releases}",
                 documents=wrote,
                 releases=read_by,
             )

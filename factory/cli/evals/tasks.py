@@ -105,8 +105,9 @@ def check(
         say.line(
             Message(
                 "tasks.contaminated",
-                "  {hits} of {items} items are in training data from before the task; the first one is in document {document}. "
-                "If a task has more than {most:.0%} such items, the gate holds every candidate (contaminated_max in tasks.yaml).",
+                "  {hits} of {items} items are in training data that was ingested before the task; the first of these items is in "
+                "document {document}. If a task has more than {most:.0%} such items, the gate holds every candidate (contaminated_max "
+                "in tasks.yaml).",
                 hits=len(hits),
                 items=found["items"],
                 document=hits[0][1],
@@ -173,7 +174,7 @@ def _notes(summary: dict[str, Any]) -> list[str]:
         notes.append(
             Message(
                 "tasks.cut",
-                "{contexts:,|context was|contexts were} longer than the model's context and lost their beginning.",
+                "{contexts:,|context was|contexts were} longer than the model's context, so the beginning was cut off.",
                 contexts=count,
             )
         )
@@ -183,7 +184,7 @@ def _notes(summary: dict[str, Any]) -> list[str]:
         )
     if count := summary.get("never_ended"):
         notes.append(
-            Message("tasks.never_ended", "{answers:,|answer|answers} did not end before max_tokens.", answers=count)
+            Message("tasks.never_ended", "{answers:,|answer|answers} had no end within max_tokens.", answers=count)
         )
     if stopped:
         notes.append(Message("tasks.stopped", "Answers stopped at a limit: {limits}", limits=stopped))

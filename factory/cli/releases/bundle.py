@@ -46,12 +46,17 @@ def verify(
         elif found.pinned:
             print(Message("bundle.verified", "verified"))
         else:
-            print(Message("bundle.verified_own_key", "verified, but only with the key in the bundle itself"))
+            print(
+                Message(
+                    "bundle.verified_own_key",
+                    "verified, but only with the public key in the bundle, which does not prove who signed the bundle",
+                )
+            )
         if not wrong and found.judge and found.judge["worded_otherwise"]:
             print(
                 Message(
                     "bundle.other_wording",
-                    "The reasons of the verdict have other words here, because another version of the judge wrote them.",
+                    "The bundle words the reasons of the verdict differently, because another version of the judge wrote the bundle.",
                 )
             )
     if not found.ok:
@@ -73,7 +78,7 @@ def write_and_print_bundle(plant: Plant, number: int, options: BundleOptions) ->
     plant.print_line(
         Message(
             "bundle.publish_key",
-            "  Publish signing_key.pem, or this fingerprint, at a place that others trust. They check the bundle with "
-            "'factory verify --public-key FILE'",
+            "  Publish signing_key.pem, or this fingerprint, at a place that others trust. Others check the bundle with 'factory "
+            "verify --public-key FILE'",
         )
     )

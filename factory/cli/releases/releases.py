@@ -157,7 +157,8 @@ def diff_releases(plant: Plant, say: AnswerPrinter, one: ReleaseName, other: Rel
         say.line(
             Message(
                 "releases.other_items",
-                "  The two were measured on different held-out items. So the numbers may not be comparable, and there is no interval.",
+                "  The two candidates were measured on different held-out items. So their numbers may not be comparable, and there is "
+                "no interval.",
             )
         )
     say.line(f"  steps      {found['steps'][0]} → {found['steps'][1]}")

@@ -40,7 +40,7 @@ def read_zip(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
                 if mode & 0o170000 not in (0, 0o100000):
                     source.left_out(info.filename, _is_special())
                 elif info.flag_bits & 1:
-                    source.left_out(info.filename, Message("reading.encrypted", "encrypted"))
+                    source.left_out(info.filename, Message("reading.encrypted", "the member is encrypted"))
                 else:
                     opens = lambda info=info: _opened(archive, info, budget)
                     yield from _member(
@@ -55,7 +55,9 @@ def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Decompressi
     try:
         return ByteStream(decompress(archive.open(info), detect_kind(info.filename)[1]), info.filename, budget)
     except (*BROKEN, NotImplementedError, RuntimeError) as error:
-        raise ShardProblem("reading.unpacking", "the member cannot be unpacked: {error}", error=error) from error
+        raise ShardProblem(
+            "reading.unpacking", "this member of the archive cannot be unpacked: {error}", error=error
+        ) from error
 
 
 def read_tar(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
@@ -94,7 +96,7 @@ def _member(member: ReadableFile, whole: ReadableFile, read: ReadMember) -> Iter
 
 
 def _is_special() -> Message:
-    return Message("reading.special_file", "a link or device")
+    return Message("reading.special_file", "the member is a link or a device")
 
 
 def _name(path: str) -> str:
@@ -106,9 +108,14 @@ def _refused(path: str, source: ReadableFile) -> bool:
     if any(part.startswith(".") and part not in (".", "..") for part in pure.parts) or "__MACOSX" in pure.parts:
         return True  # hidden, as in a folder
     if pure.is_absolute() or ".." in pure.parts or ":" in pure.parts[0]:
-        source.left_out(path, Message("reading.outside_path", "a path that leads out of the archive"))
+        source.left_out(path, Message("reading.outside_path", "the path of the member leads out of the archive"))
     elif is_archive(path):
-        source.left_out(path, Message("reading.inner_archive", "an archive in an archive: unpack it first"))
+        source.left_out(
+            path,
+            Message(
+                "reading.inner_archive", "the member is an archive inside an archive: unpack the inner archive first"
+            ),
+        )
     else:
         return False
     return True

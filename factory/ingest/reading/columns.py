@@ -68,7 +68,7 @@ def read_arrow(source: ReadableFile) -> Iterator[RawRow]:
             if head.startswith(b"FEA1"):
                 raise ShardProblem(
                     "reading.feather_1",
-                    "the file is in Feather version 1, which is not read: write it again with pyarrow.feather.write_feather",
+                    "the file is in Feather version 1, which is not supported. Write the table again with pyarrow.feather.write_feather",
                 )
             if head == b"ARROW1":
                 with pa.ipc.open_file(mapped) as file:

@@ -95,7 +95,7 @@ _CONVERSION_HINTS = {
     ),
     **dict.fromkeys(
         _PACKED[len(ARCHIVE_SUFFIXES) :],
-        Message("reading.convert_archive", "unpack the archive; only zip and tar are read without that"),
+        Message("reading.convert_archive", "unpack the archive first (only zip and tar archives can be read directly)"),
     ),
 }
 

@@ -123,7 +123,7 @@ class _Scan:
                 if not self.array or sign != b"]" or self.closed:
                     raise ShardProblem(
                         "reading.json_unopened",
-                        "the file is not JSON: after {values:,|value|values}, {sign!r} closes nothing",
+                        "the file is not JSON: after {values:,|value|values} comes {sign!r} without its opening bracket",
                         values=self.count,
                         sign=sign.decode(),
                     )
@@ -143,7 +143,7 @@ class _Scan:
         if self.closed and piece.strip(_BLANK):
             raise ShardProblem(
                 "reading.json_after_array",
-                "the JSON array of {items:,|item|items} ends, and this follows it: {rest!r}",
+                "the JSON array ends after {items:,|item|items}, but more text follows: {rest!r}",
                 items=self.count,
                 rest=piece.strip()[:20],
             )

@@ -99,8 +99,10 @@ def _record(record: Any, source: ReadableFile) -> Iterator[RawRow]:
         status = record.http_headers.get_statuscode()
         content = (record.http_headers.get_header("Content-Type") or "").partition(";")[0].strip().lower()
         if status != "200" or content not in _PAGES:
-            other_status = Message("reading.page_status", "pages of status {status}", status=status)
-            other_content = Message("reading.page_content", "content {content}", content=content or "unnamed")
+            other_status = Message("reading.page_status", "the page has the HTTP status {status}", status=status)
+            other_content = Message(
+                "reading.page_content", "the page has the content type {content}", content=content or "unnamed"
+            )
             source.left_out("", other_status if status != "200" else other_content)
             return
         page = _payload(record, source.limits.max_row_bytes)

@@ -46,7 +46,8 @@ class DecompressionBudget:
         if self.given > UNCHECKED_BYTES and self.given > self.limits.max_expansion * self.size:
             raise LimitExceeded(
                 "reading.expansion",
-                "the file expands more than {limit:g} times (limits.max_expansion in data.yaml): it may be a decompression bomb",
+                "decompression makes the file more than {limit:g} times larger (limits.max_expansion in data.yaml), so the file may be "
+                "a decompression bomb",
                 limit=self.limits.max_expansion,
             )
 
@@ -68,7 +69,7 @@ class ByteStream(io.RawIOBase):
             raise_machine_fault(self._name, error)
             raise ShardProblem(
                 "reading.decompression",
-                "the file cannot be decompressed after {bytes} bytes: {error}",
+                "decompression of the file failed after {bytes} bytes: {error}",
                 bytes=self._given,
                 error=error,
             ) from error
@@ -141,7 +142,7 @@ def read_blocks(stream: ByteStream) -> Iterator[bytes]:
             first = False
         yield block
     if first:
-        raise ShardProblem("reading.nothing_inside", "the file is empty once decompressed")
+        raise ShardProblem("reading.nothing_inside", "the decompressed file is empty")
 
 
 def split_lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:

@@ -48,7 +48,7 @@ def _table(source: ReadableFile, delimiter: str) -> Iterator[RawRow]:
         if not isinstance(header, list):
             raise ShardProblem(
                 "reading.table_header",
-                "the first line of the table cannot be read, but it must name the columns: {header}",
+                "the first line of the table must name the columns, but the line cannot be read: {header}",
                 header=header,
             )
         columns = [name.strip() for name in header]
@@ -60,7 +60,7 @@ def _table(source: ReadableFile, delimiter: str) -> Iterator[RawRow]:
             elif len(record) != len(columns):
                 fields = Message(
                     "reading.table_fields",
-                    "the record has {fields:,|field|fields}; the header has {columns}",
+                    "the record has {fields:,|field|fields}, but the header has {columns}",
                     fields=len(record),
                     columns=len(columns),
                 )

@@ -38,7 +38,7 @@ def too_short(text: str, rules: DomainRules) -> Message | None:
         return None
     return Message(
         "filters.too_short",
-        "{size:,|character|characters}, at least {limit} are needed",
+        "the text has {size:,|character|characters}, but at least {limit} are needed",
         size=size,
         limit=rules.min_chars,
     )
@@ -49,7 +49,7 @@ def too_long(text: str, rules: DomainRules) -> Message | None:
         return None
     return Message(
         "filters.too_long",
-        "{size} characters, at most {limit} are allowed",
+        "the text has {size} characters, but at most {limit} are allowed",
         size=size,
         limit=rules.max_chars,
     )
@@ -59,7 +59,7 @@ def binary(text: str, rules: DomainRules) -> Message | None:
     """Control characters and U+FFFD: binary data, or text that was decoded with the wrong encoding."""
     if (count := len(_CONTROL.findall(text))) <= _CONTROL_SHARE * len(text):
         return None
-    return Message("filters.binary", "{count} control or replacement characters", count=count)
+    return Message("filters.binary", "the text has {count} control or replacement characters", count=count)
 
 
 def long_lines(text: str, rules: DomainRules) -> Message | None:
@@ -67,7 +67,7 @@ def long_lines(text: str, rules: DomainRules) -> Message | None:
         return None
     return Message(
         "filters.long_lines",
-        "a line of {longest} characters, at most {limit} are allowed",
+        "the longest line has {longest} characters, but at most {limit} are allowed",
         longest=longest,
         limit=rules.max_line,
     )
@@ -82,7 +82,7 @@ def low_alphabetic(text: str, rules: DomainRules) -> Message | None:
         return None
     return Message(
         "filters.low_alphabetic",
-        "{share:.0%} letters, at least {limit:.0%} are needed",
+        "{share:.0%} of the characters are letters, but at least {limit:.0%} are needed",
         share=share,
         limit=rules.min_alphabetic,
     )
@@ -97,7 +97,7 @@ def repetition(text: str, rules: DomainRules) -> Message | None:
     if share > rules.max_repeated_lines and len(lines) >= 4:
         return Message(
             "filters.repetition",
-            "{share:.0%} of the lines repeat others, at most {limit:.0%} is allowed",
+            "{share:.0%} of the lines repeat earlier lines, but at most {limit:.0%} is allowed",
             share=share,
             limit=rules.max_repeated_lines,
         )
@@ -111,7 +111,7 @@ def encoded_data(text: str, rules: DomainRules) -> Message | None:
     if share > rules.max_encoded:
         return Message(
             "filters.encoded_data",
-            "{share:.0%} of the text looks like encoded data, at most {limit:.0%} is allowed",
+            "{share:.0%} of the text looks like encoded data, but at most {limit:.0%} is allowed",
             share=share,
             limit=rules.max_encoded,
         )
@@ -123,7 +123,11 @@ def generated(text: str, rules: DomainRules) -> Message | None:
         return None
     head = "\n".join(text[:4000].split("\n")[:_HEAD_LINES])
     found = _GENERATED.search(head)
-    return Message("filters.generated", "the top of the file says {words!r}", words=found.group(0)) if found else None
+    return (
+        Message("filters.generated", "the file is generated: its first lines contain {words!r}", words=found.group(0))
+        if found
+        else None
+    )
 
 
 # Cheap rules come first, and specific rules before general rules: only the first broken rule is reported.
@@ -148,5 +152,5 @@ def does_not_parse(text: str) -> Message | None:
             warnings.simplefilter("ignore")
             symtable.symtable(text, "<document>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        return Message("filters.does_not_parse", "not Python: {error}", error=str(error)[:120])
+        return Message("filters.does_not_parse", "the text is not valid Python: {error}", error=str(error)[:120])
     return None

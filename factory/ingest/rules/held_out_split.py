@@ -332,7 +332,8 @@ held out, which the release gate treats as independent. Bring documents of more 
         lines.append(
             Message(
                 "held_out_split.lacking",
-                "{domain}: {lacking:,} of {documents:,} documents have no {key}, so each is a group of its own ('group: {kind}')",
+                "{domain}: {lacking:,} of {documents:,} documents have no {key}. Each of these documents is a group of its own "
+                "('group: {kind}')",
                 domain=domain,
                 lacking=found["lacking"],
                 documents=found["documents"],
@@ -345,9 +346,10 @@ held out, which the release gate treats as independent. Bring documents of more 
         lines.append(
             Message(
                 "held_out_split.single_documents",
-                "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents, too few to hold out whole groups in both "
-                "halves. Instead, {parts:,|single document is|single documents are} held out, which the release gate treats as independent. Bring "
-                "documents of more groups, or accept this: 'factory data relabel --domain {domain} --group document'",
+                "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents. These are too few groups to hold "
+                "out whole groups in both halves. Instead, the factory holds out {parts:,|single document|single documents}, and the "
+                "release gate treats each held-out document as independent. Ingest documents of more groups, or accept the single "
+                "documents: 'factory data relabel --domain {domain} --group document'",
                 parts=found["parts"],
                 **known,
             )
@@ -358,8 +360,9 @@ held out, which the release gate treats as independent. Bring documents of more 
             Message(
                 "held_out_split.empty_half",
                 "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents. The sealed half has "
-                "{sealed:,|held-out group|held-out groups} and the dev half {dev:,}, so no release can be judged on this domain yet. Bring "
-                "documents of more groups, or group by document: 'factory data relabel --domain {domain} --group document'",
+                "{sealed:,|held-out group|held-out groups} and the dev half has {dev:,|held-out group|held-out groups}. Both halves "
+                "need a group before a release can be judged on this domain. Ingest documents of more groups, or group by document: "
+                "'factory data relabel --domain {domain} --group document'",
                 sealed=sealed,
                 dev=dev,
                 **known,

@@ -106,13 +106,14 @@ def _numbered(folder: Path) -> ItemFile:
         if below:
             raise InputError(
                 "task_items.folder_below",
-                "{folder} does not have numbered files only (0.json, 1.json …), but {below} has: name {below}",
+                "{folder} must contain only numbered files (0.json, 1.json …). Name the folder {below} instead, which contains only "
+                "such files",
                 folder=folder,
                 below=below,
             )
         raise InputError(
             "task_items.folder",
-            "{folder} does not have numbered files only (0.json, 1.json …, one record each): name a file in the folder",
+            "{folder} must contain only numbered files (0.json, 1.json …, one record each). Name a file in the folder instead",
             folder=folder,
         )
     records: list[dict[str, Any]] = []
@@ -127,7 +128,7 @@ def _numbered(folder: Path) -> ItemFile:
         if not isinstance(record, dict):
             raise InputError(
                 "task_items.numbered_record",
-                "{path} holds {kind}; an object of keys and values is expected",
+                "{path} contains {kind}; an object of keys and values is expected",
                 path=path,
                 kind=type(record).__name__,
             )
@@ -162,7 +163,7 @@ def _unpacked(path: Path) -> bytes:
         raise _BadItems("task_items.unpacking", "the file cannot be unpacked: {error}", error=error) from None
     if len(data) > LARGEST:
         raise _BadItems(
-            "task_items.too_large_unpacked", "the file has more than {limit} MiB once unpacked", limit=LARGEST >> 20
+            "task_items.too_large_unpacked", "the unpacked file has more than {limit} MiB", limit=LARGEST >> 20
         )
     return data
 
@@ -187,7 +188,7 @@ def _decoded(data: bytes) -> str:
         line, byte = data[: error.start].count(b"\n") + 1, data[error.start]
         raise _BadItems(
             "task_items.not_utf8",
-            "line {line}: byte 0x{byte:02x} is not UTF-8: save the file as UTF-8",
+            "line {line}: byte 0x{byte:02x} is not UTF-8. Save the file as UTF-8",
             line=line,
             byte=byte,
         ) from None
@@ -209,7 +210,7 @@ def _lines(text: str) -> list[Any]:
 def _json(text: str) -> list[Any]:
     found = json.loads(text, object_pairs_hook=_once)
     if not isinstance(found, list):
-        raise _BadItems("task_items.no_list", "expected a list of records")
+        raise _BadItems("task_items.no_list", "the file must contain a list of records")
     return found
 
 
@@ -230,7 +231,7 @@ def _csv(text: str) -> list[Any]:
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise _BadItems(
-                "task_items.fields", "row {row} has another number of fields than the first line", row=number
+                "task_items.fields", "row {row} and the first line have different numbers of fields", row=number
             )
     return rows
 

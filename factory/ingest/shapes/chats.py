@@ -116,8 +116,8 @@ def raise_for_refused_fields(notes: ReadingNotes) -> None:
         if notes.shows_text_only and any(name in (*TOOLS, *CALLS, *REASONING_KEYS, "tool_call_id") for name in named):
             wrong = Message(
                 "shapes.field_not_shown_here",
-                "the chat template of this older workspace cannot show these fields (a new workspace can): {fields}. To drop the fields and keep "
-                "the text, write 'ignore: [{fields}]' under 'fields' in data.yaml",
+                "the chat template of this workspace is too old to show these fields: {fields}. A new workspace can show them. To drop "
+                "the fields and keep the text, write 'ignore: [{fields}]' under 'fields' in data.yaml",
                 fields=named,
             )
         else:
@@ -167,7 +167,7 @@ def add_tools(
     if len(found) > 1:
         both = Message(
             "shapes.tools_twice",
-            "the fields {fields} both list tools; 'ignore' one of them under 'fields' in data.yaml",
+            "the fields {fields} both list tools. Under 'fields' in data.yaml, add one of the fields to 'ignore'",
             fields=found,
         )
         raise BadRow("bad_schema", both)
@@ -177,7 +177,7 @@ def add_tools(
         notes.messages.add(
             Message(
                 "shapes.tools_listed_already",
-                "{field!r} is not written again: the system turn lists the tools already",
+                "the tools in {field!r} are not added to the system turn, because the system turn lists them already",
                 field=found[0],
             )
         )
@@ -225,7 +225,7 @@ def _turn(
     if all(name in shown for name in CALLS) or calls and "<tool_call>" in (content or ""):
         twice = Message(
             "shapes.calls_twice",
-            "{where} has its calls twice; 'ignore' one of the fields under 'fields' in data.yaml",
+            "{where} has its tool calls in two places. Under 'fields' in data.yaml, add one of the two fields to 'ignore'",
             where=where,
         )
         raise BadRow("bad_schema", twice)
@@ -244,8 +244,8 @@ def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content:
     if reasoning and content.lstrip().startswith("<think>"):
         twice = Message(
             "shapes.reasoning_twice",
-            "{where}: the content begins with '<think>', and the fields {fields} have reasoning too; 'ignore' these fields under 'fields' in "
-            "data.yaml",
+            "{where}: the content begins with '<think>', and the fields {fields} have reasoning too. Under 'fields' in data.yaml, "
+            "add these fields to 'ignore'",
             where=where,
             fields=names,
         )
@@ -287,8 +287,8 @@ def _fields(
                 if answers.id not in (None, value):
                     order = Message(
                         "shapes.order_of_results",
-                        "the result of the call {result!r} comes where the result of the call {call!r} should be: results must be in the order "
-                        "of their calls",
+                        "the result of the call {result!r} comes where the result of the call {call!r} is expected: results must be in the "
+                        "order of their calls",
                         result=str(value)[:40],
                         call=str(answers.id)[:40],
                     )
@@ -320,7 +320,7 @@ def _text(place: int, content: Any, notes: ReadingNotes) -> str | None:
             )
             raise BadRow("bad_schema", wrong)
         texts.append(text)
-    notes.messages.add(Message("shapes.parts_joined", "the texts of content in parts are joined"))
+    notes.messages.add(Message("shapes.parts_joined", "messages that come in several parts are joined to one text"))
     return "".join(texts)  # the served model's API joins the texts in the same way
 
 
@@ -341,7 +341,7 @@ def _weighs_nothing(place: int, role: str, message: dict[str, Any], notes: Readi
     if weight is not None and weight not in (0, 1):
         odd = Message(
             "shapes.weight",
-            "message {place}: 'weight' is {weight}; expected is 1 (the turn carries loss) or 0 (it carries none)",
+            "message {place}: 'weight' is {weight}, but must be 1 (the turn carries loss) or 0 (the turn carries no loss)",
             place=place,
             weight=f"{weight!r:.40}",
         )

@@ -102,7 +102,7 @@ def describe_rows(counts: dict[str, Any]) -> list[Message]:
     if unread := counts.get("unread", {}):
         named = sorted(unread, key=lambda name: (-unread[name], name))
         more = [f"and {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
-        found.append(Message("shapes.unread", "fields that nothing reads: {fields}", fields=named[:_MOST_NAMED] + more))
+        found.append(Message("shapes.unread", "these fields are not used: {fields}", fields=named[:_MOST_NAMED] + more))
     dropped = counts.get("dropped", {})
     for rule, example in counts.get("examples", {}).items():
         found.append(
@@ -124,8 +124,9 @@ def _held_back(name: str, held: dict[str, Any]) -> Message:
     if held["why"] == "missing":
         return Message(
             "shapes.licence_missing",
-            "{documents:,|training document has|training documents have} no licence, which holds releases back. Name the licence with 'factory "
-            "data relabel --shard NAME --license none --to-license MIT', and for later files under 'fields' in data.yaml (license: =MIT)",
+            "{documents:,|training document has|training documents have} no licence, which holds releases back. To set the licence "
+            "of these documents: 'factory data relabel --shard NAME --license none --to-license MIT'. For later files, write "
+            "'license: =MIT' under 'fields' in data.yaml",
             documents=documents,
         )
     if held["why"] == "listed":
@@ -138,8 +139,9 @@ def _held_back(name: str, held: dict[str, Any]) -> Message:
         )
     return Message(
         "shapes.licence_unlisted",
-        "{documents:,|training document is|training documents are} under {licence!r}, which holds releases back, since data.yaml does not list "
-        "this licence. To allow releases, add this line under licences.known: {licence!r}: {{train: true, release: true}}",
+        "{documents:,|training document is|training documents are} under {licence!r}, which holds releases back, because "
+        "data.yaml does not list this licence. To allow releases, add this line under licences.known: {licence!r}: {{train: "
+        "true, release: true}}",
         documents=documents,
         licence=name,
     )

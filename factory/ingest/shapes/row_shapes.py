@@ -124,7 +124,8 @@ def _recognised(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes
     if "text" in row and "messages" in row:
         both = Message(
             "shapes.text_and_messages",
-            "the row has 'text' and 'messages', but a document is one of them: choose the column under 'fields' in data.yaml",
+            "the row has 'text' and 'messages', but a document has only one of the two. Choose the column under 'fields' in "
+            "data.yaml",
         )
         raise BadRow("bad_schema", both)
     if "text" in row:
@@ -273,7 +274,8 @@ def _other_text(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes
     if len(named) > 1:
         several = Message(
             "shapes.several_texts",
-            "each of the columns {columns} may be the text: choose one under 'fields' in data.yaml (for example 'text: {first}')",
+            "each of the columns {columns} may be the text. Choose a column under 'fields' in data.yaml (for example 'text: "
+            "{first}')",
             columns=named,
             first=named[0],
         )
@@ -342,7 +344,8 @@ def _with_system(system: Any, said: list[Turn]) -> list[Turn]:
         if said[0]["content"].strip() == system.strip():
             return said
         other = Message(
-            "shapes.two_system_turns", "the messages begin with another system turn than the row's own column 'system'"
+            "shapes.two_system_turns",
+            "the row has two different system turns: the column 'system' and the first message",
         )
         raise BadRow("bad_schema", other)
     return [{"role": "system", "content": system}, *said]

@@ -121,7 +121,7 @@ def read_reasoning(where: str, message: Mapping[str, Any], names: Sequence[str])
         if found and value.strip() != found:
             differ = Message(
                 "shapes.reasoning_differs",
-                "{where}: the fields {names} differ; 'ignore' one of them under 'fields' in data.yaml",
+                "{where}: the fields {names} differ. Under 'fields' in data.yaml, add one of the fields to 'ignore'",
                 where=where,
                 names=names,
             )
@@ -143,7 +143,7 @@ def _tool(where: str, item: Any) -> OfferedTool:
     ):
         beside = Message(
             "shapes.beside_function",
-            "{where}: the chat template cannot show {key!r} beside the function",
+            "{where}: the chat template shows only the function of a tool, not the key {key!r}",
             where=where,
             key=strange[0][:40],
         )
@@ -160,7 +160,7 @@ def _call(where: str, item: Any) -> DocumentToolCall:
     if strange := sorted(str(key) for one in (item, function) for key in one if key not in known and one[key]):
         other = Message(
             "shapes.call_key",
-            "{where}: the chat template cannot show {key!r} of a call, only its name and arguments",
+            "{where}: the chat template shows only the name and the arguments of a call, not the key {key!r}",
             where=where,
             key=strange[0][:40],
         )

@@ -106,7 +106,7 @@ class ApprovalResponder:
         if version.tags.get("export_sha256") != row.export_sha256:
             raise InputError(
                 "approval_answers.other_export",
-                "Version {version} does not have the export of candidate {candidate}.",
+                "The export of version {version} is not the export of candidate {candidate}.",
                 version=version.version,
                 candidate=number,
             )
@@ -124,7 +124,7 @@ class ApprovalResponder:
         if (seen := version.tags.get("verdict_id")) != str(verdict.id):
             raise InputError(
                 "approval_answers.old_verdict",
-                "Verdict {seen} on {subject} is out of date. Look at the newest one first: verdict {verdict} is {outcome!r}.",
+                "Verdict {seen} on {subject} is out of date. First look at the newest verdict, verdict {verdict}, which is {outcome!r}.",
                 seen=seen,
                 subject=verdict.subject,
                 verdict=verdict.id,

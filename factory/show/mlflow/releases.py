@@ -160,7 +160,7 @@ def decision_tags(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None
         if over := find_override(ledger, VerdictRow.get(ledger, release.verdict)):
             return OVERRIDDEN, Message(
                 "releases.released_overridden",
-                "released as release {release}, although the gate held it, by {person}: {reason}",
+                "released as release {release} by {person}, although the gate held the candidate: {reason}",
                 release=release.number,
                 person=over["by"],
                 reason=over["why"],

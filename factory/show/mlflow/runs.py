@@ -73,8 +73,8 @@ ABOUT = {
     ),
     ARMS: Message(
         "runs.about_runs",
-        "Each run is a variant that was trained for a comparison, besides the segments. Certificates, preflights, audits, diagnoses, replicas "
-        "and gates start such runs. Filter by tags.purpose and tags.for.",
+        "Each run is a variant of the model that was trained for a comparison. Segments are not in this list. Certificates, "
+        "preflights, audits, diagnoses, replicas and gates start such runs. Filter by tags.purpose and tags.for.",
     ),
     PROFILES: Message("runs.about_profiles", "Each run is a line profile of the training code."),
     EXCHANGES: Message(

@@ -38,7 +38,7 @@ def _compared(found: ChampionComparison) -> dict[str, str]:
         return {
             "Compared": Message(
                 "candidate_summary.not_compared",
-                "with nothing, because there was no champion, or the champion was not measured on the same documents",
+                "no comparison, because there was no champion, or the champion was not measured on the same documents",
             )
         }
     unclear = named(lambda shows: shows not in (BETTER, WORSE))
@@ -63,11 +63,11 @@ def _change(found: ChampionComparison, name: str) -> str:
 def _how_sure(stored: Any) -> str:
     gain = gain_with_interval(dict(stored))
     if not gain:
-        return Message("candidate_summary.not_measured", "The target was not measured.")
+        return Message("candidate_summary.not_measured", "The total gain was not measured.")
     return Message(
         "candidate_summary.gain",
-        "The total gain is {gain:+.3f} (95 % interval: {low:+.3f} to {high:+.3f}). It was measured on {sources} sources, which have the weight of "
-        "{effective} equally large ones.",
+        "The total gain is {gain:+.3f} (95 % interval: {low:+.3f} to {high:+.3f}). It was measured on {sources} sources of "
+        "unequal size, which count like {effective} sources of equal size.",
         gain=gain["gain"],
         low=gain["low"],
         high=gain["high"],
@@ -126,8 +126,8 @@ def _to_do(candidate: int, verdict: VerdictRow | None, release: ReleaseRow | Non
     if verdict.outcome == "promote":
         return Message(
             "candidate_summary.decide",
-            "If the candidate waits for your decision: 'factory releases approve {candidate}' or 'factory releases reject {candidate} --why …'. "
-            "Or in MLflow, set the tag approval on the candidate's version of factory-lm.",
+            "If the candidate waits for your decision: 'factory releases approve {candidate}' or 'factory releases reject "
+            "{candidate} --why …'. Or set the tag approval in MLflow, on the candidate's version of the model factory-lm.",
             candidate=candidate,
         )
     todo = [reason for reason in verdict.reasons if is_to_do_line(reason)]

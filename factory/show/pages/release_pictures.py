@@ -22,11 +22,12 @@ CANDIDATE, CHAMPION, TRIGRAM, BIGRAM = "candidate", "champion", "byte trigram", 
 GAIN, LEVELS, LOSS = "gain.svg", "bits_per_byte.svg", "loss.svg"
 TITLES = {
     GAIN: Message(
-        "release_pictures.gain", "Paired gain over the champion with its 95 % interval; right of zero is better"
+        "release_pictures.gain",
+        "Paired gain over the champion with its 95 % interval; a gain to the right of zero is an improvement",
     ),
     LEVELS: Message(
         "release_pictures.levels",
-        "Bits per byte on held-out documents, each with its own 95 % interval; fewer is better",
+        "Bits per byte on held-out documents, each with its own 95 % interval; lower is better",
     ),
     LOSS: Message("release_pictures.loss", "Training loss over steps, in nats per supervised token"),
 }

@@ -111,7 +111,7 @@ def _positions(workspace: Workspace) -> dict[str, Any]:
         path = workspace.root / FILE
         raise ConfigError(
             "telling.unread_positions",
-            "{file} cannot be read. Remove the file; receivers then get only events from that moment on.",
+            "{file} cannot be read. Remove the file. After that, receivers get only new events.",
             file=path,
         )
     return found

@@ -93,7 +93,7 @@ def _stopped_training(ledger: Ledger, name: str, kind: str, detail: dict[str, An
         )
         return ("failure",), title, text
     title = Message(
-        "telling.trainer_ended", "{segment}: its trainer {end}", segment=name, end=detail.get("said") or "died"
+        "telling.trainer_ended", "the trainer of {segment} {end}", segment=name, end=detail.get("said") or "died"
     )
     text = Message(
         "telling.tries_again",
@@ -143,7 +143,11 @@ def _of_anomaly(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
         title = Message("telling.diagnosed", "{anomaly}: the cause is {causes}", anomaly=name, causes=causes)
         return ("anomaly",), title, reason
     if kind == GAIN_ON_DEV_ONLY:
-        title = Message("telling.dev_alone", "{anomaly}: better on the dev half only", anomaly=name)
+        title = Message(
+            "telling.dev_alone",
+            "{anomaly}: the candidate is better on the dev half of the held-out documents, but not on the sealed half",
+            anomaly=name,
+        )
         return ("anomaly",), title, reason
     if kind == ASKED:
         title = Message("telling.decide", "{anomaly} waits for your decision", anomaly=name)
@@ -158,13 +162,13 @@ def _of_failure(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
     if kind == ACTION_FAILED:
         return ("failure",), Message("telling.action_failed", "{action} failed", action=what), reason
     if kind == PASS_FAILED:
-        return ("failure",), Message("telling.daemon_waits", "the daemon waits"), reason
+        return ("failure",), Message("telling.daemon_waits", "a pass of the daemon failed, so the daemon waits"), reason
     if kind == WORKS_AGAIN:
         return ("failure",), Message("telling.action_works", "{action} works again", action=what), ""
     if kind == DISK_LOW:
-        return ("failure",), Message("telling.disk_low", "the disk is below its floor, so training waits"), ""
+        return ("failure",), Message("telling.disk_low", "free disk space is below the limit, so training waits"), ""
     if kind == DISK_NORMAL:
-        return ("failure",), Message("telling.disk_well", "the disk is above its floor again"), ""
+        return ("failure",), Message("telling.disk_well", "free disk space is above the limit again"), ""
     if kind == "serving_failed":
         return ("failure",), Message("telling.serving_failed", "serving {release} failed", release=name), reason
     if kind == "not_certified":
@@ -180,7 +184,7 @@ def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> NotificationPar
     if verdict is None:
         return None
     facts = {"subject": name, "outcome": verdict.outcome}
-    waiting = Message("telling.waits", "{subject}: {outcome}, waits for your approval", **facts)
+    waiting = Message("telling.waits", "{subject} has the verdict {outcome} and waits for your approval", **facts)
     open_now = [row.id for row in list_undecided_verdicts(plant.ledger)]
     if verdict.gate == "release" and verdict.id in open_now and needs_decision(plant, verdict):
         text = "\n".join([describe_waiting_candidate(verdict.subject_number), *verdict.reasons])
@@ -190,7 +194,11 @@ def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> NotificationPar
         if approval == "manual":
             text = "\n".join([f"factory proposals approve {verdict.subject_number}", *verdict.reasons])
             return ("verdict", "approval"), waiting, text
-    return ("verdict",), Message("telling.verdict", "{subject}: {outcome}", **facts), "\n".join(verdict.reasons)
+    return (
+        ("verdict",),
+        Message("telling.verdict", "{subject} has the verdict {outcome}", **facts),
+        "\n".join(verdict.reasons),
+    )
 
 
 def _anomalies(ledger: Ledger, name: str, subject: str) -> NotificationParts | None:

@@ -206,7 +206,7 @@ def _filled_in(address: str) -> str:
         if not (word := os.environ.get(found[1], "")):
             raise NotDeliveredError(
                 "telling.no_variable",
-                "The environment variable {variable} is not set for the daemon.",
+                "The environment variable {variable} is not set in the daemon's environment.",
                 variable=found[1],
             )
         return word if found[0] == address else quote(word, safe="")

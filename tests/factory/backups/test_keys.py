@@ -16,7 +16,7 @@ from factory.repairs.lost_ledger import restore_ledger
 from tests.support.factory.command import command_here
 from tests.support.messages import the
 
-LEFT_OUT = "does not have the key"
+LEFT_OUT = "does not contain the key"
 
 
 def mode(path: Path) -> int:

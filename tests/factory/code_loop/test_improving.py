@@ -437,9 +437,14 @@ def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPl
 @pytest.mark.parametrize(
     ("outcome", "approval", "kinds", "title"),
     [
-        ("promote", "manual", ("verdict", "approval"), "proposal 1: promote, and waits for approval"),
-        ("promote", "automatic", ("verdict",), "proposal 1: promote"),
-        ("hold", "manual", ("verdict",), "proposal 1: hold"),
+        (
+            "promote",
+            "manual",
+            ("verdict", "approval"),
+            "proposal 1 has the verdict promote and waits for your approval",
+        ),
+        ("promote", "automatic", ("verdict",), "proposal 1 has the verdict promote"),
+        ("hold", "manual", ("verdict",), "proposal 1 has the verdict hold"),
     ],
 )
 def test_receivers_are_notified_of_its_verdicts_and_merges(
@@ -457,4 +462,7 @@ def test_receivers_are_notified_of_its_verdicts_and_merges(
     assert told is not None and (told.kinds, told.title) == (kinds, title) and "so it measured" in told.text
     assert ("factory proposals approve 1" in told.text) is ("approval" in kinds)
     merged = notification_of_event(plant, event | {"kind": "proposal_approved", "detail": {"by": "policy"}})
-    assert merged is not None and (merged.title, merged.text) == ("proposal 1 is merged", "approved by policy")
+    assert merged is not None and (merged.title, merged.text) == (
+        "proposal 1 is merged",
+        "policy approved the proposal.",
+    )

@@ -200,7 +200,7 @@ def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy
     )
     found = ledger.read("SELECT * FROM documents WHERE shard = :shard ORDER BY row", shard=report.sha256)
     assert [(row["fate"], row["rule"]) for row in found] == [("dropped", "removed")] * 3 + [("train", None)]
-    assert found[0]["detail"].endswith("(the same content)") and found[0]["matched"] == named["key"]
+    assert found[0]["detail"].endswith("(the content is the same)") and found[0]["matched"] == named["key"]
     assert found[2]["detail"].endswith(f"source {source!r} (removal 2: no contract)")
     undo_removal(ledger, 2, "ann")
     again = {"text": " ".join(f"another novel term{i}" for i in range(60)), "domain": "chat", "source": source}
@@ -270,7 +270,7 @@ def test_the_commands(copied: Copy) -> None:
         and list_removals(ledger) == []
     )
     done = run("data", "remove", "--document", key, "--yes", "--why", "asked")
-    assert "the trunk first saw one of them" in done.stdout and "removal 1 (" in done.stdout, done.output
+    assert "the trunk was first" in done.stdout and "removal 1 (" in done.stdout, done.output
     status = run("status").stdout
     assert "1 removal took out 1 document" in status and "release 1 was trained on 1 " in status
     shown = run("provenance", "--document", key).stdout
@@ -286,7 +286,7 @@ def test_the_commands(copied: Copy) -> None:
     data = run("data", "list").stdout
     assert "licence  none" in data and "1 removed" in data and "removal  1 by" in data
     assert estimate_retraining_cost(ledger, Exposure(ledger, {})).first_step is None
-    assert "1 document is back" in run("data", "undo", "1").stdout
+    assert "1 document is put back" in run("data", "undo", "1").stdout
 
 
 def test_mlflow_and_the_release_report_name_the_removal(workspace: Workspace, ledger: Ledger) -> None:

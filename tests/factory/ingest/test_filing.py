@@ -153,7 +153,7 @@ def test_a_person_can_have_a_quarantined_file_tried_again(workspace: Workspace, 
     assert "QUARANTINED" in ingest("--again").stdout
     assert tries(ledger) == 2 and list(workspace.quarantine.iterdir()) == [file] and not list(workspace.inbox.iterdir())
     assert "QUARANTINED" in ingest("--again", file.name).stdout and tries(ledger) == 3
-    assert "no such file" in str(ingest("--again", "other.jsonl").exception)
+    assert "no file other.jsonl was found" in str(ingest("--again", "other.jsonl").exception)
 
 
 def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, ledger: Ledger) -> None:

@@ -57,10 +57,10 @@ def test_folders_patterns_and_data_sets(workspace: Workspace, ledger: Ledger, tm
         ["a.jsonl", "c.png"],
     )
     for wrong, why in (
-        ("nothing.jsonl", "no such file"),
+        ("nothing.jsonl", "no file nothing.jsonl was found"),
         (f"{data}/*.parquet", "no file matches"),
         ("unheard://y/z", "unheard"),
-        ("", "one of the names is empty"),
+        ("", "one of the given names is empty"),
     ):
         with pytest.raises(InputError, match=why):
             gathered(workspace, ledger, wrong)
@@ -139,7 +139,7 @@ def test_content_that_was_ingested_before_is_reported_with_its_name(
     assert "already" not in first and "2 shards: 24 " in first and ", 16 held out\n" in first
     again = command_here("ingest", *(str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.csv")), home=workspace)
     assert again.exit_code == 0, again.output
-    found = re.findall(r"  (\S+) was ingested already, on 20\d\d-\d\d-\d\d \d\d:\d\d as (\S+):", again.output)
+    found = re.findall(r"  (\S+) was already ingested on 20\d\d-\d\d-\d\d \d\d:\d\d as (\S+), with", again.output)
     assert found == [("a.jsonl", "a.jsonl"), ("b.jsonl", "a.jsonl"), ("c.csv", "c.csv#1.jsonl.zst")]
     assert "0 shards: 0 " in again.output and "3 ingested before" in again.output
     put(workspace, rows(0, 30), "d.jsonl")
@@ -178,7 +178,7 @@ def test_files_of_one_name_in_two_folders_are_told_apart(workspace: Workspace, l
         (tmp_path / folder / "x.jsonl").write_bytes(content)
     assert workspace.root.is_relative_to(tmp_path)  # and is not read
     done = command_here("ingest", str(tmp_path), home=workspace)
-    assert "kinds that are not read" not in done.output
+    assert "not supported" not in done.output
     assert done.exit_code == 0 and f"1 not ingested ({tmp_path / 'a' / 'x.jsonl'})" in done.output, done.output
     assert trained_on(ledger) == exactly(30)
 
@@ -194,7 +194,7 @@ def test_the_exit_code_says_that_nothing_was_taken(
     assert "1 quarantined, 0 not ingested" in str(done.exception)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "y.png").write_bytes(b"")
-    assert "1 of kinds that are not read" in str(command_here("ingest", str(tmp_path / "x"), home=workspace).exception)
+    assert "1 of unknown formats" in str(command_here("ingest", str(tmp_path / "x"), home=workspace).exception)
     as_json = command_here("ingest", str(tmp_path / name), "--json", home=workspace)
     assert json.loads(as_json.output)[0]["state"] == "quarantined" and as_json.exit_code != 0
 
@@ -232,7 +232,7 @@ def test_a_person_can_allow_a_small_vocabulary(workspace: Workspace, ledger: Led
     put(workspace, b"A line of text, of which no vocabulary can be made: it is short.", "a.txt")
     assert "ingest.stays" in codes(one_pass(workspace, ledger).lines)
     said = json.loads(command_here("ingest", "--small-vocabulary", "--json", home=workspace).stdout)
-    assert said["files"] == [] and "next ingest" in said["says"]
+    assert said["files"] == [] and "next ingest" in said["says"]["text"]
     one_pass(workspace, ledger)
     assert names(ledger) == ["a.txt"] and Tokenizer.load(workspace.tokenizer).vocab_size < 400
 

@@ -176,8 +176,8 @@ def test_every_row_has_exactly_one_fate(tmp_path_factory: pytest.TempPathFactory
         ("blank.jsonl", b"\n\n\n", "100% of 3 rows cannot be read (empty 3)"),
         ("noise.jsonl", bytes(range(11, 256)) * 40, "cannot be read"),
         ("utf16.jsonl", '{"text": "x"}'.encode("utf-16"), "UTF-16"),
-        ("tool.exe", b"MZ", "files of this kind are not read"),
-        ("cut.jsonl.gz", b"\x1f\x8b\x08\x00\x00", "cannot be decompressed"),
+        ("tool.exe", b"MZ", "files of the type of tool.exe are not supported"),
+        ("cut.jsonl.gz", b"\x1f\x8b\x08\x00\x00", "decompression of the file failed"),
     ],
 )
 def test_an_unusable_file_is_quarantined(

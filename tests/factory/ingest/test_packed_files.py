@@ -73,7 +73,7 @@ def test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept(workspace: Worksp
     ]
     assert original.read_bytes() == csv_of(0, 20) and not list(workspace.inbox.iterdir())
     put(workspace, csv_of(0, 20), "b.csv")
-    assert one_pass(workspace, ledger).about("b.csv was ingested already") and names(ledger) == ["a.csv#1.jsonl.zst"]
+    assert one_pass(workspace, ledger).about("b.csv was already ingested") and names(ledger) == ["a.csv#1.jsonl.zst"]
 
 
 def test_a_file_with_more_rows_or_bytes_than_a_shard_is_cut(workspace: Workspace, ledger: Ledger) -> None:
@@ -128,7 +128,7 @@ def test_an_archive_without_readable_members_is_quarantined_with_the_reason(
 ) -> None:
     put(workspace, zipped({"a.png": b"x", "b.pdf": b"y"}), "a.zip")
     said = one_pass(workspace, ledger)
-    assert said.about("a.zip: 0 documents; QUARANTINED:") and said.about("of a kind that is not read")
+    assert said.about("a.zip: 0 rows; QUARANTINED:") and said.about("type are not supported")
     assert len(list(workspace.quarantine.iterdir())) == 1 and not list(workspace.inbox.iterdir())
 
 
@@ -138,8 +138,8 @@ def test_members_that_are_left_out_of_an_archive_are_reported(workspace: Workspa
     said = one_pass(workspace, ledger)
     assert trained_on(ledger) == exactly(20)
     left = the(said.lines, "ingest.left_out").data
-    assert left["count"] == 4 and left["reasons"][0].endswith("not read (x.png, …)")
-    assert "archive in an archive" in str(left["reasons"]) and "../up.txt" in str(left["reasons"])
+    assert left["count"] == 4 and left["reasons"][0].endswith("not supported (x.png, …)")
+    assert "archive inside an archive" in str(left["reasons"]) and "../up.txt" in str(left["reasons"])
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_files_that_spoil_a_pack_are_quarantined_and_the_others_ingested(
     said = one_pass(workspace, ledger)
     assert the(said.lines, "ingest.together").data["files"] == 60
     left = the(said.lines, "ingest.left_out").data
-    assert (left["pack"], left["count"]) == ("inbox", 40) and left["reasons"][0].startswith("40 unusable, ")
+    assert (left["pack"], left["count"]) == ("inbox", 40) and left["reasons"][0].startswith("40 because the file")
     assert sorted(names(ledger)) == sorted(["inbox#1.jsonl.zst", *(f"f{n:02d}.jsonl" for n in range(60) if n % 3)])
     assert trained_on(ledger) == Counter(f"d{n}" for n in range(0, 60, 3))
     assert len(list(workspace.quarantine.iterdir())) == 40 and not list(workspace.inbox.iterdir())

@@ -96,7 +96,7 @@ def test_a_prefix_is_fetched_ingested_and_not_fetched_again(workspace: Workspace
     assert done.exit_code == 0, done.output
     assert names(ledger) == ["a.jsonl.gz", "b.zip#1.jsonl.zst"] and trained_on(ledger) == exactly(30)
     raw = sorted(path.name[17:] for path in (workspace.root / "shards" / "raw").iterdir())
-    assert raw == ["a.jsonl.gz", "b.zip#1.jsonl.zst"] and "of kinds that are not read: .png 1" in done.output
+    assert raw == ["a.jsonl.gz", "b.zip#1.jsonl.zst"] and "not supported: .png 1" in done.output
     again = command_here("ingest", f"{root}/in/**/*.[jz]*", home=workspace)
     assert "2 files there were ingested before" in again.output and again.exit_code == 0
     bucket[0].pipe_file(f"{bucket[1]}/in/a.jsonl.gz", compress(rows(0, 25), "gz"))  # another one under the name

@@ -62,16 +62,16 @@ def changed(ours: Tokenizer, folder: Path, change: Change) -> Path:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (setting(pre_tokenizer=GPT2), "its split pattern may differ"),
+        (setting(pre_tokenizer=GPT2), "split pattern of the tokenizer may differ"),
         (
             setting(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2]}),
-            "its split pattern may differ",
+            "split pattern of the tokenizer may differ",
         ),
-        (setting(pre_tokenizer=GPT2 | {"add_prefix_space": True}), "its split pattern may differ"),
-        (setting(normalizer={"type": "Lowercase"}), "its split pattern may differ"),
-        (setting(normalizer={"type": "NFC"}), "decode to"),
-        (added, "its ids of 'a <file> b<file>' are"),
-        (renumbered, "ids 0, 1, 2 must be <|endoftext|>"),
+        (setting(pre_tokenizer=GPT2 | {"add_prefix_space": True}), "split pattern of the tokenizer may differ"),
+        (setting(normalizer={"type": "Lowercase"}), "split pattern of the tokenizer may differ"),
+        (setting(normalizer={"type": "NFC"}), "decodes the ids as"),
+        (added, "encodes 'a <file> b<file>' as"),
+        (renumbered, "ids 0, 1 and 2 must be <|endoftext|>"),
         (setting(model={"type": "BPE"}), "is not a tokenizer"),
     ],
     ids=["GPT-2", "digits", "a blank before", "lower case", "NFC", "an added word", "other ids", "broken"],

@@ -95,8 +95,8 @@ def test_a_held_candidate_is_released_by_a_person_with_a_reason(workspace: Works
     version = client.get_model_version_by_alias(MODEL, "champion")
     assert version.tags["verdict"] == "hold" and version.tags["release"] == "2"
     assert (version.tags["overridden_by"], version.tags["override_reason"]) == ("ada", WHY)
-    assert version.tags["approval"] == "overridden" and f"by ada: {WHY}" in version.tags["approval_answer"]
-    assert f"**Released though it was held**, by ada: {WHY}" in (version.description or "")
+    assert version.tags["approval"] == "overridden" and f"the candidate: {WHY}" in version.tags["approval_answer"]
+    assert "gate held it**, by ada" in (version.description or "")
     assert reconcile(Plant(workspace, scene)) == []
 
 

@@ -184,11 +184,11 @@ def test_forged_approvals_are_refused_with_the_reason(workspace: Workspace, ledg
 
     expected = {
         "1": "is 'hold', not 'promote'",
-        forged(export_sha256="0" * 64): "does not have the export of candidate 2",
+        forged(export_sha256="0" * 64): "is not the export of candidate 2",
         forged(): "Candidate 2 is version 2, not version 4",
         forged(candidate="77"): "no candidate 77",
         forged(candidate="2; DROP TABLE releases"): "no candidate 0",
-        forged(candidate="1"): "does not have the export of candidate 1",
+        forged(candidate="1"): "is not the export of candidate 1",
     }
     person.says("1", approval="approved")
     for version, why in expected.items():
@@ -213,7 +213,7 @@ def test_forged_approvals_are_refused_with_the_reason(workspace: Workspace, ledg
     assert "config.json" in person.says("2", approval="approved")[0] or "has changed" in person.reads("2")
     with ledger.begin() as tx:
         tx.execute(candidates.update().where(candidates.c.id == waits).values(export_sha256="1" * 64))
-    assert "does not have the export" in person.says("2", approval="approved")[0]
+    assert "is not the export of" in person.says("2", approval="approved")[0]
     assert ReleaseRow.select(ledger) == []
 
 

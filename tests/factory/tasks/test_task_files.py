@@ -132,8 +132,8 @@ def test_a_wrong_key_is_an_error_that_names_it(workspace: Workspace, keys: dict[
         ("x.csv", b"id,question\n1,caf\xe9\n", "line 2: byte 0xe9 is not UTF-8"),
         ("x.json", b"", "cannot be read as json"),
         ("x.jsonl", b"[1]\n", "record 1 is list"),
-        ("x.json", b'{"id": 1}', "expected a list of records"),
-        ("x.csv", b"id,question\n1,2,3\n", "row 2 has another number of fields"),
+        ("x.json", b'{"id": 1}', "must contain a list of records"),
+        ("x.csv", b"id,question\n1,2,3\n", "row 2 and the first line have different numbers of fields"),
         ("x.parquet", b"PAR1", "cannot be read as Parquet"),
     ],
 )

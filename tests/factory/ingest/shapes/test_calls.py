@@ -364,4 +364,4 @@ def test_an_older_workspace_drops_such_rows_and_says_why(
     ]
     report = ingest([*chats(0, 3), *plain], "a.jsonl")
     assert report.counts["dropped"] == {"bad_schema": 3} and report.counts["train"] + report.counts["held_out"] == 20
-    assert "this older workspace" in report.counts["examples"]["bad_schema"]
+    assert "this workspace is too old" in report.counts["examples"]["bad_schema"]

@@ -138,7 +138,7 @@ def test_what_is_told_in_order_from_now_on_and_signed(
         ("works_again", "daemon"), ("rejected", "verdict:1"),
     ]  # fmt: skip
     first = hook.got[0]
-    assert first["kinds"] == ["verdict", "approval"] and first["title"].startswith("candidate 1: promote, waits")
+    assert first["kinds"] == ["verdict", "approval"] and first["title"].startswith("candidate 1 has the verdict")
     assert "factory releases approve 1" in first["text"] and first["workspace"] == "workspace"
     assert (
         hook.got[1]["text"] == "anomaly 1: loss_spike at step 7" and hook.got[-1]["title"] == "ada rejected verdict 1"
