@@ -131,7 +131,7 @@ def make_or_open_ledger(workspace: Workspace) -> Ledger:
     if empty and left:
         raise WorkspaceError(
             "backups.lost_ledger",
-            "{folder} has the {found} of a factory, but its ledger is {state}. {advice}",
+            "{folder} has data of a factory ({found}), but its ledger is {state}. {advice}",
             folder=workspace.root,
             found=left,
             state="empty" if file and file.exists() else "missing",
@@ -291,7 +291,7 @@ def find_backup(workspace: Workspace, name: str) -> Path:
             return path
     raise InputError(
         "backups.unknown_backup",
-        "no backup {backup!r}. {folder} has: {known}",
+        "no backup {backup!r}. {folder} has these backups: {known}",
         backup=name,
         folder=workspace.root / BACKUPS_FOLDER,
         known=[path.name for path in list_backups(workspace.root)] or "no backup",

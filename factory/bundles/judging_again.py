@@ -55,7 +55,7 @@ def check_policy(folder: BundleFolder) -> list[Message]:
         return [
             Message(
                 "judging_again.other_policy",
-                "The verdict names another policy (sha256 {sha256})",
+                "The bundle's policy is not the policy that the verdict names (sha256 {sha256})",
                 sha256=printable(str(wanted), 12),
             )
         ]
@@ -109,7 +109,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "judging_again.other_evidence",
-                "Items and measurements do not give the recorded evidence: {problem}",
+                "The evidence computed from items and measurements differs from the recorded evidence: {problem}",
                 problem=problem,
             )
         )
@@ -117,7 +117,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "judging_again.other_task_evidence",
-                "Task items do not give the recorded evidence of tasks: {problem}",
+                "The evidence computed from the items of tasks differs from the recorded evidence: {problem}",
                 problem=problem,
             )
         )
@@ -177,7 +177,7 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
 def _other_totals(who: str, problem: Message) -> Message:
     return Message(
         "judging_again.other_totals",
-        "The items of the {model} give other totals: {problem}",
+        "The totals of the {model} do not agree with its items: {problem}",
         model=who,
         problem=problem,
     )
@@ -187,7 +187,9 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
     """The first difference between a summary's totals and its items'. None: they agree."""
     scored = [item for item in items if item.task == "bpb"]
     if any(item.weight <= 0 for item in scored):
-        return Message("judging_again.empty_item", "An item of the {model} has no bytes", model=who)
+        return Message(
+            "judging_again.empty_item", "An item of the {model} has no bytes, so its weight is zero", model=who
+        )
     bits = {
         item.domain: bits_per_byte_by_domain([i for i in scored if i.domain == item.domain])[item.domain]
         for item in scored
@@ -272,7 +274,7 @@ def _item(name: str, number: int, row: dict[str, Any]) -> tuple[str, EvalItem]:
     if set(row) != (known := {field.name for field in fields(EvalItem)}):
         raise BundleError(
             "judging_again.item_keys",
-            "{file}, line {line}: an item has exactly these keys: {keys}",
+            "{file}, line {line}: an item must have exactly these keys: {keys}",
             file=name,
             line=number,
             keys=known,

@@ -113,7 +113,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "provenance.no_lineage",
-                "{file}: a segment does not continue the segment before it",
+                "{file}: the parent of a segment is not the segment listed before it",
                 file=layout.PROVENANCE,
             )
         )

@@ -124,7 +124,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         )
     if release.state != PUBLISHED:
         raise InputError(
-            "writing.not_published", "Release {release} is {state}, not published. Finish it: 'factory release'",
+            "writing.not_published", "Release {release} is {state}, not published. Finish the release with 'factory release'",
             release=number, state=release.state,
         )  # fmt: skip
     if spoiled := rewound_segments_of_lineage(plant.ledger, release.segment):
@@ -208,7 +208,7 @@ def _refuse_unverified(number: int, aside: Path) -> VerifyResult:
     failed = [check for check in verified.checks if not check.ok]
     if failed:
         raise InputError(
-            "writing.not_verified", "The bundle of release {release} does not verify and was removed. {problems}",
+            "writing.not_verified", "The bundle of release {release} failed its verification and was removed. {problems}",
             release=number, checks=[check.name for check in failed],
             problems=join_sentences([Message("writing.failed_check", "{check}: {detail}", check=one.name, detail=one.detail) for one in failed]),
         )  # fmt: skip

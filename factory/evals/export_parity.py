@@ -172,9 +172,9 @@ def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary
             )
         )  # fmt: skip
     passed = {
-        "shape": Message("export_parity.same_shape", "Layers, widths, heads, context and experts are the checkpoint's"),
-        "rope": Message("export_parity.same_rope", "RoPE has base {base:g} in the checkpoint's layers", base=found["rope_theta"]),
-        "norm": Message("export_parity.same_norm", "Norm epsilon is {epsilon:g}", epsilon=found["norm_eps"]),
+        "shape": Message("export_parity.same_shape", "The export has the checkpoint's layers, widths, heads, context and experts"),
+        "rope": Message("export_parity.same_rope", "The export has RoPE with base {base:g} in the same layers as the checkpoint", base=found["rope_theta"]),
+        "norm": Message("export_parity.same_norm", "Export and checkpoint have norm epsilon {epsilon:g}", epsilon=found["norm_eps"]),
         "vocabulary": Message(
             "export_parity.vocabulary_fits", "The embedding has {rows:,} rows for {tokens:,} tokens",
             rows=found["vocab_size"], tokens=vocabulary,
@@ -192,7 +192,7 @@ def _weights(export: Path, made: ExpectedExport) -> Check:
     found, recorded = _total(tensors), made.weights_sha256
     if found == recorded:
         same = Message(
-            "export_parity.same_weights", "All bits of {tensors:,} tensors are the checkpoint's (sha256 {sha256:.12})",
+            "export_parity.same_weights", "{tensors:,} tensors are the same to the bit as in the checkpoint (sha256 {sha256:.12})",
             tensors=len(tensors), sha256=found,
         )  # fmt: skip
         return Check("weights", True, same)
@@ -291,7 +291,9 @@ def _generation(export: Path) -> Check:
         )
         return Check("generation_config", False, join_sentences([*wrong, todo]))
     return Check(
-        "generation_config", True, Message("export_parity.greedy", "transformers and vLLM decode greedily by default")
+        "generation_config",
+        True,
+        Message("export_parity.greedy", "With this export, transformers and vLLM decode greedily by default"),
     )
 
 

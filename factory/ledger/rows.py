@@ -88,10 +88,14 @@ class LedgerRow:
             known = [str(r["key"]) for r in db.read(f"SELECT {cls.key} AS key FROM {cls.source} ORDER BY {cls.key}")]
             if known:
                 raise InputError(
-                    "rows.unknown_key", "no {noun} {key}; there are: {known}", noun=cls.noun, key=key, known=known
+                    "rows.unknown_key", "no {noun} {key}. The ledger has: {known}", noun=cls.noun, key=key, known=known
                 )
             raise InputError(
-                "rows.no_rows", "no {noun} {key}; there is none yet{how}", noun=cls.noun, key=key, how=cls.hint
+                "rows.no_rows",
+                "no {noun} {key}, because none has been made yet{how}",
+                noun=cls.noun,
+                key=key,
+                how=cls.hint,
             )
         return row
 

@@ -175,7 +175,7 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
         lines.append(
             Message(
                 "ledger.removals",
-                "          {removals:,|removal|removals} took out {documents:,|document|documents}",
+                "          {documents:,|document|documents} removed by {removals:,|removal|removals}",
                 removals=len(taken),
                 documents=sum(removal["documents"] for removal in taken),
             )
@@ -222,13 +222,13 @@ def _certificate_lines(facts: dict[str, Any]) -> list[Message]:
             lines += [
                 Message(
                     "ledger.not_certified",
-                    "          its code is not certified: {why}",
+                    "          the code of this segment is not certified: {why}",
                     why=certificate["reasons"][0],
                 ),
                 Message(
                     "ledger.certify",
-                    "          Training waits for other code. See all measurements with 'factory certify', "
-                    "or accept the code with 'factory certify --accept {segment}'",
+                    "          Training waits until this code is changed or accepted. See all measurements with 'factory "
+                    "certify', or accept the code with 'factory certify --accept {segment}'",
                     segment=certificate["segment"],
                 ),
             ]
@@ -253,7 +253,7 @@ def _champion_line(best: dict[str, Any] | None) -> Message:
         return Message("ledger.no_champion", "champion  none yet")
     return Message(
         "ledger.champion",
-        "champion  release {release} of {at} ({export})",
+        "champion  release {release}, released {at} ({export})",
         release=best["number"],
         at=format_local_time(best["created_at"]),
         export=best["export_path"],
@@ -277,8 +277,8 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
             lines.append(
                 Message(
                     "ledger.dev_alone",
-                    "anomaly {number} {kind}: the candidate of segment {segment} gains only on the dev half of the held-out documents. "
-                    "The release gate holds the candidate; its verdict has the numbers",
+                    "anomaly {number} {kind}: the candidate of segment {segment} gains only on the dev half of the "
+                    "held-out documents. The release gate holds the candidate, and its verdict has the numbers",
                     number=row["id"],
                     kind=row["kind"],
                     segment=row["segment"],
@@ -312,7 +312,8 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
     lines = [
         Message(
             "ledger.audits",
-            "audits    {agree} of {windows:,|window|windows} agree with the code without agents' patches, {waiting} waiting",
+            "audits    {agree} of {windows:,|window|windows} agree with the code without agents' patches; "
+            "{waiting} not audited yet",
             agree=outcomes.count("promote"),
             windows=len(audits),
             waiting=outcomes.count("waiting"),
@@ -340,7 +341,7 @@ def describe_average(averaged: dict[str, Any]) -> Message:
     if averaged["rule"] == "uniform":
         return Message(
             "ledger.uniform_average",
-            "average of {count} checkpoints (steps {steps}; uniform)",
+            "average of {count} checkpoints (steps {steps}; equal weights)",
             count=len(parts),
             steps=[part["step"] for part in parts],
         )

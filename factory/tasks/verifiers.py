@@ -99,7 +99,7 @@ def check_solutions(items: Sequence[CodeItem], running: TaskLimits, advance: Adv
     for item, found in zip(mine, check_programs(programs, running, advance), strict=True):
         if not found.right:
             how = (
-                Message("verifiers.over_limit", "It exceeded the {limit} limit", limit=found.stopped)
+                Message("verifiers.over_limit", "The program exceeded its {limit} limit", limit=found.stopped)
                 if found.stopped
                 else found.why
             )
