@@ -197,7 +197,8 @@ class VerdictComparison:
         for reason in self.otherwise:
             if own := ours.get(NUMBER.sub("#", reason)):
                 return Message(
-                    "verdict_comparison.other_number", "A new judgement gives a reason with other numbers. Recorded: {recorded!r}. Expected: {expected!r}",
+                    "verdict_comparison.other_number",
+                    "A new judgement gives a reason with other numbers. Recorded: {recorded!r}. Expected: {expected!r}",
                     recorded=printable(reason, 300), expected=own,
                 )  # fmt: skip
         return None

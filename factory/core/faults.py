@@ -53,7 +53,7 @@ MEMORY = Fault(
 )
 BROKEN = Fault(
     Message("faults.disk_error", "the disk reports an error"),
-    Message("faults.check_disk", "free some disk space, and read the kernel's log ('dmesg')"),
+    Message("faults.check_disk", "free some disk space, check the disk with 'dmesg'"),
     74,
 )
 MISPLACED_FOLDER = Fault(

@@ -105,7 +105,8 @@ def check_shared_ngrams(
     details = [
         Message(
             "contamination.largest_share",
-            "Of {documents:,} held-out documents, the most contaminated has {share:.0%} of its {size}-grams in " "training data. At most {limit:.0%} is allowed",
+            "Of {documents:,} held-out documents, the most contaminated has {share:.0%} of its {size}-grams in "
+            "training data. At most {limit:.0%} is allowed",
             share=max(shares.values(), default=0), size=size, documents=len(held), limit=limit,
         )
     ]  # fmt: skip
@@ -123,7 +124,9 @@ def check_shared_ngrams(
         first, copy = next(iter(copies.items()))
         details.append(
             Message(
-                "contamination.copies", "{count:,|held-out document has|held-out documents have} the same tokens as a training document. " "First: held-out document {first} and training document {copy}",
+                "contamination.copies",
+                "{count:,|held-out document has|held-out documents have} the same tokens as a training document. "
+                "First: held-out document {first} and training document {copy}",
                 count=len(copies), first=first, copy=copy,
             )
         )  # fmt: skip

@@ -173,7 +173,9 @@ def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary
         )  # fmt: skip
     passed = {
         "shape": Message("export_parity.same_shape", "The export has the checkpoint's layers, widths, heads, context and experts"),
-        "rope": Message("export_parity.same_rope", "The export has RoPE with base {base:g} in the same layers as the checkpoint", base=found["rope_theta"]),
+        "rope": Message("export_parity.same_rope",
+            "The export has RoPE with base {base:g} in the same layers as the checkpoint",
+            base=found["rope_theta"]),
         "norm": Message("export_parity.same_norm", "Export and checkpoint have norm epsilon {epsilon:g}", epsilon=found["norm_eps"]),
         "vocabulary": Message(
             "export_parity.vocabulary_fits", "The embedding has {rows:,} rows for {tokens:,} tokens",

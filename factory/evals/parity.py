@@ -308,7 +308,9 @@ def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) 
     there = zip(served.answer["decoded"], texts, served.answer["encoded_again"], served.answer["texts"], strict=True)
     wrong_there = sum(a != b or x != y for a, b, x, y in there)
     detail = Message(
-        "parity.round_trip", "When {texts:,} texts are encoded and decoded, {here:,} change with the factory's tokenizer and " "{server:,} with transformers",
+        "parity.round_trip",
+        "When {texts:,} texts are encoded and decoded, {here:,} change with the factory's tokenizer and "
+        "{server:,} with transformers",
         texts=len(texts), here=wrong, server=wrong_there,
     )  # fmt: skip
     same = not wrong and not wrong_there
@@ -330,7 +332,8 @@ def _server(tokenizer: Tokenizer, asked: ProbeRequest, stop: list[int], served: 
     if missing or more or ran_on:
         detail = Message(
             "parity.other_stops",
-            "eos_token_id of generation_config.json lacks the ids {missing!r} and has the extra ids {extra!r}. " "Generation did not end at {ran_on!r}. The key must be {expected!r}",
+            "eos_token_id of generation_config.json lacks the ids {missing!r} and has the extra ids {extra!r}. "
+            "Generation did not end at {ran_on!r}. The key must be {expected!r}",
             missing=missing, extra=more, ran_on=ran_on, expected=stop,
         )  # fmt: skip
     else:
@@ -354,7 +357,9 @@ def _logits(model: ReferenceModel, ids: list[int], served: ProbeAnswer) -> Check
         return Check("logits", False, other)
     scale, apart = max(1.0, float(np.abs(ours).max())), float(np.abs(ours - served.logits_TV).max())
     detail = Message(
-        "parity.logits", "At {positions:,} positions of a held-out document, the logits of the factory and of transformers " "differ by at most {apart:.1e}. The largest logit is {scale:.1f}",
+        "parity.logits",
+        "At {positions:,} positions of a held-out document, the logits of the factory and of transformers "
+        "differ by at most {apart:.1e}. The largest logit is {scale:.1f}",
         positions=len(ids), apart=apart, scale=scale,
     )  # fmt: skip
     return Check("logits", bool(apart <= LOGITS_TOLERANCE * scale), detail)  # NaN compares false

@@ -95,9 +95,9 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
     """Say whether a language model was asked about a diagnosis, and with what result.
 
     >>> print(describe_explanation({}, None))
-    No language model was asked.
+    No language model was asked for an explanation.
     >>> print(describe_explanation({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]}))
-    Written by m, which knew the cause and decides nothing. The factory left out 1 of 2 sentences that disagreed with the record.
+    The language model m wrote this explanation. The model was given the cause, and decides nothing. The factory left out 1 of 2 sentences that disagreed with the record.
     """
     if said is None:
         if diagnosis.get("to_word"):
@@ -134,7 +134,7 @@ def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     """Return a draft of a proposal, with the command, for a learning rate that is too high; '' without one.
 
     >>> print(draft_proposal_for_rate({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}}))
-    Draft: optimizer.lr 0.001, as in 'rate × 0.1'. Have a value proposed and judged with 'factory propose --agent recipe-scout --target optimizer.lr'
+    Draft of a proposal: optimizer.lr 0.001, as in the remedy 'rate × 0.1'. To have a value proposed and judged, run 'factory propose --agent recipe-scout --target optimizer.lr'
     """
     tamed = (diagnosis.get("override") or {}).get("keys")
     if not (tamed and diagnosis.get("to_word") and diagnosis["causes"] == ["rate"]):

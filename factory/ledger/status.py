@@ -336,7 +336,7 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
 
 
 def describe_average(averaged: dict[str, Any]) -> Message:
-    """Describe ``averaged`` of an average segment's result: 'average of 3 checkpoints (steps 10, 15, 20; uniform)'."""
+    """Describe ``averaged`` of an average segment's result: 'average of 3 checkpoints (steps 10, 15, 20; equal weights)'."""
     parts = averaged["sources"]
     if averaged["rule"] == "uniform":
         return Message(

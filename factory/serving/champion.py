@@ -27,7 +27,10 @@ class Champion:
         found = export_folder_sha256(self.export)
         if found != self.export_sha256:
             raise InputError(
-                "serving.export_changed", "{export} differs from the released export (sha256 {found:.12}…, recorded {recorded:.12}…). Restore " "the export, or run 'factory release --rollback N'.", export=self.export, found=found, recorded=self.export_sha256,
+                "serving.export_changed",
+                "{export} differs from the released export (sha256 {found:.12}…, recorded {recorded:.12}…). Restore "
+                "the export, or run 'factory release --rollback N'.",
+                export=self.export, found=found, recorded=self.export_sha256,
             )  # fmt: skip
 
 

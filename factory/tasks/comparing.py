@@ -155,7 +155,9 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
         if few:
             missing.append(
                 Message(
-                    "comparing.few_groups", "Task {task} cannot be compared, because it has {groups:,|document group|document groups} and a " "comparison needs {needed:,}.",
+                    "comparing.few_groups",
+                    "Task {task} cannot be compared, because it has {groups:,|document group|document groups} and a "
+                    "comparison needs {needed:,}.",
                     task=name, groups=gain.clusters or 0, needed=clusters_min,
                 )
             )  # fmt: skip
@@ -216,7 +218,9 @@ def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
     clusters = gain.clusters or 0
     if clusters < clusters_min:
         return Message(
-            "comparing.only_informs", "The task only informs, because it has {groups:,|document group|document groups} and a guard needs " "{needed:,}.",
+            "comparing.only_informs",
+            "The task only informs, because it has {groups:,|document group|document groups} and a guard needs "
+            "{needed:,}.",
             groups=clusters, needed=clusters_min,
         )  # fmt: skip
     needed = known.items_needed()

@@ -118,7 +118,9 @@ def _choices(task: EvalTask) -> Proof:
     for row in scored([0.0 if at == item.right_place else -1e6 for item in items for at in range(len(item.choices))]):
         if row.value != 1:
             raise TaskError(
-                "proving.right_choice", "item {item!r}: a model for which the right choice is by far the likeliest scores {score:g} on " "{metric}. Expected: 1",
+                "proving.right_choice",
+                "item {item!r}: a model for which the right choice is by far the likeliest scores {score:g} on "
+                "{metric}. Expected: 1",
                 item=row.item, score=row.value, metric=row.task,
             )  # fmt: skip
     chance = sum(1 / len(item.choices) for item in items) / len(items)
@@ -130,7 +132,9 @@ def _choices(task: EvalTask) -> Proof:
         mine = [row.value for row in scored(values) if row.task.endswith(f"/{metric}")]
         if mine and abs(sum(mine) / len(mine) - chance) > 1e-9:
             raise TaskError(
-                "proving.not_chance", "A model that gives all choices the same probability scores {score:.3f} on {metric}, but a random " "choice would score {chance:.3f}",
+                "proving.not_chance",
+                "A model that gives all choices the same probability scores {score:.3f} on {metric}, but a random "
+                "choice would score {chance:.3f}",
                 score=sum(mine) / len(mine), metric=metric, chance=chance,
             )  # fmt: skip
     places = Counter(item.right_place for item in items)
@@ -207,7 +211,8 @@ def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, na
         if one.right:
             raise TaskError(
                 "proving.empty_program",
-                "item {item!r}: {problem}. A program that {program} passes the tests. Call the function 'check' in " "the tests, or run the TestCase with unittest.main()",
+                "item {item!r}: {problem}. A program that {program} passes the tests. Call the function 'check' in "
+                "the tests, or run the TestCase with unittest.main()",
                 item=item.key, problem=tests_are_empty(), program=how,
             )  # fmt: skip
     return Proof(1.0 if mine == len(items) else None, 0.0, without_solution=len(items) - mine)

@@ -60,7 +60,8 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
         never = policy.command_to_set(name, "tier", "never")
         todo = Message(
             "tiers.repair",
-            "repair task {task} ('factory tasks check FILE' tests it), then run 'factory evaluate {candidate}'. " "To stop measuring the task: '{never}'.",
+            "repair task {task} ('factory tasks check FILE' tests it), then run 'factory evaluate {candidate}'. "
+            "To stop measuring the task: '{never}'.",
             task=name, candidate=candidate, never=never or "tier: never",
         )  # fmt: skip
         reason = Message.restored(error.code, str(error).removesuffix("."), error.data)
@@ -80,7 +81,9 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
             "tiers.other_items", "Candidate and champion were not measured on the same items of task {task}.", task=name
         )
         todo = Message(
-            "tiers.measure_again", "do not change the items of task {task}, and measure candidate and champion again: 'factory evaluate " "{candidate}'.",
+            "tiers.measure_again",
+            "do not change the items of task {task}, and measure candidate and champion again: 'factory evaluate "
+            "{candidate}'.",
             task=name, candidate=candidate,
         )  # fmt: skip
         return evidence.merge(TaskEvidence.of_problem(problem, todo))

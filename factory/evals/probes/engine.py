@@ -187,7 +187,9 @@ class EngineClient:
             choice = (await self._ask("/v1/completions", ask | {"ignore_eos": True}))["choices"][0]
             if (choice["text"], choice["finish_reason"]) != (row["text"], "stop"):
                 raise EngineDiffersError(
-                    "engine.ran_past_stop", "With the stop text {stop!r}, the engine wrote {text!r} and ended for the reason {reason!r}. " "Expected: {expected!r} and the reason 'stop'",
+                    "engine.ran_past_stop",
+                    "With the stop text {stop!r}, the engine wrote {text!r} and ended for the reason {reason!r}. "
+                    "Expected: {expected!r} and the reason 'stop'",
                     stop=row["stop"], text=choice["text"][:40], reason=choice["finish_reason"], expected=row["text"][:40],
                 )  # fmt: skip
         if (
@@ -250,13 +252,17 @@ class EngineClient:
         for at, (told, own) in enumerate(pairs):
             if not (_finite(told) and _finite(own)):
                 raise EngineDiffersError(
-                    "engine.logprob_not_finite", "{where}: token {token} has log-probability {found} from the engine and {expected} from the judge. " "Both must be finite",
+                    "engine.logprob_not_finite",
+                    "{where}: token {token} has log-probability {found} from the engine and {expected} from the judge. "
+                    "Both must be finite",
                     where=where, token=at, found=str(told), expected=str(own),
                 )  # fmt: skip
         apart = max((abs(told - own) for told, own in pairs), default=0.0)
         if apart > tolerance:
             raise EngineDiffersError(
-                "engine.other_logprobs", "{where}: the log-probabilities of engine and judge differ by {apart:.2g} nats. At most {limit:g} is " "allowed",
+                "engine.other_logprobs",
+                "{where}: the log-probabilities of engine and judge differ by {apart:.2g} nats. At most {limit:g} is "
+                "allowed",
                 where=where, apart=apart, limit=tolerance,
             )  # fmt: skip
         return apart, sure

@@ -117,7 +117,10 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
     wanted = wanted or _whole(body, "max_tokens", 1, 1 << 24)
     if longest + (wanted or 1) > served.context:
         too_long = Message(
-            "serving.context_exceeded", "The model's context has {context} tokens, but the prompt has {prompt} tokens{answer}. Shorten the " "prompt or lower max_tokens.", context=served.context, prompt=longest, answer=f" and max_tokens is {wanted}" if wanted else "", max_tokens=wanted,
+            "serving.context_exceeded",
+            "The model's context has {context} tokens, but the prompt has {prompt} tokens{answer}. Shorten the "
+            "prompt or lower max_tokens.",
+            context=served.context, prompt=longest, answer=f" and max_tokens is {wanted}" if wanted else "", max_tokens=wanted,
         )  # fmt: skip
         raise ApiError(400, too_long, "messages" if chat else "prompt", "context_length_exceeded")
     room = served.context - longest
