@@ -277,7 +277,7 @@ def evaluate(
 ) -> None:
     """Measure a candidate on held-out documents and judge it against the champion.
 
-    While the daemon runs, this command asks it to do so in its next pass.
+    While the daemon runs, this command asks the daemon to do both in its next pass.
     """
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.duties.releasing import judge_candidate
@@ -416,10 +416,11 @@ def serve(
         ),
     ] = "",
 ) -> None:
-    """Serve the champion by an OpenAI-compatible API. When the champion changes, switch to the new one without losing a request.
+    """Serve the champion by an OpenAI-compatible API. When the champion changes, switch to the new champion without losing a request.
 
-    At a release or a rollback, a second engine starts beside the first. The factory checks its export's hash and compares its answers
-    with the judge's own model. Then the second engine takes over, and the first one ends. Memory for both is needed.
+    At a release or a rollback, a second engine starts beside the first. The factory checks the hash of the new
+    export, and compares the second engine's answers with the judge's own model. Then the second engine takes over, and the first engine
+    ends. The machine needs memory for both engines.
     """
     from factory.serving.engines import native_engine_kind
     from factory.serving.serve import serve_champion as serve_champion

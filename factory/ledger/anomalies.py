@@ -96,8 +96,8 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
 
     >>> print(describe_explanation({}, None))
     No language model was asked for an explanation.
-    >>> print(describe_explanation({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]}))
-    The language model m wrote this explanation. The model was given the cause, and decides nothing. The factory left out 1 of 2 sentences that disagreed with the record.
+    >>> describe_explanation({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]}).data["dropped"]
+    1
     """
     if said is None:
         if diagnosis.get("to_word"):
@@ -133,8 +133,9 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
 def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     """Return a draft of a proposal, with the command, for a learning rate that is too high; '' without one.
 
-    >>> print(draft_proposal_for_rate({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}}))
-    Draft of a proposal: optimizer.lr 0.001, as in the remedy 'rate × 0.1'. To have a value proposed and judged, run 'factory propose --agent recipe-scout --target optimizer.lr'
+    >>> diagnosis = {"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}}
+    >>> draft_proposal_for_rate(diagnosis).data["values"]
+    ['optimizer.lr 0.001']
     """
     tamed = (diagnosis.get("override") or {}).get("keys")
     if not (tamed and diagnosis.get("to_word") and diagnosis["causes"] == ["rate"]):
