@@ -291,7 +291,7 @@ def find_backup(workspace: Workspace, name: str) -> Path:
             return path
     raise InputError(
         "backups.unknown_backup",
-        "no backup {backup!r}. {folder} has these backups: {known}",
+        "no backup {backup!r}. {folder} has: {known}",
         backup=name,
         folder=workspace.root / BACKUPS_FOLDER,
         known=[path.name for path in list_backups(workspace.root)] or "no backup",

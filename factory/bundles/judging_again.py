@@ -142,7 +142,9 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
     if stored.get("suite_sha256") != evidence.get("suite_sha256"):
         return [
             Message(
-                "judging_again.other_suite", "{files} name different suites", files=[layout.HELD_OUT, layout.EVIDENCE]
+                "judging_again.other_suite",
+                "{files} name different suites of held-out documents",
+                files=[layout.HELD_OUT, layout.EVIDENCE],
             )
         ]
     identity, halves = stored.get("identity"), {name: stored.get(name) for name in ("items", "dev")}
@@ -160,7 +162,7 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
     if extra := sorted(stored.keys() - {"suite_sha256", "identity", *halves}):
         return [unexpected_key(printable(extra[0]))]
     if isinstance(identity, dict) and hash_suite(identity | halves) != stored["suite_sha256"]:
-        return [Message("judging_again.other_suite_hash", "The held-out documents do not have the suite's hash")]
+        return [Message("judging_again.other_suite_hash", "The listed held-out documents do not have the suite's hash")]
     known = {row[0]: (row[1], row[2]) for listed in halves.values() for row in listed or ()}
     for who, items in _items(folder).items():
         for item in items:

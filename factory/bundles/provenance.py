@@ -121,7 +121,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "provenance.other_plan",
-                "{file}: the data plan is not the last segment's data plan",
+                "{file}: the named data plan is not the data plan of the last segment",
                 file=layout.PROVENANCE,
             )
         )

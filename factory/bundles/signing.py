@@ -38,7 +38,8 @@ def ensure_own_key(root: Path) -> Path:
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InputError(
             "signing.readable_key",
-            "{path}: other users can read this private key. Restrict it with 'chmod 600 {path}'. Or remove it, and the factory makes a new key",
+            "{path}: other users can read this private key. If you remove the key, the factory makes a new key. "
+            "To keep the key, restrict it with 'chmod 600 {path}'",
             path=path,
         )
     return path

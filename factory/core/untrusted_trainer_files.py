@@ -110,7 +110,8 @@ def remove_special_files(folder: Path) -> list[str]:
         if depth > DEPTH:
             raise SegmentError(
                 "untrusted_trainer_files.too_deep",
-                "{path} is nested deeper than {limit} folders. No trainer makes such a folder: remove it, then try again",
+                "{path} is nested deeper than {limit} folders, which no trainer does: remove the folder, then try "
+                "again",
                 path=path[:300],
                 limit=DEPTH,
             )

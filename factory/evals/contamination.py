@@ -54,7 +54,9 @@ def _same_hashes(ledger: Ledger) -> Check:
     ]
     if found:
         detail = Message(
-            "contamination.held_out", "{count:,} held-out documents are also training documents. First: {first}",
+            "contamination.held_out",
+            "{count:,|held-out document is also a training document|held-out documents are also training "
+            "documents}. First: {first}",
             count=len(found), first=found[0]["key"],
         )  # fmt: skip
     else:

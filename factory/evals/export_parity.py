@@ -270,7 +270,7 @@ def _bos_eos(
 
 def _other_key(file: str, key: str, found: Any, expected: Any) -> Message:
     return Message(
-        "export_parity.other_key", "{file}: {key} is {found}, not {expected}",
+        "export_parity.other_key", "{file}: {key} is {found}, but must be {expected}",
         file=file, key=key[:40], found=str(found)[:40], expected=str(expected),
     )  # fmt: skip
 

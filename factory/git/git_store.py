@@ -198,7 +198,7 @@ def run_git(
     if status and (check or fault):
         raise RepositoryError(
             "git.command_failed",
-            "git {command} in {folder}: {why}",
+            "git {command} failed in {folder}: {why}",
             command=arguments[0],
             folder=folder,
             why=error.strip()[-500:] or f"exit code {status}",

@@ -262,7 +262,8 @@ def _one(policy: AgentsPolicy, change: FileChange) -> Iterable[Message]:
     yield from _name_problems(change.path)
     if policy.is_protected(change.path):
         yield Message(
-            "scope.protected", "only people may change this file: the factory judges patches with it, or imports it"
+            "scope.protected",
+            "only people may change this file, because the factory judges patches with it or imports it",
         )
     if not policy.is_readable(change.path):
         yield Message(
@@ -274,7 +275,7 @@ def _one(policy: AgentsPolicy, change: FileChange) -> Iterable[Message]:
         kind = {"120000": "a symbolic link", "160000": "a submodule"}.get(change.mode, f"of mode {change.mode}")
         yield Message("scope.wrong_kind", "this path is {kind}, but patches may change only regular files", kind=kind)
     elif change.content is not None and change.mode != (change.old_mode or "100644"):
-        yield Message("scope.mode", "the patch changes its mode to {mode}", mode=change.mode)
+        yield Message("scope.mode", "the patch changes the file's mode to {mode}", mode=change.mode)
     if change.content is not None:
         yield from _content_problems(policy, change.content)
 

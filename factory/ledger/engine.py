@@ -96,7 +96,7 @@ def check_ledger_exists(file: Path, root: Path) -> None:
     """Raises: WorkspaceError when the workspace ``root`` has no ledger. SQLite would make an empty one."""
     if not file.exists() or not file.stat().st_size:
         known = [name for name in list_factory_work(root) if not name.endswith(".db")]
-        init = Message("engine.run_init", "The workspace is empty: finish it with 'factory init'")
+        init = Message("engine.run_init", "The workspace is empty: finish its set-up with 'factory init'")
         raise WorkspaceError(
             "engine.no_ledger", "there is no ledger at {file}. {advice}", file=file, advice=GONE if known else init
         )

@@ -279,7 +279,7 @@ class ProposalRow(LedgerRow):
         if self.commit is None:
             raise InputError(
                 "rows.no_commit",
-                "Proposal {proposal} has no commit: its patch was never written to its branch",
+                "Proposal {proposal} has no commit, because its patch was never written to its branch",
                 proposal=self.number,
             )
         return self.commit

@@ -157,7 +157,7 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
     lines.append(
         Message(
             "ledger.held_out",
-            "          held out {documents:,|document|documents}; dropped {dropped}",
+            "          held out: {documents:,|document|documents}; dropped: {dropped}",
             documents=sum((shard["counts"] or {}).get("held_out", 0) for shard in facts["shards"]),
             dropped=[f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1])] or "none",
         )
@@ -184,7 +184,7 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
             lines.append(
                 Message(
                     "ledger.to_erase",
-                    "          the text of {removals:,|removal|removals} is still to be erased",
+                    "          the factory still has to erase the text of {removals:,|removal|removals}",
                     removals=erasing,
                 )
             )

@@ -93,7 +93,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         if why := replay_checkpoint(plant, row.parent):
             return Message(
                 "checkpoints.parent_lost",
-                "the checkpoint of its parent, segment {parent}, cannot be made again: {why}",
+                "the checkpoint of the parent, segment {parent}, cannot be made again: {why}",
                 parent=row.parent,
                 why=why,
             )

@@ -259,7 +259,7 @@ def _served(plant: Plant, deep: bool) -> ExaminedKind:
     )
     effect = Message(
         "examining.serve_champion",
-        "The repair puts the champion's export there. The next pass of 'factory run' does the same",
+        "The repair puts the champion's export in this place. 'factory run' also does this in its next pass",
     )
     return ExaminedKind("served", 1, 1, [Damage("served", str(best.number), what, _repair(effect), True)])
 

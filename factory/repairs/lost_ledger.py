@@ -221,7 +221,8 @@ def describe_start(root: Path) -> Message:
     elif fault := find_checkpoint_damage(last_checkpoint(ledger, trunk.id), deep=False):
         where = Message(
             "lost_ledger.needs_checkpoint",
-            "'factory run' can continue from step {step} only after its checkpoint is restored or made again: {fault}",
+            "'factory run' can continue from step {step} only after the checkpoint of this step is restored or "
+            "made again: {fault}",
             step=trunk.last_step,
             fault=fault,
         )
@@ -366,7 +367,7 @@ def _take_up(plant: Plant) -> list[str]:
     orphans += [path for path in whole if path.parent.name not in token_shards]
     for path in orphans:
         path = path.parent if path.name == "manifest.json" else path
-        said.append(_set_aside(plant, path, Message("lost_ledger.orphan", "the ledger does not name it")))
+        said.append(_set_aside(plant, path, Message("lost_ledger.orphan", "the ledger does not name this folder")))
     return said
 
 
@@ -385,7 +386,7 @@ def _plan_again(ledger: Ledger, folder: Path) -> str:
     owner = read_owner(folder)
     row, plan = owner.get("row"), owner.get("data_plan")
     if not isinstance(row, dict) or not isinstance(plan, dict) or set(PLANNED.split()) - row.keys():
-        return Message("lost_ledger.no_plan", "the folder does not name its plan")
+        return Message("lost_ledger.no_plan", "the folder does not name the segment's plan")
     if owner.get("ledger") != ledger.identity:
         return Message("lost_ledger.other_ledger", "the folder belongs to another ledger")
     planned = SegmentRow(**{**row, "state": "planned", "attempts": 0, "result": None, "finished_at": None})

@@ -330,7 +330,7 @@ def describe_sandbox() -> dict[str, str]:
     return {
         "isolation": Message(
             "sandbox.isolation",
-            "{version}: user, pid, ipc, net, uts, mount and cgroup namespaces, by {program}{others}",
+            "{version}: user, pid, ipc, net, uts, mount and cgroup namespaces, made by {program}{others}",
             version=bubblewrap.bubblewrap_version(program),
             program=program,
             others=f" (not by {refused})" if refused else "",

@@ -147,7 +147,7 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
         if name in apart and few:
             facts.append(
                 Message(
-                    "comparing.few_groups_informs", "Task {task}: {change} against the champion. {reason}",
+                    "comparing.few_groups_informs", "Task {task}: the score differs by {change} from the champion's. {reason}",
                     task=name, gain=gain.gain, change=_signed(gain.gain), reason=_small(apart[name], gain, clusters_min),
                 )
             )  # fmt: skip

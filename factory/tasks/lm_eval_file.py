@@ -107,7 +107,7 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
         if key in REFUSED:
             raise TaskError(
                 "lm_eval_file.refused_key",
-                "{file}: key {key!r} is refused. {reason}",
+                "{file}: key {key!r} is not allowed. {reason}",
                 file=path,
                 key=key,
                 reason=REFUSED[key],
@@ -205,7 +205,7 @@ def check_records(file: LmEvalFile, records: Sequence[Mapping[str, Any]], where:
             text.encode()
         except UnicodeEncodeError as error:
             raise TaskError(
-                "lm_eval_file.half_character", "{file}, record {record}: {text!r} is only half of a character",
+                "lm_eval_file.half_character", "{file}, record {record}: {text!r} is only half of a character. Write the whole character",
                 file=where, record=number, text=text[error.start],
             ) from None  # fmt: skip
 
@@ -280,7 +280,7 @@ def _with_included(path: Path, folder: Path, read: list[Path]) -> dict[Any, Any]
     if path in read or len(read) >= INCLUDED:
         raise TaskError(
             "lm_eval_file.circular_include",
-            "{file} includes itself, or more than {limit} files",
+            "{file} includes itself, or more than {limit} files are included",
             file=path,
             limit=INCLUDED,
         )

@@ -192,5 +192,5 @@ def _check(program: str, tests: str, running: TaskLimits) -> AnswerCheck:
         return AnswerCheck(False, ended.stopped)
     if ended.returncode in (128 + 24, 128 + 9):  # SIGXCPU, and SIGKILL a second later
         return AnswerCheck(False, "cpu")
-    early = Message("verifiers.ended_early", "The program ended before its tests")
+    early = Message("verifiers.ended_early", "The program ended before its tests ran")
     return AnswerCheck(False, why=early if ended.ok else ended.why())
