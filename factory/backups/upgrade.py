@@ -64,7 +64,7 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
     return [
         Message(
             "upgrade.done",
-            "The ledger is upgraded from schema {before} to {schema}. The former ledger is kept: {backup}",
+            "The ledger is upgraded from schema {before} to schema {schema}. The former ledger is kept in {backup}",
             before=found,
             schema=SCHEMA_VERSION,
             backup=where,

@@ -81,13 +81,15 @@ def make_fixture(export: Path) -> dict[str, Any]:
             )
         except subprocess.TimeoutExpired:
             raise BundleError(
-                "checking.fixture_late", "The fixture was not made within {seconds:.0f} s", seconds=FIXTURE_SECONDS
+                "checking.fixture_late",
+                "The model's expected answers (the parity fixture) were not computed within {seconds:.0f} s",
+                seconds=FIXTURE_SECONDS,
             ) from None
         if done.returncode:
             last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
             raise BundleError(
                 "checking.fixture_failed",
-                "The fixture cannot be made from {folder}/: {reason}",
+                "The model's expected answers (the parity fixture) cannot be computed from {folder}/: {reason}",
                 folder=layout.MODEL,
                 reason=printable(last[0], 300),
             )
@@ -146,7 +148,7 @@ def check_licences(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "checking.other_evidence",
-                "{file} has other shares of licences: {problem}",
+                "{file} has other licence shares than the list of token shards gives: {problem}",
                 file=layout.EVIDENCE,
                 problem=problem,
             )
@@ -183,7 +185,12 @@ def check_document(folder: BundleFolder, path: str) -> list[Message]:
     if problem is None:
         return []
     return [
-        Message("checking.other_document", "{file} differs from the other files: {problem}", file=path, problem=problem)
+        Message(
+            "checking.other_document",
+            "{file} does not agree with the bundle's other files: {problem}",
+            file=path,
+            problem=problem,
+        )
     ]
 
 

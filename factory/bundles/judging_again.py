@@ -55,7 +55,7 @@ def check_policy(folder: BundleFolder) -> list[Message]:
         return [
             Message(
                 "judging_again.other_policy",
-                "The verdict names another policy (sha256 {sha256})",
+                "The bundle's policy is not the policy that the verdict names (sha256 {sha256})",
                 sha256=printable(str(wanted), 12),
             )
         ]
@@ -109,7 +109,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "judging_again.other_evidence",
-                "Items and measurements do not give the recorded evidence: {problem}",
+                "The evidence computed from items and measurements differs from the recorded evidence: {problem}",
                 problem=problem,
             )
         )
@@ -117,7 +117,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "judging_again.other_task_evidence",
-                "Task items do not give the recorded evidence of tasks: {problem}",
+                "The evidence computed from the items of tasks differs from the recorded evidence: {problem}",
                 problem=problem,
             )
         )
@@ -142,7 +142,9 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
     if stored.get("suite_sha256") != evidence.get("suite_sha256"):
         return [
             Message(
-                "judging_again.other_suite", "{files} name different suites", files=[layout.HELD_OUT, layout.EVIDENCE]
+                "judging_again.other_suite",
+                "{files} name different suites of held-out documents",
+                files=[layout.HELD_OUT, layout.EVIDENCE],
             )
         ]
     identity, halves = stored.get("identity"), {name: stored.get(name) for name in ("items", "dev")}
@@ -160,7 +162,7 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
     if extra := sorted(stored.keys() - {"suite_sha256", "identity", *halves}):
         return [unexpected_key(printable(extra[0]))]
     if isinstance(identity, dict) and hash_suite(identity | halves) != stored["suite_sha256"]:
-        return [Message("judging_again.other_suite_hash", "The held-out documents do not have the suite's hash")]
+        return [Message("judging_again.other_suite_hash", "The listed held-out documents do not have the suite's hash")]
     known = {row[0]: (row[1], row[2]) for listed in halves.values() for row in listed or ()}
     for who, items in _items(folder).items():
         for item in items:
@@ -177,7 +179,7 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
 def _other_totals(who: str, problem: Message) -> Message:
     return Message(
         "judging_again.other_totals",
-        "The items of the {model} give other totals: {problem}",
+        "The totals of the {model} do not agree with its items: {problem}",
         model=who,
         problem=problem,
     )
@@ -187,7 +189,9 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
     """The first difference between a summary's totals and its items'. None: they agree."""
     scored = [item for item in items if item.task == "bpb"]
     if any(item.weight <= 0 for item in scored):
-        return Message("judging_again.empty_item", "An item of the {model} has no bytes", model=who)
+        return Message(
+            "judging_again.empty_item", "An item of the {model} has no bytes, so its weight is zero", model=who
+        )
     bits = {
         item.domain: bits_per_byte_by_domain([i for i in scored if i.domain == item.domain])[item.domain]
         for item in scored
@@ -272,7 +276,7 @@ def _item(name: str, number: int, row: dict[str, Any]) -> tuple[str, EvalItem]:
     if set(row) != (known := {field.name for field in fields(EvalItem)}):
         raise BundleError(
             "judging_again.item_keys",
-            "{file}, line {line}: an item has exactly these keys: {keys}",
+            "{file}, line {line}: an item must have exactly these keys: {keys}",
             file=name,
             line=number,
             keys=known,

@@ -113,7 +113,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "provenance.no_lineage",
-                "{file}: a segment does not continue the segment before it",
+                "{file}: the parent of a segment is not the segment listed before it",
                 file=layout.PROVENANCE,
             )
         )
@@ -121,7 +121,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "provenance.other_plan",
-                "{file}: the data plan is not the last segment's data plan",
+                "{file}: the named data plan is not the data plan of the last segment",
                 file=layout.PROVENANCE,
             )
         )

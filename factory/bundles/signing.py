@@ -38,7 +38,8 @@ def ensure_own_key(root: Path) -> Path:
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InputError(
             "signing.readable_key",
-            "{path}: other users can read this private key. Restrict it with 'chmod 600 {path}'. Or remove it, and the factory makes a new key",
+            "{path}: other users can read this private key. If you remove the key, the factory makes a new key. "
+            "To keep the key, restrict it with 'chmod 600 {path}'",
             path=path,
         )
     return path
@@ -128,10 +129,12 @@ def check_signature(folder: Path, public: Path) -> None:
     except Exception as error:  # of any kind: the library parses untrusted files
         name = type(error).__name__
         reason = str(error) or (
-            Message("signing.other_key", "another key made it") if name == "InvalidSignature" else name
+            Message("signing.other_key", "another key made the signature") if name == "InvalidSignature" else name
         )
         if changed := re.findall(r"Hash mismatch for \\*'(.+?)\\*':", reason):  # the rest is bytes
-            reason = Message("signing.changed_files", "these files changed after it was made: {files}", files=changed)
+            reason = Message(
+                "signing.changed_files", "these files changed after the signature was made: {files}", files=changed
+            )
         raise BundleError(
             "signing.other_signature", "{file} is not a signature of these files by this key: {reason}",
             file=SIGNATURE, reason=printable(reason, 300),

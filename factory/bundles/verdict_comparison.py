@@ -90,7 +90,7 @@ class VerdictComparison:
         if problem := find_first_json_difference(told, here):
             found.append(
                 Message(
-                    "verdict_comparison.other_verdict", "Judged again, the outcome is {outcome}. The bundle differs: {problem}",
+                    "verdict_comparison.other_verdict", "A new judgement gives outcome {outcome}. The recorded verdict differs: {problem}",
                     outcome=self.again.outcome, problem=problem,
                 )
             )  # fmt: skip
@@ -116,12 +116,12 @@ class VerdictComparison:
             return [
                 Message(
                     "verdict_comparison.not_held",
-                    "The verdict is {outcome}. A person can override only a hold",
+                    "The verdict is {outcome}. A person can override only the verdict 'hold'",
                     outcome=self.again.outcome,
                 )
             ]
         if not told["by"].strip() or not told["why"].strip():
-            return [Message("verdict_comparison.empty_override", "The override names no person or no reason")]
+            return [Message("verdict_comparison.empty_override", "The override must name a person and a reason")]
         if (told["sha256"], told["evidence_sha256"]) != (self.recorded.get("subject_sha256"), self.evidence_sha256):
             return [
                 Message(
@@ -150,17 +150,20 @@ class VerdictComparison:
             )
         if self.same_judge:
             return Message(
-                "verdict_comparison.same", "Judged again, {outcome}. All reasons are the same", outcome=outcome
+                "verdict_comparison.same",
+                "In a new judgement, {outcome}. All reasons are the same as recorded",
+                outcome=outcome,
             )
         if not self.reasons_not_repeated:
             return Message(
-                "verdict_comparison.same_by_other_judge", "Judged again, {outcome}. All reasons are the same. {judges}",
+                "verdict_comparison.same_by_other_judge", "In a new judgement, {outcome}. All reasons are the same as recorded. {judges}",
                 outcome=outcome, judges=self._judges(),
             )  # fmt: skip
         return Message(
             "verdict_comparison.other_words",
-            "Judged again, {outcome}. All numbers are the same. {judges}. This version gives {differing} of {reasons} reasons in other words, "
-            "which is allowed. As recorded: {first}",
+            "In a new judgement, {outcome}. All numbers are the same as recorded. {judges}. This version words "
+            "{differing} of {reasons} reasons in another way, which is allowed. First such reason, as recorded: "
+            "{first}",
             outcome=outcome,
             judges=self._judges(),
             differing=len(self.reasons_not_repeated),
@@ -180,7 +183,7 @@ class VerdictComparison:
         if self.recorded_judge_version is None:
             return Message(
                 "verdict_comparison.unknown_judge",
-                "The bundle does not name the version of its judge. The judge here is version {here}",
+                "The bundle does not name the version of its judge. This factory's judge is version {here}",
                 here=here,
             )
         return Message(
@@ -194,7 +197,8 @@ class VerdictComparison:
         for reason in self.reasons_not_repeated:
             if own := ours.get(NUMBER.sub("#", reason)):
                 return Message(
-                    "verdict_comparison.other_number", "Judged again, a reason has other numbers: {recorded!r}, expected {expected!r}",
+                    "verdict_comparison.other_number",
+                    "A new judgement gives a reason with other numbers. Recorded: {recorded!r}. Expected: {expected!r}",
                     recorded=printable(reason, 300), expected=own,
                 )  # fmt: skip
         return None

@@ -20,7 +20,7 @@ from kernels.contract.message import Message
 
 
 def _same_document(path: str) -> Message:
-    return Message("verifying.same_document", "{file} agrees with the other files", file=path)
+    return Message("verifying.same_document", "{file} agrees with the bundle's other files", file=path)
 
 
 # The checks, in order: name → (function that returns the problems, text of a passed check or a function that returns that text).
@@ -33,10 +33,13 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
         checking.check_export,
         Message("verifying.same_model", "The model is the judged export, byte for byte"),
     ),
-    "policy": (judging_again.check_policy, Message("verifying.same_policy", "The policy is the verdict's policy")),
+    "policy": (
+        judging_again.check_policy,
+        Message("verifying.same_policy", "The bundle has the policy that the verdict names"),
+    ),
     "evidence": (
         judging_again.check_evidence,
-        Message("verifying.same_evidence", "The items give the recorded evidence"),
+        Message("verifying.same_evidence", "The evidence computed from the items is the recorded evidence"),
     ),
     "verdict": (
         lambda folder: compare_verdicts(folder).problems(),
@@ -48,7 +51,10 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
     ),
     "fixture": (
         checking.check_fixture,
-        Message("verifying.same_fixture", "Weights and tokenizer give the recorded fixture"),
+        Message(
+            "verifying.same_fixture",
+            "The answers computed from weights and tokenizer are the recorded answers (the parity fixture)",
+        ),
     ),
     "licences": (
         checking.check_licences,
@@ -56,7 +62,7 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
     ),
     "provenance": (
         provenance.check_provenance,
-        Message("verifying.same_provenance", "The provenance names these files, this evidence and these token shards"),
+        Message("verifying.same_provenance", "The provenance names the bundle's files, evidence and token shards"),
     ),
     "card": (partial(checking.check_document, path=layout.CARD), _same_document(layout.CARD)),
     "croissant": (partial(checking.check_document, path=layout.CROISSANT), _same_document(layout.CROISSANT)),
@@ -64,7 +70,7 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
     "data": (
         checking.check_document_licences,
         Message(
-            "verifying.same_data", "The bundle holds exactly the documents that it lists, and all may be passed on"
+            "verifying.same_data", "The bundle holds exactly the documents that it lists. All of them may be passed on"
         ),
     ),
 }
@@ -152,7 +158,8 @@ def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[ProbeChec
     if public_key is None:
         own = Message(
             "verifying.own_key",
-            "The key in the folder signed it: {signer}. To check who signed it, name the publisher's key with '--public-key'",
+            "The key in the bundle's folder signed the bundle: {signer}. To check who signed the bundle, name "
+            "the publisher's key with '--public-key'",
             signer=signer,
         )
         return ProbeCheck(SIGNATURE_CHECK, True, own), signer

@@ -124,7 +124,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         )
     if release.state != PUBLISHED:
         raise InputError(
-            "writing.not_published", "Release {release} is {state}, not published. Finish it: 'factory release'",
+            "writing.not_published", "Release {release} is {state}, not published. Finish the release with 'factory release'",
             release=number, state=release.state,
         )  # fmt: skip
     if spoiled := rewound_segments_of_lineage(plant.ledger, release.segment):
@@ -157,7 +157,11 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         if options.traces:
             copy_traces(plant.workspace.root, plant.ledger, release.segment, aside / layout.TRACES)
         plant.progress.line(
-            Message("writing.fixture", "  release {release}: making its parity fixture", release=number)
+            Message(
+                "writing.fixture",
+                "  release {release}: computing the model's expected answers (the parity fixture)",
+                release=number,
+            )
         )
         _write(aside, layout.FIXTURE, make_fixture(aside / layout.MODEL))
         _write(aside, layout.PUBLIC_KEY, public.decode())
@@ -170,7 +174,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
             _write(aside, path, generate_document(folder, path))
         _write(aside, layout.MANIFEST, build_manifest(f"release {number}", BundleFolder.open(aside).hashes))
         signing.sign(aside, private)
-        plant.progress.line(Message("writing.verifying", "  release {release}: verifying its bundle", release=number))
+        plant.progress.line(Message("writing.verifying", "  release {release}: verifying the bundle", release=number))
         verified = _refuse_unverified(number, aside)
         if verified.judge and not verified.judge["same"]:
             detail = next(c.detail for c in verified.checks if c.name == "verdict")
@@ -208,7 +212,7 @@ def _refuse_unverified(number: int, aside: Path) -> VerifyResult:
     failed = [check for check in verified.checks if not check.ok]
     if failed:
         raise InputError(
-            "writing.not_verified", "The bundle of release {release} does not verify and was removed. {problems}",
+            "writing.not_verified", "The bundle of release {release} failed its verification and was removed. {problems}",
             release=number, checks=[check.name for check in failed],
             problems=join_sentences([Message("writing.failed_check", "{check}: {detail}", check=one.name, detail=one.detail) for one in failed]),
         )  # fmt: skip

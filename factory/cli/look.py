@@ -174,7 +174,7 @@ def check(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine and the workspace: report what is missing or damaged, and what to do about it.
+    """Check this machine and the workspace: report missing and damaged parts, and how to correct each.
 
     The files of the workspace are compared with the ledger: all of them by size, a sample by hash. --repair makes a token shard again
     from its raw shard, replays a segment to get its checkpoint, exports a candidate again, and restores the ledger and MLflow's database.

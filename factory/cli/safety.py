@@ -30,8 +30,8 @@ def backup(
     """Copy the ledger, MLflow's database, factory.yaml and the policies, while the factory runs.
 
     The daemon makes a backup each day, in the workspace's backups/, and keeps the newest 7. After a backup, every change is also written
-    to a journal beside it, which 'factory restore' reads. Data, checkpoints and exports are not copied. A ledger in PostgreSQL is not
-    copied either: use pg_dump.
+    to a journal in the backup's folder, which 'factory restore' reads. Data, checkpoints and exports are not copied. A ledger in
+    PostgreSQL is not copied either: use pg_dump.
     """
     from factory.backups.backups import make_backup
     from factory.backups.signing_keys import has_private_key
@@ -71,8 +71,8 @@ def restore(
 ) -> None:
     """Restore a lost or damaged ledger from a backup, the backup's journal, and the files in the workspace.
 
-    Stop 'factory run' first. The old ledger is kept in backups/. A segment that the ledger does not have is added if its folder proves what
-    it is. Other folders are moved to set-aside/ and never deleted. The command is safe to repeat and to kill.
+    Stop 'factory run' first. The old ledger is kept in backups/. The command adds a segment that the ledger lacks if the segment's
+    folder identifies it. Other folders are moved to set-aside/ and never deleted. The command is safe to repeat and to kill.
     """
     from factory.core.console import Terminal
     from factory.core.progress import SILENT

@@ -35,43 +35,47 @@ class Fault:
         return Message("faults.at", "{what} ({path})", what=self.problem, path=self.path) if self.path else self.problem
 
 
-FREE_SPACE = Message("faults.free_space", "free some space")
+FREE_SPACE = Message("faults.free_space", "free some disk space")
 END_PROGRAMS = Message("faults.end_programs", "end other programs")
 FULL = Fault(Message("faults.disk_full", "the disk is full"), FREE_SPACE, 74)
 NO_WRITE_PERMISSION = Fault(
-    Message("faults.read_only", "there is no permission to write"),
+    Message("faults.read_only", "writing is not permitted"),
     Message("faults.make_writable", "make the file and its folder writable for this user"),
     73,
 )
 NO_FILE_HANDLES = Fault(
-    Message("faults.no_handles", "too few file handles are left"),
+    Message("faults.no_handles", "no more files can be opened, because too few file handles are left"),
     Message("faults.more_handles", "raise 'ulimit -n' or end other programs"),
     71,
 )
-MEMORY = Fault(Message("faults.no_memory", "no memory or process is left"), END_PROGRAMS, 71)
+MEMORY = Fault(
+    Message("faults.no_memory", "the machine has too little free memory, or allows no more processes"), END_PROGRAMS, 71
+)
 BROKEN = Fault(
     Message("faults.disk_error", "the disk reports an error"),
-    Message("faults.check_disk", "free some space, read the machine's log (dmesg)"),
+    Message("faults.check_disk", "free some disk space, check the disk with 'dmesg'"),
     74,
 )
 MISPLACED_FOLDER = Fault(
-    Message("faults.misplaced", "a folder is in the place of a file, or a file in the place of a folder"),
-    Message("faults.move_away", "move it to another place"),
+    Message(
+        "faults.misplaced", "a folder is in the place of an expected file, or a file in the place of an expected folder"
+    ),
+    Message("faults.move_away", "move this file or folder to another place"),
     74,
 )
 AWAY = Fault(
     Message("faults.no_file_server", "the file system does not answer"),
-    Message("faults.check_file_server", "check its file server"),
+    Message("faults.check_file_server", "check the server of this file system"),
     74,
 )
 LOCKED = Fault(
     Message("faults.ledger_locked", "the ledger is locked by another process"),
-    Message("faults.end_locker", "end that process"),
+    Message("faults.end_locker", "end the process that locks the ledger"),
     75,
 )
 LEDGER_NOT_OPENED = Fault(
     Message("faults.ledger_unopened", "the ledger cannot be opened"),
-    Message("faults.check_ledger_folder", "check its folder's permissions, its disk and 'ulimit -n'"),
+    Message("faults.check_ledger_folder", "check the permissions of the ledger's folder, its disk and 'ulimit -n'"),
     74,
 )
 NO_LEDGER_SERVER = Fault(

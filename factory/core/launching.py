@@ -53,7 +53,8 @@ def check_ranks_fit(workspace: Workspace, recipe: Recipe) -> None:
     except TrainerError as error:
         raise ConfigError(
             "launching.ranks_do_not_fit",
-            "Recipe {recipe}: {why}. Training has {ranks:,|rank|ranks} here ('ranks' in {file}; the default is one for each GPU)",
+            "Recipe {recipe}: {why}. Training uses {ranks:,|rank|ranks} on this machine ('ranks' in {file}; the "
+            "default is one for each GPU)",
             recipe=recipe.name,
             why=getattr(error, "message", str(error)),
             ranks=count,

@@ -32,7 +32,9 @@ def open_regular_file(path: Path) -> BinaryIO:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except BlockingIOError:
-        why = Message("untrusted_trainer_files.lease", "A process has a lease on {path} (F_SETLEASE)", path=path)
+        why = Message(
+            "untrusted_trainer_files.lease", "Another process blocks {path} with a file lease (F_SETLEASE)", path=path
+        )
         raise FileNotFoundError(why) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -108,7 +110,8 @@ def remove_special_files(folder: Path) -> list[str]:
         if depth > DEPTH:
             raise SegmentError(
                 "untrusted_trainer_files.too_deep",
-                "{path} is nested deeper than {limit} folders. No trainer makes such a folder: remove it, then try again",
+                "{path} is nested deeper than {limit} folders, which no trainer does: remove the folder, then try "
+                "again",
                 path=path[:300],
                 limit=DEPTH,
             )

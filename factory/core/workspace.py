@@ -171,8 +171,8 @@ class Workspace:
         if left := list_factory_files(root):
             raise WorkspaceError(
                 "workspace.left_work",
-                "{folder} has the {found} of a factory, but no factory.yaml. Name an empty folder for a new factory, "
-                "or restore that factory with 'factory restore --workspace {folder}'",
+                "{folder} has data of an earlier factory ({found}), but no factory.yaml. Name an empty folder for a "
+                "new factory, or restore the earlier factory with 'factory restore --workspace {folder}'",
                 folder=root,
                 found=left,
             )
@@ -208,8 +208,8 @@ class Workspace:
             if left := list_factory_files(root):
                 raise WorkspaceError(
                     "workspace.no_config",
-                    "{file} is missing, but the folder has the {found} of a factory. "
-                    "Restore the file from the newest backup with 'factory restore --workspace {folder}'",
+                    "{file} is missing, but the folder has data of a factory ({found}). Restore the file from the newest "
+                    "backup with 'factory restore --workspace {folder}'",
                     file=path,
                     folder=root,
                     found=left,
@@ -223,7 +223,8 @@ class Workspace:
         if config.version != VERSION:
             raise WorkspaceError(
                 "workspace.other_version",
-                "{folder} is a workspace of version {version}, and this factory reads version {known}. Use the factory that made it",
+                "{folder} is a workspace of version {version}, and this factory reads version {known}. Use the "
+                "factory that made the workspace",
                 folder=root,
                 version=config.version,
                 known=VERSION,
@@ -243,11 +244,11 @@ class Workspace:
                 remedy = (
                     Message(
                         "workspace.wait_for_model_loop",
-                        "Wait for its end. If the process is 'factory run', stop it (Ctrl-C, or 'systemctl stop factory'), "
-                        "run this command, then start 'factory run' again",
+                        "Wait until this process ends. If the process is 'factory run', stop it (Ctrl-C, or 'systemctl stop "
+                        "factory'), run this command, then start 'factory run' again",
                     )
                     if name == MODEL_LOOP
-                    else Message("workspace.wait_for_lock", "Wait for its end, or stop it")
+                    else Message("workspace.wait_for_lock", "Wait until this process ends, or stop it")
                 )
                 raise WorkspaceError(
                     "workspace.in_use",

@@ -54,12 +54,14 @@ def _same_hashes(ledger: Ledger) -> ProbeCheck:
     ]
     if found:
         detail = Message(
-            "contamination.held_out", "{count:,} held-out documents are also training documents. First: {first}",
+            "contamination.held_out",
+            "{count:,|held-out document is also a training document|held-out documents are also training "
+            "documents}. First: {first}",
             count=len(found), first=found[0]["key"],
         )  # fmt: skip
     else:
         detail = Message(
-            "contamination.not_held_out", "No training document has the content hash of one of {documents:,} held-out documents",
+            "contamination.not_held_out", "None of {documents:,} held-out documents has the content hash of a training document",
             documents=next(iter(total.values())),
         )  # fmt: skip
     return ProbeCheck("no_held_out_in_training", not found, detail)
@@ -105,7 +107,8 @@ def check_shared_ngrams(
     details = [
         Message(
             "contamination.largest_share",
-            "At most {share:.0%} of the {size}-grams of a held-out document are in training data ({documents:,} documents, limit {limit:.0%})",
+            "Of {documents:,} held-out documents, the most contaminated has {share:.0%} of its {size}-grams in "
+            "training data. At most {limit:.0%} is allowed",
             share=max(shares.values(), default=0), size=size, documents=len(held), limit=limit,
         )
     ]  # fmt: skip
@@ -113,7 +116,8 @@ def check_shared_ngrams(
         details.append(
             Message(
                 "contamination.over",
-                "{count:,|document is|documents are} over the limit. First: {first}",
+                "{count:,|held-out document has|held-out documents have} more n-grams in training data than the "
+                "limit allows. First: {first}",
                 count=len(over),
                 first=over[0],
             )
@@ -122,7 +126,9 @@ def check_shared_ngrams(
         first, copy = next(iter(copies.items()))
         details.append(
             Message(
-                "contamination.copies", "{count:,|document has|documents have} the same tokens as a training document. First: {first} and {copy}",
+                "contamination.copies",
+                "{count:,|held-out document has|held-out documents have} the same tokens as a training document. "
+                "First: held-out document {first} and training document {copy}",
                 count=len(copies), first=first, copy=copy,
             )
         )  # fmt: skip

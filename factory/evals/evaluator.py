@@ -79,9 +79,9 @@ def evaluate_on_suite(plant: Plant, candidate_id: int, suite: Suite, *, released
     if not suite.documents:
         raise InputError(
             "evaluator.nothing_held_out",
-            "The sealed half has no held-out documents, so nothing can be measured. The dev half has {dev:,}. "
-            "Ingest documents of more groups ('group' in data.yaml), or make each document a group: "
-            "'factory data relabel --domain D --group document'",
+            "The sealed half of the held-out documents is empty, so nothing can be measured. The dev half has "
+            "{dev:,|document|documents}. Ingest documents of more groups ('group' in data.yaml), or make each "
+            "document a group: 'factory data relabel --domain D --group document'",
             dev=len(suite.dev),
         )
     segment = SegmentRow.get(plant.ledger, candidate.segment)
@@ -233,7 +233,7 @@ def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[st
         problems = [
             Message(
                 "evaluator.shifted_not_finite",
-                "The loss of documents is not finite with shifted windows. Domains: {domains}",
+                "The loss is not finite if the windows over the documents are shifted. Domains: {domains}",
                 domains=shifted,
             )
         ]
@@ -244,7 +244,7 @@ def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[st
             *problems,
             Message(
                 "evaluator.earlier_checkpoint",
-                "The model's weights overflow or hold NaN. Continue from an earlier checkpoint",
+                "The model's weights overflow or hold NaN. Continue the training from an earlier checkpoint",
             ),
         ]
     )

@@ -172,9 +172,11 @@ def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary
             )
         )  # fmt: skip
     passed = {
-        "shape": Message("export_parity.same_shape", "Layers, widths, heads, context and experts are the checkpoint's"),
-        "rope": Message("export_parity.same_rope", "RoPE has base {base:g} in the checkpoint's layers", base=found["rope_theta"]),
-        "norm": Message("export_parity.same_norm", "Norm epsilon is {epsilon:g}", epsilon=found["norm_eps"]),
+        "shape": Message("export_parity.same_shape", "The export has the checkpoint's layers, widths, heads, context and experts"),
+        "rope": Message("export_parity.same_rope",
+            "The export has RoPE with base {base:g} in the same layers as the checkpoint",
+            base=found["rope_theta"]),
+        "norm": Message("export_parity.same_norm", "Export and checkpoint have norm epsilon {epsilon:g}", epsilon=found["norm_eps"]),
         "vocabulary": Message(
             "export_parity.vocabulary_fits", "The embedding has {rows:,} rows for {tokens:,} tokens",
             rows=found["vocab_size"], tokens=vocabulary,
@@ -192,7 +194,7 @@ def _weights(export: Path, made: ExpectedExport) -> ProbeCheck:
     found, recorded = _total(tensors), made.weights_sha256
     if found == recorded:
         same = Message(
-            "export_parity.same_weights", "All bits of {tensors:,} tensors are the checkpoint's (sha256 {sha256:.12})",
+            "export_parity.same_weights", "{tensors:,} tensors are the same to the bit as in the checkpoint (sha256 {sha256:.12})",
             tensors=len(tensors), sha256=found,
         )  # fmt: skip
         return ProbeCheck("weights", True, same)
@@ -268,7 +270,7 @@ def _bos_eos(
 
 def _other_key(file: str, key: str, found: Any, expected: Any) -> Message:
     return Message(
-        "export_parity.other_key", "{file}: {key} is {found}, not {expected}",
+        "export_parity.other_key", "{file}: {key} is {found}, but must be {expected}",
         file=file, key=key[:40], found=str(found)[:40], expected=str(expected),
     )  # fmt: skip
 

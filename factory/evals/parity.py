@@ -170,7 +170,7 @@ def _tokenizer(case: ParityCase) -> ProbeCheck:
         )  # fmt: skip
         return ProbeCheck("tokenizer", True, same)
     other = Message(
-        "parity.other_tokenizer", "The workspace's tokenizer ({sha256:.12}) is missing elsewhere: {others}",
+        "parity.other_tokenizer", "The workspace has tokenizer {sha256:.12}, but {others}",
         sha256=case.tokenizer.sha256, others=[f"{who} has {sha[:12]}" for who, sha in list(others.items())[:3]],
     )  # fmt: skip
     return ProbeCheck("tokenizer", False, join_sentences([other, AGAIN]))
@@ -310,7 +310,9 @@ def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) 
     there = zip(served.answer["decoded"], texts, served.answer["encoded_again"], served.answer["texts"], strict=True)
     wrong_there = sum(a != b or x != y for a, b, x, y in there)
     detail = Message(
-        "parity.round_trip", "Of {texts:,} texts, {here:,} change here and {server:,} at the server when they are encoded and decoded",
+        "parity.round_trip",
+        "When {texts:,} texts are encoded and decoded, {here:,} change with the factory's tokenizer and "
+        "{server:,} with transformers",
         texts=len(texts), here=wrong, server=wrong_there,
     )  # fmt: skip
     same = not wrong and not wrong_there
@@ -332,8 +334,8 @@ def _server(tokenizer: Tokenizer, asked: ProbeRequest, stop: list[int], served: 
     if missing or more or ran_on:
         detail = Message(
             "parity.other_stops",
-            "eos_token_id of generation_config.json lacks {missing!r} and has {extra!r} in addition. Generation continued after {ran_on!r}. "
-            "The key must be {expected!r}",
+            "eos_token_id of generation_config.json lacks the ids {missing!r} and has the extra ids {extra!r}. "
+            "Generation did not end at {ran_on!r}. The key must be {expected!r}",
             missing=missing, extra=more, ran_on=ran_on, expected=stop,
         )  # fmt: skip
     else:
@@ -351,13 +353,15 @@ def _logits(model: ReferenceModel, ids: list[int], served: ProbeAnswer) -> Probe
     ours = model.logits(torch.tensor([ids]))[0].numpy()
     if ours.shape != served.logits_TV.shape:
         other = Message(
-            "parity.other_logits", "The logits have shape {here!r} here and {server!r} at the server",
+            "parity.other_logits", "The factory's logits have shape {here!r}, but the logits of transformers have shape {server!r}",
             here=list(ours.shape), server=list(served.logits_TV.shape),
         )  # fmt: skip
         return ProbeCheck("logits", False, other)
     scale, apart = max(1.0, float(np.abs(ours).max())), float(np.abs(ours - served.logits_TV).max())
     detail = Message(
-        "parity.logits", "At {positions:,} positions of a held-out document, logits differ by at most {apart:.1e}. The largest logit is {scale:.1f}",
+        "parity.logits",
+        "At {positions:,} positions of a held-out document, the logits of the factory and of transformers "
+        "differ by at most {apart:.1e}. The largest logit is {scale:.1f}",
         positions=len(ids), apart=apart, scale=scale,
     )  # fmt: skip
     return ProbeCheck("logits", bool(apart <= LOGITS_TOLERANCE * scale), detail)  # NaN compares false

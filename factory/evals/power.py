@@ -124,13 +124,16 @@ class ScoredGuard:
         """The effect that the guard still has after it is set aside."""
         if not self.is_loss_informative:
             return Message(
-                "power.only_rejects", "It cannot hold a release. It rejects a release that shows a loss of more than {margin:.3f}.",
+                "power.only_rejects",
+                "With these items, no release is held. A release is rejected if its confidence bound shows a loss of "
+                "more than {margin:.3f}.",
                 margin=self.margin,
             )  # fmt: skip
         return Message(
             "power.holds_measured_loss",
-            "It holds a release only if the measured loss is more than {margin:.3f}. {chance:.0f} of 100 equally good models have such a loss. "
-            "It rejects a release that shows such a loss.",
+            "With these items, a release is held only if the measured loss is more than {margin:.3f}. "
+            "{chance:.0f} of 100 equally good models have such a measured loss. A release is rejected if its "
+            "confidence bound shows such a loss.",
             margin=self.margin, chance=100 * self.share_losing_by_chance,
         )  # fmt: skip
 

@@ -198,7 +198,7 @@ def run_git(
     if status and (check or fault):
         raise RepositoryError(
             "git.command_failed",
-            "git {command} in {folder}: {why}",
+            "git {command} failed in {folder}: {why}",
             command=arguments[0],
             folder=folder,
             why=error.strip()[-500:] or f"exit code {status}",
@@ -260,7 +260,8 @@ def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: P
         if len(said) != 3:
             raise RepositoryError(
                 "git.lost_file",
-                "The repository {repository} has lost {path}: {why}. Find all losses there with 'git fsck'",
+                "The repository {repository} has lost the content of {path}: {why}. Find all losses in this "
+                "repository with 'git fsck'",
                 repository=repository,
                 path=path,
                 why=os.fsdecode(stored[at:end]),

@@ -79,15 +79,16 @@ def get_live_commit(repository: Path) -> str:
     if not top or Path(top).resolve() != repository.resolve():
         raise RepositoryError(
             "git.no_checkout",
-            "{repository} is not a git checkout (perhaps an unpacked archive), but the factory trains and patches commits. "
-            "Clone the repository, or run 'git init && git add -A && git commit -m base' there",
+            "{repository} is not a git checkout (perhaps an unpacked archive), but the factory trains and "
+            "patches commits. Clone the repository, or run 'git init && git add -A && git commit -m base' in "
+            "this folder",
             repository=repository,
         )
     head = git_line(repository, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
     if not head:
         raise RepositoryError(
             "git.no_commit",
-            "{repository} has no commit yet: run 'git add -A && git commit -m base' there",
+            "{repository} has no commit yet: run 'git add -A && git commit -m base' in this folder",
             repository=repository,
         )
     return head
@@ -276,7 +277,9 @@ def make_revert_commit(repository: Path, live: str, base: str, commit: str, mess
         return live
     if newer := sorted(path for path in paths if now.get(path) != ours.get(path)):
         raise RepositoryError(
-            "git.changed_again", "{files} changed again since: revert the proposal by hand", files=newer
+            "git.changed_again",
+            "{files} changed again after the merge of the proposal: revert the proposal by hand",
+            files=newer,
         )
     return make_commit(repository, live, read_changes(repository, commit, base), message) or live
 

@@ -44,7 +44,7 @@ def find_name_problems(path: str, existing: Collection[str], left: Collection[st
             if other.casefold() != place.casefold() and (there := folded.get(other.casefold())):
                 yield Message(
                     "scope.same_module",
-                    "Python cannot tell {place} from {other}: choose another name",
+                    "Python cannot distinguish {place} from {other}: choose another name",
                     place=place,
                     other=there,
                 )
@@ -211,7 +211,14 @@ def find_scope_problems(policy: AgentsPolicy, changes: Iterable[FileChange], exi
         seen.add(change.path.casefold())
         for above in _above(change.path)[:-1]:
             if above in existing:
-                found.append(_of_file(change.path, Message("scope.file_above", "{above} is a file", above=above)))
+                found.append(
+                    _of_file(
+                        change.path,
+                        Message(
+                            "scope.file_above", "{above} is a file, so a patch cannot use it as a folder", above=above
+                        ),
+                    )
+                )
         if any(path.startswith(change.path + "/") for path in existing):
             found.append(_of_file(change.path, Message("scope.folder", "this path is a folder")))
         if existing.get(change.path, "100644") not in ("100644", "100755"):
@@ -255,7 +262,8 @@ def _one(policy: AgentsPolicy, change: FileChange) -> Iterable[Message]:
     yield from _name_problems(change.path)
     if policy.is_protected(change.path):
         yield Message(
-            "scope.protected", "only people may change this file: the factory judges patches with it, or imports it"
+            "scope.protected",
+            "only people may change this file, because the factory judges patches with it or imports it",
         )
     if not policy.is_readable(change.path):
         yield Message(
@@ -265,9 +273,9 @@ def _one(policy: AgentsPolicy, change: FileChange) -> Iterable[Message]:
         )
     if change.mode not in ("100644", "100755") or (change.old_mode or "100644") not in ("100644", "100755"):
         kind = {"120000": "a symbolic link", "160000": "a submodule"}.get(change.mode, f"of mode {change.mode}")
-        yield Message("scope.wrong_kind", "it is {kind}, but patches may change only regular files", kind=kind)
+        yield Message("scope.wrong_kind", "this path is {kind}, but patches may change only regular files", kind=kind)
     elif change.content is not None and change.mode != (change.old_mode or "100644"):
-        yield Message("scope.mode", "the patch changes its mode to {mode}", mode=change.mode)
+        yield Message("scope.mode", "the patch changes the file's mode to {mode}", mode=change.mode)
     if change.content is not None:
         yield from _content_problems(policy, change.content)
 
@@ -283,12 +291,20 @@ def _name_problems(path: str) -> Iterable[Message]:
         )
         return
     if not all(COMPONENT.fullmatch(part) for part in parts):
-        yield Message("scope.odd_path", "not a plain relative path of letters, digits, '_', '-' and '.'")
+        yield Message(
+            "scope.odd_path", "a path must be relative, and its parts may have only letters, digits, '_', '-' and '.'"
+        )
     for part in parts:
         if part.endswith(".") or part.split(".")[0].casefold() in DEVICE_NAMES:
-            yield Message("scope.device_name", "{name!r} has a special meaning on some file systems", name=part)
+            yield Message(
+                "scope.device_name",
+                "{name!r} has a special meaning on some file systems: choose another name",
+                name=part,
+            )
     if any(part.casefold().partition(".")[0] in LOADED_BY_NAME for part in parts):
-        yield Message("scope.loaded_by_name", "tools load a file with this name")
+        yield Message(
+            "scope.loaded_by_name", "Python tools load a file with this name without being asked: choose another name"
+        )
 
 
 def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[Message]:

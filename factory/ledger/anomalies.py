@@ -95,32 +95,36 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
     """Say whether a language model was asked about a diagnosis, and with what result.
 
     >>> print(describe_explanation({}, None))
-    No language model was asked.
-    >>> print(describe_explanation({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]}))
-    Written by m, which knew the cause and decides nothing. The factory left out 1 of 2 sentences that disagreed with the record.
+    No language model was asked for an explanation.
+    >>> describe_explanation({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]}).data["dropped"]
+    1
     """
     if said is None:
         if diagnosis.get("to_word"):
-            return Message("anomalies.words_pending", "A language model is still to be asked.")
-        return Message("anomalies.no_words", "No language model was asked.")
+            return Message(
+                "anomalies.words_pending", "The factory has not asked a language model for an explanation yet."
+            )
+        return Message("anomalies.no_words", "No language model was asked for an explanation.")
     if said["failed"]:
         return Message(
-            "anomalies.words_failed", "A language model was asked, but gave no answer: {why}", why=said["failed"]
+            "anomalies.words_failed",
+            "A language model was asked for an explanation, but gave none: {why}",
+            why=said["failed"],
         )
     dropped, count = len(said["dropped"]), len(said["dropped"]) + len(said["claims"])
     if dropped:
         return Message(
             "anomalies.words_with_dropped",
-            "Written by {model}, which knew the cause and decides nothing. "
-            "The factory left out {dropped} of {count} sentences that disagreed with the record.",
+            "The language model {model} wrote this explanation. The model was given the cause, and decides "
+            "nothing. The factory left out {dropped} of {count} sentences that disagreed with the record.",
             model=said["model"],
             dropped=dropped,
             count=count,
         )
     return Message(
         "anomalies.words_whole",
-        "Written by {model}, which knew the cause and decides nothing. "
-        "All {count:,|sentence|sentences} agree with the names, outcomes and numbers of the record.",
+        "The language model {model} wrote this explanation. The model was given the cause, and decides "
+        "nothing. All {count:,|sentence|sentences} agree with the names, outcomes and numbers of the record.",
         model=said["model"],
         count=count,
     )
@@ -129,8 +133,9 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
 def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     """Return a draft of a proposal, with the command, for a learning rate that is too high; '' without one.
 
-    >>> print(draft_proposal_for_rate({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}}))
-    Draft: optimizer.lr 0.001, as in 'rate × 0.1'. Have a value proposed and judged with 'factory propose --agent recipe-scout --target optimizer.lr'
+    >>> diagnosis = {"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}}
+    >>> draft_proposal_for_rate(diagnosis).data["values"]
+    ['optimizer.lr 0.001']
     """
     tamed = (diagnosis.get("override") or {}).get("keys")
     if not (tamed and diagnosis.get("to_word") and diagnosis["causes"] == ["rate"]):
@@ -138,7 +143,8 @@ def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in tamed.items()}
     return Message(
         "anomalies.draft",
-        "Draft: {values}, as in '{remedy}'. Have a value proposed and judged with 'factory propose --agent recipe-scout --target {key}'",
+        "Draft of a proposal: {values}, as in the remedy '{remedy}'. To have a value proposed and judged, "
+        "run 'factory propose --agent recipe-scout --target {key}'",
         values=[f"{key} {value}" for key, value in written.items()],
         remedy=diagnosis["remedy"],
         key=next(iter(tamed)),

@@ -45,7 +45,7 @@ def make_engine(url: str) -> sa.Engine:
     except ImportError as error:
         raise WorkspaceError(
             "engine.no_driver",
-            "ledger_url {scheme}://…: no driver for it is installed ({why}). {advice}",
+            "ledger_url {scheme}://…: no driver for this database is installed ({why}). {advice}",
             scheme=url.split("://")[0],
             why=str(error),
             advice=DRIVER,

@@ -160,12 +160,13 @@ def describe_removed_training_data(mark: Mapping[str, Any]) -> Message:
     if mark["removal"] is None:
         return Message(
             "removals.trained_on_quarantined",
-            "release {release} {how} trained on {documents:,|document|documents}, later quarantined",
+            "release {release} {how} trained on {documents:,|document|documents} that the factory quarantined later",
             **known,
         )
     return Message(
         "removals.trained_on_removed",
-        "release {release} {how} trained on {documents:,|document|documents}, later removed (removal {removal})",
+        "release {release} {how} trained on {documents:,|document|documents} that the factory removed later "
+        "(removal {removal})",
         removal=mark["removal"],
         **known,
     )

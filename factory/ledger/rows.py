@@ -88,10 +88,14 @@ class LedgerRow:
             known = [str(r["key"]) for r in db.read(f"SELECT {cls.key} AS key FROM {cls.source} ORDER BY {cls.key}")]
             if known:
                 raise InputError(
-                    "rows.unknown_key", "no {noun} {key}; there are: {known}", noun=cls.noun, key=key, known=known
+                    "rows.unknown_key", "no {noun} {key}. The ledger has: {known}", noun=cls.noun, key=key, known=known
                 )
             raise InputError(
-                "rows.no_rows", "no {noun} {key}; there is none yet{how}", noun=cls.noun, key=key, how=cls.hint
+                "rows.no_rows",
+                "no {noun} {key}, because none has been made yet{how}",
+                noun=cls.noun,
+                key=key,
+                how=cls.hint,
             )
         return row
 
@@ -275,7 +279,7 @@ class ProposalRow(LedgerRow):
         if self.commit is None:
             raise InputError(
                 "rows.no_commit",
-                "Proposal {proposal} has no commit: its patch was never written to its branch",
+                "Proposal {proposal} has no commit, because its patch was never written to its branch",
                 proposal=self.number,
             )
         return self.commit

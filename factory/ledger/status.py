@@ -157,7 +157,7 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
     lines.append(
         Message(
             "ledger.held_out",
-            "          held out {documents:,|document|documents}; dropped {dropped}",
+            "          held out: {documents:,|document|documents}; dropped: {dropped}",
             documents=sum((shard["counts"] or {}).get("held_out", 0) for shard in facts["shards"]),
             dropped=[f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1])] or "none",
         )
@@ -175,7 +175,7 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
         lines.append(
             Message(
                 "ledger.removals",
-                "          {removals:,|removal|removals} took out {documents:,|document|documents}",
+                "          {documents:,|document|documents} removed by {removals:,|removal|removals}",
                 removals=len(taken),
                 documents=sum(removal["documents"] for removal in taken),
             )
@@ -184,7 +184,7 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
             lines.append(
                 Message(
                     "ledger.to_erase",
-                    "          the text of {removals:,|removal|removals} is still to be erased",
+                    "          the factory still has to erase the text of {removals:,|removal|removals}",
                     removals=erasing,
                 )
             )
@@ -222,13 +222,13 @@ def _certificate_lines(facts: dict[str, Any]) -> list[Message]:
             lines += [
                 Message(
                     "ledger.not_certified",
-                    "          its code is not certified: {why}",
+                    "          the code of this segment is not certified: {why}",
                     why=certificate["reasons"][0],
                 ),
                 Message(
                     "ledger.certify",
-                    "          Training waits for other code. See all measurements with 'factory certify', "
-                    "or accept the code with 'factory certify --accept {segment}'",
+                    "          Training waits until this code is changed or accepted. See all measurements with 'factory "
+                    "certify', or accept the code with 'factory certify --accept {segment}'",
                     segment=certificate["segment"],
                 ),
             ]
@@ -253,7 +253,7 @@ def _champion_line(best: dict[str, Any] | None) -> Message:
         return Message("ledger.no_champion", "champion  none yet")
     return Message(
         "ledger.champion",
-        "champion  release {release} of {at} ({export})",
+        "champion  release {release}, released {at} ({export})",
         release=best["number"],
         at=format_local_time(best["created_at"]),
         export=best["export_path"],
@@ -277,8 +277,8 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
             lines.append(
                 Message(
                     "ledger.dev_alone",
-                    "anomaly {number} {kind}: the candidate of segment {segment} gains only on the dev half of the held-out documents. "
-                    "The release gate holds the candidate; its verdict has the numbers",
+                    "anomaly {number} {kind}: the candidate of segment {segment} gains only on the dev half of the "
+                    "held-out documents. The release gate holds the candidate, and its verdict has the numbers",
                     number=row["id"],
                     kind=row["kind"],
                     segment=row["segment"],
@@ -312,7 +312,8 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
     lines = [
         Message(
             "ledger.audits",
-            "audits    {agree} of {windows:,|window|windows} agree with the code without agents' patches, {waiting} waiting",
+            "audits    {agree} of {windows:,|window|windows} agree with the code without agents' patches; "
+            "{waiting} not audited yet",
             agree=outcomes.count("promote"),
             windows=len(audits),
             waiting=outcomes.count("waiting"),
@@ -335,12 +336,12 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
 
 
 def describe_average(averaged: dict[str, Any]) -> Message:
-    """Describe ``averaged`` of an average segment's result: 'average of 3 checkpoints (steps 10, 15, 20; uniform)'."""
+    """Describe ``averaged`` of an average segment's result: 'average of 3 checkpoints (steps 10, 15, 20; equal weights)'."""
     parts = averaged["sources"]
     if averaged["rule"] == "uniform":
         return Message(
             "ledger.uniform_average",
-            "average of {count} checkpoints (steps {steps}; uniform)",
+            "average of {count} checkpoints (steps {steps}; equal weights)",
             count=len(parts),
             steps=[part["step"] for part in parts],
         )

@@ -10,7 +10,8 @@ SCHEMA_VERSION = "6"  # the newest revision of factory/backups/migrations
 # The advice for a lost ledger: an SQLite file, or a server's.
 GONE = Message(
     "version.restore",
-    "Stop 'factory run'. Then 'factory restore' makes the ledger again, from its backups or from the workspace's folders",
+    "Stop 'factory run', then run 'factory restore', which makes the ledger again from its backups or "
+    "from the workspace's folders",
 )
 SERVER_ADVICE = Message(
     "version.no_tables",
@@ -24,7 +25,7 @@ def check_version(found: str | None, where: str) -> None:
         return
     if not (found and found.isdigit()):
         raise WorkspaceError(
-            "version.none", "{ledger} has no version: it is damaged. {advice}", ledger=where, advice=GONE
+            "version.none", "{ledger} has no version, so it is damaged. {advice}", ledger=where, advice=GONE
         )
     if int(found) < int(SCHEMA_VERSION):
         raise WorkspaceError(

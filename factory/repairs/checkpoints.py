@@ -49,7 +49,9 @@ def find_checkpoint_damage(row: dict[str, Any], deep: bool) -> str:
         if not path.is_dir():
             return Message("checkpoints.missing", "{path} is missing", path=path)
         if manifest_sha256(path) != row["id"]:
-            return Message("checkpoints.other_manifest", "{path}: manifest.json is not the recorded file", path=path)
+            return Message(
+                "checkpoints.other_manifest", "{path}: manifest.json differs from the recorded file", path=path
+            )
         for name, expected in read_manifest(path)["files"].items():
             if not (path / name).is_file() or (path / name).stat().st_size != expected["bytes"]:
                 return Message(
@@ -74,7 +76,8 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
     if row.kind == "average":
         return Message(
             "checkpoints.average",
-            "segment {segment} is an average, which has no training to replay. Stop 'factory run', then run 'factory average'",
+            "segment {segment} is an average of checkpoints, so no training can be replayed. Stop 'factory run', "
+            "then run 'factory average'",
             segment=number,
         )
     if row.parent and (fault := find_checkpoint_damage(last_checkpoint(plant.ledger, row.parent), deep=True)):
@@ -89,7 +92,10 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         )
         if why := replay_checkpoint(plant, row.parent):
             return Message(
-                "checkpoints.parent_lost", "it starts from segment {parent}: {why}", parent=row.parent, why=why
+                "checkpoints.parent_lost",
+                "the checkpoint of the parent, segment {parent}, cannot be made again: {why}",
+                parent=row.parent,
+                why=why,
             )
     place = Path(recorded["path"])
     folder = plant.workspace.root / "replays" / Path(row.folder).name
@@ -136,15 +142,18 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         remove_path(folder)
     _record(plant.ledger, row, recorded, exact)
     if exact is None:
-        said = Message("checkpoints.not_comparable", "the former weights cannot be compared")
+        said = Message(
+            "checkpoints.not_comparable",
+            "The former weights cannot be compared, because the former manifest is damaged",
+        )
     elif exact:
-        said = Message("checkpoints.same_weights", "with the same weights to the bit")
+        said = Message("checkpoints.same_weights", "The weights are the same to the bit")
     else:
-        said = Message("checkpoints.other_weights", "with weights that are NOT the same to the bit")
+        said = Message("checkpoints.other_weights", "The weights are NOT the same to the bit")
     plant.progress.line(
         Message(
             "checkpoints.replayed",
-            "  segment {segment}: its checkpoint is made again, {comparison}",
+            "  the factory made the checkpoint of segment {segment} again. {comparison}",
             segment=number,
             comparison=said,
         )
@@ -231,7 +240,9 @@ def remake_export(plant: Plant, number: int) -> str:
     row = CandidateRow.get(plant.ledger, number)
     fault = find_checkpoint_damage(last_checkpoint(plant.ledger, row.segment), deep=True)
     if fault and (why := replay_checkpoint(plant, row.segment)):
-        return Message("checkpoints.no_source", "{fault}, and {why}", fault=fault, why=why)
+        return Message(
+            "checkpoints.no_source", "{fault}, and the checkpoint cannot be made again: {why}", fault=fault, why=why
+        )
     place = Path(row.export_path)
     aside = plant.workspace.exports / f".again-{row.segment:05d}"
     remove_path(aside)
@@ -241,7 +252,8 @@ def remake_export(plant: Plant, number: int) -> str:
         shutil.rmtree(aside)
         return Message(
             "checkpoints.export_differs",
-            "the new export differs from the recorded one. Evaluate a new candidate, or restore a copy of the export to {path}",
+            "the new export differs from the recorded export. Evaluate a new candidate, or restore a copy of the "
+            "export to {path}",
             path=place,
         )
     if place.exists() or place.is_symlink():

@@ -34,7 +34,7 @@ Row = TypeVar("Row")
 
 def _repair(effect: Message) -> Message:
     """The advice to run 'factory check --repair', with its effect."""
-    return Message("examining.repair", "stop 'factory run', then 'factory check --repair' {effect}", effect=effect)
+    return Message("examining.repair", "stop 'factory run', then run 'factory check --repair'. {effect}", effect=effect)
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,11 @@ def find_damaged_databases(workspace: Workspace) -> Iterator[Damage]:
 
     Raises: sqlite3.OperationalError when the ledger cannot be checked now.
     """
-    ledgers = Message("examining.remake_ledger", "makes the ledger again, as 'factory restore' does")
+    ledgers = Message("examining.remake_ledger", "The repair makes the ledger again, as 'factory restore' does")
     mlflows = Message(
         "examining.remake_mlflow",
-        "restores the database from a backup and sends what is missing. Training does not wait for MLflow",
+        "The repair restores MLflow's database from a backup and sends the missing data to MLflow. Training "
+        "does not wait for MLflow",
     )
     for kind, url, table, remedy in (
         ("ledger", workspace.ledger_url, "meta", ledgers),
@@ -122,7 +123,8 @@ def examine_token_shards(plant: Plant, deep: bool) -> ExaminedKind:
     fault = lambda row, hashed: find_token_shard_damage(Path(row["path"]), hashed)
     effect = Message(
         "examining.remake_token_shard",
-        "makes the token shard again from its raw shard. The next pass that needs the shard does so too",
+        "The repair makes the token shard again from its raw shard. 'factory run' also makes the shard again "
+        "before a pass that needs the shard",
     )
     return _look(plant, deep, "token shards", rows, lambda row: row["id"], fault, _repair(effect))
 
@@ -136,12 +138,13 @@ def examine_checkpoints(plant: Plant, deep: bool) -> ExaminedKind:
     rows = _kept(plant, rows, lambda row: row["path"])
     effect = Message(
         "examining.remake_checkpoint",
-        "replays the segment. The next pass that needs the checkpoint does so too",
+        "The repair replays the segment. 'factory run' also replays the segment before a pass that needs the "
+        "checkpoint",
     )
     found = _look(plant, deep, "checkpoints", rows, lambda row: row["segment"], find_checkpoint_damage, _repair(effect))
     averages = {str(row["segment"]) for row in rows if row["kind"] == "average"}
     average = Message(
-        "examining.remake_average", "stop 'factory run', then 'factory average' makes the checkpoint again"
+        "examining.remake_average", "stop 'factory run', then run 'factory average' to make the checkpoint again"
     )
     again = lambda one: replace(one, remedy=average, mends=False)
     return replace(found, faults=[again(one) if one.subject in averages else one for one in found.faults])
@@ -151,7 +154,7 @@ def _exports(plant: Plant, deep: bool) -> ExaminedKind:
     best = find_champion(plant.ledger)
     fault = lambda row, hashed: find_export_damage(row, hashed or (best is not None and best.candidate == row.id))
     rows = _kept(plant, CandidateRow.select(plant.ledger), lambda row: row.export_path)
-    effect = Message("examining.remake_export", "makes the export again from its checkpoint")
+    effect = Message("examining.remake_export", "The repair makes the export again from its checkpoint")
     return _look(plant, deep, "exports", rows, lambda row: row.id, fault, _repair(effect))
 
 
@@ -163,12 +166,12 @@ def _raw_shards(plant: Plant, deep: bool) -> ExaminedKind:
         path, name = find_raw_shard(plant, row["sha256"])
         if path is None:
             return Message(
-                "examining.no_raw_shard", "{path} is missing (it arrived as {name})", path=row["path"], name=name
+                "examining.no_raw_shard", "{path} is missing (original name: {name})", path=row["path"], name=name
             )
         if hashed and file_sha256(path) != erased.get(row["sha256"], row["sha256"]):
             return Message(
                 "examining.other_raw_shard",
-                "{path} is not the file that was ingested (it arrived as {name})",
+                "{path} is not the file that was ingested (original name: {name})",
                 path=path,
                 name=name,
             )
@@ -177,7 +180,7 @@ def _raw_shards(plant: Plant, deep: bool) -> ExaminedKind:
     rows = plant.ledger.read("SELECT sha256, path FROM shards WHERE state = 'ingested' ORDER BY ingested_at, sha256")
     remedy = Message(
         "examining.restore_raw_shard",
-        "copy the ingested file into {folder} again. Only a repair of its token shard needs the file",
+        "copy the ingested file into {folder} again. Only a repair of its token shard needs this file",
         folder=plant.workspace.shards / "raw",
     )
     return _look(plant, deep, "raw shards", rows, lambda row: row["sha256"], fault, remedy)
@@ -197,13 +200,13 @@ def _hashes(plant: Plant, deep: bool) -> ExaminedKind:
             return Message("examining.no_hashes", "{path} is missing", path=file)
         return ""
 
-    effect = Message("examining.remake_hashes", "makes the file again from its raw shard")
+    effect = Message("examining.remake_hashes", "The repair makes the file again from its raw shard")
     found = _look(
         plant, deep, "hashes", list_hash_sources(plant.ledger), lambda source: source[1], fault, _repair(effect)
     )
     index = plant.workspace.root / INDEX
     if index.exists() and (damage := find_database_damage(index, "sources")):
-        effect = Message("examining.remake_index", "makes the index again from shards/hashes")
+        effect = Message("examining.remake_index", "The repair makes the index again from shards/hashes")
         found.faults.append(Damage("hashes", INDEX, _damaged(index, damage), _repair(effect), True))
     return found
 
@@ -211,7 +214,7 @@ def _hashes(plant: Plant, deep: bool) -> ExaminedKind:
 def examine_tokenizer(plant: Plant, deep: bool) -> ExaminedKind:
     """Examine the tokenizer."""
     fault = find_tokenizer_damage(plant)
-    effect = Message("examining.restore_tokenizer", "restores the tokenizer from a backup or an export")
+    effect = Message("examining.restore_tokenizer", "The repair restores the tokenizer from a backup or an export")
     return ExaminedKind("tokenizer", 1, 1, [Damage("tokenizer", "", fault, _repair(effect), True)] if fault else [])
 
 
@@ -235,7 +238,8 @@ def _folders(plant: Plant, deep: bool) -> ExaminedKind:
     rows = SegmentRow.select(plant.ledger, "WHERE state = 'done' ORDER BY id")
     remedy = Message(
         "examining.restore_segment_folder",
-        "restore the folder from a backup, if you have one. First move away a folder that is not this segment's",
+        "restore the segment's folder from a backup, if you have one. If another segment's folder is in this "
+        "place, move that folder away first",
     )
     return _look(plant, deep, "segments", rows, lambda row: row.id, fault, remedy)
 
@@ -249,11 +253,14 @@ def _served(plant: Plant, deep: bool) -> ExaminedKind:
         return ExaminedKind("served", 1, 1, [])
     what = Message(
         "examining.other_served",
-        "{path} is not the champion, release {release}",
+        "{path} is not the export of the champion, release {release}",
         path=plant.workspace.exports / "champion",
         release=best.number,
     )
-    effect = Message("examining.serve_champion", "puts the champion there. The daemon's next pass does so too")
+    effect = Message(
+        "examining.serve_champion",
+        "The repair puts the champion's export in this place. 'factory run' also does this in its next pass",
+    )
     return ExaminedKind("served", 1, 1, [Damage("served", str(best.number), what, _repair(effect), True)])
 
 
@@ -265,7 +272,8 @@ def _orphans(plant: Plant, deep: bool) -> ExaminedKind:
     found += [path.parent for path in plant.workspace.shards.glob("*/manifest.json") if path.parent.name not in shards]
     remedy = Message(
         "examining.restore_orphans",
-        "stop 'factory run', then 'factory restore' enters known segments into the ledger, and sets other folders aside",
+        "stop 'factory run', then run 'factory restore', which enters known segments into the ledger and "
+        "sets other folders aside",
     )
     faults = [
         Damage("orphans", path.name, Message("examining.orphan", "{path} is not in the ledger", path=path), remedy)

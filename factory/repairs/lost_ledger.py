@@ -92,8 +92,9 @@ def restore_ledger(root: Path, name: str, progress: Progress) -> list[str]:
         if base is None and not find_database_damage(file):
             raise InputError(
                 "lost_ledger.whole",
-                "{ledger} is whole and the workspace has no backup: nothing is restored. Make a backup with 'factory backup'. "
-                "To make the ledger from the workspace's folders instead, which have less information, move {name} away first",
+                "{ledger} is undamaged and the workspace has no backup, so nothing is restored. Make a backup with "
+                "'factory backup'. The workspace's folders have less information than the ledger. To make a ledger "
+                "from these folders anyway, move {name} away first",
                 ledger=file,
                 name=file.name,
             )
@@ -104,7 +105,7 @@ def restore_ledger(root: Path, name: str, progress: Progress) -> list[str]:
             said.append(
                 Message(
                     "lost_ledger.hashes",
-                    "{files:,|file|files} with hashes of documents restored from {backup}",
+                    "The factory restored {files:,|file|files} with hashes of documents from {backup}",
                     files=count,
                     backup=base,
                 )
@@ -162,7 +163,7 @@ def _newest_good(root: Path, said: list[str]) -> Path | None:
         fault = find_database_damage(path / LEDGER)
         if not fault and read_backup_info(path)["schema"] == SCHEMA_VERSION:
             return path
-        why = fault or Message("lost_ledger.other_schema", "the backup is of another schema")
+        why = fault or Message("lost_ledger.other_schema", "the backup has another schema than this factory reads")
         said.append(
             Message("lost_ledger.skipped_backup", "backup {backup} is skipped: {why}", backup=path.name, why=why)
         )
@@ -174,7 +175,7 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
         said.append(
             Message(
                 "lost_ledger.no_backup",
-                "The workspace has no backup: the ledger is made from the workspace's folders",
+                "The workspace has no backup, so the factory makes the ledger from the workspace's folders",
             )
         )
         ledger = Ledger.create(f"sqlite:///{file}", workspace.root)
@@ -184,7 +185,7 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
         if read_backup_info(base)["schema"] != SCHEMA_VERSION:
             raise InputError(
                 "lost_ledger.wrong_schema",
-                "{backup} is of schema {schema}, and this factory reads schema {known}: name another backup",
+                "{backup} has schema {schema}, but this factory reads schema {known}: name another backup",
                 backup=base,
                 schema=read_backup_info(base)["schema"],
                 known=SCHEMA_VERSION,
@@ -197,7 +198,8 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
         said.append(
             Message(
                 "lost_ledger.from_journal",
-                "  and from {transactions:,} later transactions in its journal",
+                "  The restored ledger includes {transactions:,|later transaction|later transactions} from the "
+                "backup's journal",
                 transactions=transactions,
             )
         )
@@ -213,12 +215,14 @@ def describe_start(root: Path) -> Message:
     trunk = SegmentRow.first(ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
     if trunk is None:
         where = Message(
-            "lost_ledger.starts_anew", "'factory run' starts to train at step 0: no trained segment is known"
+            "lost_ledger.starts_anew",
+            "'factory run' starts to train at step 0, because the ledger has no trained segment",
         )
     elif fault := find_checkpoint_damage(last_checkpoint(ledger, trunk.id), deep=False):
         where = Message(
             "lost_ledger.needs_checkpoint",
-            "'factory run' continues from step {step} after its checkpoint is restored or made again: {fault}",
+            "'factory run' can continue from step {step} only after the checkpoint of this step is restored or "
+            "made again: {fault}",
             step=trunk.last_step,
             fault=fault,
         )
@@ -319,7 +323,9 @@ def _unknown_shards(plant: Plant) -> list[str]:
                 ingest_raw_shard(plant, path, name)
                 said.append(
                     Message(
-                        "lost_ledger.shard", "  shard {shard} was not in the ledger, and is ingested again", shard=name
+                        "lost_ledger.shard",
+                        "  shard {shard} was not in the ledger. The factory ingested the shard again",
+                        shard=name,
                     )
                 )
             except FactoryError as error:
@@ -350,7 +356,7 @@ def _take_up(plant: Plant) -> list[str]:
             said.append(
                 Message(
                     "lost_ledger.segment",
-                    "  segment {segment} was not in the ledger, and is entered from its folder",
+                    "  segment {segment} was not in the ledger. The factory entered the segment from its folder",
                     segment=folder.name,
                 )
             )
@@ -361,7 +367,7 @@ def _take_up(plant: Plant) -> list[str]:
     orphans += [path for path in whole if path.parent.name not in token_shards]
     for path in orphans:
         path = path.parent if path.name == "manifest.json" else path
-        said.append(_set_aside(plant, path, Message("lost_ledger.orphan", "the ledger does not name it")))
+        said.append(_set_aside(plant, path, Message("lost_ledger.orphan", "the ledger does not name this folder")))
     return said
 
 
@@ -380,21 +386,29 @@ def _plan_again(ledger: Ledger, folder: Path) -> str:
     owner = read_owner(folder)
     row, plan = owner.get("row"), owner.get("data_plan")
     if not isinstance(row, dict) or not isinstance(plan, dict) or set(PLANNED.split()) - row.keys():
-        return Message("lost_ledger.no_plan", "the folder does not name its plan")
+        return Message("lost_ledger.no_plan", "the folder does not name the segment's plan")
     if owner.get("ledger") != ledger.identity:
         return Message("lost_ledger.other_ledger", "the folder belongs to another ledger")
     planned = SegmentRow(**{**row, "state": "planned", "attempts": 0, "result": None, "finished_at": None})
     if segment_plan_sha256(planned) != owner.get("plan_sha256"):
-        return Message("lost_ledger.other_hash", "the hash of its plan differs from the hash in the folder")
+        return Message(
+            "lost_ledger.other_hash", "the hash of the segment's plan differs from the hash that the folder records"
+        )
     if ledger.read("SELECT id FROM segments WHERE id = :id", id=planned.id):
-        return Message("lost_ledger.other_segment", "the ledger has another segment {segment}", segment=planned.id)
+        return Message(
+            "lost_ledger.other_segment", "the ledger already has another segment {segment}", segment=planned.id
+        )
     if planned.parent is not None and not ledger.read("SELECT id FROM segments WHERE id = :id", id=planned.parent):
-        return Message("lost_ledger.no_parent", "its parent, segment {parent}, is unknown", parent=planned.parent)
+        return Message(
+            "lost_ledger.no_parent",
+            "the segment's parent, segment {parent}, is not in the ledger",
+            parent=planned.parent,
+        )
     held = {one["id"] for one in ledger.read("SELECT id FROM token_shards")}
     if missing := [one["id"] for one in plan.get("token_shards", []) if one["id"] not in held]:
         return Message(
             "lost_ledger.no_token_shard",
-            "token shard {token_shard}, on which the segment was trained, is unknown",
+            "the segment was trained on token shard {token_shard}, which is not in the ledger",
             token_shard=missing[0],
         )
     with ledger.begin() as tx:

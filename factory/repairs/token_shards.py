@@ -193,8 +193,8 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
             return ""
     return Message(
         "token_shards.differs",
-        "the token shard made from {raw} differs from the recorded one ({found}): policies/data.yaml, the tokenizer or the factory "
-        "has changed. Restore the old policy, then repair again",
+        "the token shard made from {raw} differs from the recorded token shard ({found}), because "
+        "policies/data.yaml, the tokenizer or the factory has changed. Undo that change, then repair again",
         raw=raw.name,
         found=found,
     )
@@ -248,7 +248,7 @@ def _hashes_of_task(plant: Plant, subject: str) -> str:
     except WorkspaceError:
         return Message(
             "token_shards.no_task_items",
-            "the file with the task's items is missing in policies/tasks: copy the file there again",
+            "the file with the task's items is missing in policies/tasks: copy the file into this folder again",
         )
     return ""
 
@@ -279,7 +279,8 @@ def _hashes_of_shard(plant: Plant, subject: str) -> str:
             return ""
     return Message(
         "token_shards.read_differently",
-        "{path} now gives other documents: policies/data.yaml or the factory has changed. Restore the old policy, then repair again",
+        "{path} now gives other documents than recorded, because policies/data.yaml or the factory has "
+        "changed. Undo that change, then repair again",
         path=raw,
     )
 
@@ -304,7 +305,7 @@ def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
     if raw is None:
         return None, Message(
             "token_shards.no_raw_shard",
-            "its raw shard {shard} is missing too: copy that file into {folder} again",
+            "the raw shard {shard} is missing too: copy this file into {folder} again",
             shard=name,
             folder=plant.workspace.shards / "raw",
         )
@@ -312,7 +313,7 @@ def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
     if file_sha256(raw) != ((erased and erased["raw"]) or shard):
         return None, Message(
             "token_shards.other_raw_shard",
-            "{path} is not the original raw shard: copy the original file ({shard}) there again",
+            "{path} is not the original raw shard: copy the original file ({shard}) to this path again",
             path=raw,
             shard=name,
         )

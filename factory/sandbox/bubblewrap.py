@@ -115,7 +115,8 @@ def private_mount_words(gpu: bool) -> list[str]:
     if why and gpu:
         raise IsolationError(
             "bubblewrap.no_private_mounts",
-            "For a sandbox with a GPU, root needs 'unshare --mount', which failed: {why}. Allow it, or run the factory as another user",
+            "For a sandbox with a GPU, root needs 'unshare --mount', which failed: {why}. Allow this command, or "
+            "run the factory as another user",
             why=why,
         )
     return [] if why else words
@@ -152,7 +153,7 @@ def choose_bubblewrap() -> tuple[str, str]:
             return program, "; ".join(refused)
     raise IsolationError(
         "bubblewrap.no_sandbox",
-        "no sandbox: {why}. {advice}",
+        "no sandbox can be made: {why}. {advice}",
         why="; ".join(refused) or Message("bubblewrap.not_installed", "bubblewrap is not installed"),
         advice=isolation_advice(),
     )
@@ -175,8 +176,9 @@ def isolation_advice(switches: Path = Path("/proc/sys")) -> Message:
             )
     return Message(
         "bubblewrap.container",
-        "The sandbox needs user namespaces. Start a container with 'docker run --security-opt seccomp=unconfined "
-        "--security-opt apparmor=unconfined --security-opt systempaths=unconfined'",
+        "The sandbox needs user namespaces. If the factory runs in a container, start the container with "
+        "'docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
+        "systempaths=unconfined'",
     )
 
 

@@ -70,7 +70,7 @@ class RunningCommand:
                     self.returncode = code
                     raise IsolationError(
                         "sandbox.not_started",
-                        "The sandbox could not be set up, and nothing was run. Its log says why",
+                        "The sandbox could not be set up, and nothing was run. The sandbox's log says why",
                     )
                 code = 128 - code if code > 128 else code
             self.returncode = code
@@ -145,7 +145,7 @@ def start_in_sandbox(
         if not path.exists():
             raise IsolationError(
                 "sandbox.missing_input",
-                "{path} does not exist, but {command} reads it. Nothing was run",
+                "{path} does not exist, but the command {command} reads it. Nothing was run",
                 path=path,
                 command=command[0],
             )

@@ -99,7 +99,7 @@ class SandboxResult:
         if self.stopped:
             return Message(
                 "sandbox.over_limit",
-                "stopped: over its {limit} limit after {seconds:.1f} s",
+                "stopped, because the command exceeded its {limit} limit after {seconds:.1f} s",
                 limit=self.stopped,
                 seconds=self.seconds,
             )
@@ -330,39 +330,49 @@ def describe_sandbox() -> dict[str, str]:
     return {
         "isolation": Message(
             "sandbox.isolation",
-            "{version}: user, pid, ipc, net, uts, mount and cgroup namespaces, by {program}{others}",
+            "{version}: user, pid, ipc, net, uts, mount and cgroup namespaces, made by {program}{others}",
             version=bubblewrap.bubblewrap_version(program),
             program=program,
             others=f" (not by {refused})" if refused else "",
         ),
         "user": Message(
             "sandbox.user",
-            "mapped from {user}, capabilities {capabilities}, {privileges}",
+            "mapped from user {user}, capabilities {capabilities}, {privileges}",
             user=os.geteuid(),
             capabilities=inside["capabilities"],
             privileges="no new privileges" if inside["no_new_privileges"] else "MAY GAIN PRIVILEGES",
         ),
         "seccomp": Message("sandbox.seccomp", "filter of {instructions} instructions", instructions=rules)
         if inside["seccomp"]
-        else Message("sandbox.no_seccomp", "none: no table for this processor"),
+        else Message("sandbox.no_seccomp", "none, because the factory has no filter for this processor"),
         "landlock": Message("sandbox.landlock", "ABI {abi}", abi=inside["landlock"])
         if inside["landlock"]
-        else Message("sandbox.no_landlock", "none; only the read-only mounts protect files"),
-        "memory": Message("sandbox.memory", "an rlimit for each process; a watch checks the tree ten times a second"),
-        "processes": Message(
-            "sandbox.processes", "a watch checks ten times a second; {task_limit}", task_limit=_task_limit()
+        else Message("sandbox.no_landlock", "none. Only the read-only mounts protect files"),
+        "memory": Message(
+            "sandbox.memory",
+            "an rlimit for each process; the factory checks all processes of the sandbox ten times a second",
         ),
-        "output": Message("sandbox.output", "an rlimit for each file; a watch checks the folder and deleted files"),
+        "processes": Message(
+            "sandbox.processes",
+            "the factory counts the sandbox's processes ten times a second; {task_limit}",
+            task_limit=_task_limit(),
+        ),
+        "output": Message(
+            "sandbox.output",
+            "an rlimit for each file; the factory checks the size of the output folder and of deleted files",
+        ),
     }
 
 
 def _task_limit() -> Message:
     with sandbox_cgroup.make_task_group(1) as group:
         if group is not None:
-            return Message("sandbox.control_group", "a control group limits tasks")
+            return Message("sandbox.control_group", "a control group limits the number of processes and threads")
     if os.geteuid() == 0:
-        return Message("sandbox.no_task_limit", "no control group can be made, and an rlimit does not bind root")
-    return Message("sandbox.task_rlimit", "an rlimit for tasks")
+        return Message(
+            "sandbox.no_task_limit", "no control group can be made, and an rlimit does not limit root's processes"
+        )
+    return Message("sandbox.task_rlimit", "an rlimit limits the number of processes and threads")
 
 
 def _rules(output: Path, limits: SandboxLimits, nodes: Sequence[str]) -> dict[str, object]:

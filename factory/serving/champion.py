@@ -27,8 +27,10 @@ class Champion:
         found = export_folder_sha256(self.export)
         if found != self.export_sha256:
             raise InputError(
-                "serving.export_changed", "{export} differs from the released export (sha256 {found:.12}…, recorded {recorded:.12}…). "
-                "Restore it, or run 'factory release --rollback N'.", export=self.export, found=found, recorded=self.export_sha256,
+                "serving.export_changed",
+                "{export} differs from the released export (sha256 {found:.12}…, recorded {recorded:.12}…). Restore "
+                "the export, or run 'factory release --rollback N'.",
+                export=self.export, found=found, recorded=self.export_sha256,
             )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ class ExportWatch:
         except (InputError, OSError) as error:
             self.problem = Message(
                 "serving.served_from_memory",
-                "Release {release} is served from memory. {error}",
+                "The server continues to serve release {release} from memory. {error}",
                 release=self._champion.release,
                 error=error,
             )

@@ -45,7 +45,9 @@ async def check_parity(client: httpx.AsyncClient, fixture: dict[str, Any], toler
     found = await EngineClient(client, fixture, tolerance, MODEL_NAME).check(typed_texts=False)
     if wrong := [f"{check.name}: {check.detail}" for check in found if not check.ok]:
         raise ParityError(
-            "serving.not_the_judged_model", "The engine does not answer like the judged model: {failed}", failed=wrong
+            "serving.not_the_judged_model",
+            "The engine's answers differ from the judged model's: {failed}",
+            failed=wrong,
         )
 
 
@@ -69,7 +71,7 @@ async def make_parity_fixture_in_process(export: Path) -> dict[str, Any]:
             last = said.decode(errors="replace").strip().splitlines()[-1:]
             raise ParityError(
                 "serving.no_fixture",
-                "The judge's model could not compute its answers for {export}: {error}",
+                "The judge's model could not compute the expected answers for {export}: {error}",
                 export=export,
                 error="".join(last)[:300],
             )

@@ -301,7 +301,8 @@ class Supervisor:
         self._tell(
             Message(
                 "serving.engine_replaced",
-                "The served engine failed: {problem}. The server starts another engine of release {release}{delay}.",
+                "The engine that answered requests failed: {problem}. The server starts another engine of release "
+                "{release}{delay}.",
                 problem=engine.problem.rstrip("."),
                 release=engine.champion.release,
                 delay=f" in {pause:.0f} s" if pause else "",
@@ -337,7 +338,7 @@ class Supervisor:
                 else Message("serving.served", "Release {release} is served by a {engine} engine.", **named)
                 if stage == "flipped"
                 else Message(
-                    "serving.stopped", "Release {release} is no longer served; its {engine} engine ended.", **named
+                    "serving.stopped", "Release {release} is no longer served, and its {engine} engine ended.", **named
                 )
             )
 

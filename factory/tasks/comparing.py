@@ -147,7 +147,7 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
         if name in apart and few:
             facts.append(
                 Message(
-                    "comparing.few_groups_informs", "Task {task}: {change} against the champion. {reason}",
+                    "comparing.few_groups_informs", "Task {task}: the score differs by {change} from the champion's. {reason}",
                     task=name, gain=gain.gain, change=_signed(gain.gain), reason=_small(apart[name], gain, clusters_min),
                 )
             )  # fmt: skip
@@ -155,7 +155,9 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
         if few:
             missing.append(
                 Message(
-                    "comparing.few_groups", "Task {task} cannot be compared. It has {groups:,|document group|document groups}, and needs {needed:,}.",
+                    "comparing.few_groups",
+                    "Task {task} cannot be compared, because it has {groups:,|document group|document groups} and a "
+                    "comparison needs {needed:,}.",
                     task=name, groups=gain.clusters or 0, needed=clusters_min,
                 )
             )  # fmt: skip
@@ -164,14 +166,15 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
             missing.append(
                 Message(
                     "comparing.not_finite",
-                    "Task {task} cannot be compared. A number is missing or not finite.",
+                    "Task {task} cannot be compared, because its measured gain or the confidence bound is missing or not "
+                    "finite.",
                     task=name,
                 )
             )
             continue
         low, high = gain.confidence_bound(0.025), gain.confidence_bound(0.025, above=True)
         compared = Message(
-            "comparing.compared", "Task {task}: {gain:+.3f} against the champion (95 % between {low} and {high})",
+            "comparing.compared", "Task {task}: the score differs by {gain:+.3f} from the champion's (95 % confidence interval: {low} " "to {high})",
             task=name, gain=gain.gain, low=_signed(low), high=_signed(high),
         )  # fmt: skip
         data = {"compared": compared, "task": name, "gain": gain.gain, "margin": margin}
@@ -200,7 +203,8 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
             open_.append(
                 Message(
                     "comparing.loss_not_excluded",
-                    "{compared}. A loss of at most {margin:.3f} is allowed, and the bound does not exclude a larger loss.",
+                    "{compared}. A loss of at most {margin:.3f} is allowed, and the confidence bound does not exclude a "
+                    "larger loss.",
                     **data,
                 )
             )
@@ -214,19 +218,21 @@ def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
     clusters = gain.clusters or 0
     if clusters < clusters_min:
         return Message(
-            "comparing.only_informs", "It only informs, because it has {groups:,|document group|document groups} and a guard needs {needed:,}.",
+            "comparing.only_informs",
+            "The task only informs, because it has {groups:,|document group|document groups} and a guard needs "
+            "{needed:,}.",
             groups=clusters, needed=clusters_min,
         )  # fmt: skip
     needed = known.items_needed()
     size = (
-        Message("comparing.items_needed", "A guard needs about {items:,} items", items=needed)
+        Message("comparing.items_needed", "A guard with the task's margin needs about {items:,} items", items=needed)
         if needed
-        else Message("comparing.no_size", "No number of items is enough for its margin")
+        else Message("comparing.no_size", "No number of items is enough for a guard with the task's margin")
     )
     return Message(
         "comparing.no_guard",
-        "It is not a guard, because its {items:,} items would hold {held:.0f} of 100 equally good models, and at most {limit:.0f} is allowed. "
-        "{size} (margin in tasks.yaml). {effect}",
+        "The task is not a guard. With its {items:,} items, a guard would hold {held:.0f} of 100 equally "
+        "good models, and at most {limit:.0f} are allowed. {size} (margin in tasks.yaml). {effect}",
         items=known.items,
         held=100 * (1 - known.share_passing),
         limit=100 * MOST_FAILED,

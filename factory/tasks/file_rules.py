@@ -37,7 +37,8 @@ def resolve_answers(items: Sequence[Any], where: str) -> list[Any]:
         if len(set(read.values())) > 1:
             raise TaskError(
                 "file_rules.ambiguous_answer",
-                "{file}: the answer of record {record}, {answer!r}, can name several choices: {choices}. Write the answers so that each names one",
+                "{file}: the answer of record {record}, {answer!r}, can name several choices: {choices}. Write each "
+                "answer so that it names one choice",
                 file=where, record=number, answer=item.answer,
                 choices=[f"{item.choices[place]!r} as {WAYS[way]}" for way, place in read.items()],
             )  # fmt: skip
@@ -71,7 +72,8 @@ def refuse_repeated_records(files: Sequence[tuple[str, Sequence[Mapping[str, Any
             if (other := seen.setdefault(text, here)) != here:
                 raise TaskError(
                     "file_rules.same_record",
-                    "{record} and {other} differ only in their id. With examples (num_fewshot), a prompt could hold its answer. Remove one record",
+                    "{record} and {other} differ only in their id. If a prompt shows one of them as an example "
+                    "(num_fewshot), the prompt contains the answer of the other. Remove one of the two records",
                     record=here, other=other,
                 )  # fmt: skip
 

@@ -226,13 +226,14 @@ def _repeated_note(again: Sequence[tuple[TaskItem, TaskItem]]) -> Message:
     if item.right_answer == other.right_answer:
         return Message(
             "items.repeated_question",
-            "{count:,|question is|questions are} repeated. Copies of a question count as one. First: item {item!r} repeats {other!r}",
+            "{count:,|question is|questions are} repeated. Copies of a question count as one question. First: "
+            "item {item!r} repeats {other!r}",
             **data,
         )
     return Message(
         "items.repeated_with_other_answer",
-        "{count:,|question is|questions are} repeated. Copies of a question count as one. "
-        "First: item {item!r} repeats {other!r} with another answer",
+        "{count:,|question is|questions are} repeated. Copies of a question count as one question. First: "
+        "item {item!r} repeats {other!r} with another answer",
         **data,
     )
 

@@ -27,7 +27,7 @@ def refuse_missing_libraries(items: Sequence[CodeItem], running: TaskLimits) -> 
             if "AssertionError: " not in one.why:
                 raise TaskError(
                     "libraries.not_checked",
-                    "The search for the libraries of the items failed: {reason}",
+                    "The factory could not find out which libraries the items need: {reason}",
                     reason=one.why or one.stopped,
                 )
             missing += one.why.rsplit("AssertionError: ", 1)[1].split(", ")

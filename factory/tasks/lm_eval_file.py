@@ -48,16 +48,17 @@ KEYS = frozenset(
 )  # fmt: skip
 TEXT_ONLY = Message("lm_eval_file.text_only", "The models read only text")
 REFUSED = {
-    "custom_dataset": Message("lm_eval_file.custom_dataset", "It loads data with Python code"),
+    "custom_dataset": Message("lm_eval_file.custom_dataset", "This key loads data with Python code"),
     "unsafe_code": Message(
         "lm_eval_file.unsafe_code",
-        "It runs the model's code without a sandbox. Write a task of kind code, or put the published file into the folder",
+        "This key runs code that the model wrote without a sandbox. Write a task of kind 'code', or put the "
+        "benchmark's published file into the folder of tasks",
     ),
-    "use_prompt": Message("lm_eval_file.use_prompt", "It downloads prompts"),
+    "use_prompt": Message("lm_eval_file.use_prompt", "This key downloads prompts"),
     "doc_to_image": TEXT_ONLY,
     "doc_to_audio": TEXT_ONLY,
-    "class": Message("lm_eval_file.python_class", "It names Python code"),
-    "group": Message("lm_eval_file.group", "It groups tasks. Write a file for each task"),
+    "class": Message("lm_eval_file.python_class", "This key names Python code"),
+    "group": Message("lm_eval_file.group", "This key groups tasks. Write a separate file for each task"),
 }
 
 
@@ -106,7 +107,7 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
         if key in REFUSED:
             raise TaskError(
                 "lm_eval_file.refused_key",
-                "{file}: key {key!r} is refused. {reason}",
+                "{file}: key {key!r} is not allowed. {reason}",
                 file=path,
                 key=key,
                 reason=REFUSED[key],
@@ -126,15 +127,16 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
     if reader not in READERS:
         raise TaskError(
             "lm_eval_file.no_local_data",
-            "{file}: dataset_path {given!r} is refused, because the factory downloads no data. Put the data beside the file and name it, as in "
-            "'dataset_path: json' with 'dataset_kwargs: {{data_files: {{test: questions.jsonl}}}}'",
+            "{file}: dataset_path {given!r} is refused, because the factory downloads no data. Put the data file "
+            "into the same folder and name it, as in 'dataset_path: json' with 'dataset_kwargs: {{data_files: "
+            "{{test: questions.jsonl}}}}'",
             file=path,
             given=str(reader)[:80],
         )
     if config.get("dataset_name") is not None:
         raise TaskError(
             "lm_eval_file.dataset_name",
-            "{file}: remove key 'dataset_name', because a local file has no parts",
+            "{file}: remove key 'dataset_name', because local data files have no subsets",
             file=path,
         )
     for metric in config.get("metric_list") or ():
@@ -203,7 +205,7 @@ def check_records(file: LmEvalFile, records: Sequence[Mapping[str, Any]], where:
             text.encode()
         except UnicodeEncodeError as error:
             raise TaskError(
-                "lm_eval_file.half_character", "{file}, record {record}: {text!r} is only half of a character",
+                "lm_eval_file.half_character", "{file}, record {record}: {text!r} is only half of a character. Write the whole character",
                 file=where, record=number, text=text[error.start],
             ) from None  # fmt: skip
 
@@ -250,7 +252,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     asked = config.get("test_split") or config.get("validation_split")
     if not {config.get("test_split"), config.get("validation_split")} & known:
         raise TaskError(
-            "lm_eval_file.no_test_split", "{file}: task {task} is measured on split {split!r}. Name its file in data_files",
+            "lm_eval_file.no_test_split", "{file}: task {task} is measured on split {split!r}. Name the file of this split in data_files",
             file=path, task=task, split=asked,
         )  # fmt: skip
     fewshot = config.get("fewshot_split") or config.get("training_split") or config.get("validation_split")
@@ -258,7 +260,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     if config.get("num_fewshot") and drawn and fewshot not in known:
         raise TaskError(
             "lm_eval_file.no_fewshot_split",
-            "{file}: task {task} shows {shots} examples from split {split!r}. Name its file in data_files, or set 'num_fewshot: 0'",
+            "{file}: task {task} shows {shots} examples from split {split!r}. Name the file of this split in " "data_files, or set 'num_fewshot: 0'",
             file=path, task=task, shots=config["num_fewshot"], split=fewshot,
         )  # fmt: skip
     return config | over, json.dumps({"include": [str(theirs)], **over})
@@ -278,7 +280,7 @@ def _with_included(path: Path, folder: Path, read: list[Path]) -> dict[Any, Any]
     if path in read or len(read) >= INCLUDED:
         raise TaskError(
             "lm_eval_file.circular_include",
-            "{file} includes itself, or more than {limit} files",
+            "{file} includes itself, or more than {limit} files are included",
             file=path,
             limit=INCLUDED,
         )

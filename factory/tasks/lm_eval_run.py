@@ -119,7 +119,9 @@ def answer_request(asked: Any, model: TaskModel, advance: Advance) -> list[Any]:
 
 def _drawing(said: Any) -> GenerationParameters:
     if not isinstance(said, dict):
-        raise TaskError("lm_eval_run.no_generation_kwargs", "lm-eval asked for texts without generation_kwargs")
+        raise TaskError(
+            "lm_eval_run.no_generation_kwargs", "lm-eval asked the model for texts but gave no generation_kwargs"
+        )
     until = said.get("until") or []
     until = [until] if isinstance(until, str) else until
     lengths = [
@@ -165,7 +167,7 @@ def _items(task: EvalTask, found: Any) -> tuple[list[EvalItem], dict[str, Any]]:
     broken = [row for row in rows if not math.isfinite(row.value)]
     if broken:
         raise TaskError(
-            "lm_eval_run.not_finite", "{count:,} of {values:,} values are not finite. First: {metric} of item {item}",
+            "lm_eval_run.not_finite", "{count:,} of {values:,} values are not finite. First: metric {metric} of item {item}",
             count=len(broken), values=len(rows), metric=broken[0].task, item=broken[0].item,
         )  # fmt: skip
     costs = [row.task for row in rows if not better.get(row.task.split("/", 1)[1].split(",")[0], True)]

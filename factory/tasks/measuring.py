@@ -55,8 +55,9 @@ def measure_task(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksP
     if share > policy.contaminated_max:
         raise TaskError(
             "measuring.contaminated",
-            "task {task}: {count:,} of {items:,} items are in training data that is older than the task. At most {limit:.0%} is allowed "
-            "(contaminated_max in tasks.yaml). First: record {record} in document {document}",
+            "task {task}: {count:,} of {items:,} items are in training data that was ingested before the task "
+            "was added. At most {limit:.0%} is allowed (contaminated_max in tasks.yaml). First: record {record} "
+            "in document {document}",
             task=task.name, count=len(contaminated), items=len(task.records), limit=policy.contaminated_max,
             record=contaminated[0][0] + 1, document=contaminated[0][1],
         )  # fmt: skip
@@ -125,7 +126,9 @@ def _run(
     except TaskError as error:
         if error.code == "model.no_room" and isinstance(task.file, TaskFile) and task.path.suffix != ".yaml":
             raise TaskError(
-                "measuring.no_room", "task {task}: {problem}, in a file {task}.yaml with 'published: {published}' and 'items: {items}'",
+                "measuring.no_room",
+                "task {task}: {problem}. To set max_tokens, write a file {task}.yaml with 'published: {published}', "
+                "'items: {items}' and 'max_tokens: NUMBER'",
                 task=task.name, problem=error.message, published=task.file.published, items=task.path.name,
             ) from error  # fmt: skip
         raise TaskError("measuring.failed", "task {task}: {problem}", task=task.name, problem=error.message) from error
@@ -137,7 +140,9 @@ def _prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progre
             prove_task(ledger, task, policy, progress)
     except TaskError as error:
         raise TaskError(
-            "measuring.not_sound", "task {task} has an error: {problem}. After a change, test the file: 'factory tasks check FILE'",
+            "measuring.not_sound",
+            "task {task} has an error: {problem}. Correct the task's file, then test the file with 'factory "
+            "tasks check FILE'",
             task=task.name, problem=error.message,
         ) from error  # fmt: skip
 

@@ -70,7 +70,9 @@ class TaskModel:
             ) from error
         if model.config.vocab_size < tokenizer.vocab_size:
             raise TaskError(
-                "model.small_vocabulary", "The model cannot be measured, because it has {model:,} tokens and the tokenizer has {tokenizer:,}",
+                "model.small_vocabulary",
+                "The model cannot be measured, because its vocabulary has {model:,} tokens and the tokenizer has "
+                "{tokenizer:,}",
                 model=model.config.vocab_size, tokenizer=tokenizer.vocab_size,
             )  # fmt: skip
         if device == "auto":

@@ -47,9 +47,15 @@ class TaskProof:
         if self.empty is not None:
             said.append(Message("proving.empty", "empty answers score {score:g}", score=self.empty))
         if self.chance is not None:
-            said.append(Message("proving.chance", "a model without a preference scores {score:.3f}", score=self.chance))
+            said.append(
+                Message(
+                    "proving.chance",
+                    "a model that gives all choices the same probability scores {score:.3f}",
+                    score=self.chance,
+                )
+            )
         said += [
-            Message("proving.blind", "'{rule}' scores {score:.3f}", rule=rule, score=score)
+            Message("proving.blind", "the rule '{rule}' scores {score:.3f}", rule=rule, score=score)
             for rule, score in self.blind.items()
         ]
         if self.without_solution:
@@ -114,7 +120,9 @@ def _choices(task: EvalTask) -> TaskProof:
     ):
         if row.value != 1:
             raise TaskError(
-                "proving.right_choice", "item {item!r}: its right choice is by far the likeliest, but scores {score:g} on {metric}, not 1",
+                "proving.right_choice",
+                "item {item!r}: a model for which the right choice is by far the likeliest scores {score:g} on "
+                "{metric}. Expected: 1",
                 item=row.item, score=row.value, metric=row.task,
             )  # fmt: skip
     chance = sum(1 / len(item.choices) for item in items) / len(items)
@@ -126,7 +134,9 @@ def _choices(task: EvalTask) -> TaskProof:
         mine = [row.value for row in scored(values) if row.task.endswith(f"/{metric}")]
         if mine and abs(sum(mine) / len(mine) - chance) > 1e-9:
             raise TaskError(
-                "proving.not_chance", "A model without a preference scores {score:.3f} on {metric}, but chance is {chance:.3f}",
+                "proving.not_chance",
+                "A model that gives all choices the same probability scores {score:.3f} on {metric}, but a random "
+                "choice would score {chance:.3f}",
                 score=sum(mine) / len(mine), metric=metric, chance=chance,
             )  # fmt: skip
     places = Counter(item.right_choice_index for item in items)
@@ -146,7 +156,7 @@ def _choices(task: EvalTask) -> TaskProof:
     for rule in ("always the longest", "always the shortest"):
         if blind[rule] == 1:
             raise TaskError(
-                "proving.length_tells", "'{rule}' is the right choice in all {items:,} items, so the length reveals the answer",
+                "proving.length_tells", "The rule '{rule}' finds the right choice in all {items:,} items, so the length reveals the answer",
                 rule=rule, items=len(items),
             )  # fmt: skip
     return TaskProof(1.0, None, chance, blind)

@@ -226,14 +226,14 @@ def list_tasks(folder: Path) -> TaskListing:
         name = str(path.relative_to(folder))
         if path.name.startswith("_") or re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", named):
             continue
-        no_file_names_it = Message("task_file.not_named", "No task file names it")
+        no_file_names_it = Message("task_file.not_named", "No task file names this file")
         known, why = _published_name(path) if path.parent == folder else ("", no_file_names_it)
         if known and known not in tasks:
             tasks[known] = path
             continue
         why = why or Message(
             "task_file.same_name",
-            "{other} is already task {task}. Rename or remove one of the two",
+            "File {other} already defines task {task}. Rename or remove one of the two files",
             other=tasks[known].name,
             task=known,
         )
@@ -255,14 +255,15 @@ def _published_name(path: Path) -> tuple[str, Message | None]:
     if benchmark is None:
         return "", Message(
             "task_file.unknown_fields",
-            "Its fields ({fields}) are not those of a known benchmark. To make it a task, write a YAML file with 'kind' and 'items: {file}'",
+            "No known benchmark has the fields of this file ({fields}). To make the file a task, write a YAML "
+            "file with 'kind' and 'items: {file}'",
             fields=", ".join(sorted(records[0]))[:120] if records else "none",
             file=path.name,
         )
     if split in TRAINED:
         return "", Message(
             "task_file.training_split",
-            "It is split {split} of {benchmark}. A YAML file can name it in 'examples'",
+            "This file is split {split} of {benchmark}. The YAML file of a task can name it in 'examples'",
             split=split,
             benchmark=benchmark.name,
         )
@@ -405,13 +406,13 @@ def _enough_shown(file: TaskFile, examples: Sequence[TaskItem], items: Sequence[
             if subject:
                 raise TaskError(
                     "task_file.few_examples_of_subject",
-                    "{file}: subject {subject!r} has {count:,|example|examples}, but {shots} are needed (shots)",
+                    "{file}: subject {subject!r} has {count:,|example|examples}, but key 'shots' asks for {shots}",
                     subject=subject,
                     **data,
                 )
             raise TaskError(
                 "task_file.few_examples",
-                "{file} has {count:,|example|examples}, but {shots} are needed (shots)",
+                "{file} has {count:,|example|examples}, but key 'shots' asks for {shots}",
                 **data,
             )
 
@@ -431,7 +432,7 @@ def resolve_data_file(path: Path, key: str, name: str) -> Path:
     folder, found = path.parent.resolve(), (path.parent / name).resolve()
     if "://" in name or not found.is_relative_to(folder):
         raise TaskError(
-            "task_file.outside", "{file}: key {key!r}: {name!r} is outside {folder}. Put the data into this folder",
+            "task_file.outside", "{file}: key {key!r}: {name!r} is outside {folder}. Put the data file into this folder",
             file=path, key=key, name=name, folder=folder,
         )  # fmt: skip
     known = {file.resolve(): file for file in list_item_files(path.parent)}

@@ -49,7 +49,8 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
         if changed := describe_protocol_change(plant.ledger, task):
             todo = Message(
                 "tiers.undo_change",
-                "undo the change of task {task}, or make it the new baseline: 'factory tasks run {task} --baseline'.",
+                "undo the change of task {task}, or make the change the new baseline: 'factory tasks run {task} "
+                "--baseline'.",
                 task=name,
             )
             return TaskEvidence.of_problem(changed, todo)
@@ -59,7 +60,8 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
         never = policy.command_to_set(name, "tier", "never")
         todo = Message(
             "tiers.repair",
-            "repair task {task} ('factory tasks check FILE' tests it), then run 'factory evaluate {candidate}'. To stop measuring it: '{never}'.",
+            "repair task {task} ('factory tasks check FILE' tests it), then run 'factory evaluate {candidate}'. "
+            "To stop measuring the task: '{never}'.",
             task=name, candidate=candidate, never=never or "tier: never",
         )  # fmt: skip
         reason = Message.from_parts(error.code, str(error).removesuffix("."), error.data)
@@ -79,7 +81,9 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
             "tiers.other_items", "Candidate and champion were not measured on the same items of task {task}.", task=name
         )
         todo = Message(
-            "tiers.measure_again", "do not change the items of task {task}, and measure both again: 'factory evaluate {candidate}'.",
+            "tiers.measure_again",
+            "do not change the items of task {task}, and measure candidate and champion again: 'factory evaluate "
+            "{candidate}'.",
             task=name, candidate=candidate,
         )  # fmt: skip
         return evidence.merge(TaskEvidence.of_problem(problem, todo))
@@ -96,12 +100,13 @@ def describe_protocol_change(ledger: Ledger, task: EvalTask) -> Message | None:
     change = (
         f"{fixed['format']} → {task.format}"
         if fixed["format"] != task.format
-        else Message("tiers.other_keys", "the prompt, the examples or another key of its file")
+        else Message("tiers.other_keys", "the prompt, the examples or another key of the task's file")
     )
     return Message(
         "tiers.changed",
-        "Task {task} is no longer measured as for earlier releases, so its scores cannot be compared. Changed: {change}. "
-        "Undo the change, or make it the new baseline: 'factory tasks run {task} --baseline'.",
+        "Task {task} is measured in another way than for earlier releases, so its scores cannot be compared. "
+        "Changed: {change}. Undo the change, or make it the new baseline: 'factory tasks run {task} "
+        "--baseline'.",
         task=task.name,
         change=change,
     )

@@ -99,7 +99,7 @@ def check_solutions(items: Sequence[CodeItem], running: TaskLimits, advance: Adv
     for item, found in zip(mine, check_programs(programs, running, advance), strict=True):
         if not found.right:
             how = (
-                Message("verifiers.over_limit", "It exceeded the {limit} limit", limit=found.stopped)
+                Message("verifiers.over_limit", "The program exceeded its {limit} limit", limit=found.stopped)
                 if found.stopped
                 else found.why
             )
@@ -192,5 +192,5 @@ def _check(program: str, tests: str, running: TaskLimits) -> AnswerCheck:
         return AnswerCheck(False, ended.stopped)
     if ended.returncode in (128 + 24, 128 + 9):  # SIGXCPU, and SIGKILL a second later
         return AnswerCheck(False, "cpu")
-    early = Message("verifiers.ended_early", "The program ended before its tests")
+    early = Message("verifiers.ended_early", "The program ended before its tests ran")
     return AnswerCheck(False, why=early if ended.ok else ended.why())

@@ -126,7 +126,7 @@ def run(
         bool, typer.Option("--baseline", help="Accept the task file as it is now for measuring all later releases.")
     ] = False,
 ) -> None:
-    """Measure a candidate on one task of any tier, and record each item. If it was measured before, print the recorded result."""
+    """Measure a candidate on one task of any tier, and record each item. If the candidate was measured before, print the recorded result."""
     from factory.core.errors import InputError
     from factory.ledger.rows import EvaluationRow, find_champion
     from factory.tasks import tiers

@@ -29,7 +29,8 @@ from kernels.contract.message import Message
 
 AGAIN = Message(
     "chat_checks.again",
-    "Export the checkpoint again. If the check still fails, compare the tokenizer's files with the workspace's folder tokenizer/",
+    "Export the checkpoint again. If the check still fails, compare the export's tokenizer files with "
+    "the workspace's folder tokenizer/",
 )
 TEMPLATE = Message(
     "chat_checks.template",
@@ -135,7 +136,7 @@ def _same_ids(name: str, what: str, wrong: list[str], todo: Message) -> ProbeChe
             name, True, Message("chat_checks.same_ids", "transformers gives the trained ids for {what}", what=what)
         )
     other = Message(
-        "chat_checks.other_ids", "transformers gives other ids than trained for {what}: {count:,} differ. First: {first}",
+        "chat_checks.other_ids", "For {what}, transformers gives other ids than those used in training: {count:,} differ. First: " "{first}",
         what=what, count=len(wrong), first=wrong[0],
     )  # fmt: skip
     return ProbeCheck(name, False, join_sentences([other, todo]))
@@ -147,7 +148,7 @@ def _no_specials(name: str, what: str, wrong: list[str]) -> ProbeCheck:
             name, True, Message("chat_checks.no_specials", "Special tokens that {what} spell stay text", what=what)
         )
     made = Message(
-        "chat_checks.specials", "{count:,} {what} that spell special tokens make special tokens. First: {first}",
+        "chat_checks.specials", "In {count:,} {what}, text that spells a special token becomes a special token. First: {first}",
         count=len(wrong), what=what, first=wrong[0],
     )  # fmt: skip
     return ProbeCheck(name, False, join_sentences([made, TEMPLATE]))

@@ -32,7 +32,8 @@ from kernels.contract.message import CodedError, Message
 CONTINUED = 16  # tokens
 TODO = Message(
     "engine.do_not_serve",
-    "The engine differs from the judged model, so do not serve with it. Look at this machine: 'factory check'",
+    "The engine's answers differ from the judged model's, so do not serve with this engine. Check this "
+    "machine with 'factory check'",
 )
 Fixture = dict[str, Any]
 
@@ -131,7 +132,9 @@ class EngineClient:
         for row in self._fixture["texts"]:
             await self._same_ids({"prompt": row["text"]}, row["ids"], f"ids of {row['text'][:30]!r}")
         return Message(
-            "engine.same_texts", "The engine gives the same ids for {texts:,} texts", texts=len(self._fixture["texts"])
+            "engine.same_texts",
+            "Engine and judge give the same ids for {texts:,} texts",
+            texts=len(self._fixture["texts"]),
         )
 
     async def _chats(self) -> Message:
@@ -140,7 +143,9 @@ class EngineClient:
             last = row["messages"][-1]["content"]
             await self._same_ids({"messages": row["messages"]}, row["ids"], f"ids of chat {last[:30]!r} ({roles})")
         return Message(
-            "engine.same_chats", "The engine gives the same ids for {chats:,} chats", chats=len(self._fixture["chats"])
+            "engine.same_chats",
+            "Engine and judge give the same ids for {chats:,} chats",
+            chats=len(self._fixture["chats"]),
         )
 
     async def _typed(self, texts: bool) -> Message:
@@ -151,12 +156,12 @@ class EngineClient:
             if select_special_ids(found) != row["frame"]:
                 content = next(m["content"] for m in row["messages"] if any(word in m["content"] for word in SPECIAL))
                 raise EngineDiffersError(
-                    "engine.typed_special", "The text {text!r} in a message makes special tokens: {ids}",
+                    "engine.typed_special", "The text {text!r} in a message becomes special tokens: {ids}",
                     text=content[:40], ids=select_special_ids(found),
                 )  # fmt: skip
         return Message(
             "engine.no_typed_special",
-            "Special tokens that {chats:,} chats spell stay text",
+            "In {chats:,} chats, text that spells a special token stays text",
             chats=len(self._fixture["typed"]),
         )
 
@@ -166,12 +171,12 @@ class EngineClient:
             if not 400 <= status < 500 and select_special_ids(found.get("tokens", [])) != row["frame"]:
                 raise EngineDiffersError(
                     "engine.injected_role",
-                    "The role {role!r} makes special tokens",
+                    "The text of role {role!r} becomes special tokens",
                     role=row["messages"][0]["role"][:40],
                 )
         return Message(
             "engine.no_injected_role",
-            "Special tokens that {roles:,} roles spell make no special tokens",
+            "In {roles:,} roles, text that spells a special token stays text",
             roles=len(self._fixture["injected"]),
         )
 
@@ -182,14 +187,16 @@ class EngineClient:
             choice = (await self._ask("/v1/completions", ask | {"ignore_eos": True}))["choices"][0]
             if (choice["text"], choice["finish_reason"]) != (row["text"], "stop"):
                 raise EngineDiffersError(
-                    "engine.ran_past_stop", "With the stop text {stop!r} the engine wrote {text!r} ({reason}), not {expected!r} (stop)",
+                    "engine.ran_past_stop",
+                    "With the stop text {stop!r}, the engine wrote {text!r} and ended for the reason {reason!r}. "
+                    "Expected: {expected!r} and the reason 'stop'",
                     stop=row["stop"], text=choice["text"][:40], reason=choice["finish_reason"], expected=row["text"][:40],
                 )  # fmt: skip
         if (
             not sure
         ):  # not the engine's fault, and other checks compare its weights, so a release does not wait for this check
             return Message(
-                "engine.no_sure_stop", "Skipped, because none of {continuations:,} continuations surely contains a stop text",
+                "engine.no_sure_stop", "Skipped, because none of {continuations:,} continuations is certain to contain a stop text",
                 continuations=len(self._fixture["greedy"]),
             )  # fmt: skip
         return Message("engine.stopped", "{generations:,} generations ended at a stop text", generations=len(sure))
@@ -203,13 +210,13 @@ class EngineClient:
         if not tokens:
             raise NothingToCompareError(
                 "engine.no_sure_token",
-                "No token of {continuations:,} continuations is the likeliest by more than {margin:g} nats. Therefore nothing shows whether the "
-                "engine has the judge's weights",
+                "In {continuations:,} continuations, no token is the likeliest by more than {margin:g} nats. "
+                "Therefore the check cannot show whether the engine has the judge's weights",
                 continuations=len(self._fixture["greedy"]),
                 margin=2 * self._tolerance,
             )
         return Message(
-            "engine.same_tokens", "The engine wrote {tokens:,} tokens as the judge did. Log-probabilities differ by at most {apart:.1e} nats",
+            "engine.same_tokens", "Engine and judge wrote the same {tokens:,} tokens. Their log-probabilities differ by at most " "{apart:.1e} nats",
             tokens=tokens, apart=farthest,
         )  # fmt: skip
 
@@ -245,13 +252,17 @@ class EngineClient:
         for at, (told, own) in enumerate(pairs):
             if not (_finite(told) and _finite(own)):
                 raise EngineDiffersError(
-                    "engine.logprob_not_finite", "{where}: the log-probability of token {token} is {found}, the judge's is {expected}",
+                    "engine.logprob_not_finite",
+                    "{where}: token {token} has log-probability {found} from the engine and {expected} from the judge. "
+                    "Both must be finite",
                     where=where, token=at, found=str(told), expected=str(own),
                 )  # fmt: skip
         apart = max((abs(told - own) for told, own in pairs), default=0.0)
         if apart > tolerance:
             raise EngineDiffersError(
-                "engine.other_logprobs", "{where}: log-probabilities differ by {apart:.2g} nats. At most {limit:g} is allowed",
+                "engine.other_logprobs",
+                "{where}: the log-probabilities of engine and judge differ by {apart:.2g} nats. At most {limit:g} is "
+                "allowed",
                 where=where, apart=apart, limit=tolerance,
             )  # fmt: skip
         return apart, sure
@@ -293,6 +304,6 @@ def _same(what: str, found: list[int], expected: list[int]) -> None:
         pairs = zip(found, expected, strict=False)
         at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))
         raise EngineDiffersError(
-            "engine.other_tokens", "{what}: token {token} is {found!r}, the judge has {expected!r}",
+            "engine.other_tokens", "{what}: the engine's token {token} is {found!r}, but the judge's is {expected!r}",
             what=what, token=at, found=found[at : at + 1], expected=expected[at : at + 1],
         )  # fmt: skip

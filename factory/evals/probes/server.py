@@ -57,7 +57,8 @@ def _attempt(request: dict[str, Any], seconds: int) -> ProbeAnswer:
             except subprocess.TimeoutExpired:
                 late = Message(
                     "server.late",
-                    "the probe did not finish within {seconds:,} s. Close other programs, or raise probe_seconds in policies/evals.yaml",
+                    "the process that tests transformers did not finish within {seconds:,} s. Close other programs, or "
+                    "raise probe_seconds in policies/evals.yaml",
                     seconds=seconds,
                 )
                 return ProbeAnswer({}, None, late, out_of_time=True)
@@ -66,6 +67,10 @@ def _attempt(request: dict[str, Any], seconds: int) -> ProbeAnswer:
             how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit {process.returncode}"
             last = lines[-1][:300] if lines else "no output"
             return ProbeAnswer(
-                {}, None, Message("server.ended", "the probe ended with {how}: {last}", how=how, last=last)
+                {},
+                None,
+                Message(
+                    "server.ended", "the process that tests transformers ended with {how}: {last}", how=how, last=last
+                ),
             )
         return ProbeAnswer(json.loads(answered.read_text()), np.load(f"{answered}.npy", allow_pickle=False))

@@ -117,8 +117,10 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
     wanted = wanted or _whole(body, "max_tokens", 1, 1 << 24)
     if longest + (wanted or 1) > served.context:
         too_long = Message(
-            "serving.context_exceeded", "The model's context has {context} tokens, but the prompt has {prompt}{answer}. Shorten the prompt or lower "
-            "max_tokens.", context=served.context, prompt=longest, answer=f" and max_tokens is {wanted}" if wanted else "", max_tokens=wanted,
+            "serving.context_exceeded",
+            "The model's context has {context} tokens, but the prompt has {prompt} tokens{answer}. Shorten the "
+            "prompt or lower max_tokens.",
+            context=served.context, prompt=longest, answer=f" and max_tokens is {wanted}" if wanted else "", max_tokens=wanted,
         )  # fmt: skip
         raise ApiError(400, too_long, "messages" if chat else "prompt", "context_length_exceeded")
     room = served.context - longest
@@ -261,7 +263,7 @@ def tokenize_prompts(body: dict[str, Any], served: ServedModel) -> tuple[tuple[i
     if not isinstance(prompt, list) or not prompt or len(prompt) > MOST_PROMPTS:
         wrong = Message(
             "serving.prompt",
-            "prompt must be a text, token ids, or a list of at most {most} of these.",
+            "prompt must be a text, a list of token ids, or a list of at most {most} such prompts.",
             most=MOST_PROMPTS,
         )
         raise ApiError(400, wrong, "prompt")
@@ -331,7 +333,9 @@ def _stops(body: dict[str, Any]) -> tuple[str, ...]:
         raise ApiError(
             400,
             Message(
-                "serving.stop", "stop must be a text or a list of at most {most} texts, none empty.", most=MOST_STOPS
+                "serving.stop",
+                "stop must be a text or a list of at most {most} texts. No text may be empty.",
+                most=MOST_STOPS,
             ),
             "stop",
         )

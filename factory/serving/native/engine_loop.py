@@ -75,7 +75,9 @@ class EngineLoop:
         taken = time.monotonic() - began if began is not None else 0.0
         hung = self.steps and taken > max(HUNG_SECONDS, HUNG * self._slowest)
         return self.problem or (
-            Message("serving.step_hung", "The engine's step did not end after {seconds:.0f} s.", seconds=taken)
+            Message(
+                "serving.step_hung", "The engine's current step has not ended after {seconds:.0f} s.", seconds=taken
+            )
             if hung
             else ""
         )

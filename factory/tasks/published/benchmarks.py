@@ -141,7 +141,7 @@ def _read(benchmark: Benchmark, record: Mapping[str, Any]) -> RecordForm:
     missing = sorted(nearest.fields() - set(record))
     raise PublishedError(
         "benchmarks.missing_keys",
-        "these keys of {benchmark} are missing: {keys}",
+        "the records lack these keys of {benchmark}: {keys}",
         benchmark=benchmark.name,
         keys=missing,
     )

@@ -148,9 +148,7 @@ def test_nor_where_its_port_is_taken(workspace: Workspace, ledger: Ledger) -> No
     refused("metrics_port: … cannot be listened on", exit_code(error), str(error))
 
 
-@pytest.mark.parametrize(
-    ("number", "says"), [("ENOSPC", "the disk is full"), ("EROFS", "there is no permission to write")]
-)
+@pytest.mark.parametrize(("number", "says"), [("ENOSPC", "the disk is full"), ("EROFS", "writing is not permitted")])
 def test_for_its_lock_it_waits(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, number: str, says: str
 ) -> None:

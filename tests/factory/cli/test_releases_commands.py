@@ -196,8 +196,8 @@ def test_reject_approve_and_roll_back(workspace: Workspace, scene: Ledger, monke
 
 def test_mistakes_get_one_clear_line(workspace: Workspace, scene: Ledger) -> None:
     for words, said in (
-        (["show", "9"], "no release 9; there are: 1"),
-        (["show", "c9"], "no candidate 9; there are: 1, 2, 3"),
+        (["show", "9"], "no release 9. The ledger has: 1"),
+        (["show", "c9"], "no candidate 9. The ledger has: 1, 2, 3"),
         (["show", "x;y"], "'x;y' is neither a release"),
         (["diff", "1", "²"], "'²' is neither a release"),
         (["approve", "3"], "'hold', not 'promote'"),

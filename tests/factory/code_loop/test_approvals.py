@@ -55,7 +55,7 @@ def test_only_promoted_proposals_can_be_approved_and_all_can_be_rejected(plant: 
     assert plant.row()["state"] == "rejected" and plant.head() == plant.base
     with refused("code_loop.nothing_to_decide", InputError, state="rejected"):
         plant.approve()
-    with pytest.raises(InputError, match="there are: 1"):
+    with pytest.raises(InputError, match="The ledger has: 1"):
         plant.approve(7)
 
 

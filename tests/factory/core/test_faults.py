@@ -218,7 +218,7 @@ def test_a_command_on_a_full_disk_prints_the_remedy(workspace: Workspace, ledger
     words = [sys.executable, "-c", LIMITED, str(shard), str(workspace.root)]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 74 and "Traceback" not in done.stderr, done.stderr
-    assert "error[cli.machine_fault]" in done.stderr and "free some space and run" in done.stderr
+    assert "error[cli.machine_fault]" in done.stderr and "free some disk space and run" in done.stderr
     assert factory("status", "--workspace", str(workspace.root)).returncode == 0
 
 
@@ -258,7 +258,7 @@ def test_a_command_prints_that_the_ledger_is_locked(
         words = [sys.executable, "-c", LOCKED, command, "--workspace", str(workspace.root)]
         done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 75 and done.stderr.startswith("factory: error[cli.machine_fault]: ")
-    assert "end that process and run" in done.stderr and done.stderr.count("\n") == 1
+    assert "end the process that locks the ledger and run" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_an_erasure_waits_for_a_planned_segment_that_reads_the_text(copied: Copy
     done = run("data", "remove", "--document", chosen(ledger)[0], "--erase", "--yes")
     assert "segments 1, 2, 3, 4 can no longer" in done.stdout, done.output
     assert f"segment {number} still reads the text" in done.stdout
-    assert raw_lines(workspace) == before and "still to be erased" in run("status").stdout
+    assert raw_lines(workspace) == before and "still has to erase the text" in run("status").stdout
     run_segment(Plant(workspace, ledger), number)
     assert the(finish_pending_removals(Plant(workspace, ledger)), "erasing.done").data == {"removal": 1, "rows": 1}
 

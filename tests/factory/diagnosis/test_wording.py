@@ -123,8 +123,8 @@ def test_without_an_endpoint_no_model_is_asked_and_the_page_says_so(made: tuple[
         ).scalar_one()
     diagnose_and_act(Plant(workspace, ledger), number)
     assert next_unexplained_episode(ledger) is None and find_explanation(ledger, number) is None
-    assert "No language model was asked." in page_of(workspace, ledger, number)
-    assert "No language model was asked." in show(workspace, number)
+    assert "No language model was asked for an explanation." in page_of(workspace, ledger, number)
+    assert "No language model was asked for an explanation." in show(workspace, number)
     assert not ledger.select_rows(sa.select(exchanges))
 
 
@@ -134,7 +134,9 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
     workspace, ledger = made
     number = diagnosed(workspace, ledger)
     before = ledger_but_words(ledger)
-    assert "still to be asked" in page_of(workspace, ledger, number) and "still to be asked" in show(workspace, number)
+    assert "has not asked a language model" in page_of(
+        workspace, ledger, number
+    ) and "has not asked a language model" in show(workspace, number)
     with ReplayServer(recorded("doctor")) as server:
         configure(workspace, server.url)
         assert next_due(Plant(workspace, ledger)) == f"word {number}"
@@ -153,7 +155,7 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
     for shown in (page_of(workspace, ledger, number), show(workspace, number)):
         assert said["claims"][0]["says"] in shown and said["claims"][0]["says"].startswith("With a tenth of the rate")
         assert "--agent recipe-scout --target optimizer.lr" in shown and "optimizer.lr 0.001" in shown
-        assert "left out 7 of 9 sentences" in shown and "still to be asked" not in shown
+        assert "left out 7 of 9 sentences" in shown and "has not asked a language model" not in shown
         for other in ("everything", "bad data", "disk", "alert(1)", "\x1b", "\u202e"):
             assert other not in shown.partition("Documents")[0], other
     assert "[rate × 0.1: gone]" in show(workspace, number)

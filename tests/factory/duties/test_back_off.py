@@ -198,9 +198,9 @@ def test_the_daemon_waits_for_a_locked_ledger(workspace: Workspace, ledger: Ledg
     other.execute("BEGIN EXCLUSIVE")
     drop(workspace, "shard.txt")
     listener = Listener()
-    listener.on["the ledger is locked by another process: end that process"] = lambda: threading.Timer(
-        1.5, other.rollback
-    ).start()
+    listener.on["the ledger is locked by another process: end the process that locks the ledger"] = lambda: (
+        threading.Timer(1.5, other.rollback).start()
+    )
     listener.on["a pass works again"] = enough
     run_until(workspace, impatient(Ledger(workspace.ledger_url)), listener)
     assert listener.count("is locked") == 1 and listener.count("shard.txt: 1 documents") == 1, listener.lines
@@ -225,7 +225,7 @@ def test_the_daemon_waits_for_a_full_disk(disk: Path) -> None:
     listener.on["a pass works again"] = enough
     run_until(workspace, ledger, listener)
     said = [line for line in listener.lines if "the disk is full" in line]
-    assert len(said) == 1 and "free some space" in said[0] and "at least every 60 s" in said[0]
+    assert len(said) == 1 and "free some disk space" in said[0] and "at least every 60 s" in said[0]
     assert listener.count("shard.txt: 1 documents") == 1 and not list(workspace.inbox.iterdir())
     assert [(row["state"], row["rows"]) for row in ledger.read("SELECT state, rows FROM shards")] == [
         ("ingested", 1)
@@ -246,7 +246,7 @@ def test_the_daemon_waits_for_file_handles(workspace: Workspace, ledger: Ledger)
 
     drop(workspace, "first.txt")
     listener.on["first.txt: 1 documents"] = take
-    listener.on["too few file handles are left"] = lambda: threading.Timer(1.0, give).start()
+    listener.on["no more files can be opened"] = lambda: threading.Timer(1.0, give).start()
     listener.on["a pass works again"] = enough
     try:
         run_until(workspace, ledger, listener)

@@ -404,7 +404,7 @@ def test_server_disagreement_and_contamination_are_found(plant: FilledPlant, bet
 
 
 def test_unknown_candidate(plant: FilledPlant) -> None:
-    with pytest.raises(InputError, match="no candidate 99; there are: 1"):
+    with pytest.raises(InputError, match="no candidate 99. The ledger has: 1"):
         evaluate_candidate(plant, 99)
 
 

@@ -103,7 +103,7 @@ def test_a_lost_ledger_is_restored_unchanged(copied: Copy, lost: str) -> None:
     if lost == "bytes":
         done = factory("restore", "-w", str(workspace.root))
         assert done.returncode == 0, done.stderr
-        assert "later transactions" in done.stdout and "ingested again" not in done.stdout
+        assert "The restored ledger includes" in done.stdout and "ingested the shard again" not in done.stdout
         assert "continues from step 20" in done.stdout.replace("\n", " ")
     else:
         assert "lost_ledger.shard" not in codes(restore_ledger(workspace.root, "", SILENT))
@@ -307,7 +307,7 @@ def test_a_backup_restores_a_workspace_on_a_new_disk(copied: Copy, tmp_path: Pat
     new = tmp_path / "new" / "plant"
     done = factory("restore", str(tmp_path / "kept"), "--workspace", str(new))
     assert done.returncode == 0, done.stderr
-    assert "after its checkpoint is restored" in done.stdout and "step-00000020" in done.stdout
+    assert "only after the checkpoint" in done.stdout and "step-00000020" in done.stdout
     made = Workspace.open(new)
     assert SegmentRow.get(Ledger.open(made.ledger_url), 1).state == "done"
     assert (made.tokenizer / "tokenizer.json").read_bytes() == (workspace.tokenizer / "tokenizer.json").read_bytes()

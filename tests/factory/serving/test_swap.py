@@ -295,7 +295,7 @@ def test_an_export_that_is_written_into_while_it_is_served_is_named_and_changes_
             with open(weights, "r+b") as file:  # in place: who has mapped the file sees it
                 file.seek(len(whole) // 2)
                 file.write(bytes(len(whole) - len(whole) // 2))
-            await served.until_said("elease 1 is served from memory")
+            await served.until_said("continues to serve release 1 from memory")
             health = (await served.client.get("/health")).json()
             assert health["ok"] and "differs from the released export" in health["problem"]
             assert "factory_serve_export_changed 1" in (await served.client.get("/metrics")).text

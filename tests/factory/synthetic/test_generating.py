@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no address": (["--endpoint", "ftp://host", "--model", "m"], "expected a base URL"),
     "a password": (["--endpoint", "https://me:pass@host/v1", "--model", "m"], "without a user name or password"),
     "no key": (["--endpoint", "https://host.invalid/v1", "--model", "m"], "OPENAI_API_KEY"),
-    "no release": (["--release", "7"], "no release 7; there are: 1"),
+    "no release": (["--release", "7"], "no release 7. The ledger has: 1"),
     "no file": (["--prompts", "absent.jsonl"], "reading.unreadable_file"),
     "a domain of a file": (["--prompts", "FILE", "--domain", "docs"], "synthetic.domain_of_prompts"),
     "a domain that nobody has": (["--domain", "law", "--tokens", "9"], "synthetic.no_opening"),

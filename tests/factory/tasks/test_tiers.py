@@ -144,7 +144,7 @@ def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
     promoted = verdict(plant, better)
     assert promoted.outcome == "promote" and any("asked/acc:" in reason for reason in promoted.reasons)
     write_task(plant.workspace, "asked", sources(20), format="letter", prompt="{question} {choices} The answer is")
-    assert "or another key of its file" in verdict(plant, better).reasons[1]
+    assert "or another key of the task's file" in verdict(plant, better).reasons[1]
     with plant.ledger.begin() as tx:
         tx.execute(sa.text("DELETE FROM events WHERE kind = 'task_baseline'"))
 
