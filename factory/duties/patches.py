@@ -56,7 +56,7 @@ OPEN_REVERTS = Duty(
     lambda plant, _: open_reverts(plant), each="pass",
 )  # fmt: skip
 FOLLOW_APPROVALS = Duty(
-    "follow_approvals", Message("duties.follow_approvals", "merge, revert or close the decided proposals"), always_due,
+    "follow_approvals", Message("duties.follow_approvals", "merge, revert or close the proposals that a person decided"), always_due,
     lambda plant, _: settle_proposals(plant), each="pass",
 )  # fmt: skip
 JUDGE_MERGED_AGAIN = Duty(
@@ -64,7 +64,7 @@ JUDGE_MERGED_AGAIN = Duty(
     lambda plant, _: revalidating.revalidate_in_daemon(plant), trains=True, each="pass",
 )  # fmt: skip
 JUDGE_HELD_AGAIN = Duty(
-    "judge_held_again", Message("duties.judge_held_again", "judge patches again that were held only by a time limit"), always_due,
+    "judge_held_again", Message("duties.judge_held_again", "judge patches again that only a time limit held back"), always_due,
     lambda plant, _: judge_due_patches_again(plant), trains=True, each="pass",
 )  # fmt: skip
 OVERDUE_AUDIT = Duty(

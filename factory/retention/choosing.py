@@ -47,22 +47,29 @@ def choose_removals(
             continue
         if what.kind in OF_CODE:
             if what.commit in commits:
-                why = Message("choosing.new_commit", "its commit is one of the newest (worktrees)")
+                why = Message(
+                    "choosing.new_commit",
+                    "the folder's commit is one of the newest (worktrees in policies/retention.yaml)",
+                )
                 choices.append(Choice(what, False, why))
             else:
-                why = Message("choosing.old_commit", "no recent segment has its commit")
+                why = Message("choosing.old_commit", "no recent segment uses this folder's commit")
                 choices.append(Choice(what, True, why))
             continue
         if what.kind == "diagnosis":
-            choices.append(Choice(what, True, Message("choosing.closed_anomaly", "its anomaly is closed")))
+            choices.append(
+                Choice(what, True, Message("choosing.closed_anomaly", "the anomaly of this diagnosis is closed"))
+            )
             continue
         if what.made_at is not None:
-            written = Message("choosing.written", "it was written")
+            written = Message("choosing.written", "the file was written")
             choices.append(_by_age(what, (now - what.made_at) / DAY, policy.log_days, "log_days", written))
             continue
         row = rows.get(what.number)
         if row is None:
-            why = Message("choosing.no_segment", "the ledger has no segment with its number: a person must decide")
+            why = Message(
+                "choosing.no_segment", "the ledger has no segment with this folder's number, so a person must decide"
+            )
             choices.append(Choice(what, False, why))
             continue
         choices.append(_of_segment(policy, row, what, trunk, ladders, candidates, now))
@@ -103,18 +110,25 @@ def _of_segment(
     ended = Message("choosing.ended", "segment {segment} ended", segment=row.id)
     if what.kind == "ladder":
         if row.id in ladders:
-            return Choice(what, False, Message("choosing.new_ladder", "its segment is one of the newest (ladders)"))
+            return Choice(
+                what,
+                False,
+                Message(
+                    "choosing.new_ladder",
+                    "the folder's segment is one of the newest (ladders in policies/retention.yaml)",
+                ),
+            )
         return Choice(what, True, Message("choosing.old_ladder", "newer segments have ladders"))
     if what.kind == "log":
         return _by_age(what, days, policy.log_days, "log_days", ended)
     if what.kind == "run":
         return _by_age(what, days, policy.run_days, "run_days", ended)
     if what.kind == "audit":
-        audited = Message("choosing.audited", "segment {segment} was audited, and ended", segment=row.id)
+        audited = Message("choosing.audited", "segment {segment} was audited and ended", segment=row.id)
         return _by_age(what, days, policy.candidate_days, "candidate_days", audited)
     if row.state != "done":
         not_done = Message(
-            "choosing.not_done", "segment {segment} is {state}, and ended", segment=row.id, state=row.state
+            "choosing.not_done", "segment {segment} is {state} and ended", segment=row.id, state=row.state
         )
         return _by_age(what, days, policy.rewound_days, "rewound_days", not_done)
     if what.kind == "runs":
@@ -122,13 +136,21 @@ def _of_segment(
     if row.id in candidates:
         return _by_age(what, days, policy.candidate_days, "candidate_days", ended)
     if row.id in trunk:
-        why = Message("choosing.new_trunk", "its segment is one of the newest of the trunk (trunk_segments)")
+        why = Message(
+            "choosing.new_trunk",
+            "the folder's segment is one of the newest of the trunk (trunk_segments in policies/retention.yaml)",
+        )
         return Choice(what, False, why)
     return Choice(what, True, Message("choosing.old_trunk", "the trunk has newer segments"))
 
 
 def _by_age(what: StoredFolder, days: float, limit: float, key: str, event: Message) -> Choice:
     why = Message(
-        "choosing.age", "{event} {days:.1f} days ago ({key}: {limit:g})", event=event, days=days, key=key, limit=limit
+        "choosing.age",
+        "{event} {days:.1f} days ago ({key} in policies/retention.yaml: {limit:g})",
+        event=event,
+        days=days,
+        key=key,
+        limit=limit,
     )
     return Choice(what, days >= limit, why)

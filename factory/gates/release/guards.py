@@ -90,7 +90,7 @@ def guard_floors(
                         most=most,
                         remedy=Message(
                             "release.remedy_noise_floor",
-                            "hold out longer documents of {domain}, or allow more noise: guards.noise_floor_max in gates/release.yaml.",
+                            "hold out longer documents of {domain}, or allow more noise: raise guards.noise_floor_max in gates/release.yaml.",
                             domain=name,
                         ),
                     )  # fmt: skip
@@ -189,13 +189,13 @@ comparison 1 with this champion, at a level of 2.50%, on 2 document groups of eq
     """
     comparison = Message(
         "release.comparison",
-        "This is comparison {look} with this champion, at a level of {level:.2%}, on {groups:.0f} document groups of equal size.",
+        "This is comparison {look} with this champion, at a significance level of {level:.2%}, on {groups:.0f} document groups of equal size.",
         look=look, level=target.level, groups=target.measured.effective or 0.0,
     )  # fmt: skip
     if gain is None:
         return Message(
             "release.detects_no_gain",
-            "No gain is detected with a probability of {power:.0%}: {why}. {comparison}",
+            "No gain is large enough to be detected with a probability of {power:.0%}: {why}. {comparison}",
             power=POWER, why=_why_none(target, guards), comparison=comparison,
         )  # fmt: skip
     detected = Message(
@@ -218,10 +218,10 @@ def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Mes
     chances = {name: one.chance(MOST) for name, one in needed.items()}
     name = min(chances, key=lambda one: chances[one])
     if needed[name].measured.confidence_bound(needed[name].level) is None:
-        return Message("release.bound_unknown", "{guard} could not be compared", guard=name)
+        return Message("release.bound_unknown", "{guard} could not be compared with the champion", guard=name)
     return Message(
         "release.bound_seldom_passed",
-        "a gain of {most:.0f} bits per byte passes the bound of {guard} with a probability of {chance:.0%}",
+        "even a gain of {most:.0f} bits per byte passes the bound of {guard} with a probability of only {chance:.0%}",
         most=MOST, guard=name, chance=chances[name],
     )  # fmt: skip
 
@@ -237,19 +237,19 @@ def set_aside_message(name: str, known: ScoredGuard, clusters: float, clusters_m
     if clusters < clusters_min:
         return Message(
             "release.aside_few_groups",
-            "{guard} is set aside as a guard: its {items} items are from {groups:.0f|document group|document groups}, and at least {least} groups "
-            "are needed. Its result decides nothing.",
+            "{guard} is not used as a guard: its {items} items are from {groups:.0f|document group|document groups}, and at least {least} "
+            "groups are needed. The result of {guard} decides nothing.",
             guard=name, items=known.items, groups=clusters, least=clusters_min,
         )  # fmt: skip
     needed = known.items_needed()
     size = (
         Message("release.items_needed", "About {needed} items are needed.", needed=needed)
         if needed
-        else Message("release.no_items_enough", "No number of items is enough for its margin.")
+        else Message("release.no_items_enough", "No number of items is enough for the margin of this guard.")
     )
     return Message(
         "release.aside",
-        "{guard} is set aside as a guard: with {items} items it would hold {held:.0f} of 100 equally good models. At most {most:.0f} are allowed. "
-        "{size} {still}",
+        "{guard} is not used as a guard, because with {items} items it would stop {held:.0f} of 100 models that are as good as the champion. "
+        "At most {most:.0f} are allowed. {size} {still}",
         guard=name, items=known.items, held=100 * (1 - known.share_passing), most=100 * MOST_FAILED, size=size, still=known.describe_effect,
     )  # fmt: skip

@@ -63,7 +63,7 @@ def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[M
         lines.append(
             Message(
                 "release.override",
-                "Or: release the candidate all the same, under your name: 'factory releases override {candidate} --reason \"…\"'.",
+                "Or: release the candidate anyway, under your name: 'factory releases override {candidate} --reason \"…\"'.",
                 candidate=number,
             )
         )
