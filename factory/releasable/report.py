@@ -162,7 +162,8 @@ def _domain_line(
         if not more:
             enough = Message(
                 "releasable.enough_groups",
-                "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. The gate needs {needed:,} groups.",
+                "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. "
+                "The gate needs {needed:,} groups.",
                 **halves,
                 needed=policy.clusters_min,
             )

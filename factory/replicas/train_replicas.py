@@ -176,7 +176,7 @@ def noise_line(noise: ReplicaNoise) -> Message:
     """The noise as a line.
 
     >>> noise_line(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
-    'Another order of the same data changes bits per byte by 0.0042 (code), 0.0050 (docs), the standard deviation of 3 trainings.'
+    'With another order of the same data, bits per byte change by 0.0042 (code), 0.0050 (docs) (standard deviation of 3 trainings).'
     """
     return Message(
         "replicas.noise",

@@ -33,44 +33,44 @@ from factory.gates.patch.source_names import (
 from factory.git.scope import FileChange
 from kernels.contract.message import Message
 
-# How to write the code instead, by the first words of the finding.
+# How to write the code instead, by the first words of the finding after "the code ".
 ADVICE = {
-    "the code imports ": Message(
+    "imports ": Message(
         "patch.advice_imports",
         "Import only these modules: {modules}",
         modules=sorted(ALLOWED_IMPORTS - {"__future__"}),
     ),
-    "the code reaches another module ": Message(
+    "reaches another module ": Message(
         "patch.advice_borrows", "Import each module by its own name, not through another module"
     ),
-    "the code uses getattr": Message(
+    "uses getattr": Message(
         "patch.advice_getattr",
         "Write the attribute's name out, as in getattr(x, 'name'), or read the value from a dict",
     ),
-    "the code uses setattr": Message(
+    "uses setattr": Message(
         "patch.advice_setattr",
         "Write the attribute's name out, as in setattr(x, 'name', value), and set it only on an object of the same file",
     ),
-    "the code uses open": Message("patch.advice_open", "Let trainer/contract read and write files"),
-    "the code catches ": Message(
+    "uses open": Message("patch.advice_open", "Let trainer/contract read and write files"),
+    "catches ": Message(
         "patch.advice_catches",
         "Name the expected exceptions, or raise the exception again at the end of the handler. Otherwise a failing kernel could fall back to "
         "the reference without a trace",
     ),
-    "the code changes ": Message("patch.advice_changes", "Pass the value as an argument to the code that needs it"),
-    "the code uses the module ": Message(
+    "changes ": Message("patch.advice_changes", "Pass the value as an argument to the code that needs it"),
+    "uses the module ": Message(
         "patch.advice_hands_on", "Name the function or class that the code needs, as in torch.x"
     ),
-    "the code uses contextlib.suppress": Message(
+    "uses contextlib.suppress": Message(
         "patch.advice_suppress", "Catch the expected exceptions by name with 'except', and handle them"
     ),
-    "the code uses torch.manual_seed": Message(
+    "uses torch.manual_seed": Message(
         "patch.advice_seed", "Draw random numbers from a torch.Generator of your own: the recipe sets the global seeds"
     ),
-    "the code uses the attribute .is_compiling": Message(
+    "uses .is_compiling": Message(
         "patch.advice_compiling", "Compute the same result in compiled code and in eager code"
     ),
-    "the code uses the attribute .data_ptr": Message(
+    "uses .data_ptr": Message(
         "patch.advice_data_ptr", "Do not cache results by memory address: another tensor may get the same address later"
     ),
 }
@@ -102,7 +102,7 @@ def _python(text: str, base: str, in_kernels: bool) -> Iterable[Message]:
             before[what] -= 1
         else:
             found = Message("patch.line", "line {line}: {problem}, which a patch may not do", line=line, problem=what)
-            advice = next((how for begin, how in ADVICE.items() if what.startswith(begin)), None)
+            advice = next((how for begin, how in ADVICE.items() if what.startswith(f"the code {begin}")), None)
             yield Message("patch.advised", "{found}. {advice}", found=found, advice=advice) if advice else found
 
 
@@ -119,7 +119,7 @@ def _borrows(name: str) -> Message:
 
 
 def _reaches_for(name: str) -> Message:
-    return Message("patch.reaches_for", "the code uses the attribute .{name}", name=name)
+    return Message("patch.reaches_for", "the code uses .{name}", name=name)
 
 
 def _changes(name: str) -> Message:

@@ -181,11 +181,11 @@ def detectable_gain_message(
 
     >>> target = RequiredBound(Gain(0.1, 0.009, 40, 38.2), 0.025)
     >>> print(detectable_gain_message(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
-    A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison 1 with this champion, at a level of \
-2.50%, on 38 document groups of equal size. Of 100 models that are as good as the champion, 89 pass the cloze guard.
+    A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison 1 with this champion, at a \
+significance level of 2.50%, on 38 document groups of equal size. Of 100 models that are as good as the champion, 89 pass the cloze guard.
     >>> print(detectable_gain_message(None, RequiredBound(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
-    No gain is detected with a probability of 80%: a gain of 8 bits per byte passes the bound of the target with a probability of 45%. This is \
-comparison 1 with this champion, at a level of 2.50%, on 2 document groups of equal size.
+    No gain is large enough to be detected with a probability of 80%: even a gain of 8 bits per byte passes the bound of the target with a \
+probability of only 45%. This is comparison 1 with this champion, at a significance level of 2.50%, on 2 document groups of equal size.
     """
     comparison = Message(
         "release.comparison",
@@ -230,9 +230,11 @@ def set_aside_message(name: str, known: ScoredGuard, clusters: float, clusters_m
     """The message that a guard is set aside, with the size that it needs.
 
     >>> print(set_aside_message("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8).partition(" needed.")[0])
-    cloze is set aside as a guard: with 36 items it would hold 44 of 100 equally good models. At most 20 are allowed. About 68 items are
+    cloze is not used as a guard, because with 36 items it would stop 44 of 100 models that are as good as the champion. At most 20 are \
+allowed. About 68 items are
     >>> print(set_aside_message("cloze", ScoredGuard(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
-    cloze is set aside as a guard: its 36 items are from 3 document groups, and at least 8 groups are needed. Its result decides nothing.
+    cloze is not used as a guard: its 36 items are from 3 document groups, and at least 8 groups are needed. The result of cloze decides \
+nothing.
     """
     if clusters < clusters_min:
         return Message(

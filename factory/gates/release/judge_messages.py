@@ -133,10 +133,11 @@ def train_on_remedy(gain: float | None, seen_gain: float | None, times: float | 
     """The remedy for a candidate that is not shown to be better.
 
     >>> print(train_on_remedy(0.005, 0.016, 9.4))
-    train on ('factory run'): this comparison detects a gain of 0.016 in every domain. Or bring shards ('factory ingest PATH'): 9.4 times as many \
-held-out document groups detect a gain of 0.005.
+    continue training ('factory run'): this comparison can detect a gain of 0.016 bits per byte in every domain. Or bring shards \
+('factory ingest PATH'): with 9.4 times as many held-out document groups, the comparison can detect a gain of 0.005 bits per byte.
     >>> print(train_on_remedy(-0.002, 0.016, None))
-    train on ('factory run'), or change data or recipe. The candidate gained nothing, and this comparison detects a gain of 0.016 in every domain.
+    continue training ('factory run'), or change the data or the recipe. The candidate gained nothing, and this comparison can detect a gain of \
+0.016 bits per byte in every domain.
     """
     known = (
         Message(
@@ -168,9 +169,9 @@ def noise_message(evidence: ReleaseEvidence) -> Message:
     """The noise that widens the guards' margins, with its source.
 
     >>> print(noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}, replicas=3, replica_noise={"code": 0.0042})))
-    Noise of the measurement, bits per byte: code 0.0005. Noise of another data order, from 3 trainings: code 0.0042.
+    Noise of the measurement, bits per byte: code 0.0005. Noise from the data order, measured in 3 trainings: code 0.0042.
     >>> print(noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005})))
-    Noise of the measurement, bits per byte: code 0.0005. Noise of another data order: not known, as no replicas were measured yet.
+    Noise of the measurement, bits per byte: code 0.0005. The noise from the data order is not known, because no replicas were measured yet.
     """
     floor, order = dict(evidence.noise_floor), dict(evidence.replica_noise)
     measurement = Message(

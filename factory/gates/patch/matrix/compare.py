@@ -272,7 +272,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
                 yield Discrepancy(
                     Message(
                         "patch.lower_precision",
-                        "{checkpoint}: the numbers in {tensor} have a lower precision than in the baseline's checkpoint",
+                        "{checkpoint}: {tensor} has numbers of a lower precision than in the baseline's checkpoint",
                         checkpoint=name, tensor=key,
                     )
                 )  # fmt: skip
