@@ -134,7 +134,7 @@ def sum_distances(parts: Iterable[TensorDistance]) -> TensorDistance:
     """The distance of several tensors as one long tensor.
 
     >>> sum_distances([TensorDistance(3.0, 1.0), TensorDistance(4.0, 0.0)])
-    Apart(apart=5.0, size=1.0)
+    TensorDistance(apart=5.0, size=1.0)
     """
     held = list(parts)
     return TensorDistance(vector_norm(one.apart for one in held), vector_norm(one.size for one in held))
@@ -160,7 +160,7 @@ def find_value_differences(
     keys in ``ignored`` only the type counts.
 
     >>> list(find_value_differences({"loss": 2.0, "time": 5.0}, {"loss": 2.5, "time": 9.0}, {"time"}, "line 1"))
-    [('line 1: loss', Apart(apart=0.5, size=2.5))]
+    [('line 1: loss', TensorDistance(apart=0.5, size=2.5))]
     """
     wholly = TensorDistance(math.inf, 1.0)
     if isinstance(one, dict) and isinstance(other, dict):

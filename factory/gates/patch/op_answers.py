@@ -250,7 +250,7 @@ def find_errors(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[Me
                 problems.append(
                     Message(
                         "patch.op_off",
-                        "the relative error of {result} is {off:.2g} ({measure}); at most {allowed:.2g} is allowed",
+                        "{result} has a relative error of {off:.2g} ({measure}); at most {allowed:.2g} is allowed",
                         result=name, off=off, measure=measure.__name__.strip("_"), allowed=allowed,
                     )
                 )  # fmt: skip

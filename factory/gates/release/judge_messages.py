@@ -196,9 +196,9 @@ def unguarded_message(evidence: ReleaseEvidence) -> Message | None:
     """The domains that the candidate was trained on and of which the suite has no document. None: no such domain.
 
     >>> print(unguarded_message(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
-    Not guarded, by share of the supervised tokens: law 3.0%, notes under 0.1%. The candidate was trained on documents of these domains. No \
-sealed document of them is held out, so nothing would show a loss. The next shards with such documents bring some (held_out.least in data.yaml). \
-Or take the domain out: 'factory data remove'.
+    No guard protects some domains (by share of the supervised tokens): law 3.0%, notes under 0.1%. The candidate was trained on documents of \
+these domains, but no sealed document of these domains is held out. Nothing would show a loss. Ingest holds out a part of new shards with such \
+documents (held_out.least in data.yaml). Or take the domain out: 'factory data remove'.
     """
     shares = {
         name: finite_number(share) or 0.0 for name, share in evidence.trained_on.items() if name not in evidence.domains
