@@ -168,7 +168,7 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
         lines.append(
             Message(
                 "machine_check.step_time",
-                "{precision}: {milliseconds:.0f} ms per step for these parts; GFLOP/s{each}: {rates}",
+                "{precision}: {milliseconds:.0f} ms per step for the timed parts; GFLOP/s{each}: {rates}",
                 precision=name,
                 milliseconds=value * 1e3,
                 each=each,
@@ -392,7 +392,10 @@ def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Ch
         found = CHECKS[kind](Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress), deep)
         faults = found.faults
         said = Message(
-            "machine_check.sound", "{count:,} there, {hashed:,} of them hashed", count=found.count, hashed=found.hashed
+            "machine_check.sound",
+            "{count:,} exist, and the factory checked the hashes of {hashed:,}",
+            count=found.count,
+            hashed=found.hashed,
         )
         said = "none" if kind == "orphans" else said
     lines: list[str] = [
@@ -400,5 +403,5 @@ def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Ch
         for fault in faults[:SHOWN]
     ]
     if len(faults) > SHOWN:
-        lines.append(Message("machine_check.more_faults", "and {faults:,} more", faults=len(faults) - SHOWN))
+        lines.append(Message("machine_check.more_faults", "and {faults:,} more faults", faults=len(faults) - SHOWN))
     return not faults, lines or said

@@ -55,13 +55,13 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     if window is None or not window.steps:
         raise InputError(
             "audit.not_drawn",
-            "Segment {segment} is not audited: no window of it was drawn while it trained.",
+            "Segment {segment} cannot be audited, because the factory drew no window of its steps while the segment trained.",
             segment=segment,
         )
     if row.state != "done":
         raise InputError(
             "audit.not_done",
-            "Segment {segment} is {state}: only segments that are done are audited.",
+            "Segment {segment} is {state}, but only a segment that is done can be audited.",
             segment=segment, state=row.state,
         )  # fmt: skip
     settled = VerdictRow.newest(plant.ledger, AUDIT, Subject("segment", segment))
@@ -91,7 +91,7 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     plant.progress.line(
         Message(
             "audit.judged",
-            "  audit of segment {segment} (steps {first}–{last} without proposals {patches}): {outcome}. {reason}",
+            "  audit of segment {segment} (steps {first}–{last} replayed without proposals {patches}): {outcome}. {reason}",
             segment=segment, first=window.first, last=window.last, patches=list(window.patches), outcome=words, reason=verdict.reasons[0],
         )
     )  # fmt: skip
@@ -155,7 +155,7 @@ class _Measured:
             if found.out_of_time:
                 raise _NotMeasured(
                     "audit.replay_stopped",
-                    "The replay '{name}' failed: {problem}. Its limit was {seconds:.0f} s (wall_seconds in policies/gates/audit.yaml).",
+                    "The replay '{name}' failed: {problem}. The time limit was {seconds:.0f} s (wall_seconds in policies/gates/audit.yaml).",
                     name=name, problem=found.failed, seconds=self.wall_seconds,
                 )  # fmt: skip
             raise _NotMeasured(
@@ -166,7 +166,7 @@ class _Measured:
         except UntrustedFileError as error:
             raise _NotMeasured(
                 "audit.replay_unreadable",
-                "The replay '{name}' left nothing to compare with: {error}",
+                "The results of the replay '{name}' cannot be read: {error}",
                 name=name, error=error.message,
             ) from error  # fmt: skip
 
@@ -178,7 +178,7 @@ class _Measured:
         if missing := find_unlike_tensor(live.final_checkpoint, base.final_checkpoint):
             unlike_tensor = Message(
                 "audit.tensor_unlike",
-                "The checkpoint's {tensor} is missing, or has another shape or dtype.",
+                "The live checkpoint's {tensor} is missing, or has another shape or dtype than in the replay.",
                 tensor=missing,
             )
             return found | {"told": [unlike_tensor]}
@@ -372,7 +372,7 @@ def find_metrics_difference(live: Trace, base: Trace, share: float) -> Message |
     if lost := sorted(base.lines.keys() - live.lines.keys()):
         return Message(
             "audit.lines_missing",
-            "metrics.jsonl lacks the line of step {step}. In all, {missing:|line is|lines are} missing.",
+            "The live run's metrics.jsonl lacks the line of step {step}. In all, {missing:|line is|lines are} missing.",
             step=lost[0], missing=len(lost),
         )  # fmt: skip
     for step, theirs in sorted(base.lines.items()):
@@ -381,7 +381,9 @@ def find_metrics_difference(live: Trace, base: Trace, share: float) -> Message |
             if key in TIME_KEYS:
                 continue
             if key not in ours:
-                return Message("audit.key_missing", "metrics.jsonl lacks {key} of step {step}.", key=key, step=step)
+                return Message(
+                    "audit.key_missing", "The live run's metrics.jsonl lacks {key} of step {step}.", key=key, step=step
+                )
             other = ours[key]
             learnt = key.partition("/")[0] in LEARNT
             if isinstance(value, float) or isinstance(other, float):
@@ -395,7 +397,7 @@ def find_metrics_difference(live: Trace, base: Trace, share: float) -> Message |
 def _other_value(key: str, step: int, live: object, replay: object) -> Message:
     return Message(
         "audit.value_differs",
-        "metrics.jsonl has {key} {live!r:.200} of step {step}, the replay has {replay!r:.200}.",
+        "At step {step}, {key} in metrics.jsonl is {live!r:.200} in the live run and {replay!r:.200} in the replay.",
         key=key, step=step, live=live, replay=replay,
     )  # fmt: skip
 
@@ -419,14 +421,14 @@ def find_anomaly_difference(live: Trace, base: Trace) -> Message | None:
         step, kind = min(lost)
         return Message(
             "audit.anomaly_missing",
-            "anomalies.jsonl lacks the {kind} of step {step}, which the replay has.",
+            "The replay's anomalies.jsonl lists {kind} at step {step}, but the live run's does not.",
             kind=kind[:60], step=step,
         )  # fmt: skip
     if more := ours - theirs:
         step, kind = min(more)
         return Message(
             "audit.anomaly_added",
-            "anomalies.jsonl has the {kind} of step {step}, which the replay lacks.",
+            "The live run's anomalies.jsonl lists {kind} at step {step}, but the replay's does not.",
             kind=kind[:60], step=step,
         )  # fmt: skip
     return None

@@ -27,7 +27,9 @@ def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
     again = evidence.get("again")
     if not isinstance(again, Mapping) or again.get("missing"):
         why = (again or {}).get("missing", "no second replay")
-        unconfirmed = Message("audit.not_confirmed", "A difference was not confirmed: {why}.", why=why)
+        unconfirmed = Message(
+            "audit.not_confirmed", "The audit found a difference, but did not confirm the difference: {why}.", why=why
+        )
         return Verdict(HOLD, (unconfirmed, *found))
     repeats = bool(again.get("same_bits")) or float(again.get("drift", math.inf)) <= float(evidence.get("drift", 0)) / 2
     if not repeats:
@@ -49,7 +51,8 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
         found.append(
             Message(
                 "audit.bits_differ",
-                "Weights or moments differ in some bits. The patch changed no bits when it was judged, and live code repeats its bits.",
+                "Weights or moments of the live run and the replay differ in some bits. No difference is expected: the patch changed no bits "
+                "when the gate judged it, and live code repeats its bits.",
             )
         )
     drift, control = evidence.get("drift"), evidence.get("control_drift")
@@ -60,8 +63,8 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
         found.append(
             Message(
                 "audit.weights_apart",
-                "The weights are {drift:.2g} away from the replay's, as a share of how far the {steps} steps moved them. At most {allowed:.2g} is "
-                "allowed, which is {share:.2g} of the effect of leaving out one step.",
+                "After {steps} steps, the live weights are {drift:.2g} away from the replay's, as a share of how far these steps moved the "
+                "weights. At most {allowed:.2g} is allowed, which is {share:.2g} of the effect of leaving out one step.",
                 drift=drift, steps=evidence["steps"], allowed=share * control, share=share,
             )
         )  # fmt: skip
@@ -85,12 +88,14 @@ def max_distance_share(policy: AuditPolicy, evidence: Mapping[str, Any]) -> floa
 def _agreement(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Message:
     if evidence.get("same_bits"):
         return Message(
-            "audit.same_bits", "The results are the same to the last bit over {steps} steps.", steps=evidence["steps"]
+            "audit.same_bits",
+            "Over {steps} steps, the results of the live run and the replay are the same to the last bit.",
+            steps=evidence["steps"],
         )
     share = max_distance_share(policy, evidence)
     return Message(
         "audit.agrees",
-        "The weights are {drift:.2g} away from the replay's after {steps} steps. At most {allowed:.2g} is allowed, which is {share:.2g} of the "
-        "effect of leaving out one step.",
+        "After {steps} steps, the live weights are {drift:.2g} away from the replay's, as a share of how far these steps moved the weights. At "
+        "most {allowed:.2g} is allowed, which is {share:.2g} of the effect of leaving out one step.",
         drift=evidence["drift"], steps=evidence["steps"], allowed=share * evidence["control_drift"], share=share,
     )  # fmt: skip

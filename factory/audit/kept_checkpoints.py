@@ -90,11 +90,11 @@ def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) 
         if keeper.fault:
             raise keeper.fault
         problem = problem or keeper.problem
-    no_checkpoints = Message("audit.no_checkpoints", "its checkpoints are missing")
+    no_checkpoints = Message("audit.no_checkpoints", "the segment's checkpoints are missing")
     plant.progress.line(
         Message(
             "audit.not_kept",
-            "  no window of segment {segment} could be kept for its audit: {problem}",
+            "  segment {segment} cannot be audited, because the checkpoints of no window of steps could be kept: {problem}",
             segment=row.id, problem=problem or no_checkpoints,
         )
     )  # fmt: skip

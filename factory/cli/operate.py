@@ -152,7 +152,12 @@ def clean_up(
         choice.folder.path: choice.folder.size_on_disk() if dry_run or not choice.is_removed else 0
         for choice in cleaned.choices
     }
-    told = lambda one: {"path": str(one.what.path), "kind": one.what.kind, "goes": one.is_removed, "why": one.why}
+    told = lambda one: {
+        "path": str(one.folder.path),
+        "kind": one.folder.kind,
+        "goes": one.is_removed,
+        "why": one.reason,
+    }
     say([told(one) | {"bytes": sizes[one.folder.path]} for one in cleaned.choices])
     for choice in cleaned.removed_decisions():
         word = "to remove" if dry_run else "removed"

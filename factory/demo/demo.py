@@ -143,8 +143,8 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     terminal.line(
         Message(
             "demo.chosen",
-            "  Chosen for {minutes:g} minutes: {shape}. Candidate 1 gets {first} + {anneal} steps, candidate 2 gets "
-            "{later} + {anneal}.",
+            "  Chosen for {minutes:g} minutes: {shape}. Candidate 1 trains {first} steps and anneals {anneal} steps, candidate 2 trains "
+            "{later} and anneals {anneal}.",
             minutes=minutes,
             shape=str(shape),
             first=size.first,
@@ -155,7 +155,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     terminal.line(
         Message(
             "demo.expected",
-            "  Expected seconds: {parts}",
+            "  Expected seconds of each part: {parts}",
             parts=[f"{name} {seconds:.0f}" for name, seconds in size.seconds.items()],
         )
     )
@@ -163,7 +163,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         terminal.line(
             Message(
                 "demo.takes_longer",
-                "  With its present load, this machine needs about {minutes:.1f} minutes. With fewer steps the model would learn "
+                "  With its present load, this machine needs about {minutes:.1f} minutes for the demo. With fewer steps the model would learn "
                 "too little.",
                 minutes=sum(size.seconds.values()) / 60,
             )  # fmt: skip
@@ -267,7 +267,8 @@ def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
         path = own / name
         path.parent.mkdir(parents=True, exist_ok=True)
         comment = Message(
-            "demo.policy_comment", "# The shipped policy, with as much measuring as 'factory demo' has time for.\n"
+            "demo.policy_comment",
+            "# The shipped policy, but with only as many measurements as 'factory demo' has time for.\n",
         )
         path.write_text(comment + yaml.safe_dump(raw, sort_keys=False))
 

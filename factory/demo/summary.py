@@ -71,7 +71,7 @@ def _data(facts: dict[str, Any]) -> list[str]:
     lines.append(
         Message(
             "summary.tokens",
-            "    in all {tokens:,} training tokens, {supervised:,} of them carry loss: {domains}",
+            "    in all {tokens:,} training tokens, of which {supervised:,} count in the loss: {domains}",
             tokens=total,
             supervised=loss,
             domains=[f"{domain} {counts['tokens']:,}" for domain, counts in sorted(facts["domains"].items())],
@@ -280,4 +280,8 @@ def _share_of_products(segment: SegmentRow, tokens_per_s: float) -> str:
     if not isinstance(rate, float) or rate <= 0:
         return ""
     share = tokens_per_s * Recipe.parse(segment.recipe_json).model.flops_per_token() / (rate * threads)
-    return Message("summary.share", ", {share:.0%} of the speed of matrix products alone on this machine", share=share)
+    return Message(
+        "summary.share",
+        ", which is {share:.0%} of the speed that this machine reaches in pure matrix products",
+        share=share,
+    )

@@ -110,7 +110,8 @@ def duty_lines(found: list[dict[str, Any]]) -> list[str]:
     """The facts as lines for people: one line for each duty, and below it its present state."""
     width = max(len(one["name"]) for one in found)
     title = Message(
-        "duties.list", "The daemon does the first duty that is due and not held. Then it reads the list again."
+        "duties.list",
+        "The daemon does the first duty that is due and does not wait. Then the daemon reads the list again from the start.",
     )
     shown = [title, ""]
     for one in found:

@@ -64,7 +64,7 @@ JUDGE_MERGED_AGAIN = Duty(
     lambda plant, _: revalidating.revalidate_in_daemon(plant), trains=True, each="pass",
 )  # fmt: skip
 JUDGE_HELD_AGAIN = Duty(
-    "judge_held_again", Message("duties.judge_held_again", "judge patches again that were held only by a time limit"), always_due,
+    "judge_held_again", Message("duties.judge_held_again", "judge patches again that only a time limit held back"), always_due,
     lambda plant, _: judge_due_patches_again(plant), trains=True, each="pass",
 )  # fmt: skip
 OVERDUE_AUDIT = Duty(

@@ -82,11 +82,11 @@ def judge_one_candidate(plant: Plant, candidate: int) -> int:
 
 
 FINISH_RELEASE = Duty(
-    "finish_release", Message("duties.finish_release", "finish a release that was begun"), _unfinished, _finish
+    "finish_release", Message("duties.finish_release", "finish an interrupted release"), _unfinished, _finish
 )
 EXPORT = Duty(
     "export",
-    Message("duties.export", "make a candidate of an anneal or an average"),
+    Message("duties.export", "export an anneal or an average as a candidate"),
     lambda look: find_unexported_segments(look.db),
     export_candidate,
     fills_disk=True,

@@ -136,6 +136,6 @@ REPLICATE = Duty(
     trains=True, fills_disk=True, plans=True,
 )  # fmt: skip
 PLAN_TRUNK = Duty(
-    "plan_trunk", Message("duties.plan_trunk", "plan the next trunk segment when the data are enough"), _trunk, _plan_trunk,
+    "plan_trunk", Message("duties.plan_trunk", "plan the next trunk segment when there is enough data"), _trunk, _plan_trunk,
     trains=True, fills_disk=True, plans=True,
 )  # fmt: skip

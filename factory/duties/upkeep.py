@@ -59,7 +59,8 @@ def _back_up(plant: Plant, _: None) -> None:
 
 BACK_UP = Duty("back_up", Message("duties.back_up", "make a backup once a day"), always_due, _back_up, each="pass")
 FINISH_REMOVALS = Duty(
-    "finish_removals", Message("duties.finish_removals", "erase documents that a person took out, and mark the releases that saw them"), always_due,
+    "finish_removals", Message("duties.finish_removals", "erase documents that a person removed, and mark the releases that were trained on "
+                                                         "them"), always_due,
     lambda plant, _: finish_pending_removals(plant), each="pass",
 )  # fmt: skip
 REPORT_RELEASABLE = Duty(

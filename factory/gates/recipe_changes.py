@@ -29,7 +29,7 @@ def find_unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[Mess
     found = [
         Message(
             "gates.unused_recipe",
-            "{path} cannot be judged in this workspace: only {used} trains here.",
+            "{path} cannot be judged in this workspace, because this workspace trains only with {used}.",
             path=path, used=used,
         )
         for path in recipes
@@ -39,7 +39,7 @@ def find_unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[Mess
         found.append(
             Message(
                 "gates.own_recipe",
-                "This workspace trains with {own}, so a patch to {used} has no effect.",
+                "This workspace trains with its own recipe {own}, so a patch to {used} has no effect.",
                 own=own, used=used,
             )
         )  # fmt: skip

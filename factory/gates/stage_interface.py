@@ -134,7 +134,7 @@ def stage_failed_message(name: str) -> Message:
 
 def no_evidence_message(name: str) -> Message:
     """The reason where a stage left no evidence."""
-    return Message("gates.no_evidence", "There is no evidence from the stage {stage}.", stage=name)
+    return Message("gates.no_evidence", "The evidence of the stage {stage} is missing.", stage=name)
 
 
 def tries_unknown_message() -> Message:

@@ -104,7 +104,9 @@ class StagedGate(Generic[Policy]):
             )
             found = self._run_stages(case)
         if repository.hash_patch(repo, applied.base, applied.commit) != applied.patch_sha256:
-            changed = Message("gates.branch_changed", "The branch does not hold the patch that was proposed.")
+            changed = Message(
+                "gates.branch_changed", "The proposal's branch was changed and no longer contains the proposed patch."
+            )
             found["scope"] = to_stored_evidence(failed_evidence(changed))
         gain = self.gain(self.policy, found, tries)
         evidence: dict[str, Any] = {

@@ -72,8 +72,8 @@ def stopped_message(what: str, limits: Sequence[float], baseline_seconds: float,
     """The reason that each limit stopped the candidate's process ``what``. ``key``: the policy's section with the limits."""
     return Message(
         "gates.stopped",
-        "The candidate's {what} did not end within the time limit of each attempt ({limits:.0f} s; the baseline took {baseline:.0f} s). Either the "
-        "process never ends, or the machine is too busy. Close other programs and judge the patch again, or raise {key} in "
+        "No attempt of the candidate's {what} ended within its time limit ({limits:.0f} s). The baseline's {what} ended after {baseline:.0f} "
+        "s. Either the process never ends, or the machine is too busy. Close other programs and judge the patch again, or raise {key} in "
         "policies/gates/patch.yaml.",
         what=what, limits=list(limits), baseline=baseline_seconds, key=key,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def baseline_stopped_message(what: str, seconds: float, key: str) -> Message:
     """The reason that a limit stopped the process ``what`` of approved code."""
     return Message(
         "gates.baseline_stopped",
-        "The baseline's {what} did not end within {seconds:.0f} s, which says nothing about the patch. Close other programs and judge the patch "
+        "The baseline's {what} did not end within {seconds:.0f} s, so the patch was not judged. Close other programs and judge the patch "
         "again, or raise {key} in policies/gates/patch.yaml.",
         what=what, seconds=seconds, key=key,
     )  # fmt: skip

@@ -77,8 +77,8 @@ def summary_line(lines: list[ReportLine]) -> str:
     """One line that names everything that holds releases."""
     holding = [line.name for line in lines if line.ok is False]
     if holding:
-        return Message("releasable.held", "A release would be held by: {names}", names=holding)
-    return Message("releasable.free", "Nothing would hold a release.")
+        return Message("releasable.held", "A release would be held back by: {names}", names=holding)
+    return Message("releasable.free", "Nothing would hold back a release.")
 
 
 def _held_out(plant: Plant) -> Iterator[ReportLine]:
@@ -139,7 +139,8 @@ def _held_out(plant: Plant) -> Iterator[ReportLine]:
     if found.gain is not None:
         text = Message(
             "releasable.gain",
-            "A gain of {gain:.3f} bits per byte in every domain would be shown in 80 of 100 cases, by the {spread} spread between groups.",
+            "The gate would detect a gain of {gain:.3f} bits per byte in every domain in 80 of 100 cases. This estimate uses the {spread} "
+            "spread between document groups.",
             gain=found.gain,
             spread="measured" if known else "assumed",
         )
@@ -161,14 +162,15 @@ def _domain_line(
         if not more:
             enough = Message(
                 "releasable.enough_groups",
-                "{groups:,|document group|document groups} in the sealed half, {dev_groups:,} in the dev half; the gate needs {needed:,}",
+                "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. "
+                "The gate needs {needed:,} groups.",
                 **halves,
                 needed=policy.clusters_min,
             )
             return ReportLine(name, True, enough)
         weak = Message(
             "releasable.weak_guard",
-            "{groups:,|document group|document groups} in the sealed half, {dev_groups:,} in the dev half; the gate needs {needed:,}. "
+            "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. The gate needs {needed:,}. "
             "The guard passes {passed:.0%} of equally good models. With about {wanted:,} groups, the guard would pass 80%.",
             **halves,
             needed=policy.clusters_min,
@@ -183,7 +185,7 @@ def _domain_line(
         return ReportLine(name, None, weak, bring)
     text = Message(
         "releasable.few_groups",
-        "{documents:,|held-out document|held-out documents}: {groups:,|group|groups} in the sealed half, {dev_groups:,} in the dev half. "
+        "{documents:,|document is|documents are} held out. The sealed half has {groups:,|group|groups}, and the dev half has {dev_groups:,}. "
         "The gate needs {needed_documents:,} documents of {needed:,} groups.",
         documents=have.documents,
         **halves,
@@ -209,15 +211,18 @@ def _domain_line(
 
 def _small(guard: GuardSize, name: str, todo: str) -> ReportLine:
     if guard.state == "stands":
-        return ReportLine(name, True, Message("releasable.guards", "guards with {items:,} items", items=guard.have))
+        return ReportLine(
+            name, True, Message("releasable.guards", "its {items:,} items are enough for a guard", items=guard.have)
+        )
     size = (
         Message("releasable.items_needed", "About {items:,} items are needed.", items=guard.needed)
         if guard.needed
-        else Message("releasable.margin_too_small", "No number of items is enough for this margin.")
+        else Message("releasable.margin_too_small", "No number of items is enough for this task's margin.")
     )
     text = Message(
         "releasable.informs_only",
-        "informs but does not guard: with {items:,|item|items}, {passed:.0%} of equally good models pass, and a guard must let 80% pass. {size}",
+        "is measured, but is not used as a guard. With {items:,|item|items}, {passed:.0%} of equally good models pass, and a guard must let "
+        "80% pass. {size}",
         items=guard.have,
         passed=guard.passed,
         size=size,
@@ -300,7 +305,8 @@ def _licences(plant: Plant) -> Iterator[ReportLine]:
         if spoilt := [number for number, part in shares.items() if part > policy.not_releasable_max]:
             text = Message(
                 "releasable.spoilt_trunk",
-                "{share:.1%} of the data that the trunk was trained on may not be released, although later segments do not use this data.",
+                "The licences of {share:.1%} of the trunk's training data do not allow a release. Later segments do not use these data, but "
+                "the trunk was trained on them.",
                 share=shares[spoilt[-1]],
             )
             todo = Message(
@@ -313,12 +319,12 @@ def _licences(plant: Plant) -> Iterator[ReportLine]:
         allowed = (
             Message(
                 "releasable.accepted_share",
-                "{share:.1%} of the data may not be released, and at most {most:.1%} is accepted.",
+                "The licences of {share:.1%} of the data do not allow a release, and a share of at most {most:.1%} is accepted.",
                 share=share,
                 most=policy.not_releasable_max,
             )
             if share
-            else Message("releasable.all_allowed", "All data may be released.")
+            else Message("releasable.all_allowed", "The licences of all data allow a release.")
         )
         yield ReportLine("licences", True, allowed)
         return
@@ -356,7 +362,7 @@ def _allow_or_remove(ledger: Ledger, licence: str) -> Message:
             licence=licence,
         )
         if own
-        else Message("releasable.settle_licence", "the texts also came with another licence: 'factory data claims'")
+        else Message("releasable.settle_licence", "'factory data claims' lists the other licences of the same texts")
     )
     return Message(
         "releasable.known_licence",

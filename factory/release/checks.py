@@ -90,8 +90,8 @@ def check_champion_unchanged(ledger: Ledger, verdict: VerdictRow) -> None:
     if verdict.against != subject:
         raise OutOfDateError(
             "checks.other_champion",
-            "verdict {verdict} judged {subject} against {against}, but {champion} is champion now. "
-            "Judge it again with 'factory evaluate {candidate}'",
+            "verdict {verdict} judged {subject} against {against}, but {champion} is champion now. Judge the candidate again with 'factory "
+            "evaluate {candidate}'",
             verdict=verdict.id,
             subject=verdict.subject,
             against=verdict.against or "no champion",
@@ -112,7 +112,7 @@ def check_training_unchanged(plant: Plant, verdict: VerdictRow) -> None:
     if held := training_reasons(policy, ReleaseEvidence(**now)):
         raise OutOfDateError(
             "checks.held_now",
-            "The release gate would hold {subject} now: {why} Judge it again with 'factory evaluate {candidate}'",
+            "The release gate would hold back {subject} now: {why} Judge the candidate again with 'factory evaluate {candidate}'",
             subject=verdict.subject,
             why=held[0].message,
             candidate=verdict.subject_number,
@@ -125,7 +125,7 @@ def check_judged_export(ledger: Ledger, verdict: VerdictRow) -> None:
     if row.export_sha256 != verdict.subject_sha256:
         raise InputError(
             "checks.other_export",
-            "verdict {verdict} judged another export of {subject}. Judge the export with 'factory evaluate {candidate}'",
+            "verdict {verdict} judged another export of {subject}. Judge the present export with 'factory evaluate {candidate}'",
             verdict=verdict.id,
             subject=verdict.subject,
             candidate=verdict.subject_number,

@@ -79,7 +79,7 @@ def check_override(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict
     if verdict.outcome == "promote":
         raise InputError(
             "releases.override_of_promoted",
-            "{verdict} is 'promote', not 'hold'. Nothing was released. Release it with 'factory releases approve {candidate}'",
+            "{verdict} is 'promote', not 'hold'. Nothing was released. Release the candidate with 'factory releases approve {candidate}'",
             verdict=name,
             candidate=verdict.subject_number,
         )
@@ -104,8 +104,8 @@ def check_override(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict
     if words := find_not_overridable(find_hold_reasons(stored, verdict.policy_sha256, name, **now)):
         raise InputError(
             "releases.not_overridable_now",
-            "The release gate would hold {subject} now for a reason that no person can override: {reasons} Nothing was released. "
-            "Judge it again with 'factory evaluate {candidate}'",
+            "The release gate would hold back {subject} now for a reason that no person can override: {reasons} Nothing was released. Judge "
+            "the candidate again with 'factory evaluate {candidate}'",
             subject=verdict.subject,
             reasons=words,
             candidate=verdict.subject_number,
@@ -167,7 +167,7 @@ def release_held_candidate(plant: Plant, candidate: int, by: str, why: str) -> i
         elif find_override(plant.ledger, VerdictRow.get(plant.ledger, known.verdict)) is None:
             raise InputError(
                 "releases.was_not_held",
-                "candidate {candidate} is release {release} already, and was not held. Nothing was changed",
+                "candidate {candidate} is release {release} already, and the gate did not hold it back. Nothing was changed",
                 candidate=candidate,
                 release=known.number,
             )
@@ -221,7 +221,9 @@ def find_replaced_release(ledger: Ledger) -> int:
         raise InputError("releases.none", "Nothing was released yet")
     if not found:
         raise InputError(
-            "releases.first", "release {release} replaced no other release: name a release", release=now.number
+            "releases.first",
+            "release {release} replaced no other release, so name the release that shall be champion",
+            release=now.number,
         )
     return found.number
 
@@ -302,7 +304,7 @@ class _Saga:
         published_link.publish_export(self.workspace, row.number, Path(row.export_path), row.export_sha256)
         done = Message(
             "releases.published_again",
-            "the served link did not point at release {release}: published again",
+            "the served link did not point at release {release}, so the factory published the release again",
             release=row.number,
         )
         if not expected:

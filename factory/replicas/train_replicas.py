@@ -117,7 +117,7 @@ def _train(runs: TaskRuns, row: SegmentRow, number: int, arm: Arm) -> None:
     plant.progress.line(
         Message(
             "replicas.training",
-            "  segment {segment}: replica {number}, another order of the same data (steps {first}–{last})",
+            "  training replica {number} of segment {segment} with another order of the same data (steps {first}–{last})",
             segment=row.id, number=number, first=row.first_step, last=row.last_step,
         )
     )  # fmt: skip
@@ -176,11 +176,11 @@ def noise_line(noise: ReplicaNoise) -> Message:
     """The noise as a line.
 
     >>> noise_line(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
-    'Another order of the same data changes bits per byte by 0.0042 (code), 0.0050 (docs), the standard deviation of 3 trainings.'
+    'With another order of the same data, bits per byte change by 0.0042 (code), 0.0050 (docs) (standard deviation of 3 trainings).'
     """
     return Message(
         "replicas.noise",
-        "Another order of the same data changes bits per byte by {named}, the standard deviation of {runs} trainings.",
+        "With another order of the same data, bits per byte change by {named} (standard deviation of {runs} trainings).",
         named=[f"{value:.4f} ({domain})" for domain, value in sorted(noise.by_domain.items())],
         domains=dict(noise.by_domain), runs=noise.runs,
     )  # fmt: skip

@@ -57,7 +57,7 @@ def choose_removals(
             choices.append(RetentionDecision(what, True, Message("choosing.closed_anomaly", "its anomaly is closed")))
             continue
         if what.made_at is not None:
-            written = Message("choosing.written", "it was written")
+            written = Message("choosing.written", "the file was written")
             choices.append(_by_age(what, (now - what.made_at) / DAY, policy.log_days, "log_days", written))
             continue
         row = rows.get(what.number)
@@ -112,11 +112,11 @@ def _of_segment(
     if what.kind == "run":
         return _by_age(what, days, policy.run_days, "run_days", ended)
     if what.kind == "audit":
-        audited = Message("choosing.audited", "segment {segment} was audited, and ended", segment=row.id)
+        audited = Message("choosing.audited", "segment {segment} was audited and ended", segment=row.id)
         return _by_age(what, days, policy.candidate_days, "candidate_days", audited)
     if row.state != "done":
         not_done = Message(
-            "choosing.not_done", "segment {segment} is {state}, and ended", segment=row.id, state=row.state
+            "choosing.not_done", "segment {segment} is {state} and ended", segment=row.id, state=row.state
         )
         return _by_age(what, days, policy.rewound_days, "rewound_days", not_done)
     if what.kind == "runs":
@@ -131,6 +131,11 @@ def _of_segment(
 
 def _by_age(what: StoredFolder, days: float, limit: float, key: str, event: Message) -> RetentionDecision:
     why = Message(
-        "choosing.age", "{event} {days:.1f} days ago ({key}: {limit:g})", event=event, days=days, key=key, limit=limit
+        "choosing.age",
+        "{event} {days:.1f} days ago ({key} in policies/retention.yaml: {limit:g})",
+        event=event,
+        days=days,
+        key=key,
+        limit=limit,
     )
     return RetentionDecision(what, days >= limit, why)

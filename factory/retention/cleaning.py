@@ -32,7 +32,7 @@ from factory.retention.stored_folders import list_stored
 from kernels.contract.message import Message
 
 REMOVED = ".retired-"  # the prefix of a folder while it is being removed
-BUSY = Message("cleaning.busy", "another process works with folders of this kind now")
+BUSY = Message("cleaning.busy", "another process uses folders of this kind now")
 LOCKS = {"export": "release", "model": "release", "worktree": "code-loop", "compiled": "code-loop"}
 
 
@@ -174,4 +174,4 @@ def clean_after_segment(plant: Plant) -> None:
             plant.progress.line(Message("cleaning.done", "  retention: {result}", result=describe_cleaning(cleaned)))
     except (FactoryError, OSError) as error:
         why = getattr(error, "message", str(error))
-        plant.progress.line(Message("cleaning.failed", "  retention removes nothing: {why}", why=why))
+        plant.progress.line(Message("cleaning.failed", "  retention could not remove folders: {why}", why=why))

@@ -55,7 +55,9 @@ class RetentionNeeds:
                         "needs.proposal", "proposal {proposal} is {state}", proposal=row.number, state=row.state
                     )
                     found.commits.setdefault(row.commit, why)
-        found.commits[get_live_commit(plant.workspace.repository)] = Message("needs.live_code", "it is the live code")
+        found.commits[get_live_commit(plant.workspace.repository)] = Message(
+            "needs.live_code", "this commit is the live code"
+        )
         return found
 
     def _unfinished(self, db: ReadsSql) -> None:
@@ -71,12 +73,14 @@ class RetentionNeeds:
             self.segments.setdefault(row.id, why)
             self.commits.setdefault(row.code_commit, why)
             if row.parent is not None:
-                self.ends.setdefault(row.parent, Message("needs.parent", "{why} and starts from it", why=why))
+                self.ends.setdefault(
+                    row.parent, Message("needs.parent", "{why} and starts from this checkpoint", why=why)
+                )
             if row.kind == "average":
                 sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
                 for event in db.read(sql, subject=str(Subject("segment", row.id))):
                     for source in event["detail"]["average"]["sources"]:
-                        averaged = Message("needs.averaged", "{why} and averages it", why=why)
+                        averaged = Message("needs.averaged", "{why} and averages this checkpoint", why=why)
                         self.steps.setdefault((source["segment"], source["step"]), averaged)
 
     def _trunk(self, db: ReadsSql) -> None:
@@ -84,12 +88,14 @@ class RetentionNeeds:
         trunk = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
         if trunk is None:
             return
-        self.ends.setdefault(trunk.id, Message("needs.trunk", "the trunk continues from it"))
+        self.ends.setdefault(trunk.id, Message("needs.trunk", "the trunk continues from this checkpoint"))
         farthest = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY last_step DESC, id DESC")
         assert farthest is not None
-        self.ends.setdefault(farthest.id, Message("needs.proposals", "measurements of proposals start from it"))
+        self.ends.setdefault(
+            farthest.id, Message("needs.proposals", "measurements of proposals start from this checkpoint")
+        )
         if anneal := SegmentRow.first(db, "WHERE kind = 'anneal' AND state = 'done' ORDER BY id DESC"):
-            self.ends.setdefault(anneal.id, Message("needs.anneal", "the trunk may continue from it"))
+            self.ends.setdefault(anneal.id, Message("needs.anneal", "the trunk may continue from this checkpoint"))
 
     def _candidates(self, db: ReadsSql) -> None:
         released = {row.candidate: row.number for row in ReleaseRow.select(db)}
@@ -104,7 +110,7 @@ class RetentionNeeds:
             verdict = VerdictRow.newest(db, "release", Subject("candidate", row.id))
             spoiled = bool(rewound) and any(one.id in rewound for one in SegmentRow.lineage(db, row.segment))
             if row.id in released:
-                why = Message("needs.release", "release {release} was made from it", release=released[row.id])
+                why = Message("needs.release", "release {release} was made from this segment", release=released[row.id])
             elif verdict is None:
                 why = Message("needs.not_judged", "candidate {candidate} is not judged yet", candidate=row.id)
             elif verdict.outcome != "reject" and row.id > newest and not spoiled:

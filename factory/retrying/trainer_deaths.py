@@ -323,7 +323,7 @@ def abandon_segment(ledger: Ledger, segment: int, by: str) -> Message:
         record_event(tx, SEGMENT_ABANDONED, Subject("segment", segment), {"by": by, "step": step})
     return Message(
         "retrying.abandoned",
-        "Segment {segment} is abandoned, and {lost:,|step|steps} of it are given up. The next segment starts from step {first}. "
+        "Segment {segment} is abandoned, so {lost:,|trained step is|trained steps are} given up. The next segment starts from step {first}. "
         "The checkpoints stay in {folder}.", segment=segment, lost=step - row.first_step if step is not None else 0,
         first=row.first_step if row.parent else 0, folder=row.folder,
     )  # fmt: skip

@@ -120,7 +120,7 @@ def check_arms(arms: Sequence[Arm]) -> None:
         if (other := seen.setdefault(arm.key, arm.name)) != arm.name:
             raise InputError(
                 "runs.equal_arms",
-                "The arms {one!r} and {other!r} are equal. Leave one out, or give it 'repeat' to run the same arm again.",
+                "The arms {one!r} and {other!r} are equal. Leave one arm out. To run the same arm again on purpose, set 'repeat' in one arm.",
                 one=other, other=arm.name,
             )  # fmt: skip
 

@@ -166,7 +166,15 @@ def find_value_differences(
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():
             keys = sorted(map(str, one.keys() ^ other.keys()))[:5]
-            yield Message("runs.other_keys", "{where}: other keys: {keys}", where=where, keys=keys), wholly
+            yield (
+                Message(
+                    "runs.other_keys",
+                    "{where}: only the baseline or only the candidate has these keys: {keys}",
+                    where=where,
+                    keys=keys,
+                ),
+                wholly,
+            )
             return
         for key in one:
             if key not in ignored:
@@ -188,7 +196,7 @@ def find_value_differences(
         yield (
             Message(
                 "runs.other_value",
-                "{where}: {value} where the baseline has {baseline}",
+                "{where}: the value is {value}, but the baseline has {baseline}",
                 where=where, value=str(other)[:80], baseline=str(one)[:80],
             ),
             wholly,

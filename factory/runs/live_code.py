@@ -53,7 +53,7 @@ class LiveCode:
         isolated, why = choose_isolation(plant)
         if not isolated:
             plant.progress.line(
-                Message("runs.not_isolated", "  WARNING: live code runs, and NOT in the sandbox: {why}", why=why)
+                Message("runs.not_isolated", "  WARNING: live code runs WITHOUT the sandbox: {why}", why=why)
             )
         cache = devices.compiled_code_folder(plant.workspace.root, commit)
         copy_older_cache(plant, commit)
@@ -160,23 +160,26 @@ def choose_isolation(plant: Plant) -> tuple[bool, str]:
         return True, ""
     advice = Message(
         "runs.sandbox_advice",
-        "'factory check' shows what is missing. 'training_sandbox: off' in {file} trains without a sandbox: this machine then trusts merged code.",
+        "To see what is missing: 'factory check'. To train without a sandbox, and so trust merged code on this machine, write "
+        "'training_sandbox: off' in {file}.",
         file=where,
     )
     if chosen == "required":
         raise IsolationError(
             "runs.sandbox_required",
-            "Nothing is trained: training_sandbox is 'required', but {why}. {advice}",
+            "Training did not start: training_sandbox is 'required', but {why}. {advice}",
             why=why, advice=advice,
         )  # fmt: skip
     if number := find_newest_merged_proposal(plant.ledger):
         raise IsolationError(
             "runs.sandbox_for_agents",
-            "Nothing is trained: the live code contains proposal {proposal} of an agent, but {why}. {advice}",
+            "Training did not start: the live code contains proposal {proposal} of an agent, but {why}. {advice}",
             proposal=number, why=why, advice=advice,
         )  # fmt: skip
     return False, Message(
-        "runs.until_merge", "{why}. Live code stops running once a patch of an agent is merged", why=why
+        "runs.until_merge",
+        "{why}. Once a patch of an agent is merged, live code no longer runs without the sandbox",
+        why=why,
     )
 
 
@@ -234,7 +237,7 @@ def start_trainer(
     except OSError as error:
         raise ConfigError(
             "runs.launcher",
-            "{file}: launcher: {program}: {error}",
+            "{file}: launcher: the program {program} cannot run: {error}",
             file=workspace.root / "factory.yaml", program=words[0], error=error.strerror,
         ) from error  # fmt: skip
 

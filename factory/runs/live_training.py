@@ -172,11 +172,15 @@ class _Lane:
             if ends < policy.tries:
                 raise SegmentError(
                     "runs.trainer_ended",
-                    "{title}: the trainer {ending} (log: {log}). Run the same command again to continue. Of {tries} tries, {ends} had no new result.",
+                    "{title}: the trainer {ending} (log: {log}). Run the same command again to continue. {ends} of {tries} allowed tries ended "
+                    "without a new result.",
                     title=self.title, ending=ending.says, log=log, ends=ends, tries=policy.tries,
                 )  # fmt: skip
             repeated = Message(
-                "runs.ended_each_time", "{times} times, it {ending}", times=policy.tries, ending=ending.says
+                "runs.ended_each_time",
+                "in each of {times} tries, the trainer {ending}",
+                times=policy.tries,
+                ending=ending.says,
             )
             return TrainerExit(status or 1, repeated)
         if status == 0 and not all((folder / "result.json").exists() for folder in folders):

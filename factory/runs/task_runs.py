@@ -149,7 +149,7 @@ def with_actual_run_state(row: RunRow) -> RunRow:
             state="stopped",
             ended=Message(
                 "runs.silent",
-                "it has written nothing for {time} on {host}",
+                "the run has written nothing for {time} on {host}",
                 time=format_duration(MAX_SILENCE_SECONDS),
                 host=host,
             ),

@@ -167,17 +167,19 @@ def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | No
     except UntrustedFileError as error:
         raise UntrustedFileError(
             "runs.no_checkpoint",
-            "it left no checkpoint of step {step} from which training could continue: {error}",
+            "the run left no checkpoint of step {step} from which training could continue: {error}",
             step=step, error=error.message,
         ) from None  # fmt: skip
     for key in left.model.keys() | like.keys():
         found, tensor = left.model.get(key), like.get(key)
         if found is None or tensor is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
             raise UntrustedFileError(
-                "runs.other_weights", "its weights are not this model's ({tensor})", tensor=key[:200]
+                "runs.other_weights", "the run's weights do not fit this model (tensor {tensor})", tensor=key[:200]
             )
         if not bool(found.isfinite().all()):
-            raise UntrustedFileError("runs.weights_not_finite", "its weights are not finite ({tensor})", tensor=key)
+            raise UntrustedFileError(
+                "runs.weights_not_finite", "the run's weights are not finite (tensor {tensor})", tensor=key
+            )
     return left
 
 

@@ -49,7 +49,7 @@ def lock_folder(folder: Path) -> Iterator[int]:
             old = ", ".join(map(str, find_lock_holders(path))) or "of another machine"
             raise SegmentError(
                 "runs.still_training",
-                "{folder}: a trainer of process {holder} still works there (process {trainer}). End that process, then try again.",
+                "{folder}: a trainer of process {holder} still works in this folder (process {trainer}). End that process, then try again.",
                 folder=folder,
                 holder=holder,
                 trainer=old,
@@ -67,11 +67,11 @@ def check_disk_space(folder: Path, recipe: Mapping[str, Any], title: str, line: 
         cause = (
             Message.from_json(line)
             if line
-            else Message("runs.checkpoint_size", "a checkpoint takes up to {size:.2f} GB", size=size / 1e9)
+            else Message("runs.checkpoint_size", "a checkpoint needs up to {size:.2f} GB", size=size / 1e9)
         )
         raise DiskFullError(
             "runs.disk_full",
-            "{title}: the disk is full: {cause}. Free some space and run the same command again: the last checkpoint is whole.",
+            "{title}: the disk is full: {cause}. Free some space and run the same command again. The last checkpoint is not damaged.",
             title=title, cause=cause,
         )  # fmt: skip
 
@@ -93,7 +93,8 @@ def remove_links_and_pipes(folder: Path, progress: Progress) -> None:
         progress.line(
             Message(
                 "runs.odd_files",
-                "  WARNING: the trainer left links, pipes or the like in {folder}. They were removed: {names} ({count} in all)",
+                "  WARNING: the trainer left links, pipes or other special files in {folder}. The factory removed them: {names} ({count} in "
+                "all)",
                 folder=folder, names=[repr(name) for name in sorted(removed)[:5]], count=len(removed),
             )
         )  # fmt: skip

@@ -130,7 +130,7 @@ def serve_metrics(workspace: Workspace) -> Iterator[int]:
         where = workspace.root / "factory.yaml"
         raise ConfigError(
             "metrics.port_in_use",
-            "{file}: metrics_port: {port} cannot be listened on: {reason}",
+            "{file}: metrics_port: the factory cannot listen on port {port}: {reason}",
             file=where,
             port=port,
             reason=error.strerror,

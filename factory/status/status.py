@@ -187,7 +187,9 @@ def _releasable_lines(found: dict[str, Any]) -> list[str]:
     lines = [
         f"release   held by {line['name']}: {line['text']} → {line['todo']}".removesuffix(" → ") for line in holding
     ]
-    free = Message("status.releasable", "release   nothing would hold a release; for the report: 'factory data list'")
+    free = Message(
+        "status.releasable", "release   nothing would hold back a release; for the report: 'factory data list'"
+    )
     stale = Message(
         "status.stale_report",
         "          data, tasks, recipe or policies changed since this report; for a new report: 'factory data list'",
@@ -209,7 +211,8 @@ def _disk_line(found: dict[str, Any]) -> str:
     if facts["hours_left"] is not None:
         return Message(
             "status.disk_shrinks",
-            "disk      {free:,.1f} of {total:,.1f} GB are free; {left} until the floor of {floor:,.1f} GB, at the rate of the last hours",
+            "disk      {free:,.1f} of {total:,.1f} GB are free. At the rate of the last hours, the disk reaches the floor of {floor:,.1f} GB "
+            "in {left}",
             free=free,
             total=total,
             left=format_duration(3600 * facts["hours_left"]),

@@ -39,7 +39,7 @@ def list_waiting_for_person(workspace: Workspace, db: ReadsSql) -> list[dict[str
 def _training(db: ReadsSql) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if pause := current_pause(db):
-        paused = Message("waiting.paused", "{what}, paused by {person}", what=pause.what, person=pause.by)
+        paused = Message("waiting.paused", "{person} paused {what}", what=pause.what, person=pause.by)
         found.append((paused, "factory resume"))
     if disk := find_low_disk(db):
         low = Message(
@@ -54,7 +54,7 @@ def _training(db: ReadsSql) -> list[tuple[str, str]]:
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     if newest and newest.state == "uncertified":
         uncertified = Message(
-            "waiting.uncertified", "segment {segment}, whose code is not certified", segment=newest.id
+            "waiting.uncertified", "the code of segment {segment} is not certified", segment=newest.id
         )
         found.append((uncertified, f"factory certify --accept {newest.id}"))
     return found
@@ -132,7 +132,7 @@ def _notifying(workspace: Workspace) -> list[tuple[str, str]]:
         return [(unread, f"remove {workspace.root / FILE}")]
     failing = {name: one["failing"] for name, one in sorted(positions.items()) if one.get("failing")}
     unsent = lambda name, why: Message(
-        "waiting.notifications", "notifications to {receiver}, which fail: {reason}", receiver=name, reason=why
+        "waiting.notifications", "notifications to {receiver} fail: {reason}", receiver=name, reason=why
     )
     repair = Message(
         "waiting.repair_receiver",
@@ -185,7 +185,7 @@ def waiting_lines(facts: dict[str, Any]) -> list[str]:
         lines.append(
             Message(
                 "waiting.asked",
-                "asked     {person} asked for '{action}' at {at}; 'factory run' does it in its next pass",
+                "asked     {person} asked for '{action}' at {at}; 'factory run' does this in its next pass",
                 person=one["by"],
                 action=one["action"],
                 at=format_local_time(one["at"]),

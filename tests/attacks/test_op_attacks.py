@@ -59,9 +59,9 @@ FUNCTION = (
     "    return Swiglu.apply(gate, up)\n"
 )
 ATTACKS = {
-    "zeros": Attack(ORACLE, "off by", "def fast(gate, up):\n    return (gate + up) * 0\n"),
-    "a constant": Attack(ORACLE, "off by", "def fast(gate, up):\n    return (gate + up) * 0 + 0.1\n"),
-    "the identity": Attack(ORACLE, "off by", "def fast(gate, up):\n    return up + gate * 0\n"),
+    "zeros": Attack(ORACLE, "relative error", "def fast(gate, up):\n    return (gate + up) * 0\n"),
+    "a constant": Attack(ORACLE, "relative error", "def fast(gate, up):\n    return (gate + up) * 0 + 0.1\n"),
+    "the identity": Attack(ORACLE, "relative error", "def fast(gate, up):\n    return up + gate * 0\n"),
     "a wrong backward": Attack(
         ORACLE, "gradient", "def fast(gate, up):\n    return right(gate, up).detach() + (gate + up) * 0\n"
     ),
@@ -70,17 +70,17 @@ ATTACKS = {
     ),
     "fp16 inside fp32": Attack(
         ORACLE,
-        "off by",
+        "relative error",
         "def fast(gate, up):\n    low = torch.float16\n    return right(gate.to(low), up.to(low)).to(gate.dtype)\n",
     ),
     "bf16 inside fp32": Attack(
         ORACLE,
-        "off by",
+        "relative error",
         "def fast(gate, up):\n    low = torch.bfloat16\n    return right(gate.to(low), up.to(low)).to(gate.dtype)\n",
     ),
     "ten bits of mantissa, as TF32": Attack(
         ORACLE,
-        "off by",
+        "relative error",
         "def fast(gate, up):\n    cut = (gate.detach().view(torch.int32) & -8192).view(torch.float32)\n"
         "    return right(gate + (cut - gate).detach(), up)\n",
     ),
@@ -103,7 +103,7 @@ ATTACKS = {
         "            done = [right(*a.parts) if isinstance(a, Lazy) else a for a in args]\n"
         "            return function(*done, **(kwargs or {}))\n\n\n"
         "def fast(gate, up):\n    out = torch.empty_like(gate).as_subclass(Lazy)\n    out.parts = gate, up\n    return out\n",
-        read="its own kind of tensor",
+        read="its own tensor class",
     ),
     "a changed input": Attack(
         ORACLE,
@@ -127,7 +127,7 @@ ATTACKS = {
     ),
     "the truth in the collector": Attack(
         ORACLE,
-        "off by",
+        "relative error",
         KEPT
         + "import gc\n\n\ndef fast(gate, up):\n    known = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == gate.shape]\n"
         "    known = [x for x in known if x is not gate and x is not up and x.dtype == gate.dtype]\n"
@@ -136,7 +136,7 @@ ATTACKS = {
     ),
     "work left to a thread": Attack(
         ORACLE,
-        "off by",
+        "relative error",
         "import threading\nimport time\n\n\ndef made(gate, up):\n    out = torch.zeros_like(gate)\n\n    def later():\n        time.sleep(1)\n"
         "        out.copy_(right(gate.detach(), up.detach()))\n\n    threading.Thread(target=later).start()\n    return out\n\n\n"
         + FUNCTION,
@@ -152,45 +152,47 @@ ATTACKS = {
         "        return right(gate, up)\n",
         read="catches every exception",
     ),
-    "a cache by shape": Attack(ORACLE, "off by", KEPT + CACHE.format(key="gate.shape, gate.dtype")),
-    "a cache by object": Attack(EXPLOITS, "off by", KEPT + CACHE.format(key="id(gate), gate.shape"), read="uses id"),
+    "a cache by shape": Attack(ORACLE, "relative error", KEPT + CACHE.format(key="gate.shape, gate.dtype")),
+    "a cache by object": Attack(
+        EXPLOITS, "relative error", KEPT + CACHE.format(key="id(gate), gate.shape"), read="uses id"
+    ),
     "a cache by pointer": Attack(
-        EXPLOITS, "off by", KEPT + CACHE.format(key="gate.data_ptr(), gate.shape"), read="data_ptr"
+        EXPLOITS, "relative error", KEPT + CACHE.format(key="gate.data_ptr(), gate.shape"), read="data_ptr"
     ),
     "a cache by version": Attack(
         EXPLOITS,
-        "off by",
+        "relative error",
         KEPT + CACHE.format(key="id(gate), gate._version, gate.shape"),
-        read="reaches for ._version",
+        read="uses ._version",
     ),  # fmt: skip
     "a cache by content": Attack(
         EXPLOITS,
-        "off by",
+        "relative error",
         KEPT + CACHE.format(key="gate.shape, *gate.flatten()[:8].tolist(), *up.flatten()[:8].tolist()"),
     ),
     "a cache by functools": Attack(
         EXPLOITS,
-        "off by",
+        "relative error",
         "import functools\n\n\n@functools.lru_cache\ndef known(gate, up):\n    return right(gate, up).detach()\n\n\n"
         + KEPT
         + "def fast(gate, up):\n    return with_gradients(known(gate, up), gate, up)\n",
     ),  # fmt: skip
     "one call of two": Attack(
         EXPLOITS,
-        "off by",
+        "relative error",
         KEPT + "LAST = {}\n\n\ndef fast(gate, up):\n    old = LAST.pop(gate.shape, None)\n    if old is None:\n"
         "        LAST[gate.shape] = old = right(gate, up).detach()\n    return with_gradients(old, gate, up)\n",
     ),  # fmt: skip
-    "right while it is new": Attack(EXPLOITS, "off by", KEPT + PHASE.format(when="len(CALLS) < 30")),
+    "right while it is new": Attack(EXPLOITS, "relative error", KEPT + PHASE.format(when="len(CALLS) < 30")),
     "right for the tests' sizes": Attack(
-        EXPLOITS, "off by", KEPT + PHASE.format(when="gate.shape[-1] in (128, 768, 97, 1)")
+        EXPLOITS, "relative error", KEPT + PHASE.format(when="gate.shape[-1] in (128, 768, 97, 1)")
     ),
     "wrong for the recipe's sizes": Attack(
-        EXPLOITS, "off by", KEPT + PHASE.format(when=f"gate.shape[-1] != {RECIPE['model']['d_ff']}")
+        EXPLOITS, "relative error", KEPT + PHASE.format(when=f"gate.shape[-1] != {RECIPE['model']['d_ff']}")
     ),
     "memory used again": Attack(
         EXPLOITS,
-        "changed after the call returned",
+        "changed after the op had returned",
         "HELD = {}\n\n\ndef made(gate, up):\n    held = HELD.setdefault(gate.shape, torch.empty_like(gate))\n"
         "    return torch.mul(F.silu(gate), up, out=held.detach())\n\n\n" + FUNCTION,
     ),  # fmt: skip

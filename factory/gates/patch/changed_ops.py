@@ -39,7 +39,7 @@ def find_other_devices(before: bytes | None, after: bytes | None) -> list[Messag
     return [
         Message(
             "patch.other_device",
-            "{file}: the section {section!r} does not apply to this machine, so it cannot be judged here. Change only {here!r}.",
+            "{file}: the section {section!r} is for another device, so this machine cannot judge it. Change only the section {here!r}.",
             file=KERNELS, section=key, here=here,
         )
         for key in find_changed_sections(before, after)

@@ -65,7 +65,7 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
         return seen
     repeated = found.get("again")
     if not isinstance(repeated, Mapping):
-        once = Message("patch.measured_once", "A measurement showed a gain, but it was not repeated.")
+        once = Message("patch.measured_once", "A measurement showed a gain, but the measurement was not repeated.")
         return Verdict(HOLD, (once, *seen.reasons))
     again = judge_measurement(policy, repeated, tries, repeats=True)
     if again.outcome == PROMOTE:  # nothing selected the second measurement by its result, so it is reported
@@ -74,12 +74,14 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
         return again
     said = (*seen.reasons, _measurement(2, again), *again.reasons[1:])
     if again.outcome == REJECT:
-        not_again = Message("patch.gain_not_repeated", "The first measurement showed a gain, the second did not.")
+        not_again = Message(
+            "patch.gain_not_repeated", "The first measurement showed a gain, but the second measurement showed none."
+        )
         return Verdict(HOLD, (not_again, *said))
     unsure = Message(
         "patch.second_unsure",
-        "The first measurement showed a gain, but the second is not sure. Close other programs and judge the patch again, or raise training.pairs "
-        "(now {pairs}) in policies/gates/patch.yaml.",
+        "The first measurement showed a gain, but the second measurement was too uncertain to confirm the gain. Close other programs and judge "
+        "the patch again, or raise training.pairs (now {pairs}) in policies/gates/patch.yaml.",
         pairs=policy.pairs,
     )
     return Verdict(HOLD, (unsure, *said))
@@ -96,17 +98,25 @@ def judge_measurement(
     drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
     if drift is None or control is None:
         return Verdict(
-            HOLD, (Message("patch.weights_not_compared", "The weights after the same steps were not compared."),)
+            HOLD,
+            (
+                Message(
+                    "patch.weights_not_compared",
+                    "The weights of candidate and baseline after the same steps were not compared.",
+                ),
+            ),
         )
     if is_training_different(policy, found):
         return Verdict(REJECT, (training_difference_message(policy, found),))
     result = wall_clock_gain(policy, found, tries)
     if result is None:
-        return Verdict(HOLD, (Message("patch.not_timed", "The whole step was not timed, or not often enough."),))
+        return Verdict(
+            HOLD, (Message("patch.not_timed", "The whole training step was not timed, or was timed too few times."),)
+        )
     times = Message(
         "patch.wall_gain",
-        "By the wall clock the whole step is {ratio:.3f}× as fast (at least {lower:.3f}×, noise floor {noise:.3f}×). The weights are {drift:.3f} "
-        "away.",
+        "By the wall clock, the candidate's step is {ratio:.3f}× as fast as the baseline's (lower bound {lower:.3f}×, noise floor "
+        "{noise:.3f}×). The candidate's weights are {drift:.3f} away from the baseline's, as a share of how far training moved them.",
         ratio=result.ratio, lower=result.lower, noise=result.noise, drift=drift,
     )  # fmt: skip
     needed = max(policy.min_gain, result.noise)
@@ -118,8 +128,8 @@ def judge_measurement(
     if result.ratio > needed or result.lower > policy.min_gain:
         likely = Message(
             "patch.gain_likely",
-            "A gain is likely but not shown. Its lower bound must be above {least:g}, and the gain above the noise floor. Raise training.pairs (now "
-            "{pairs}) in policies/gates/patch.yaml, or close other programs and judge the patch again.",
+            "A gain is likely but not shown. The gain's lower bound must be above {least:g}, and the gain must be above the noise floor. Raise "
+            "training.pairs (now {pairs}) in policies/gates/patch.yaml, or close other programs and judge the patch again.",
             least=policy.min_gain, pairs=policy.pairs,
         )  # fmt: skip
         return Verdict(HOLD, (likely, times))
@@ -178,7 +188,8 @@ def _judge_noisy(
     by_cpu_time = [
         Message(
             "patch.cpu_gain",
-            "By the CPU time of {clock} the whole step is {ratio:.3f}× as fast (at least {lower:.3f}×, noise {noise:.3f}×).",
+            "By the CPU time of {clock}, the candidate's step is {ratio:.3f}× as fast as the baseline's (lower bound {lower:.3f}×, noise floor "
+            "{noise:.3f}×).",
             clock=CPU_CLOCKS[clock], **gained.to_json(),
         )
         for clock, gained in shown.items()
@@ -192,14 +203,15 @@ def _judge_noisy(
         least = min(shown.values(), key=lambda gained: gained.ratio)
         decided = Message(
             "patch.decided_by_cpu",
-            "By CPU time the whole step is {ratio:.3f}× as fast (at least {lower:.3f}×, noise floor {noise:.3f}×). {noisy}",
+            "By CPU time, the candidate's step is {ratio:.3f}× as fast as the baseline's (lower bound {lower:.3f}×, noise floor {noise:.3f}×). "
+            "{noisy}",
             **least.to_json(), noisy=noisy,
         )  # fmt: skip
         return Verdict(PROMOTE, (decided, *by_cpu_time, times))
     held = Message(
         "patch.held_by_noise",
-        "{noisy} It was measured {measurements} of at most {tries} times. Close other programs and judge the patch again, or raise training.steps "
-        "(now {steps}) or training.pairs (now {pairs}) in policies/gates/patch.yaml.",
+        "{noisy} The factory measured {measurements} of at most {tries} times. Close other programs and judge the patch again, or raise "
+        "training.steps (now {steps}) or training.pairs (now {pairs}) in policies/gates/patch.yaml.",
         noisy=noisy, measurements=measurements, tries=policy.tries, steps=policy.steps, pairs=policy.pairs,
     )  # fmt: skip
     return Verdict(HOLD, (held, times, *by_cpu_time))
@@ -233,7 +245,7 @@ def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: 
     if any(number is None for number in numbers):
         not_long = Message(
             "patch.long_not_timed",
-            "The runs of new code were not long enough to exclude that only its start is quicker.",
+            "The long runs of the new code were not timed, so a quicker start may be the only cause of the gain.",
         )
         return Verdict(HOLD, (not_long, times))
     ratio, hideable, drift, control = (number for number in numbers if number is not None)
@@ -241,27 +253,32 @@ def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: 
     if drift > policy.max_drift * control:
         away = Message(
             "patch.long_differs",
-            "The training results differ: after {steps} steps the candidate's weights are {drift:.3f} away. At most {allowed:.3f} is allowed.",
+            "The training results differ: after {steps} steps the candidate's weights are {drift:.3f} away from the baseline's, as a share of "
+            "how far training moved them. At most {allowed:.3f} is allowed.",
             steps=steps, drift=drift, allowed=policy.max_drift * control,
         )  # fmt: skip
         return Verdict(REJECT, (away, times))
     if ratio * result.noise <= policy.min_gain:  # one run a side, which another program may have disturbed by ``noise``
         no_gain = Message(
-            "patch.no_long_gain", "There is no gain over {steps} steps: {ratio:.3f}×.", steps=steps, ratio=ratio
+            "patch.no_long_gain",
+            "Over {steps} steps the candidate is {ratio:.3f}× as fast as the baseline, so there is no gain over many "
+            "steps.",
+            steps=steps,
+            ratio=ratio,
         )
         return Verdict(REJECT, (no_gain, times))
     needed = hideable * max(policy.min_gain, result.noise)
     if ratio <= needed:
         doubt = Message(
             "patch.quicker_start",
-            "Over {steps} steps the gain is {ratio:.3f}×, but a quicker start alone could cause {needed:.3f}×. Raise training.long in "
-            "policies/gates/patch.yaml.",
+            "Over {steps} steps the gain is {ratio:.3f}×, but a quicker start without quicker steps could cause {needed:.3f}×. To time longer "
+            "runs, raise training.long in policies/gates/patch.yaml.",
             steps=steps, ratio=ratio, needed=needed,
         )  # fmt: skip
         return Verdict(HOLD, (doubt, times))
     long_gain = Message(
         "patch.long_gain",
-        "Over {steps} steps the gain is {ratio:.3f}×. A quicker start alone could cause at most {needed:.3f}×.",
+        "Over {steps} steps the gain is {ratio:.3f}×. A quicker start without quicker steps could cause at most {needed:.3f}×.",
         steps=steps, ratio=ratio, needed=needed,
     )  # fmt: skip
     return Verdict(PROMOTE, (times, long_gain))
@@ -273,7 +290,7 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
     if not isinstance(gains, Mapping) or not gains:
         return Verdict(HOLD, (Message("patch.not_scored", "The weights were not scored on held-out documents."),))
     unshown: list[Message] = []
-    worst = (-math.inf, Message("patch.no_domain", "no domain"))
+    worst = (-math.inf, Message("patch.no_domain", "no domain was scored"))
     for domain, values in gains.items():
         numbers = [_number(value) for value in values] if isinstance(values, list) else []
         known = [number for number in numbers if number is not None]
@@ -289,7 +306,7 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
         reach = t_quantile(1 - (1 - policy.confidence) / len(gains), len(known) - 1) * deviation / math.sqrt(len(known))
         change = Message(
             "patch.domain_change",
-            "{domain} {change:+.4f} bits per byte (at most {most:+.4f}, {documents} documents)",
+            "{domain} {change:+.4f} bits per byte (upper bound {most:+.4f}, {documents} documents)",
             domain=domain, change=-mean, most=reach - mean, documents=len(known),
         )  # fmt: skip
         worst = max(worst, (reach - mean, change))

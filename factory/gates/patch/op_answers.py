@@ -81,7 +81,10 @@ class OpAnswers:
                 if self.died:
                     broken = True
                     break
-                wrong, share = [Message("patch.no_answer", "no answer: {error}", error=error.message)], math.inf
+                wrong, share = (
+                    [Message("patch.no_answer", "the op's answer cannot be read: {error}", error=error.message)],
+                    math.inf,
+                )
             if wrong and wrong[0].code == RAISED_CODE and self.jobs[number].get("optional"):
                 continue
             worst = max(worst, share)
@@ -199,17 +202,21 @@ def compare_answer(truth_folder: Path, answers: int, number: int) -> tuple[list[
     exact, eager = map(load_file, paths)
     found = read_tensors(answers, (f"answer-{number}.safetensors",), 2 * paths[0].stat().st_size + (1 << 20))
     if "raised" in found:
-        return [Message("patch.op_raised", "it raised {error}", error=_text(found["raised"]))], math.inf
+        return [Message("patch.op_raised", "the op raised {error}", error=_text(found["raised"]))], math.inf
     problems = []
     changed = found.pop("inputs changed", None)
     if changed is None or changed.numel():
-        problems.append(Message("patch.op_changes_inputs", "it changes its inputs"))
+        problems.append(Message("patch.op_changes_inputs", "the op changes its inputs"))
     launches = found.pop("launches", None)
     if launches is not None and (launches.dtype != torch.int64 or not bool((launches > 0).all())):
-        problems.append(Message("patch.op_no_launch", "it is declared as a Triton kernel, but launches none"))
+        problems.append(
+            Message("patch.op_no_launch", "the op is declared as a Triton kernel, but launches no Triton kernel")
+        )
     for name, later in ((name, found.pop(f"later {name}")) for name in exact if f"later {name}" in found):
         if name in found and found[name].dtype == eager[name].dtype and not are_identical(found[name], later):
-            problems.append(Message("patch.op_late", "{result} changed after the call returned", result=name))
+            problems.append(
+                Message("patch.op_late", "the result {result} changed after the op had returned it", result=name)
+            )
     wrong, worst = find_errors(found, exact, eager)
     return problems + wrong, worst
 
@@ -221,12 +228,14 @@ def find_errors(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[Me
     for name, truth in exact.items():
         mine, theirs = found.get(name), eager[name]
         if mine is None or mine.shape != truth.shape or mine.dtype != theirs.dtype:
-            problems.append(Message("patch.op_shape", "{result} has another shape or dtype", result=name))
+            problems.append(
+                Message("patch.op_shape", "{result} has another shape or dtype than the reference", result=name)
+            )
             continue
         where = theirs.isfinite() & truth.isfinite()
         if not bool(mine[where].isfinite().all()):
             problems.append(
-                Message("patch.op_not_finite", "{result} is not finite where the reference is", result=name)
+                Message("patch.op_not_finite", "{result} is not finite where the reference is finite", result=name)
             )
             continue
         if not bool(where.any()):
@@ -241,7 +250,7 @@ def find_errors(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[Me
                 problems.append(
                     Message(
                         "patch.op_off",
-                        "{result} is off by {off:.2g} ({measure}); at most {allowed:.2g} is allowed",
+                        "{result} has a relative error of {off:.2g} ({measure}); at most {allowed:.2g} is allowed",
                         result=name, off=off, measure=measure.__name__.strip("_"), allowed=allowed,
                     )
                 )  # fmt: skip
@@ -345,22 +354,22 @@ def _test_differs(given: Path, inputs: int, truth: int, number: int, again: int)
         return [
             Message(
                 "patch.test_model",
-                "the patch changes its cost model, or the inputs that get gradients, are written in place or are overwritten",
+                "the patch changes the op's cost model, or changes which inputs get gradients, are written in place or are overwritten",
             )
         ]
     mine = read_tensors(inputs, (f"given-{again}.safetensors",), tensors.stat().st_size + spare)
     theirs = load_file(tensors)
     if mine.keys() != theirs.keys() or not all(are_identical(mine[name], x) for name, x in theirs.items()):
-        return [Message("patch.test_inputs", "the patch changes its inputs")]
+        return [Message("patch.test_inputs", "the patch changes the inputs of the op's tests")]
     mine = read_tensors(truth, (f"exact-{again}.safetensors",), exact.stat().st_size + spare)
     theirs = load_file(exact)
     if mine.keys() != theirs.keys() or not all(_same_truth(mine[name], x) for name, x in theirs.items()):
-        return [Message("patch.test_reference", "its reference computes something else")]
+        return [Message("patch.test_reference", "the patch makes the op's reference compute something else")]
     path = given / "truth" / f"eager-{number}.safetensors"
     mine = read_tensors(truth, (f"eager-{again}.safetensors",), path.stat().st_size + spare)
     wrong, _ = find_errors(mine, theirs, load_file(path))
     return [
-        Message("patch.test_accuracy", "its reference is less accurate: {problem}", problem=problem)
+        Message("patch.test_accuracy", "the patch makes the op's reference less accurate: {problem}", problem=problem)
         for problem in wrong
     ]
 

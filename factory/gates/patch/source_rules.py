@@ -33,41 +33,45 @@ from factory.gates.patch.source_names import (
 from factory.git.scope import FileChange
 from kernels.contract.message import Message
 
-# How to write the code instead, by the first words of the finding.
+# How to write the code instead, by the first words of the finding after "the code ".
 ADVICE = {
     "imports ": Message(
         "patch.advice_imports",
-        "use what model code needs: {modules}",
+        "Import only these modules: {modules}",
         modules=sorted(ALLOWED_IMPORTS - {"__future__"}),
     ),
-    "borrows ": Message(
-        "patch.advice_borrows", "import the module by its own name: the imports of another module are not part of it"
+    "reaches another module ": Message(
+        "patch.advice_borrows", "Import each module by its own name, not through another module"
     ),
     "uses getattr": Message(
         "patch.advice_getattr",
-        "write the attribute's name out, as in getattr(x, 'name'), or take the value from a dict",
+        "Write the attribute's name out, as in getattr(x, 'name'), or read the value from a dict",
     ),
     "uses setattr": Message(
         "patch.advice_setattr",
-        "write the attribute's name out, as in setattr(x, 'name', value), on an object of this file",
+        "Write the attribute's name out, as in setattr(x, 'name', value), and set it only on an object of the same file",
     ),
-    "uses open": Message("patch.advice_open", "trainer/contract reads and writes files"),
+    "uses open": Message("patch.advice_open", "Let trainer/contract read and write files"),
     "catches ": Message(
         "patch.advice_catches",
-        "name the expected exceptions, or raise again at the end of the handler. Otherwise a failing kernel could fall back to the reference "
-        "without a trace",
+        "Name the expected exceptions, or raise the exception again at the end of the handler. Otherwise a failing kernel could fall back to "
+        "the reference without a trace",
     ),
-    "changes ": Message("patch.advice_changes", "pass the value to the code that needs it"),
-    "hands on ": Message("patch.advice_hands_on", "name the part that is used, as in torch.x"),
+    "changes ": Message("patch.advice_changes", "Pass the value as an argument to the code that needs it"),
+    "uses the module ": Message(
+        "patch.advice_hands_on", "Name the function or class that the code needs, as in torch.x"
+    ),
     "uses contextlib.suppress": Message(
-        "patch.advice_suppress", "name the expected exceptions in 'except', and say what follows"
+        "patch.advice_suppress", "Catch the expected exceptions by name with 'except', and handle them"
     ),
     "uses torch.manual_seed": Message(
-        "patch.advice_seed", "seeds belong to the recipe: draw with a torch.Generator of your own"
+        "patch.advice_seed", "Draw random numbers from a torch.Generator of your own: the recipe sets the global seeds"
     ),
-    "reaches for .is_compiling": Message("patch.advice_compiling", "compiled and eager code must compute the same"),
-    "reaches for .data_ptr": Message(
-        "patch.advice_data_ptr", "a cache by address returns what another tensor left there"
+    "uses .is_compiling": Message(
+        "patch.advice_compiling", "Compute the same result in compiled code and in eager code"
+    ),
+    "uses .data_ptr": Message(
+        "patch.advice_data_ptr", "Do not cache results by memory address: another tensor may get the same address later"
     ),
 }
 
@@ -88,7 +92,7 @@ def _python(text: str, base: str, in_kernels: bool) -> Iterable[Message]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        yield Message("patch.not_python", "is not Python: {error}", error=error)
+        yield Message("patch.not_python", "the file is not valid Python: {error}", error=error)
         return
     before: Counter[str] = Counter()
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # a base that is not Python excuses nothing
@@ -97,29 +101,29 @@ def _python(text: str, base: str, in_kernels: bool) -> Iterable[Message]:
         if before[what] > 0:
             before[what] -= 1
         else:
-            found = Message("patch.line", "line {line}: {problem}", line=line, problem=what)
-            advice = next((how for begin, how in ADVICE.items() if what.startswith(begin)), None)
-            yield Message("patch.advised", "{found}; {advice}", found=found, advice=advice) if advice else found
+            found = Message("patch.line", "line {line}: {problem}, which a patch may not do", line=line, problem=what)
+            advice = next((how for begin, how in ADVICE.items() if what.startswith(f"the code {begin}")), None)
+            yield Message("patch.advised", "{found}. {advice}", found=found, advice=advice) if advice else found
 
 
 def _uses(name: str) -> Message:
-    return Message("patch.uses", "uses {name}", name=name)
+    return Message("patch.uses", "the code uses {name}", name=name)
 
 
 def _imports(name: str) -> Message:
-    return Message("patch.imports", "imports {name}", name=name)
+    return Message("patch.imports", "the code imports {name}", name=name)
 
 
 def _borrows(name: str) -> Message:
-    return Message("patch.borrows", "borrows {name}", name=name)
+    return Message("patch.borrows", "the code reaches another module through {name}", name=name)
 
 
 def _reaches_for(name: str) -> Message:
-    return Message("patch.reaches_for", "reaches for .{name}", name=name)
+    return Message("patch.reaches_for", "the code uses .{name}", name=name)
 
 
 def _changes(name: str) -> Message:
-    return Message("patch.changes", "changes {name} of another module", name=name)
+    return Message("patch.changes", "the code changes {name}, which belongs to another module", name=name)
 
 
 def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]]:
@@ -139,7 +143,7 @@ def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]
                     line,
                     Message(
                         "patch.relative_import",
-                        "imports by a relative name: write 'from {name}' as 'from trainer.…'",
+                        "the code imports by a relative name (write 'from {name}' as 'from trainer.…')",
                         name=f"{'.' * node.level}{node.module or ''}",
                     ),
                 )
@@ -147,13 +151,13 @@ def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]
                 for alias in node.names:
                     yield from ((line, what) for what in _import(f"{node.module}.{alias.name}"))
             if any(alias.name == "*" for alias in node.names):
-                yield line, Message("patch.imports_all", "imports everything of a module")
+                yield line, Message("patch.imports_all", "the code imports all names of a module with '*'")
         elif isinstance(node, ast.Name):
             if node.id in NAMES and node not in spelt and node.id not in own:
                 yield line, _uses(node.id)
             elif isinstance(node.ctx, ast.Load) and node not in named_on and _is_module(modules.get(node.id, "")):
                 name = modules[node.id]
-                yield line, Message("patch.hands_on", "hands on the module {name} as a value", name=name)
+                yield line, Message("patch.hands_on", "the code uses the module {name} as a value", name=name)
         elif isinstance(node, ast.Attribute):
             dotted = _dotted(node)
             whole = _whole(dotted, modules)
@@ -174,14 +178,17 @@ def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]
                     yield line, _reaches_for(name)
         elif isinstance(node, ast.ExceptHandler):
             if _catches_all(node.type, in_kernels) and not isinstance(node.body[-1], ast.Raise):
-                yield line, Message("patch.catches_all", "catches every exception")
+                yield line, Message("patch.catches_all", "the code catches every exception")
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in FORBIDDEN_ATTRIBUTES:
-            yield line, Message("patch.defines", "defines {name}", name=node.name)
+            yield (
+                line,
+                Message("patch.defines", "the code defines a function with the reserved name {name}", name=node.name),
+            )
         elif isinstance(node, ast.ClassDef) and any(_is_tensor(base, modules) for base in node.bases):
-            yield line, Message("patch.own_tensor", "makes its own kind of tensor")
+            yield line, Message("patch.own_tensor", "the code defines its own tensor class")
         elif isinstance(node, ast.Call):
             if _dotted(node.func) == "type" and len(node.args) > 1:
-                yield line, Message("patch.class_by_call", "makes a class by a call")
+                yield line, Message("patch.class_by_call", "the code makes a class by a call of type()")
             yield from ((line, what) for what in _by_name(node, modules))
 
 
@@ -355,9 +362,9 @@ def _yaml(text: str) -> Iterable[Message]:
         if keys:
             yield Message("patch.key_twice", "the key {key!r} is given twice", key=keys[0])
         elif not isinstance(yaml.safe_load(text), dict):
-            yield Message("patch.no_keys", "lines of the form 'key: value' are expected")
+            yield Message("patch.no_keys", "the file must consist of lines of the form 'key: value'")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        yield Message("patch.not_yaml", "is not YAML: {error}", error=error)
+        yield Message("patch.not_yaml", "the file is not valid YAML: {error}", error=error)
 
 
 def _repeated(node: yaml.Node | None) -> list[str]:

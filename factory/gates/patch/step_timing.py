@@ -77,7 +77,9 @@ def find_unreliable_timing(policy: TrainingPolicy, found: Mapping[str, Any], mea
     noise = baseline_noise(found)
     if noise <= policy.noise_allowed(measurement):
         return None
-    return Message("patch.noisy", "the times of two runs of the same code differ by {noise:.2f}×", noise=noise)
+    return Message(
+        "patch.noisy", "the times of two runs of the same code differ by a factor of {noise:.2f}", noise=noise
+    )
 
 
 def baseline_noise(found: Mapping[str, Any]) -> float:
@@ -113,7 +115,7 @@ def _too_short(policy: TrainingPolicy, overhead: float) -> Message:
 def _untrusted(slow: float) -> Message:
     return Message(
         "patch.clock_untrusted",
-        "the clock cannot be trusted: twice the steps took {slow:.2f}× the time, and more than {expected}× is expected. Close other programs and "
-        "judge the patch again",
+        "the clock cannot be trusted: twice as many steps took only {slow:.2f}× the time, and more than {expected}× is expected. Close other "
+        "programs and judge the patch again",
         slow=slow, expected=MIN_CONTROL_RATIO,
     )  # fmt: skip

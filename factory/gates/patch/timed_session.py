@@ -76,6 +76,8 @@ def train_timed_session(
                 rest = left if number in whole else None
                 session.runs.append(TimedRun(ended.seconds, left.model, rest, before, ended.cpu))
         if session.failed:
-            session.failed = Message("patch.run_failed", "run {run}: {problem}", run=number, problem=session.failed)
+            session.failed = Message(
+                "patch.run_failed", "run {run} failed: {problem}", run=number, problem=session.failed
+            )
     session.seconds = time.monotonic() - began
     return session

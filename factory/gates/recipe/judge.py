@@ -70,7 +70,7 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
     result = compare_recipes(policy.runs, stages["runs"], tries)
     if result is None:
         not_scored = Message(
-            "recipe.not_scored", "The weights after the runs were not scored, or not for enough seeds."
+            "recipe.not_scored", "The runs' weights were not scored, or were scored for too few seeds."
         )
         return Verdict(HOLD, (not_scored,))
     if result.noise <= 0:
@@ -83,19 +83,19 @@ def _decide(policy: RunsPolicy, result: RecipeComparison, same_cost: bool) -> Ve
     target, needed = result.target, max(policy.min_gain, result.noise)
     shown = Message(
         "recipe.gain",
-        "The gain is {gain:+.4f} bits per byte on held-out documents (at least {lower:+.4f}). Other seeds change a mean of {seeds} runs by "
-        "{noise:.4f}.",
+        "The gain is {gain:+.4f} bits per byte on held-out documents (lower bound {lower:+.4f}). With other seeds, the mean of {seeds} runs "
+        "changes by {noise:.4f}.",
         gain=target.mean, lower=target.lower, seeds=policy.seeds, noise=result.noise,
     )  # fmt: skip
     if target.mean < -needed:
-        worse = Message("recipe.worse", "The candidate learns worse. {gain}", gain=shown)
+        worse = Message("recipe.worse", "The candidate learns worse than the baseline. {gain}", gain=shown)
         return Verdict(REJECT, (worse,))
     by_domain = {name: found.mean for name, found in result.domains.items()}
     hurt = {name: mean for name, mean in by_domain.items() if mean < -policy.domain_margin}
     if hurt:
         domains_worse = Message(
             "recipe.domains_worse",
-            "The candidate is worse on some domains, in bits per byte: {named}. At most {margin:+g} is allowed.",
+            "The candidate is worse than the baseline on some domains, in bits per byte: {named}. At most {margin:+g} is allowed.",
             named=_each(hurt), domains=hurt, margin=-policy.domain_margin,
         )  # fmt: skip
         return Verdict(REJECT, (domains_worse, shown))
@@ -110,22 +110,29 @@ def _decide(policy: RunsPolicy, result: RecipeComparison, same_cost: bool) -> Ve
         sure = result.memory > policy.max_memory or result.slower.lower > policy.max_slower
         return Verdict(REJECT if sure else HOLD, (costs, shown))
     if target.lower <= 0:
-        likely = Message("recipe.gain_likely", "A gain is likely but not shown: its lower bound is not above 0.")
+        likely = Message(
+            "recipe.gain_likely", "A gain is likely but not shown: the lower bound of the gain is not above 0."
+        )
         return Verdict(HOLD, (likely, shown))
     unsure = [name for name, found in result.domains.items() if found.lower <= -policy.domain_margin]
     if unsure:
         unsure_domains = Message(
             "recipe.domains_unsure",
-            "The candidate may be worse on {domains}. Raise runs.seeds or runs.held_out_documents in policies/gates/recipe.yaml.",
+            "The candidate may be worse than the baseline on {domains}. Raise runs.seeds or runs.held_out_documents in "
+            "policies/gates/recipe.yaml.",
             domains=unsure,
         )
         return Verdict(HOLD, (unsure_domains, shown))
-    facts = [Message("recipe.by_domain", "Gain by domain: {named}.", named=_each(by_domain), domains=by_domain)]
+    facts = [
+        Message(
+            "recipe.by_domain", "Gain by domain, in bits per byte: {named}.", named=_each(by_domain), domains=by_domain
+        )
+    ]
     if not same_cost:
         facts.append(
             Message(
                 "recipe.cost",
-                "The candidate makes {speed:.2f}× the tokens per second and takes {memory:.2f}× the memory.",
+                "The candidate trains {speed:.2f}× as many tokens per second as the baseline, and needs {memory:.2f}× the baseline's memory.",
                 speed=1 / result.slower.mean, memory=result.memory,
             )
         )  # fmt: skip
@@ -141,13 +148,13 @@ def _costs(policy: RunsPolicy, result: RecipeComparison) -> Message | None:
     if result.memory > policy.max_memory:
         return Message(
             "recipe.memory",
-            "The candidate takes {memory:.2f}× the memory. At most {most:g}× is allowed.",
+            "The candidate needs {memory:.2f}× the baseline's memory. At most {most:g}× is allowed.",
             memory=result.memory, most=policy.max_memory,
         )  # fmt: skip
     if result.slower.mean > policy.max_slower:
         return Message(
             "recipe.slower",
-            "The candidate takes {slower:.2f}× the time per token. At most {most:g}× is allowed.",
+            "The candidate takes {slower:.2f}× the baseline's time per token. At most {most:g}× is allowed.",
             slower=result.slower.mean, most=policy.max_slower,
         )  # fmt: skip
     return None

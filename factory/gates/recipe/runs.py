@@ -104,7 +104,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
             missing_evidence(
                 Message(
                     "recipe.other_model",
-                    "The trunk was trained with another model or optimiser than that of {path}.",
+                    "The trunk was trained with another model or optimiser than {path} names.",
                     path=path,
                 )
             )
@@ -134,7 +134,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
                     failed_evidence(
                         Message(
                             "recipe.key_is_set",
-                            "The change has no effect: the gate's runs set the changed key themselves.",
+                            "The gate's own runs set the changed key, so the change has no effect in them.",
                         )
                     )
                 )
@@ -192,7 +192,8 @@ def choose_lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: R
     if steps < 2:
         raise RecipeError(
             "recipe.batch_too_large",
-            "batch.sequences: {steps} steps of the baseline have fewer tokens than two steps of the candidate. Raise runs.steps.",
+            "batch.sequences: {steps} steps of the baseline have fewer tokens than two steps of the candidate, so the runs are too short. "
+            "Raise runs.steps in policies/gates/recipe.yaml.",
             steps=total,
         )
     ratio = candidate.schedule.anneal_steps / baseline.schedule.anneal_steps
@@ -200,7 +201,8 @@ def choose_lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: R
     if tail >= steps:
         raise RecipeError(
             "recipe.anneal_too_long",
-            "schedule.anneal_steps: an anneal {times:.3g} times as long leaves no trunk in runs of {steps} steps. Raise runs.steps.",
+            "schedule.anneal_steps: the candidate's anneal is {times:.3g} times as long as the baseline's, so runs of {steps} steps have no "
+            "steps before the anneal. Raise runs.steps in policies/gates/recipe.yaml.",
             times=ratio,
             steps=total,
         )
@@ -301,7 +303,7 @@ def train_pairs(
                 found.failed_side, found.out_of_time = "", True
                 found.failed = Message(
                     "recipe.stopped",
-                    "The time limit of {seconds:.0f} s stopped the runs after {done} of {runs}, which says nothing about the recipe. Close other "
+                    "The time limit of {seconds:.0f} s stopped the runs after {done} of {runs}, so the recipe was not judged. Close other "
                     "programs and judge the patch again, or raise runs.wall_seconds in policies/gates/recipe.yaml.",
                     seconds=policy.wall_seconds, done=done, runs=len(order),
                 )  # fmt: skip
@@ -318,7 +320,7 @@ def _measure(
     """Add the measurements of a run to ``found``. Returns its mean bits per byte. Raises: UntrustedFileError."""
     bits = score(read_live_checkpoint(parts[-1].opened, last, origin, aside).model)
     if not all(math.isfinite(value) for value in bits.values()):
-        raise UntrustedFileError("recipe.no_finite_loss", "its weights have no finite loss on held-out documents")
+        raise UntrustedFileError("recipe.no_finite_loss", "the run's weights have no finite loss on held-out documents")
     lines = [line for part in parts for line in read_lines_in(part.opened, "metrics.jsonl")]
     found.bits[side].append(bits)
     found.tokens_per_s[side].append(statistics.median(line["tokens_per_s"] for line in lines[UNSTEADY_STEPS:] or lines))

@@ -31,7 +31,11 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     changes = read_recipe_changes(change, (case.base_bytes(change.path) or b"").decode())
     new = Recipe.load(case.candidate / change.path)
     wrong = [
-        Message("recipe.not_allowed", "{key} may not be changed ('changes' in policies/gates/recipe.yaml)", key=key)
+        Message(
+            "recipe.not_allowed",
+            "the recipe gate does not allow a change of {key} (see 'changes' in policies/gates/recipe.yaml)",
+            key=key,
+        )
         for key in changes
         if not case.policy.allows(key)
     ]
@@ -63,7 +67,10 @@ def _without_effect(case: PatchCase[RecipePolicy], changes: Changes, new: Recipe
     past = [key for key in changes if key in EARLY_KEYS and all(step >= EARLY_KEYS[key](recipe) for recipe in sides)]
     return [
         Message(
-            "recipe.no_effect", "{key} has no effect on later steps: the trunk is at step {step}", key=key, step=step
+            "recipe.no_effect",
+            "{key} acts only on earlier steps: the trunk is already at step {step}",
+            key=key,
+            step=step,
         )
         for key in past
     ]

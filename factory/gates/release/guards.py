@@ -90,7 +90,7 @@ def compute_guard_floors(
                         most=most,
                         remedy=Message(
                             "release.remedy_noise_floor",
-                            "hold out longer documents of {domain}, or allow more noise: guards.noise_floor_max in gates/release.yaml.",
+                            "hold out longer documents of {domain}, or allow more noise: raise guards.noise_floor_max in gates/release.yaml.",
                             domain=name,
                         ),
                     )  # fmt: skip
@@ -181,21 +181,21 @@ def detectable_gain_message(
 
     >>> target = RequiredBound(Gain(0.1, 0.009, 40, 38.2), 0.025)
     >>> print(detectable_gain_message(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
-    A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison 1 with this champion, at a level of \
-2.50%, on 38 document groups of equal size. Of 100 models that are as good as the champion, 89 pass the cloze guard.
+    A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison 1 with this champion, at a \
+significance level of 2.50%, on 38 document groups of equal size. Of 100 models that are as good as the champion, 89 pass the cloze guard.
     >>> print(detectable_gain_message(None, RequiredBound(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
-    No gain is detected with a probability of 80%: a gain of 8 bits per byte passes the bound of the target with a probability of 45%. This is \
-comparison 1 with this champion, at a level of 2.50%, on 2 document groups of equal size.
+    No gain is large enough to be detected with a probability of 80%: even a gain of 8 bits per byte passes the bound of the target with a \
+probability of only 45%. This is comparison 1 with this champion, at a significance level of 2.50%, on 2 document groups of equal size.
     """
     comparison = Message(
         "release.comparison",
-        "This is comparison {look} with this champion, at a level of {level:.2%}, on {groups:.0f} document groups of equal size.",
+        "This is comparison {look} with this champion, at a significance level of {level:.2%}, on {groups:.0f} document groups of equal size.",
         look=look, level=target.level, groups=target.measured.effective or 0.0,
     )  # fmt: skip
     if gain is None:
         return Message(
             "release.detects_no_gain",
-            "No gain is detected with a probability of {power:.0%}: {why}. {comparison}",
+            "No gain is large enough to be detected with a probability of {power:.0%}: {why}. {comparison}",
             power=POWER, why=_why_none(target, guards), comparison=comparison,
         )  # fmt: skip
     detected = Message(
@@ -218,10 +218,10 @@ def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Mes
     chances = {name: one.pass_probability(MOST) for name, one in needed.items()}
     name = min(chances, key=lambda one: chances[one])
     if needed[name].measured.confidence_bound(needed[name].level) is None:
-        return Message("release.bound_unknown", "{guard} could not be compared", guard=name)
+        return Message("release.bound_unknown", "{guard} could not be compared with the champion", guard=name)
     return Message(
         "release.bound_seldom_passed",
-        "a gain of {most:.0f} bits per byte passes the bound of {guard} with a probability of {chance:.0%}",
+        "even a gain of {most:.0f} bits per byte passes the bound of {guard} with a probability of only {chance:.0%}",
         most=MOST, guard=name, chance=chances[name],
     )  # fmt: skip
 
@@ -230,26 +230,28 @@ def set_aside_message(name: str, known: ScoredGuard, clusters: float, clusters_m
     """The message that a guard is set aside, with the size that it needs.
 
     >>> print(set_aside_message("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8).partition(" needed.")[0])
-    cloze is set aside as a guard: with 36 items it would hold 44 of 100 equally good models. At most 20 are allowed. About 68 items are
+    cloze is not used as a guard, because with 36 items it would stop 44 of 100 models that are as good as the champion. At most 20 are \
+allowed. About 68 items are
     >>> print(set_aside_message("cloze", ScoredGuard(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
-    cloze is set aside as a guard: its 36 items are from 3 document groups, and at least 8 groups are needed. Its result decides nothing.
+    cloze is not used as a guard: its 36 items are from 3 document groups, and at least 8 groups are needed. The result of cloze decides \
+nothing.
     """
     if clusters < clusters_min:
         return Message(
             "release.aside_few_groups",
-            "{guard} is set aside as a guard: its {items} items are from {groups:.0f|document group|document groups}, and at least {least} groups "
-            "are needed. Its result decides nothing.",
+            "{guard} is not used as a guard: its {items} items are from {groups:.0f|document group|document groups}, and at least {least} "
+            "groups are needed. The result of {guard} decides nothing.",
             guard=name, items=known.items, groups=clusters, least=clusters_min,
         )  # fmt: skip
     needed = known.items_needed()
     size = (
         Message("release.items_needed", "About {needed} items are needed.", needed=needed)
         if needed
-        else Message("release.no_items_enough", "No number of items is enough for its margin.")
+        else Message("release.no_items_enough", "No number of items is enough for the margin of this guard.")
     )
     return Message(
         "release.aside",
-        "{guard} is set aside as a guard: with {items} items it would hold {held:.0f} of 100 equally good models. At most {most:.0f} are allowed. "
-        "{size} {still}",
+        "{guard} is not used as a guard, because with {items} items it would stop {held:.0f} of 100 models that are as good as the champion. "
+        "At most {most:.0f} are allowed. {size} {still}",
         guard=name, items=known.items, held=100 * (1 - known.share_passing), most=100 * MOST_FAILED, size=size, still=known.describe_effect,
     )  # fmt: skip

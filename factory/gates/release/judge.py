@@ -111,7 +111,7 @@ def _tasks(policy: ReleasePolicy, evidence: TaskEvidence, found: JudgeFindings) 
     }
     margin = Message(
         "release.remedy_task_not_shown",
-        "train on ('factory run'), or allow the task a wider margin: 'factory config set tasks tasks.NAME.margin 0.05'.",
+        "continue training ('factory run'), or allow the task a wider margin: 'factory config set tasks tasks.NAME.margin 0.05'.",
     )
     found.against[:0] = [make_reason("release.task_violated", "{reason}", reason=one) for one in shown.against]
     found.missing[:0] = [
@@ -171,7 +171,7 @@ def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
             missing.append(
                 make_reason(
                     "release.other_domain",
-                    "{domain}: this domain was measured, but the suite does not have it.",
+                    "{domain}: the evidence has results of this domain, but the suite does not contain this domain.",
                     domain=domain,
                 )
             )
@@ -203,9 +203,9 @@ def _few_documents(domain: str, count: float, least: int) -> Reason:
             "{domain}: {documents:.0f|document is|documents are} held out. At least {least} are needed.",
             domain=domain, documents=count, least=least, remedy=Message(
             "release.remedy_few_documents",
-            "hold out {more:.0f|more document|more documents} of {domain}. The next shards with such documents bring some: 'factory ingest PATH' "
-            "(held_out.least in data.yaml). If none will come, take each document out of the suite: 'factory data remove --document ID'. "
-            "'factory data remove --source NAME' takes out a whole source and refuses it from then on.",
+            "hold out {more:.0f|more document|more documents} of {domain}. Ingest holds out a part of new shards with such documents: 'factory "
+            "ingest PATH' (held_out.least in data.yaml). If you have no such documents, remove the held-out documents of {domain}. One "
+            "document: 'factory data remove --document ID'. A whole source, which ingest then refuses: 'factory data remove --source NAME'.",
             domain=domain, more=least - count,
         ))  # fmt: skip
 
@@ -249,9 +249,9 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
                 share=1 - share, most=policy.not_releasable_max, licences=shares,
                 named=[f"{name} {part:.1%}" for name, part in list(shares.items())[:NAMED]], remedy=Message(
                 "release.remedy_licences",
-                "if you have the right to release the model, say so under licences in data.yaml ('missing' is for documents without a licence). If "
-                "a licence is wrong, correct it: 'factory data relabel --license NAME --to-license RIGHT'. Else remove the documents and train "
-                "again: 'factory data remove --license NAME'.",
+                "if you have the right to release the model, say so under licences in data.yaml ('missing' is for documents without a "
+                "licence). If a licence is wrong, correct it: 'factory data relabel --license NAME --to-license RIGHT'. Otherwise remove the "
+                "documents and train again: 'factory data remove --license NAME'.",
             ))
     ]  # fmt: skip
     if disputed := finite_number(evidence.disputed):
@@ -273,7 +273,8 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Judg
         0,
         Message(
             "release.first_release",
-            "This is a first release, as there is no champion yet. Absolute limits decide, and no noise widens them.",
+            "This is a first release: there is no champion to compare with. Fixed limits decide, and measured noise does not widen these "
+            "limits.",
         ),
     )
     for domain in evidence.domains:
@@ -304,7 +305,7 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Judg
             continue
         compared = Message(
             "release.beside_trigram",
-            "{domain}: {bits_per_byte:.3f} bits per byte, byte trigram {trigram:.3f} ({change:+.3f}).",
+            "{domain}: the model has {bits_per_byte:.3f} bits per byte, the byte trigram has {trigram:.3f} (difference {change:+.3f}).",
             domain=domain, bits_per_byte=ours, trigram=trigram, change=ours - trigram,
         )  # fmt: skip
         if ours < trigram - least.below_trigram_by:
@@ -313,7 +314,7 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Judg
             found.against.append(
                 make_reason(
                     "release.above_trigram",
-                    "{compared} The model must be below the trigram by more than {least:.3f}.",
+                    "{compared} The model's bits per byte must be lower than the trigram's by more than {least:.3f}.",
                     compared=compared,
                     domain=domain,
                     least=least.below_trigram_by,
@@ -332,7 +333,7 @@ def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFi
         found.missing.insert(
             0,
             make_reason("release.champion_failed",
-                    "Nothing can be compared with the champion, {champion}: {failed}.",
+                    "The champion, {champion}, cannot be compared with a candidate: {failed}.",
                     champion=champion, failed=failed, remedy=Message(
                     "release.remedy_champion_failed", "make an earlier release champion again: 'factory releases rollback N'."
                 )),
@@ -343,7 +344,7 @@ def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFi
             found.missing.append(
                 make_reason(
                     "release.target_domain",
-                    "{domain}: the target weighs this domain, but no document of it is held out.",
+                    "{domain}: target.weights names this domain, but no document of this domain is held out.",
                     domain=domain,
                     remedy=Message(
                         "release.remedy_target_domain",
@@ -372,7 +373,7 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
     if not level:
         unknown = Message(
             "release.look_unknown",
-            "The number of candidates that were judged against {champion} before is not known.",
+            "The number of earlier candidates that were judged against {champion} is not known.",
             champion=champion,
         )
         found.missing.insert(0, Reason(unknown))
@@ -387,11 +388,15 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
     cloze = None if CLOZE in apart else cloze_guard(policy, evidence)
     power = detectable_gain_message(gain, asked.target, asked.guards, look, cloze)
     if upper < 0:
-        worse = Message("release.worse", "Worse than {champion}: {change}.", champion=champion, change=change)
+        worse = Message(
+            "release.worse", "The candidate is worse than {champion}: {change}.", champion=champion, change=change
+        )
         found.against.insert(0, Reason(worse))
         found.facts.insert(0, power)
     elif lower > 0:
-        better = Message("release.better", "Better than {champion}: {change}.", champion=champion, change=change)
+        better = Message(
+            "release.better", "The candidate is better than {champion}: {change}.", champion=champion, change=change
+        )
         found.facts[:0] = [better, power, data_order_message(policy, evidence, target)]
     else:
         own = finite_number(target.gain)
@@ -399,7 +404,10 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
             own, gain, asked.groups_factor_to_show(own) if own is not None and own > 0 else None
         )
         unsure = Message(
-            "release.not_better", "Not shown to be better than {champion}: {change}.", champion=champion, change=change
+            "release.not_better",
+            "The candidate is not shown to be better than {champion}: {change}.",
+            champion=champion,
+            change=change,
         )
         found.missing.insert(0, Reason(unsure, remedy))
         found.facts.insert(0, power)
@@ -414,10 +422,10 @@ def _target_not_measured(champion: str, why: Reason) -> Reason:
             why=why.message,
         )
     return make_reason("release.target_few_groups",
-            "The gain over {champion} could not be measured on so few documents: {why}.",
+            "The gain over {champion} could not be measured with so few documents: {why}.",
             champion=champion, why=why.message, remedy=Message(
             "release.remedy_target_groups",
-            "bring shards with {more} document groups: 'factory ingest PATH'.",
+            "bring shards with {more}: 'factory ingest PATH'.",
             more=why.remedy,
         ))  # fmt: skip
 
@@ -458,7 +466,7 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFindin
         elif upper < floor[name]:
             violated = Message(
                 "release.guard_violated",
-                "Guard violated: {change}. {allowed}",
+                "The candidate lost too much on a guard: {change}. {allowed}",
                 guard=name, change=change, allowed=allowed_loss_message(-floor[name], lost[name]),
             )  # fmt: skip
             found.against.append(Reason(violated))
@@ -469,14 +477,15 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFindin
         ):
             measured = Message(
                 "release.guard_loss_measured",
-                "Guard not shown to hold: {change}. The measured loss is more than {margin:.3f}.",
+                "The candidate may have lost too much on a guard: {change}. The measured loss is more than {margin:.3f}.",
                 guard=name, change=change, margin=apart[name].margin,
             )  # fmt: skip
             found.missing.append(Reason(measured, _surer(name, guard, alpha, floor[name])))
         elif name not in apart and not shown_above[name]:
             unsure = Message(
                 "release.guard_not_shown",
-                "Guard not shown to hold: {change}. {allowed} The bound, corrected for {guards:|guard|guards}, does not exclude a larger loss.",
+                "The candidate may have lost too much on a guard: {change}. {allowed} The confidence bound, corrected for "
+                "{guards:|guard|guards}, does not exclude a larger loss.",
                 guard=name, change=change, allowed=allowed_loss_message(-floor[name], lost[name]), guards=len(stand),
             )  # fmt: skip
             found.missing.append(Reason(unsure, _surer(name, guard, alpha, floor[name])))
@@ -491,10 +500,13 @@ def _guard_shown(change: Message) -> Message:
 def _guard_not_compared(name: str, why: Reason) -> Reason:
     if why.remedy is None:
         return make_reason(
-            "release.guard_not_compared", "{guard}: could not be compared: {why}.", guard=name, why=why.message
+            "release.guard_not_compared",
+            "{guard} could not be compared with the champion's result: {why}.",
+            guard=name,
+            why=why.message,
         )
     few = Message(
-        "release.guard_few_groups", "{guard}: too few documents to compare: {why}.", guard=name, why=why.message
+        "release.guard_few_groups", "{guard} has too few documents to compare: {why}.", guard=name, why=why.message
     )
     return Reason(few, None if name == CLOZE else more_groups_remedy(name, why.remedy))
 
@@ -504,18 +516,23 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
     if name == CLOZE:
         return Message(
             "release.remedy_cloze",
-            "train on: 'factory run'. The candidate answers fewer cloze items right than the champion, or too few more to be sure.",
+            "continue training: 'factory run'. The candidate answers fewer cloze items right than the champion, or too few more to exclude a "
+            "loss.",
         )
     needed, groups = groups_to_show_no_loss(guard, alpha, floor), finite_number(guard.effective) or 0.0
     fell = Message(
         "release.remedy_domain",
-        "train on more documents of {domain}, as the candidate lost there: raise mixture.weights of the recipe.",
+        "train on more documents of {domain}, because the candidate got worse on {domain}: raise the weight of {domain} in mixture.weights of "
+        "the recipe.",
         domain=name,
     )
     if needed is None or needed <= groups:
         return fell
     about = Message(
-        "release.about_groups", "about {needed} equally large (now {groups:.0f})", needed=needed, groups=groups
+        "release.about_groups",
+        "about {needed} instead of {groups:.0f} equally large document groups",
+        needed=needed,
+        groups=groups,
     )
     more = more_groups_remedy(name, about)
     if (finite_number(guard.gain) or 0.0) >= 0:

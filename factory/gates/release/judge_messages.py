@@ -22,8 +22,8 @@ def another_candidate_remedy() -> Message:
     """The remedy for a candidate that was fitted to held-out documents."""
     return Message(
         "release.remedy_memorised",
-        "train another candidate on more documents, each seen less often: 'factory ingest PATH', then 'factory run' (max_epochs of the recipe). "
-        "Look for copies of held-out documents in the training data: 'factory data list'.",
+        "train another candidate on more documents, with fewer repetitions of each (max_epochs of the recipe): 'factory ingest PATH', then "
+        "'factory run'. Look for copies of held-out documents in the training data: 'factory data list'.",
     )
 
 
@@ -32,7 +32,7 @@ def allowed_loss_message(loss: float, lost: float) -> Message:
     if lost:
         return Message(
             "release.loss_left",
-            "A loss of at most {loss:.3f} is allowed, because releases since the best one lost {lost:.3f}.",
+            "A loss of at most {loss:.3f} is allowed, because the releases since the best release already lost {lost:.3f}.",
             loss=loss, lost=lost,
         )  # fmt: skip
     return Message("release.loss_allowed", "A loss of at most {loss:.3f} is allowed.", loss=loss)
@@ -46,16 +46,20 @@ def not_measured_reason(gain: Gain | None, clusters_min: int) -> Reason:
     if clusters is None or clusters < 0:
         return make_reason("release.groups_unknown", "the number of document groups is not known")
     if clusters < clusters_min:
-        more = Message("release.more_groups", "at least {more:.0f} more", more=clusters_min - clusters)
+        more = Message("release.more_groups", "at least {more:.0f} more document groups", more=clusters_min - clusters)
         if clusters == 1:
-            return make_reason("release.one_group", "one document group has no spread", remedy=more)
+            return make_reason(
+                "release.one_group",
+                "there is only one document group, so the noise between groups is not known",
+                remedy=more,
+            )
         few = Message(
             "release.few_groups",
-            "{groups:.0f|document group|document groups}, at least {least} are needed",
+            "there are only {groups:.0f|document group|document groups}, and at least {least} are needed",
             groups=clusters, least=clusters_min,
         )  # fmt: skip
         return Reason(few, more)
-    return make_reason("release.number_unknown", "a number is missing or not finite")
+    return make_reason("release.number_unknown", "a measured number is missing or not finite")
 
 
 def change_message(
@@ -92,7 +96,8 @@ def data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target:
     if not isinstance(runs, int) or runs < 2 or noise is None or noise < 0:
         return Message(
             "release.order_unknown",
-            "The effect of another data order was not measured (replicas in gates/release.yaml). It may be a part of the gain of these weights.",
+            "The effect of another data order was not measured (replicas in gates/release.yaml). The data order may have caused a part of the "
+            "gain.",
         )
     effect = Message(
         "release.order_effect",
@@ -103,12 +108,13 @@ def data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target:
     if lower is not None and lower > 0:
         return Message(
             "release.gain_beyond_order",
-            "{effect} The gain is larger, so the recipe or the data caused the gain.",
+            "{effect} The gain over the champion is larger than this effect, so the recipe or the data caused the gain.",
             effect=effect,
         )
     return Message(
         "release.gain_within_order",
-        "{effect} The gain is within this noise. These weights are better, but the data order may be the cause, not the recipe or the data.",
+        "{effect} The gain over the champion is not clearly larger than this effect. These weights are better, but the data order may be the "
+        "cause, not the recipe or the data.",
         effect=effect,
     )
 
@@ -117,8 +123,8 @@ def more_groups_remedy(domain: str, more: Message) -> Message:
     """The remedy where a domain has too few document groups."""
     return Message(
         "release.remedy_groups",
-        "hold out {more} document groups of {domain}: 'factory ingest PATH' with new documents of {domain}. If one source names all documents, make "
-        "each document a group: 'factory data relabel --domain {domain} --group document'.",
+        "hold out {more} of {domain}. To add documents of {domain}: 'factory ingest PATH'. If all documents have the same source, make each "
+        "document a group of its own: 'factory data relabel --domain {domain} --group document'.",
         domain=domain, more=more,
     )  # fmt: skip
 
@@ -133,22 +139,27 @@ held-out document groups detect a gain of 0.005.
     train on ('factory run'), or change data or recipe. The candidate gained nothing, and this comparison detects a gain of 0.016 in every domain.
     """
     known = (
-        Message("release.detects", "this comparison detects a gain of {gain:.3f} in every domain", gain=seen_gain)
+        Message(
+            "release.detects",
+            "this comparison can detect a gain of {gain:.3f} bits per byte in every domain",
+            gain=seen_gain,
+        )
         if seen_gain
-        else Message("release.detects_nothing", "this comparison detects no gain")
+        else Message("release.detects_nothing", "this comparison cannot detect any gain")
     )
     if gain is None or gain <= 0:
         return Message(
             "release.remedy_no_gain",
-            "train on ('factory run'), or change data or recipe. The candidate gained nothing, and {known}.",
+            "continue training ('factory run'), or change the data or the recipe. The candidate gained nothing, and {known}.",
             known=known,
         )
-    train = Message("release.remedy_train_on", "train on ('factory run'): {known}.", known=known)
+    train = Message("release.remedy_train_on", "continue training ('factory run'): {known}.", known=known)
     if times is None or times <= 1:
         return train
     return Message(
         "release.remedy_train_on_or_bring",
-        "{train} Or bring shards ('factory ingest PATH'): {times:.1f} times as many held-out document groups detect a gain of {gain:.3f}.",
+        "{train} Or bring shards ('factory ingest PATH'): with {times:.1f} times as many held-out document groups, the comparison can detect a "
+        "gain of {gain:.3f} bits per byte.",
         train=train, times=times, gain=gain,
     )  # fmt: skip
 
@@ -157,9 +168,9 @@ def noise_message(evidence: ReleaseEvidence) -> Message:
     """The noise that widens the guards' margins, with its source.
 
     >>> print(noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}, replicas=3, replica_noise={"code": 0.0042})))
-    Noise of the measurement, bits per byte: code 0.0005. Noise of another data order, from 3 trainings: code 0.0042.
+    Noise of the measurement, bits per byte: code 0.0005. Noise from the data order, measured in 3 trainings: code 0.0042.
     >>> print(noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005})))
-    Noise of the measurement, bits per byte: code 0.0005. Noise of another data order: not known, as no replicas were measured yet.
+    Noise of the measurement, bits per byte: code 0.0005. The noise from the data order is not known, because no replicas were measured yet.
     """
     floor, order = dict(evidence.noise_floor), dict(evidence.replica_noise)
     measurement = Message(
@@ -170,12 +181,12 @@ def noise_message(evidence: ReleaseEvidence) -> Message:
     if not isinstance(evidence.replicas, int) or evidence.replicas < 2:
         return Message(
             "release.noise_of_order_unknown",
-            "{measurement} Noise of another data order: not known, as no replicas were measured yet.",
+            "{measurement} The noise from the data order is not known, because no replicas were measured yet.",
             measurement=measurement,
         )
     return Message(
         "release.noise",
-        "{measurement} Noise of another data order, from {runs} trainings: {named}.",
+        "{measurement} Noise from the data order, measured in {runs} trainings: {named}.",
         measurement=measurement, runs=evidence.replicas, named=_each(evidence.domains, order), replica_noise=order,
     )  # fmt: skip
 
@@ -184,9 +195,9 @@ def unguarded_message(evidence: ReleaseEvidence) -> Message | None:
     """The domains that the candidate was trained on and of which the suite has no document. None: no such domain.
 
     >>> print(unguarded_message(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
-    Not guarded, by share of the supervised tokens: law 3.0%, notes under 0.1%. The candidate was trained on documents of these domains. No \
-sealed document of them is held out, so nothing would show a loss. The next shards with such documents bring some (held_out.least in data.yaml). \
-Or take the domain out: 'factory data remove'.
+    No guard protects some domains (by share of the supervised tokens): law 3.0%, notes under 0.1%. The candidate was trained on documents of \
+these domains, but no sealed document of these domains is held out. Nothing would show a loss. Ingest holds out a part of new shards with such \
+documents (held_out.least in data.yaml). Or take the domain out: 'factory data remove'.
     """
     shares = {
         name: finite_number(share) or 0.0 for name, share in evidence.trained_on.items() if name not in evidence.domains
@@ -199,9 +210,9 @@ Or take the domain out: 'factory data remove'.
     more = [f"{len(known) - NAMED} more"] if len(known) > NAMED else []
     return Message(
         "release.unguarded",
-        "Not guarded, by share of the supervised tokens: {named}. The candidate was trained on documents of these domains. No sealed document of "
-        "them is held out, so nothing would show a loss. The next shards with such documents bring some (held_out.least in data.yaml). Or take the "
-        "domain out: 'factory data remove'.",
+        "No guard protects some domains (by share of the supervised tokens): {named}. The candidate was trained on documents of these domains, "
+        "but no sealed document of these domains is held out. Nothing would show a loss. Ingest holds out a part of new shards with such "
+        "documents (held_out.least in data.yaml). Or take the domain out: 'factory data remove'.",
         named=[*named, *more], shares={name: -share for share, name in known},
     )  # fmt: skip
 

@@ -47,7 +47,7 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
         missing.append(
             make_reason(
                 "release.line_unknown",
-                "The evidence does not say whether the dev half alone improved over the line of candidates.",
+                "The evidence does not say whether only the dev half improved over successive candidates.",
             )
         )
     elif alone := dev_alone_message(policy, evidence):
@@ -106,8 +106,8 @@ def dev_alone_message(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Messa
         if high < -rules.halves_margin and low > 0:
             said = Message(
                 "release.dev_alone",
-                "Since {since} the dev half gained {dev:+.3f} bits per byte, and the sealed half {sealed:+.3f}. Candidates are chosen by the dev "
-                "half, so the line of candidates was fitted to the dev half.",
+                "Since {since} the dev half gained {dev:+.3f} bits per byte, and the sealed half {sealed:+.3f}. The dev half chooses "
+                "candidates, so successive candidates were fitted to the dev half.",
                 since=since, dev=dev.gain, sealed=sealed.gain,
             )  # fmt: skip
     return said

@@ -49,7 +49,7 @@ def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[M
 
     >>> train = Message("release.remedy_train_on", "train on.")
     >>> make_to_do_lines([make_reason("release.not_better", "Not shown.", train), make_reason("release.guard_not_shown", "Not shown.", train)], 3)
-    ['To do: train on.', 'Or: release the candidate all the same, under your name: \\'factory releases override 3 --reason "…"\\'.']
+    ['To do: train on.', 'Or: release the candidate anyway, under your name: \\'factory releases override 3 --reason "…"\\'.']
     """
     number = "N" if candidate is None else candidate
     remedies = dict.fromkeys(reason.remedy for reason in held_by if reason.remedy)
@@ -63,7 +63,7 @@ def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[M
         lines.append(
             Message(
                 "release.override",
-                "Or: release the candidate all the same, under your name: 'factory releases override {candidate} --reason \"…\"'.",
+                "Or: release the candidate anyway, under your name: 'factory releases override {candidate} --reason \"…\"'.",
                 candidate=number,
             )
         )

@@ -37,7 +37,7 @@ def read_evidence(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidenc
     if unknown := sorted(own.keys() - {field.name for field in fields(ReleaseEvidence)}):
         raise InputError(
             "release.unknown_evidence",
-            "{where}: {key!r}: this factory's judge does not know this evidence.",
+            "{where}: this factory's judge does not know the evidence {key!r}.",
             where=where, key=unknown[0][:100],
         )  # fmt: skip
     try:
@@ -68,14 +68,14 @@ def find_hold_reasons(stored: Mapping[str, Any], policy_hash: str, where: str, *
     if hash_policy(policy) != policy_hash or stored.get("sha256") != evidence_sha256(stored):
         raise InputError(
             "release.record_changed",
-            "{where}: the policy or the evidence differs from what was recorded. Judge the candidate again: 'factory evaluate N'.",
+            "{where}: the policy or the evidence was changed after it was recorded. Judge the candidate again: 'factory evaluate N'.",
             where=where,
         )
     verdict = rejudge_stored_evidence(policy, stored, where, **now)
     if verdict.outcome != HOLD:
         raise InputError(
             "release.not_held",
-            "{where}: the verdict of this version is {outcome!r}, not 'hold'. Judge the candidate again: 'factory evaluate N'.",
+            "{where}: this version of the judge decides {outcome!r}, not 'hold'. Judge the candidate again: 'factory evaluate N'.",
             where=where, outcome=verdict.outcome,
         )  # fmt: skip
     return tuple(verdict.found.missing)
@@ -85,5 +85,5 @@ def find_not_overridable(reasons: Sequence[Reason]) -> Message | None:
     """The first reason that no person can override. None: a person may override all of them."""
     if are_overridable(reasons):
         return None
-    no_reason = Message("release.held_for_no_reason", "The judge names no reason to hold.")
+    no_reason = Message("release.held_for_no_reason", "The judge names no reason to hold the candidate.")
     return next((one.message for one in reasons if not are_overridable([one])), no_reason)

@@ -278,7 +278,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
     if (why := _unlike_qwen2(data)) is not None:
         raise InputError(
             "gguf.other_tokenizer",
-            "{file}: {why}. llama.cpp would give other ids, therefore no GGUF file is made",
+            "{file}: {why}. llama.cpp would give other token ids, so no GGUF file is made",
             file=where,
             why=why,
         )
@@ -322,7 +322,7 @@ def _unlike_qwen2(data: dict[str, Any]) -> str | None:
     if data["normalizer"] is not None:
         return Message("gguf.normalizer", "the tokenizer normalises text before it splits the text")
     if model["type"] != "BPE" or model.get("ignore_merges") or model.get("byte_fallback") or model.get("dropout"):
-        return Message("gguf.not_plain_bpe", "the tokenizer is not a plain BPE")
+        return Message("gguf.not_plain_bpe", "the tokenizer is not a plain BPE tokenizer")
     return None
 
 

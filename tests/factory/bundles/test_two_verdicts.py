@@ -21,7 +21,7 @@ from tests.support.messages import codes, says, tree
 from tests.support.paths import ROOT
 
 Change = Callable[[dict[str, Any]], object]
-WORDS, OTHER_WORDS = '"Better than {champion}: {words}."', '"It beats {champion}, 2 to 0: {words}."'
+WORDS, OTHER_WORDS = '"The candidate is better than {champion}: {change}."', '"It beats {champion}, 2 to 0: {words}."'
 
 
 def changed(bundle: Path, path: str, change: Change) -> Path:
@@ -43,7 +43,7 @@ def forge(verdict: dict[str, Any]) -> None:
 
 
 def reworded(verdict: dict[str, Any]) -> None:
-    verdict["reasons"][0] = verdict["reasons"][0].replace("Better than", "It beats")
+    verdict["reasons"][0] = verdict["reasons"][0].replace("The candidate is better than", "It beats")
 
 
 def judged(bundle: Path) -> ProbeCheck:

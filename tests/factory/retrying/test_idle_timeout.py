@@ -26,7 +26,9 @@ LIMIT_S = 2.0
 def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     program = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     done = LiveCode(tmp_path, None, False, hung_seconds=1.0).run("-c", program)
-    assert done.returncode == -9 and done.stderr.startswith("killed") and "1 s (hung_seconds)" in done.stderr
+    assert (
+        done.returncode == -9 and done.stderr.startswith("the factory killed") and "1 s (hung_seconds)" in done.stderr
+    )
     with pytest.raises(ProcessLookupError):
         for _ in range(100):  # until its new parent has waited for it
             os.kill(int(done.stdout), 0)

@@ -173,7 +173,7 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
     isolated, why = choose_isolation(Plant(policy("off"), ledger))
     assert not isolated and why == f"training_sandbox is off in {workspace.root / 'factory.yaml'}"
     row = next(row for row in machine_check.run_checks(policy("off")) if row["check"] == "training")
-    assert row["ok"] is False and "NOT in the sandbox" in row["detail"]
+    assert row["ok"] is False and "WITHOUT the sandbox" in row["detail"]
 
 
 def test_processes_of_a_launcher_are_reported_as_not_isolated(workspace: Workspace) -> None:

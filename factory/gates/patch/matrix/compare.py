@@ -77,7 +77,7 @@ class CaseDifference:
             return Message("patch.run_differs", "run '{run}': {what}", run=self.case, what=self.what)
         return Message(
             "patch.run_apart",
-            "run '{run}': {what} differs by {share:.2g} of its scale; at most {allowed:g} is allowed (rounding)",
+            "run '{run}': {what} differs from the baseline's by {share:.2g} of its size; rounding may cause at most {allowed:g}",
             run=self.case, what=self.what, share=self.share, allowed=self.allowed,
         )  # fmt: skip
 
@@ -124,7 +124,15 @@ def _tool_differs(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> lis
             read_bytes(side.opened[name], ["printed.txt"], FILE_BYTES).replace(str(side.folders[name]).encode(), b"")
             for side in (baseline, candidate)
         )
-        printed = [] if ours == theirs else [Discrepancy(Message("patch.prints_other", "it prints something else"))]
+        printed = (
+            []
+            if ours == theirs
+            else [
+                Discrepancy(
+                    Message("patch.prints_other", "the tool prints something else than with the baseline's code")
+                )
+            ]
+        )
         return printed + list(_all_checkpoints(baseline.opened[name], candidate.opened[name], None))
     except UntrustedFileError as error:
         return [Discrepancy(error.message)]
@@ -165,7 +173,7 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
             yield Discrepancy(
                 Message(
                     "patch.other_lines",
-                    "{file} has {candidate} lines, the baseline's has {baseline}",
+                    "{file} has {candidate} lines in the candidate's run, and {baseline} lines in the baseline's run",
                     file=name, candidate=len(theirs), baseline=len(ours),
                 )
             )  # fmt: skip
@@ -177,9 +185,14 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
     for side, folder in ((one, baseline), (other, candidate)):
         yield from _names_its_checkpoint(side, folder)
     if len(one["skipped_checkpoints"]) != len(other.get("skipped_checkpoints") or []):
-        yield Discrepancy(Message("patch.other_skipped", "result.json names other skipped checkpoints"))
+        yield Discrepancy(
+            Message(
+                "patch.other_skipped",
+                "result.json lists another number of skipped checkpoints than the baseline's result.json",
+            )
+        )
     if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
-        yield Discrepancy(Message("patch.other_parameters", "parameters.txt differs"))
+        yield Discrepancy(Message("patch.other_parameters", "parameters.txt differs from the baseline's"))
     yield from _all_checkpoints(baseline, candidate, start)
 
 
@@ -188,7 +201,7 @@ def _names_its_checkpoint(result: dict[str, Any], folder: int) -> Iterator[Discr
     manifest = read_bytes(folder, ["checkpoints", name or ".", "manifest.json"], FILE_BYTES)
     if hashlib.sha256(manifest).hexdigest() != result.get("manifest_sha256"):
         yield Discrepancy(
-            Message("patch.other_hash", "result.json does not have the hash of its checkpoint's manifest")
+            Message("patch.other_hash", "result.json does not contain the SHA-256 of its checkpoint's manifest")
         )
 
 
@@ -198,7 +211,7 @@ def _all_checkpoints(baseline: int, candidate: int, start: Weights | None) -> It
         yield Discrepancy(
             Message(
                 "patch.other_checkpoints",
-                "it left the checkpoints [{candidate}], the baseline [{baseline}]",
+                "the candidate left the checkpoints [{candidate}], and the baseline left [{baseline}]",
                 candidate=steps[1], baseline=steps[0],
             )
         )  # fmt: skip
@@ -217,7 +230,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
         yield Discrepancy(
             Message(
                 "patch.other_files",
-                "{checkpoint} has the files {candidate}, the baseline's has {baseline}",
+                "{checkpoint} consists of the files {candidate} in the candidate's run, and of {baseline} in the baseline's run",
                 checkpoint=name, candidate=list(files[1]), baseline=list(files[0]),
             )
         )  # fmt: skip
@@ -228,7 +241,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
             yield Discrepancy(
                 Message(
                     "patch.not_as_manifest",
-                    "{checkpoint}: {file} differs from its manifest",
+                    "{checkpoint}: {file} does not have the SHA-256 that the checkpoint's manifest lists",
                     checkpoint=name,
                     file=file,
                 )
@@ -240,7 +253,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
             yield Discrepancy(
                 Message(
                     "patch.other_tensors",
-                    "{checkpoint}: {file} has other tensors: {tensors}",
+                    "{checkpoint}: only one side, candidate or baseline, has these tensors in {file}: {tensors}",
                     checkpoint=name, file=file, tensors=sorted(ours.keys() ^ theirs.keys())[:3],
                 )
             )  # fmt: skip
@@ -251,7 +264,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
                 yield Discrepancy(
                     Message(
                         "patch.other_shape",
-                        "{checkpoint}: {tensor} has shape [{shape}] and {dtype}",
+                        "{checkpoint}: {tensor} has the shape [{shape}] and the dtype {dtype}, unlike the baseline's tensor",
                         checkpoint=name, tensor=key, shape=list(found.shape), dtype=str(found.dtype),
                     )
                 )  # fmt: skip
@@ -259,7 +272,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
                 yield Discrepancy(
                     Message(
                         "patch.lower_precision",
-                        "{checkpoint}: {tensor} holds numbers of a lower precision than the baseline's",
+                        "{checkpoint}: {tensor} has numbers of a lower precision than in the baseline's checkpoint",
                         checkpoint=name, tensor=key,
                     )
                 )  # fmt: skip
@@ -275,7 +288,7 @@ def _listed(folder: int, name: str) -> dict[str, str]:
         return {str(file): str(about["sha256"]) for file, about in files.items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise UntrustedFileError(
-            "patch.no_files_listed", "{checkpoint}: its manifest lists no files", checkpoint=name
+            "patch.no_files_listed", "{checkpoint}: the checkpoint's manifest lists no files", checkpoint=name
         ) from error
 
 
@@ -341,7 +354,7 @@ def _checkpoints(folder: int) -> list[str]:
         if is_machine_fault_without_file(error):
             raise
         raise UntrustedFileError(
-            "patch.no_checkpoints", "there is no folder checkpoints: {error}", error=error.strerror
+            "patch.no_checkpoints", "the run left no folder 'checkpoints': {error}", error=error.strerror
         ) from None
     try:
         return sorted(name for name in os.listdir(handle)[:100] if name.startswith(("step-", "bad-")))

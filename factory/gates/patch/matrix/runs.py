@@ -288,7 +288,7 @@ def _run_lane(
         said = (result.stderr.strip().splitlines() or [""])[-1]
         found.failed = Message(
             "patch.run_ended",
-            "run '{run}' ended with code {code}: {said}",
+            "run '{run}' ended with exit code {code}: {said}",
             run=wrong[0], code=codes[wrong[0]], said=said[:400],
         )  # fmt: skip
     return found

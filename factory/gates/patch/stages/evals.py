@@ -25,7 +25,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     worst = min(means, key=means.__getitem__)
     reason = Message(
         "patch.scored",
-        "{documents} held-out documents were scored. The worst domain is {domain}, {change:+.4f} bits per byte.",
+        "{documents} held-out documents were scored. In the worst domain, {domain}, the change is {change:+.4f} bits per byte.",
         documents=len(texts), domain=worst, change=-means[worst],
     )  # fmt: skip
     return StageResult(passed_evidence(reason, gains=found))

@@ -43,7 +43,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         return StageResult(
             not_needed_evidence(
                 Message(
-                    "patch.new_code_alone", "New code is not timed alone: the time of the whole training step decides."
+                    "patch.new_code_alone",
+                    "New code is not timed op by op: the time of the whole training step decides.",
                 )
             )
         )
@@ -89,7 +90,7 @@ def time_switched_ops(
                         )
                     why = timed.why()
                     return missing_evidence(
-                        Message("patch.not_timed_alone", "{op} could not be timed alone: {why}", op=op.op, why=why)
+                        Message("patch.not_timed_alone", "{op} could not be timed by itself: {why}", op=op.op, why=why)
                     )
             changed, control = answers
             if not (untrusted := _unlike_itself(control)):
@@ -103,21 +104,28 @@ def time_switched_ops(
         if untrusted:
             reason = Message(
                 "patch.unlike_itself",
-                "The timing of {op} cannot be trusted: {tries} times in a row it measured as {slower} than itself, at last {ratio:.2f}×. Close "
-                "other programs and judge the patch again.",
+                "The timing of {op} cannot be trusted: in {tries} measurements in a row, the same code was {slower} than itself (last ratio "
+                "{ratio:.2f}×). Close other programs and judge the patch again.",
                 op=op.op, tries=policy.tries, slower=untrusted, ratio=control["ratio"],
             )  # fmt: skip
             return missing_evidence(reason, ops=found)
         if changed["ratio_high"] < policy.min_ratio:  # a difference within the noise is left to the whole step
             reason = Message(
                 "patch.slower_alone",
-                "{op}: alone, {after} is {ratio:.2f}× as fast as {before} (three of four pairs are below {high:.2f}×). At least "
-                "{least:.2f}× is needed.",
+                "{op}, timed by itself: {after} is {ratio:.2f}× as fast as {before}, and at least {least:.2f}× is needed. Three of four pairs "
+                "of runs are below {high:.2f}×.",
                 op=op.op, after=op.after, before=op.before, ratio=changed["ratio"], high=changed["ratio_high"], least=policy.min_ratio,
             )  # fmt: skip
             return failed_evidence(reason, ops=found)
     alone = [
-        Message("patch.alone", "{op}: {ratio:.2f}× alone (A/A {a_a:.2f})", op=name, ratio=n["ratio"], a_a=n["a_a"])
+        Message(
+            "patch.alone",
+            "{op}, timed by itself: the candidate is {ratio:.2f}× as fast as the baseline. The same code measured "
+            "{a_a:.2f}× as fast as itself",
+            op=name,
+            ratio=n["ratio"],
+            a_a=n["a_a"],
+        )
         for name, n in found.items()
     ]
     return passed_evidence(*alone, ops=found)

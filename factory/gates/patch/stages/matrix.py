@@ -42,7 +42,7 @@ NATIVE = "factory-kernels"  # the folder of kernels/native's builds, below torch
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if not any(path.endswith(".py") for path in case.paths):
-        return StageResult(not_needed_evidence(Message("patch.no_code", "The patch has no code.")))
+        return StageResult(not_needed_evidence(Message("patch.no_code", "The patch changes no Python file.")))
     rounds, runs, same, executed = may_round_differently(case), 0, 0, ExecutedCode()
     seconds = {"baseline_seconds": 0.0, "candidate_seconds": 0.0}
     cases: Sequence[MatrixCase] = CASES
@@ -78,7 +78,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
             listed = [difference.message for difference in differences] + [
                 Message(
                     "patch.rounding_decides",
-                    "run '{run}': rounding decides its result, on data drawn {draws} times",
+                    "run '{run}': rounding decided the result on each of {draws} draws of data, so candidate and baseline cannot be compared",
                     run=name, draws=DRAWS,
                 )
                 for name in undecided
@@ -99,7 +99,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         passed_evidence(
             Message(
                 "patch.runs_alike",
-                "{runs} tiny runs are alike, {same} of them to the bit. All of the patch was executed.",
+                "In {runs} tiny training runs, the candidate's results match the baseline's, in {same} of these runs to the bit. The runs "
+                "executed all of the patch.",
                 runs=runs, same=same,
             ),
             **measured,
@@ -145,7 +146,13 @@ def _draw(
         )
     if candidate.failed:
         return StageResult(
-            failed_evidence(Message("patch.runs_failed", "Tiny training runs: {problem}", problem=candidate.failed))
+            failed_evidence(
+                Message(
+                    "patch.runs_failed",
+                    "The candidate's tiny training runs failed: {problem}",
+                    problem=candidate.failed,
+                )
+            )
         )
     return plan, approved, baseline, candidate
 
@@ -204,7 +211,11 @@ def _approved_failed(policy: MatrixPolicy, side: MatrixRuns) -> StageResult:
         )
     return StageResult(
         missing_evidence(
-            Message("patch.baseline_runs_failed", "The baseline's own tiny runs failed: {problem}", problem=side.failed)
+            Message(
+                "patch.baseline_runs_failed",
+                "The baseline's own tiny training runs failed, so the patch was not judged: {problem}",
+                problem=side.failed,
+            )
         )
     )
 
@@ -212,8 +223,8 @@ def _approved_failed(policy: MatrixPolicy, side: MatrixRuns) -> StageResult:
 def _rounds(differ: int, runs: int) -> Message:
     return Message(
         "patch.rounds",
-        "{differ} of {runs} tiny runs end with other bits, within the bound for rounding, but the proposal does not say so. Keep the order of the "
-        "operations, or say in the hypothesis that the patch changes rounding.",
+        "In {differ} of {runs} tiny training runs, the candidate's results differ from the baseline's by rounding. The proposal does not say "
+        "that the patch changes rounding. Keep the order of the operations, or say in the hypothesis that the patch changes rounding.",
         differ=differ, runs=runs,
     )  # fmt: skip
 
@@ -237,8 +248,8 @@ def _reasons(left_out: Sequence[UnexecutedPart]) -> list[Message]:
         if device
         else Message(
             "patch.not_executed",
-            "No run of the gate executed these parts of the patch, so they were not judged. Leave them out, or propose parts for another device "
-            "where that device is:",
+            "No run of the gate executed these parts of the patch, so the gate did not judge them. Leave the parts out. If the parts need "
+            "another device, propose them on a machine with that device:",
         )
     )
     parts = [
@@ -246,4 +257,8 @@ def _reasons(left_out: Sequence[UnexecutedPart]) -> list[Message]:
         for part in left_out[:MOST_REASONS]
     ]
     more = len(left_out) - MOST_REASONS
-    return [first, *parts, *([Message("patch.more_lines", "and {more} more lines", more=more)] if more > 0 else [])]
+    return [
+        first,
+        *parts,
+        *([Message("patch.more_lines", "and {more} more lines that no run executed", more=more)] if more > 0 else []),
+    ]

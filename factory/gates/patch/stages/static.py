@@ -35,7 +35,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     return StageResult(
         missing_evidence(*unmeasured[:MOST_REASONS])
         if unmeasured
-        else passed_evidence(Message("patch.static_passed", "No rule objects to the source."))
+        else passed_evidence(Message("patch.static_passed", "The source breaks no rule."))
     )
 
 
@@ -46,7 +46,7 @@ def _settings(case: PatchCase[PatchPolicy], change: FileChange) -> list[Message]
         return [
             Message(
                 "patch.fallback",
-                "{file}: only people may change 'fallback', which decides whether a failing kernel stays unseen.",
+                "{file}: only people may change 'fallback', which decides what happens when a kernel fails.",
                 file=KERNELS,
             )
         ]
@@ -63,6 +63,7 @@ def _settings(case: PatchCase[PatchPolicy], change: FileChange) -> list[Message]
         for key in keys
     ]
     only_recipes = Message(
-        "patch.only_recipes", "Propose the change as a patch to recipes only: the recipe gate judges such patches."
+        "patch.only_recipes",
+        "Put changes of recipes into a patch of their own: the recipe gate judges patches that change only recipes.",
     )
     return [*found, only_recipes] if found else []

@@ -143,17 +143,20 @@ def compare_training(
         return found, pair
     runs.plant.print_line(
         Message(
-            "patch.measure_again", "  training: a gain was measured. It is measured again, with the candidate first"
+            "patch.measure_again",
+            "  training: the first measurement showed a gain. The factory measures again, with the candidate first",
         )
     )
     again, other = replace(comparison, repeated_s=found["session_seconds"]).measure_steadily()
     found["again"] = again
     if again["state"] != "passed":
-        reasons = [Message("patch.second_time", "Measured again: {reason}", reason=one) for one in again["reasons"]]
+        reasons = [Message("patch.second_time", "Second measurement: {reason}", reason=one) for one in again["reasons"]]
         found |= {"state": again["state"], "reasons": reasons}
     else:
         found["reasons"] = [
-            Message("patch.trained_twice", "{trained} The same runs were made again.", trained=found["reasons"][0])
+            Message(
+                "patch.trained_twice", "{trained} Then the factory repeated the same runs.", trained=found["reasons"][0]
+            )
         ]
     return found, other if other is None or again["drift"] > found["drift"] else pair
 
@@ -260,7 +263,7 @@ class _Comparison:
                     ]  # fmt: skip
                 return found, pair
             self.runs.plant.print_line(
-                Message("patch.measured_again", "  training: {doubt}. It is measured again", doubt=doubt)
+                Message("patch.measured_again", "  training: {doubt}. The factory measures again", doubt=doubt)
             )
             noise = baseline_noise(found) if "baseline_seconds" in found else None
             seconds = {key: found[key] for key in ("total_seconds", "overhead_seconds")}
@@ -279,7 +282,7 @@ class _Comparison:
     def _run(self, plan: MeasurementPlan, runs: dict[str, SideRuns]) -> None:
         """Raises: _EndedEarly."""
         half = self.policy.pairs // 2
-        title = Message("patch.training_task", "training steps, baseline and candidate")
+        title = Message("patch.training_task", "timing training steps of baseline and candidate")
         with self.runs.plant.progress.task(title, 2 * self.policy.pairs) as task:
             for number, (name, planned) in enumerate(plan.sessions):
                 faster = number >= 2 and runs[BASELINE].total(half) > runs[CANDIDATE].total(half)
@@ -374,7 +377,7 @@ class _Comparison:
             if wrong := find_checkpoint_difference(ours.rest, theirs.rest, away, policy.max_drift):
                 reason = Message(
                     "patch.checkpoint_differs",
-                    "Training would not continue from the candidate's checkpoint as from the baseline's: {difference}",
+                    "Training from the candidate's checkpoint would differ from training from the baseline's checkpoint: {difference}",
                     difference=wrong,
                 )
                 raise _EndedEarly(failed_evidence(reason, **evidence))
@@ -396,7 +399,7 @@ class _Comparison:
             }
         reason = Message(
             "patch.trained",
-            "Each side made {runs} runs of {steps} steps, from step {step}.",
+            "Candidate and baseline each made {runs} training runs of {steps} steps, from step {step}.",
             runs=policy.pairs, steps=policy.steps, step=self.start.step,
         )  # fmt: skip
         return {"state": "passed", "reasons": [reason], **evidence}, furthest

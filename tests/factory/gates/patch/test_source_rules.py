@@ -13,10 +13,10 @@ PYTHON = "import torch\n"
 FOUND = {  # source, after PYTHON → the lines that are found, with a word of each finding
     "import json, os, math, sys\n": [(2, "imports os"), (2, "imports sys")],
     "from os.path import join\nfrom math import pi\n": [(2, "imports os")],
-    "from torch import load, nn\nfrom torch import *\n": [(2, "torch.load"), (3, "everything")],
+    "from torch import load, nn\nfrom torch import *\n": [(2, "torch.load"), (3, "all names")],
     "from torch.utils.cpp_extension import load\n": [(2, "torch.utils.cpp_extension.load")],
     "from .. import a\nfrom ..b import c\n": [(2, "'from ..'"), (3, "'from ..b'")],
-    "import collections.abc\nfrom collections import _sys\n": [(3, "borrows collections._sys")],
+    "import collections.abc\nfrom collections import _sys\n": [(3, "through collections._sys")],
     "import numpy.random\nimport numpy.ctypeslib\n": [(3, "numpy.ctypeslib")],
     "x = eval\ny = evaluate\n": [(2, "eval")],
     "def f(compile, id):\n    return compile(id), vars\n": [(3, "vars")],
@@ -24,8 +24,8 @@ FOUND = {  # source, after PYTHON → the lines that are found, with a word of e
     "f(x=torch)\nf(torch.nn)\nf(torch.nn.Linear)\nf(torch.float32)\n": [(2, "the module torch")],
     "t = torch\nt.load\nt.relu\n": [(3, "torch.load")],
     "t = u = torch\nu.nn.functional.relu\nu.save\n": [(4, "torch.save")],
-    "a, b = torch, 1\n": [(2, "hands on the module torch")],
-    "a[0] = torch\n": [(2, "hands on the module torch")],
+    "a, b = torch, 1\n": [(2, "uses the module torch")],
+    "a[0] = torch\n": [(2, "uses the module torch")],
     "import torch.nn as n\nn.x = 1\n": [(3, "changes n.x")],
     "n = 1\nn = torch\nn.load\n": [(4, "torch.load")],
     "torch.x = 1\ndel torch.y\ntorch.z[0] = 1\ndel torch.w['a']\ntorch.v[0].u = 1\n": [(n, "changes torch") for n in (2, 3, 4, 5)],
@@ -51,15 +51,15 @@ FOUND = {  # source, after PYTHON → the lines that are found, with a word of e
     "def f(x: 'not python ('):\n    return x\n": [],
     "def f(x: 'y = eval'):\n    return x\n": [],  # no expression: nobody evaluates it
     "from torch.hub import a\nfrom torch.nn.hub import b\nfrom torch import hubs\n": [(2, "uses torch.hub.a")],
-    "import os.path as p, math\nimport math._os\n": [(2, "imports os"), (3, "borrows math._os")],
+    "import os.path as p, math\nimport math._os\n": [(2, "imports os"), (3, "through math._os")],
     "from numpy.random import seed\nimport numpy.random.seed.x\n": [(2, "numpy.random.seed"), (3, "numpy.random.seed.x")],
-    "t = torch.nn\nt.hub\nu = t\nu.functional.relu\nf(u)\nx.u = torch\n": [(6, "hands on the module torch.nn"), (7, "hands on")],
-    "setattr(torch.nn, 'x', 1)\nhasattr(y, 'os')\nf(torch, 'load')\n": [(2, "changes torch.nn.x"), (3, ".os"), (4, "hands on")],
+    "t = torch.nn\nt.hub\nu = t\nu.functional.relu\nf(u)\nx.u = torch\n": [(6, "uses the module torch.nn"), (7, "uses the module")],
+    "setattr(torch.nn, 'x', 1)\nhasattr(y, 'os')\nf(torch, 'load')\n": [(2, "changes torch.nn.x"), (3, ".os"), (4, "uses the module")],
     "class A(torch.nn.Module): ...\nclass B(torch.nn.Buffer): ...\n": [(3, "tensor")],
     "try:\n    f()\nexcept BaseException:\n    pass\n": [(4, "every exception")],
     "try:\n    f()\nexcept a.b.Exception as e:\n    raise e\n": [],
-    "from trainer.segment import os\nfrom trainer.a import _io as b\n": [(2, "borrows trainer.segment.os"), (3, "borrows trainer.a._io")],
-    "import trainer.b.sys.c\nimport math.log\nimport json.decoder\n": [(2, "borrows trainer.b.sys.c")],
+    "from trainer.segment import os\nfrom trainer.a import _io as b\n": [(2, "through trainer.segment.os"), (3, "through trainer.a._io")],
+    "import trainer.b.sys.c\nimport math.log\nimport json.decoder\n": [(2, "through trainer.b.sys.c")],
     "def f(x, y: int = 1):\n    return x + y\n": [],
 }  # fmt: skip
 
@@ -70,7 +70,7 @@ def found(path: str, text: str, base: str | None = None) -> list[Message]:
 
 @pytest.mark.parametrize("source", FOUND)
 def test_findings_are_named_with_their_line(source: str) -> None:
-    told = [problem.partition(";")[0] for problem in found("kernels/a.py", PYTHON + source)]
+    told = [problem.partition(", which")[0] for problem in found("kernels/a.py", PYTHON + source)]
     assert sorted(problem.split(":")[1] for problem in told) == sorted(f" line {line}" for line, _ in FOUND[source])
     assert all(any(f"line {line}: " in one and word in one for one in told) for line, word in FOUND[source]), told
 

@@ -156,10 +156,10 @@ def test_an_interrupted_run_resumes(process: Process, planned: Any, tmp_path: Pa
     [
         ("0", {"code": 1, "stderr": "x\nlast"}, False, "ended with code 1: last"),
         ("0", {"code": 137, "stopped": "wall"}, True, "over its wall limit"),
-        ("0", {"codes": [3], "stderr": " a\nb \n"}, False, "run 'long' ended with code 3: b"),
-        ("0", {"codes": [3], "stderr": "e" * 900}, False, "run 'long' ended with code 3: " + "e" * 400),
-        ("0", {"codes": [3]}, False, "run 'long' ended with code 3: "),
-        ("1", {"codes": [0, 0]}, False, f"run '{lanes.tool_name(TOOL)}' ended with code 0"),
+        ("0", {"codes": [3], "stderr": " a\nb \n"}, False, "run 'long' ended with exit code 3: b"),
+        ("0", {"codes": [3], "stderr": "e" * 900}, False, "run 'long' ended with exit code 3: " + "e" * 400),
+        ("0", {"codes": [3]}, False, "run 'long' ended with exit code 3: "),
+        ("1", {"codes": [0, 0]}, False, f"run '{lanes.tool_name(TOOL)}' ended with exit code 0"),
         ("1", {"codes": [0]}, False, "cannot be read"),
         ("0", {"codes": [0, 0]}, False, "cannot be read"),
         ("0", {"notes": "{"}, False, "cannot be read"),
@@ -167,7 +167,7 @@ def test_an_interrupted_run_resumes(process: Process, planned: Any, tmp_path: Pa
         ("0", {"notes": '{"executed": {}}'}, False, "cannot be read"),
         ("0", {"notes": "[" * 100_000}, False, "cannot be read: maximum"),
         ("ranks", {"ranks": 1}, False, "cannot be read: rank-1.json"),
-        ("ranks", {"codes": [1]}, False, "run 'ranks' ended with code 1"),
+        ("ranks", {"codes": [1]}, False, "run 'ranks' ended with exit code 1"),
     ],
 )
 def test_failures_are_reported(process: Process, planned: Any, lane: str, end: Any, late: bool, words: str) -> None:

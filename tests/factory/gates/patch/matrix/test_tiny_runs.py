@@ -202,23 +202,23 @@ ALIKE: list[tuple[Callable[[Path], object], str]] = [
     (text("metrics.jsonl", '"tokens_per_s": ', '"tokens_per_s": 1'), ""),  # a clock
     (anomaly('{"kind": "throughput_drop", "step": 1}\n'), ""),
     (anomaly('{"kind": "loss_drop", "step": 1}\n'), "anomalies.jsonl has"),
-    (text("metrics.jsonl", "^.*\n", ""), "metrics.jsonl has 5 lines, the baseline's has 6"),
-    (text("metrics.jsonl", '"loss": [0-9]', '"loss": 9'), "metrics.jsonl, line 1: loss differs by"),
+    (text("metrics.jsonl", "^.*\n", ""), "metrics.jsonl has 5 lines in the candidate's run, and 6"),
+    (text("metrics.jsonl", '"loss": [0-9]', '"loss": 9'), "metrics.jsonl, line 1: loss differs from the baseline's by"),
     (text("metrics.jsonl", '"lr"', '"rate"'), "metrics.jsonl, line 1: "),
     (text("result.json", '"last_step": 6', '"last_step": 7'), "result.json: last_step"),
-    (text("result.json", '"skipped_checkpoints": \\[', '"skipped_checkpoints": ["x"'), "other skipped checkpoints"),
-    (text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'), "not have the hash of its"),
+    (text("result.json", '"skipped_checkpoints": \\[', '"skipped_checkpoints": ["x"'), "number of skipped checkpoints"),
+    (text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'), "not contain the SHA-256 of its"),
     (text("parameters.txt", "embedding", "embeddings"), "parameters.txt differs"),
     (lambda folder: (folder / "parameters.txt").unlink(), "parameters.txt"),
     (lambda folder: shutil.rmtree(folder / "checkpoints" / "step-00000004"), "checkpoints [step-00000002, step-00000006]"),
-    (lambda folder: shutil.rmtree(folder / "checkpoints"), "there is no folder checkpoints"),
-    (lambda folder: damage_checkpoint(folder / "checkpoints" / "step-00000004"), "model.safetensors differs from its"),
+    (lambda folder: shutil.rmtree(folder / "checkpoints"), "left no folder 'checkpoints'"),
+    (lambda folder: damage_checkpoint(folder / "checkpoints" / "step-00000004"), "model.safetensors does not have the SHA-256"),
     (times(1 + 1e-6), "rounds"),
-    (times(1.01), "step-00000006: embedding differs by"),
-    (saved(lambda model, state: model.update(embedding=model["embedding"].bfloat16().float())), "holds numbers of a lower precision"),
-    (saved(lambda model, state: model.update(embedding=model["embedding"].double())), "embedding has shape [64, 16] and torch.float64"),
-    (saved(lambda model, state: model.update(embedding=model["embedding"].T.contiguous())), "embedding has shape [16, 64]"),
-    (saved(lambda model, state: model.update(more=torch.zeros(1))), "has other tensors: more"),
+    (times(1.01), "step-00000006: embedding differs from the baseline's by"),
+    (saved(lambda model, state: model.update(embedding=model["embedding"].bfloat16().float())), "has numbers of a lower precision"),
+    (saved(lambda model, state: model.update(embedding=model["embedding"].double())), "embedding has the shape [64, 16] and the dtype torch.float64"),
+    (saved(lambda model, state: model.update(embedding=model["embedding"].T.contiguous())), "embedding has the shape [16, 64]"),
+    (saved(lambda model, state: model.update(more=torch.zeros(1))), "tensors in model.safetensors: more"),
     (saved(lambda model, state: model["embedding"][0].fill_(math.nan)), "step-00000006: embedding"),
     (saved(lambda model, state: state["sampler"].update(step=7)), "state.json: sampler: step"),
 ]  # fmt: skip
@@ -267,10 +267,10 @@ def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     weights = sorted(checkpoints.load(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
     last = "step-00000006"
     begins = [
-        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json does not have the hash",
-        "result.json names other skipped",
-        "parameters.txt", "step-00000002: model.safetensors differs", "step-00000002: ", f"{last}, state.json: sampler: step",
-        f"{last}: {weights[0]} has shape", f"{last}: {weights[1]} holds numbers of a lower", *(f"{last}: {name}" for name in weights[2:]),
+        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json does not contain",
+        "result.json lists another number",
+        "parameters.txt", "step-00000002: model.safetensors does not", "step-00000002: ", f"{last}, state.json: sampler: step",
+        f"{last}: {weights[0]} has the shape", f"{last}: {weights[1]} has numbers of a lower", *(f"{last}: {name}" for name in weights[2:]),
     ]  # fmt: skip
     found[9:] = sorted(found[9:], key=lambda one: one.what)
     assert len(found) == len(begins) and all(one.what.startswith(begin) for one, begin in zip(found, begins)), found
@@ -282,8 +282,8 @@ def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     ("printed", "checkpoint", "words"),
     [
         ("in OUT", True, ""),
-        ("in OUT,", True, "it prints something else"),
-        ("in OUT", False, "checkpoints [], the baseline [step-00000002]"),
+        ("in OUT,", True, "prints something else"),
+        ("in OUT", False, "checkpoints [], and the baseline left [step-00000002]"),
         (None, True, "printed.txt is missing"),
     ],
 )
