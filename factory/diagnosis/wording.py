@@ -84,7 +84,8 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
     with plant.ledger.begin() as tx:
         record_event(tx, EXPLAINED, Subject("anomaly", lead), answer)
     counts = Message(
-        "diagnosis.wording_checked", "{kept:,|sentence agrees|sentences agree} with the record; {dropped} dropped.",
+        "diagnosis.wording_checked", "{kept:,|sentence agrees|sentences agree} with the record; {dropped:,|sentence was|sentences were} "
+        "dropped.",
         kept=len(said.claims), dropped=len(said.dropped),
     )  # fmt: skip
     plant.progress.line(f"  {failed or counts}")
@@ -132,7 +133,10 @@ def make_diagnosis_facts(
             usual = median(before)
             farthest = max(during, key=lambda value: abs(value - usual))
             facts[name] = Message(
-                "diagnosis.fact", "{usual:.4g} before, {farthest:.4g} at its farthest", usual=usual, farthest=farthest
+                "diagnosis.fact",
+                "{usual:.4g} before the anomaly, {farthest:.4g} at the largest deviation",
+                usual=usual,
+                farthest=farthest,
             )
     shown = tuple((f"{d['id']} of domain {d['domain']}, {d['source']}", str(d["text"])) for d in documents)
     return DiagnosisFacts(tuple(detail["causes"]), {k: one_line(v, LONGEST) for k, v in facts.items()}, arms, shown)

@@ -183,7 +183,7 @@ def _read(trace: Trace, origin: Tensors) -> tuple[RunNumbers, dict[str, Any]]:
         raise UntrustedFileError(
             Message(
                 "training.weights_do_not_fit",
-                "Its weights are not finite, or their names or shapes differ from those of the checkpoint.",
+                "the weights are not finite, or their names or shapes differ from those of the checkpoint",
             )
         )
     return RunNumbers(trace.series(SERIES), moved, tensor_norms(left.optimizer)), left.model

@@ -83,7 +83,7 @@ def run_segment(
         result = read_result(folder, row.last_step)
         record_segment_done(plant.ledger, row, folder, result)
     except SegmentError as error:
-        said = Message("training.result_refused", "ended with exit {code}: {error}", code=code, error=error)
+        said = Message("training.result_refused", "ended with exit code {code}: {error}", code=code, error=error)
         raise_trainer_failure(plant, row, code, kills, TrainerEnding(REFUSED, said))
     return result
 

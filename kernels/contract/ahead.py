@@ -87,7 +87,7 @@ def compile_launches(target: int) -> Iterator[list[tuple[str, Any]]]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise KernelError(
             "kernels.interpreter",
-            "TRITON_INTERPRET=1 is set, and the interpreter compiles nothing. Unset the variable.",
+            "TRITON_INTERPRET=1 is set, so Triton interprets kernels and does not compile them. Unset the variable.",
         )
     seen: list[tuple[str, Any]] = []
     held, run = driver._active, JITFunction.run

@@ -144,7 +144,7 @@ def _time(
     """Raises nothing: an implementation that does not compile, run or pass the oracle on this machine is reported and not chosen."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
-        why: str = Message("kernels.no_seconds", "not timed: too few of the seconds for tuning are left")
+        why: str = Message("kernels.no_seconds", "not timed: too little of the tuning time is left")
         return TimedImplementation(op.name, name, why=why)
     if fallback := implementation.fallback(setting.shape, dtype):
         reason = fallback.partition(": ")[2] or fallback
@@ -176,7 +176,7 @@ def _progress(one: TimedImplementation) -> Message:
     if one.ratio is None or one.seconds is None:
         return Message(
             "kernels.not_timed",
-            "{op}: {implementation} {why}",
+            "{op}: {implementation} was {why}",
             op=one.op,
             implementation=one.implementation,
             why=one.why,
