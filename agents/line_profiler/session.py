@@ -265,9 +265,7 @@ def _isolate(
             seconds=budget_s,
         )
     )
-    alone = measure_operations(
-        recorded, estimates, device, budget_s, count_progress(report, "single operations: ")
-    )
+    alone = measure_operations(recorded, estimates, device, budget_s, count_progress(report, "single operations: "))
     why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())
     spent = time.perf_counter() - began

@@ -229,7 +229,8 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=hash_policy(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[
                     Message(
-                        "diagnosis.patch_blamed", "Anomaly {anomaly} has the cause {causes}: {why}", anomaly=lead, causes=" or ".join(detail["causes"]), why=why
+                        "diagnosis.patch_blamed", "Anomaly {anomaly} has the cause {causes}: {why}",
+                        anomaly=lead, causes=" or ".join(detail["causes"]), why=why,
                     )
                 ], evidence={"anomaly": lead, "undo": undo},
             )  # fmt: skip

@@ -321,7 +321,7 @@ def exposure_message(saw: ReleaseExposure) -> str:
     """The releases that were trained on some documents, as sentences.
 
     >>> exposure_message({1: (["a"], True), 2: (["a"], True), 3: (["a"], False)})
-    ' Trained on them: release 1, 2. Possibly trained on them: release 3.'
+    ' Releases trained on these documents: 1, 2. Releases possibly trained on these documents: 3.'
     """
     certain, possible = ([release for release, (_, exact) in saw.items() if exact is known] for known in (True, False))
     said: list[str] = []

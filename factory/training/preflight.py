@@ -125,8 +125,8 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
     >>> far = StraightRunDistance({"loss": [1e-7, 3e-2]}, {"w": 0.4})
     >>> found = PreflightEvidence("c0ffee", 10, 2, True, rounding=[near, near], apart={"accumulated": far})
     >>> judgement = judge_preflight(PreflightPolicy(parts=["accumulation"]), found)
-    >>> print(judgement.outcome, *judgement.reasons)
-    reject Preflight: accumulation of 4 micro-batches and of 1 differ. loss at step 11 differs by 0.03 of its value; rounding gives 2e-07.
+    >>> print(judgement.outcome, str(judgement.reasons[0]).partition(". ")[2])
+    reject At step 11, loss differs by 0.03 of its value, but rounding causes a difference of only 2e-07.
     """
     wrong, missing = list[Message](), list[Message]()
     for name, line in evidence.failed.items():
@@ -211,8 +211,8 @@ def _beyond_exact(way: TrainingWay, beyond: ExcessDifference) -> Message:
 
 def _beyond_rounding(way: TrainingWay, beyond: ExcessDifference) -> Message:
     return Message(
-        "training.preflight.beyond_rounding", "Preflight: {both} differ. At step {step}, {what} differs by {difference:.2g} of its value, but rounding "
-        "causes a difference of only {rounding:.2g}.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
+        "training.preflight.beyond_rounding", "Preflight: {both} differ. At step {step}, {what} differs by {difference:.2g} of its value, but "
+        "rounding causes a difference of only {rounding:.2g}.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
         rounding=beyond.rounding,
     )  # fmt: skip
 

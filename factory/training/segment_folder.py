@@ -148,8 +148,8 @@ def raise_trainer_failure(
     died = Message(
         "training.trainer_died",
         "The trainer of segment {segment} {ending} (log: {log}). The next try starts from {start}. So far, "
-        "{attempts} of the {tries} allowed tries made no new checkpoint.", segment=row.id, ending=ending.says, log=log, start=format_start(step), step=step,
-        attempts=row.attempts, tries=policy.tries,
+        "{attempts} of the {tries} allowed tries made no new checkpoint.", segment=row.id, ending=ending.says, log=log,
+        start=format_start(step), step=step, attempts=row.attempts, tries=policy.tries,
     )  # fmt: skip
     raise TrainerDiedError(died, row.attempts, False)
 

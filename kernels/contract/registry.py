@@ -269,7 +269,7 @@ class ChosenImplementation:
                 "kernels.not_replaced", "{op}: {chosen} cannot run on this machine, and kernels.yaml allows no replacement: {why}", **data
             )  # fmt: skip
         if self.why:
-            return Message("kernels.replaced", "{op}: {by} computes instead of {chosen}: {why}", **data)
+            return Message("kernels.replaced", "{op}: {chosen} is replaced by {by}: {why}", **data)
         return Message("kernels.computes", "{op}: {chosen}", **data)
 
 

@@ -192,7 +192,7 @@ def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_dat
         ([Answer(text="unasked")], {"per_day": {"tokens": 100, "usd": 1.0}}, "budget of today"),
         ([Answer(text="unasked")], {"model": ""}, "no model is named"),
         ([Answer(text="unasked")], {"modle": "x"}, "did you mean 'model'"),
-        ([Answer(text="unasked")], {"endpoint": "files:"}, "name a folder"),
+        ([Answer(text="unasked")], {"endpoint": "files:"}, "names no folder"),
     ],
 )
 def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(

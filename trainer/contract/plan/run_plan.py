@@ -236,9 +236,9 @@ def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
 def estimate_mfu(ask: PlanRequest) -> float:
     """The share of the peak to expect: for one node, or for many as published runs reached it.
 
-    >>> from trainer.contract.plan.sizing import shape_of
+    >>> from trainer.contract.plan.sizing import model_shape_of
     >>> from trainer.contract.plan.gpus import GPUS
-    >>> asks = [PlanRequest(shape_of(size, 128_256, 4096), 1e12, gpus, GPUS["h100"]) for size, gpus in ((8e9, 8), (8e9, 256), (70e9, 1024))]
+    >>> asks = [PlanRequest(model_shape_of(size, 128_256, 4096), 1e12, gpus, GPUS["h100"]) for size, gpus in ((8e9, 8), (8e9, 256), (70e9, 1024))]
     >>> [round(estimate_mfu(ask), 2) for ask in asks]
     [0.4, 0.22, 0.29]
     """
