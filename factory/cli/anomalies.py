@@ -32,7 +32,7 @@ def diagnose(
     """Find the cause of an anomaly, then act as policies/anomalies.yaml says.
 
     The loss doctor replays the steps around the anomaly several times, each time with one thing changed, until the cause is known. The
-    daemon does this by itself after a segment with an anomaly. While the daemon runs, this command asks it to do so in its next pass.
+    daemon does this by itself after a segment with an anomaly. While the daemon runs, this command asks the daemon to diagnose in its next pass.
     """
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.diagnosis.diagnosing import diagnose_and_act
@@ -125,8 +125,8 @@ def show_anomaly(plant: Plant, say: AnswerPrinter, number: Number) -> None:
 def accept_diagnosis(plant: Plant, say: AnswerPrinter, number: Number) -> None:
     """Do what the diagnosis proposes, and close the anomaly.
 
-    A diagnosis may propose to quarantine documents and rewind, or to rewind and train with another learning rate for a while. Where it
-    proposes nothing, the anomaly is only closed.
+    A diagnosis may propose to quarantine documents and rewind, or to rewind and train with another learning rate for a while. If the
+    diagnosis proposes nothing, the command only closes the anomaly.
     """
     from factory.diagnosis.remedies import accept_diagnosis
 
@@ -138,7 +138,8 @@ def accept_diagnosis(plant: Plant, say: AnswerPrinter, number: Number) -> None:
 def reject_diagnosis(plant: Plant, say: AnswerPrinter, number: Number) -> None:
     """Say that the diagnosis is wrong, and close the anomaly.
 
-    From the next segment on, the documents quarantined for this diagnosis are trained on again, and a learning rate lowered for it is back.
+    From the next segment on, training uses the documents again that were quarantined for this diagnosis. If the learning rate was lowered
+    for this diagnosis, training uses the recipe's rate again.
     """
     from factory.diagnosis.remedies import reject_diagnosis
 

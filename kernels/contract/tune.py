@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--precision", choices=tuple(DTYPES), required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--ops", nargs="*", default=[], help="only these")
+    parser.add_argument("--ops", nargs="*", default=[], help="tune only these ops")
     chosen = parser.parse_args(arguments)
     keep_freed_memory()  # as the trainer does
     try:

@@ -260,7 +260,7 @@ def free_memory() -> float:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m agents.line_profiler.sweep.sweep", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", default=",".join(SHAPES), help="of " + ", ".join(SHAPES))
+    parser.add_argument("--models", default=",".join(SHAPES), help="shapes, from " + ", ".join(SHAPES))
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--sequences", default="1024,4096")
     parser.add_argument("--workers", type=int, default=1, help="number of processes on this machine, or of Ray actors")
