@@ -152,13 +152,18 @@ class GraphReplayer(Generic[GraphOutput]):
             torch._foreach_copy_(self.adds_to, expected)
         torch._foreach_add_(self.adds_to, before)
         if verdict is False:
-            self._give_up(Message("trainer.replay_differs", "a replay gives other results than the function"))
+            self._give_up(
+                Message(
+                    "trainer.replay_differs",
+                    "the replay of a graph gave other results than the computation without a graph",
+                )
+            )
         return left
 
     def _give_up(self, why: str) -> None:
         self.why_not = why
         self.recorded.clear()
-        said = Message("trainer.no_graphs", "cuda_graphs: not used from now on: {why}", why=why)
+        said = Message("trainer.no_graphs", "CUDA graphs are not used any more: {why}", why=why)
         print(said, file=sys.stderr, flush=True)
 
 
@@ -205,7 +210,7 @@ def uses_graphs(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
     if recipe.cuda_graphs == "on" and ranks.size > 1 and ranks.is_leader:
         said = Message(
             "trainer.graphs_one_rank",
-            "cuda_graphs: on needs one rank, and this run has {ranks}: not used",
+            "CUDA graphs are not used: 'cuda_graphs: on' needs one rank, and this run has {ranks} ranks",
             ranks=ranks.size,
         )
         print(said, file=sys.stderr, flush=True)

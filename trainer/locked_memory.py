@@ -42,8 +42,8 @@ class HostMemory:
                 if code:
                     said = Message(
                         "trainer.not_locked",
-                        "checkpoints: CUDA error {code} when {gb:.1f} GB of host memory were page-locked. Checkpoints are copied to pageable "
-                        "memory, which is slower. (Does 'ulimit -l' limit locked memory?)",
+                        "checkpoints: CUDA could not page-lock {gb:.1f} GB of host memory (CUDA error {code}). Checkpoints are "
+                        "copied to pageable memory, which is slower. Check whether 'ulimit -l' limits locked memory.",
                         code=code,
                         gb=size / 1e9,
                     )
@@ -53,7 +53,9 @@ class HostMemory:
     def release(self) -> None:
         if self.locked and (code := unlock_pages(self.bytes)):
             said = Message(
-                "trainer.not_unlocked", "checkpoints: CUDA error {code} when host memory was unlocked", code=code
+                "trainer.not_unlocked",
+                "checkpoints: CUDA could not unlock page-locked host memory (CUDA error {code})",
+                code=code,
             )
             print(said, file=sys.stderr, flush=True)
         self.bytes, self.locked = torch.empty(0, dtype=torch.uint8), False

@@ -375,7 +375,7 @@ class SegmentRun:
         if other := sorted(names ^ model.keys()):
             raise CheckpointError(
                 "trainer.other_model",
-                "recipe.model does not fit the checkpoint: only {holder} has {name}.",
+                "recipe.model does not fit the checkpoint: only {holder} has the tensor {name}.",
                 holder="the recipe" if other[0] in names else "the checkpoint",
                 name=other[0],
             )
@@ -399,7 +399,7 @@ class SegmentRun:
                 hook.load_state_dict(state[hook.key])
             elif hook.required:
                 raise CheckpointError(
-                    "trainer.no_hook_state", "{file}: state.json lacks '{key}'.", file=str(start), key=hook.key
+                    "trainer.no_hook_state", "{file}: state.json has no key '{key}'.", file=str(start), key=hook.key
                 )
         self.counters = dict(state["counters"])
         same_segment = (state["kind"], state["first_step"]) == (self.spec.kind, self.spec.first_step)

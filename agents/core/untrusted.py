@@ -27,7 +27,7 @@ def limited_text(text: str, limit: int) -> str:
     if len(text) <= limit:
         return cut
     return Message(
-        "agents.shortened", "{text}\n[{more} characters more are left out]", text=cut, more=len(text) - limit
+        "agents.shortened", "{text}\n[{more} more characters are left out]", text=cut, more=len(text) - limit
     )
 
 

@@ -24,7 +24,7 @@ def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, trie
     if not LEAST_PREDICTED <= gain <= target.largest_possible_gain + 0.0005:  # the prompt gives the limit rounded
         raise DraftError(
             "kernel_engineer.gain_out_of_range",
-            "predicted_gain is {gain:g}. For this target it must lie between {least} and {most:.3f}.",
+            "predicted_gain is {gain:g}, but for this target it must lie between {least} and {most:.3f}.",
             gain=gain,
             least=LEAST_PREDICTED,
             most=target.largest_possible_gain,
@@ -36,8 +36,9 @@ def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, trie
         )
     words = Message(
         "kernel_engineer.hypothesis",
-        "{hypothesis} Predicted: {bytes:.3g} bytes and {flops:.3g} FLOPs less a step. The prediction is refuted if the whole step "
-        "does not get at least {least:.3f} times as fast (predicted: {gain:.3f}), or if held-out evaluations get worse.",
+        "{hypothesis} Prediction: each step moves {bytes:.3g} bytes less and computes {flops:.3g} FLOPs less. "
+        "The prediction is refuted if the whole step is less than {least:.3f} times as fast as before "
+        "(predicted: {gain:.3f} times), or if held-out evaluations get worse.",
         hypothesis=hypothesis,
         bytes=saved,
         flops=work,
@@ -67,7 +68,7 @@ def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:
         if len(path) > 200 or not path.isascii() or not path.isprintable():
             raise DraftError(
                 "kernel_engineer.wrong_path",
-                "edit {number}: the path must be printable ASCII of at most 200 characters. It is {path}.",
+                "edit {number}: the path {path} is not printable ASCII of at most 200 characters.",
                 number=count,
                 path=one_line(ascii(path), 120),
             )

@@ -35,13 +35,13 @@ class KernelEngineer:
             aims = worthwhile_targets(found, self.workbench.history)
         if not aims:
             return Message(
-                "kernel_engineer.no_target", "No target of the profile promises a gain that could be measured."
+                "kernel_engineer.no_target", "No target in the profile promises a gain that is large enough to measure."
             )
         target = aims[0]
         evidence = EvidenceReader(self.profile, self.workbench, target).evidence()
         about = Message(
             "kernel_engineer.target",
-            "target {target}: {share:.1%} of the step, {aim:.3f}x as fast a step at the roofline",
+            "target {target}: {share:.1%} of the step; at the roofline, the step would be {aim:.3f}x as fast",
             target=target.name,
             share=target.share,
             aim=target.gain_at_roofline,

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--isolation",
         type=float,
         default=ISOLATION_BUDGET_S,
-        help="seconds for timing operations alone; 0 leaves that out",
+        help="seconds for timing single operations; 0: do not time them",
     )
     parser.add_argument("--top", type=int, default=20, help="number of lines to print")
     parser.add_argument(

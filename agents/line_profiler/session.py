@@ -262,7 +262,7 @@ def _isolate(
     report(
         Message(
             "line_profiler.isolation",
-            "operations alone: {operations} different ones, at most {seconds:.0f} s",
+            "single operations: {operations} distinct operations, at most {seconds:.0f} s",
             operations=len(recorded),
             seconds=budget_s,
         )
@@ -281,7 +281,7 @@ def _recipe_step(
 ) -> float | None:
     if not recipe.compile:
         return None
-    report(Message("line_profiler.recipe_step", "the step as the recipe compiles it"))
+    report(Message("line_profiler.recipe_step", "compiled step of the recipe"))
     compiled = make_run(recipe, kernels, folder, steps=WARMUP_STEPS + steps + 3, compile=True)
     synchronize = torch.cuda.synchronize if compiled.ranks.device.type == "cuda" else None
     for _ in range(WARMUP_STEPS):

@@ -49,7 +49,7 @@ class LlmClient:
                 if not error.again or attempt == policy.attempts:
                     raise LlmError(
                         "llm.no_reply",
-                        "{endpoint}: {problem}. {attempts:,|attempt was|attempts were} made.",
+                        "{endpoint}: {problem}. The factory tried {attempts:,|time|times}.",
                         endpoint=self.endpoint.name,
                         problem=error.message,
                         attempts=attempt,
@@ -100,8 +100,8 @@ class LlmClient:
         if error.after > longest:
             raise LlmError(
                 "llm.wait_too_long",
-                "{endpoint}: {problem}. The endpoint asks to wait {asked:.0f} s, and llm.longest_wait_seconds is {longest:g}. "
-                "Run the same command again later.",
+                "{endpoint}: {problem}. The endpoint asks for a wait of {asked:.0f} s, longer than "
+                "llm.longest_wait_seconds ({longest:g}). Run the same command again later.",
                 endpoint=self.endpoint.name,
                 problem=error.message,
                 asked=error.after,

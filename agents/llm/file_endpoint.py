@@ -33,7 +33,10 @@ class FileEndpoint:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LlmError(
-                "llm.no_folder", "endpoint {endpoint}: {problem}", endpoint=self.name, problem=error.strerror
+                "llm.no_folder",
+                "endpoint {endpoint}: the folder cannot be made: {problem}",
+                endpoint=self.name,
+                problem=error.strerror,
             ) from None
         if not os.access(folder, os.W_OK | os.X_OK):
             raise LlmError(
@@ -50,7 +53,7 @@ class FileEndpoint:
         except OSError as error:
             raise SendError(
                 "llm.request_not_written",
-                "{file}: {problem}",
+                "{file} cannot be written: {problem}",
                 file=str(asked),
                 problem=error.strerror,
                 again=False,

@@ -116,7 +116,7 @@ class HttpEndpoint:
             if chunks > request.reply_tokens + SLACK:
                 raise SendError(
                     "llm.too_many_tokens",
-                    "the reply is longer than the {limit} tokens asked for, and was cut off",
+                    "the reply was cut off, because it is longer than the {limit} tokens that the request allows",
                     limit=request.reply_tokens,
                     again=False,
                     charged=True,
@@ -138,10 +138,12 @@ class HttpEndpoint:
                         call["name"] = part.function.name or call["name"]
                         call["arguments"] += part.function.arguments or ""
         if not finish:
-            raise SendError("llm.broke_off", "the reply broke off before its end", again=True, charged=True)
+            raise SendError("llm.broke_off", "the reply stopped before it was complete", again=True, charged=True)
         message = {"content": self._clean("".join(text)), "tool_calls": [calls[n] for n in sorted(calls)]}
         if finish == "length" and not message["content"] and not calls:
-            message["content"] = Message("llm.used_up", "[the reply's tokens were used up before any text]")
+            message["content"] = Message(
+                "llm.used_up", "[the model used all tokens of the reply before it wrote any text]"
+            )
         return read_reply(message, usage.model_dump() if usage is not None else None, finish)
 
     def _refused(self, error: Any, request: Request) -> SendError:
@@ -151,7 +153,7 @@ class HttpEndpoint:
         if status in (401, 403):
             return SendError(
                 "llm.key_refused",
-                "the server refused the key ({status}: {said}); set OPENAI_API_KEY",
+                "the server refused the key ({status}: {said}); set OPENAI_API_KEY to a valid key",
                 status=status,
                 said=said,
                 again=False,
@@ -204,7 +206,7 @@ class _Reading:
         if self.bytes > policy.reply_bytes:
             raise SendError(
                 "llm.too_many_bytes",
-                "the reply is longer than {limit} bytes, and was cut off",
+                "the reply was cut off, because it is longer than {limit} bytes",
                 limit=policy.reply_bytes,
                 again=False,
                 charged=True,
@@ -212,7 +214,7 @@ class _Reading:
         if time.monotonic() - self.began > policy.reply_seconds:
             raise SendError(
                 "llm.too_slow",
-                "the reply takes longer than {limit:g} s, and was cut off",
+                "the reply was cut off, because it takes longer than {limit:g} s",
                 limit=policy.reply_seconds,
                 again=True,
                 charged=True,
@@ -223,7 +225,7 @@ class _Reading:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise SendError(
                 "llm.compressed",
-                "the server's answer is compressed, which was not asked for",
+                "the server compressed its answer, although the request did not ask for compression",
                 again=False,
                 charged=True,
             )

@@ -44,7 +44,7 @@ def _sqlite(file: Path) -> Iterator[Any]:
             raise
         raise SavedRunError(
             "loop.damaged_checkpoints",
-            "{file}: {problem}. Delete the file; the run then starts again.",
+            "{file} is damaged: {problem}. Delete the file. The run then starts again from its beginning.",
             file=str(file),
             problem=str(error),
         ) from error

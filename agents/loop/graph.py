@@ -195,7 +195,7 @@ class _Loop:
         if rounds >= self.policy.rounds:
             ended = Message(
                 "loop.rounds_spent",
-                "None of {proposals:,|proposal|proposals} passed the quick check. The last one: {last}",
+                "No proposal passed the quick check ({proposals:,|proposal|proposals} tried). The last result: {last}",
                 proposals=rounds,
                 last=last,
             )
@@ -203,7 +203,8 @@ class _Loop:
         if exchanges >= self.policy.exchanges:
             ended = Message(
                 "loop.exchanges_spent",
-                "No proposal in {exchanges:,|exchange|exchanges} passed the quick check. The last one: {last}",
+                "No proposal passed the quick check in {exchanges:,|exchange|exchanges} with the model. The last result: "
+                "{last}",
                 exchanges=exchanges,
                 last=last,
             )
@@ -229,7 +230,12 @@ class _Loop:
         if answer.lower() in GO:
             return {"problem": state.get("problem", "")}
         if state["rounds"] >= self.policy.rounds or state["exchanges"] >= self.policy.exchanges:
-            self.run.say(Message("loop.nothing_left", "  no proposals are left: the run ends with what it has"))
+            self.run.say(
+                Message(
+                    "loop.nothing_left",
+                    "  the run has reached its limit of rounds or exchanges, so it ends without this instruction",
+                )
+            )
             return {"problem": state.get("problem", "")}
         text = prompts.STEER.format(text=limited_text(answer, 4000))
         return {"messages": [*state["messages"], {"role": "user", "content": text}], "taken": False}
@@ -245,17 +251,17 @@ def _question(state: AgentGraphState) -> str:
         problem = Message.from_json(state.get("problem", ""))
         lines += [f"round {state['rounds']}: {draft['title']}", f"  {draft['hypothesis']}", f"  edits {edits}"]
         lines.append(f"  {_passes()}" if taken else f"  {limited_text(problem, 1500)}")
-    enter = Message("loop.send", "send it to the gate") if taken else Message("loop.continue", "continue")
+    enter = Message("loop.send", "send the proposal to the gate") if taken else Message("loop.continue", "continue")
     return Message(
         "loop.question",
-        "{about}\n[enter: {enter}; 'stop'; anything else is an instruction for the model]",
+        "{about}\n[Enter: {enter}. 'stop': end the run. Any other text: an instruction for the model]",
         about="\n".join(lines),
         enter=enter,
     )
 
 
 def _passes() -> Message:
-    return Message("loop.passes", "passes the quick check")
+    return Message("loop.passes", "the proposal passes the quick check")
 
 
 def _last(tool: str, messages: list[ChatMessage]) -> str:

@@ -91,12 +91,12 @@ def title_and_hypothesis(raw: dict[str, Any]) -> tuple[str, str]:
 def read_text(raw: dict[str, Any], key: str, where: str = "") -> str:
     value = raw.get(key)
     if not isinstance(value, str):
-        raise DraftError("loop.not_text", "{where}{key} is not a text.", where=where, key=key)
+        raise DraftError("loop.not_text", "{where}{key} is not text.", where=where, key=key)
     try:
         value.encode()
     except UnicodeEncodeError:
         raise DraftError(
-            "loop.lone_surrogate", "{where}{key} holds half a character (a lone surrogate).", where=where, key=key
+            "loop.lone_surrogate", "{where}{key} contains half a character (a lone surrogate).", where=where, key=key
         ) from None
     return value
 

@@ -68,7 +68,7 @@ TABLE: tuple[CauseRule, ...] = (
         (HARDWARE,),
         Message(
             "loss_doctor.two_results",
-            "two runs of the same replay left different bits: a device errs, or the code is not deterministic",
+            "two runs of the same replay gave different bits: a device makes errors, or the code is not deterministic",
         ),
     ),
     (
@@ -76,7 +76,8 @@ TABLE: tuple[CauseRule, ...] = (
         (HARDWARE, LAYOUT),
         Message(
             "loss_doctor.not_on_one_rank",
-            "the same steps from the same checkpoint, on one rank, do not show the anomaly: a device or the division among ranks is wrong",
+            "a replay of the same steps from the same checkpoint, on one rank, does not show the anomaly: a device "
+            "or the division among ranks is faulty",
         ),
     ),
     (
@@ -84,7 +85,8 @@ TABLE: tuple[CauseRule, ...] = (
         (HARDWARE,),
         Message(
             "loss_doctor.not_again",
-            "the same steps from the same checkpoint do not show the anomaly: data, code and recipe are not the cause",
+            "a replay of the same steps from the same checkpoint does not show the anomaly: data, code and recipe "
+            "are not the cause",
         ),
     ),
     (
@@ -107,7 +109,8 @@ TABLE: tuple[CauseRule, ...] = (
         (LAYOUT,),
         Message(
             "loss_doctor.micro_batches",
-            "the anomaly is gone if all rows are one micro-batch: the loss depends on accumulation",
+            "the anomaly is gone if all rows are one micro-batch: the loss depends on the accumulation of "
+            "micro-batches",
         ),
     ),
     (
@@ -145,7 +148,8 @@ TABLE: tuple[CauseRule, ...] = (
         (LOSS_MASK,),
         Message(
             "loss_doctor.loss_mask",
-            "the anomaly is gone without the new documents, whose loss is on other tokens than in earlier documents",
+            "the anomaly is gone without the new documents. Their loss mask selects other tokens than the loss mask "
+            "of earlier documents",
         ),
     ),
     (
@@ -153,7 +157,7 @@ TABLE: tuple[CauseRule, ...] = (
         (SHARES,),
         Message(
             "loss_doctor.wrong_label",
-            "the anomaly is gone without the new documents, which read like another domain's",
+            "the anomaly is gone without the new documents, which look like documents of another domain",
         ),
     ),
     (
@@ -161,7 +165,8 @@ TABLE: tuple[CauseRule, ...] = (
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.order",
-            "the anomaly is gone without many of the step's documents, and with other documents of the same shards: no single document is to blame",
+            "the anomaly is gone without many of the step's documents, and also with other documents of the same "
+            "shards: no single document is to blame",
         ),
     ),
     (
@@ -174,7 +179,8 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION,),
         Message(
             "loss_doctor.learnt",
-            "the anomaly is gone without documents that are like many of the new shards. The model learnt these by the segment's end",
+            "the anomaly is gone without documents that resemble many others in the new shards. By the segment's "
+            "end, the model had learnt these documents",
         ),
     ),
     (
@@ -182,7 +188,8 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, REPEATED),
         Message(
             "loss_doctor.too_many",
-            "the anomaly is gone without documents that are each like some earlier ones: too many of them came at once",
+            "the anomaly is gone without documents that each resemble earlier documents: too many such documents "
+            "came at once",
         ),
     ),
     (
@@ -190,7 +197,8 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION, BAD_DATA),
         Message(
             "loss_doctor.shards_kind",
-            "the anomaly is gone without documents that are like many of the new shards: the shards' kind is to blame, not single documents",
+            "the anomaly is gone without documents that resemble many others in the new shards: the kind of the "
+            "shards is to blame, not single documents",
         ),
     ),
     (
@@ -198,7 +206,8 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION, BAD_DATA),
         Message(
             "loss_doctor.same_shards",
-            "the anomaly is gone without many of the step's documents, and other documents of these shards cause it too: no single one is to blame",
+            "the anomaly is gone without many of the step's documents, and other documents of the same shards cause "
+            "the anomaly too: no single document is to blame",
         ),
     ),
     (
@@ -206,7 +215,8 @@ TABLE: tuple[CauseRule, ...] = (
         (REPEATED,),
         Message(
             "loss_doctor.repeated",
-            "the loss is as usual without some documents. At an older checkpoint these were not too easy: the model learnt them since then",
+            "the loss is as usual without some documents. These documents were not too easy at an older checkpoint, "
+            "so the model learnt them since then",
         ),
     ),
     (
@@ -214,7 +224,8 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA,),
         Message(
             "loss_doctor.bad_documents",
-            "the anomaly is gone without some documents, which have the same effect at another checkpoint",
+            "the anomaly is gone without some documents, and these documents have the same effect at another "
+            "checkpoint",
         ),
     ),
     (
@@ -222,7 +233,7 @@ TABLE: tuple[CauseRule, ...] = (
         (DATA_AND_STATE,),
         Message(
             "loss_doctor.documents_and_state",
-            "the anomaly is gone without some documents, which do no harm at another checkpoint",
+            "the anomaly is gone without some documents, but these documents do no harm at another checkpoint",
         ),
     ),
     (
@@ -230,7 +241,8 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, REPEATED),
         Message(
             "loss_doctor.always_too_easy",
-            "the anomaly is gone without some documents. No second checkpoint shows whether these were always too easy",
+            "the anomaly is gone without some documents. No second checkpoint shows whether these documents were "
+            "always too easy",
         ),
     ),
     (
@@ -238,7 +250,8 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, DATA_AND_STATE),
         Message(
             "loss_doctor.one_checkpoint",
-            "the anomaly is gone without some documents. No second checkpoint shows whether these have the same effect there",
+            "the anomaly is gone without some documents. No second checkpoint shows whether these documents always "
+            "have this effect",
         ),
     ),
     (
@@ -246,7 +259,7 @@ TABLE: tuple[CauseRule, ...] = (
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.other_documents",
-            "the anomaly is gone with other documents of the same shards, but masking the documents that stand out does not clear it",
+            "the anomaly is gone with other documents of the same shards, but not without the documents that stand out",
         ),
     ),
     (
@@ -262,7 +275,7 @@ TABLE: tuple[CauseRule, ...] = (
         (RATE,),
         Message(
             "loss_doctor.smaller_step",
-            "no document is to blame, and a smaller step of the optimiser clears the anomaly",
+            "no document is to blame, and a smaller step of the optimiser removes the anomaly",
         ),
     ),
     (
@@ -270,7 +283,8 @@ TABLE: tuple[CauseRule, ...] = (
         (CODE, UNKNOWN),
         Message(
             "loss_doctor.environment_changed",
-            "no arm cleared the anomaly. The environment changed with the segment, and the previous environment is not available",
+            "no replay removed the anomaly. The environment changed with the segment, and the previous environment "
+            "is not available",
         ),
     ),
     (
@@ -286,7 +300,8 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION, BAD_DATA),
         Message(
             "loss_doctor.mostly_bad",
-            "the anomaly began when new shards joined, and nothing clears it. Some documents stand out: the new shards may be mostly bad",
+            "the anomaly began when new shards joined, and no replay removed it. Some documents stand out: the new "
+            "shards may be mostly bad",
         ),
     ),
     (
@@ -294,15 +309,16 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION,),
         Message(
             "loss_doctor.new_shards",
-            "the anomaly began when new shards joined, and nothing clears it. No document stands out, or none still does at the segment's end",
+            "the anomaly began when new shards joined, and no replay removed it. No document stands out, or no "
+            "document still stands out at the segment's end",
         ),
     ),
     (
         lambda f: f.finished and not f.failed and f.kind == "plateau",
         (PLATEAU,),
-        Message("loss_doctor.plateau", "no arm makes the loss fall"),
+        Message("loss_doctor.plateau", "no replay makes the loss fall"),
     ),
-    (lambda f: f.finished, (UNKNOWN,), Message("loss_doctor.no_arm", "no arm cleared the anomaly")),
+    (lambda f: f.finished, (UNKNOWN,), Message("loss_doctor.no_arm", "no replay removed the anomaly")),
 )
 
 

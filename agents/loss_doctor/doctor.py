@@ -143,7 +143,10 @@ class _Consultation:
         if not failed:
             return naming
         arms = "; ".join(failed)
-        return replace(naming, why=Message("loss_doctor.not_run", "{why} (not run: {arms})", why=naming.why, arms=arms))
+        return replace(
+            naming,
+            why=Message("loss_doctor.not_run", "{why} (these replays did not run: {arms})", why=naming.why, arms=arms),
+        )
 
     def diagnosis(self, naming: DiagnosedCause) -> Diagnosis:
         guilty = tuple(self.triggers) if naming.causes == (BAD_DATA,) else ()

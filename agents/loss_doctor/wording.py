@@ -99,11 +99,11 @@ def read_wording(arguments: str, facts: DiagnosisFacts) -> CheckedWording:
     >>> true = {"says": "It stays in fp32.", "rests_on": "fp32", "shows": "there"}
     >>> found = read_wording(json.dumps({"claims": [true, {"says": "It is the disk.", "rests_on": "me", "shows": "gone"}]}), facts)
     >>> found.claims, found.dropped
-    ((Claim(says='It stays in fp32.', rests_on='fp32', shows='there'),), ('the record has no arm or fact of the name that it rests on',))
+    ((Claim(says='It stays in fp32.', rests_on='fp32', shows='there'),), ('the claim rests on a replay or fact that the record does not have',))
     """
     raw = read_object(arguments).get("claims")
     if not isinstance(raw, list):
-        raise DraftError("loss_doctor.no_claims", "claims is not a list.")
+        raise DraftError("loss_doctor.no_claims", "'claims' is not a list.")
     claims: list[Claim] = []
     dropped: list[str] = []
     for given in raw[:READ]:
@@ -119,7 +119,7 @@ def read_wording(arguments: str, facts: DiagnosisFacts) -> CheckedWording:
 def _claim(raw: object, facts: DiagnosisFacts) -> Claim | Message:
     """A claim that holds, or the reason to drop it. The reason is the factory's text, never the model's."""
     if not isinstance(raw, dict):
-        return Message("loss_doctor.not_an_object", "it is not an object")
+        return Message("loss_doctor.not_an_object", "the claim is not a JSON object")
     try:
         name, says, shown = (read_text(raw, key).strip() for key in ("rests_on", "says", "shows"))
     except DraftError as error:
@@ -128,34 +128,47 @@ def _claim(raw: object, facts: DiagnosisFacts) -> Claim | Message:
         return Message("loss_doctor.no_such_evidence", "the record has no arm or fact of the name that it rests on")
     shows, words = known
     if _same(shown) != _same(shows):
-        return Message("loss_doctor.other_value", "its outcome of '{name}' differs from the record's", name=name)
+        return Message("loss_doctor.other_value", "the claim's outcome of '{name}' differs from the record", name=name)
     if not says or len(says) > MOST_CHARS:
         return Message(
-            "loss_doctor.wrong_length", "its sentence is empty, or longer than {most} characters", most=MOST_CHARS
+            "loss_doctor.wrong_length",
+            "the claim's sentence is empty, or longer than {most} characters",
+            most=MOST_CHARS,
         )
     says = one_line(says, MOST_CHARS)
     if not PLAIN.fullmatch(says):
-        return Message("loss_doctor.not_plain", "its sentence is not plain text")
+        return Message("loss_doctor.not_plain", "the claim's sentence is not plain text")
     bare = _without(says, [name])
     if other := next((arm for arm in facts.arms if _names(bare, arm) and arm not in name), None):
         return Message(
-            "loss_doctor.other_arm", "its sentence names '{other}', but it rests on '{name}'", other=other, name=name
+            "loss_doctor.other_arm",
+            "the claim's sentence names '{other}', but the claim rests on '{name}'",
+            other=other,
+            name=name,
         )
     if cause := next((cause for cause in CAUSES if cause not in facts.causes and _names(bare, cause)), None):
         return Message(
             "loss_doctor.other_cause",
-            "its sentence names the cause '{cause}', which the table did not name",
+            "the claim's sentence names the cause '{cause}', which the diagnosis does not name",
             cause=cause,
         )
     if not _outcomes(bare) <= _outcomes(words):
-        return Message("loss_doctor.other_outcome", "its sentence states another outcome than '{name}' had", name=name)
+        return Message(
+            "loss_doctor.other_outcome",
+            "the claim's sentence states another outcome than the record of '{name}'",
+            name=name,
+        )
     if not all(_is_one_of(number, NUMBER.findall(words)) for number in _numbers(bare)):
-        return Message("loss_doctor.other_number", "its sentence has a number that '{name}' does not have", name=name)
+        return Message(
+            "loss_doctor.other_number",
+            "the claim's sentence has a number that the record of '{name}' does not have",
+            name=name,
+        )
     return Claim(says, name, shows)
 
 
 def _beyond(most: int) -> Message:
-    return Message("loss_doctor.beyond", "{most} claims come before it, and no more are taken", most=most)
+    return Message("loss_doctor.beyond", "the claim is not used, because only {most} claims are", most=most)
 
 
 def _same(value: str) -> str:

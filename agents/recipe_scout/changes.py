@@ -79,8 +79,9 @@ def change_rates(course: TrainingRecord, tried: RejectedDirections) -> Iterator[
         )
     why = Message(
         "recipe_scout.rate",
-        "DeepSeek's rule gives a rate of {rule:.2g} for this model and {tokens:.2g} tokens, the recipe has {rate:.2g}; "
-        "{anomalies:,|anomaly|anomalies} so far (each suggests a lower rate){direction}",
+        "DeepSeek's rule gives a learning rate of {rule:.2g} for this model and {tokens:.2g} tokens, and the "
+        "recipe has {rate:.2g}; the run had {anomalies:,|anomaly|anomalies} so far (each suggests a lower "
+        "rate){direction}",
         rule=rule,
         tokens=tokens,
         rate=rate,
@@ -98,7 +99,7 @@ def change_rates(course: TrainingRecord, tried: RejectedDirections) -> Iterator[
         if new_warm <= course.recipe.schedule.trunk_steps.first:
             reason = Message(
                 "recipe_scout.warm_up",
-                "the warm-up is not over, with {anomalies:,|anomaly|anomalies} so far",
+                "the warm-up is not over, and the run had {anomalies:,|anomaly|anomalies} so far",
                 anomalies=course.trouble,
             )
             yield RecipeChange(("schedule", "warmup_steps"), warm, new_warm, course.gain_of_token_worth(1.05), reason)
@@ -130,8 +131,8 @@ def change_mixture(course: TrainingRecord) -> Iterator[RecipeChange]:
             before, after = shares[name]
             why = Message(
                 "recipe_scout.mixture",
-                "by domain the loss falls by {slopes} bits per byte for e times the tokens; {domain} has {before:.0%} of the tokens and "
-                "would have {after:.0%}",
+                "for every factor of e (2.72) in tokens, the loss of each domain falls by these bits per byte: {slopes}; "
+                "the change moves the share of {domain} from {before:.0%} to {after:.0%} of the tokens",
                 slopes=slopes,
                 domain=name,
                 before=before,
@@ -148,8 +149,8 @@ def change_batch(course: TrainingRecord) -> Iterator[RecipeChange]:
         speed = (1 + share) / (1 + share / 2)
         why = Message(
             "recipe_scout.batch",
-            "the gradient noise scale is {scale:,.0f} supervised tokens and a step has {step:,.0f}: half the batch needs {fewer:.0%} "
-            "fewer tokens for the same progress",
+            "the gradient noise scale is {scale:,.0f} supervised tokens, and a step has {step:,.0f}; with half the "
+            "batch, the same progress needs {fewer:.0%} fewer tokens",
             scale=scale,
             step=course.supervised,
             fewer=1 - 1 / speed,
@@ -164,7 +165,7 @@ def change_schedule(course: TrainingRecord) -> Iterator[RecipeChange]:
     if share < LONG_ENOUGH:
         why = Message(
             "recipe_scout.anneal",
-            "the anneal is {share:.0%} of the steps of a release; up to about {enough:.0%} a longer anneal gains",
+            "the anneal takes {share:.0%} of a release's steps, and a longer anneal helps up to about {enough:.0%}",
             share=share,
             enough=LONG_ENOUGH,
         )
@@ -181,7 +182,7 @@ def change_regularisers(course: TrainingRecord) -> Iterator[RecipeChange]:
     if course.clipped > 0.5 and not course.trouble:
         why = Message(
             "recipe_scout.clipping",
-            "{clipped:.0%} of the steps are clipped, without any anomaly",
+            "the gradient is clipped in {clipped:.0%} of the steps, and the run had no anomaly",
             clipped=course.clipped,
         )
         gain = course.gain_of_token_worth(1 + 0.1 * course.clipped)

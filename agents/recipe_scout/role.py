@@ -61,7 +61,9 @@ class RecipeScout:
                 hint=did_you_mean(near[0]) if near else known_names_hint(keys),
             )
         if not keys:
-            return Message("recipe_scout.no_key", "The recipe gate allows no key of the recipe to be changed.")
+            return Message(
+                "recipe_scout.no_key", "The policy of the recipe gate does not allow any key of the recipe to change."
+            )
         text = self.workbench.read(course.path)
         lines = len(text.splitlines())
         recipe = tools.authors_of_lines(self.workbench, course.path, 1, lines) + quote_as_data(
@@ -70,7 +72,8 @@ class RecipeScout:
         evidence = "\n\n".join((recipe, self.record_text(), self.ideas_text(), self.earlier_proposals()))
         about = Message(
             "recipe_scout.aim",
-            "recipe {recipe} at step {step}; its loss falls by {slope:.3f} bits per byte for e times the tokens",
+            "recipe {recipe} at step {step}: for every factor of e (2.72) in tokens, the loss falls by {slope:.3f} "
+            "bits per byte",
             recipe=course.recipe.name,
             step=course.step,
             slope=course.slope,
@@ -106,7 +109,7 @@ class RecipeScout:
         words = [
             Message(
                 "recipe_scout.idea",
-                "{change}: {gain}, because {why}",
+                "{change}: predicted gain {gain}, because {why}",
                 change=c.title,
                 gain=gain_with_unit(f"{QUALITY}:{c.key}", c.gain),
                 why=c.why,
@@ -157,7 +160,7 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
     if differing := {key for key in before | after if before.get(key) != after.get(key)} ^ set(new_values):
         raise DraftError(
             "recipe_scout.other_keys",
-            "The recipe has these values already, or keys that you did not name would change: {keys}.",
+            "These keys already have the proposed value, or would change although you did not name them: {keys}.",
             keys=sorted(differing),
         )
     words_of_each = [
@@ -167,8 +170,8 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
     title = f"recipe {course.recipe.name}: {' and '.join(words_of_each)}{' together' if len(words_of_each) > 1 else ''}"
     words = Message(
         "recipe_scout.written_hypothesis",
-        "{hypothesis} Predicted: {gain:.4f} bits per byte better on held-out documents, the mean over domains, after the anneal that ends "
-        "each of the gate's runs. {refuted}",
+        "{hypothesis} Prediction: the gate's runs end {gain:.4f} bits per byte better on held-out documents "
+        "(mean over domains, after each run's final anneal). {refuted}",
         hypothesis=hypothesis,
         gain=gain,
         refuted=describe_refuting_result(gain),

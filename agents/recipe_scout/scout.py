@@ -76,14 +76,14 @@ def _write(
         for one in history[-3:]
     ]
     earlier = (
-        Message("recipe_scout.tried", " Tried before on this key: {attempts}.", attempts="; ".join(before))
+        Message("recipe_scout.tried", " Earlier proposals for this key: {attempts}.", attempts="; ".join(before))
         if before
         else ""
     )
     hypothesis = Message(
         "recipe_scout.hypothesis",
-        "At step {step}: {why}. In the gate's runs {change} should end {gain:.4f} bits per byte better on held-out documents, the mean "
-        "over domains, after the anneal that ends every run. {refuted}{earlier}",
+        "At step {step}: {why}. Prediction: with {change}, the gate's runs end {gain:.4f} bits per byte better "
+        "on held-out documents (mean over domains, after each run's final anneal). {refuted}{earlier}",
         step=course.step,
         why=change.why,
         change=change.title,
@@ -99,6 +99,7 @@ def describe_refuting_result(gain: float) -> Message:
     """The results of the gate's runs that would refute a predicted gain in bits per byte."""
     return Message(
         "recipe_scout.refuted",
-        "No gain beyond the noise of seeds, or a domain that gets worse, refutes the change. Less than {half:.4f} refutes the prediction.",
+        "The change is refuted if the gain is not larger than the noise between seeds, or if a domain gets "
+        "worse. The prediction is refuted if the gain is less than {half:.4f}.",
         half=gain / 2,
     )

@@ -120,9 +120,9 @@ def write_proposal(candidate: Candidate, profile: Mapping[str, Any], policy: str
     covers = _covers(covered) if covered else ""
     hypothesis = Message(
         "search_proposer.implementation",
-        "{op} takes {share:.0%} of the training step (hottest lines: {lines}). `{after}` ({about}) runs its forward and backward on the "
-        "recipe's shapes in {after_ms:.1f} ms, `{before}` in {before_ms:.1f} ms: {ratio:.2f} times as fast in interleaved pairs. "
-        "{covers}{refuted}",
+        "{op} takes {share:.0%} of the training step (slowest lines: {lines}). On the recipe's shapes, forward "
+        "and backward take {after_ms:.1f} ms with `{after}` ({about}) and {before_ms:.1f} ms with `{before}`. "
+        "When both run in alternation, `{after}` is {ratio:.2f} times as fast. {covers}{refuted}",
         op=c.op,
         share=c.share,
         lines=where,
@@ -148,7 +148,7 @@ def write_proposal(candidate: Candidate, profile: Mapping[str, Any], policy: str
 def _covers(fusions: Sequence[Fusion]) -> Message:
     return Message(
         "search_proposer.covers",
-        "It covers these fusion candidates of the profile: {fusions}. ",
+        "This implementation covers these fusion candidates of the profile: {fusions}. ",
         fusions=list_fusions(fusions),
     )
 
@@ -157,8 +157,8 @@ def _refuted(gain: float) -> Message:
     """The measurement that would refute a predicted gain of the whole step."""
     return Message(
         "search_proposer.refuted",
-        "The prediction is refuted if the whole step does not get at least {least:.3f} times as fast (predicted: {gain:.3f}), "
-        "or if held-out evaluations get worse.",
+        "The prediction is refuted if the whole step is less than {least:.3f} times as fast as before "
+        "(predicted: {gain:.3f} times), or if held-out evaluations get worse.",
         least=1 + (gain - 1) / 2,
         gain=gain,
     )
@@ -213,8 +213,8 @@ def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, ag
         title=Message("search_proposer.compile_title", "recipe {recipe}: compile its blocks", recipe=recipe["name"]),
         hypothesis=Message(
             "search_proposer.compile",
-            "torch.compile over each block covers {candidates:,|fusion candidate|fusion candidates} of the profile, {megabytes:,.0f} MB and "
-            "{share:.0%} of the eager step together: {fusions}. {refuted}",
+            "torch.compile of each block covers {candidates:,|fusion candidate|fusion candidates} of the profile. "
+            "Together they are {megabytes:,.0f} MB and {share:.0%} of the eager step: {fusions}. {refuted}",
             candidates=len(fusions),
             megabytes=megabytes,
             share=share,
@@ -255,14 +255,15 @@ def propose_micro_batch(profile: Mapping[str, Any], workbench: Workbench, agent:
         target="recipe:micro_sequences",
         title=Message(
             "search_proposer.rows",
-            "recipe {recipe}: {rows} rows at a time in place of {before}",
+            "recipe {recipe}: micro-batches of {rows} rows instead of {before}",
             recipe=recipe["name"],
             rows=best,
             before=now,
         ),
         hypothesis=Message(
             "search_proposer.micro_batches",
-            "Alone, the hottest ops process the rows of a step faster {rows} at a time than {before} at a time. {refuted}",
+            "Measured outside the training step, the slowest ops process a step's rows faster in micro-batches of "
+            "{rows} than of {before}. {refuted}",
             rows=best,
             before=now,
             refuted=_refuted(gains[best]),

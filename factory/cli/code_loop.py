@@ -43,7 +43,7 @@ def propose(
     agent: Annotated[
         str,
         typer.Option(
-            help="The agent. 'kernel-engineer' (uses an LLM) and 'search' (does not) make the training step faster. 'recipe-scout' (with "
+            help="The agent. 'kernel-engineer' (with an LLM) and 'search' (without an LLM) make the training step faster. 'recipe-scout' (with "
             "or without an LLM) changes the recipe so that the model learns more. Default: kernel-engineer with an LLM, else search."
         ),
     ] = "",
@@ -67,7 +67,7 @@ def propose(
     """Run the code loop once: profile the training step, propose a patch on a git branch, and let the patch gate judge it.
 
     An LLM's endpoint is --endpoint, llm.endpoint in policies/agents.yaml, or OPENAI_BASE_URL; its key is OPENAI_API_KEY. With an
-    endpoint the kernel engineer proposes, otherwise the search proposer. With --agent recipe-scout, proposals change the recipe and are
+    endpoint the kernel engineer proposes, otherwise the agent 'search'. With --agent recipe-scout, proposals change the recipe and are
     judged by how much the model learns. If the command is killed, run it again: it continues. With --count, several proposals wait for
     the LLM at the same time; timing runs one at a time on the GPU or CPU.
     """

@@ -33,7 +33,7 @@ def plan(
     gpus: Annotated[int, typer.Option(help="How many GPUs.")] = 8,
     gpu: Annotated[str, typer.Option(help="Kind of GPU, which sets the peak rate and the memory.")] = "h100",
     memory: Annotated[float | None, typer.Option(help="Memory of one GPU, in GB (default: that of the kind of GPU).")] = None,
-    mfu: Annotated[float | None, typer.Option(help="Share of the peak rate reached (default: 0.4 on one node, else as published runs).")] = None,
+    mfu: Annotated[float | None, typer.Option(help="Share of the peak rate reached (default: 0.4 on one node, else that of published runs).")] = None,
     network: Annotated[
         float | None, typer.Option(help="Network rate of one GPU between nodes, in GB/s (default: the GPU's usual card; 50 GB/s are 400 Gb/s).")
     ] = None,

@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     help="""Time every line of the training step: forward, backward (counted at the forward line that caused it), optimiser and data.
 
 Shows the slowest lines with their time, calls, share of the step, share of the roofline, and bound (compute, memory, launch or
-host). It names lines that could be fused or could overlap. It also compares the sum of the lines with the step's own time and with
-torch.profiler. Every operation is also timed alone: 10 warm-ups, 100 calls, median.
+host). The command also names lines that could be fused or could overlap, and compares the sum of the lines with the step's own
+time and with torch.profiler. Every operation is also timed outside the step: 10 warm-ups, 100 calls, median.
 
 The command writes three files. profile.json is for programs; agents/line_profiler/table.py has its schema. profile.html shows the
-source with a heat column, a graph and the roofline, and opens offline. trace.json opens at ui.perfetto.dev. In a workspace they are
-in reports/profiles/ and among the artifacts of an MLflow run. Without a workspace, this checkout's code is profiled into --out.
+source with a heat column, a graph and the roofline, and opens offline. trace.json opens at ui.perfetto.dev. In a workspace the files
+are in reports/profiles/ and among the artifacts of an MLflow run. Without a workspace, this checkout's code is profiled into --out.
 
 First run:  factory profile --recipe demo --out profile      (about half a minute on two cores)
 
 With --sweep, one layer of the shapes 7b, 29b, 375b and 1t is profiled at every batch and sequence length. The last two shapes have
-experts. Each different operation is measured once, if it fits in memory and time. The others are estimated from the roofline, and
-every line says which. Local processes (--workers) or the actors of a Ray cluster (--ray) share the work.
+experts. Each different operation is measured once, if it fits in memory and time. The others are estimated from the roofline.
+Every line shows whether it was measured or estimated. Local processes (--workers) or the actors of a Ray cluster (--ray) share
+the work.
 
   factory profile --sweep --models 7b,375b --batches 1,4 --sequences 1024,4096 --workers 2"""
 )
@@ -43,7 +44,8 @@ def profile(
         typer.Option(help="A recipe's name or file (default: the workspace's own, or 'demo' without a workspace)."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the files. Profiles this checkout, without a workspace.")
+        Path | None,
+        typer.Option(help="Folder for the files. The command then profiles this checkout, not a workspace."),
     ] = None,
     alone: Annotated[
         float | None, typer.Option(min=0, help="Seconds to spend on timing single operations; 0: do not time them.")

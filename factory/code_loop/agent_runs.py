@@ -85,8 +85,8 @@ class LedgerBudgetAccount:
             if used + more > most:
                 raise BudgetError(
                     "code_loop.budget_exhausted",
-                    "The budget of {whose} is exhausted: {used:,.6g} of {limit:,.6g} {unit} are spent, and the next request may take {more:,.6g}. "
-                    "Raise llm.per_{work} or llm.per_day in policies/agents.yaml.",
+                    "The budget of {whose} is used up: {used:,.6g} of {limit:,.6g} {unit} are spent, and the next request "
+                    "may need {more:,.6g} {unit}. Raise llm.per_{work} or llm.per_day in policies/agents.yaml.",
                     whose=which,
                     used=used,
                     limit=most,
@@ -210,7 +210,7 @@ class AgentRuns:
             if wanted and len(found) < count:
                 found.append(self._run(row))
             else:
-                why = Message("code_loop.other_target", "another commit or target was asked for")
+                why = Message("code_loop.other_target", "a later request names another commit or target")
                 self.record_end(row["id"], "abandoned", why=str(why))
         return found
 
@@ -240,7 +240,7 @@ class AgentRuns:
         except LlmError as error:
             raise ModelError(
                 "code_loop.run_saved",
-                "{problem} Run {run} is saved, and the same command continues it.",
+                "{problem} Run {run} is saved. To continue the run, type the same command again.",
                 problem=error.message,
                 run=run.number,
             ) from None
@@ -313,7 +313,7 @@ def checkpoint_place(workspace: Workspace) -> Path | str:
     if importlib.util.find_spec("langgraph.checkpoint.postgres") is None:
         raise InputError(
             "code_loop.no_driver",
-            "The ledger is at {url}, and so are the agents' checkpoints: {driver}",
+            "The ledger and the agents' checkpoints are in the database {url}. {driver}",
             url=repr(url),
             driver=DRIVER,
         )
@@ -341,7 +341,10 @@ def _endpoint(policy: LlmPolicy, options: AgentOptions, say: Callable[[str], Non
     try:
         if where.startswith(FILES):
             if not where.removeprefix(FILES):
-                raise LlmError("code_loop.no_folder", "endpoint 'files:': name a folder after the colon.")
+                raise LlmError(
+                    "code_loop.no_folder",
+                    "The endpoint 'files:' names no folder. Write the folder after the colon: 'files:FOLDER'",
+                )
             return FileEndpoint(Path(where.removeprefix(FILES)).expanduser().resolve(), policy, say)
         return HttpEndpoint(where, os.environ.get("OPENAI_API_KEY", ""), policy)
     except LlmError as error:

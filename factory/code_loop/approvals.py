@@ -55,7 +55,7 @@ def approve(plant: Plant, number: int, by: str) -> str | None:
         why = "; ".join(row.reasons or [])[:500]
         raise InputError(
             "code_loop.not_promoted",
-            "The gate's verdict on proposal {proposal} is {outcome}: {why}",
+            "Proposal {proposal} cannot be approved, because the gate's verdict is {outcome}: {why}",
             proposal=number,
             outcome=(row.outcome or "").upper(),
             why=why,
@@ -75,7 +75,8 @@ def approve(plant: Plant, number: int, by: str) -> str | None:
     plant.progress.line(
         Message(
             "code_loop.live",
-            "  proposal {proposal} is live: {commit}; the next segment trains with it, once it is certified",
+            "  proposal {proposal} is live as commit {commit}. The next segment trains with this code, once the code "
+            "is certified.",
             proposal=number,
             commit=row.patch_commit[:12],
         )
@@ -100,7 +101,7 @@ def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
     if row.state != "approved":
         raise InputError(
             "code_loop.not_approved",
-            "Proposal {proposal} is {state}, not approved: there is nothing to revert.",
+            "Only an approved proposal can be reverted. Proposal {proposal} is {state}.",
             proposal=number,
             state=_state(row),
         )
@@ -166,7 +167,7 @@ def _judged(ledger: Ledger, number: int) -> ProposalRow:
     if row.state != "judged":
         raise InputError(
             "code_loop.nothing_to_decide",
-            "Proposal {proposal} is {state}: there is nothing to decide about it.",
+            "Only a judged proposal can be approved or rejected. Proposal {proposal} is {state}.",
             proposal=number,
             state=_state(row),
         )
@@ -175,7 +176,7 @@ def _judged(ledger: Ledger, number: int) -> ProposalRow:
 
 def _state(row: ProposalRow) -> str:
     if row.state == "failed":
-        return Message("code_loop.failed", "failed (it was never judged)")
+        return Message("code_loop.failed", "marked as failed and was never judged")
     return {"drafted": "being judged", "written": "not judged yet"}.get(row.state) or str(row.state)
 
 
@@ -193,8 +194,8 @@ def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
     if (commit, repository.hash_patch(code, row.base_commit, commit)) != judged or row.patch_sha256 != judged[1]:
         raise InputError(
             "code_loop.other_patch",
-            "The branch {branch} does not hold the patch that was judged: it was {judged}, it is {found}. Only the judged patch can be "
-            "approved. Propose the new one again.",
+            "The branch {branch} does not contain the judged patch: the judged commit is {judged}, but the branch is "
+            "at {found}. Only the judged patch can be approved. Propose the new patch again.",
             branch=row.branch,
             judged=row.patch_commit[:12],
             found=commit[:12],
@@ -230,7 +231,7 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
     plant.progress.line(
         Message(
             "code_loop.code_changed",
-            "  the code changed to {commit} since proposal {proposal} was judged: the gate runs again",
+            "  the code changed to {commit} since proposal {proposal} was judged; the gate judges the proposal again",
             commit=live[:12],
             proposal=row.number,
         )
@@ -261,14 +262,14 @@ def judge_due_patches_again(plant: Plant) -> list[int]:
 def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
     live = remove_remains_and_get_live_commit(plant)
     held_by = (
-        Message("code_loop.missing_device", "the lack of this device")
+        Message("code_loop.missing_device", "a device was missing that this machine has")
         if waits_for_this_device(row.evidence(plant.ledger))
-        else Message("code_loop.time_limit", "a time limit")
+        else Message("code_loop.time_limit", "a time limit was reached")
     )
     plant.print_line(
         Message(
             "code_loop.judged_again",
-            "  only {held_by} held proposal {proposal} back; the gate judges it again",
+            "  proposal {proposal} was held only because {held_by}; the gate judges the proposal again",
             held_by=held_by,
             proposal=row.number,
         )
@@ -327,8 +328,8 @@ def _moved_on(code: Path, row: ProposalRow, change: FileChange, live: str) -> st
     if yaml.safe_load(replayed) != yaml.safe_load(text):
         raise InputError(
             "code_loop.more_than_choices",
-            "{file} changed since proposal {proposal} was judged, and the patch changes more in the file than choices. "
-            "Propose the change again.",
+            "{file} changed since proposal {proposal} was judged, and the patch changes more in this file than the "
+            "choice of kernels. Propose the change again.",
             file=KERNELS,
             proposal=row.number,
         )

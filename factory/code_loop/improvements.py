@@ -36,7 +36,7 @@ class BudgetUse:
             if used >= limit and used > 0:  # an endpoint that costs nothing may be used without money
                 return Message(
                     "code_loop.used_up",
-                    "{used:,.6g} of {limit:,.6g} {unit} of the last 24 hours are used",
+                    "{used:,.6g} of {limit:,.6g} {unit} were used in the last 24 hours",
                     used=used,
                     limit=limit,
                     unit=unit,
@@ -133,7 +133,7 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
     )
     cost = Message(
         "code_loop.cost",
-        "          {device_seconds:,.0f} device-seconds, {tokens:,} tokens and {usd:.2f} USD in 24 hours",
+        "          {device_seconds:,.0f} device-seconds, {tokens:,} tokens and {usd:.2f} USD in the last 24 hours",
         device_seconds=spent["device_seconds"],
         tokens=spent["tokens"],
         usd=spent["usd"],

@@ -102,7 +102,9 @@ def next_stage(seen: LoopState) -> LoopStage | str:
     if seen.policy.when == OFF:
         return Message("code_loop.off", "improve is off in agents.yaml")
     if not seen.policy.allows_stage_at(seen.minute):
-        return Message("code_loop.waits_for_night", "it waits for the night ({hours})", hours=seen.policy.night)
+        return Message(
+            "code_loop.waits_for_night", "the code loop waits for the night ({hours})", hours=seen.policy.night
+        )
     if seen.promoted is not None:
         return LoopStage(MERGE, proposal=seen.promoted)
     if seen.written is not None:
@@ -115,7 +117,9 @@ def next_stage(seen: LoopState) -> LoopStage | str:
         stage = LoopStage(PROFILE) if agent in PROFILED and seen.profile is None else LoopStage(PROPOSE, agent)
         if agent not in seen.finished and seen.killed.get(str(stage), 0) < MOST_CUT:
             return stage
-    return Message("code_loop.all_tried", "nothing is left to try until code, recipe, machine or agents.yaml change")
+    return Message(
+        "code_loop.all_tried", "the agents have tried everything for the present code, recipe, machine and agents.yaml"
+    )
 
 
 def next_stages(seen: LoopState) -> list[LoopStage]:
@@ -262,7 +266,8 @@ def _introduce(plant: Plant, situation: CodeLoopSituation, stage: LoopStage) -> 
             plant.print_line(
                 Message(
                     "code_loop.agent_left_out",
-                    "  improve: no LLM endpoint is configured (llm.endpoint in agents.yaml, OPENAI_BASE_URL): {agent} is left out",
+                    "  improve: agent {agent} is left out, because no LLM endpoint is configured. Set llm.endpoint in "
+                    "agents.yaml, or OPENAI_BASE_URL.",
                     agent=KERNEL_ENGINEER,
                 )
             )
@@ -311,11 +316,16 @@ def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     killed = seen.killed.get(str(stage), 0)
     if killed >= MOST_CUT:
         why = Message(
-            "code_loop.killed_often", "its process was killed {times:,|time|times} while it was judged", times=killed
+            "code_loop.killed_often", "the process that judged it was killed {times:,|time|times}", times=killed
         )
         mark_as_failed(plant, stage.proposal, why)
         plant.print_line(
-            Message("code_loop.given_up", "  proposal {proposal} is given up: {why}", proposal=stage.proposal, why=why)
+            Message(
+                "code_loop.given_up",
+                "  the factory gave up proposal {proposal}: {why}",
+                proposal=stage.proposal,
+                why=why,
+            )
         )
         return {"nothing": True}
     fail_stale_proposals(plant)

@@ -90,7 +90,7 @@ def profile_live_code(plant: Plant, options: ProfileOptions = ProfileOptions()) 
         plant.progress.line(
             Message(
                 "code_loop.not_committed",
-                "  not committed, so not part of the live code: {files}",
+                "  the live code does not contain these uncommitted changes: {files}",
                 files=list(changed[:5]),
             )
         )
@@ -148,7 +148,10 @@ def _run_checkout(out: Path, arguments: list[str], progress: Progress, module: s
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            "code_loop.no_out", "--out {folder}: {problem}", folder=str(out), problem=error.strerror
+            "code_loop.no_out",
+            "--out {folder}: the folder cannot be made: {problem}",
+            folder=str(out),
+            problem=error.strerror,
         ) from None
     code = checkout_root()
     own = ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(out.resolve())]
@@ -211,7 +214,7 @@ def run_profiler(
     if exit_code:
         raise ProfileError(
             "code_loop.profiler_failed",
-            "The line profiler ended with code {exit_code}: {line}",
+            "The line profiler ended with exit code {exit_code}: {line}",
             exit_code=exit_code,
             line=" ".join(last_lines[-1:])[:500],
         )

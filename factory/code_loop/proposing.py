@@ -80,7 +80,8 @@ def propose(
     bench = make_workbench(plant)
     if bench is None:
         why = Message(
-            "code_loop.no_checkpoint", "there is no trunk checkpoint to measure on yet; 'factory run' makes one"
+            "code_loop.no_checkpoint",
+            "there is no trunk checkpoint to measure on yet. To make a checkpoint, run 'factory run'",
         )
         print_why_nothing_proposed(plant, why)
         return []
@@ -170,7 +171,7 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
     drafted = scout.propose_change(found, bench)
     if drafted is None:
         why = Message(
-            "code_loop.all_rejected", "the gate rejected every change of the recipe that is worth a try before"
+            "code_loop.all_rejected", "the gate has already rejected every change of the recipe that is worth a try"
         )
         print_why_nothing_proposed(bench.plant, why)
         return []
@@ -188,7 +189,9 @@ def scout_input(bench: LiveWorkbench) -> TrainingRecord | str:
         return unused[0]
     if path not in bench.files(patchable=True):
         return Message(
-            "code_loop.recipe_not_patchable", "the repository has no {path} that a patch may change", path=path
+            "code_loop.recipe_not_patchable",
+            "{path} is not a file of the repository that a patch may change",
+            path=path,
         )
     try:
         recipe = Recipe.parse(read_yaml(bench.read(path), path, RecipeError), path)
@@ -203,7 +206,7 @@ def scout_input(bench: LiveWorkbench) -> TrainingRecord | str:
     records = [file for one in trunk if (file := Path(one.folder) / "metrics.jsonl").is_file()]
     lines = [line for file in records for line in read_lines(file)]
     if not lines:
-        return Message("code_loop.no_metrics", "the trunk left no metrics to work from")
+        return Message("code_loop.no_metrics", "the trunk segments have no metrics for the agent to use")
     found = sa.select(anomalies.c.kind).where(anomalies.c.segment.in_([one.id for one in trunk]))
     kinds = Counter(row["kind"] for row in plant.ledger.select_rows(found))
     tokens_bytes = sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts)

@@ -63,7 +63,7 @@ def revalidate(plant: Plant, base: str) -> list[int]:
         plant.progress.line(
             Message(
                 "code_loop.surroundings_changed",
-                "  {changed} changed since proposal {proposal} was judged; the gate judges it again",
+                "  {changed} changed since proposal {proposal} was judged; the gate judges the proposal again",
                 changed=changed,
                 proposal=row.number,
             )
@@ -85,8 +85,9 @@ def reverse_patch(workspace: Workspace, row: ProposalRow, base: str, changed: li
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in back)
     hypothesis = Message(
         "code_loop.undo",
-        "Proposal {proposal} ({title}) gained time when it was judged; {changed} changed since. If the training step is faster without "
-        "the patch now, it should be undone. If the step is not faster, that is refuted.",
+        "Proposal {proposal} ({title}) made the training step faster when it was judged, but {changed} changed "
+        "since then. Prediction: the training step is now faster without the patch. The prediction is refuted if "
+        "the step is not faster.",
         proposal=row.number,
         title=row.title[:100],
         changed=changed,

@@ -46,7 +46,7 @@ def open_reverts(plant: Plant) -> list[int]:
         if row.state == "approved" and newest_revert(plant.ledger, number) is None:
             words = Message(
                 "code_loop.undo_by_hand",
-                "proposal {proposal} made a difference and must be undone by hand",
+                "proposal {proposal} must be undone by hand",
                 proposal=number,
             )
             made.append(
@@ -85,7 +85,7 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     title = str(Message("code_loop.undo_title", "Undo proposal {proposal}", proposal=row.number))
     blamed = why.gate == DIAGNOSIS
     shown = (
-        Message("code_loop.gone_without", "Its anomaly is gone without the proposal")
+        Message("code_loop.gone_without", "The segment's anomaly is gone without the proposal")
         if blamed
         else Message("code_loop.ends_elsewhere", "The same steps end with other weights without the proposal")
     )
@@ -108,7 +108,7 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     found = (
         Message(
             "code_loop.doctor_blames",
-            "the loss doctor blames it for an anomaly of segment {segment}",
+            "the loss doctor blames the undone patch for an anomaly of segment {segment}",
             segment=why.subject_number,
         )
         if blamed
@@ -132,7 +132,8 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     plant.progress.line(
         Message(
             "code_loop.undoes",
-            "  proposal {proposal} undoes proposal {undone}: {why}; merge it with 'factory proposals approve {proposal}'",
+            "  proposal {proposal} undoes proposal {undone}: {why}. To merge it: 'factory proposals approve "
+            "{proposal}'",
             proposal=number,
             undone=row.number,
             why=reasons[0],

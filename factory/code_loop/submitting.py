@@ -126,7 +126,7 @@ def judge_proposal(plant: Plant, number: int) -> None:
         if commit is None or repository.hash_patch(code, base, commit) != row.patch_sha256:
             raise RepositoryError(
                 "code_loop.branch_differs",
-                "The branch {branch} does not hold the patch that was proposed.",
+                "The branch {branch} does not contain the proposed patch.",
                 branch=row.branch,
             )
         drafted, patch_id = _drafted(plant, row, commit)
@@ -190,7 +190,7 @@ def fail_stale_proposals(plant: Plant) -> None:
         plant.print_line(
             Message(
                 "code_loop.removed",
-                "  proposal {proposal} was not judged, because its process was killed; it is removed",
+                "  proposal {proposal} failed, because the process that judged it was killed; its branch is removed",
                 proposal=row.number,
             )
         )

@@ -59,7 +59,8 @@ IMPORT = ";".join(
 
 
 NOTHING_TO_TIME = Message(
-    "code_loop.nothing_to_time", "nothing to time alone: policies/kernels.yaml chooses no other implementation of an op"
+    "code_loop.nothing_to_time",
+    "nothing to time: the patch chooses no other implementation of an op in policies/kernels.yaml",
 )
 
 
@@ -139,7 +140,7 @@ class LiveWorkbench:
         The check is quick, and not a verdict: the gate checks everything again, from git. Raises: IsolationError.
         """
         if timed and self.seconds_left < 1:
-            problem = Message("code_loop.no_timing_left", "the seconds for timing are used up: propose")
+            problem = Message("code_loop.no_timing_left", "no time for timing is left: make the proposal now")
             return QuickCheck("budget", (problem,))
         changes = repository.edits_to_changes(self.recipe_modes, [(edit.path, edit.new_text) for edit in edits])
         if found := find_scope_problems(self.agents, changes, self.recipe_modes):
@@ -211,7 +212,8 @@ class LiveWorkbench:
                 words.append(
                     Message(
                         "code_loop.timed",
-                        "{op}: {after} is {ratio:.3f}x as fast as {before} alone (quartile {low:.3f}x, {ms:.2f} ms against {before_ms:.2f} ms)",
+                        "{op}: outside the training step, {after} is {ratio:.3f}x as fast as {before} (lower quartile "
+                        "{low:.3f}x; {ms:.2f} ms against {before_ms:.2f} ms)",
                         op=changed.op,
                         after=changed.after,
                         before=changed.before,
@@ -227,7 +229,10 @@ class LiveWorkbench:
         """Run ``kernels.contract.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
         code = repository.checkout_live_code(self.plant.workspace, self.base)
         title = Message(
-            "code_loop.timing", "timing {op}: {implementation}, alone", op=op, implementation=implementation
+            "code_loop.timing",
+            "timing {op} outside the training step: {implementation}",
+            op=op,
+            implementation=implementation,
         )
         with devices.hold_device(), self.plant.progress.task(title):
             # The next call uses again what approved kernels compiled.
@@ -246,7 +251,7 @@ class LiveWorkbench:
             self.plant.print_line(
                 Message(
                     "code_loop.rows_timed",
-                    "  {op}: {implementation} takes {ms:.1f} ms for {rows} rows, alone",
+                    "  {op}: outside the training step, {implementation} takes {ms:.1f} ms for {rows} rows",
                     **names,
                     ms=ms,
                     rows=rows,
@@ -256,7 +261,7 @@ class LiveWorkbench:
             self.plant.print_line(
                 Message(
                     "code_loop.measured",
-                    "  {op}: {implementation} is {ratio:.2f}x as fast as {against}, alone",
+                    "  {op}: outside the training step, {implementation} is {ratio:.2f}x as fast as {against}",
                     **names,
                     ratio=measured.ratio,
                     against=against,
@@ -271,7 +276,7 @@ class LiveWorkbench:
         if self.seconds_left < 1:
             raise MeasurementError(
                 "code_loop.no_seconds_left",
-                "{op}: {implementation} is not measured: the seconds for measuring are used up",
+                "{op}: {implementation} is not measured, because the time for measuring is used up",
                 op=op,
                 implementation=implementation,
             )
@@ -303,7 +308,9 @@ class LiveWorkbench:
             for row, patch_id in judged_proposals(self.plant.ledger)
             if of_kind(row.target)
         ] + [  # proposals that could not be judged, and must not be tried again for now
-            EarlierProposal("", "", Message("code_loop.not_judged", "it could not be judged"), row.title, True)
+            EarlierProposal(
+                "", "", Message("code_loop.not_judged", "the proposal could not be judged"), row.title, True
+            )
             for row in ProposalRow.select(self.plant.ledger, "WHERE state = 'failed' ORDER BY number")
             if row.number in self.closed and of_kind(row.target)
         ]

@@ -251,7 +251,7 @@ def _curves(
             hint = (
                 Message(
                     "curve_files.other_unit",
-                    "The file has column {column!r}. To compare by it, add '--x {unit}'.",
+                    "The file has column {column!r} instead. To compare by it, add '--x {unit}'.",
                     column=columns[other],
                     unit=other,
                 )
@@ -260,7 +260,7 @@ def _curves(
             )
             raise InputError(
                 "curve_files.no_x_column",
-                "{file}, line {line} has no column {wanted}. It has: {columns}. {hint}",
+                "{file}, line {line} has no column {wanted}. The columns are: {columns}. {hint}",
                 file=path,
                 line=number,
                 wanted=repr(x_column) if x_column else f"of {x} ({', '.join(X_NAMES[x][:4])} …)",
@@ -322,7 +322,8 @@ def _curves(
         found.notes.append(
             Message(
                 "curve_files.goes_back",
-                "{file}: {x} go back {times:,|time|times}, as in a resumed run. For repeated {x}, the last line counts.",
+                "{file}: the {x} go back {times:,|time|times}, as in a resumed run. For {x} that occur more than once, "
+                "the factory uses the last line.",
                 file=path,
                 x=x,
                 times=back,

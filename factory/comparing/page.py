@@ -132,8 +132,8 @@ def _units(ours: RunCurves, theirs: RunCurves) -> list[str]:
         return [
             Message(
                 "comparing.other_tokens",
-                "WARNING: at step {step:,.0f}, ours has seen {ours:,.0f} tokens and theirs {theirs:,.0f}. "
-                "To compare by tokens, add '--x tokens'.",
+                "WARNING: at step {step:,.0f}, our run has seen {ours:,.0f} tokens and the other run {theirs:,.0f}. To "
+                "compare by tokens, add '--x tokens'.",
                 step=both[-1],
                 ours=mine,
                 theirs=other,

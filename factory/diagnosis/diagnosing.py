@@ -231,7 +231,8 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=hash_policy(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[
                     Message(
-                        "diagnosis.patch_blamed", "Anomaly {anomaly} ({causes}): {why}", anomaly=lead, causes=" or ".join(detail["causes"]), why=why
+                        "diagnosis.patch_blamed", "Anomaly {anomaly} has the cause {causes}: {why}",
+                        anomaly=lead, causes=" or ".join(detail["causes"]), why=why,
                     )
                 ], evidence={"anomaly": lead, "undo": undo},
             )  # fmt: skip
@@ -264,7 +265,7 @@ def _replicas_apart(row: AnomalyRow) -> FactoryError:
     """The reason why nothing is replayed: the step's result was right, and its copies differ."""
     weights = ", ".join(str(name) for name in (row.detail or {}).get("weights", ())) or "names not recorded"
     return FactoryError(
-        "diagnosis.replicas_apart", "After step {step} the ranks held different bits of the same weights: {weights}.",
+        "diagnosis.replicas_apart", "After step {step}, the ranks had different bits of the same weights: {weights}.",
         step=row.step, weights=limited_text(weights, 600),
     )  # fmt: skip
 
@@ -342,7 +343,8 @@ def _episode(
         )  # fmt: skip
     if segment.computing is not None and segment.computing["machine"]["device"] != devices.device_kind():
         raise InputError(
-            "diagnosis.other_device", "Segment {segment} was trained on {machine}, and this machine has no such device. Diagnose the segment there.",
+            "diagnosis.other_device", "Segment {segment} was trained on {machine}, and this machine has no such device. Run the diagnosis on a "
+            "machine with this device.",
             segment=segment.id, machine=segment.computing["machine"]["name"],
         )  # fmt: skip
     spec = segment_spec(plant.ledger, segment)
@@ -365,8 +367,8 @@ def _episode(
     ]
     if not sound:
         raise InputError(
-            "diagnosis.no_checkpoint", "No checkpoint from before step {step} is left for a replay. The oldest checkpoint is that of step {oldest}. "
-            "To keep more, raise keep_checkpoints in the recipe.", step=span.onset, oldest=min(every, default="none"),
+            "diagnosis.no_checkpoint", "No checkpoint from step {step} or earlier is left for a replay. The oldest checkpoint is from step "
+            "{oldest}. To keep more, raise keep_checkpoints in the recipe.", step=span.onset, oldest=min(every, default="none"),
         )  # fmt: skip
     if span.onset - sound[-1][0] > segment.recipe_json["checkpoint_every"]:
         notes.append(

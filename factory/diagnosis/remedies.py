@@ -123,7 +123,9 @@ def accept_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
         return override_and_rewind(ledger, number, by)
     _close(ledger, number, "accepted", by)
     return Message(
-        "diagnosis.accepted", "The anomaly is closed. To judge a held candidate N again, run 'factory evaluate N'."
+        "diagnosis.accepted",
+        "The anomaly is closed. If the anomaly held back candidate N, judge the candidate again with 'factory "
+        "evaluate N'.",
     )
 
 
@@ -147,7 +149,7 @@ def reject_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
         return Message("diagnosis.rejected", "The anomaly is closed.")
     return Message(
         "diagnosis.rejected_freed",
-        "The anomaly is closed, and {documents:,|document is|documents are} trained on again.",
+        "The anomaly is closed. Training uses {documents:,|document|documents} again.",
         documents=len(freed),
     )
 
@@ -200,7 +202,7 @@ def override_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
         mark_rewound(tx, segment_and_descendants(db, found["segment"]), {"anomaly": found["lead"]})
         _closed(tx, found, "trained again", by)
     return Message(
-        "diagnosis.rate_lowered", "Segment {segment} is rewound. Training repeats it with {values} until step {until}.",
+        "diagnosis.rate_lowered", "Segment {segment} is rewound. Training repeats the segment with {values} until step {until}.",
         segment=found["segment"], values=_values(override), until=override.until,
     )  # fmt: skip
 
@@ -258,7 +260,9 @@ def _noted(ledger: Ledger, number: int, how: str, by: str) -> Message:
     with ledger.begin() as tx:
         refuse_closed(Snapshot(tx, ledger.root), number)
         _closed(tx, {"lead": number, "anomalies": [number]}, how, by)
-    return Message("diagnosis.noted", "The anomaly is closed. The candidate stays held, as its verdict says.")
+    return Message(
+        "diagnosis.noted", "The anomaly is closed. The candidate is still held, because its verdict has not changed."
+    )
 
 
 def refuse_closed(db: ReadsSql, number: int) -> None:
@@ -317,16 +321,20 @@ def exposure_message(saw: ReleaseExposure) -> str:
     """The releases that were trained on some documents, as sentences.
 
     >>> exposure_message({1: (["a"], True), 2: (["a"], True), 3: (["a"], False)})
-    ' Trained on them: release 1, 2. Possibly trained on them: release 3.'
+    ' Releases trained on these documents: 1, 2. Releases possibly trained on these documents: 3.'
     """
     certain, possible = ([release for release, (_, exact) in saw.items() if exact is known] for known in (True, False))
     said: list[str] = []
     if certain:
-        said.append(Message("diagnosis.releases_saw", " Trained on them: release {releases}.", releases=certain))
+        said.append(
+            Message("diagnosis.releases_saw", " Releases trained on these documents: {releases}.", releases=certain)
+        )
     if possible:
         said.append(
             Message(
-                "diagnosis.releases_may_have_seen", " Possibly trained on them: release {releases}.", releases=possible
+                "diagnosis.releases_may_have_seen",
+                " Releases possibly trained on these documents: {releases}.",
+                releases=possible,
             )
         )
     return said[0] if len(said) == 1 else "".join(said)
@@ -363,8 +371,8 @@ def rewind_segment(ledger: Ledger, number: int, by: str, why: str = "") -> Messa
     ids = [one.id for one in spoiled]
     made = [one.number for one in ReleaseRow.select(ledger) if one.segment in ids]
     stays = Message(
-        "diagnosis.releases_stay", " Release {releases} was made from a rewound segment and stays. For another release, run "
-        "'factory release --rollback N'.", releases=made,
+        "diagnosis.releases_stay", " Release {releases} was made from a rewound segment, and is not withdrawn. To return to another "
+        "release, run 'factory release --rollback N'.", releases=made,
     )  # fmt: skip
     return Message(
         "diagnosis.rewound", "Segment {segments} is rewound. Training continues from {start} with the same shards.{releases}",
@@ -379,7 +387,7 @@ def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str
     ``names``: ids or keys. Raises: InputError for a document that is not trained on; then nothing is changed.
     """
     refusal = lambda name, fate: InputError(
-        "diagnosis.not_trained_on", "Document {document!r} is not trained on: its fate is {fate!r}. Nothing was changed.",
+        "diagnosis.not_trained_on", "Training does not use document {document!r}: its fate is {fate!r}. Nothing was changed.",
         document=name, fate=fate,
     )  # fmt: skip
     keys = _keys(ledger, names, "train", None, refusal)
@@ -390,8 +398,8 @@ def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str
         record_event(tx, DOCUMENTS_QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
         record_exposed_releases(tx, saw)
     return Message(
-        "diagnosis.quarantined_by_person", "{documents:,|document is|documents are} quarantined and will carry no loss from the next segment "
-        "on.{releases}", documents=len(keys), releases=exposure_message(saw),
+        "diagnosis.quarantined_by_person", "{documents:,|document is|documents are} quarantined. From the next segment on, quarantined documents "
+        "carry no loss.{releases}", documents=len(keys), releases=exposure_message(saw),
     )  # fmt: skip
 
 
@@ -407,7 +415,7 @@ def end_document_quarantine(ledger: Ledger, names: Sequence[str], by: str) -> Me
         record_event(tx, DOCUMENTS_FREED, "documents", {"documents": keys, "by": by})
     return Message(
         "diagnosis.freed",
-        "{documents:,|document is|documents are} trained on again from the next segment on.",
+        "From the next segment on, training uses {documents:,|document|documents} again.",
         documents=len(keys),
     )
 

@@ -152,7 +152,7 @@ class EpisodeReplayBench:
                     Message(
                         "diagnosis.budget_spent",
                         "the budget of {budget:,|replayed step|replayed steps} is used up: {replayed:,|step was|steps were} "
-                        "replayed, and '{arm}' needs {needed} more",
+                        "replayed, and the replay '{arm}' needs {needed} more",
                         budget=self.budget,
                         replayed=self.replayed,
                         arm=arm.name,

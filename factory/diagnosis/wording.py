@@ -84,7 +84,8 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
     with plant.ledger.begin() as tx:
         record_event(tx, EXPLAINED, Subject("anomaly", lead), answer)
     counts = Message(
-        "diagnosis.wording_checked", "{kept:,|sentence agrees|sentences agree} with the record; {dropped} dropped.",
+        "diagnosis.wording_checked", "{kept:,|sentence agrees|sentences agree} with the record; {dropped:,|sentence was|sentences were} "
+        "dropped.",
         kept=len(said.claims), dropped=len(said.dropped),
     )  # fmt: skip
     plant.progress.line(f"  {failed or counts}")
@@ -106,7 +107,7 @@ def make_diagnosis_facts(
     >>> detail = {"kind": "loss_spike", "segment": 3, "onset": 7, "last": 8, "why": "so it was", "remedy": "rate × 0.1", **lists}
     >>> found = make_diagnosis_facts(detail, [StepPoint(5, 2.0, 0.5), StepPoint(6, 2.2, 0.5), StepPoint(7, 9.25, 8.0), StepPoint(8, 3.0, 0.5)])
     >>> found.arms["fp32"].shows, found.facts["loss"], found.facts["steps"]
-    ('there', '2.1 before, 9.25 at its farthest', '7 to 8')
+    ('there', '2.1 before the anomaly, 9.25 at the largest deviation', '7 to 8')
     """
     shows = {True: "there", False: "gone", None: "unclear"}
     arms = {
@@ -132,7 +133,10 @@ def make_diagnosis_facts(
             usual = median(before)
             farthest = max(during, key=lambda value: abs(value - usual))
             facts[name] = Message(
-                "diagnosis.fact", "{usual:.4g} before, {farthest:.4g} at its farthest", usual=usual, farthest=farthest
+                "diagnosis.fact",
+                "{usual:.4g} before the anomaly, {farthest:.4g} at the largest deviation",
+                usual=usual,
+                farthest=farthest,
             )
     shown = tuple((f"{d['id']} of domain {d['domain']}, {d['source']}", str(d["text"])) for d in documents)
     return DiagnosisFacts(tuple(detail["causes"]), {k: one_line(v, LONGEST) for k, v in facts.items()}, arms, shown)

@@ -85,7 +85,8 @@ def install_tokenizer(plant: Plant, tokenizer: Tokenizer) -> None:
     if recorded and recorded["sha256"] != tokenizer.sha256:
         raise InputError(
             "presets.other_tokenizer",
-            "--tokenizer: {workspace} already has another tokenizer, and the ingested data has its ids. Give a new folder for the workspace.",
+            "--tokenizer: {workspace} already has another tokenizer, and the ingested data uses the ids of that "
+            "tokenizer. Give a new folder for the workspace.",
             workspace=plant.workspace.root,
         )
     write_tokenizer_files(
@@ -181,8 +182,8 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
     if repository and repository.resolve() != workspace.repository.resolve():
         raise InputError(
             "presets.other_repository",
-            "--repository {wanted}: {workspace} is already a workspace with repository {repository}. "
-            "Give a new folder, or change 'repository' in its factory.yaml.",
+            "--repository {wanted}: {workspace} is already a workspace with repository {repository}. Give a new "
+            "folder for the workspace, or change 'repository' in its factory.yaml.",
             wanted=repository,
             workspace=workspace.root,
             repository=workspace.repository,
@@ -192,7 +193,8 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
     if asked.vocabulary not in (0, size):
         raise InputError(
             "presets.other_vocabulary",
-            "--vocabulary {wanted}: {workspace} is already a workspace with a vocabulary of {size:,} entries. Give a new folder.",
+            "--vocabulary {wanted}: {workspace} is already a workspace with a vocabulary of {size:,} entries. Give a "
+            "new folder for the workspace.",
             wanted=asked.vocabulary,
             workspace=workspace.root,
             size=size,
@@ -200,7 +202,8 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
     if given is not None and not is_padded_size(size, given.vocab_size):
         raise InputError(
             "presets.tokenizer_size",
-            "--tokenizer: the tokenizer has {entries:,} entries, but model.vocab_size is {size:,} in {file}. Give a new folder.",
+            "--tokenizer: the tokenizer has {entries:,} entries, but model.vocab_size is {size:,} in {file}. Give a "
+            "new folder for the workspace.",
             entries=given.vocab_size,
             size=size,
             file=source,
@@ -251,13 +254,19 @@ def plan_workspace(
     if not asked.force and (why := why_too_large(recipe, machine, PRESETS[asked.preset].gpus if asked.preset else 0)):
         other = largest_fitting_preset(machine, shipped / "recipes")
         way = (
-            Message("presets.smaller", "'--preset {preset}' fits ({what}).", preset=other, what=PRESETS[other].size)
+            Message(
+                "presets.smaller",
+                "'--preset {preset}' fits this machine ({what}).",
+                preset=other,
+                what=PRESETS[other].size,
+            )
             if other
-            else Message("presets.none_fits", "No preset fits.")
+            else Message("presets.none_fits", "No preset fits this machine.")
         )
         raise InputError(
             "presets.too_large",
-            "The model of {kind} {name} is too large for this machine. {reason} {way} If another machine trains, add '--force'.",
+            "The model of {kind} {name} is too large for this machine. {reason} {way} If another machine will train "
+            "the model, add '--force'.",
             kind="preset" if asked.preset else "recipe",
             name=name,
             reason=why,
@@ -292,7 +301,8 @@ def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> 
         if asked.vocabulary and not 300 <= asked.vocabulary <= 1 << 20:
             raise InputError(
                 "presets.vocabulary_range",
-                "--vocabulary: {size} is not between {least} and {most}. 256 bytes and a few special tokens need the first entries.",
+                "--vocabulary: {size} is not between {least} and {most}. The first entries are for the 256 bytes and a "
+                "few special tokens.",
                 size=asked.vocabulary,
                 least=300,
                 most=1 << 20,

@@ -94,7 +94,7 @@ def why_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
     except RecipeError as error:
         return Message(
             "presets.not_shareable",
-            "This machine has {machine}, and they cannot share the recipe's step: {reason}.",
+            "This machine has {machine}. These devices cannot share a step of the recipe: {reason}.",
             machine=str(machine),
             reason=error,
         )

@@ -110,7 +110,7 @@ def choose_checkpoints(ledger: Ledger, segment: int | None, last: int | None) ->
         if row is None:
             raise InputError(
                 "training.no_trunk_to_average",
-                "No trunk segment is finished, so none can be averaged. Run 'factory train' first.",
+                "No trunk segment is finished, so there are no checkpoints to average. Run 'factory train' first.",
             )
     else:
         trained = SegmentRow.select(ledger, "WHERE kind <> 'average' AND state = 'done' ORDER BY id")
@@ -297,7 +297,8 @@ def load_held_out_loss(plant: Plant) -> HeldOutLoss:
     if not shares:
         raise InputError(
             "training.no_held_out_documents",
-            "The held-out documents (dev half) have none of the domains in the target of policies/gates/release.yaml. Ingest more documents.",
+            "None of the held-out documents (dev half) has a domain from the target in policies/gates/release.yaml. "
+            "Ingest more documents.",
         )
     total = sum(shares.values())
     return HeldOutLoss(texts, {domain: weight / total for domain, weight in shares.items()}, policy)

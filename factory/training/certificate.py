@@ -151,7 +151,7 @@ def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) 
         return Judgement("reject", [why], [])
     if len(evidence.others) < policy.seeds:
         why = Message(
-            "training.certificate.too_few_seeds", "The noise was measured with {measured:,|seed|seeds}, but {needed} are needed.",
+            "training.certificate.too_few_seeds", "The noise was measured with {measured:,|seed|seeds}, but the policy needs {needed}.",
             measured=len(evidence.others), needed=policy.seeds,
         )  # fmt: skip
         return Judgement("hold", [why], [])
@@ -162,7 +162,7 @@ def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) 
     unmeasured = [m.name for m in found if math.isnan(m.noise) or m.name in ("loss", "weights") and m.noise == 0]
     if unmeasured:
         why = Message(
-            "training.certificate.no_noise", "Runs with other seeds gave no noise for these measures: {measures}.",
+            "training.certificate.no_noise", "The noise between seeds could not be measured for: {measures}.",
             measures=unmeasured,
         )  # fmt: skip
         return Judgement("hold", [why], found)
@@ -315,15 +315,17 @@ def _worst_first(found: Iterable[RunDifference]) -> list[RunDifference]:
 
 def _inside_noise(measure: RunDifference) -> Message:
     return Message(
-        "training.certificate.inside_noise", "Inside seed noise: {measure}{place} differs by {difference:.3g}, which is {share:.2g} of "
-        "the noise of {noise:.3g}. A second run of the old code differs by {again:.2g}.", **_numbers(measure),
+        "training.certificate.inside_noise", "The old and new code agree within seed noise: {measure}{place} differs by {difference:.3g}, which is "
+        "{share:.2g} times the noise of {noise:.3g}. A second run of the old code differs from the first run by "
+        "{again:.2g}.", **_numbers(measure),
     )  # fmt: skip
 
 
 def _outside_noise(measure: RunDifference) -> Message:
     return Message(
-        "training.certificate.outside_noise", "Outside seed noise: {measure}{place} differs by {difference:.3g}, which is {share:.2g} "
-        "times the noise of {noise:.3g}. A second run of the old code differs by {again:.2g}.", **_numbers(measure),
+        "training.certificate.outside_noise", "The old and new code differ by more than seed noise allows: {measure}{place} differs by "
+        "{difference:.3g}, which is {share:.2g} times the noise of {noise:.3g}. A second run of the old code "
+        "differs from the first run by {again:.2g}.", **_numbers(measure),
     )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def _read(trace: Trace, origin: Tensors) -> tuple[JudgedRunNumbers, dict[str, An
         raise UntrustedFileError(
             Message(
                 "training.weights_do_not_fit",
-                "Its weights are not finite, or their names or shapes differ from those of the checkpoint.",
+                "the weights are not finite, or their names or shapes differ from those of the checkpoint",
             )
         )
     return JudgedRunNumbers(trace.metric_series(SERIES), moved, tensor_norms(left.optimizer)), left.model

@@ -87,8 +87,8 @@ def _newest(ledger: Ledger, gate: str, segment: int) -> VerdictRow | None:
 def certificate_instructions(segment: int) -> Message:
     """The ways in which a person can continue from an uncertified segment."""
     return Message(
-        "training.certificate_to_do", "To continue, commit corrected or reverted code: the daemon then plans the segment again. "
-        "If a measurement is missing, stop 'factory run' and measure again with 'factory train' or 'factory anneal'. "
+        "training.certificate_to_do", "To continue, commit corrected or reverted code. The daemon then plans the segment again. If a "
+        "measurement is missing, stop 'factory run' and measure again with 'factory train' or 'factory anneal'. "
         "To accept this code as it is, run 'factory certify --accept {segment}'.", segment=segment,
     )  # fmt: skip
 

@@ -103,7 +103,8 @@ def plan_anneal(plant: Plant) -> int:
     trunk = last_segment(plant.ledger, "trunk")
     if trunk is None:
         raise InputError(
-            "training.no_trunk", "No trunk segment is finished, so no anneal can branch off. Run 'factory train' first."
+            "training.no_trunk",
+            "No trunk segment is finished, so an anneal has no checkpoint to start from. Run 'factory train' first.",
         )
     planned = with_replaced_token_shards(plant.ledger, read_data_plan(plant.ledger, trunk))["token_shards"]
     shards = [(shard["id"], shard["path"], shard["generation"]) for shard in planned]
@@ -158,7 +159,7 @@ def _with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
         return type(recipe).parse(with_changed_keys(recipe.model_dump(mode="json"), keys))
     except TrainerError as error:
         raise ConfigError(
-            "training.override_impossible", "Recipe {recipe} is not possible with {values}: {error}",
+            "training.override_impossible", "Recipe {recipe} cannot use the values {values}: {error}",
             recipe=recipe.name, values=dict(keys), error=error,
         ) from error  # fmt: skip
 
@@ -290,7 +291,7 @@ def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shard
         plant.progress.line(
             Message(
                 "training.recipe_overridden",
-                "  Steps {first} to {last} use {values} in place of the recipe's values ({reason}).",
+                "  Steps {first} to {last} use {values} instead of the recipe's values ({reason}).",
                 first=first,
                 last=first + length - 1,
                 values=[f"{key} {value}" for key, value in overridden.keys.items()],
@@ -393,9 +394,10 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
             keys=refused,
         )  # fmt: skip
         raise ConfigError(
-            "training.model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. Take the change back. "
-            "{accept}Or train from step 0 in this workspace with 'factory rewind {root} -w {workspace}', which keeps data, tokenizer and "
-            "releases. Or begin another workspace with 'factory init --recipe {recipe} --tokenizer {tokenizer} -w FOLDER'.",
+            "training.model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. Undo the change. "
+            "{accept}Or train from step 0 in this workspace with 'factory rewind {root} -w {workspace}', which keeps "
+            "data, tokenizer and releases. Or begin another workspace with 'factory init --recipe {recipe} "
+            "--tokenizer {tokenizer} -w FOLDER'.",
             recipe_file=workspace.recipe_path(), segment=parent.id,
             changes=[f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused],
             accept=accept if set(refused) <= set(ACCEPTABLE) else "", root=SegmentRow.lineage(plant.ledger, parent.id)[0].id,
@@ -416,7 +418,8 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
         notes.append(
             Message(
                 "training.accept_changes_unused",
-                "accept_changes in {recipe_file} names {keys}, but no such change was made. Remove the name.",
+                "accept_changes in {recipe_file} names {keys}, but the recipe makes no such change. Remove the name from "
+                "accept_changes.",
                 recipe_file=workspace.recipe_path(),
                 keys=unused,
             )  # fmt: skip

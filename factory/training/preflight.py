@@ -56,7 +56,7 @@ WAYS = (
     TrainingVariant("resumed", "resume", Message("training.preflight.resumed", "a resumed run and an uninterrupted run")),
     TrainingVariant(
         "accumulated", "accumulation",
-        Message("training.preflight.accumulated", "accumulation of {micro_batches} micro-batches and of 1", micro_batches=MICRO_BATCHES),
+        Message("training.preflight.accumulated", "steps of {micro_batches} micro-batches and steps of 1 micro-batch", micro_batches=MICRO_BATCHES),
         {"batch.micro_sequences": SEQUENCES // MICRO_BATCHES},
     ),
     TrainingVariant(
@@ -125,8 +125,8 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
     >>> far = StraightRunDistance({"loss": [1e-7, 3e-2]}, {"w": 0.4})
     >>> found = PreflightEvidence("c0ffee", 10, 2, True, rounding=[near, near], apart={"accumulated": far})
     >>> judgement = judge_preflight(PreflightPolicy(parts=["accumulation"]), found)
-    >>> print(judgement.outcome, *judgement.reasons)
-    reject Preflight: accumulation of 4 micro-batches and of 1 differ. loss at step 11 differs by 0.03 of its value; rounding gives 2e-07.
+    >>> print(judgement.outcome, str(judgement.reasons[0]).partition(". ")[2])
+    reject At step 11, loss differs by 0.03 of its value, but rounding causes a difference of only 2e-07.
     """
     wrong, missing = list[Message](), list[Message]()
     for name, line in evidence.failed.items():
@@ -158,7 +158,7 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
             missing.append(
                 Message(
                     "training.preflight.copies_unknown",
-                    "Preflight: {both}: the code does not write whether the copies of its ranks are equal.",
+                    "Preflight: {both}: the code does not report whether all ranks have equal copies of the weights.",
                     both=way.words,
                 )  # fmt: skip
             )
@@ -166,8 +166,8 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
             wrong.append(
                 Message(
                     "training.preflight.copies_differ",
-                    "Preflight: {both}: after step {step} the ranks hold different bits of "
-                    "{count:,|weight|weights}, for example {weights}.",
+                    "Preflight: {both}: after step {step}, {count:,|weight has|weights have} different bits on different "
+                    "ranks, for example {weights}.",
                     both=way.words,
                     step=evidence.lead + evidence.steps - 1,
                     count=len(copies),
@@ -204,15 +204,15 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
 
 def _beyond_exact(way: TrainingVariant, beyond: ExcessDifference) -> Message:
     return Message(
-        "training.preflight.bits_differ", "Preflight: {both} differ. {what} at step {step} differs by {difference:.2g} of its value; "
-        "all bits must be the same.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
+        "training.preflight.bits_differ", "Preflight: {both} differ. At step {step}, {what} differs by {difference:.2g} of its value, but all bits "
+        "must be the same.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
     )  # fmt: skip
 
 
 def _beyond_rounding(way: TrainingVariant, beyond: ExcessDifference) -> Message:
     return Message(
-        "training.preflight.beyond_rounding", "Preflight: {both} differ. {what} at step {step} differs by {difference:.2g} of its value; "
-        "rounding gives {rounding:.2g}.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
+        "training.preflight.beyond_rounding", "Preflight: {both} differ. At step {step}, {what} differs by {difference:.2g} of its value, but "
+        "rounding causes a difference of only {rounding:.2g}.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
         rounding=beyond.rounding,
     )  # fmt: skip
 

@@ -67,7 +67,8 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
     plant.progress.line(
         Message(
             "training.preflight_begins",
-            "  The preflight of commit {commit:.12} before segment {segment} trains a small model in {ways:,|way|ways}, {steps:,|step|steps} in all.",
+            "  The preflight of commit {commit:.12} before segment {segment} trains a small model in "
+            "{ways:,|way|ways}, for {steps:,|step|steps} in all.",
             commit=row.code_commit,
             segment=row.id,
             ways=len(flight.ways),
@@ -122,7 +123,7 @@ class PreflightRuns:
         if way.part == "kernels" and set((self.row.computing or {})["kernels"].values()) == {"reference"}:
             return Message("training.preflight.all_reference", "every op already runs its reference kernel")
         if way.part == "compile" and not self.row.recipe_json["compile"]:
-            return Message("training.preflight.not_compiled", "the recipe does not compile")
+            return Message("training.preflight.not_compiled", "the recipe has 'compile: false'")
         if way.ranks > 1 and self.device != "cpu":
             import torch
 

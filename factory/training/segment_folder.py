@@ -147,9 +147,9 @@ def raise_trainer_failure(
     step = newest_checkpoint_step(row)
     died = Message(
         "training.trainer_died",
-        "The trainer of segment {segment} {ending} (log: {log}). The next try starts from {start}; {attempts} of {tries} tries "
-        "made no new checkpoint.", segment=row.id, ending=ending.says, log=log, start=format_start(step), step=step,
-        attempts=row.attempts, tries=policy.tries,
+        "The trainer of segment {segment} {ending} (log: {log}). The next try starts from {start}. So far, "
+        "{attempts} of the {tries} allowed tries made no new checkpoint.", segment=row.id, ending=ending.says, log=log,
+        start=format_start(step), step=step, attempts=row.attempts, tries=policy.tries,
     )  # fmt: skip
     raise TrainerDiedError(died, row.attempts, False)
 

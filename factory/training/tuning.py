@@ -87,7 +87,10 @@ def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECO
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [""])[-1][:500]
         raise TuningError(
-            "training.tuning_failed", "Timing the kernels failed with exit {code}: {why}", code=done.returncode, why=why
+            "training.tuning_failed",
+            "The timing of the kernels failed with exit code {code}: {why}",
+            code=done.returncode,
+            why=why,
         )
     found = json.loads(done.stdout.splitlines()[-1]) | {"recipe": recipe.name, "at": time.time()}
     path = tuning_path(workspace, found["machine"]["name"], precision)

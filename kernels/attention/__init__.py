@@ -144,11 +144,15 @@ def find_native_fallback(shape: Shape, dtype: torch.dtype) -> str:
     """What ``native`` hands the work to for such a call; "" if its C++ computes. Raises: KernelError if the C++ cannot be compiled."""
     if dtype != torch.bfloat16:
         dtype_name = str(dtype).removeprefix("torch.")
-        return Message("kernels.bf16_only", "recompute, uncompiled: the C++ is for bf16, not {dtype}", dtype=dtype_name)
+        return Message(
+            "kernels.bf16_only",
+            "recompute, uncompiled: the C++ kernel computes in bf16, not in {dtype}",
+            dtype=dtype_name,
+        )
     if not attention_native.is_usable(shape.head_dim):
         return Message(
             "kernels.no_bf16_products",
-            "recompute, uncompiled: this CPU has no bf16 products that take heads of {head_dim}",
+            "recompute, uncompiled: this CPU cannot multiply bf16 matrices for heads of {head_dim} elements",
             head_dim=shape.head_dim,
         )
     return ""
@@ -176,7 +180,8 @@ def find_varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
         return ""
     return Message(
         "kernels.flash_heads",
-        "reference: FlashAttention takes heads of at most {most} in bf16, not {head_dim} in {dtype}",
+        "reference: FlashAttention needs bf16 and heads of at most {most} elements, not {dtype} and heads of "
+        "{head_dim} elements",
         most=MOST_HEAD_DIM,
         head_dim=shape.head_dim,
         dtype=str(dtype).removeprefix("torch."),

@@ -87,7 +87,7 @@ def compile_launches(target: int) -> Iterator[list[tuple[str, Any]]]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise KernelError(
             "kernels.interpreter",
-            "TRITON_INTERPRET=1 is set, and the interpreter compiles nothing. Unset the variable.",
+            "TRITON_INTERPRET=1 is set, so Triton interprets kernels and does not compile them. Unset the variable.",
         )
     seen: list[tuple[str, Any]] = []
     held, run = driver._active, JITFunction.run
@@ -207,10 +207,12 @@ Exits with 1 if a kernel spills, or does not fit its target. Takes seconds for e
         action="append",
         help="compute capability, such as 90 for 9.0 (H100); may be given several times; default: all",
     )
-    parser.add_argument("--op", action="append", help="only this op; may be given again")
-    parser.add_argument("--width", type=int, action="append", help="only shapes of this d_model; may be given again")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the inputs; bf16 by default")
-    parser.add_argument("--json", action="store_true", help="a list of objects in place of the table")
+    parser.add_argument("--op", action="append", help="compile only this op; may be given several times")
+    parser.add_argument(
+        "--width", type=int, action="append", help="compile only shapes of this d_model; may be given several times"
+    )
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="dtype of the inputs; default: bf16")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
     chosen = parser.parse_args(arguments)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[chosen.dtype]
     shapes = [s for s in SHAPES if not chosen.width or s.d_model in chosen.width]

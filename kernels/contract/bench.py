@@ -49,7 +49,7 @@ class BenchSetting:
         except (KeyError, TypeError) as error:
             raise KernelError(
                 "kernels.not_a_recipe",
-                "{file}: this file is not a recipe. {problem} is missing or of the wrong kind.",
+                "{file}: this file is not a recipe. {problem} is missing or has the wrong type.",
                 file=str(path),
                 problem=str(error),
             ) from error
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--precision",
         choices=tuple(DTYPES),
-        help="default: the recipe's; of 'auto', what this machine multiplies fastest",
+        help="default: the recipe's precision; for 'auto', the one in which this machine multiplies fastest",
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pairs", type=int, default=9)

@@ -230,7 +230,9 @@ def _working(
         if len(names) == 1:
             find_implementation(name, one, device_class)
         if not found.can_run_on(device_class):
-            problem: str | None = Message("kernels.not_here", "it does not run on {device}", device=device_class)
+            problem: str | None = Message(
+                "kernels.not_here", "this implementation does not run on {device}", device=device_class
+            )
         elif one != names[-1] and (fallback := found.fallback(CASES[0].shape, dtype)):
             problem = fallback  # a later name of the choice is the better replacement
         else:
@@ -266,10 +268,10 @@ class ChosenImplementation:
         data = {"op": self.op, "chosen": self.chosen, "by": self.by, "why": self.why}
         if not self.by:
             return Message(
-                "kernels.not_replaced", "{op}: {chosen} cannot run here, and kernels.yaml allows no replacement: {why}", **data
+                "kernels.not_replaced", "{op}: {chosen} cannot run on this machine, and kernels.yaml allows no replacement: {why}", **data
             )  # fmt: skip
         if self.why:
-            return Message("kernels.replaced", "{op}: {chosen} → {by} computes instead: {why}", **data)
+            return Message("kernels.replaced", "{op}: {chosen} is replaced by {by}: {why}", **data)
         return Message("kernels.computes", "{op}: {chosen}", **data)
 
 
@@ -319,7 +321,7 @@ def bind_ops(
     if not dtype.is_floating_point:
         raise KernelError(
             "kernels.wrong_dtype",
-            "{dtype} is not a dtype to train in. Use torch.float32 or torch.bfloat16.",
+            "Kernels cannot train in {dtype}. Use torch.float32 or torch.bfloat16.",
             dtype=str(dtype),
         )
     device_class = torch.device(device).type
@@ -341,7 +343,11 @@ def bind_ops(
         if problems:
             taken = found.name if found is not None and found.name != "reference" else "the reference"
             said = Message(
-                "kernels.falls_back", "{op}: {problems}; {taken} runs instead", op=name, problems=problems, taken=taken
+                "kernels.falls_back",
+                "{op}: {problems}; {taken} is used instead",
+                op=name,
+                problems=problems,
+                taken=taken,
             )
             warnings.warn(said, KernelWarning, stacklevel=2)
         bound[name] = _function(found, compile) if found is not None else OPS[name].reference

@@ -47,7 +47,7 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         if len(found) < len(seen):  # 1 and 0x1, yes and true
-            what = Message("kernels.yaml_two_spellings", "a key appears twice, written in two ways")
+            what = Message("kernels.yaml_two_spellings", "one key appears twice, in two spellings such as 1 and 0x1")
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         return found
 
@@ -55,7 +55,8 @@ class _Loader(yaml.SafeLoader):
         bare = re.sub(r"(?<![0-9])0+(?=[0-9])", "", node.value)
         what = Message(
             "kernels.yaml_leading_zero",
-            "{where}YAML 1.1 and YAML 1.2 read {value} as different numbers: write {bare}, or '{value}' in quotes for text",
+            "{where}YAML 1.1 and YAML 1.2 read {value} as different numbers. Write {bare} for a number, or '{value}' "
+            "in quotes for text",
             where=where,
             value=node.value,
             bare=bare,

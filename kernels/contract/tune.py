@@ -146,7 +146,7 @@ def _time(
     """Raises nothing: an implementation that does not compile, run or pass the oracle on this machine is reported and not chosen."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
-        why: str = Message("kernels.no_seconds", "not timed: too few of the seconds for tuning are left")
+        why: str = Message("kernels.no_seconds", "not timed: too little of the tuning time is left")
         return TimedImplementation(op.name, name, why=why)
     if fallback := implementation.fallback(setting.shape, dtype):
         reason = fallback.partition(": ")[2] or fallback
@@ -178,7 +178,7 @@ def _progress(one: TimedImplementation) -> Message:
     if one.ratio is None or one.seconds is None:
         return Message(
             "kernels.not_timed",
-            "{op}: {implementation} {why}",
+            "{op}: {implementation} was {why}",
             op=one.op,
             implementation=one.implementation,
             why=one.why,
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--precision", choices=tuple(DTYPES), required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--ops", nargs="*", default=[], help="only these")
+    parser.add_argument("--ops", nargs="*", default=[], help="tune only these ops")
     chosen = parser.parse_args(arguments)
     keep_freed_memory()  # as the trainer does
     try:

@@ -145,7 +145,10 @@ def compile_library(target: Path, text: str, words: list[str]) -> None:
             )
         except OSError as error:
             raise KernelError(
-                "kernels.no_start", "{compiler}: {problem}", compiler=compiler, problem=error.strerror
+                "kernels.no_start",
+                "{compiler} could not be started: {problem}",
+                compiler=compiler,
+                problem=error.strerror,
             ) from error
         if done.returncode:
             raise KernelError(
@@ -172,7 +175,11 @@ def call_cpp(name: str, function: str, *arguments: Tensor | int | float) -> int:
     code = int(found(*(ctypes.c_int64(x) if isinstance(x, int) else x for x in passed)))
     if code == OUT_OF_MEMORY:
         raise MemoryError(
-            Message("kernels.no_memory", "{function}: no memory is left for its scratch space", function=function)
+            Message(
+                "kernels.no_memory",
+                "{function}: too little memory is left for the function's scratch space",
+                function=function,
+            )
         )
     if code == FAILED:
         raise RuntimeError(f"{function}: the CPU refused the product")
@@ -186,7 +193,10 @@ def fallback_for_other_dtypes(other: str) -> Callable[[Shape, torch.dtype], str]
         if dtype in NAMES:
             return ""
         return Message(
-            "kernels.cpp_dtype", "{other}: the C++ is for fp32 and bf16, not {dtype}", other=other, dtype=str(dtype)
+            "kernels.cpp_dtype",
+            "{other}: the C++ kernel computes in fp32 and bf16, not in {dtype}",
+            other=other,
+            dtype=str(dtype),
         )
 
     return say

@@ -18,7 +18,7 @@ from agents.loss_doctor.wording import ArmResult, CheckedWording, DiagnosisFacts
 from tests.support.factory.engineer import Notes, recorded
 from tests.support.replay_server import Answer, RecordedSession, ReplayServer
 
-LOSS = "3.25 before, 9.5 at its farthest"
+LOSS = "3.25 before the anomaly, 9.5 at the largest deviation"
 FACTS = DiagnosisFacts(
     ("rate",),
     {"kind": "loss_spike", "steps": "118 to 121", "causes": "rate", "why": "a smaller step clears it", "loss": LOSS},

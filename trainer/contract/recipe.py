@@ -103,7 +103,8 @@ class ModelRecipe(Strict):
             raise ValueError(
                 Message(
                     "recipe.nope",
-                    "model.nope_every: no serving engine supports it together with QK-norm or experts; set model.qk_norm: false",
+                    "model.nope_every: no serving engine supports this key together with QK-norm or experts. Set "
+                    "model.qk_norm: false",
                 )
             )
         if not (self.qk_norm or self.experts or self.nope_every) and self.d_model % self.heads:
@@ -111,7 +112,7 @@ class ModelRecipe(Strict):
                 Message(
                     "recipe.llama_heads",
                     "model.heads ({heads}) does not divide model.d_model ({d_model}). A model without QK-norm is exported as "
-                    "LlamaForCausalLM, which does not allow that",
+                    "LlamaForCausalLM, which needs heads that divide the width",
                     heads=self.heads,
                     d_model=self.d_model,
                 )
@@ -121,7 +122,7 @@ class ModelRecipe(Strict):
             raise ValueError(
                 Message(
                     "recipe.experts_width",
-                    "model.d_model ({d_model}): with experts it must be a multiple of {multiple}",
+                    "model.d_model ({d_model}) is not a multiple of {multiple}, which a model with experts needs",
                     d_model=self.d_model,
                     multiple=GROUPED_MULTIPLE,
                 )
@@ -139,7 +140,7 @@ class ModelRecipe(Strict):
             raise ValueError(
                 Message(
                     "recipe.dense_layers",
-                    "model.experts.dense_layers ({dense_layers}): none of the {layers} layers would have experts",
+                    "model.experts.dense_layers ({dense_layers}) leaves none of the {layers} layers with experts",
                     dense_layers=experts.dense_layers,
                     layers=self.layers,
                 )
@@ -199,8 +200,8 @@ class ModelRecipe(Strict):
                 lines.append(
                     Message(
                         "recipe.padded_size",
-                        "{key} ({size}) is not a multiple of {multiple}: matrix units compute {padded}, {share:.1%} of it padding; "
-                        "{padded} costs the same",
+                        "{key} ({size}) is not a multiple of {multiple}. Matrix units pad this size to {padded}, so {share:.1%} "
+                        "of the work is padding. A size of {padded} would cost the same time",
                         key=key,
                         size=size,
                         multiple=multiple,
@@ -212,7 +213,8 @@ class ModelRecipe(Strict):
             lines.append(
                 Message(
                     "recipe.one_expert",
-                    "model.experts.per_token (1): a single weight is always one, so the router gets no gradient from the loss",
+                    "model.experts.per_token is 1: the weight of a single expert is always 1, so the router gets no gradient "
+                    "from the loss",
                 )
             )
         return lines
@@ -300,7 +302,7 @@ class BatchRecipe(Strict):
             if self.micro_sequences is not None and sequences // ranks % self.micro_sequences:
                 raise RecipeError(
                     "recipe.micro_sequences",
-                    "batch.micro_sequences ({micro}) does not divide the {sequences} sequences of a rank ({key}).",
+                    "batch.micro_sequences ({micro}) does not divide the {sequences} sequences that each rank gets of {key}.",
                     micro=self.micro_sequences,
                     sequences=sequences // ranks,
                     key=key,
@@ -454,7 +456,8 @@ class ParallelRecipe(Strict):
         if model.experts is not None and model.experts.d_ff // self.tensor % GROUPED_MULTIPLE:
             raise RecipeError(
                 "recipe.tensor_experts",
-                "parallel.tensor ({tensor}): a rank's share of model.experts.d_ff ({d_ff}) is not a multiple of {multiple}",
+                "parallel.tensor ({tensor}) splits model.experts.d_ff ({d_ff}) into shares that are not multiples of "
+                "{multiple}",
                 tensor=self.tensor,
                 d_ff=model.experts.d_ff,
                 multiple=GROUPED_MULTIPLE,
@@ -530,7 +533,8 @@ class Recipe(Strict):
                 raise ValueError(
                     Message(
                         "recipe.fp8_size",
-                        "precision: fp8 needs multiples of 16, and model.{key} ({size}){share} is not one: change it, or write bf16",
+                        "precision: fp8 needs sizes that are multiples of 16, but model.{key} ({size}){share} is not a multiple "
+                        "of 16. Change the size, or write bf16",
                         key=key,
                         size=size,
                         share=share,

@@ -53,7 +53,7 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         if isinstance(cause, ValueError) and cause.args and isinstance(cause.args[0], Message):
             problem = cause.args[0]
         if first["type"] == "bool_type":
-            problem = Message("strict.not_a_bool", "must be true or false")
+            problem = Message("strict.not_a_bool", "the value must be true or false")
         at = f"key {key!r}: " if key else ""
         got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
         said = Message(

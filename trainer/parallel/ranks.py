@@ -120,8 +120,9 @@ def join_ranks() -> dist.Store | None:
     if found("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and found("GROUP_WORLD_SIZE", "1") != "1":
         raise RecipeError(
             "trainer.restarts_on_nodes",
-            "torchrun --max-restarts over several nodes would let restarted ranks look for one another at the dead ranks' addresses. Use "
-            "--rdzv-backend=c10d, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment.",
+            "With torchrun --max-restarts on several nodes, restarted ranks look for the other ranks at the "
+            "addresses of dead processes. Use --rdzv-backend=c10d, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in "
+            "torchrun's environment.",
         )
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set_timeout(PATIENCE)

@@ -38,12 +38,13 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
     if len(sources) < 2:
         raise AverageError(
             "trainer.one_checkpoint",
-            "An average needs at least two checkpoints. {given} was given.",
+            "An average needs at least two checkpoints, but {given:,|checkpoint was|checkpoints were} given.",
             given=len(sources),
         )
     if len({path.resolve() for path in sources}) < len(sources):
         raise AverageError(
-            "trainer.checkpoint_twice", "A checkpoint is named twice. Name it once, with a larger weight in --weights."
+            "trainer.checkpoint_twice",
+            "A checkpoint is given twice. Give each checkpoint once, and a larger weight in --weights.",
         )
     weights = check_weights(weights if weights is not None else [1.0] * len(sources), len(sources))
     total = sum(weights)
@@ -81,7 +82,7 @@ def check_weights(weights: Sequence[float], count: int) -> Sequence[float]:
     if len(weights) != count:
         raise AverageError(
             "trainer.weight_count",
-            "--weights: {given} weights were given for {checkpoints} checkpoints.",
+            "--weights: {given} weights were given for {checkpoints} checkpoints. Give one weight for each checkpoint.",
             given=len(weights),
             checkpoints=count,
         )
@@ -112,7 +113,7 @@ def refuse_different_model(
         if wanted.get(name) != held.get(name):
             raise CheckpointError(
                 "trainer.other_tensor",
-                "{checkpoint}: {tensor} is {found}, but {other} has {expected}.",
+                "{checkpoint}: tensor {tensor} is {found}, but in {other} it is {expected}.",
                 checkpoint=str(path),
                 tensor=name,
                 found=str(held.get(name, "missing")),

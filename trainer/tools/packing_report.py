@@ -153,7 +153,7 @@ def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
     if not rest:
         raise SpecError(
             "trainer.not_a_segment",
-            "{path} is not a segment's folder. After a recipe, name token shards.",
+            "{path} is not a segment's folder. If it is a recipe, add the folders of token shards after it.",
             path=str(first),
         )
     recipe = Recipe.load(first)

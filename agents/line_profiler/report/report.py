@@ -61,7 +61,10 @@ def profile_table(profile: Profile, top: int = 20) -> RenderableType:
 
 def candidates_table(profile: Profile, top: int = 5) -> RenderableType:
     """The ``top`` fusion and stream candidates."""
-    title = Message("line_profiler.candidates", "lines that could be fused, branches that could overlap (upper bounds)")
+    title = Message(
+        "line_profiler.candidates",
+        "lines that could be fused, branches that could overlap (the gains are upper bounds)",
+    )
     found = Table(title=title, title_justify="left")
     found.add_column("what")
     found.add_column("lines", max_width=90)

@@ -18,8 +18,8 @@ def profile_summary(profile: Profile) -> str:
     parts = [
         Message(
             "line_profiler.coverage",
-            "The eager step takes {step_ms:.0f} ms without a profiler, the lines cover {covered_ms:.0f} ms ({coverage:.0%}), "
-            "difference {difference_ms:+.0f} ms.",
+            "The eager step takes {step_ms:.0f} ms without a profiler. The lines add up to {covered_ms:.0f} ms "
+            "({coverage:.0%}), a difference of {difference_ms:+.0f} ms.",
             step_ms=profile.eager_step_s * 1e3,
             covered_ms=profile.covered_s * 1e3,
             coverage=profile.coverage,
@@ -27,13 +27,14 @@ def profile_summary(profile: Profile) -> str:
         ),
         Message(
             "line_profiler.overhead",
-            "The stopwatch added {added_ms:.0f} ms to a step, which was measured separately and subtracted from the table.",
+            "The stopwatch adds {added_ms:.0f} ms to a step. This cost was measured separately, and is subtracted in "
+            "the table.",
             added_ms=profile.overhead_s * 1e3,
         ),
         Message(
             "line_profiler.cross_check",
-            "torch.profiler sees {torch_ms:.0f} ms in operations on the same batch, the lines {lines_ms:.0f} ms ({ratio:.0%}), "
-            "difference {difference_ms:+.0f} ms.",
+            "On the same batch, torch.profiler measures {torch_ms:.0f} ms in operations. The lines add up to "
+            "{lines_ms:.0f} ms ({ratio:.0%}), a difference of {difference_ms:+.0f} ms.",
             torch_ms=check.torch_s * 1e3,
             lines_ms=check.lines_s * 1e3,
             ratio=check.ratio,
@@ -44,8 +45,9 @@ def profile_summary(profile: Profile) -> str:
         parts.append(
             Message(
                 "line_profiler.alone",
-                "Alone: {operations} distinct operations, each measured once; {full} with {warmup} warm-ups and {calls} calls, the others "
-                "with fewer to end within {budget:.0f} s; {failed} could not be called alone.",
+                "{operations} distinct operations were measured outside the step: {full} with {warmup} warm-ups and "
+                "{calls} calls, and the others with fewer calls, to end within {budget:.0f} s. {failed} could not be "
+                "called outside the step.",
                 operations=alone.signatures,
                 full=alone.full,
                 warmup=alone.warmup,
@@ -58,10 +60,11 @@ def profile_summary(profile: Profile) -> str:
         parts.append(
             Message(
                 "line_profiler.compiled",
-                "The recipe compiles its blocks, which hides their lines: the table shows the eager step.",
+                "The recipe compiles its blocks, and compiled blocks hide their lines. The table therefore shows the "
+                "eager step, without compilation.",
             )
         )
         if profile.recipe_step_s is not None:
             ms = profile.recipe_step_s * 1e3
-            parts.append(Message("line_profiler.compiled_step", "Compiled, the step takes {ms:.0f} ms.", ms=ms))
+            parts.append(Message("line_profiler.compiled_step", "The compiled step takes {ms:.0f} ms.", ms=ms))
     return " ".join(parts)

@@ -138,8 +138,8 @@ def measure_slices(
     report(
         Message(
             "line_profiler.sweep",
-            "{slices:,|slice|slices}, {operations:,|distinct operation|distinct operations}; {workers:,|worker measures|workers measure} "
-            "{measured} of them",
+            "{slices:,|slice|slices} with {operations:,|distinct operation|distinct operations}; {workers:,|worker "
+            "measures|workers measure} {measured:,|operation|operations}",
             slices=len(slices),
             operations=len(items),
             workers=workers,
@@ -227,8 +227,9 @@ def sweep_table(found: SweepResult, top: int = 3) -> str:
     """A table for people: one row for each slice, with its slowest lines."""
     head = Message(
         "line_profiler.swept",
-        "one layer, forward and backward, on {device}; {workers:,|worker|workers} measured {measured} of {operations} distinct operations "
-        "in {seconds:.0f} s ({busy:.0%} busy); the others are estimated by the roofline",
+        "one layer, forward and backward, on {device}: {workers:,|worker|workers} measured {measured} of "
+        "{operations} distinct operations in {seconds:.0f} s (busy {busy:.0%} of the time); the times of the "
+        "other operations are estimated from the roofline",
         device=found.device,
         workers=found.workers,
         measured=sum(not item.why_not for item in found.items),
@@ -238,7 +239,9 @@ def sweep_table(found: SweepResult, top: int = 3) -> str:
     )
     columns = f"{'model':<6}{'batch':>6}{'sequence':>10}{'ms':>12}{'measured':>10}"
     legend = Message(
-        "line_profiler.columns", "{columns}  slowest lines (share; m measured, r roofline, b both)", columns=columns
+        "line_profiler.columns",
+        "{columns}  slowest lines (share of the time; m: measured, r: from the roofline, b: both)",
+        columns=columns,
     )
     lines: list[str] = [head, legend]
     for one in found.slices:
@@ -259,7 +262,7 @@ def free_memory() -> float:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m agents.line_profiler.sweep.sweep", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", default=",".join(SHAPES), help="of " + ", ".join(SHAPES))
+    parser.add_argument("--models", default=",".join(SHAPES), help="shapes, from " + ", ".join(SHAPES))
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--sequences", default="1024,4096")
     parser.add_argument("--workers", type=int, default=1, help="number of processes on this machine, or of Ray actors")
@@ -311,7 +314,7 @@ def parse_slices(models: str, batches: str, sequences: str) -> list[LayerSlice]:
         if not all(part.strip().isdigit() and int(part) > 0 for part in given.split(",")):
             raise SweepError(
                 "line_profiler.not_numbers",
-                "{option}: expected numbers above zero with commas between, not {value!r}.",
+                "{option}: expected numbers above zero, separated by commas, not {value!r}.",
                 option=option,
                 value=given,
             )

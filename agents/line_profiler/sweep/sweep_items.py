@@ -84,7 +84,11 @@ def select_measurable_items(items: Sequence[SweepItem], limits: SweepLimits, wor
             if spent > limits.total_s * workers:
                 item = replace(
                     item,
-                    fits=Message("line_profiler.no_time", "no time left of {seconds:.0f} s", seconds=limits.total_s),
+                    fits=Message(
+                        "line_profiler.no_time",
+                        "the time limit of {seconds:.0f} s for all operations is used up",
+                        seconds=limits.total_s,
+                    ),
                 )
         done[number] = item
     return [done[number] for number in range(len(sized))]
@@ -97,13 +101,16 @@ def _sized(item: SweepItem, limits: SweepLimits) -> SweepItem:
     if item.bytes > limits.memory_bytes:
         why = Message(
             "line_profiler.needs_memory",
-            "needs {needs:.1f} GB of {limit:.1f}",
+            "the operation needs {needs:.1f} GB, and {limit:.1f} GB are allowed",
             needs=item.bytes / 1e9,
             limit=limits.memory_bytes / 1e9,
         )
     elif least > limits.item_s:
         why = Message(
-            "line_profiler.needs_time", "needs about {needs:.1f} s of {limit:.1f}", needs=least, limit=limits.item_s
+            "line_profiler.needs_time",
+            "the operation needs about {needs:.1f} s, and {limit:.1f} s are allowed",
+            needs=least,
+            limit=limits.item_s,
         )
     return replace(item, estimated_s=least + min(limits.item_s, 110 * SLOWER * item.roof_s), fits=why)
 

@@ -71,7 +71,7 @@ def test_a_public_models_config_is_planned_and_the_missing_expert_parallelism_is
     ours, others = (json.loads(said_here(*asked, *more, "--json")) for more in ([], ["--expert-parallel", "16"]))
     assert ours["effort"]["bound"] == "network" and ours["effort"]["days"] > 1.5 * others["effort"]["days"]
     said = said_here(*asked)
-    assert "the network bounds this plan" in said and f"would take {others['effort']['days']:,.1f} days" in said
+    assert "network limits the speed" in said and f"would take {others['effort']['days']:,.1f} days" in said
     wrong = factory(*asked, "--expert-parallel", "5")
     assert wrong.returncode == 2 and "error[plan.experts_not_divided]: --expert-parallel 5 " in wrong.stderr
     assert "16 GPUs" in wrong.stderr and "128 experts" in wrong.stderr

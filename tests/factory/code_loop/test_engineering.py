@@ -374,7 +374,7 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert (
         f"Agent: {AGENT}" in message
-        and "Predicted: 3e+07 bytes" in message
+        and "moves 3e+07 bytes less" in message
         and f"Verdict: {verdict['outcome']}" in message
     )
     assert git(made.target, "diff", "--name-only", made.base, row["branch"]).split() == [

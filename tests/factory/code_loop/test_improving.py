@@ -431,7 +431,7 @@ def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPl
     assert "propose by search: nothing found; " in told()[1]
     json.dumps(improvement_facts(plant.ledger, read_unchecked_improve_policy(plant.workspace), time.time()))
     allow(plant.workspace)
-    assert told()[0] == "improve   off" and "nothing is left" not in told()[1]
+    assert told()[0] == "improve   off" and "have tried everything" not in told()[1]
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_n
     assert (
         reject_diagnosis(ledger, asked, "ada").code == "diagnosis.rejected" and fate() == "quarantined"
     )  # for the other one
-    assert "trained on again" in reject_diagnosis(ledger, done, "ada") and fate() == "train"
+    assert "again" in reject_diagnosis(ledger, done, "ada") and fate() == "train"
     again = plan_trunk(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
@@ -287,7 +287,9 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_
     (opened,) = open_reverts(Plant(workspace, ledger))
     row = ProposalRow.get(ledger, opened)
     assert (
-        row.target == "undo:1" and row.outcome == "promote" and "the loss doctor blames it" in (row.reasons or [""])[0]
+        row.target == "undo:1"
+        and row.outcome == "promote"
+        and "the loss doctor blames the undone patch" in (row.reasons or [""])[0]
     )
     words = "In a language model's words: It stays with older weights. [older weights: there]"
     assert row.hypothesis.endswith(words) and words in git(workspace.repository, "log", "-1", "--format=%B", row.branch)
@@ -420,5 +422,7 @@ def test_an_id_of_several_documents_is_refused_until_a_key_is_named(past: Ledger
 def test_the_commands(past: Ledger, workspace: Workspace) -> None:
     home = ["-w", str(workspace.root)]
     assert factory("quarantine", "d1", "--why", "private", *home).stdout.startswith("  1 document is quarantined")
-    assert factory("quarantine", "d1", "--undo", *home).stdout.startswith("  1 document is trained on again")
+    assert factory("quarantine", "d1", "--undo", *home).stdout.startswith(
+        "  From the next segment on, training uses 1 document again"
+    )
     assert "egment 4 is rewound" in factory("rewind", "4", "--json", *home).stdout

@@ -146,7 +146,7 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
     said = find_explanation(ledger, number)
     assert said is not None and not said["failed"] and len(said["dropped"]) == 7
     assert [(c["rests_on"], c["shows"]) for c in said["claims"]] == [
-        ("rate × 0.1", "gone"), ("loss", "3.25 before, 9.5 at its farthest"),
+        ("rate × 0.1", "gone"), ("loss", "3.25 before the anomaly, 9.5 at the largest deviation"),
     ]  # fmt: skip
     # It named other causes, documents and another remedy: nothing of the record is another.
     assert ledger_but_words(ledger) == before and newest_details_by_anomaly(ledger, DIAGNOSED)[number]["causes"] == [
@@ -188,13 +188,13 @@ def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_dat
         ([Answer(hang=60)], {"diagnosis_seconds": 1.0}, "no byte for 0.5 s"),
         ([Answer(endless="and then ")], {"diagnosis_seconds": 2.0}, "cut off"),
         ([Answer(status=429, headers={"Retry-After": "1"})], {}, "busy"),
-        ([Answer(status=500, text="<b>oh</b>\x1b[2J")], {}, "it failed (500: <b>oh</b>\ufffd[2J)"),
+        ([Answer(status=500, text="<b>oh</b>\x1b[2J")], {}, "the server failed (500: <b>oh</b>\ufffd[2J)"),
         ([Answer(text="It is the rate.")], {}, "not JSON"),
         ([Answer(text="unasked")], {"per_diagnosis": {"tokens": 100, "usd": 1.0}}, "budget of this diagnosis"),
         ([Answer(text="unasked")], {"per_day": {"tokens": 100, "usd": 1.0}}, "budget of today"),
         ([Answer(text="unasked")], {"model": ""}, "no model is named"),
         ([Answer(text="unasked")], {"modle": "x"}, "did you mean 'model'"),
-        ([Answer(text="unasked")], {"endpoint": "files:"}, "name a folder"),
+        ([Answer(text="unasked")], {"endpoint": "files:"}, "names no folder"),
     ],
 )
 def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(

@@ -179,14 +179,17 @@ def linked(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda folder: (folder / "state.json").write_text("{}"), "state.json: 2 bytes, but its manifest says"),
+        (lambda folder: (folder / "state.json").write_text("{}"), "state.json has 2 bytes, but its manifest says"),
         (
             lambda folder: (folder / "model.safetensors").open("r+b").write(b"0"),
-            "SHA-256 is not the one in the manifest",
+            "differs from the one in manifest.json",
         ),
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
         (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "cannot be read: maximum recursion"),
-        (lambda folder: (folder / "manifest.json").write_text('{"format": 2, "files": {}}'), "names no state.json"),
+        (
+            lambda folder: (folder / "manifest.json").write_text('{"format": 2, "files": {}}'),
+            "does not list state.json",
+        ),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is damaged"),
         (linked, "state.json is missing"),
         (lambda folder: os.truncate(folder / "state.json", 1 << 27), "bytes; at most"),

@@ -281,7 +281,11 @@ def test_after_a_refusal_the_factory_waits_until_a_person_reverts_or_accepts(
             run_pass(Plant(site.workspace, site.ledger), settle=0)
     assert len([row for row in list_certificates(site.ledger) if row["segment"] == number]) == 1
     words = "\n".join(format_status(read_status(site.workspace)))
-    assert "uncertified" in words and f"factory certify --accept {number}" in words and "Outside seed noise" in words
+    assert (
+        "uncertified" in words
+        and f"factory certify --accept {number}" in words
+        and "more than seed noise allows" in words
+    )
     with refused("training.not_uncertified", InputError, segment=1, waiting=[number]):
         accept_code(Plant(site.workspace, site.ledger), 1, "somebody")
 

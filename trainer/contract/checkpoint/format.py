@@ -154,7 +154,10 @@ def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
     for kind in ("state.json", *KINDS):
         if not any(name.startswith(kind) for name in files):
             return Message(
-                "trainer.manifest_lacks", "{checkpoint}: manifest.json names no {file}", checkpoint=str(path), file=kind
+                "trainer.manifest_lacks",
+                "{checkpoint}: manifest.json does not list {file}",
+                checkpoint=str(path),
+                file=kind,
             )
     for name, expected in sorted(files.items())[share::of]:
         file = path / name
@@ -163,7 +166,7 @@ def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
             if size != expected["bytes"]:
                 return Message(
                     "trainer.other_size",
-                    "{file}: {found} bytes, but its manifest says {expected}",
+                    "{file} has {found} bytes, but its manifest says {expected} bytes",
                     file=str(file),
                     found=size,
                     expected=expected["bytes"],
@@ -174,13 +177,19 @@ def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
         except OSError as error:
             if error.errno in ERRORS_OF_NO_FILE:
                 raise
-            return Message("trainer.unreadable", "{file}: {problem}", file=str(file), problem=error.strerror)
+            return Message(
+                "trainer.unreadable", "{file} cannot be read: {problem}", file=str(file), problem=error.strerror
+            )
     return ""
 
 
 def hash_mismatch_fault(file: Path) -> Message:
     """The fault of a file whose hash differs from the manifest's."""
-    return Message("trainer.hash_mismatch", "{file}: its SHA-256 is not the one in the manifest", file=str(file))
+    return Message(
+        "trainer.hash_mismatch",
+        "{file}: the SHA-256 of this file differs from the one in manifest.json",
+        file=str(file),
+    )
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -191,7 +200,7 @@ def read_state(path: Path) -> dict[str, Any]:
         if isinstance(error, OSError) and error.errno in ERRORS_OF_NO_FILE:
             raise
         raise CheckpointError(
-            "trainer.no_state", "{file}: {problem}", file=str(path / "state.json"), problem=str(error)
+            "trainer.no_state", "{file} cannot be read: {problem}", file=str(path / "state.json"), problem=str(error)
         ) from None
 
 
@@ -217,7 +226,8 @@ def read_tensors(path: Path, kind: str, wanted: Regions | None = None) -> Tensor
                     if region.whole != whole:
                         raise CheckpointError(
                             "trainer.other_shape",
-                            "recipe.model does not fit the checkpoint: {tensor} is {wanted} in the recipe, {found} in {file}.",
+                            "recipe.model does not fit the checkpoint: {tensor} has shape {wanted} in the recipe, but {found} in "
+                            "{file}.",
                             tensor=key,
                             wanted=str(list(region.whole)),
                             found=str(list(whole)),
@@ -230,7 +240,7 @@ def read_tensors(path: Path, kind: str, wanted: Regions | None = None) -> Tensor
                     _copy_overlap(found, missing, key, region, Region(whole, offset, shape), part)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise CheckpointError(
-                "trainer.damaged_file", "{file}: {problem}", file=str(path / name), problem=str(error)
+                "trainer.damaged_file", "{file} cannot be read: {problem}", file=str(path / name), problem=str(error)
             ) from None
     for key, count in missing.items():
         if count:
@@ -277,11 +287,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _damaged_manifest(path, str(error)) from None
     if any("/" in name or name in ("", ".", "..") for name in found[1]):
-        raise _damaged_manifest(path, Message("trainer.other_folders", "it names files of other folders"))
+        raise _damaged_manifest(
+            path, Message("trainer.other_folders", "manifest.json names files outside the checkpoint's folder")
+        )
     if found[0] != FORMAT:
         raise CheckpointError(
             "trainer.checkpoint_format",
-            "{checkpoint}: format {found}, but this code reads format {expected}.",
+            "{checkpoint}: the checkpoint has format {found}, but this code reads format {expected}.",
             checkpoint=str(path),
             found=found[0],
             expected=FORMAT,

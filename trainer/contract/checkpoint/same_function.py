@@ -55,11 +55,11 @@ def refuse_unaccepted_changes(
         old, new = find_function_changes(before, after)[left[0]]
         way: str = ""
         if set(left) <= set(ACCEPTABLE):
-            way = Message("trainer.accept_changes", ", or name it in the recipe's accept_changes: [{keys}]", keys=left)
+            way = Message("trainer.accept_changes", ", or add 'accept_changes: [{keys}]' to the recipe", keys=left)
         raise CheckpointError(
             "trainer.other_function",
-            "recipe.model does not fit the checkpoint: {key} is {new} in the recipe, {old} in {checkpoint}. The weights would compute "
-            "another function. Take the change back{way}.",
+            "recipe.model does not fit the checkpoint: {key} is {new} in the recipe, but {old} in {checkpoint}. With "
+            "this change, the weights would compute another function. Undo the change{way}.",
             key=left[0],
             new=new,
             old=old,

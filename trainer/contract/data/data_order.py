@@ -111,7 +111,7 @@ class DataOrder:
             if mixture.stop > self.step and not stream_shares(plan, self.streams, mixture.weights):
                 raise DataPlanError(
                     "data_order.no_domain",
-                    "{key}: none of {domains} is a domain with supervised tokens. The shards hold: {held}.",
+                    "{key}: no shard has supervised tokens of {domains}. The domains in the shards: {held}.",
                     key=mixture.key,
                     domains=sorted(mixture.weights),
                     held=self.domains or ["nothing"],
@@ -147,8 +147,8 @@ class DataOrder:
         if len(packed) < wanted:
             raise DataPlanError(
                 "data_order.data_ends",
-                "max_epochs: the data ends at step {step}: every document was used {epochs:,|time|times}. Add shards, raise max_epochs or plan "
-                "fewer steps.",
+                "max_epochs: the data ends at step {step}, because every document was used {epochs:,|time|times}. Add "
+                "shards, raise max_epochs or plan fewer steps.",
                 step=self.step,
                 epochs=self.plan.max_epochs,
             )
@@ -264,15 +264,16 @@ class DataOrder:
         if state.get("format") != FORMAT:
             raise DataPlanError(
                 "data_order.format",
-                "The checkpoint's data order has format {found}, but this code reads format {expected}. Continue with the code that wrote it, or "
-                "begin a new run.",
+                "The checkpoint's data order has format {found}, but this code reads format {expected}. Continue the run "
+                "with the code that wrote the checkpoint, or begin a new run.",
                 found=state.get("format", 1),
                 expected=FORMAT,
             )
         if state["context"] != self.context:
             raise DataPlanError(
                 "data_order.other_context",
-                "model.context is {context}, but the checkpoint's data order has rows of {found}.",
+                "model.context is {context}, but the checkpoint's data order has rows of {found} positions. Set "
+                "model.context to {found}.",
                 context=self.context,
                 found=state["context"],
             )
@@ -285,8 +286,8 @@ class DataOrder:
             elif shard_generation(name) not in self._relabelled:
                 raise DataPlanError(
                     "data_order.other_shards",
-                    "token_shards: {domain!r} of generation {generation} differs from the data of the checkpoint's training. Only add shards, as "
-                    "a new generation, and keep the seed.",
+                    "token_shards: domain {domain!r} of generation {generation} differs from the data that the checkpoint "
+                    "was trained on. Keep these shards and the seed as they were, and add new shards as a new generation.",
                     domain=shard_domain(name),
                     generation=shard_generation(name),
                 )

@@ -76,7 +76,7 @@ class DataPlan(Strict):
     def _possible(self) -> DataPlan:
         ids = [shard.id for shard in self.token_shards]
         if len(ids) != len(set(ids)):
-            raise ValueError(Message("data_plan.shard_twice", "token_shards: a shard is listed twice"))
+            raise ValueError(Message("data_plan.shard_twice", "token_shards lists a shard twice"))
         return self
 
     @classmethod
@@ -141,7 +141,7 @@ class DataPlan(Strict):
                 hint = did_you_mean(domain, held) if held else ""
                 raise DataPlanError(
                     "data_plan.absent_domain",
-                    "{key}: no shard holds a document of domain {domain!r}{near}",
+                    "{key}: no shard has a document of domain {domain!r}{near}",
                     key=f"{mixture.key}.{domain}",
                     domain=domain,
                     near=hint,
@@ -161,7 +161,7 @@ class DataPlan(Strict):
             if applies and not mixture.has_documents(held):
                 raise DataPlanError(
                     "data_plan.nothing_to_train_on",
-                    "{key}: no shard holds a document of {domains}. The shards hold: {held}.",
+                    "{key}: no shard has a document of {domains}. The domains in the shards: {held}.",
                     key=mixture.key,
                     domains=mixture.domains_without_documents(held) or ["any domain"],
                     held=sorted(held) or ["nothing"],

@@ -204,7 +204,8 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Doc
         if shard.manifest["vocab_size"] > vocab_size:
             raise DataPlanError(
                 "document_stream.vocabulary",
-                "model.vocab_size is {vocab_size}, but token shard {shard} was made with {found}.",
+                "model.vocab_size is {vocab_size}, but token shard {shard} was made with a vocabulary of {found} "
+                "entries. Set model.vocab_size to at least {found}.",
                 vocab_size=vocab_size,
                 shard=shard.id,
                 found=shard.manifest["vocab_size"],
@@ -212,7 +213,7 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Doc
         if shard.id != (planned.content or planned.id):
             raise TokenShardError(
                 "document_stream.other_shard",
-                "{folder}: the plan names token shard {planned} for this folder.",
+                "{folder}: the plan expects token shard {planned} in this folder, but the folder has another shard.",
                 folder=planned.path,
                 planned=planned.content or planned.id,
             )
@@ -250,7 +251,7 @@ def _mask(streams: dict[str, DocumentStream], keys: set[str]) -> None:
     if missing:
         raise DataPlanError(
             "document_stream.masked_document",
-            "masked: no token shard of the plan holds document {document!r}.",
+            "masked names document {document!r}, but no token shard of the plan has this document.",
             document=min(missing),
         )
 

@@ -157,7 +157,7 @@ class TokenShard:
         if manifest["format"] != FORMAT:
             raise TokenShardError(
                 "token_shard.format",
-                "{folder}: format {found}, but this code reads format {expected}.",
+                "{folder}: the token shard has format {found}, but this code reads format {expected}.",
                 folder=str(self.path),
                 found=manifest["format"],
                 expected=FORMAT,
@@ -180,7 +180,7 @@ class TokenShard:
         if mapped.size < count * np.dtype(dtype).itemsize:
             raise TokenShardError(
                 "token_shard.too_short",
-                "{file}: {found} bytes, but its manifest says {tokens} tokens of {dtype}.",
+                "{file} has {found} bytes, too few for the {tokens} tokens of {dtype} that its manifest names.",
                 file=str(path),
                 found=mapped.size,
                 tokens=count,

@@ -60,8 +60,8 @@ def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_st
     if left < wanted * 0.99:
         raise DataPlanError(
             "plan.too_little_data",
-            "max_epochs: {steps} steps of {step_tokens} tokens need {needed} tokens. The data has {left} under max_epochs {max_epochs}. "
-            "Add shards, raise max_epochs or plan fewer steps.",
+            "max_epochs: {steps} steps of {step_tokens} tokens need {needed} tokens, but with max_epochs "
+            "{max_epochs} the data has only {left} tokens left. Add shards, raise max_epochs or plan fewer steps.",
             steps=steps,
             step_tokens=recipe.tokens_per_step,
             needed=wanted,

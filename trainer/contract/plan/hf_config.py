@@ -94,7 +94,9 @@ def read_config(path: Path, context: int | None = None) -> PublicModel:
             )
         raw = json.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise RecipeError("plan.no_config", "{file}: {problem}", file=str(file), problem=error.strerror) from None
+        raise RecipeError(
+            "plan.no_config", "{file} cannot be read: {problem}", file=str(file), problem=error.strerror
+        ) from None
     except (ValueError, RecursionError) as error:
         raise not_json(file, error, RecipeError) from None
     if not isinstance(raw, dict):
@@ -110,7 +112,7 @@ def shape_of_config(config: dict[str, Any], where: str, context: int | None = No
         kind = config.get("model_type", "this model")
         raise RecipeError(
             "plan.other_blocks",
-            "{where}: {kind} has {key!r}. Only decoders of attention and a gated MLP can be planned.",
+            "{where}: {kind} has {key!r}. Only decoders with attention and a gated MLP can be planned.",
             where=where,
             kind=kind,
             key=odd,
@@ -118,7 +120,7 @@ def shape_of_config(config: dict[str, Any], where: str, context: int | None = No
     if missing := [key for key in NEEDED if config.get(key) is None]:
         raise RecipeError(
             "plan.not_a_decoder",
-            "{where}: {key!r} is missing: this is not the config.json of a decoder.",
+            "{where}: key {key!r} is missing, so this is not the config.json of a decoder.",
             where=where,
             key=missing[0],
         )

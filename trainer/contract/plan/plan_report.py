@@ -50,7 +50,8 @@ def _model_lines(plan: RunPlan) -> list[PlanLine]:
     model = plan.ask.model
     shape = Message(
         "plan.shape",
-        "{layers} layers, {width:,} wide, {heads} heads, {kv_heads} for keys and values, d_ff {d_ff:,}, {vocab:,} tokens in {embedding}",
+        "{layers} layers of width {width:,}, {heads} heads, {kv_heads} heads for keys and values, d_ff {d_ff:,}, "
+        "{vocab:,} tokens in {embedding}",
         layers=model.layers, width=model.d_model, heads=model.heads, kv_heads=model.kv_heads, d_ff=model.d_ff, vocab=model.vocab_size,
         embedding="embedding and head" if has_untied_head(plan) else Message("plan.tied", "one tied embedding"),
     )  # fmt: skip
@@ -60,7 +61,7 @@ def _model_lines(plan: RunPlan) -> list[PlanLine]:
         e = model.experts
         how = Message(
             "plan.active",
-            "{chosen} of {experts} experts a token, and {shared} shared",
+            "each token uses {chosen} of {experts} experts and {shared:,|shared expert|shared experts}",
             chosen=e.per_token,
             experts=e.count,
             shared=e.shared,
@@ -88,9 +89,11 @@ def _layout_lines(plan: RunPlan) -> list[PlanLine]:
     layout = plan.layout
     sharded = layout.shards > 1
     tensor = (
-        Message("plan.no_tensor", "none needed")
+        Message("plan.no_tensor", "not needed: no matrix is split among GPUs")
         if layout.tensor == 1
-        else Message("plan.least_tensor", "the smallest that fits and keeps the batch to its rule")
+        else Message(
+            "plan.least_tensor", "the smallest degree that fits in memory and does not make the batch too large"
+        )
     )
     state = (
         Message("plan.sharded", "weights, gradients and optimiser are split over {gpus} GPUs", gpus=layout.weight_parts)
@@ -98,14 +101,19 @@ def _layout_lines(plan: RunPlan) -> list[PlanLine]:
         else Message("plan.whole", "every rank holds all the weights")
     )
     pipeline = (
-        Message("plan.no_pipeline", "sharding over the data ranks splits the same memory, without a bubble")
+        Message(
+            "plan.no_pipeline", "not needed: sharding over the data ranks splits the same memory, without idle time"
+        )
         if sharded
-        else Message("plan.pipeline_missing", "not available in this trainer")
+        else Message("plan.pipeline_missing", "this trainer has no pipeline parallelism")
     )
     tensor_source = Message(
-        "plan.tensor_source", "parallel.tensor, up to a node of {node}; {source}", node=NODE, source=KORTHIKANTI
+        "plan.tensor_source",
+        "parallel.tensor, at most the {node} GPUs of a node; {source}",
+        node=NODE,
+        source=KORTHIKANTI,
     )
-    data = Message("plan.data", "{gpus} GPUs / tensor; {state}", gpus=layout.gpus, state=state)
+    data = Message("plan.data", "{gpus} GPUs / tensor parallel; {state}", gpus=layout.gpus, state=state)
     return [
         PlanLine("tensor parallel", layout.tensor, str(layout.tensor), tensor, tensor_source),
         PlanLine("pipeline parallel", 1, "1", pipeline, f"{ZERO} §2.1"),
@@ -115,7 +123,7 @@ def _layout_lines(plan: RunPlan) -> list[PlanLine]:
             "recompute",
             float(layout.recompute == "block"),
             layout.recompute,
-            Message("plan.recompute", "the least that fits"),
+            Message("plan.recompute", "the least recomputation that fits in memory"),
             "parallel.recompute; arXiv 2205.05198 §5",
         ),
     ]
@@ -126,11 +134,12 @@ def _expert_lines(plan: RunPlan) -> list[PlanLine]:
     if ask.model.experts is None:
         return []
     if layout.expert == 1:
-        how = Message("plan.experts_gathered", "not available in this trainer: every GPU gathers every expert")
+        how = Message("plan.experts_gathered", "this trainer has no expert parallelism: every GPU gathers every expert")
         source = f"{ZERO} §7.2.2"
     else:
         how = Message(
-            "plan.experts_kept", "in another trainer: each GPU keeps its experts, and tokens are sent to them"
+            "plan.experts_kept",
+            "in another trainer, each GPU keeps its own experts and receives the tokens for these experts",
         )
         source = "--expert-parallel"
     return [PlanLine("expert parallel", layout.expert, str(layout.expert), how, source)]
@@ -151,7 +160,7 @@ def _batch_lines(plan: RunPlan) -> list[PlanLine]:
     else:
         how = Message(
             "plan.batch_of_recipe",
-            "{sequences:,} sequences × {context:,}",
+            "{sequences:,} sequences × {context:,} tokens",
             sequences=plan.sequences,
             context=model.context,
         )
@@ -159,11 +168,15 @@ def _batch_lines(plan: RunPlan) -> list[PlanLine]:
     warmup = ask.batch is not None and ask.batch.warmup
     micro = Message(
         "plan.micro_batch",
-        "{sequences} × {context:,} tokens",
+        "{sequences:,|sequence|sequences} × {context:,} tokens",
         sequences=layout.micro_sequences,
         context=model.context,
     )
-    largest = Message("plan.largest_micro_batch", "the largest that fits; {times} a step on each rank", times=times)
+    largest = Message(
+        "plan.largest_micro_batch",
+        "the largest micro-batch that fits; each rank computes {times:,|micro-batch|micro-batches} a step",
+        times=times,
+    )
     steps = Message("plan.steps", "{tokens:,.0f} tokens / tokens per step", tokens=ask.tokens)
     flops = deepseek_rule_flops(model, ask.tokens)
     return [
@@ -174,14 +187,14 @@ def _batch_lines(plan: RunPlan) -> list[PlanLine]:
             effort.steps,
             f"{effort.steps:,}",
             steps,
-            Message("plan.without_warm_up", "without the batch's warm-up") if warmup else "",
+            Message("plan.without_warm_up", "computed without batch.warmup") if warmup else "",
         ),
         PlanLine(
             "learning rate",
             rate,
             f"{rate:.2g}",
-            Message("plan.rate", "0.3118 C^-0.1250, C = {flops:.3g}", flops=flops),
-            Message("plan.rate_source", "{source}; where to start a sweep", source=DEEPSEEK),
+            Message("plan.rate", "0.3118 C^-0.1250, with C = {flops:.3g} FLOPs of the run", flops=flops),
+            Message("plan.rate_source", "{source}; start a sweep at this rate", source=DEEPSEEK),
         ),
     ]
 
@@ -189,7 +202,7 @@ def _batch_lines(plan: RunPlan) -> list[PlanLine]:
 def _mfu_source(plan: RunPlan) -> Message:
     ask = plan.ask
     if ask.mfu is not None:
-        return Message("plan.given_mfu", "MFU as given")
+        return Message("plan.given_mfu", "MFU given with --mfu")
     if ask.gpus <= NODE or ask.gpu.mfu_nodes is not None:
         found = Message("plan.mfu_of_node", "MFU of torchtitan and autoresearch on H100s, and of Llama 2 on A100s")
     else:
@@ -200,7 +213,9 @@ def _mfu_source(plan: RunPlan) -> Message:
             mfu=MFU,
         )
     if plan.layout.recompute == "block":
-        return Message("plan.recomputing", "{mfu}; recomputing a third more (arXiv 2205.05198 §5)", mfu=found)
+        return Message(
+            "plan.recomputing", "{mfu}; recomputation adds a third more work (arXiv 2205.05198 §5)", mfu=found
+        )
     return found
 
 
@@ -210,24 +225,24 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     if effort.reached < 0.99 * effort.mfu:
         apart = Message(
             "plan.waits_for_network",
-            "; {reached:.2g} of the peak is reached, because the GPUs wait for the network",
+            "; the GPUs reach only {reached:.2g} of the peak, because they wait for the network",
             reached=effort.reached,
         )
     measured = ask.mfu is not None
     spread = lambda value, places: "" if measured else f"{value / SPREAD:,.{places}f} to {value * SPREAD:,.{places}f}: "
     said = (
-        Message("plan.as_measured", "as measured")
+        Message("plan.as_measured", "computed from the MFU that --mfu gives")
         if measured
         else Message(
             "plan.published",
-            "published runs, restarts included, lie within a factor of {spread:g} ({source})",
+            "published runs, with their restarts, lie within a factor of {spread:g} of such estimates ({source})",
             spread=SPREAD,
             source=OWN,
         )
     )
     flops = Message(
         "plan.flops",
-        "6 × {active:,} + 6 × {layers} layers × {width:,} × {context:,} = {flops:.4g} a token",
+        "6 × {active:,} + 6 × {layers} layers × {width:,} × {context:,} = {flops:.4g} FLOPs a token",
         active=active_parameters(model),
         layers=model.layers,
         width=model.heads * model.head_dim,
@@ -236,7 +251,7 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     )
     throughput = Message(
         "plan.throughput",
-        "{gpus} × {peak:g} TFLOP/s × MFU {mfu:.2g} / FLOPs a token{apart}",
+        "{gpus} GPUs × {peak:g} TFLOP/s × MFU {mfu:.2g} / FLOPs a token{apart}",
         gpus=layout.gpus,
         peak=ask.gpu.peak_flops / 1e12,
         mfu=effort.mfu,
@@ -246,14 +261,15 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     if effort.network:
         network = Message(
             "plan.network",
-            "{bytes} bytes × parameters / tensor {tensor}, each micro-batch; the GPU's network carries {there:,.0f} GB/s",
+            "{bytes} bytes × parameters / {tensor} (tensor parallel), for each micro-batch; the network of a GPU "
+            "carries {there:,.0f} GB/s",
             bytes=2 * ask.itemsize + 4,
             tensor=layout.tensor,
             there=effort.network_there / GB,
         )
         rate = Message("plan.network_rate", "{rate:,.1f} GB/s a GPU", rate=effort.network / GB)
     else:
-        network, rate = Message("plan.no_network", "nothing is gathered"), Message("plan.no_rate", "none")
+        network, rate = Message("plan.no_network", "no GPU gathers weights"), Message("plan.no_rate", "none")
     return [
         PlanLine(
             "FLOPs",
@@ -285,7 +301,11 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
             effort.network,
             rate,
             network,
-            Message("plan.network_source", "needed to gather weights while computing; {source} §7.2.2", source=ZERO),
+            Message(
+                "plan.network_source",
+                "the rate at which gathering weights costs no extra time; {source} §7.2.2",
+                source=ZERO,
+            ),
         ),
     ]
 
@@ -297,8 +317,8 @@ def plan_warnings(plan: RunPlan) -> list[str]:
     found: list[str] = [
         Message(
             "plan.over_chinchilla",
-            "{ratio:.1f} tokens {each}: {times:.1f}× over Chinchilla's {rule} (arXiv 2203.15556). The run takes more compute than its loss "
-            "needs, for a smaller model to serve.",
+            "The plan has {ratio:.1f} tokens {each}, {times:.1f} times Chinchilla's {rule} (arXiv 2203.15556). A "
+            "larger model would reach the same loss with less compute, but a smaller model is cheaper to serve.",
             ratio=ratio,
             each="an active parameter" if model.experts else "a parameter",
             times=ratio / CHINCHILLA,
@@ -307,8 +327,8 @@ def plan_warnings(plan: RunPlan) -> list[str]:
         if ratio >= CHINCHILLA
         else Message(
             "plan.under_chinchilla",
-            "{ratio:.1f} tokens {each}: {times:.1f}× under Chinchilla's {rule} (arXiv 2203.15556). The same compute reaches a lower loss "
-            "with a smaller model and more tokens.",
+            "The plan has {ratio:.1f} tokens {each}. Chinchilla's {rule} (arXiv 2203.15556) is {times:.1f} times as "
+            "many. A smaller model with more tokens would reach a lower loss with the same compute.",
             ratio=ratio,
             each="an active parameter" if model.experts else "a parameter",
             times=CHINCHILLA / ratio,
@@ -320,7 +340,7 @@ def plan_warnings(plan: RunPlan) -> list[str]:
         found.append(
             Message(
                 "plan.batch_off_rule",
-                "{source} asks for {rule:,.0f} tokens a step. This plan has {tokens:,}.",
+                "The rule of {source} gives {rule:,.0f} tokens a step, but this plan has {tokens:,} tokens a step.",
                 source=DEEPSEEK,
                 rule=by_rule,
                 tokens=effort.tokens_per_step,
@@ -330,9 +350,9 @@ def plan_warnings(plan: RunPlan) -> list[str]:
         found.append(
             Message(
                 "plan.network_bound",
-                "The network bounds this plan. It carries {there:.0f} GB/s a GPU, but gathering weights while computing needs {needed:,.0f}. "
-                "Therefore {reached:.1%} of the peak is reached, not {mfu:.1%}. (Give your network's rate with --network, or a measured rate "
-                "with --mfu.)",
+                "The network limits the speed of this plan. It carries {there:.0f} GB/s a GPU, but gathering weights "
+                "during computation needs {needed:,.0f} GB/s. Each GPU therefore reaches {reached:.1%} of its peak, not "
+                "{mfu:.1%}. If your network is faster, give its rate with --network, or give a measured MFU with --mfu.",
                 there=effort.network_there / GB,
                 needed=effort.network / GB,
                 reached=effort.reached,
@@ -345,8 +365,8 @@ def plan_warnings(plan: RunPlan) -> list[str]:
         found.append(
             Message(
                 "plan.expert_parallelism",
-                "This trainer has no expert parallelism. A trainer with expert parallelism over {gpus} GPUs would take {days:,.1f} days "
-                "(--expert-parallel {gpus}).",
+                "This trainer has no expert parallelism. A trainer with expert parallelism over {gpus} GPUs would take "
+                "{days:,.1f} days. To plan for such a trainer, add '--expert-parallel {gpus}'.",
                 gpus=expert,
                 days=other.days,
             )
@@ -354,11 +374,11 @@ def plan_warnings(plan: RunPlan) -> list[str]:
     of_experts = ask.fp8 and model.experts is not None
     if layout.expert > 1 or of_experts:
         asked = ["expert parallelism"] * (layout.expert > 1)
-        asked += [Message("plan.fp8_experts", "fp8 of routed experts")] * of_experts
+        asked += [Message("plan.fp8_experts", "fp8 for routed experts")] * of_experts
         found.append(
             Message(
                 "plan.other_trainer",
-                "This trainer lacks {features}. The plan is for another trainer.",
+                "This trainer lacks {features}, so this plan is for another trainer.",
                 features=" and ".join(asked),
             )
         )
@@ -366,7 +386,7 @@ def plan_warnings(plan: RunPlan) -> list[str]:
         found.append(
             Message(
                 "plan.public_model",
-                "This trainer cannot train a config.json as it is. The plan is for a model of that shape.",
+                "This trainer cannot train the model of a config.json. The plan is for a model of the same shape.",
             )
         )
     if ask.logit_rows is None:
@@ -375,7 +395,8 @@ def plan_warnings(plan: RunPlan) -> list[str]:
         found.append(
             Message(
                 "plan.whole_logits",
-                "policies/kernels.yaml keeps whole logits on cuda. 'linear_cross_entropy: chunked_compiled' would save {saved:.1f} GB a GPU.",
+                "policies/kernels.yaml chooses a kernel for cuda that keeps all logits in memory. To save {saved:.1f} GB "
+                "on each GPU, set 'linear_cross_entropy: chunked_compiled'.",
                 saved=saved / GB,
             )
         )

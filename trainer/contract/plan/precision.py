@@ -73,7 +73,7 @@ class PrecisionTimings:
         ]
         return Message(
             "plan.probe",
-            "products, attention and loss head of a step take: {times}",
+            "time of the matrix products, attention and loss head of one step: {times}",
             times="; ".join(by_precision),
             seconds=self.seconds,
         )
@@ -119,10 +119,11 @@ def refuse_unsupported_precision(recipe: Recipe, device: torch.device) -> None:
         name: str = repr(torch.cuda.get_device_name(device))
     else:
         name = Message("plan.this_torch", "with this torch")
-    needed = Message("plan.fp8_gpu", " (a GPU has it from compute capability 8.9 on)") if asked == FP8 else ""
+    needed = Message("plan.fp8_gpu", " (fp8 needs a GPU of compute capability 8.9 or higher)") if asked == FP8 else ""
     raise RecipeError(
         "plan.no_precision",
-        "recipe {recipe}: precision: {device} device {name} has no {precision}{needed}. Write {other}, or {auto}.",
+        "recipe {recipe}: precision: {device} device {name} cannot compute in {precision}{needed}. Write {other} "
+        "or {auto}.",
         recipe=recipe.name,
         device=device.type,
         name=name,
@@ -157,8 +158,8 @@ def decide_from_probe(asked: str, found: PrecisionTimings, before: str = "") -> 
         warning = (
             Message(
                 "plan.slow_precision",
-                "precision: the recipe sets {precision}, but {fastest} is {ratio:.1f}x as fast on this machine; 'precision: {auto}' would "
-                "choose it",
+                "precision: the recipe sets {precision}, but {fastest} is {ratio:.1f}x as fast on this machine. To use "
+                "the fastest precision, write 'precision: {auto}'",
                 precision=asked,
                 fastest=found.fastest_precision,
                 ratio=ratio,

@@ -132,8 +132,9 @@ def _search(ask: PlanRequest) -> tuple[GpuLayout, int]:
         assert ask.batch is not None, "one sequence a rank always divides"
         raise RecipeError(
             "plan.indivisible_batch",
-            "batch.sequences ({sequences}) and its warm-up cannot be shared among {gpus} GPUs, nor among groups of 2, 4 or {node} GPUs that "
-            "split each sequence (as many as divide model.kv_heads).",
+            "batch.sequences ({sequences}) and batch.warmup cannot be divided evenly among {gpus} GPUs, nor among "
+            "groups of 2, 4 or {node} GPUs that share each sequence. (The size of a group must divide "
+            "model.kv_heads.) Change batch.sequences or the number of GPUs.",
             sequences=ask.batch.sequences,
             gpus=ask.gpus,
             node=NODE,
@@ -218,7 +219,7 @@ def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
     largest = max(parts, key=lambda part: part.bytes)
     fixed = total_bytes(part for part in parts if part.name != "reserve")
     each = math.ceil(fixed / (1 - RESERVE) / GB)
-    answers: list[str] = [Message("plan.larger_gpus", "GPUs of {gb} GB", gb=each)] if each <= LARGEST else []
+    answers: list[str] = [Message("plan.larger_gpus", "GPUs with {gb} GB each", gb=each)] if each <= LARGEST else []
     more = next((g for g in (2**n for n in range(15)) if g > ask.gpus and _fitting(replace(ask, gpus=g))), None)
     if more:
         answers.insert(0, Message("plan.more_gpus", "{gpus:,} of these GPUs", gpus=more))
@@ -226,8 +227,9 @@ def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
         answers = [Message("plan.smaller_model", "a smaller model or a shorter context")]
     return Message(
         "plan.does_not_fit",
-        "Nothing fits. With tensor parallelism {tensor}, blocks recomputed and one sequence at a time, a GPU needs {needed:.1f} GB of its "
-        "{memory:.0f} GB, most of it {part} ({part_gb:.1f} GB). Use {answers}.",
+        "No layout fits. Even with tensor parallelism {tensor}, recomputed blocks and one sequence at a time, "
+        "each GPU needs {needed:.1f} GB but has {memory:.0f} GB. The largest part is {part} ({part_gb:.1f} GB). "
+        "Use {answers}.",
         tensor=tensor,
         needed=total_bytes(parts) / GB,
         memory=ask.gpu.memory / GB,

@@ -158,7 +158,8 @@ def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> Mem
         elements = model.layers * model.d_model / layout.tensor + most
         how: str = Message(
             "plan.kept_recomputed",
-            "{layers} layers' inputs of {width:,} / tensor {tensor}, and one whole layer, {layer:,.0f}",
+            "{layers} layers × an input of {width:,} / {tensor} (tensor parallel), plus {layer:,.0f} elements of one "
+            "whole layer",
             layers=model.layers,
             width=model.d_model,
             tensor=layout.tensor,
@@ -167,7 +168,7 @@ def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> Mem
     else:
         elements = sum(n * each for n, each in kept)
         layers = " + ".join(f"{n} layers × {each:,.0f}" for n, each in kept)
-        how = Message("plan.kept", "{layers} a token", layers=layers)
+        how = Message("plan.kept", "{layers} elements a token", layers=layers)
     return MemoryPart(
         "activations",
         itemsize * tokens * elements,
@@ -180,7 +181,7 @@ def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> Mem
         ),
         Message(
             "plan.activations_source",
-            "{source}, counted for this block (trainer.contract.plan.sizing.kept_elements)",
+            "{source}, counted for this block (trainer.contract.plan.sizing.activation_elements)",
             source=KORTHIKANTI,
         ),
     )
@@ -212,20 +213,24 @@ def memory_parts(
         copies = (2 * itemsize * block + (itemsize + 4) * block) / t + itemsize * head
         how: str = Message(
             "plan.gathered_copies",
-            "({block_bytes} bytes × {block:,} of a layer) / tensor {tensor} + {itemsize} × {head:,} of the embedding",
+            "({block_bytes} bytes × {block:,} parameters of a layer) / {tensor} (tensor parallel) + {itemsize} bytes "
+            "× {head:,} parameters of the embedding",
             block_bytes=3 * itemsize + 4,
             block=block,
             tensor=t,
             itemsize=itemsize,
             head=head,
         )
-        what = Message("plan.fsdp", "FSDP2: this layer and the next gathered, one layer's gradient rounded and in fp32")
+        what = Message(
+            "plan.fsdp",
+            "FSDP2 gathers this layer and the next, and keeps one layer's gradient both rounded and in fp32",
+        )
     else:
         copies = itemsize * P / t if itemsize < 4 else 0.0
         how = (
             Message(
                 "plan.rounded_copies",
-                "{itemsize} bytes × {parameters:,} parameters / tensor {tensor}",
+                "{itemsize} bytes × {parameters:,} parameters / {tensor} (tensor parallel)",
                 itemsize=itemsize,
                 parameters=P,
                 tensor=t,
@@ -233,7 +238,7 @@ def memory_parts(
             if itemsize < 4
             else Message("plan.no_copies", "none: the computation is in fp32")
         )
-        what = Message("plan.autograd_copies", "weights rounded for the forward pass, kept by autograd")
+        what = Message("plan.autograd_copies", "rounded weights of the forward pass, which autograd keeps")
     rows = tokens if logit_rows is None else min(logit_rows, tokens)
     logits = LOGIT_BYTES * rows * model.vocab_size / t + 10 * head + 6 * tokens * model.d_model
     return [
@@ -242,7 +247,11 @@ def memory_parts(
             "gradients",
             4 * P / pieces,
             f"4 bytes (fp32) × {of_all}",
-            Message("plan.gradients_source", "{source} §3.1, §5; summed over ranks each micro-batch", source=ZERO),
+            Message(
+                "plan.gradients_source",
+                "{source} §3.1, §5; the ranks sum their gradients after each micro-batch",
+                source=ZERO,
+            ),
         ),
         MemoryPart(
             "optimiser",
@@ -263,8 +272,8 @@ def memory_parts(
             logits,
             Message(
                 "plan.logits",
-                "{logit_bytes} bytes × {rows:,} rows × {vocab:,} / tensor {tensor} + 10 × {head:,} of the embedding's gradients + "
-                "6 × {tokens:,} × {width:,}",
+                "{logit_bytes} bytes × {rows:,} rows × {vocab:,} logits / {tensor} (tensor parallel) + 10 bytes × "
+                "{head:,} of the embedding's gradients + 6 bytes × {tokens:,} tokens × {width:,}",
                 logit_bytes=LOGIT_BYTES,
                 rows=rows,
                 vocab=model.vocab_size,

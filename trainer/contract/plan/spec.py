@@ -43,21 +43,23 @@ class SegmentSpec(Strict):
         if self.initial_checkpoint is None and self.first_step:
             raise ValueError(
                 Message(
-                    "plan.needs_checkpoint", "initial_checkpoint is missing: only a run that begins at step 0 has none"
+                    "plan.needs_checkpoint",
+                    "initial_checkpoint is missing. Only a run that begins at step 0 has no initial checkpoint",
                 )
             )
         if self.kind == "anneal" and self.initial_checkpoint is None:
             raise ValueError(
                 Message(
-                    "plan.anneal_checkpoint", "initial_checkpoint is missing: an anneal continues a trunk's checkpoint"
+                    "plan.anneal_checkpoint",
+                    "initial_checkpoint is missing. An anneal starts from a checkpoint of the trunk",
                 )
             )
         if self.recipe.precision == AUTO:
             raise ValueError(
                 Message(
                     "plan.auto_precision",
-                    "recipe.precision is 'auto', but all steps of a segment need one precision: write fp32 or bf16 "
-                    "('python -m trainer.contract.plan.precision RECIPE' measures both on this machine)",
+                    "recipe.precision is 'auto', but all steps of a segment need one precision. Write fp32 or bf16. To "
+                    "measure both on this machine: 'python -m trainer.contract.plan.precision RECIPE'",
                 )
             )
         return self
@@ -69,7 +71,9 @@ class SegmentSpec(Strict):
         try:
             raw = json.loads(path.read_text("utf-8"))
         except OSError as error:
-            raise SpecError("plan.no_spec", "{file}: {problem}", file=str(path), problem=error.strerror) from None
+            raise SpecError(
+                "plan.no_spec", "{file} cannot be read: {problem}", file=str(path), problem=error.strerror
+            ) from None
         except ValueError as error:
             raise not_json(path, error, SpecError) from None
         if not isinstance(raw, dict):

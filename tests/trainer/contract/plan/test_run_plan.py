@@ -264,7 +264,7 @@ def test_every_line_has_its_formula(tmp_path: Path) -> None:
     assert said["gpu"] == "h100"
 
 
-@pytest.mark.parametrize(("tokens", "word"), [(300e9, "1.9× over"), (40e9, "4.0× under")])
+@pytest.mark.parametrize(("tokens", "word"), [(300e9, "1.9 times Chinchilla"), (40e9, "4.0 times as many")])
 def test_chinchilla_is_remarked_on(tokens: float, word: str) -> None:
     assert word in plan_warnings(plan_run(replace(EIGHT_BILLION, tokens=tokens)))[0]
 
