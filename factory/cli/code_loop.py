@@ -259,7 +259,7 @@ def audit(
     """Check that merged patches did not change training: replay steps of finished segments without the agents' patches, and compare.
 
     Prints all audits. A difference opens a proposal that undoes the patch. The daemon audits by itself when it has nothing else to do.
-    While it runs, this command asks it to audit in its next pass.
+    While the daemon runs, this command asks the daemon to audit in its next pass.
     """
     from factory.audit.audit_segment import audit_segment
     from factory.audit.audit_windows import find_due_audits, list_audits

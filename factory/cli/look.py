@@ -53,7 +53,7 @@ def status(
 def duties(plant: Plant, say: AnswerPrinter) -> None:
     """List the daemon's duties, in the order of their priority.
 
-    For each: whether it is due now, what holds it back, until when it rests after a failure, and when it was last done.
+    For each duty: whether it is due now, why it waits, how long it waits after a failure, and when it was last done.
     """
     from factory.core.time_formats import replace_moments_by_iso
     from factory.duties.listing import duty_facts, duty_lines
