@@ -159,7 +159,7 @@ def test_files_that_changed_again_are_not_overwritten(plant: PatchPlant) -> None
     plant.approve()
     (plant.target / "kernels/ops.py").write_text("x = 3\n")
     git(plant.target, "commit", "-q", "-a", "-m", "mine")
-    with pytest.raises(RepositoryError, match="kernels/ops.py changed again since"):
+    with pytest.raises(RepositoryError, match="kernels/ops.py changed again after"):
         approvals.revert(plant, 1, "ada")
     with refused("code_loop.files_changed", InputError, proposal=2) as changed:
         plant.approve(2)
