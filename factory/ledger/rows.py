@@ -140,7 +140,7 @@ class SegmentRow(LedgerRow):
 @dataclass(frozen=True)
 class RunRow(LedgerRow):
     noun, source = "run", "runs"
-    how = Message("rows.how_runs", ". Certificates, preflights, audits, diagnoses and gates make runs")
+    hint = Message("rows.how_runs", ". Certificates, preflights, audits, diagnoses and gates make runs")
 
     id: str
     purpose: str
@@ -156,7 +156,7 @@ class RunRow(LedgerRow):
 @dataclass(frozen=True)
 class CandidateRow(LedgerRow):
     noun, source = "candidate", "candidates"
-    how = Message("rows.how_candidates", ". 'factory run' makes candidates as soon as the ledger has shards")
+    hint = Message("rows.how_candidates", ". 'factory run' makes candidates as soon as the ledger has shards")
 
     id: int
     segment: int
@@ -252,7 +252,7 @@ class ProposalRow(LedgerRow):
         "(SELECT p.*, v.outcome, v.reasons, v.gate, v.subject_sha256 AS judged_sha256 FROM proposals p "
         "LEFT JOIN verdicts v ON v.id = p.verdict) AS proposals"
     )
-    how = ": run 'factory propose'"
+    hint = ": run 'factory propose'"
 
     number: int
     agent: str

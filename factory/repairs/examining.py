@@ -146,7 +146,7 @@ def examine_checkpoints(plant: Plant, deep: bool) -> ExaminedKind:
     average = Message(
         "examining.remake_average", "stop 'factory run', then run 'factory average' to make the checkpoint again"
     )
-    again = lambda one: replace(one, remedy=average, mends=False)
+    again = lambda one: replace(one, remedy=average, is_repairable=False)
     return replace(found, faults=[again(one) if one.subject in averages else one for one in found.faults])
 
 

@@ -23,7 +23,7 @@ def resolve_answers(items: Sequence[Any], where: str) -> list[Any]:
     common = set(WAYS)
     first = ""  # the possible readings of the answers so far, for a message
     for number, item in enumerate(items, 1):
-        mine = item.ways
+        mine = item.choice_indices_by_reading
         if not common & set(mine):
             raise TaskError(
                 "file_rules.mixed_answers",
@@ -33,7 +33,7 @@ def resolve_answers(items: Sequence[Any], where: str) -> list[Any]:
         common &= set(mine)
         first = _or(common)
     for number, item in enumerate(items, 1):
-        read = {way: place for way, place in item.ways.items() if way in common}
+        read = {way: place for way, place in item.choice_indices_by_reading.items() if way in common}
         if len(set(read.values())) > 1:
             raise TaskError(
                 "file_rules.ambiguous_answer",
@@ -43,7 +43,7 @@ def resolve_answers(items: Sequence[Any], where: str) -> list[Any]:
                 choices=[f"{item.choices[place]!r} as {WAYS[way]}" for way, place in read.items()],
             )  # fmt: skip
     way = min(common, key=list(WAYS).index) if items else ""
-    return [item.model_copy(update={"answer": item.ways[way]}) for item in items]
+    return [item.model_copy(update={"answer": item.choice_indices_by_reading[way]}) for item in items]
 
 
 def _or(ways: Mapping[str, int] | set[str]) -> str:

@@ -43,13 +43,13 @@ sys.path[:0] = {path!r}
 from pathlib import Path
 from factory.core.workspace import Workspace
 from factory.backups.backups import make_backup
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 workspace = Workspace.open(Path({root!r}))
 ledger = Ledger.open(workspace.ledger_url)
 make_backup(Plant(workspace, ledger))
 with ledger.begin() as tx:
-    record(tx, "after the backup", "daemon")
+    record_event(tx, "after the backup", "daemon")
 ledger.engine.dispose()
 """
 SPLIT = """
@@ -57,7 +57,7 @@ import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from factory.core.workspace import Workspace
-from factory.ingest.filing import return_changed
+from factory.ingest.filing import return_changed_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 workspace = Workspace.open(Path({root!r}))
@@ -65,7 +65,7 @@ ledger = Ledger.open(workspace.ledger_url)
 (filed,) = (workspace.shards / "raw").iterdir()
 with open(filed, "ab") as late:  # the writer never flushes it
     late.write({row!r})
-return_changed(Plant(workspace, ledger))
+return_changed_files(Plant(workspace, ledger))
 ledger.engine.dispose()
 """
 TOGETHER = """
@@ -73,25 +73,25 @@ import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from factory.core.workspace import Workspace
-from factory.ingest.inbox import take
+from factory.ingest.inbox import ingest_inbox_file
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 workspace = Workspace.open(Path({root!r}))
 ledger = Ledger.open(workspace.ledger_url)
-take(Plant(workspace, ledger), workspace.inbox / "d0.txt")
+ingest_inbox_file(Plant(workspace, ledger), workspace.inbox / "d0.txt")
 ledger.engine.dispose()
 """
 PLACED = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from kernels.contract.files import put_in_place
+from kernels.contract.files import rename_into_place
 root = Path({root!r})
 (root / ".file").write_text("new")
-put_in_place(root / ".file", root / "file")
+rename_into_place(root / ".file", root / "file")
 (root / ".folder" / "in").mkdir(parents=True)
 (root / ".folder" / "in" / "it").write_text("deep")
-put_in_place(root / ".folder", root / "folder")
+rename_into_place(root / ".folder", root / "folder")
 """
 
 

@@ -30,12 +30,12 @@ TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoi
 SLOW_TRAINER = f"""
 import runpy
 import torch
-from trainer.run import Run
-usual = Run.launch
+from trainer.run import SegmentRun
+usual = SegmentRun.launch
 def slow(self, batch):
 {indent(SLOW_STEP, "    ")}
     return usual(self, batch)
-Run.launch = slow
+SegmentRun.launch = slow
 runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """
 

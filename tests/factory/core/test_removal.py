@@ -17,8 +17,8 @@ REMOVAL = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from factory.core.removal import remove
-remove(Path("out"))
+from factory.core.removal import remove_path
+remove_path(Path("out"))
 """
 
 

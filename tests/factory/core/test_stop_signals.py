@@ -141,10 +141,10 @@ ASKING = """
 import sys
 from pathlib import Path
 from factory.core import stop_signals
-from factory.evals.probes.engine_process import NATIVE, engine_process
+from factory.evals.probes.engine_process import NATIVE, start_engine
 end_if_stopped = stop_signals.handle_signals()
 try:
-    with engine_process(NATIVE, Path("/nowhere")) as engine:
+    with start_engine(NATIVE, Path("/nowhere")) as engine:
         engine.check({}, 600)
 except stop_signals.StopRequested:
     end_if_stopped()
@@ -152,10 +152,10 @@ except stop_signals.StopRequested:
 PROBING = """
 import sys
 from factory.core import stop_signals
-from factory.evals.probes.server import probe
+from factory.evals.probes.server import run_probe
 end_if_stopped = stop_signals.handle_signals()
 try:
-    probe({"memory_mib": 8000}, 600)
+    run_probe({"memory_mib": 8000}, 600)
 except stop_signals.StopRequested:
     end_if_stopped()
 """

@@ -45,7 +45,7 @@ def test_a_lock_holds_between_processes_and_ends_with_its_process(tmp_path: Path
 import sys, time
 from pathlib import Path
 from factory.core.workspace import Workspace
-with Workspace.open(Path({str(workspace.root)!r})).lock("model-loop"):
+with Workspace.open(Path({str(workspace.root)!r})).hold_lock("model-loop"):
     print("held", flush=True); time.sleep(60)
 """
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -219,11 +219,11 @@ WORD = """
 import sys
 from pathlib import Path
 from factory.core.workspace import Workspace
-from factory.diagnosis.wording import word_waiting
+from factory.diagnosis.wording import describe_waiting_diagnoses
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 workspace = Workspace.open(Path(sys.argv[1]))
-word_waiting(Plant(workspace, Ledger.open(workspace.ledger_url)))
+describe_waiting_diagnoses(Plant(workspace, Ledger.open(workspace.ledger_url)))
 """
 
 

@@ -33,14 +33,14 @@ import os, signal, sys
 from pathlib import Path
 import sqlalchemy as sa
 from factory.core.workspace import Workspace
-from factory.backups.upgrade import upgrade
+from factory.backups.upgrade import upgrade_workspace
 
 @sa.event.listens_for(sa.Engine, "after_cursor_execute")
 def die(connection, cursor, statement, *_):
     if statement.startswith(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 
-upgrade(Workspace.open(Path(sys.argv[1])))
+upgrade_workspace(Workspace.open(Path(sys.argv[1])))
 """
 
 

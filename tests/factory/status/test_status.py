@@ -91,7 +91,7 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.status.daemon_log import LoggedProgress
 workspace = Workspace.open(Path(sys.argv[1]))
-with workspace.lock("model-loop"):
+with workspace.hold_lock("model-loop"):
     with LoggedProgress(workspace, SILENT).task("trunk 100–200", 100):
         print("held", flush=True)
         sys.stdin.readline()

@@ -16,7 +16,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from factory.core.workspace import MODEL_LOOP, Workspace
-with Workspace.open(Path(sys.argv[1])).lock(MODEL_LOOP):
+with Workspace.open(Path(sys.argv[1])).hold_lock(MODEL_LOOP):
     print("held", flush=True)
     sys.stdin.read()
 """

@@ -16,12 +16,12 @@ from tests.support.paths import ROOT
 STEP = """
 import json, sys
 from pathlib import Path
-from agents.line_profiler.step_rate import rate
+from agents.line_profiler.step_rate import measure_step_rate
 from trainer.contract.recipe import Recipe
 import trainer
 tiny = Recipe.load(Path("policies/recipes/tiny.yaml"))
 recipe = tiny.model_copy(update={"compile": True, "model": tiny.model.model_copy(update={"layers": 1})})
-found = rate(recipe, Path(sys.argv[1]), 1)
+found = measure_step_rate(recipe, Path(sys.argv[1]), 1)
 from torch._dynamo.utils import counters
 kinds = {key: value for kind in ("inductor", "aot_autograd") for key, value in counters[kind].items()}
 print(json.dumps({"first_step_s": found["first_step_s"], "code": str(Path(trainer.__file__).parent.parent), **kinds}))

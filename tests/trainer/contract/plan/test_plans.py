@@ -76,7 +76,7 @@ def test_each_line_of_a_plan_is_the_accepted_one() -> None:
     ],
 )
 def test_a_model_that_fits_nowhere_is_refused_with_an_alternative(ask: PlanRequest, data: dict[str, Any]) -> None:
-    with refused("plan.nothing_fits", SizingError) as found:
+    with refused("plan.does_not_fit", SizingError) as found:
         plan_run(ask)
     assert {name: found.value.data[name] for name in data} == data | {"needed": pytest.approx(data["needed"], abs=0.05)}
 

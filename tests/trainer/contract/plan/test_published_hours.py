@@ -68,9 +68,9 @@ def test_a_folder_or_a_file_is_read(tmp_path: Path) -> None:
     [
         ({"hidden_size": None}, "plan.not_a_decoder", {"key": "hidden_size"}),
         ({"mamba_d_state": 16, "model_type": "jamba"}, "plan.other_blocks", {"kind": "jamba", "key": "mamba_d_state"}),
-        ({"n_group": "x", "topk_group": 4}, "plan.not_a_number", {"key": "n_group", "value": "x"}),
+        ({"n_group": "x", "topk_group": 4}, "plan.not_a_whole_number", {"key": "n_group", "value": "x"}),
         ({"mlp_only_layers": 3}, "plan.not_a_list", {"value": 3}),
-        ({"num_hidden_layers": "many"}, "plan.not_a_number", {"key": "num_hidden_layers", "value": "many"}),
+        ({"num_hidden_layers": "many"}, "plan.not_a_whole_number", {"key": "num_hidden_layers", "value": "many"}),
         (
             {"num_experts": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
             "strict.wrong_value",

@@ -163,7 +163,7 @@ def test_many_gpus_split_rows_rather_than_outgrow_the_batch() -> None:
 
 def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_fits() -> None:
     ask = PlanRequest(model_shape_of(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
-    with refused("plan.nothing_fits", SizingError, memory=80.0, part="optimiser") as error:
+    with refused("plan.does_not_fit", SizingError, memory=80.0, part="optimiser") as error:
         plan_run(ask)
     assert plan_run(replace(ask, gpus=error.value.data["gpus"]))
     memory = float(error.value.data["answers"].split("GPUs of ")[1].split()[0])
