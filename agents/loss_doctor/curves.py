@@ -178,7 +178,7 @@ def read_step_metrics(lines: Sequence[Mapping[str, Any]]) -> list[StepMetrics]:
     """The points of lines of metrics.jsonl, by step. If a step was done twice, the later line counts. A step without a loss has no point.
 
     >>> read_step_metrics([{"step": 4, "loss": 2.0, "grad_norm": None, "loss/code": 1.5, "time": 9.0}])
-    [StepPoint(step=4, loss=2.0, grad_norm=inf, parts={'loss/code': 1.5})]
+    [StepMetrics(step=4, loss=2.0, grad_norm=inf, parts={'loss/code': 1.5})]
     """
     number = lambda value: float(value) if isinstance(value, int | float) and math.isfinite(value) else math.inf
     found = {}

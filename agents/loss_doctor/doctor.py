@@ -333,9 +333,9 @@ class _Consultation:
 def cause_of_odd_documents(joined: NewShardsComparison) -> str:
     """The cause that an oddity of new documents would be; '' if they are not odd.
 
-    >>> cause_of_odd_documents(JoinedShards("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
+    >>> cause_of_odd_documents(NewShardsComparison("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
     'loss mask'
-    >>> cause_of_odd_documents(JoinedShards("chat", ("a",), "code", supervised=0.5, supervised_before=0.5))
+    >>> cause_of_odd_documents(NewShardsComparison("chat", ("a",), "code", supervised=0.5, supervised_before=0.5))
     'mixture shift or wrong label'
     """
     if abs(joined.supervised - joined.supervised_before) > OTHER_MASK or joined.begins_alike < 0.5:

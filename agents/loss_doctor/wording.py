@@ -99,7 +99,7 @@ def read_wording(arguments: str, facts: DiagnosisFacts) -> CheckedWording:
     >>> true = {"says": "It stays in fp32.", "rests_on": "fp32", "shows": "there"}
     >>> found = read_wording(json.dumps({"claims": [true, {"says": "It is the disk.", "rests_on": "me", "shows": "gone"}]}), facts)
     >>> found.claims, found.dropped
-    ((Claim(says='It stays in fp32.', rests_on='fp32', shows='there'),), ('the claim rests on a replay or fact that the record does not have',))
+    ((Claim(says='It stays in fp32.', rests_on='fp32', shows='there'),), ('the record has no arm or fact of the name that it rests on',))
     """
     raw = read_object(arguments).get("claims")
     if not isinstance(raw, list):

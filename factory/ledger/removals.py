@@ -148,9 +148,9 @@ def describe_removed_training_data(mark: Mapping[str, Any]) -> Message:
     """Describe one of ``list_releases_with_removed_data``.
 
     >>> print(describe_removed_training_data({"release": 1, "documents": 2, "removal": 3, "exact": True}))
-    release 1 was trained on 2 documents, later removed (removal 3)
+    release 1 was trained on 2 documents that the factory removed later (removal 3)
     >>> print(describe_removed_training_data({"release": 1, "documents": 2, "removal": None, "exact": False}))
-    release 1 may have been trained on 2 documents, later quarantined
+    release 1 may have been trained on 2 documents that the factory quarantined later
     """
     known = {
         "release": mark["release"],

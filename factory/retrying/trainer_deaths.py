@@ -58,7 +58,7 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
     """How a trainer ended. code: its exit code, −n after signal n. line: the most helpful line of its log. log: the log's end.
 
     >>> classify_ending(1, "trainer: no", "", None)
-    TrainerEnding(kind='failed', says='ended with exit 1: trainer: no')
+    TrainerFailure(kind='failed', says='ended with exit 1: trainer: no')
     """
     cause = f": {line}" if line else ""
     if code == EXIT_STOPPED:

@@ -43,10 +43,10 @@ def score_choices(task: EvalTask, model: Scorer, advance: Advance) -> list[EvalI
     rows = []
     for item, begin in zip(task.items, begins, strict=True):
         values = np.array([one.log_probability for one in scored[begin : begin + len(item.choices)]])
-        right = {"acc": _share(values, item.right)}
+        right = {"acc": _share(values, item.right_choice_index)}
         if task.file.format == "cloze":
             lengths = np.array([len(choice) for choice in item.choices])
-            right["acc_norm"] = _share(values / lengths, item.right)
+            right["acc_norm"] = _share(values / lengths, item.right_choice_index)
         rows += [
             EvalItem(f"{task.name}/{metric}", item.key, task.name, item.cluster, share, 1.0)
             for metric, share in right.items()

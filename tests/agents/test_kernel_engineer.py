@@ -47,7 +47,7 @@ SWIGLU = ProfileTarget("kernel:swiglu", "swiglu", ("kernels/swiglu/__init__.py:1
 class FreshBench(LiveWorkbench):
     """A workbench without earlier proposals. (The ledger has those of other tests in this process, and of the recorded sessions.)"""
 
-    def written_by_agents(self, path: str) -> list[AgentWrittenLines]:
+    def find_agent_written_lines(self, path: str) -> list[AgentWrittenLines]:
         return []
 
     def history(self, target: str) -> list[EarlierProposal]:

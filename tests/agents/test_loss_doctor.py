@@ -133,10 +133,10 @@ class MadeUp:
         bits = str(random.random()) if self.noisy else "same"
         return ArmOutcome(arm.name, spikes, 1, bits, (StepMetrics(40, self.height if spikes else 2.1, 0.5),))
 
-    def scores(self, start: Start) -> Sequence[DocumentScore]:
+    def score_documents_at(self, start: Start) -> Sequence[DocumentScore]:
         return self.at_end or () if start == "end" else self.scored
 
-    def joined(self) -> Sequence[NewShardsComparison]:
+    def compare_new_shards(self) -> Sequence[NewShardsComparison]:
         return self.joining
 
 

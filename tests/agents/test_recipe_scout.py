@@ -45,7 +45,7 @@ class Bench:
             raise ReadError(path)
         return self.text
 
-    def written_by_agents(self, path: str) -> list[AgentWrittenLines]:
+    def find_agent_written_lines(self, path: str) -> list[AgentWrittenLines]:
         return []
 
     def history(self, target: str) -> list[EarlierProposal]:

@@ -42,7 +42,7 @@ class Bench:
         ratio = self.ratios[op, implementation]
         return Measurement(seconds=0.1 / ratio, against_seconds=0.1, ratio=ratio, ratio_low=ratio)
 
-    def written_by_agents(self, path: str) -> list[AgentWrittenLines]:
+    def find_agent_written_lines(self, path: str) -> list[AgentWrittenLines]:
         return []
 
     def history(self, target: str) -> list[EarlierProposal]:

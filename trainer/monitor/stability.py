@@ -93,7 +93,7 @@ def deviations_below(window: RecentValues, value: float) -> float:
     """Robust deviations by which the next value lies below the window, or twice those of the mean of its last eighth, if that is larger. A
     loss that is too low stays low while its documents last, and a mean of several steps varies less.
 
-    >>> usual = Window(16)
+    >>> usual = RecentValues(16)
     >>> usual.restore([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.1, 1.9, 2.0, 2.0, 2.1, 1.9, 2.05, 1.95, 2.0])
     >>> round(deviations_below(usual, 1.5), 1)
     6.7

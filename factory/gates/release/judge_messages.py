@@ -133,9 +133,10 @@ def train_longer_remedy(gain: float | None, seen_gain: float | None, times: floa
     """The remedy for a candidate that is not shown to be better.
 
     >>> print(train_longer_remedy(0.005, 0.016, 9.4))
-    train on ('factory run'): this comparison detects a gain of 0.016 in every domain. Or bring shards ('factory ingest PATH'): 9.4 times as many \
-held-out document groups detect a gain of 0.005.
-    >>> print(train_longer_remedy(-0.002, 0.016, None))
+    continue training ('factory run'): this comparison can detect a gain of 0.016 bits per byte in every domain. Or bring shards ('factory ingest \
+PATH'): with 9.4 times as many held-out document groups, the comparison can detect a gain of 0.005 bits per byte.
+    continue training ('factory run'), or change the data or the recipe. The candidate gained nothing, and this comparison can detect a gain of \
+0.016 bits per byte in every domain.
     train on ('factory run'), or change data or recipe. The candidate gained nothing, and this comparison detects a gain of 0.016 in every domain.
     """
     known = (

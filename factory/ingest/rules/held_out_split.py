@@ -322,9 +322,9 @@ def describe_grouping(domain: str, found: Mapping[str, Any]) -> list[Message]:
 
     >>> told = {"group": "source", "documents": 800, "groups": 1, "lacking": 0, "parts": 16, "halves": [8, 8]}
     >>> for line in describe_grouping("reviews", told): print(line)
-    reviews: 'group: source' makes 1 group of 800 documents, too few to hold out whole groups in both halves. Instead, 16 single documents are \
-held out, which the release gate treats as independent. Bring documents of more groups, or accept this: 'factory data relabel --domain reviews \
---group document'
+    reviews: 'group: source' makes 1 group of 800 documents. These are too few groups to hold out whole groups in both halves. Instead, the \
+factory holds out 16 single documents, and the release gate treats each held-out document as independent. Ingest documents of more groups, or \
+accept the single documents: 'factory data relabel --domain reviews --group document'
     """
     kind = found["group"]
     lines = []

@@ -61,7 +61,7 @@ class Blunt(NativeEngine):
         finally:
             inner.encode_special_tokens = True
 
-    def read(self, body: bytes, chat: bool) -> Any:
+    def read_request(self, body: bytes, chat: bool) -> Any:
         ask = super().read_request(body, chat)
         if self.slip == "ignores stop strings":
             return replace(ask, stops=())

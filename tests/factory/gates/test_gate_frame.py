@@ -319,7 +319,7 @@ def test_which_recipes_no_run_here_can_judge(tmp_path: Path, paths: list[str], o
     at = tmp_path / "own.yaml"
     if own:
         at.touch()
-    workspace: Any = SimpleNamespace(config=SimpleNamespace(recipe="tiny"), own_recipe=lambda: at)
+    workspace: Any = SimpleNamespace(config=SimpleNamespace(recipe="tiny"), own_recipe_path=lambda: at)
     told = find_unused_recipes(workspace, paths)
     assert used_recipe_path(workspace) == TINY and codes(told) == expected
     assert all(one.data["used"] == TINY and one.data.get("path", DEMO) == DEMO for one in told)
@@ -443,7 +443,7 @@ def test_what_reading_a_recipe_finds(
         (tmp_path / side / "policies" / "recipes").mkdir(parents=True)
         (tmp_path / side / TINY).write_bytes(content)
     used = SimpleNamespace(
-        config=SimpleNamespace(recipe="tiny", ranks=2), own_recipe=lambda: tmp_path / "own", root=workspace.root
+        config=SimpleNamespace(recipe="tiny", ranks=2), own_recipe_path=lambda: tmp_path / "own", root=workspace.root
     )
     start = None if step is None else TrainingStart(tmp_path, step, {}, {})
     subject: Any = None

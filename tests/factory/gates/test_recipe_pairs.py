@@ -167,7 +167,9 @@ class Trainer:
         self.closed = False
         self.there: list[int] = []  # runs on disk whenever one is asked for
 
-    def sandboxed(self, output: Path, code: Path, arms: dict[Path, str], wall_seconds: float) -> Iterator[ArmRunEnd]:
+    def train_sandboxed(
+        self, output: Path, code: Path, arms: dict[Path, str], wall_seconds: float
+    ) -> Iterator[ArmRunEnd]:
         self.asked += [output, code, list(arms.items()), wall_seconds]
         with contextlib.ExitStack() as opened:
             opened.callback(setattr, self, "closed", True)

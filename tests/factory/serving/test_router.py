@@ -63,7 +63,7 @@ class Held(Supervisor):
         self.sound, self.examined = True, 0
         self._looked.set()
 
-    async def examine(self, engine: Engine) -> bool:
+    async def is_usable(self, engine: Engine) -> bool:
         self.examined += 1
         return self.sound
 

@@ -192,7 +192,7 @@ def test_what_reads_one_way_alone_is_taken(plant: FilledPlant) -> None:
     ):
         asked = [{"id": n, "question": f"{n}?", "choices": choices, "answer": answers[n % 3]} for n in range(9)]
         items = load_task(write_task(plant.workspace, "asked", asked), POLICY).items
-        assert [item.right for item in items] == right * 3
+        assert [item.right_choice_index for item in items] == right * 3
 
 
 def test_a_task_is_proven_once_before_it_is_first_measured(plant: FilledPlant, export: Path) -> None:

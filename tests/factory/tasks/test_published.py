@@ -75,15 +75,19 @@ def test_what_is_asked_and_what_is_right(workspace: Workspace) -> None:
         "The following are multiple choice questions (with answers) about harbour law.\n\n"
         "On which shelf does the catalogue\nkeep volume 0, as counted from zero?\nA. shelf 0\nB. shelf 1\nC. shelf 2\nD. shelf 3\nAnswer:"
     )
-    assert [item.right for item in task.items] == [n % 4 for n in range(9)]  # the first line is an item, not a header
+    assert [item.right_choice_index for item in task.items] == [
+        n % 4 for n in range(9)
+    ]  # the first line is an item, not a header
     task = alone(workspace, "ARC-Easy-Test.jsonl", published.arc_lines())
     assert prompts(task)[0] == "Question: Which lamp of harbour 0 burns when a ship may enter?\nAnswer:"
-    assert [item.right for item in task.items] == [n % 4 for n in range(9)] and task.items[3].key == "Harbour_3"
+    assert [item.right_choice_index for item in task.items] == [n % 4 for n in range(9)] and task.items[
+        3
+    ].key == "Harbour_3"
     assert prompts(alone(workspace, "arc.parquet", published.arc_table())) == prompts(task)
     task = alone(workspace, "hellaswag_val.jsonl", published.hella_swag())
     assert prompts(task)[0] == "Mending a net: A fisherman sits on crate 0. He looks for the hole. The man"
     assert task.items[0].choices[:2] == ["ties the torn threads together. Then he rests.", "paints the crate blue."]
-    assert [item.right for item in task.items] == [n % 4 for n in range(9)]
+    assert [item.right_choice_index for item in task.items] == [n % 4 for n in range(9)]
     assert len({item.cluster for item in task.items}) == 5  # two items of one video count as one
     task = alone(workspace, "gsm8k_test.jsonl", published.gsm8k())
     assert prompts(task)[2].startswith("Question: A ferry carries 2 cars") and prompts(task)[2].endswith("\nAnswer:")

@@ -57,7 +57,7 @@ def case_of(folder: Path, files: Files, own_recipe: bool = False, **others: Any)
     if own_recipe:
         own.touch()
     workspace = SimpleNamespace(
-        root=folder, config=SimpleNamespace(recipe="tiny"), own_recipe=lambda: own, recipe_path=lambda: ROOT / TINY
+        root=folder, config=SimpleNamespace(recipe="tiny"), own_recipe_path=lambda: own, recipe_path=lambda: ROOT / TINY
     )
     plant: Any = SimpleNamespace(workspace=workspace, progress=SILENT)
     applied = AppliedPatch("branch", "c" * 40, "b" * 40, "", folder / "patch")
@@ -168,7 +168,7 @@ class Told:
     def __init__(self, state: str) -> None:
         self.state, self.jobs = state, list[dict[str, Any]]()
 
-    def evidence(self, numbers: list[int], right: Message, *, last: bool) -> dict[str, Any]:
+    def evidence_of_jobs(self, numbers: list[int], right: Message, *, last: bool) -> dict[str, Any]:
         return {"state": self.state, "reasons": [right], "checks": len(numbers), "last": last}
 
 
