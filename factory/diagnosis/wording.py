@@ -105,7 +105,8 @@ def make_diagnosis_facts(
     >>> arm = {"arm": "fp32", "fires": True, "steps": 4, "failed": ""}
     >>> lists = {"causes": ["rate"], "guilty": [], "triggers": ["a", "b"], "arms": [arm]}
     >>> detail = {"kind": "loss_spike", "segment": 3, "onset": 7, "last": 8, "why": "so it was", "remedy": "rate × 0.1", **lists}
-    >>> found = make_diagnosis_facts(detail, [StepMetrics(5, 2.0, 0.5), StepMetrics(6, 2.2, 0.5), StepMetrics(7, 9.25, 8.0), StepMetrics(8, 3.0, 0.5)])
+    >>> found = make_diagnosis_facts(detail, [StepMetrics(5, 2.0, 0.5), StepMetrics(6, 2.2, 0.5), StepMetrics(7, 9.25, 8.0),
+    ...     StepMetrics(8, 3.0, 0.5)])
     >>> found.arms["fp32"].shows, found.facts["loss"], found.facts["steps"]
     ('there', '2.1 before the anomaly, 9.25 at the largest deviation', '7 to 8')
     """

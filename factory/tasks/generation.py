@@ -41,7 +41,9 @@ def generate_and_check(
     seeds = [derive_seed(file.seed, task.name, item.key, number) for item, _, number in asked]
     drawn = model.generate([prompt for _, prompt, _ in asked], how, seeds, advance)
     if task.kind == "code":
-        programs = [(item.program(one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)]
+        programs = [
+            (item.program_of_reply(one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)
+        ]
         checked = check_programs(programs, running)
     else:
         texts = [cut_after_first_answer(one.text, file.template) for one in drawn]

@@ -11,7 +11,10 @@ import pytest
 
 from kernels.contract import machine
 
-SAY = "import json; from kernels.contract.machine import fast_bf16, this_machine; print(json.dumps(this_machine('cpu').to_json() | {'bf16': fast_bf16()}))"
+SAY = (
+    "import json; from kernels.contract.machine import fast_bf16, this_machine; "
+    "print(json.dumps(this_machine('cpu').to_json() | {'bf16': fast_bf16()}))"
+)
 
 
 def under(**variables: str) -> dict[str, str]:
