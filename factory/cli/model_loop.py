@@ -281,7 +281,7 @@ def evaluate(
     While the daemon runs, this command asks the daemon to do this in its next pass.
     """
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
-    from factory.duties.releasing import judge_candidate
+    from factory.duties.releasing import judge_one_candidate
     from factory.ledger.rows import EvaluationRow, VerdictRow
     from factory.show.catching_up import show_unshown_items
 
@@ -290,7 +290,7 @@ def evaluate(
         if said := lock_or_ask_daemon(held, plant, [f"judge {number}"]):
             say({"candidate": number, "says": said}, f"  {said}")
             return
-        verdict = judge_candidate(plant, number)
+        verdict = judge_one_candidate(plant, number)
         show_unshown_items(plant)
     evaluation, row = EvaluationRow.newest(plant.ledger, number), VerdictRow.get(plant.ledger, verdict)
     shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(plant.ledger)}

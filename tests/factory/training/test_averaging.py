@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from factory.core.errors import InputError, SegmentError
 from factory.core.workspace import Workspace
-from factory.duties.releasing import judge_candidate
+from factory.duties.releasing import judge_one_candidate
 from factory.ledger.ledger import Ledger, candidates, checkpoints, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -175,7 +175,7 @@ def test_the_command_speaks_json_and_repeats_safely(plant: Opened) -> None:
     assert first.returncode == 0, first.stderr
     found = json.loads(first.stdout)
     assert [part["step"] for part in found["averaged"]["sources"]] == [15, 20] and json.loads(again.stdout) == found
-    assert judge_candidate(Plant(*plant), found["candidate"])
+    assert judge_one_candidate(Plant(*plant), found["candidate"])
     assert factory("average", "--segment", "99", "-w", str(plant[0].root)).returncode == 2
 
 
