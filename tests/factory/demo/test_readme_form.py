@@ -35,12 +35,12 @@ def test_the_demos_excerpt_has_the_demos_form() -> None:
         "held-out bits per byte chat code docs",
         "candidate 9 9.999 9.999 9.999",
         "candidate 9: PROMOTE → release 9",
-        form(f"Better than candidate 1: {said}."),
+        form(f"The candidate is better than candidate 1: {said}."),
     ):
         assert expected in lines, (expected, lines)
 
 
 def test_the_report_has_the_reports_form() -> None:
-    lines = block("releases would be held")
+    lines = block("A release would be held")
     line = ReportLine("licences", False, lines[1].partition(": ")[2], lines[2].partition(": ")[2])
     assert [summary_line([line]), *(one.strip() for one in report_lines([line]))] == lines
