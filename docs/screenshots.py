@@ -33,7 +33,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.approvals import APPROVAL_TAG
-from factory.show.mlflow.answering import BY_TAG, ApprovalResponder
+from factory.show.mlflow.approval_answers import BY_TAG, ApprovalResponder
 from factory.show.mlflow.registry import CHAMPION, MODEL, find_version, list_start_pages
 from factory.show.mlflow.releases import REASON_TAG
 from factory.show.mlflow.runs import MlflowTracking
@@ -167,7 +167,7 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
         Shot("segment", at + place(Subject("segment", segment.id)).link("/model-metrics"), "loss", 900, charts=3),
         Shot("version", version, "what decides", 1440),
         Shot("tags", version, "what decides", 860, prepare=TO_TAGS),
-        Shot("beside", at + mine.beside(theirs), "Run details", 860, prepare=FOLD_PLOTS),
+        Shot("beside", at + mine.model_page(theirs), "Run details", 860, prepare=FOLD_PLOTS),
         Shot("report", at + mine.link("/artifacts/report.html"), "report.html", 900),
     ]
 
