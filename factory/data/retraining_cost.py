@@ -24,7 +24,7 @@ class RetrainingCost:
     checkpoint: str = ""  # to start from; '': from the beginning
     until: int = 0  # the trunk's newest step
     steps: int = 0
-    unknown_reason: str = ""  # why the cost cannot be computed; '': it can
+    unknown: str = ""  # why the cost cannot be computed; '': it can
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -32,11 +32,11 @@ class RetrainingCost:
     @property
     def message(self) -> Message:
         """The cost in words."""
-        if self.unknown_reason:
+        if self.unknown:
             return Message(
                 "data.cost_unknown",
                 "the cost of training again without the documents is not known: {why}",
-                why=self.unknown_reason,
+                why=self.unknown,
             )
         if self.first_step is None:
             return Message(
@@ -71,7 +71,7 @@ def estimate_retraining_cost(ledger: Ledger, exposure: Exposure) -> RetrainingCo
     try:
         seen = next(((row, step) for row in lineage if (step := exposure.first_step(row)) is not None), None)
     except UnknownExposureError as error:
-        return RetrainingCost(unknown_reason=str(error))
+        return RetrainingCost(unknown=str(error))
     if seen is None:
         return RetrainingCost(until=trunk.last_step)
     row, first = seen
