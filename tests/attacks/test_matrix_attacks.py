@@ -44,7 +44,7 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "a resume that begins anew": (
         SEGMENT, [("            return path, skipped\n", "            return None, skipped\n")], "resumed"),
     "a damaged checkpoint is trusted": (
-        SEGMENT, [("        fault = shared_fault(path, ranks)\n", "        fault = ''\n")], "newest checkpoint damaged"),
+        SEGMENT, [("        fault = find_fault_by_ranks(path, ranks)\n", "        fault = ''\n")], "newest checkpoint damaged"),
     "the data begin again after a resume": (
         RUN, [('state=state["sampler"] if state is not None and not restarts else None', "state=None")], "next generation"),
     "an outlier is not skipped": (
