@@ -58,7 +58,9 @@ def find_name_problems(path: str, existing: Collection[str], left: Collection[st
             )
         if name.startswith("__") and name.endswith("__") and name != SPECIAL:
             yield Message(
-                "scope.special_name", "{name!r} has a special meaning in Python: choose another name", name=_escaped(name)
+                "scope.special_name",
+                "{name!r} has a special meaning in Python: choose another name",
+                name=_escaped(name),
             )
         if name.casefold() in list_importable_modules() and not _usual(parts[:count], existing):
             yield Message(
@@ -202,7 +204,10 @@ def find_scope_problems(policy: AgentsPolicy, changes: Iterable[FileChange], exi
             other = folded.get(path.casefold(), path)
             if other != path:
                 differs = Message(
-                    "scope.other_case", "{name} differs from {other} only in case", name=_shown(path), other=_shown(other)
+                    "scope.other_case",
+                    "{name} differs from {other} only in case",
+                    name=_shown(path),
+                    other=_shown(other),
                 )
                 found.append(_of_file(change.path, differs))
                 break
