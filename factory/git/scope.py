@@ -45,8 +45,8 @@ def find_name_problems(path: str, existing: Collection[str], left: Collection[st
                 yield Message(
                     "scope.same_module",
                     "Python cannot distinguish {place} from {other}: choose another name",
-                    place=place,
-                    other=there,
+                    place=_shown(place),
+                    other=_shown(there),
                 )
         if not path.endswith(".py"):
             continue
@@ -54,17 +54,19 @@ def find_name_problems(path: str, existing: Collection[str], left: Collection[st
             yield Message(
                 "scope.not_importable",
                 "{name!r} is not a name that Python can import: use letters, digits and '_'",
-                name=name,
+                name=_escaped(name),
             )
         if name.startswith("__") and name.endswith("__") and name != SPECIAL:
             yield Message(
-                "scope.special_name", "{name!r} has a special meaning in Python: choose another name", name=name
+                "scope.special_name",
+                "{name!r} has a special meaning in Python: choose another name",
+                name=_escaped(name),
             )
         if name.casefold() in list_importable_modules() and not _usual(parts[:count], existing):
             yield Message(
                 "scope.shadowed_module",
                 "{name!r} could hide a module of Python or of an installed package: choose another name",
-                name=name,
+                name=_escaped(name),
             )
 
 
@@ -202,7 +204,10 @@ def find_scope_problems(policy: AgentsPolicy, changes: Iterable[FileChange], exi
             other = folded.get(path.casefold(), path)
             if other != path:
                 differs = Message(
-                    "scope.other_case", "{name} differs from {other} only in case", name=_shown(path), other=other
+                    "scope.other_case",
+                    "{name} differs from {other} only in case",
+                    name=_shown(path),
+                    other=_shown(other),
                 )
                 found.append(_of_file(change.path, differs))
                 break
@@ -299,7 +304,7 @@ def _name_problems(path: str) -> Iterable[Message]:
             yield Message(
                 "scope.device_name",
                 "{name!r} has a special meaning on some file systems: choose another name",
-                name=part,
+                name=_escaped(part),
             )
     if any(part.casefold().partition(".")[0] in LOADED_BY_NAME for part in parts):
         yield Message(
@@ -331,6 +336,11 @@ def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[Message]
                 character=ord(odd),
             )
             return
+
+
+def _escaped(name: str) -> str:
+    """A name for a message's data, which readers see too: no character of it begins a line or controls a terminal."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 
 def _shown(path: str) -> str:

@@ -44,7 +44,7 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "a resume that begins anew": (
         SEGMENT, [("            return path, skipped\n", "            return None, skipped\n")], "resumed"),
     "a damaged checkpoint is trusted": (
-        SEGMENT, [("        fault = shared_fault(path, ranks)\n", "        fault = ''\n")], "newest checkpoint damaged"),
+        SEGMENT, [("        fault = find_fault_by_ranks(path, ranks)\n", "        fault = ''\n")], "newest checkpoint damaged"),
     "the data begin again after a resume": (
         RUN, [('state=state["sampler"] if state is not None and not restarts else None', "state=None")], "next generation"),
     "an outlier is not skipped": (
@@ -53,8 +53,8 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "a loss that is not finite is learnt from": (
         STABILITY, [("skip = torch.where(sound, 0.0, 1.0)", "skip = torch.zeros(())")], "a loss that is not finite"),
     "NaN times zero in the weights": (
-        ADAMW, [("    torch._foreach_add_(steps, 1.0)\n    with dense",
-                 "    torch._foreach_add_(steps, 1.0)\n    for x, g in zip(weights, gradients):\n        x.add_(g * (1 - skip), alpha=0.0)\n    with dense")],
+        ADAMW, [("    torch._foreach_add_(steps, 1.0)\n    with with_dense",
+                 "    torch._foreach_add_(steps, 1.0)\n    for x, g in zip(weights, gradients):\n        x.add_(g * (1 - skip), alpha=0.0)\n    with with_dense")],
         "a loss that is not finite"),
     "every 32nd step that is split has doubled gradients": (
         RUN, [(GRADIENTS, GRADIENTS + "        for gradient in gradients.values():\n            gradient.mul_(1.0 + (batch.step % 32 == 31))\n")], "a long run"),

@@ -143,7 +143,7 @@ ATTACKS = {
         read="imports threading",
     ),
     "a kernel never launched": Attack(
-        ORACLE, "launches none", "def fast(gate, up):\n    return right(gate, up)\n", triton=True
+        ORACLE, "launches no Triton kernel", "def fast(gate, up):\n    return right(gate, up)\n", triton=True
     ),
     "a fallback inside try": Attack(
         "",

@@ -155,7 +155,7 @@ BATCH = "  sequences: 8\n"
             KERNELS,
             ("swiglu:", "swiglo:"),
             "reject",
-            expect("patch.unknown_op", file=KERNELS, device="cpu", op="swiglo", hint="; did you mean 'swiglu'?"),
+            expect("patch.unknown_op", file=KERNELS, device="cpu", op="swiglo", hint="core.nearest", nearest="swiglu"),
         ),
         (DEMO, ("compile: true", "compile: false"), "hold", expect("gates.unused_recipe", path=DEMO, used=TINY)),
     ],

@@ -65,12 +65,12 @@ def test_a_session_returns_what_was_asked_for_of_each_run(tmp_path: Path) -> Non
 
 def test_a_session_ends_with_the_first_run_that_fails(tmp_path: Path) -> None:
     found, _ = session(tmp_path / "session", first_step=1)  # its checkpoint is of another step
-    assert found.failed.startswith("run 1: ") and not found.out_of_time and found.runs == []
+    assert found.failed.startswith("run 1 failed: ") and not found.out_of_time and found.runs == []
 
 
 def test_a_session_without_time_says_that_nothing_is_known(tmp_path: Path) -> None:
     found, _ = session(tmp_path / "session", wall_seconds=0.05)
-    assert found.failed.startswith("run 0: ") and found.out_of_time and found.runs == []
+    assert found.failed.startswith("run 0 failed: ") and found.out_of_time and found.runs == []
 
 
 def scored(candidate: dict[str, torch.Tensor], baseline: dict[str, torch.Tensor], **policy: int) -> Any:

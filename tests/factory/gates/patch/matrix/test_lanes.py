@@ -155,7 +155,7 @@ def test_an_interrupted_run_resumes(process: Process, planned: Any, tmp_path: Pa
     ("lane", "end", "late", "words"),
     [
         ("0", {"code": 1, "stderr": "x\nlast"}, False, "ended with code 1: last"),
-        ("0", {"code": 137, "stopped": "wall"}, True, "over its wall limit"),
+        ("0", {"code": 137, "stopped": "wall"}, True, "exceeded its wall limit"),
         ("0", {"codes": [3], "stderr": " a\nb \n"}, False, "run 'long' ended with exit code 3: b"),
         ("0", {"codes": [3], "stderr": "e" * 900}, False, "run 'long' ended with exit code 3: " + "e" * 400),
         ("0", {"codes": [3]}, False, "run 'long' ended with exit code 3: "),

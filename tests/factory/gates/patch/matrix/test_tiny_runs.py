@@ -211,7 +211,7 @@ ALIKE: list[tuple[Callable[[Path], object], str]] = [
     (text("parameters.txt", "embedding", "embeddings"), "parameters.txt differs"),
     (lambda folder: (folder / "parameters.txt").unlink(), "parameters.txt"),
     (lambda folder: shutil.rmtree(folder / "checkpoints" / "step-00000004"), "checkpoints [step-00000002, step-00000006]"),
-    (lambda folder: shutil.rmtree(folder / "checkpoints"), "left no folder 'checkpoints'"),
+    (lambda folder: shutil.rmtree(folder / "checkpoints"), "manifest.json is missing"),
     (lambda folder: damage_checkpoint(folder / "checkpoints" / "step-00000004"), "model.safetensors does not have the SHA-256"),
     (times(1 + 1e-6), "rounds"),
     (times(1.01), "step-00000006: embedding differs from the baseline's by"),
