@@ -194,7 +194,7 @@ VARLEN = Implementation(
     description="FlashAttention over the stretches of one document, found once a batch",
     devices=("cuda",),
     fallback=find_varlen_fallback,
-    prepare=ImportedAtFirstCall("kernels.attention.varlen", function="stretch_bounds"),
+    prepare=ImportedAtFirstCall("kernels.attention.varlen", function="document_run_bounds"),
 )
 FLEX = Implementation(
     "flex",

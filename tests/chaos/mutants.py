@@ -106,14 +106,14 @@ MUTANTS = (
         "os.rename(aside, target)",
         "tests/factory/diagnosis/test_bench.py::test_the_ladder_keeps_what_the_trainer_removes",
     ),
-    Mutant("factory/training/exporting.py", "sync_tree(folder)  # the ledger is about to name it", RELEASE),
+    Mutant("factory/training/exporting.py", "sync_tree(folder)  # before the ledger names it", RELEASE),
     Mutant("factory/training/exporting.py", "os.rename(aside, target)", RELEASE),
     Mutant(
         "factory/training/exporting.py",
-        "sync_folder(target.parent)  # also of one that a killed process made",
+        "sync_folder(target.parent)  # also when a killed process made the export",
         Cut("release", "rename plant/exports/segment-#"),
     ),
-    Mutant("factory/release/published_link.py", "os.replace(new_link, folder / LINK)", RELEASE),
+    Mutant("factory/release/published_link.py", "os.replace(new_link, folder / CHAMPION_LINK)", RELEASE),
     Mutant("factory/release/published_link.py", "sync_folder(folder)", RELEASE),
     Mutant(
         "factory/show/mlflow/store.py",
@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "factory/show/mlflow/store.py",
-        "os.replace(aside, path)  # its name is flushed with what the ledger says that it holds ('flush')",
+        "os.replace(aside, path)  # 'flush' later flushes the new name too",
         STORE,
     ),
     Mutant(
@@ -165,9 +165,9 @@ MUTANTS = (
         "shutil.move(path, original)",
         "tests/factory/ingest/test_packed_files.py::test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept",
     ),
-    Mutant("factory/ingest/packing.py", "sync_folder(path)  # what it was made of may go", TOGETHER),
+    Mutant("factory/ingest/packing.py", "sync_folder(path)  # the packed file may be deleted next", TOGETHER),
     Mutant("factory/ingest/filing.py", "sync_folder(back)", SPLIT),
-    Mutant("factory/ingest/filing.py", "sync_folder(back.parent)  # before its content loses its other name", SPLIT),
+    Mutant("factory/ingest/filing.py", "sync_folder(back.parent)  # before the content loses its old name", SPLIT),
     Mutant(
         "factory/ingest/filing.py",
         "shutil.move(path, back)",
@@ -185,12 +185,12 @@ MUTANTS = (
     ),
     Mutant(
         "factory/retention/cleaning.py",
-        "os.rename(choice.what.path, aside)",
+        "os.rename(choice.folder.path, aside)",
         "tests/factory/retention/test_cleaning.py::test_cleaning_keeps_what_the_policy_names",
     ),
     Mutant(
         "factory/audit/kept_checkpoints.py",
-        "os.rename(target / name_of(step), aside)",
+        "os.rename(target / checkpoint_name(step), aside)",
         "tests/factory/audit/test_audit_keeping.py::test_a_rung_that_is_removed_is_whole_or_gone",
     ),
     Mutant(
@@ -205,7 +205,7 @@ MUTANTS = (
     ),
     Mutant(
         "factory/erasing/erasing.py",
-        "sync_folder(plant.workspace.shards)  # before it is recorded that nothing is left",
+        "sync_folder(plant.workspace.shards)  # before the ledger records that the text is gone",
         Cut("erase"),
     ),
     Mutant("factory/demo/demo.py", "os.rename(aside, folder)", DEMO),
@@ -217,7 +217,7 @@ MUTANTS = (
     ),
     Mutant(
         "factory/runs/trainer_folder.py",
-        'os.rename("segment.json.part", "segment.json", src_dir_fd=folder, dst_dir_fd=folder)',
+        'os.rename(PART_NAME, "segment.json", src_dir_fd=folder, dst_dir_fd=folder)',
         "tests/factory/gates/test_patch_training.py",
     ),
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from factory.duties.duty import DutyState, Errand
+from factory.duties.duty import DutyState, DutyTask
 from factory.ledger.plant import Plant
 from tests.chaos import starts
 from tests.chaos.starts import opened
@@ -59,10 +59,10 @@ def _command(words: Sequence[str], kinds: frozenset[str]) -> None:
     from factory.cli.app import main
     from factory.duties import runner
 
-    next_errands = runner.find_next_duty_tasks
+    next_tasks = runner.find_next_duty_tasks
 
-    def only(look: DutyState) -> list[Errand]:
-        return [errand for errand in next_errands(look) if errand.duty.each or errand.duty.name in kinds]
+    def only(look: DutyState) -> list[DutyTask]:
+        return [task for task in next_tasks(look) if task.duty.each or task.duty.name in kinds]
 
     with mock.patch.object(runner, "find_next_duty_tasks", only), mock.patch.object(sys, "argv", ["factory", *words]):
         try:

@@ -221,7 +221,7 @@ logits[6] *= 1e4
 targets, weights = torch.full((8,), 3), torch.full((8,), 0.5)
 wide = logits.double()
 exact = torch.logsumexp(wide, 1)
-terms, nll, gradient = fused.rows(logits, targets, weights, 0.0, True)
+terms, nll, gradient = fused.loss_rows(logits, targets, weights, 0.0, True)
 torch.testing.assert_close(nll.double(), exact - wide[:, 3], rtol=1e-6, atol=1e-5, equal_nan=True)
 dlogits = 0.5 * (wide.softmax(1) - torch.nn.functional.one_hot(targets, logits.shape[1]))
 for row in (2, 3, 5, 6, 7):
