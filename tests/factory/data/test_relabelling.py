@@ -378,7 +378,7 @@ def test_an_impossible_relabel_is_an_error_of_one_line(plant: tuple[Workspace, L
         assert isinstance(done.exception, InputError) and "\n" not in str(done.exception)
         assert (done.exception.code, done.exception.data.get("name")) == (code, name)
     done = command_here("data", "relabel", "--domain", "reviews", "--group", "host", "--yes", home=plant[0])
-    assert isinstance(done.exception, InputError) and "--group 'host'" in str(done.exception)
+    assert isinstance(done.exception, InputError) and "named 'host'" in str(done.exception)
     assert plant[1].select_rows(sa.select(relabels)) == []
 
 
