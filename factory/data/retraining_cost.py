@@ -27,7 +27,9 @@ class RetrainingCost:
     unknown: str = ""  # why the cost cannot be computed; '': it can
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        found["unknown"] = found.pop("unknown_reason")  # the key that commands print
+        return found
 
     @property
     def message(self) -> Message:

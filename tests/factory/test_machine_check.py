@@ -71,7 +71,7 @@ def test_a_machine_without_a_compiler_fails_or_takes_the_reference(
     for cache in (native_library.load_library, registry.find_implementation_failure):
         cache.cache_clear()
     assert ok is (fallback == "reference")
-    says = {"fail": "native cannot run here", "reference": "native → reference computes instead"}[fallback]
+    says = {"fail": "native cannot run on this machine", "reference": "native is replaced by reference"}[fallback]
     assert says in lines[1] and "C++ compiler" in lines[1]
 
 

@@ -48,7 +48,9 @@ def trace_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
         row["removal"] = vars(taken[removal_number_of_rule(row["rule"])]) if row["fate"] == REMOVED_FATE else None
         row["synthetic_by"] = read_writing_model(row["detail"])
         row["licence_claims"] = [
-            vars(claim) for one in find_licence_conflicts(ledger, row["key"]) for claim in one.claims
+            {"key": claim.key, "shard": claim.shard, "license": claim.license, "aside": claim.is_set_aside}
+            for one in find_licence_conflicts(ledger, row["key"])
+            for claim in one.claims
         ]
         if row["matched"]:
             other = ledger.select_first(

@@ -74,7 +74,7 @@ def test_a_public_models_config_is_planned_and_the_missing_expert_parallelism_is
     assert "network limits the speed" in said and f"would take {others['effort']['days']:,.1f} days" in said
     wrong = factory(*asked, "--expert-parallel", "5")
     assert wrong.returncode == 2 and "error[plan.experts_not_divided]: --expert-parallel 5 " in wrong.stderr
-    assert "16 GPUs" in wrong.stderr and "128 experts" in wrong.stderr
+    assert "GPUs (16)" in wrong.stderr and "experts (128)" in wrong.stderr
 
 
 def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_each_value_names_its_source(tmp_path: Path) -> None:
     assert source("factory", "recipe") == ("tiny", "workspace") and source("factory", "ranks") == (0, "default")
     assert source("recipe", "name") == ("tiny", "shipped") and source("recipe", "optimizer.eps")[1] == "default"
     assert source("kernels", "cpu.swiglu")[1] == "shipped"
-    assert found["gates/patch"]["training.steps"]["about"] == "Of one timed run."
+    assert found["gates/patch"]["training.steps"]["about"] == "Steps of one timed run."
     assert found["recipe"]["model.context"]["about"] == "positions in a row"
 
 
@@ -97,7 +97,7 @@ def test_the_shipped_values_are_shown_without_a_workspace(tmp_path: Path, monkey
     monkeypatch.delenv("FACTORY_HOME", raising=False)
     assert shown("evals")["evals"]["documents_per_domain"]["source"] == "shipped"
     text = CliRunner().invoke(app, ["config", "show", "gates/release"]).stdout
-    assert "target.alpha" in text and "0.05" in text and "judged against one champion" in text
+    assert "target.alpha" in text and "0.05" in text and "promoted over a champion" in text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,7 +139,7 @@ def test_one_key_is_set_in_the_workspaces_own_copy(workspace: Workspace) -> None
         (("data", "held_out", "{"), "config.not_set", "held_out"),
         (("data", "held_out", "{}"), "config.not_set", "empty mapping"),
         (("data", "", "1"), "config.not_set", "key is empty"),
-        (("recipe", "seed", "010"), "config.not_set", "write 10"),
+        (("recipe", "seed", "010"), "config.not_set", "Write 10 for a number"),
         (("data", "domains.code.pii", "[email]"), "config.not_set", "cannot set a list"),
         (("date", "held_out.share", "0.1"), "config.no_policy", "did you mean 'data'?"),
     ],

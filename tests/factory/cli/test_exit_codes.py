@@ -123,7 +123,7 @@ def test_the_daemon_does_not_begin(
 
 def refused(says: str, code: int | None, message: str) -> None:
     """As the table has it."""
-    (row,) = (line for line in section("Why `factory run` cannot begin").splitlines() if f"`{says}`" in line)
+    (row,) = (line for line in section("When `factory run` does not start").splitlines() if f"`{says}`" in line)
     assert code == int(row.split("|")[2]), message
     words = re.escape(says).replace("…", ".*").replace("KEY", "[a-z_]+")
     assert re.search(words, message), message
@@ -145,7 +145,7 @@ def test_nor_where_its_port_is_taken(workspace: Workspace, ledger: Ledger) -> No
         (workspace.root / "factory.yaml").write_text(f"metrics_port: {taken.getsockname()[1]}\n")
         error = command_here("run", home=workspace).exception
     assert error is not None
-    refused("metrics_port: … cannot be listened on", exit_code(error), str(error))
+    refused("metrics_port: the factory cannot listen on port …", exit_code(error), str(error))
 
 
 @pytest.mark.parametrize(("number", "says"), [("ENOSPC", "the disk is full"), ("EROFS", "writing is not permitted")])

@@ -177,7 +177,16 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    "at", ["rewrite_without", "write_token_shard", "put_in_place", "remove", "make_backup", "record 1", "record 2"]
+    "at",
+    [
+        "rewrite_without_rows",
+        "write_token_shard",
+        "rename_into_place",
+        "remove_path",
+        "make_backup",
+        "record_event 1",
+        "record_event 2",
+    ],
 )
 def test_after_a_kill_anywhere_the_next_pass_gives_the_same_result(
     copied: Copy, at: str, monkeypatch: pytest.MonkeyPatch
@@ -217,7 +226,7 @@ def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, mo
     for key in keys[:2]:
         erase(ledger, [key])
         if key == keys[1]:
-            for name in ("put_in_place", "remove"):
+            for name in ("rename_into_place", "remove_path"):
                 real = getattr(erasing, name)
                 monkeypatch.setattr(erasing, name, _die)
                 with pytest.raises(Killed):

@@ -330,7 +330,7 @@ def test_held_out_documents_move_with_their_domain_and_a_lost_ledger_has_it_all(
     (workspace.shards / "raw").mkdir(exist_ok=True)
     before = halves(ledger)
     do(plant, DocumentFilter(domain=["reviews"], source=["reviews"]), NewLabels(domain="law"))
-    domains = lambda at: Counter(row["domain"] for row in at.rows(sa.select(held_out)))
+    domains = lambda at: Counter(row["domain"] for row in at.select_rows(sa.select(held_out)))
     assert domains(ledger) == {"law": 16, "notes": 16} and halves(ledger) == before
     fates = ledger.read("SELECT key, domain, fate FROM documents ORDER BY key")
     assert {row["domain"] for row in fates} == {"law", "notes"}
@@ -378,7 +378,7 @@ def test_an_impossible_relabel_is_an_error_of_one_line(plant: tuple[Workspace, L
         assert isinstance(done.exception, InputError) and "\n" not in str(done.exception)
         assert (done.exception.code, done.exception.data.get("name")) == (code, name)
     done = command_here("data", "relabel", "--domain", "reviews", "--group", "host", "--yes", home=plant[0])
-    assert isinstance(done.exception, InputError) and "--group 'host'" in str(done.exception)
+    assert isinstance(done.exception, InputError) and "named 'host'" in str(done.exception)
     assert plant[1].select_rows(sa.select(relabels)) == []
 
 
@@ -391,7 +391,8 @@ def test_the_command_needs_a_confirmation_and_a_stopped_daemon(plant: tuple[Work
     assert shown.exit_code == 0, shown.output
     assert "30 of 30 documents change" in shown.output and "(15 held out, 15 to train on)" in shown.output
     unsaid = command_here(*words, home=workspace)
-    assert isinstance(unsaid.exception, InputError) and "say --yes to relabel them" in str(unsaid.exception)
+    assert isinstance(unsaid.exception, InputError) and unsaid.exception.code == "options.not_confirmed"
+    assert unsaid.exception.data["action"] == "relabel them"
     with workspace.hold_lock("model-loop"):
         held = command_here(*words, "--yes", home=workspace)
     assert isinstance(held.exception, WorkspaceError) and "stop it" in str(held.exception)

@@ -272,7 +272,7 @@ def test_the_commands(copied: Copy) -> None:
     done = run("data", "remove", "--document", key, "--yes", "--why", "asked")
     assert "the trunk was first" in done.stdout and "removal 1 (" in done.stdout, done.output
     status = run("status").stdout
-    assert "1 removal took out 1 document" in status and "release 1 was trained on 1 " in status
+    assert "1 document removed by 1 removal" in status and "release 1 was trained on 1 " in status
     shown = run("provenance", "--document", key).stdout
     assert (
         "segment 2 was trained on this" in shown

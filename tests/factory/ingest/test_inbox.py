@@ -301,8 +301,8 @@ def test_a_file_that_changes_during_its_ingest_is_neither_lost_nor_doubled(
     said = Said(once)
     ingest_inbox_file(Plant(workspace, ledger, said), path)
     assert done and not trained_on(ledger), "it was changed while it was read, and nothing of it is stored"
-    (line,) = said.about("nothing of it was stored")
-    assert ("was taken away" if harm is _rename else "changed while it was read") in line
+    (line,) = said.about("nothing of the file was stored")
+    assert ("was removed from the inbox" if harm is _rename else "changed during the ingest") in line
     left = 25 if harm in (_replace, _append) else 20
     if harm is _truncate:
         one_pass(workspace, ledger, settle=2.0)

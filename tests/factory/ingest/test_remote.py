@@ -98,7 +98,7 @@ def test_a_prefix_is_fetched_ingested_and_not_fetched_again(workspace: Workspace
     raw = sorted(path.name[17:] for path in (workspace.root / "shards" / "raw").iterdir())
     assert raw == ["a.jsonl.gz", "b.zip#1.jsonl.zst"] and "not supported: .png 1" in done.output
     again = command_here("ingest", f"{root}/in/**/*.[jz]*", home=workspace)
-    assert "2 files there were ingested before" in again.output and again.exit_code == 0
+    assert "2 files were ingested before" in again.output and again.exit_code == 0
     bucket[0].pipe_file(f"{bucket[1]}/in/a.jsonl.gz", compress(rows(0, 25), "gz"))  # another one under the name
     command_here("ingest", f"{root}/in/a.jsonl.gz", home=workspace)
     assert names(ledger) == ["a.jsonl.gz", "a.jsonl.gz", "b.zip#1.jsonl.zst"] and trained_on(ledger) == exactly(30)

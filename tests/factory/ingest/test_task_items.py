@@ -85,14 +85,14 @@ def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(
     leaks = [leaking(500, QUESTION), leaking(501, CHOICES[0]), leaking(502, "nothing of it")]
     ingest([*texts(0, 60), *leaks])
     found = fates(ledger)
-    assert "characters cut out" in str(found["leak-500"]["detail"]) and "characters cut out" in str(
+    assert "characters were cut out" in str(found["leak-500"]["detail"]) and "characters were cut out" in str(
         found["leak-501"]["detail"]
     )
     assert str(found["leak-500"]["matched"]).startswith("task-") and str(found["leak-500"]["matched"]).endswith(":1")
     assert found["leak-502"]["matched"] is None and found["leak-502"]["detail"] is None
     exam.unlink()  # what was an exam stays one
     ingest([*texts(100, 60), leaking(503, QUESTION)], "later.jsonl")
-    assert "characters cut out" in str(fates(ledger)["leak-503"]["detail"])
+    assert "characters were cut out" in str(fates(ledger)["leak-503"]["detail"])
     for row in ledger.select_rows(sa.select(token_shards)):
         shutil.rmtree(row["path"])
         assert rebuild_token_shard(Plant(workspace, ledger), row["id"]) == ""

@@ -95,8 +95,8 @@ def test_a_result_that_comes_as_the_wait_ends_is_used(tmp_path: Path) -> None:
             return super().result()
 
     class Dog:
-        begin = staticmethod(lambda: None)
-        look = staticmethod(lambda done: "")
+        restart_clock = staticmethod(lambda: None)
+        check = staticmethod(lambda done: "")
 
     assert WorkerPool._result(cast(Any, None), Late(), cast(Any, Dog()), 0) == 3
 

@@ -254,7 +254,7 @@ def test_the_champion_is_by_event_and_number_whatever_the_clock_says(plant: tupl
         put(ledger, releases, number=number, candidate=number, verdict=number, state="published", created_at=at)
         with ledger.begin() as tx:
             record_event(tx, "promoted", Subject("release", number), {"candidate": number})
-    assert status_facts(workspace)["champion"]["number"] == 2 and "champion  release 2 of 20" in shown(workspace)
+    assert status_facts(workspace)["champion"]["number"] == 2 and "champion  release 2, released 20" in shown(workspace)
     assert not [one for one in list_waiting_for_person(workspace, ledger) if "candidate" in one["what"]]
 
 

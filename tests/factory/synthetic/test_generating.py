@@ -375,7 +375,7 @@ def test_without_a_release_a_run_is_refused(workspace: Workspace, ledger: Ledger
     assert isinstance(done.exception, InputError) and done.exception.code == "synthetic.no_release"
     words = ["--endpoint", "http://127.0.0.1:1/v1", "--model", "m", "--prompts", str(path), "--dry-run"]
     shown = command_here("generate", *words, home=workspace).stdout
-    assert "m at http://127.0.0.1:1/v1" in shown and "1 documents from 1 prompts" in shown
+    assert "m at http://127.0.0.1:1/v1" in shown and "1 document from 1 prompt" in shown
 
 
 def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:

@@ -350,7 +350,7 @@ def test_chats_of_one_application_are_no_copies_of_one_another_and_their_mask_is
             )
     checks = check_contamination(ledger, tokenizer, token_shards, EvalPolicy())
     assert all(check.ok for check in checks), checks
-    assert "training data 0%" in checks[1].detail
+    assert "has 0% of its" in checks[1].detail
 
 
 def test_an_older_workspace_drops_such_rows_and_says_why(

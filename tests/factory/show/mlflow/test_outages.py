@@ -101,7 +101,7 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     done = repair_all(workspace, False, said)
     show_unshown_items(plant)
     assert any(line.startswith("mlflow: repaired") for line in done), done
-    assert any("the one of backup" in line for line in said.lines)
+    assert any("is restored from backup" in line for line in said.lines)
     client = open_client(workspace)
     version = client.get_model_version_by_alias(MODEL, CHAMPION)
     assert version.tags["candidate"] == str(first)
