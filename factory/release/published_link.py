@@ -14,7 +14,7 @@ from typing import Any
 from factory.core.workspace import Workspace
 from kernels.contract.files import sync_folder, write_atomically
 
-CHAMPION_LINK, NOTE = "champion", "published_link.json"
+CHAMPION_LINK, NOTE = "champion", "serving.json"
 MODEL_NAME = "factory-lm"
 
 

@@ -297,7 +297,7 @@ def _folder(folder: Path) -> dict[str, str]:
 
 
 def _served(exports: Path) -> Any:
-    link, note = exports / "champion", exports / "published_link.json"
+    link, note = exports / "champion", exports / "serving.json"
     return [
         str(link.readlink()) if link.is_symlink() else None,
         json.loads(note.read_text()) if note.exists() else None,

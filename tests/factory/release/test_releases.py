@@ -231,9 +231,9 @@ def test_mlflow_shows_a_version_with_its_numbers_and_reasons(workspace: Workspac
     assert text.startswith("HOLD: candidate 2 over candidate 1\n"), (
         "the list of versions shows the text without formatting"
     )
-    assert "| gain of the target, bits per byte &emsp; | +0.200 (95 %: +0.178 … +0.222) |" in text
-    assert "| the guard that did worst &emsp; | a\\|b −0.100 (95 %: −0.122 … −0.078) |" in text
-    assert "| tokens whose licence allows a release &emsp; | 50.0% |" in text
+    assert "| gain in bits per byte &emsp; | +0.200 (95 %: +0.178 … +0.222) |" in text
+    assert "| worst guard &emsp; | a\\|b −0.100 (95 %: −0.122 … −0.078) |" in text
+    assert "| releasable tokens &emsp; | 50.0% |" in text
     run = client.get_run(version.run_id)
     mode = "workflowType=machine_learning"
     assert f"(#/experiments/{run.info.experiment_id}/runs/{version.run_id}/artifacts/report.html?{mode})" in text

@@ -32,15 +32,15 @@ def test_publish_moves_the_link_and_writes_the_note(workspace: Workspace) -> Non
         "champion",
         "segment-1",
         "segment-2",
-        "published_link.json",
+        "serving.json",
     ]
 
 
 def test_an_interrupted_publish_is_noticed(workspace: Workspace) -> None:
     first, second = export(workspace, "segment-1"), export(workspace, "segment-2")
     publish_export(workspace, 1, first, "a" * 64)
-    note = json.loads((workspace.exports / "published_link.json").read_text())
-    (workspace.exports / "published_link.json").write_text(json.dumps(note | {"release": 2, "export": "segment-2"}))
+    note = json.loads((workspace.exports / "serving.json").read_text())
+    (workspace.exports / "serving.json").write_text(json.dumps(note | {"release": 2, "export": "segment-2"}))
     assert read_published_note(workspace) is None
     assert (workspace.exports / "champion" / "config.json").read_text() == "segment-1", "a whole model is still served"
     (workspace.exports / ".champion.new").symlink_to("nowhere")
@@ -53,5 +53,5 @@ def test_an_interrupted_publish_is_noticed(workspace: Workspace) -> None:
 @pytest.mark.parametrize("note", ["", "[]", "{}", '{"export": 3}'])
 def test_with_a_broken_note_nothing_counts_as_served(workspace: Workspace, note: str) -> None:
     publish_export(workspace, 1, export(workspace, "segment-1"), "a" * 64)
-    (workspace.exports / "published_link.json").write_text(note)
+    (workspace.exports / "serving.json").write_text(note)
     assert read_published_note(workspace) is None

@@ -259,7 +259,7 @@ def test_a_backup_with_a_damaged_description_is_skipped_but_its_journal_is_read(
         record_event(tx, "noted", "daemon", {"after": "it"})
     assert broken not in list_backups(workspace.root)
     ok, said = looked_at_backups(workspace)
-    assert not ok and f"{broken} is no backup any more" in said
+    assert not ok and f"{broken} is not a usable backup" in said
     before = rows_of(workspace)
     ledger.engine.dispose()
     (workspace.root / "ledger.db").unlink()

@@ -228,7 +228,7 @@ def test_check_names_each_fault_and_repairs_it(copied: Copy) -> None:
     (workspace.root / "ledger.db").write_bytes((workspace.root / "ledger.db").read_bytes()[:20_000])
     words = ("check", "--deep", "--json", "-w", str(workspace.root))
     found = {row["check"]: row for row in json.loads(factory(*words).stdout)}
-    assert not found["ledger"]["ok"] and "check --repair' makes" in found["ledger"]["detail"]
+    assert not found["ledger"]["ok"] and "'factory check --repair'" in found["ledger"]["detail"]
     done = factory(*words, "--repair")
     repaired = "\n".join(one["text"] if isinstance(one, dict) else one for one in json.loads(done.stdout)["repaired"])
     assert "restored from backup" in repaired
@@ -237,7 +237,7 @@ def test_check_names_each_fault_and_repairs_it(copied: Copy) -> None:
     found = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
     for name in ("ledger", "token shards", "checkpoints", "exports", "segments", "mlflow", "orphans", "backups"):
         assert found[name]["ok"], found[name]
-    assert not found["raw shards"]["ok"] and "(it arrived as shard-1.jsonl)" in found["raw shards"]["detail"]
+    assert not found["raw shards"]["ok"] and "(original name: shard-1.jsonl)" in found["raw shards"]["detail"]
     assert done.returncode == 1
     assert export_folder_sha256(Path(candidate.export_path)) == candidate.export_sha256
     assert "segments/00044-trunk is set aside" in repaired

@@ -65,7 +65,7 @@ def test_a_damaged_note_stops_nothing(copied: Copy, damage: Callable[[Path], Non
     run = lambda *words: command_here(*words, home=workspace)
     assert run("pause").exit_code == 0  # nothing is trained here
     (workspace.root / "cache").mkdir(exist_ok=True)
-    (workspace.exports / "published_link.json").write_text("{}")
+    (workspace.exports / "serving.json").write_text("{}")
     (workspace.root / "cache" / "serve.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
     assert run("run", "--once").exit_code == 1  # paused
     noted = HashedShardNotes(workspace)

@@ -65,7 +65,7 @@ from pathlib import Path
 workspace = Workspace.open(Path(sys.argv[1]))
 edits = tuple(Edit(path, text) for path, text in json.loads(Path(sys.argv[2]).read_text()).items())
 drafted = Proposal("x", "x", "Judged elsewhere", "h", 1.1, edits)
-number = submit_proposal(Plant(workspace, Ledger.open(workspace.ledger_url)), drafted, repository.live_commit(workspace.repository))
+number = submit_proposal(Plant(workspace, Ledger.open(workspace.ledger_url)), drafted, repository.get_live_commit(workspace.repository))
 print(number)
 """
 
