@@ -166,7 +166,7 @@ def test_too_few_checkpoints_are_refused_with_a_list_of_them(
 ) -> None:
     with refused(code, InputError, **data) as raised:
         plan_average(Plant(*plant), "uniform", **keywords)
-    finished = raised.value.data.get("finished")  # type: ignore[attr-defined]
+    finished = raised.value.data.get("finished")
     assert finished is None or finished[:2] == [1, 2], "an anneal of a test above may be the third"
 
 
