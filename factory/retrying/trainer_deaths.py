@@ -144,7 +144,7 @@ SEGMENT_STUMBLED, FAILED, SEGMENT_RETRIED, SEGMENT_ABANDONED, ASKED = (
 
 
 class TrainerDiedError(SegmentError):
-    """A trainer ended before the end of its segment. ``trainer_deaths``: deaths since the segment's newest checkpoint."""
+    """A trainer ended before the end of its segment. ``tries``: deaths since the segment's newest checkpoint."""
 
     def __init__(self, message: str, tries: int, parked: bool) -> None:
         super().__init__(message)
@@ -176,7 +176,7 @@ def record_death(
 ) -> SegmentRow:
     """Record how a segment's trainer ended; returns the segment's new row.
 
-    The segment is parked after ``trainer_deaths`` deaths without progress, or at once if ``final``.
+    The segment is parked after ``tries`` deaths without progress, or at once if ``final``.
     """
     from factory.ledger.ledger import record_event, segments
     from factory.ledger.snapshot import Snapshot

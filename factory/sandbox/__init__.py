@@ -1,1 +1,1 @@
-"""Runs untrusted code: bubblewrap, control groups, seccomp, clocks, limits. Start with ``sandbox.run``."""
+"""Runs untrusted code: bubblewrap, control groups, seccomp, clocks, limits. Start with ``sandbox.run_in_sandbox``."""

@@ -34,6 +34,6 @@ def lock_or_ask_daemon(held: ExitStack, plant: Plant, errands: Sequence[str], **
             "ask_daemon.asked",
             "The running daemon does this in its next pass: {errands} ({busy})",
             errands=list(errands),
-            busy=str(busy).partition(";")[0],
+            busy=str(busy).removesuffix(f". {busy.data.get('remedy')}"),
         )
     return ""

@@ -72,7 +72,7 @@ def test_without_a_checkpoint_nothing_is_proposed_and_it_says_why(made: Made, tm
 def test_an_archive_instead_of_a_repository_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(repository=str(tmp_path / "code")))
-    with pytest.raises(RepositoryError, match="clone the repository"):
+    with pytest.raises(RepositoryError, match="[Cc]lone the repository"):
         proposing.propose(Plant(workspace, Ledger.create(workspace.ledger_url)))
 
 

@@ -42,7 +42,7 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
 ) -> None:
     recipe = {"model": {}, "batch": {}, "precision": "fp32", "compile": False}
     for module in (approvals, revalidating):
-        monkeypatch.setattr(module, "find_start", lambda ledger: TrainingStart(plant.target, 0, recipe, {}))
+        monkeypatch.setattr(module, "find_training_start", lambda ledger: TrainingStart(plant.target, 0, recipe, {}))
     judged = given_verdict(monkeypatch, "promote")
     plant.judged()
     plant.approve()
@@ -81,7 +81,7 @@ def test_without_a_sandbox_the_daemon_says_so_once(
 ) -> None:
     recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
     for module in (approvals, revalidating):
-        monkeypatch.setattr(module, "find_start", lambda ledger: TrainingStart(plant.target, 0, recipe, {}))
+        monkeypatch.setattr(module, "find_training_start", lambda ledger: TrainingStart(plant.target, 0, recipe, {}))
     plant.judged()
     plant.approve()
     recipe["model"] = {"d_model": 16}
@@ -105,7 +105,7 @@ def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
     recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
     start = TrainingStart(plant.target, 0, recipe, {})
     for module in (approvals, revalidating):
-        monkeypatch.setattr(module, "find_start", lambda ledger: start)
+        monkeypatch.setattr(module, "find_training_start", lambda ledger: start)
     judged = given_verdict(monkeypatch, outcome)
     again = lambda: revalidating.revalidate(plant, plant.head())
     plant.judged()

@@ -213,7 +213,7 @@ def test_a_promoted_candidate_that_is_rewound_is_not_released(
     diagnosed(ledger, number, 1, ["bad data"], [key])
     apply_anomaly_policy(ledger, AnomalyPolicy(), number)
     assert due_of(Plant(workspace, ledger), "release") == []
-    with pytest.raises(InputError, match="segment 1 was rewound"):
+    with pytest.raises(InputError, match="segment 1 .* was rewound"):
         release_candidate(Plant(workspace, ledger), verdict, approved_by="ada")
 
 

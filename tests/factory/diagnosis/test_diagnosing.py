@@ -143,7 +143,7 @@ def test_code_that_cannot_be_checked_out_now_is_no_diagnosis(restored: tuple[Wor
     blob = git(workspace.repository, "rev-parse", f"{commit}:trainer/__init__.py")
     lost = workspace.repository / ".git" / "objects" / blob[:2] / blob[2:]
     lost.rename(workspace.root / "lost")
-    with pytest.raises(CheckoutError, match=r"has lost trainer/__init__\.py"):
+    with pytest.raises(CheckoutError, match=r"has lost .*trainer/__init__\.py"):
         diagnose_and_act(Plant(workspace, ledger), number)
     (workspace.root / "lost").rename(lost)
     assert next_undiagnosed_anomaly(ledger, KINDS) == number and not events(ledger, DIAGNOSED)

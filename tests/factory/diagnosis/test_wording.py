@@ -211,7 +211,7 @@ def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(
     assert said is not None and why in said["failed"] and not said["claims"], said
     assert ledger_but_words(ledger) == before
     page = page_of(workspace, ledger, number)
-    assert "was to say more, and did not" in page and "<b>" not in page and "no document is to blame" in page
+    assert "but gave none:" in page and "<b>" not in page and "no document is to blame" in page
     assert why.partition("<")[0] in show(workspace, number)
 
 

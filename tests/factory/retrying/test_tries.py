@@ -37,7 +37,7 @@ def save(row: SegmentRow, step: int) -> Path:
 
 
 def die(ledger: Ledger, row: SegmentRow, checkpoint: int | None, *, final: bool = False) -> tuple[int, str]:
-    """(trainer_deaths, state) after a death with that newest checkpoint."""
+    """(tries, state) after a death with that newest checkpoint."""
     if checkpoint is not None:
         save(row, checkpoint)
     after = record_death(ledger, SegmentRow.get(ledger, row.id), ENDING, 1, 3, final)
@@ -47,7 +47,7 @@ def die(ledger: Ledger, row: SegmentRow, checkpoint: int | None, *, final: bool 
 def test_a_segment_with_progress_is_never_parked(ledger: Ledger, tmp_path: Path) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     assert [die(ledger, row, step) for step in (None, 10, 20, 20, 30, 40, 50, 60)] == [
-        (trainer_deaths, "planned") for tries in (1, 1, 1, 2, 1, 1, 1, 1)
+        (tries, "planned") for tries in (1, 1, 1, 2, 1, 1, 1, 1)
     ]
     assert die(ledger, row, 60) == (2, "planned")
     assert die(ledger, row, 60) == (3, "failed")

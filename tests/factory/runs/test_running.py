@@ -233,7 +233,7 @@ def test_a_run_on_another_machine_lives_while_it_writes(runs: TaskRuns, arm: Arm
 def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
     runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began = counted(monkeypatch, sandboxed_training.sandbox, "run")
+    began = counted(monkeypatch, sandboxed_training.sandbox, "run_in_sandbox")
     low = replace(arm, name="low rate", recipe={"optimizer.lr": 1e-5})
     expected = here(tmp_path / "here", arm)
     resumed = replace(arm, name="resumed", start=expected.checkpoint.with_name(checkpoint_name(2)))
@@ -350,8 +350,8 @@ def test_a_slow_arm_is_stopped_and_a_finished_arm_is_kept(
     runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = runs.train_alone(arm, ROOT, "00003-trunk", 0.1)
-    assert found.out_of_time and "over its wall limit" in found.failed
-    began = counted(monkeypatch, sandboxed_training.sandbox, "run")
+    assert found.out_of_time and "exceeded its wall limit" in found.failed
+    began = counted(monkeypatch, sandboxed_training.sandbox, "run_in_sandbox")
     found = runs.train_alone(arm, ROOT, "00003-trunk", PATIENCE_S)
     assert found == runs.train_alone(arm, ROOT, "00003-trunk", PATIENCE_S) and len(began) == 1
     assert (

@@ -212,9 +212,9 @@ def hangar(made: Hangar) -> Iterator[Hangar]:
 
 DENOMINATOR = (  # each micro-batch's mean, summed: what transformers #34191 did
     "trainer/batch.py",
-    "        stretches = stretches_bound(most)\n",
+    "        stretches = max_document_runs(most)\n",
     '        parts["weights_BT"] = tuple(part / part.sum() for part in parts["weights_BT"])\n'
-    "        stretches = stretches_bound(most)\n",
+    "        stretches = max_document_runs(most)\n",
 )
 BACKWARD = (
     "kernels/attention/__init__.py",
@@ -233,13 +233,13 @@ FORGOTTEN = (
 )
 SEEDS = (
     "trainer/model/transformer.py",
-    "local(parameter).copy_(Region.of(parameter).cut(self._drawn(name, parameter.shape, seed)))",
-    "local(parameter).copy_(self._drawn(name, local(parameter).shape, seed))",
+    "Region.region_of_tensor(parameter).view_of(self._drawn(name, parameter.shape, seed))",
+    "self._drawn(name, local_part(parameter).shape, seed)",
 )
 CLIPPING = (
     "trainer/run.py",
-    "        update = Update(batch.step,",
-    "        divide_by = divide_by if self.ranks.leads else torch.ones_like(divide_by)\n        update = Update(batch.step,",
+    "        update = WeightUpdate(batch.step,",
+    "        divide_by = divide_by if self.ranks.leads else torch.ones_like(divide_by)\n        update = WeightUpdate(batch.step,",
 )
 DRIFT = (
     "trainer/run.py",
