@@ -1,6 +1,7 @@
 """Runs approved code in the sandbox without a time limit: live training and its tools.
 
-The isolation is that of ``sandbox.run_in_sandbox``: a network of loopback only, no home, no other processes, and only the files that the caller names. The
+The isolation is that of ``sandbox.run_in_sandbox``: a network of loopback only, no home, no other processes, and only the files that the caller
+names. The
 differences: no limits of time, memory or size; a SIGTERM reaches the command; the caller chooses where output goes.
 """
 

@@ -66,7 +66,9 @@ def trained(folder: Path, plan: DataPlan, **changes: Any) -> str:
     return str(result(trunk)["checkpoint"])
 
 
-@pytest.mark.parametrize(("first", "change", "new", "old"), SAME_SHAPES, ids=[new.split()[0] for _, _, new, _ in SAME_SHAPES])
+@pytest.mark.parametrize(
+    ("first", "change", "new", "old"), SAME_SHAPES, ids=[new.split()[0] for _, _, new, _ in SAME_SHAPES]
+)
 def test_the_same_shapes_in_another_function_are_refused_unless_it_is_named(
     tmp_path: Path, plan: DataPlan, first: dict[str, Any], change: dict[str, Any], new: str, old: str
 ) -> None:
