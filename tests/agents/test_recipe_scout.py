@@ -168,7 +168,7 @@ def test_a_proposal_names_the_result_that_would_refute_it() -> None:
     assert proposal.title.endswith(" optimizer.lr 0.0003 → 0.0006")
     assert proposal.edits[0].new_text == bench.text.replace("lr: 3e-4", "lr: 0.0006")
     half = f"{proposal.predicted_gain / 2:.4f}"
-    assert f"than {half} refutes" in proposal.hypothesis
+    assert f"is refuted if the gain is less than {half}" in proposal.hypothesis
     assert gain_with_unit(proposal.target, 0.0123) == "0.0123 bits per byte better"
     assert gain_with_unit("kernel:rope", 1.5) == "1.500× on the whole step"
 
