@@ -150,7 +150,7 @@ def test_a_step_touches_nothing_in_host_memory_but_its_batch(
 ) -> None:
     """On torch's ``meta`` device, whose tensors are as far from host memory as a GPU's: a number that a step took from there, or a
     tensor that it made there, would be a copy that waits. The batch is one copy. Values there are none, so the record is of ones."""
-    for name, usual in (("bind", bind_ops), ("computing", find_implementations_in_use)):
+    for name, usual in (("bind_ops", bind_ops), ("find_implementations_in_use", find_implementations_in_use)):
         on_cpu = lambda choice, device, *rest, usual=usual: usual(choice, "cpu", *rest)
         monkeypatch.setattr(trainer.run, name, on_cpu)
     monkeypatch.setattr(trainer.run, "load_choice", lambda path, device: load_choice(path, "cpu"))
