@@ -168,7 +168,7 @@ def test_a_proposal_names_the_result_that_would_refute_it() -> None:
     assert proposal.title.endswith(" optimizer.lr 0.0003 → 0.0006")
     assert proposal.edits[0].new_text == bench.text.replace("lr: 3e-4", "lr: 0.0006")
     half = f"{proposal.predicted_gain / 2:.4f}"
-    assert f"than {half} refutes" in proposal.hypothesis
+    assert f"the gain is less than {half}" in proposal.hypothesis
     assert gain_with_unit(proposal.target, 0.0123) == "0.0123 bits per byte better"
     assert gain_with_unit("kernel:rope", 1.5) == "1.500× on the whole step"
 
@@ -250,7 +250,7 @@ def test_a_models_answer_becomes_the_same_kind_of_proposal() -> None:
     assert (found.agent, found.target) == ("recipe-scout", "quality:optimizer.lr")
     assert found.title.endswith(" optimizer.lr 0.004 → 0.006") and found.predicted_gain == 0.01
     assert found.edits[0].new_text == (ROOT / DEMO).read_text().replace("lr: 4e-3", "lr: 0.006")
-    assert "than 0.0050 refutes" in found.hypothesis
+    assert "the gain is less than 0.0050" in found.hypothesis
     past = [EarlierProposal(found.patch_id, "reject", "", found.title)]
     assert rejected_directions(0.004, past) == RejectedDirections(
         higher=True, rejected=1

@@ -123,7 +123,7 @@ def test_a_step_waits_once(
         batch = make_batch(run.order)
         with counted(monkeypatch) as found:
             record = run.train_step(batch)
-        assert found == ["tolist in trainer/monitor/hook.py to_host"]
+        assert found == ["tolist in trainer/monitor/hook.py copy_to_host"]
         measured.append((any(key.startswith("update_ratio/") for key in record), run._rows_at_once(batch)[1]))
     assert {turn for turn, _ in measured} == {True, False}
     assert "batch__micro_sequences" in changes or {split for _, split in measured} == {True, False}
@@ -150,7 +150,7 @@ def test_a_step_touches_nothing_in_host_memory_but_its_batch(
 ) -> None:
     """On torch's ``meta`` device, whose tensors are as far from host memory as a GPU's: a number that a step took from there, or a
     tensor that it made there, would be a copy that waits. The batch is one copy. Values there are none, so the record is of ones."""
-    for name, usual in (("bind", bind_ops), ("computing", find_implementations_in_use)):
+    for name, usual in (("bind_ops", bind_ops), ("find_implementations_in_use", find_implementations_in_use)):
         on_cpu = lambda choice, device, *rest, usual=usual: usual(choice, "cpu", *rest)
         monkeypatch.setattr(trainer.run, name, on_cpu)
     monkeypatch.setattr(trainer.run, "load_choice", lambda path, device: load_choice(path, "cpu"))
