@@ -174,7 +174,7 @@ def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_stric
         with ledger.begin() as tx:
             tx.execute(documents.delete().where(documents.c.id == "copy"))
     assert tokens == {"PSF-2.0": whole - 1, "proprietary": 1}
-    assert "LICENCES IN CONFLICT: 2 documents" in said
+    assert "LICENCE CONFLICTS: 2 documents" in said
     assert {name: row["supervised_tokens"] for name, row in rows.items()} == tokens
     assert rows["proprietary"]["documents"] == 1 and not rows["proprietary"]["included"]
     assert rows["PSF-2.0"]["documents"] == len(found) and first not in {row["id"] for row in found}
