@@ -265,7 +265,7 @@ def test_a_first_release_by_command(released: FilledPlant, made: WrittenBundle, 
     done = factory("release", *words, "--workspace", str(released.workspace.root))
     assert done.returncode == 0 and f"Release 1 is bundled in {out}" in done.stdout, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-    assert "There is no champion yet" in (out / layout.CARD).read_text() and not (out / layout.DOCUMENTS).exists()
+    assert "This is a first release" in (out / layout.CARD).read_text() and not (out / layout.DOCUMENTS).exists()
     assert "license: apache-2.0" in (out / layout.CARD).read_text()
     done = factory("release", *words, "--workspace", str(released.workspace.root))
     assert done.returncode == 2 and "error[writing.exists]" in done.stderr and done.stderr.count("\n") == 1
