@@ -92,7 +92,7 @@ def trace_release(ledger: Ledger, number: int) -> dict[str, Any]:
     """What a release was made of: verdict; segments with run, recipe, code and data plan; token shards with documents and supervised tokens by
     licence; shards; document counts by domain; supervised tokens by licence ('' without a licence); synthetic tokens by maker.
     ``licence_conflicts``: documents that also came with other licences and that no person settled. ``wrote``: the number of training documents
-    that this release wrote, and the releases that may have been trained on them. ``list_releases_with_removed_data``: its data that was quarantined
+    that this release wrote, and the releases that may have been trained on them. ``marks``: its data that was quarantined
     or removed
     since.
 

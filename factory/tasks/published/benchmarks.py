@@ -81,7 +81,7 @@ def recognise_benchmark(records: Sequence[Mapping[str, Any]]) -> Benchmark | Non
     """The benchmark whose form the first record has. None: no known benchmark."""
     for benchmark in BENCHMARKS.values() if records else ():
         try:
-            if _read(benchmark, records[0]).fits():
+            if _read(benchmark, records[0]).is_of_benchmark():
                 return benchmark
         except PublishedError:
             continue

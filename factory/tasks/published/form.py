@@ -21,7 +21,7 @@ class RecordForm(BaseModel):
         """The required fields, by which a file is recognised."""
         return {name for name, about in cls.model_fields.items() if about.is_required()}
 
-    def fits(self) -> bool:
+    def is_of_benchmark(self) -> bool:
         """Is it a record of this benchmark? Overridden if the names of the fields are not enough to tell."""
         return True
 

@@ -49,7 +49,7 @@ class _Mbpp(RecordForm):
     code: str
     test_list: list[str]
 
-    def purpose(self) -> str:
+    def record_use(self) -> str:
         if self.task_id in (2, 3, 4):
             return SHOWN
         return TESTED if 11 <= self.task_id <= 510 else LEFT_OUT

@@ -87,7 +87,7 @@ def test_an_invalid_override_fails_the_check_of_the_verdict(bundle: Path, what: 
         value["sha256"] = evidence_sha256(value)
     (bundle / path).write_text(json.dumps(value))
     found = run_check("verdict", BundleFolder.open(bundle))
-    assert found.ok is False and says(found.detail, (f"two_verdicts.{code}", data)), found.detail
+    assert found.ok is False and says(found.detail, (f"verdict_comparison.{code}", data)), found.detail
 
 
 @pytest.mark.parametrize(

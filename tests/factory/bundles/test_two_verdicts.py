@@ -108,8 +108,8 @@ DECIDES: dict[str, tuple[str, Change, str]] = {
     "no outcome": (layout.VERDICT, lambda v: v.pop("outcome"), "outcome is None, expected 'promote'"),
     "a number of a reason": (layout.VERDICT, lambda v: v["reasons"].__setitem__(0, v["reasons"][0].replace("0.2", "0.9", 1)), "−0.900"),
     "no reasons": (layout.VERDICT, lambda v: v.update(reasons=None), "reasons"),
-    "a gain that is none": (layout.EVIDENCE, lambda e: e["target"].update(gain=-0.1), "the outcome is reject"),
-    "a check that failed": (layout.EVIDENCE, lambda e: e["checks"].update(logits=[False, "apart"]), "the outcome is reject"),
+    "a gain that is none": (layout.EVIDENCE, lambda e: e["target"].update(gain=-0.1), "gives outcome reject"),
+    "a check that failed": (layout.EVIDENCE, lambda e: e["checks"].update(logits=[False, "apart"]), "gives outcome reject"),
 }  # fmt: skip
 
 

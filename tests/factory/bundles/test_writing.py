@@ -174,7 +174,7 @@ def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_stric
         with ledger.begin() as tx:
             tx.execute(documents.delete().where(documents.c.id == "copy"))
     assert tokens == {"PSF-2.0": whole - 1, "proprietary": 1}
-    assert "LICENCES IN CONFLICT: 2 documents" in said
+    assert "LICENCE CONFLICTS: 2 documents" in said
     assert {name: row["supervised_tokens"] for name, row in rows.items()} == tokens
     assert rows["proprietary"]["documents"] == 1 and not rows["proprietary"]["included"]
     assert rows["PSF-2.0"]["documents"] == len(found) and first not in {row["id"] for row in found}
@@ -265,7 +265,7 @@ def test_a_first_release_by_command(released: FilledPlant, made: WrittenBundle, 
     done = factory("release", *words, "--workspace", str(released.workspace.root))
     assert done.returncode == 0 and f"Release 1 is bundled in {out}" in done.stdout, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-    assert "There is no champion yet" in (out / layout.CARD).read_text() and not (out / layout.DOCUMENTS).exists()
+    assert "This is a first release" in (out / layout.CARD).read_text() and not (out / layout.DOCUMENTS).exists()
     assert "license: apache-2.0" in (out / layout.CARD).read_text()
     done = factory("release", *words, "--workspace", str(released.workspace.root))
     assert done.returncode == 2 and "error[writing.exists]" in done.stderr and done.stderr.count("\n") == 1

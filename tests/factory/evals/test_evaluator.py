@@ -14,7 +14,7 @@ from tests.support.failing.limits import few_handles
 from trainer.contract.data.token_shard import TokenShard, TokenShardError
 
 
-@pytest.mark.parametrize("part", ["baselines", "parity"])
+@pytest.mark.parametrize("part", ["measure_baselines", "check_parity"])
 def test_a_token_shard_that_cannot_be_opened_now_holds_no_release(
     plant: FilledPlant, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

@@ -390,9 +390,9 @@ def test_an_engine_with_other_weights_is_not_made_current(
 
     async def scene() -> None:
         async with serving(workspace, ledger, swapped) as served:
-            await served.until_said("the judge's side has")
+            await served.until_said("but the judge's")
             answer = await served.client.post("/v1/completions", json={"prompt": PROMPT})
-            assert answer.status_code == 503 and "the judge's side has" in answer.json()["error"]["message"]
+            assert answer.status_code == 503 and "but the judge's" in answer.json()["error"]["message"]
             assert 'factory_serve_failures_total{stage="parity"}' in (await served.client.get("/metrics")).text
 
     run(scene)

@@ -56,7 +56,8 @@ def test_tasks_are_listed_checked_and_run(plant: FilledPlant, candidate: int) ->
     assert "has 2 items, but at least 8" in str(listed["broken"]["problem"]) and "metrics" not in listed["asked"]
     said = ran(plant, "list")
     assert "asked  every 3." in said and "has 2 items, but at least 8" in " ".join(said.split())
-    assert "12 items of 12 sources: sound" in ran(plant, "check", str(asked))
+    said = ran(plant, "check", str(asked))
+    assert "asked is sound" in said and "12 items of 12 sources" in said
     found = as_json(plant, "check", str(asked))
     assert found["contaminated"] == 0 and found["proof"]["gold"] == 1.0 and found["proof"]["chance"] == 0.25
     proof = load_proof(plant, asked)
