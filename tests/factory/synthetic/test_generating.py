@@ -150,7 +150,7 @@ def test_a_killed_run_continues_and_writes_no_document_twice(copied: Copy) -> No
     first = b"".join(whole.splitlines(keepends=True)[:3])
     answers.write_bytes(first + b'{"number": 59, "text": "torn')  # in the midst of what one request answered
     assert plan_generation(Plant(workspace, ledger), request).is_resumed
-    assert "go on" in command_here("generate", *words, "--dry-run", home=workspace).stdout
+    assert "was interrupted" in command_here("generate", *words, "--dry-run", home=workspace).stdout
     done = generate_shard(Plant(workspace, ledger), request)
     assert done.sha256 == undisturbed.sha256 and done.ends == undisturbed.ends
     assert 50 < done.documents == len({row["id"] for row in rows_of(done.path)})
