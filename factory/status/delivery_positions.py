@@ -1,4 +1,4 @@
-"""Reads ``delivery_positions.json``: the last event delivered to each receiver of notifications. ``factory.show.telling`` writes the file."""
+"""Reads ``notified.json``: the last event delivered to each receiver of notifications. ``factory.show.telling`` writes the file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from factory.core.workspace import Workspace
 
-FILE = "delivery_positions.json"
+FILE = "notified.json"
 
 
 def read_positions(workspace: Workspace) -> dict[str, dict[str, Any]] | None:

@@ -1,6 +1,6 @@
 """Delivers notifications to each receiver, in the order of the events, each at least once.
 
-Each receiver has its own position in ``delivery_positions.json``, which is moved after a delivery. If the process is killed between the two, the
+Each receiver has its own position in ``notified.json``, which is moved after a delivery. If the process is killed between the two, the
 notification
 is delivered again. A receiver that fails keeps its position and is tried again after a while; the other receivers do not wait for it.
 """

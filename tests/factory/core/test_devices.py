@@ -52,14 +52,14 @@ TWO = """
 import torch
 torch.cuda.device_count = lambda: 2
 from factory.core import devices
-seen = [devices.environment()]
-with devices.one():
-    seen.append(devices.environment())
-    devices.side_by_side([lambda: seen.append(devices.environment())] * 2)
+seen = [devices.device_environment()]
+with devices.hold_device():
+    seen.append(devices.device_environment())
+    devices.run_in_parallel([lambda: seen.append(devices.device_environment())] * 2)
     def other():
-        with devices.one():
-            seen.append(devices.environment())
-    devices.side_by_side([other] * 2)
+        with devices.hold_device():
+            seen.append(devices.device_environment())
+    devices.run_in_parallel([other] * 2)
 print(seen)
 """
 

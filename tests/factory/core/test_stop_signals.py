@@ -145,7 +145,7 @@ from factory.evals.probes.engine_process import NATIVE, start_engine
 end_if_stopped = stop_signals.handle_signals()
 try:
     with start_engine(NATIVE, Path("/nowhere")) as engine:
-        engine.check({}, 600)
+        engine.run_checks({}, 600)
 except stop_signals.StopRequested:
     end_if_stopped()
 """

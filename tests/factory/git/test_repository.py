@@ -229,7 +229,7 @@ def test_a_scope_error_lists_all_problems(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ScopeError) as error:
         apply(target, [("factory/judge.py", "THRESHOLD = 0\n"), ("kernels/a.py", "\x1b[2K")], tmp_path / "try")
     problems = [one.data["problem"].code for one in error.value.problems]
-    assert problems == ["scope.outside", "scope.invisible_character"] and left_behind(target) == ("", 1)
+    assert problems == ["scope.not_patchable", "scope.invisible_character"] and left_behind(target) == ("", 1)
 
 
 def test_a_fault_of_the_machine_during_a_git_command_is_raised(

@@ -70,7 +70,7 @@ from pathlib import Path
 from factory.sandbox import live_sandbox
 folder = Path(sys.argv[1])
 with open(folder / "seen", "wb") as out:
-    started = live_sandbox.start(["sh", "-c", "until [ -e go ]; do sleep 0.02; done; cat /proc/self/mountinfo"], writable=[folder],
+    started = live_sandbox.start_in_sandbox(["sh", "-c", "until [ -e go ]; do sleep 0.02; done; cat /proc/self/mountinfo"], writable=[folder],
                          readonly=[], cwd=folder, cache=folder / "cache", environment={}, nodes=["/dev/full"], stdout=out, stderr=out)
 subprocess.run(["mount", "-t", "tmpfs", "later", "/proc/fs"], check=True)
 (folder / "go").touch()

@@ -275,10 +275,10 @@ def test_an_interrupt_at_any_moment_ends_all_processes(tmp_path: Path) -> None:
     import sys
     from pathlib import Path
     from factory.sandbox import bubblewrap, seccomp_filter, sandbox, view
-    bubblewrap.choose(), seccomp_filter.program(), view.interpreter_paths()
+    bubblewrap.choose_bubblewrap(), seccomp_filter.assemble_filter(), view.interpreter_paths()
     print(flush=True)
     sys.stdin.readline()
-    sandbox.run(["/bin/sleep", "{{}}"], output=Path({str(tmp_path / "out")!r}))
+    sandbox.run_in_sandbox(["/bin/sleep", "{{}}"], output=Path({str(tmp_path / "out")!r}))
     """
     for trial in range(8):
         seconds = f"30.{os.getpid()}{trial}"
@@ -304,7 +304,7 @@ def test_a_killed_factory_leaves_no_sandbox_behind(tmp_path: Path) -> None:
     from pathlib import Path
     from factory.sandbox import sandbox
     inside = 'import time; open("begun", "w"); time.sleep(60)'
-    sandbox.run([sys.executable, '-c', inside, '{word}'], output=Path({str(tmp_path)!r}))
+    sandbox.run_in_sandbox([sys.executable, '-c', inside, '{word}'], output=Path({str(tmp_path)!r}))
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
     deadline = time.monotonic() + PATIENCE
@@ -422,7 +422,7 @@ def test_run_refuses_where_no_namespace_can_be_made(tmp_path: Path) -> None:
         from factory.sandbox import sandbox
         from factory.core.errors import IsolationError
         try:
-            sandbox.run([sys.executable, '-c', 'open("ran", "w")'], output=Path('inner'))
+            sandbox.run_in_sandbox([sys.executable, '-c', 'open("ran", "w")'], output=Path('inner'))
         except IsolationError as error:
             print(error)
     """

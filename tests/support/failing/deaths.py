@@ -36,7 +36,7 @@ if self.writer is not None:
                 raise RuntimeError("the weather is bad")
             if kind == "memory":
                 hoard = [bytearray(os.urandom(1 << 20) * 16) for _ in range(100000)]
-            while kind == "linger" and mark.exists() and not stopping.asked():
+            while kind == "linger" and mark.exists() and not stopping.is_stop_requested():
                 mark.with_name("lingers").touch()
                 time.sleep(0.02)
             if kind == "hang":

@@ -108,7 +108,7 @@ def subjects(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def test_by_default_nobody_is_told_and_nothing_is_written(workspace: Workspace, ledger: Ledger) -> None:
     happens(ledger, ACTION_FAILED)
     Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
-    assert not (workspace.root / "delivery_positions.json").exists()
+    assert not (workspace.root / "notified.json").exists()
 
 
 def test_what_is_told_in_order_from_now_on_and_signed(
@@ -217,7 +217,7 @@ def test_a_command_that_fails_hangs_or_is_not_there(workspace: Workspace, ledger
         assert why in said.lines[-1], said.lines
     with pytest.raises(ProcessLookupError):
         os.kill(int(child.read_text()), 0)
-    noted = json.loads((workspace.root / "delivery_positions.json").read_text())
+    noted = json.loads((workspace.root / "notified.json").read_text())
     assert noted["command"]["event"] == 0 and "No such file" in noted["command"]["failing"]
 
 
@@ -267,7 +267,7 @@ def test_apprise_tells_a_server_and_sends_mail(
     failures = [line.data for line in said.lines if codes([line]) == ["telling.failed"]]
     assert {one["receiver"] for one in failures} == {"chat"}
     assert any("Failed to send JSON" in one["reason"].data["reason"] for one in failures)
-    assert set(json.loads((workspace.root / "delivery_positions.json").read_text())) == {"chat", "mail"}
+    assert set(json.loads((workspace.root / "notified.json").read_text())) == {"chat", "mail"}
 
 
 def test_a_secret_stands_in_no_log_no_words_and_no_file(
@@ -299,7 +299,7 @@ def test_a_secret_stands_in_no_log_no_words_and_no_file(
     for number, why in enumerate(cases.values()):
         assert why in said.about(f"notification to r{number} failed")[0], said.lines
     assert len(hook.bodies) == 1
-    shown = "\n".join(said.lines) + (workspace.root / "delivery_positions.json").read_text()
+    shown = "\n".join(said.lines) + (workspace.root / "notified.json").read_text()
     assert "7f3a" not in shown and "7f3a" not in repr(ledger.read("SELECT * FROM events"))
     policy = NotificationPolicy(receivers={"r": str(held)})
     assert "7f3a" not in repr(make_receivers(policy, tmp_path)), "nor in the words of the process"
@@ -354,8 +354,8 @@ def test_a_ledger_that_was_restored_goes_on_by_time(workspace: Workspace, ledger
     happens(ledger, "works_again")
     Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     assert [message["event"] for message in hook.got] == [ACTION_FAILED] * 3 + ["works_again"]
-    (workspace.root / "delivery_positions.json").write_text('{"webhook": {"event": "7"}}')
-    with refused("telling.unread_positions", ConfigError, file=workspace.root / "delivery_positions.json"):
+    (workspace.root / "notified.json").write_text('{"webhook": {"event": "7"}}')
+    with refused("telling.unread_positions", ConfigError, file=workspace.root / "notified.json"):
         Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     assert codes([list_waiting_for_person(workspace, LedgerReader(workspace))[-1]["what"]]) == [
         "waiting.unread_positions"
@@ -366,7 +366,7 @@ def test_run_once_tells_what_happened_while_it_ran(workspace: Workspace, ledger:
     write_policy(workspace, webhook=hook.url)
     (workspace.inbox / "broken.jsonl").write_text("no json\n")
     run_daemon(Plant(workspace, ledger, Said()), once=True)
-    assert (workspace.root / "delivery_positions.json").exists()
+    assert (workspace.root / "notified.json").exists()
     happens(ledger, ACTION_FAILED)
     run_daemon(Plant(workspace, ledger, Said()), once=True)
     assert ("action_failed", "daemon") in subjects(hook.got)
