@@ -64,7 +64,7 @@ def test_a_backup_without_disk_space_stops_no_other_duty(
     monkeypatch.setattr("factory.backups.backups.copy_database", full)
     drop(workspace, "shard.txt")
     listener = Listener()
-    listener.on["shard.txt: 1 documents"] = enough
+    listener.on["shard.txt: 1 row; 1 document"] = enough
     run_until(workspace, ledger, listener)
     assert listener.count("back_up failed") == 1 and "the disk is full" in "".join(listener.lines), listener.lines
     assert not list((workspace.root / "backups").glob(".*"))
@@ -146,7 +146,7 @@ def test_an_unreadable_policy_stops_only_the_duties_that_read_it(workspace: Work
     policy.write_text("stepps: 4\n")
     listener = Listener()
     listener.on["stepps"] = lambda: drop(workspace, "shard.txt")
-    listener.on["shard.txt: 1 documents"] = lambda: threading.Timer(0.5, policy.unlink).start()
+    listener.on["shard.txt: 1 row; 1 document"] = lambda: threading.Timer(0.5, policy.unlink).start()
     listener.on["check if diagnose is due works again"] = enough
     with pytest.raises(ConfigError):
         run_daemon(Plant(workspace, ledger, Listener()), once=True)
@@ -203,7 +203,7 @@ def test_the_daemon_waits_for_a_locked_ledger(workspace: Workspace, ledger: Ledg
     )
     listener.on["a pass works again"] = enough
     run_until(workspace, impatient(Ledger(workspace.ledger_url)), listener)
-    assert listener.count("is locked") == 1 and listener.count("shard.txt: 1 documents") == 1, listener.lines
+    assert listener.count("is locked") == 1 and listener.count("shard.txt: 1 row; 1 document") == 1, listener.lines
     assert [kind for kind, _ in events(ledger, "a pass")] == ["pass_failed", "works_again"]
     assert not list(workspace.inbox.iterdir())
 
@@ -226,7 +226,7 @@ def test_the_daemon_waits_for_a_full_disk(disk: Path) -> None:
     run_until(workspace, ledger, listener)
     said = [line for line in listener.lines if "the disk is full" in line]
     assert len(said) == 1 and "free some disk space" in said[0] and "at least every 60 s" in said[0]
-    assert listener.count("shard.txt: 1 documents") == 1 and not list(workspace.inbox.iterdir())
+    assert listener.count("shard.txt: 1 row; 1 document") == 1 and not list(workspace.inbox.iterdir())
     assert [(row["state"], row["rows"]) for row in ledger.read("SELECT state, rows FROM shards")] == [
         ("ingested", 1)
     ] * 2
@@ -272,7 +272,7 @@ def test_a_clock_that_jumps_stops_nothing(
             tx.execute(segments.update().values(state="rewound"))
 
     listener.on[f"export {number} failed"] = leap
-    listener.on["shard.txt: 1 documents"] = mend
+    listener.on["shard.txt: 1 row; 1 document"] = mend
     listener.on["no longer due"] = enough
     run_until(workspace, ledger, listener)
     assert listener.count("failed") == 2, listener.lines
