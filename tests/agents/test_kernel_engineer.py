@@ -127,8 +127,16 @@ def test_a_proposal_without_edits_gets_those_of_the_last_try_patch(start: Start)
     turns = [{"calls": [{"name": name, "arguments": arguments}]} for name, arguments in calls]
     drafted, why, printed, server = start(RecordedSession.model_validate({"turns": turns}), rounds=1)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
-    assert "edit 1 is not an object" in told[0] and "gradient 0 has a relative error" in told[1] and "as fast" not in told[1]
-    assert drafted is None and "gradient 0 has a relative error" in why and any("wrong in backward" in line for line in printed)
+    assert (
+        "edit 1 is not an object" in told[0]
+        and "gradient 0 has a relative error" in told[1]
+        and "as fast" not in told[1]
+    )
+    assert (
+        drafted is None
+        and "gradient 0 has a relative error" in why
+        and any("wrong in backward" in line for line in printed)
+    )
 
 
 def test_try_patch_spends_the_agents_measuring_seconds(bench: LiveWorkbench) -> None:
