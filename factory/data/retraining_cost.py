@@ -27,9 +27,7 @@ class RetrainingCost:
     unknown: str = ""  # why the cost cannot be computed; '': it can
 
     def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        found["unknown"] = found.pop("unknown_reason")  # the key that commands print
-        return found
+        return asdict(self)
 
     @property
     def message(self) -> Message:
