@@ -338,7 +338,7 @@ def test_the_model_gets_the_record_the_rules_and_earlier_attempts() -> None:
     for words in (
         "noise scale: 1,000",
         "step 109, loss",
-        "batch.sequences 16 → 8: 0.",
+        "sequences 16 → 8: predicted gain 0.",
         "reject: recipe demo",
         "lr: 4e-3",
     ):
