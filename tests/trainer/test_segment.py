@@ -167,7 +167,7 @@ def test_a_replaced_kernel_is_reported_at_the_start(
         folders.append(write_spec(tmp_path / name, plan, last_step=1, kernels=str(kernels)))
     assert run_trainer(folders) == (0, "")
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("kernels: ")]
-    assert len(said) == 1 and "attention: native is replaced by recompute" in said[0] and "not in float32" in said[0]
+    assert len(said) == 1 and "attention: native is replaced" in said[0] and "not in float32" in said[0]
 
 
 def test_a_missing_spec_and_invalid_json_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,7 +138,7 @@ def test_a_run_starts_from_the_newest_good_checkpoint_and_renames_bad_ones(
     (own / "step-00000003" / "state.json").unlink()
     found, skipped = find_start_checkpoint(tmp_path, spec, alone)
     assert found == own / "step-00000002"
-    assert len(skipped) == 1 and "step-00000003/state.json cannot be read: No" in skipped[0].reason
+    assert len(skipped) == 1 and "step-00000003/state.json cannot " in skipped[0].reason
     assert (own / "bad-step-00000003").is_dir()
     assert find_start_checkpoint(tmp_path, spec, alone) == (found, [])
 
