@@ -143,7 +143,7 @@ def test_the_difference_to_torch_profiler_is_shown(found: Profile) -> None:
     assert check.torch_s > 0 and check.lines_s > 0
     operations = sum(line.forward_s + line.backward_s for line in found.lines)
     assert check.lines_s == pytest.approx(operations)  # the same step, not another one
-    assert f"({check.ratio:.0%}), difference" in profile_summary(
+    assert f"({check.ratio:.0%}), a difference" in profile_summary(
         found
     ) and f"({found.coverage:.0%})" in profile_summary(found)
 

@@ -31,11 +31,11 @@ SLOW_TRAINER = f"""
 import runpy
 import torch
 from trainer.run import SegmentRun
-usual = SegmentRun.launch
+usual = SegmentRun.launch_step
 def slow(self, batch):
 {indent(SLOW_STEP, "    ")}
     return usual(self, batch)
-SegmentRun.launch = slow
+SegmentRun.launch_step = slow
 runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """
 

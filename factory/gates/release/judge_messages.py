@@ -135,9 +135,6 @@ def train_longer_remedy(gain: float | None, seen_gain: float | None, times: floa
     >>> print(train_longer_remedy(0.005, 0.016, 9.4))
     continue training ('factory run'): this comparison can detect a gain of 0.016 bits per byte in every domain. Or bring shards ('factory ingest \
 PATH'): with 9.4 times as many held-out document groups, the comparison can detect a gain of 0.005 bits per byte.
-    continue training ('factory run'), or change the data or the recipe. The candidate gained nothing, and this comparison can detect a gain of \
-0.016 bits per byte in every domain.
-    train on ('factory run'), or change data or recipe. The candidate gained nothing, and this comparison detects a gain of 0.016 in every domain.
     """
     known = (
         Message(

@@ -38,7 +38,7 @@ NOT_HERE = {
         "            self._micro_batch(part)",
         "            return found",
         "Graphs(kept",
-        "self.launch(batch)",
+        "self.launch_step(batch)",
         "self.read()",
         "        return record",
     ),
