@@ -166,8 +166,8 @@ def test_too_few_checkpoints_are_refused_with_a_list_of_them(
 ) -> None:
     with refused(code, InputError, **data) as raised:
         plan_average(Plant(*plant), "uniform", **keywords)
-    finished = raised.value.data.get("finished")
-    assert finished is None or finished[:2] == [1, 2], "an anneal of a test above may be the third"
+    if code == "training.segment_not_finished":
+        assert raised.value.data["finished"][:2] == [1, 2], "an anneal of a test above may be the third"
 
 
 @pytest.mark.long("three commands in processes of their own, one of which makes an average, which is judged")
