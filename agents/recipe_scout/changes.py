@@ -165,7 +165,7 @@ def change_schedule(course: TrainingRecord) -> Iterator[RecipeChange]:
     if share < LONG_ENOUGH:
         why = Message(
             "recipe_scout.anneal",
-            "the anneal takes {share:.0%} of a release's steps, and a longer anneal helps up to about {enough:.0%}",
+            "the anneal takes {share:.0%} of a release's steps, and a longer anneal helps, up to about {enough:.0%} of the steps",
             share=share,
             enough=LONG_ENOUGH,
         )

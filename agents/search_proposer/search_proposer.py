@@ -210,7 +210,9 @@ def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, ag
     return Proposal(
         agent=agent,
         target="recipe:compile",
-        title=Message("search_proposer.compile_title", "recipe {recipe}: compile its blocks", recipe=recipe["name"]),
+        title=Message(
+            "search_proposer.compile_title", "recipe {recipe}: compile the model's blocks", recipe=recipe["name"]
+        ),
         hypothesis=Message(
             "search_proposer.compile",
             "torch.compile of each block covers {candidates:,|fusion candidate|fusion candidates} of the profile. "

@@ -27,7 +27,10 @@ def _same_document(path: str) -> Message:
 CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Callable[[BundleFolder], Message]]] = {
     "files": (
         manifest.check_manifest,
-        Message("verifying.same_files", "The folder holds exactly the files of the manifest, with their hashes"),
+        Message(
+            "verifying.same_files",
+            "The folder holds exactly the files that the manifest lists, and each file has the listed hash",
+        ),
     ),
     "export": (
         checking.check_export,

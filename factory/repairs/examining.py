@@ -138,8 +138,7 @@ def examine_checkpoints(plant: Plant, deep: bool) -> ExaminedKind:
     rows = _kept(plant, rows, lambda row: row["path"])
     effect = Message(
         "examining.remake_checkpoint",
-        "The repair replays the segment. 'factory run' also replays the segment before a pass that needs the "
-        "checkpoint",
+        "The repair replays the segment to remake its checkpoint. Without a repair, 'factory run' does so as soon as it needs the checkpoint",
     )
     found = _look(plant, deep, "checkpoints", rows, lambda row: row["segment"], find_checkpoint_damage, _repair(effect))
     averages = {str(row["segment"]) for row in rows if row["kind"] == "average"}

@@ -238,7 +238,9 @@ def list_tasks(folder: Path) -> TaskListing:
             task=known,
         )
         others[name] = Message(
-            "task_file.no_task", "This file is kept out of training data, but is not a task. {reason}", reason=why
+            "task_file.no_task",
+            "This file cannot be used as a task: {reason} Its items are still kept out of the training data.",
+            reason=why,
         )
     return TaskListing(dict(sorted(tasks.items())), others)
 
