@@ -251,15 +251,15 @@ def _numbers(db: ReadsSql, facts: dict[str, Any], seconds: float) -> list[str]:
                 shards=[one.shard for one in newest],
             )
         )
-    spent = os.times()
-    core_hours = (spent.user + spent.system + spent.children_user + spent.children_system) / 3600
+    cores = len(os.sched_getaffinity(0))  # the system does not count the time of processes that a sandbox ended
     lines.append(
         Message(
             "summary.cost",
-            "    cost       this run took {minutes:.1f} minutes and {core_hours:.2f} core-hours",
+            "    cost       this run took {minutes:.1f} minutes on {cores:,|core|cores}, at most {core_hours:.2f} core-hours",
             minutes=seconds / 60,
-            core_hours=core_hours,
-        )
+            cores=cores,
+            core_hours=seconds * cores / 3600,
+        )  # fmt: skip
     )
     return lines
 

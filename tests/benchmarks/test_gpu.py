@@ -221,11 +221,11 @@ def test_what_is_wrong_crashes_or_hangs_is_named_and_the_rest_goes_on(tmp_path: 
     }
     assert "SIGABRT" in wrong["rms_norm/crashes"] and "(in: small bfloat16 normal)" in wrong["rms_norm/crashes"]
     assert "planted: it does not compile" in wrong["rms_norm/raises small bfloat16 normal"]
-    assert "output 0: rms 0.5" in wrong["rms_norm/wrong small float32 normal"]
+    assert "output 0: rms error 0.5" in wrong["rms_norm/wrong small float32 normal"]
     assert not any("hangs" in what or "sound" in what for what in wrong)
-    assert "output 0: rms 0.5" in next(text for name, text in wrong.items() if name.startswith("rms_norm/late,")), (
-        "'right' has not judged it"
-    )
+    assert "output 0: rms error 0.5" in next(
+        text for name, text in wrong.items() if name.startswith("rms_norm/late,")
+    ), "'right' has not judged it"
     hung = ran.lost(part="right")["rms_norm/hangs"]
     assert "killed after" in hung and re.search(r", at tests/benchmarks/planted\.py:\d+ hangs", hung), hung
     judged = {record["implementation"]: record for record in document["judged"]}

@@ -65,8 +65,8 @@ def test_own_data_reach_a_second_release(name: str, tmp_path: Path) -> None:
     told = said(home, "ingest", str(first))
     advised = []
     for line in holding(home):
-        assert line["text"] in told, "what holds releases is said when the data arrive"
-        command = re.search(r"'factory ((?:config|data) .*?)'(?:$|[;,])", line["todo"])
+        assert line["text"]["text"] in told, "what holds releases is said when the data arrive"
+        command = re.search(r"'factory ((?:config|data) .*?)'(?:$|[;,.])", line["todo"]["text"])
         assert command, line
         advised.append(command[1])
         said(home, *shlex.split(command[1]))

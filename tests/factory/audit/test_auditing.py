@@ -61,9 +61,9 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 def compare(*_):
     os.kill(os.getpid(), signal.SIGKILL)
-audit_segment.same_bits = compare
+audit_segment.have_same_bits = compare
 workspace = Workspace.open(Path(sys.argv[1]))
-audit_segment.audit(Plant(workspace, Ledger.open(workspace.ledger_url)), int(sys.argv[2]))
+audit_segment.audit_segment(Plant(workspace, Ledger.open(workspace.ledger_url)), int(sys.argv[2]))
 """
 
 
@@ -216,7 +216,7 @@ def test_a_killed_audit_continues_and_a_timed_out_audit_is_tried_again(site: Sit
 def test_a_replay_that_cannot_run_says_nothing_about_the_patch(site: Site) -> None:
     """Later code of people needs the patch, so the replay without it cannot run. That is not a reason to undo the patch."""
     site.merge(1, RUN, STEP, f"{STEP}        self.patched = True\n")
-    poll = "            writer.poll()\n"
+    poll = "            writer.raise_finished_save_error()\n"
     commit_edit(site.target, "trainer/segment.py", poll, f"{poll}            assert run.patched\n")
     verdict = site.audited(site.trained())
     assert verdict.outcome == "hold" and "AttributeError" in verdict.reasons[0], verdict

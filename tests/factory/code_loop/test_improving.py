@@ -342,7 +342,7 @@ def test_killed_in_a_stage_the_next_pass_does_it_again(
     if child == 0:
         try:
             place, name = {
-                "profile_live_code": (improving, "profile_live_code"),
+                "profile": (improving, "profile_live_code"),
                 "draft": (submitting.repository, "apply_proposal"),
                 "written": (improving, "write_branch"),
                 "gate": (submitting, "_decide"),

@@ -239,12 +239,12 @@ SEEDS = (
 CLIPPING = (
     "trainer/run.py",
     "        update = WeightUpdate(batch.step,",
-    "        divide_by = divide_by if self.ranks.leads else torch.ones_like(divide_by)\n        update = WeightUpdate(batch.step,",
+    "        divide_by = divide_by if self.ranks.is_leader else torch.ones_like(divide_by)\n        update = WeightUpdate(batch.step,",
 )
 DRIFT = (
     "trainer/run.py",
     "        self.optimizer.step(lr, divide_by, skip)\n",
-    "        self.optimizer.step(lr * (1 if self.ranks.leads else 1.001), divide_by, skip)\n",
+    "        self.optimizer.step(lr * (1 if self.ranks.is_leader else 1.001), divide_by, skip)\n",
 )
 
 
@@ -311,7 +311,7 @@ def test_a_fault_of_a_rank_is_found(hangar: Hangar, fault: tuple[str, str, str],
     policy = PreflightPolicy(parts=["ranks"], steps=STEPS)
     evidence = preflight_runs.run_preflight(Plant(hangar.workspace, hangar.ledger), hangar.plan(), policy)
     found = judge_preflight(policy, evidence)
-    reasons = [(reason.code, reason.data["both"]) for reason in found.reasons]
+    reasons = [(reason.code, reason.data.get("both")) for reason in found.reasons]
     assert found.outcome == "reject" and (f"training.preflight.{code}", WORDS[way]) in reasons, found.reasons
 
 
@@ -332,16 +332,16 @@ def test_a_refused_commit_does_not_train_until_a_person_accepts_it(hangar: Hanga
     number = hangar.plan().id
     with refused("training.not_certified", NotCertifiedError, segment=number) as raised:
         run_segment(Plant(hangar.workspace, hangar.ledger), number)
-    assert f"Preflight: {WORDS['accumulated']}" in str(raised.value) and f" step {LEAD_STEPS} " in str(raised.value)
+    assert f"Preflight: {WORDS['accumulated']}" in str(raised.value) and f"At step {LEAD_STEPS}, " in str(raised.value)
     folder = Path(SegmentRow.get(hangar.ledger, number).folder)
     assert SegmentRow.get(hangar.ledger, number).state == "uncertified" and not (folder / "segment.json").exists()
     found = verdicts_of(hangar.ledger, number)
     assert {gate: row.outcome for gate, row in found.items()} == {"code": "promote", "preflight": "reject"}
     assert (folder / "preflight.json").exists() and not (folder / "preflight").exists()
     words = "\n".join(format_status(read_status(hangar.workspace)))
-    assert "Preflight: accumulation" in words and words.count("is not certified") == 1
+    assert f"Preflight: {WORDS['accumulated']}" in words and words.count("is not certified") == 1
     shown = factory("certify", "-w", str(hangar.workspace.root)).stdout
-    assert "NOT CERTIFIED  (preflight of" in shown and "Preflight: accumulation" in shown
+    assert "NOT CERTIFIED  (preflight of" in shown and f"Preflight: {WORDS['accumulated']}" in shown
     accept_code(Plant(hangar.workspace, hangar.ledger), number, "ada")
     run_segment(Plant(hangar.workspace, hangar.ledger), number)
     assert SegmentRow.get(hangar.ledger, number).state == "done"
