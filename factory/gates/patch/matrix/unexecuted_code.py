@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -105,7 +106,7 @@ def find_exempt_spans(tree: ast.Module) -> Iterator[Span]:
 
 
 def find_exception_names(tree: ast.Module) -> set[str]:
-    """Builtin exceptions, and names imported from approved code, unless the file binds the name again."""
+    """Builtin exceptions, exceptions of approved code, and names of ``typing``, unless the file binds the name again."""
     builtin = {
         name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
     }
@@ -123,7 +124,22 @@ def find_exception_names(tree: ast.Module) -> set[str]:
             bound.add(node.arg)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             bound.add(node.name)
-    return (builtin | named(trusted)) - bound
+    known = {
+        alias.asname or alias.name
+        for node in trusted
+        for alias in node.names
+        if node.module == "typing" or _is_exception(node.module or "", alias.name)
+    }
+    return (builtin | known) - bound
+
+
+def _is_exception(module: str, name: str) -> bool:
+    """Is that name of an approved module an exception? Any other callable could do more than put words together."""
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return False
+    return isinstance(found, type) and issubclass(found, BaseException)
 
 
 def _named(node: ast.expr, name: str) -> bool:
