@@ -181,12 +181,12 @@ def test_a_checkpoint_that_cannot_continue_training_is_rejected(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
     """The weights are right, but the next segment would start without the other state."""
-    old, new, code = WRITTEN[name]
+    old, new, difference = WRITTEN[name]
     text = (made.target / "trainer/run.py").read_text()
     assert old in text
     code = candidate("trainer/run.py", text.replace(old, new))
     found = compared(made, POLICY.training, tmp_path, repository.checkout_live_code(made.workspace, made.base), code)
-    assert found["state"] == "failed" and tells(found["reasons"], expect("patch.checkpoint_differs", difference=code))
+    assert found["state"] == "failed" and tells(found["reasons"], expect("patch.checkpoint_differs", difference=difference))
 
 
 LINE = '    """Run the loop, and write its files."""\n'

@@ -381,7 +381,7 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
         "kernels/qk_norm_rope/__init__.py", "kernels/qk_norm_rope/by_hand.py", "policies/kernels.yaml",
     ]  # fmt: skip
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
-    assert len(told) == 2 and all("by-hand is " in text and "as fast as reference alone" in text for text in told)
+    assert len(told) == 2 and all("by-hand is " in text and "x as fast as reference" in text for text in told)
     traced = made.ledger.select_rows(sa.select(exchanges).where(exchanges.c.run == run))
     assert [bool(row["trace"]) for row in traced] == [True] * 3 and sum(row["tokens"] for row in traced) == 19_200
     assert " 19,200 tokens" in said
