@@ -55,7 +55,8 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     if window is None or not window.steps:
         raise InputError(
             "audit.not_drawn",
-            "Segment {segment} cannot be audited, because the factory drew no window of its steps while the segment trained.",
+            "Segment {segment} cannot be audited. The factory chooses the steps to audit before a segment trains, "
+            "and it chose none for this segment.",
             segment=segment,
         )
     if row.state != "done":
@@ -91,7 +92,8 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     plant.progress.line(
         Message(
             "audit.judged",
-            "  audit of segment {segment} (steps {first}–{last} replayed without proposals {patches}): {outcome}. {reason}",
+            "  audit of segment {segment}: {outcome}. Steps {first}–{last} were replayed without proposals "
+            "{patches}. {reason}",
             segment=segment, first=window.first, last=window.last, patches=list(window.patches), outcome=words, reason=verdict.reasons[0],
         )
     )  # fmt: skip
@@ -155,7 +157,8 @@ class _Measured:
             if found.out_of_time:
                 raise _NotMeasured(
                     "audit.replay_stopped",
-                    "The replay '{name}' failed: {problem}. The time limit was {seconds:.0f} s (wall_seconds in policies/gates/audit.yaml).",
+                    "The replay '{name}' did not end within {seconds:.0f} s: {problem}. To allow more time, raise "
+                    "wall_seconds in policies/gates/audit.yaml.",
                     name=name, problem=found.failed, seconds=self.wall_seconds,
                 )  # fmt: skip
             raise _NotMeasured(
@@ -178,7 +181,7 @@ class _Measured:
         if missing := find_unlike_tensor(live.final_checkpoint, base.final_checkpoint):
             unlike_tensor = Message(
                 "audit.tensor_unlike",
-                "The live checkpoint's {tensor} is missing, or has another shape or dtype than in the replay.",
+                "Tensor {tensor} of the live checkpoint is missing, or its shape or dtype is not the replay's.",
                 tensor=missing,
             )
             return found | {"told": [unlike_tensor]}
@@ -221,7 +224,8 @@ def gather_audit_evidence(
         if not Path(row.folder).is_dir():
             raise _NotMeasured(
                 "audit.folder_missing",
-                "The folder of segment {segment} is missing: {folder}. Mount or restore the folder, then audit again: 'factory audit {segment}'.",
+                "The folder of segment {segment} is missing: {folder}. Mount or restore the folder, then audit "
+                "again: 'factory audit --segment {segment}'.",
                 segment=row.id, folder=row.folder,
             )  # fmt: skip
         live = None

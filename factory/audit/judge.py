@@ -26,15 +26,16 @@ def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
         return Verdict(PROMOTE, (_agreement(policy, evidence),))
     again = evidence.get("again")
     if not isinstance(again, Mapping) or again.get("missing"):
-        why = (again or {}).get("missing", "no second replay")
+        why = (again or {}).get("missing", "a second replay is missing")
         unconfirmed = Message(
-            "audit.not_confirmed", "The audit found a difference, but did not confirm the difference: {why}.", why=why
+            "audit.not_confirmed", "The audit found a difference, but could not confirm it: {why}.", why=why
         )
         return Verdict(HOLD, (unconfirmed, *found))
     repeats = bool(again.get("same_bits")) or float(again.get("drift", math.inf)) <= float(evidence.get("drift", 0)) / 2
     if not repeats:
         unsteady = Message(
-            "audit.not_repeatable", "The code without the patches does not repeat its own results on this machine."
+            "audit.not_repeatable",
+            "Two replays of the code without the patches gave different results on this machine.",
         )
         return Verdict(HOLD, (unsteady, *found))
     return Verdict(REJECT, tuple(found))
@@ -51,8 +52,9 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
         found.append(
             Message(
                 "audit.bits_differ",
-                "Weights or moments of the live run and the replay differ in some bits. No difference is expected: the patch changed no bits "
-                "when the gate judged it, and live code repeats its bits.",
+                "Some bits of the weights or of the optimizer's moments differ between the live run and the replay. "
+                "No bit should differ: the patch changed no bits when the gate judged it, and the live code gives "
+                "the same bits each time.",
             )
         )
     drift, control = evidence.get("drift"), evidence.get("control_drift")
@@ -63,8 +65,9 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
         found.append(
             Message(
                 "audit.weights_apart",
-                "After {steps} steps, the live weights are {drift:.2g} away from the replay's, as a share of how far these steps moved the "
-                "weights. At most {allowed:.2g} is allowed, which is {share:.2g} of the effect of leaving out one step.",
+                "After {steps} steps, the distance between the live weights and the replay's is {drift:.2g} of the "
+                "distance that these steps moved the weights. At most {allowed:.2g} is allowed: {share:.2g} times "
+                "the distance that leaving out one step makes.",
                 drift=drift, steps=evidence["steps"], allowed=share * control, share=share,
             )
         )  # fmt: skip
@@ -89,13 +92,14 @@ def _agreement(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Message:
     if evidence.get("same_bits"):
         return Message(
             "audit.same_bits",
-            "Over {steps} steps, the results of the live run and the replay are the same to the last bit.",
+            "After {steps} steps, the live run and the replay have the same results, bit for bit.",
             steps=evidence["steps"],
         )
     share = max_distance_share(policy, evidence)
     return Message(
         "audit.agrees",
-        "After {steps} steps, the live weights are {drift:.2g} away from the replay's, as a share of how far these steps moved the weights. At "
-        "most {allowed:.2g} is allowed, which is {share:.2g} of the effect of leaving out one step.",
+        "After {steps} steps, the distance between the live weights and the replay's is {drift:.2g} of the distance "
+        "that these steps moved the weights. At most {allowed:.2g} is allowed: {share:.2g} times the distance that "
+        "leaving out one step makes.",
         drift=evidence["drift"], steps=evidence["steps"], allowed=share * evidence["control_drift"], share=share,
     )  # fmt: skip

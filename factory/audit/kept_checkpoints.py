@@ -94,7 +94,8 @@ def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) 
     plant.progress.line(
         Message(
             "audit.not_kept",
-            "  segment {segment} cannot be audited, because the checkpoints of no window of steps could be kept: {problem}",
+            "  segment {segment} cannot be audited, because the factory could not keep the two checkpoints that an "
+            "audit needs: {problem}",
             segment=row.id, problem=problem or no_checkpoints,
         )
     )  # fmt: skip

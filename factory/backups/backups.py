@@ -41,7 +41,8 @@ LEDGER, MLFLOW = "ledger.db", "mlflow.db"
 MLFLOW_TABLE = "alembic_version"
 POSTGRESQL_ADVICE = Message(
     "backups.postgresql",
-    "The ledger is in PostgreSQL, and the factory does not copy it. Make a backup with 'pg_dump', and restore it with 'pg_restore'",
+    "The factory does not back up a ledger in PostgreSQL. Make a backup with 'pg_dump', and restore it with "
+    "'pg_restore'",
 )
 
 
@@ -244,8 +245,8 @@ def _fill(plant: Plant, aside: Path) -> list[str]:
             said.append(
                 Message(
                     "backups.without_mlflow",
-                    "The backup lacks MLflow's database: {why}. To make the database again, stop 'factory run', "
-                    "then run 'factory check --repair'",
+                    "The backup lacks MLflow's database: {why}. To rebuild the database, stop 'factory run', then "
+                    "run 'factory check --repair'",
                     why=error.message,
                 )
             )
@@ -291,7 +292,7 @@ def find_backup(workspace: Workspace, name: str) -> Path:
             return path
     raise InputError(
         "backups.unknown_backup",
-        "no backup {backup!r}. {folder} has: {known}",
+        "no backup is named {backup!r}. {folder} has: {known}",
         backup=name,
         folder=workspace.root / BACKUPS_FOLDER,
         known=[path.name for path in list_backups(workspace.root)] or "no backup",

@@ -148,7 +148,7 @@ def check_licences(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "checking.other_evidence",
-                "{file} has other licence shares than the list of token shards gives: {problem}",
+                "The licence shares in {file} differ from the shares computed from the list of token shards: {problem}",
                 file=layout.EVIDENCE,
                 problem=problem,
             )

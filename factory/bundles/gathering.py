@@ -51,7 +51,9 @@ def read_release_files(plant: Plant, release: ReleaseRow, licence: str, with_doc
     evaluated = evidence.get("evaluations") or {}
     if not isinstance(evaluated.get(layout.CANDIDATE), int):
         raise InputError(
-            "gathering.no_evaluations", "Release {release}: verdict {verdict} does not name the evaluations that it judged",
+            "gathering.no_evaluations",
+            "No bundle was made of release {release}, because verdict {verdict} does not name the evaluations that "
+            "it judged",
             release=release.number, verdict=verdict.id,
         )  # fmt: skip
     policy = _policy(verdict, evidence)
@@ -114,14 +116,15 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
     if not any(tokens.values()):
         raise InputError(
             "gathering.unknown_licences",
-            "Release {release}: the licences of its training data are not known. No bundle was made",
+            "No bundle was made of release {release}, because the licences of its training data are not known",
             release=release.number,
         )
     if sum(other.values()) > policy.not_releasable_max:
         raise InputError(
             "gathering.not_releasable",
-            "Release {release} may not be passed on. {share:.1%} of its supervised tokens have licences that do not allow a release: {named}. "
-            "At most {limit:.1%} is allowed. No bundle was made. The rules of licences are in data.yaml",
+            "Release {release} may not be passed on. {share:.1%} of its supervised tokens have licences that do not "
+            "allow a release: {named}. At most {limit:.1%} is allowed. No bundle was made. The rules for licences "
+            "are in data.yaml",
             release=release.number,
             share=sum(other.values()),
             limit=policy.not_releasable_max,

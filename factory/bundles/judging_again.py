@@ -68,7 +68,9 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
     if stored.get("sha256") != evidence_sha256(stored):
         return [
             Message(
-                "judging_again.other_hash", "{file} does not have the hash that is recorded in it", file=layout.EVIDENCE
+                "judging_again.other_hash",
+                "The hash recorded in {file} is not the hash of the file's content",
+                file=layout.EVIDENCE,
             )
         ]
     evidence, tasks = _evidence(stored)
@@ -78,7 +80,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
     if set(summaries) != wanted or set(items) - wanted:
         return [
             Message(
-                "judging_again.other_models", "{files}: expected only values of these models: {models}",
+                "judging_again.other_models", "{files} must have values of these models and of no others: {models}",
                 files=[layout.MEASUREMENTS, layout.ITEMS], models=sorted(wanted),
             )
         ]  # fmt: skip
@@ -155,14 +157,18 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
             return [
                 Message(
                     "judging_again.odd_held_out",
-                    "{key}: expected rows of four texts: key, domain, source and SHA-256",
+                    "{key} must be a list of rows, each of four texts: key, domain, source and SHA-256",
                     key=name,
                 )
             ]
     if extra := sorted(stored.keys() - {"suite_sha256", "identity", *halves}):
         return [unexpected_key(printable(extra[0]))]
     if isinstance(identity, dict) and hash_suite(identity | halves) != stored["suite_sha256"]:
-        return [Message("judging_again.other_suite_hash", "The listed held-out documents do not have the suite's hash")]
+        return [
+            Message(
+                "judging_again.other_suite_hash", "The hash of the listed held-out documents is not the suite's hash"
+            )
+        ]
     known = {row[0]: (row[1], row[2]) for listed in halves.values() for row in listed or ()}
     for who, items in _items(folder).items():
         for item in items:
@@ -209,7 +215,7 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
         count = counted.get(domain) if isinstance(counted, dict) else None
         if not isinstance(count, int) or count < sum(item.domain == domain for item in scored):
             return Message(
-                "judging_again.too_many_items", "The {model} has more items of domain {domain} than held-out documents",
+                "judging_again.too_many_items", "The {model} has more items of domain {domain} than the domain has held-out documents",
                 model=who, domain=printable(domain),
             )  # fmt: skip
     return None
@@ -300,7 +306,7 @@ def _policy(folder: BundleFolder) -> ReleasePolicy:
     if hashlib.sha256(folder.read(layout.POLICY)).hexdigest() != hash_policy(policy):
         raise BundleError(
             "judging_again.odd_policy",
-            "{file} has other keys or another format than this factory writes",
+            "{file} has keys or a format that this factory does not write",
             file=layout.POLICY,
         )
     return policy

@@ -38,8 +38,8 @@ def ensure_own_key(root: Path) -> Path:
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InputError(
             "signing.readable_key",
-            "{path}: other users can read this private key. If you remove the key, the factory makes a new key. "
-            "To keep the key, restrict it with 'chmod 600 {path}'",
+            "Other users can read the private key {path}. If one of them may have copied the key, remove it, and "
+            "the factory makes a new key. To keep the key, restrict it with 'chmod 600 {path}'",
             path=path,
         )
     return path
@@ -75,7 +75,7 @@ def read_public_key(private: Path) -> bytes:
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
             "signing.no_private_key",
-            "{path} cannot be read as a private key in PEM format without a password: {reason}",
+            "{path} is not a private key in PEM format, or a password protects the key: {reason}",
             path=private, reason=str(error)[:200],
         ) from error  # fmt: skip
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in CURVES:
@@ -106,7 +106,10 @@ def fingerprint_of_key(pem: bytes, where: str) -> str:
 
 def _other_curve(where: str) -> Message:
     return Message(
-        "signing.other_curve", "{path} is not a key of a supported elliptic curve: {curves}", path=where, curves=CURVES
+        "signing.other_curve",
+        "{path} is not a key of a supported elliptic curve. Supported curves: {curves}",
+        path=where,
+        curves=CURVES,
     )
 
 

@@ -162,8 +162,7 @@ class VerdictComparison:
         return Message(
             "verdict_comparison.other_words",
             "In a new judgement, {outcome}. All numbers are the same as recorded. {judges}. This version words "
-            "{differing} of {reasons} reasons in another way, which is allowed. First such reason, as recorded: "
-            "{first}",
+            "{differing} of {reasons} reasons in another way, which is allowed. Such reasons, as recorded: {first}",
             outcome=outcome,
             judges=self._judges(),
             differing=len(self.reasons_not_repeated),

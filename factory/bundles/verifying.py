@@ -161,13 +161,15 @@ def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[ProbeChec
     if public_key is None:
         own = Message(
             "verifying.own_key",
-            "The key in the bundle's folder signed the bundle: {signer}. To check who signed the bundle, name "
+            "The bundle was signed with the key in its own folder: {signer}. To check who signed the bundle, name "
             "the publisher's key with '--public-key'",
             signer=signer,
         )
         return ProbeCheck(SIGNATURE_CHECK, True, own), signer
     return ProbeCheck(
-        SIGNATURE_CHECK, True, Message("verifying.given_key", "The given key signed it: {signer}", signer=signer)
+        SIGNATURE_CHECK,
+        True,
+        Message("verifying.given_key", "The bundle was signed with the given key: {signer}", signer=signer),
     ), signer
 
 

@@ -140,7 +140,10 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            "writing.no_parent", "{folder} cannot be made: {reason}", folder=out.parent, reason=error.strerror
+            "writing.no_parent",
+            "The folder {folder} cannot be made: {reason}",
+            folder=out.parent,
+            reason=error.strerror,
         ) from error
     for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # a killed process left it
         remove_path(left)

@@ -198,7 +198,9 @@ def _list_proposals(where: Path, as_json: bool) -> None:
         state = row.state if row.state in SETTLED else row.outcome or row.state
         print(f"{row.number:>4}  {state:<10} {row.branch}  {row.title}")
     if not listed:
-        print(Message("code_loop.no_proposals", "No agent proposed a patch yet. To get a proposal: 'factory propose'"))
+        print(
+            Message("code_loop.no_proposals", "No agent has proposed a patch yet. To get a proposal: 'factory propose'")
+        )
 
 
 @proposals_app.command("show")

@@ -117,7 +117,7 @@ def write_key(workspace: Workspace, name: str, key: str, value: str) -> Path:
     except (ValueError, yaml.YAMLError) as error:
         raise InputError(
             "config.not_set",
-            "{name}: {key} was not changed: {reason}",
+            "{key} of {name} was not changed: {reason}",
             name=name,
             key=key,
             reason=" ".join(str(error).split())[:200],

@@ -41,7 +41,7 @@ def pause(
     say.line(
         Message(
             "operate.pausing",
-            "  If a trainer runs now, it writes a checkpoint and then ends. Other actions that are running are finished first.",
+            "  If a trainer runs now, it writes a checkpoint and then ends. Other actions that run now are finished.",
         )
     )
 
@@ -52,7 +52,7 @@ def resume(plant: Plant, say: AnswerPrinter) -> None:
     from factory.retrying import requests
 
     ended = requests.resume_daemon(plant.ledger, current_user())
-    said = Message("operate.resumed", "  The pause of {what} by {by} is over.", what=ended.what, by=ended.by)
+    said = Message("operate.resumed", "  The pause of {what} that {by} began is over.", what=ended.what, by=ended.by)
     say({"resumed": vars(ended)}, said)
 
 

@@ -84,7 +84,11 @@ def plan(
             "plan.mfu_above_one", "--mfu: {mfu:g} is too large. The largest value is 1, the full peak rate.", mfu=mfu
         )
     if context is not None and context < 8:
-        raise InputError("plan.short_context", "--context: {context} is less than 8.", context=context)
+        raise InputError(
+            "plan.short_context",
+            "--context: {context} is too small. The smallest context is 8 tokens.",
+            context=context,
+        )
     chosen_gpu = GPUS[gpu] if memory is None else replace(GPUS[gpu], memory=memory * GB)
     wanted = _number("--tokens", tokens)
     size = _number("--params", params) if params else 0.0

@@ -85,8 +85,9 @@ class LedgerBudgetAccount:
             if used + more > most:
                 raise BudgetError(
                     "code_loop.budget_exhausted",
-                    "The budget of {whose} is used up: {used:,.6g} of {limit:,.6g} {unit} are spent, and the next request "
-                    "may need {more:,.6g} {unit}. Raise llm.per_{work} or llm.per_day in policies/agents.yaml.",
+                    "The budget of {whose} does not cover the next request: {used:,.6g} of {limit:,.6g} {unit} are "
+                    "spent, and the request may need {more:,.6g} {unit}. Raise llm.per_{work} or llm.per_day in "
+                    "policies/agents.yaml.",
                     whose=which,
                     used=used,
                     limit=most,

@@ -187,7 +187,7 @@ def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
     if commit is None:
         raise InputError(
             "code_loop.no_branch",
-            "The branch {branch} does not exist any more: there is nothing to merge.",
+            "The branch {branch} no longer exists, so there is nothing to merge.",
             branch=row.branch,
         )
     judged = (row.patch_commit, row.judged_sha256)
@@ -262,7 +262,7 @@ def judge_due_patches_again(plant: Plant) -> list[int]:
 def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
     live = remove_remains_and_get_live_commit(plant)
     held_by = (
-        Message("code_loop.missing_device", "a device was missing that this machine has")
+        Message("code_loop.missing_device", "the machine that judged it lacked a device that this machine has")
         if waits_for_this_device(row.evidence(plant.ledger))
         else Message("code_loop.time_limit", "a time limit was reached")
     )
@@ -319,7 +319,8 @@ def _moved_on(code: Path, row: ProposalRow, change: FileChange, live: str) -> st
             if held.get(op) != old.get(op):
                 raise InputError(
                     "code_loop.choice_changed",
-                    "{file}: the choice of {op} changed since proposal {proposal} was judged. Propose the change again.",
+                    "{file}: the kernel chosen for {op} changed since proposal {proposal} was judged. Propose the "
+                    "change again.",
                     file=KERNELS,
                     op=op,
                     proposal=row.number,

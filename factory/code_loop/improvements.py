@@ -115,7 +115,7 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
     if begun and running:
         doing = Message(
             "code_loop.now",
-            "; now {stage}, since {since}",
+            "; now: {stage} (since {since})",
             stage=stage_name(begun),
             since=format_local_time(begun["at"]),
         )
@@ -125,7 +125,7 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
     then = f"; {found['waits']}" if found["waits"] and found["when"] != "off" else ""
     done = Message(
         "code_loop.last",
-        "          last {at}: {stage}: {outcome}{then}",
+        "          last stage: {stage} (ended {at}), {outcome}{then}",
         at=format_local_time(last["at"]),
         stage=stage_name(last),
         outcome=stage_result(last),
@@ -133,7 +133,8 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
     )
     cost = Message(
         "code_loop.cost",
-        "          {device_seconds:,.0f} device-seconds, {tokens:,} tokens and {usd:.2f} USD in the last 24 hours",
+        "          used in the last 24 hours: {device_seconds:,.0f} device-seconds, {tokens:,} tokens and {usd:.2f} "
+        "USD",
         device_seconds=spent["device_seconds"],
         tokens=spent["tokens"],
         usd=spent["usd"],

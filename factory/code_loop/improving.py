@@ -110,7 +110,7 @@ def next_stage(seen: LoopState) -> LoopStage | str:
     if seen.written is not None:
         return LoopStage(JUDGE, agent=seen.written[1], proposal=seen.written[0])
     if not seen.begun and (beyond := seen.used.exceeded_limit(seen.policy.per_day.model_dump())):
-        return Message("code_loop.waits_for_budget", "it waits: {problem}", problem=beyond)
+        return Message("code_loop.waits_for_budget", "the code loop waits, because {problem}", problem=beyond)
     if not seen.agents:
         return Message("code_loop.no_agent", "no LLM endpoint is configured, and all agents of agents.yaml need one")
     for agent in seen.agents:
@@ -316,7 +316,9 @@ def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     killed = seen.killed.get(str(stage), 0)
     if killed >= MOST_CUT:
         why = Message(
-            "code_loop.killed_often", "the process that judged it was killed {times:,|time|times}", times=killed
+            "code_loop.killed_often",
+            "the process that judged the proposal was killed {times:,|time|times}",
+            times=killed,
         )
         mark_as_failed(plant, stage.proposal, why)
         plant.print_line(

@@ -54,7 +54,8 @@ def read_profile(path: Path) -> dict[str, Any]:
     if found.get("format") != FORMAT:
         raise ProfileError(
             "code_loop.profile_format",
-            "{file} has format {found}, and this factory reads format {expected}. Use the same version of the profiled code and of the factory.",
+            "{file} has format {found}, and this factory reads format {expected}. The profiled code and the factory "
+            "must have the same version.",
             file=str(path),
             found=found.get("format"),
             expected=FORMAT,
@@ -231,5 +232,5 @@ def find_recipe(name: str, workspace: Workspace | None) -> Path:
             return folder / f"{name}.yaml"
     known = {path.stem for folder in folders for path in folder.glob("*.yaml")}
     raise InputError(
-        "code_loop.no_recipe", "There is no recipe or file {name!r}{near}", name=name, near=suggest_name(name, known)
+        "code_loop.no_recipe", "No recipe or file is named {name!r}{near}", name=name, near=suggest_name(name, known)
     )

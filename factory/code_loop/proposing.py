@@ -73,7 +73,7 @@ def propose(
     if agent not in AGENTS:
         raise InputError(
             "code_loop.unknown_agent",
-            "There is no agent {agent!r}{near}",
+            "No agent is named {agent!r}{near}",
             agent=agent,
             near=suggest_name(agent, AGENTS),
         )
@@ -190,7 +190,7 @@ def scout_input(bench: LiveWorkbench) -> TrainingRecord | str:
     if path not in bench.files(patchable=True):
         return Message(
             "code_loop.recipe_not_patchable",
-            "{path} is not a file of the repository that a patch may change",
+            "{path} is not in the repository, or agents may not patch it",
             path=path,
         )
     try:

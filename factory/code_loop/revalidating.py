@@ -63,7 +63,8 @@ def revalidate(plant: Plant, base: str) -> list[int]:
         plant.progress.line(
             Message(
                 "code_loop.surroundings_changed",
-                "  {changed} changed since proposal {proposal} was judged; the gate judges the proposal again",
+                "  {changed} changed since proposal {proposal} was judged; the gate now judges whether to undo the "
+                "proposal",
                 changed=changed,
                 proposal=row.number,
             )

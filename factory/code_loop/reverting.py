@@ -85,9 +85,9 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     title = str(Message("code_loop.undo_title", "Undo proposal {proposal}", proposal=row.number))
     blamed = why.gate == DIAGNOSIS
     shown = (
-        Message("code_loop.gone_without", "The segment's anomaly is gone without the proposal")
+        Message("code_loop.gone_without", "Without the proposal, the segment's anomaly is gone")
         if blamed
-        else Message("code_loop.ends_elsewhere", "The same steps end with other weights without the proposal")
+        else Message("code_loop.ends_elsewhere", "Without the proposal, the same steps end with other weights")
     )
     hypothesis = Message(
         "code_loop.revert",

@@ -190,7 +190,8 @@ def fail_stale_proposals(plant: Plant) -> None:
         plant.print_line(
             Message(
                 "code_loop.removed",
-                "  proposal {proposal} failed, because the process that judged it was killed; its branch is removed",
+                "  proposal {proposal} failed, because the process that judged it was killed. The proposal's branch "
+                "was removed.",
                 proposal=row.number,
             )
         )

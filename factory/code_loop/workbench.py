@@ -60,7 +60,7 @@ IMPORT = ";".join(
 
 NOTHING_TO_TIME = Message(
     "code_loop.nothing_to_time",
-    "nothing to time: the patch chooses no other implementation of an op in policies/kernels.yaml",
+    "nothing was timed, because the patch chooses no other implementation of an op in policies/kernels.yaml",
 )
 
 
@@ -140,7 +140,7 @@ class LiveWorkbench:
         The check is quick, and not a verdict: the gate checks everything again, from git. Raises: IsolationError.
         """
         if timed and self.seconds_left < 1:
-            problem = Message("code_loop.no_timing_left", "no time for timing is left: make the proposal now")
+            problem = Message("code_loop.no_timing_left", "the time for measuring is used up: make the proposal now")
             return QuickCheck("budget", (problem,))
         changes = repository.edits_to_changes(self.recipe_modes, [(edit.path, edit.new_text) for edit in edits])
         if found := find_scope_problems(self.agents, changes, self.recipe_modes):
@@ -230,7 +230,7 @@ class LiveWorkbench:
         code = repository.checkout_live_code(self.plant.workspace, self.base)
         title = Message(
             "code_loop.timing",
-            "timing {op} outside the training step: {implementation}",
+            "timing {implementation} of {op} outside the training step",
             op=op,
             implementation=implementation,
         )

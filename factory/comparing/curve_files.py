@@ -251,7 +251,7 @@ def _curves(
             hint = (
                 Message(
                     "curve_files.other_unit",
-                    "The file has column {column!r} instead. To compare by it, add '--x {unit}'.",
+                    "The file has column {column!r} instead. To compare by that column, add '--x {unit}'.",
                     column=columns[other],
                     unit=other,
                 )

@@ -38,8 +38,8 @@ def comparison_lines(
         said.append(
             Message(
                 "comparing.first_divergence",
-                "first divergence: {unit} {x:,.0f}, {metric}: ours {ours:.6g}, theirs {theirs:.6g}, "
-                "difference {difference:+.3g}, tolerance {tolerance:.3g} ({how})",
+                "first divergence at {unit} {x:,.0f}, in {metric}: ours {ours:.6g}, theirs {theirs:.6g}, difference "
+                "{difference:+.3g}, tolerance {tolerance:.3g} ({how})",
                 **asdict(first),
                 unit=unit,
                 how="as given" if given else by_spread,
@@ -68,7 +68,7 @@ def comparison_lines(
             said.append(
                 Message(
                     "comparing.interpolated",
-                    "{metric}: {coarser} has fewer points, and the other curve is interpolated at these points",
+                    "{metric}: {coarser} has fewer points, so the other curve is interpolated at these points",
                     metric=one.metric,
                     coarser=one.coarser,
                 )

@@ -141,6 +141,6 @@ def describe_precision(found: Mapping[str, Any]) -> str:
     times = [f"{name} {value * 1e3:.3g} ms" for name, value in found["probe"]["seconds"].items()]
     how = "measured" if found["asked"] == "auto" else "named in the recipe"
     return Message(
-        "compute_settings.precision", "precision {precision} ({how}; time of the matrix products, attention and loss head of one step: {times})",
+        "compute_settings.precision", "precision {precision} ({how}; one step's matrix products, attention and loss head take: {times})",
         precision=found["precision"], how=how, times=times,
     )  # fmt: skip

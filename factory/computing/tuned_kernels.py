@@ -89,7 +89,9 @@ def find_tuning(
     if shape is None or found["setting"]["shape"] == dict(shape):
         return TunedKernels(found["choice"], str(path))
     note = Message(
-        "computing.other_shape", "{file} was tuned at the sizes of another recipe. The factory uses the file. To measure again, run 'factory tune'.",
+        "computing.other_shape",
+        "{file} was tuned for the sizes of another recipe. The factory uses the file nevertheless. To measure "
+        "again, run 'factory tune'.",
         file=path,
     )  # fmt: skip
     return TunedKernels(found["choice"], str(path), note)

@@ -54,8 +54,8 @@ class DamagedExportError(FactoryError):
     def __init__(self, candidate: int, why: str) -> None:
         super().__init__(
             "core.damaged_export",
-            "The export of candidate {candidate} cannot be measured: {why}. The daemon makes the export again "
-            "from its checkpoint. If no daemon runs, run 'factory check --repair'",
+            "The export of candidate {candidate} cannot be measured: {why}. The daemon makes the export again from "
+            "the checkpoint. If no daemon runs, run 'factory check --repair'",
             candidate=candidate,
             why=why,
         )

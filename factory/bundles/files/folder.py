@@ -42,7 +42,11 @@ class BundleFolder:
     def open(cls, root: Path) -> BundleFolder:
         """List a folder. Raises: BundleError for a link or a special file, for too many files, and for folders nested too deeply."""
         if root.is_symlink() or not root.is_dir():
-            raise BundleError("bundles.no_folder", "{folder}: no such folder", folder=printable(str(root)))
+            raise BundleError(
+                "bundles.no_folder",
+                "{folder} does not exist, is not a folder, or is a link",
+                folder=printable(str(root)),
+            )
         names: list[str] = []
         pending = [("", 0)]
         while pending:

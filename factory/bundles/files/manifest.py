@@ -56,11 +56,11 @@ def check_manifest(folder: BundleFolder) -> list[Message]:
     missing = [path for path in listed if path not in there and path not in odd]
     changed = [path for path in there if path in listed and there[path] != listed[path]]
     if changed:
-        found.append(Message("manifest.changed", "{count:,|file|files} changed: {paths}", **_names(changed)))
+        found.append(Message("manifest.changed", "{count:,|file was|files were} changed: {paths}", **_names(changed)))
     if missing:
-        found.append(Message("manifest.missing", "{count:,|file|files} missing: {paths}", **_names(missing)))
+        found.append(Message("manifest.missing", "{count:,|file is|files are} missing: {paths}", **_names(missing)))
     if added:
-        found.append(Message("manifest.added", "{count:,|file|files} added: {paths}", **_names(added)))
+        found.append(Message("manifest.added", "{count:,|file was|files were} added: {paths}", **_names(added)))
     return found
 
 

@@ -102,7 +102,8 @@ def ingest(
             if not again or any(path.resolve().parent != plant.workspace.quarantine.resolve() for path in files):
                 raise WorkspaceError(
                     "ingest.daemon_runs",
-                    "{busy}. While 'factory run' works, put the files into {inbox}, where the daemon ingests files.",
+                    "{busy}. While 'factory run' works, put the files into {inbox}: the daemon ingests files from "
+                    "there.",
                     busy=busy,
                     inbox=plant.workspace.inbox,
                 ) from None
@@ -213,10 +214,11 @@ class _Done:
             words += [f"{len(self.failed):,} not ingested ({', '.join(list(self.failed)[:4])})"] * bool(self.failed)
             self.progress.line(f"  {'; '.join(words)}")
         if not good and (self.reports or self.failed or found.left_out):
-            why = next((f": {reason}" for reason in self.failed.values()), "")
+            why = next((f". The first reason: {reason}" for reason in self.failed.values()), "")
             raise InputError(
                 "ingest.nothing_ingested",
-                "No file was ingested: {quarantined:,} quarantined, {failed:,} not ingested, {unknown:,} of unknown formats{reason}",
+                "No file was ingested. {quarantined:,|file is|files are} quarantined, {failed:,|file|files} could "
+                "not be ingested, and {unknown:,|file has|files have} an unknown format{reason}",
                 quarantined=bad,
                 failed=len(self.failed),
                 unknown=found.left_out.total(),

@@ -225,7 +225,8 @@ def _synthetic_lines(found: dict[str, Any], total: int) -> list[str]:
         lines.append(
             Message(
                 "provenance.wrote",
-                "  this release wrote {documents:,|training document|training documents}, found in the data of {releases}",
+                "  this release wrote {documents:,|training document|training documents}, which are in the data of "
+                "{releases}",
                 documents=wrote,
                 releases=read_by,
             )

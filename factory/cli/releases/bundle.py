@@ -70,7 +70,7 @@ def write_and_print_bundle(plant: Plant, number: int, options: BundleOptions) ->
 
     written = write_bundle(plant, number, options)
     bundled = Message(
-        "bundle.written", "  Release {release} is bundled in {folder}", release=number, folder=written.folder
+        "bundle.written", "  The bundle of release {release} is in {folder}", release=number, folder=written.folder
     )
     plant.print_line(bundled)
     show_unshown_items(plant)

@@ -112,7 +112,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             Message(
                 "releases.overridden",
-                "  overridden by {person}, although the gate held it: {reason}",
+                "  overridden by {person}, although the gate held the candidate: {reason}",
                 person=found["override"]["by"],
                 reason=found["override"]["why"],
             )
@@ -157,8 +157,8 @@ def diff_releases(plant: Plant, say: AnswerPrinter, one: ReleaseName, other: Rel
         say.line(
             Message(
                 "releases.other_items",
-                "  The two candidates were measured on different held-out items. So their numbers may not be comparable, and there is "
-                "no interval.",
+                "  The two candidates were measured on different held-out items. Therefore their numbers may not be "
+                "comparable, and no interval is computed.",
             )
         )
     say.line(f"  steps      {found['steps'][0]} → {found['steps'][1]}")
