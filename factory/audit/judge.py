@@ -1,9 +1,7 @@
-"""``judge_audit(policy, evidence) -> Verdict``: the decision on a window as a pure function.
+"""``judge_audit(policy, evidence) -> Verdict`` decides on the audit of a window. It is a pure function, and imports nothing that measures.
 
-The evidence is what the replays measured (``auditing.gather``). Distances of weights are ‖difference‖ / ‖movement during the window‖. Missing
-measurements give 'hold'. 'reject' needs a difference that a second replay of the same code does not have.
-
-Apart because it is the pure decision, and imports nothing that measures.
+``audit_segment.gather_audit_evidence`` measures the evidence. Distances of weights are ‖difference‖ / ‖movement during the window‖. If a
+measurement is missing, the verdict is 'hold'. 'reject' needs a difference that two replays of the same code do not have.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from kernels.contract.message import Message
 
 
 def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
-    """The verdict. 'promote': live training did the same as the code without the patches."""
+    """Return the verdict. 'promote' means that live training did the same as the code without the patches."""
     if why := evidence.get("missing"):
         return Verdict(HOLD, (Message.from_json(why),))
     found = find_differences(policy, evidence)
@@ -42,7 +40,7 @@ def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
 
 
 def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[Message]:
-    """A message for each difference of live training that the patches' rounding does not explain."""
+    """Return a message for each difference of live training that the rounding of the patches does not explain."""
     if evidence.get("same_bits") and not evidence.get("told"):
         return []
     found = [Message.from_json(one) for one in evidence.get("told") or ()]
@@ -75,7 +73,9 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
 
 
 def max_distance_share(policy: AuditPolicy, evidence: Mapping[str, Any]) -> float:
-    """The allowed distance as a share of the effect of leaving out one step, by the distance of the patches' weights in the gate.
+    """Return the allowed distance of the weights, as a share of the effect of leaving out one step.
+
+    The allowed distance grows with the distance that the patches' weights had in the gate.
 
     >>> of = lambda claimed: max_distance_share(AuditPolicy(), {"claimed": claimed, "gate_steps": 10, "steps": 20})
     >>> of(0.0), of(0.03), of(0.4), of(None)

@@ -1,8 +1,7 @@
-"""Commands that steer a running factory: ``pause_daemon``, ``resume_daemon``, ``request_retry``, ``abandon_segment``, ``rewind_segment`` and
-``quarantine_documents``, and ``remove_unneeded``.
+"""Commands that steer a running factory: ``factory pause``, ``resume``, ``retry``, ``abandon``, ``rewind``, ``quarantine`` and ``clean``.
 
-Each, except ``remove_unneeded``, writes one transaction to the ledger, which the daemon reads. ``remove_unneeded`` removes what the retention policy
-does not keep.
+Each, except ``clean``, writes one transaction to the ledger, which the daemon reads. ``clean`` removes the files that the retention policy does
+not keep.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``factory data``: list the data, remove documents, settle licences, and undo a removal."""
+"""The command ``factory data``: lists the data, removes documents, settles licences, and undoes a removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``factory data relabel``: change the domain, source, licence or group of ingested documents."""
+"""The command ``factory data relabel``: changes the domain, source, licence or group of ingested documents."""
 
 from __future__ import annotations
 

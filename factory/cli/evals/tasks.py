@@ -1,4 +1,4 @@
-"""``factory tasks``: list the evaluation tasks in ``policies/tasks/``, check a task file, measure a candidate on a task."""
+"""The command ``factory tasks``: lists the evaluation tasks in ``policies/tasks/``, checks a task file, and measures a candidate on a task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``factory verify``, and the work of ``factory release --bundle``."""
+"""The command ``factory verify``, and the implementation of ``factory release --bundle``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def verify(
 
 
 def write_and_print_bundle(plant: Plant, number: int, options: BundleOptions) -> None:
-    """Write the bundle of a release and say where it lies and who signed it."""
+    """Write the bundle of a release, and print its folder and the fingerprint of the signer."""
     from factory.bundles.writing import write_bundle
     from factory.show.catching_up import show_unshown_items
 

@@ -1,4 +1,4 @@
-"""``factory releases``: list, show, compare, approve and reject releases and candidates. ``factory.cli`` registers the commands."""
+"""The command ``factory releases``: lists, shows, compares, approves and rejects releases and candidates."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def write_gguf(
 
 
 def _gain(gain: dict[str, Any] | None) -> str:
-    """'gain +0.125 (95 %: +0.108 … +0.143)'. A gain below zero is a loss."""
+    """Return a text such as 'gain +0.125 (95 %: +0.108 … +0.143)'. A gain below zero is a loss."""
     if gain is None:
         return "gain not measured"
     return f"gain {gain['gain']:+.3f} (95 %: {gain['low']:+.3f} … {gain['high']:+.3f})".replace("-", "−")
