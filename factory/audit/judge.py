@@ -24,7 +24,8 @@ def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
         return Verdict(PROMOTE, (_agreement(policy, evidence),))
     again = evidence.get("again")
     if not isinstance(again, Mapping) or again.get("missing"):
-        why = (again or {}).get("missing", "a second replay is missing")
+        no_replay = Message("audit.no_second_replay", "a second replay is missing")
+        why = (again or {}).get("missing", no_replay)
         unconfirmed = Message(
             "audit.not_confirmed", "The audit found a difference, but could not confirm it: {why}.", why=why
         )
