@@ -1,4 +1,4 @@
-"""``python -m factory`` from any folder: the code comes from the checkout that this file is in."""
+"""The command ``python -m factory``. From any folder, it runs the code of the checkout that contains this file."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def exit_at_signal(number: int, frame: FrameType | None) -> None:
-    """End at once. While Python still imports the command line, nothing was started that would have to be stopped in order."""
+    """End the process at once. While Python still imports the commands, nothing has been started that needs an orderly stop."""
     os.write(2, b"factory: stopped; run the same command again to go on\n")
     os._exit(128 + number)
 

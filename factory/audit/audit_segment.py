@@ -1,6 +1,6 @@
-"""One audit: replay the drawn window without the patches, compare, judge, record.
+"""Runs one audit: replays the drawn window of steps without the patches, compares the replay with live training, judges, and records the verdict.
 
-After a kill at any moment, the same call continues: the window and finished replays are kept.
+The audit keeps the window and the finished replays. After a kill at any moment, the same call therefore continues the audit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     if window is None or not window.steps:
         raise InputError(
             "audit.not_drawn",
-            "Segment {segment} cannot be audited, because the factory drew no window of its steps while the segment trained.",
+            "Segment {segment} cannot be audited. The factory chooses the steps to audit before a segment trains, "
+            "and it chose none for this segment.",
             segment=segment,
         )
     if row.state != "done":
@@ -91,7 +92,8 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     plant.progress.line(
         Message(
             "audit.judged",
-            "  audit of segment {segment} (steps {first}–{last} replayed without proposals {patches}): {outcome}. {reason}",
+            "  audit of segment {segment}: {outcome}. Steps {first}–{last} were replayed without proposals "
+            "{patches}. {reason}",
             segment=segment, first=window.first, last=window.last, patches=list(window.patches), outcome=words, reason=verdict.reasons[0],
         )
     )  # fmt: skip
@@ -101,7 +103,7 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
 
 
 def _clear(folder: Path, all_of_it: bool) -> None:
-    """Remove the replays, so that the next try begins anew. ``all_of_it``: remove the window too."""
+    """Remove the replays, so that the next try starts from scratch. ``all_of_it``: also remove the window's checkpoints."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.name != "live" or all_of_it:
             remove_path(path)
@@ -109,12 +111,12 @@ def _clear(folder: Path, all_of_it: bool) -> None:
 
 # -- evidence ----------------------------------------------------------------------------------------------------------
 class _NotMeasured(CodedError):
-    """The comparison lacks something, which says nothing about the patches."""
+    """A part of the comparison could not be measured. This says nothing about the patches."""
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """The files of live training, with everything that the comparison with replays needs."""
+    """The files of live training, and the other inputs of its comparison with replays."""
 
     policy: AuditPolicy
     runs: TaskRuns
@@ -127,8 +129,10 @@ class _Measured:
     claims: dict[str, Any]
 
     def arm(self, name: str, commit: str, code: Path, until: int) -> Arm:
-        """The arm of a replay: the same specification, checkpoint and data. It differs in the kernels, which the code chooses, and in what one
-        rank cannot do. The code's tree stands for the commit: undoing the same patches makes a new commit of the same tree each time."""
+        """Return the arm of a replay. It has the segment's specification, checkpoint and data. Its code chooses the kernels, and it uses one rank.
+
+        The hash of the code's tree names the arm, not the commit: each undoing of the same patches makes a new commit of the same tree.
+        """
         plant, row, window = self.runs.plant, self.row, self.window
         spec = segment_spec(plant.ledger, row)
         if count_ranks(plant.workspace) > 1:
@@ -155,7 +159,8 @@ class _Measured:
             if found.out_of_time:
                 raise _NotMeasured(
                     "audit.replay_stopped",
-                    "The replay '{name}' failed: {problem}. The time limit was {seconds:.0f} s (wall_seconds in policies/gates/audit.yaml).",
+                    "The replay '{name}' did not end within {seconds:.0f} s: {problem}. To allow more time, raise "
+                    "wall_seconds in policies/gates/audit.yaml.",
                     name=name, problem=found.failed, seconds=self.wall_seconds,
                 )  # fmt: skip
             raise _NotMeasured(
@@ -171,14 +176,14 @@ class _Measured:
             ) from error  # fmt: skip
 
     def compare(self, base: Trace, shorter: Checkpoint | None) -> dict[str, Any]:
-        """Evidence of how live training differs from a replay. ``shorter``: the checkpoint of a replay without the last step."""
+        """Return the evidence of how live training differs from the replay ``base``. ``shorter``: the end of a replay without the last step."""
         live, window = self.live, self.window
         assert live is not None
         found: dict[str, Any] = {"same_bits": have_same_bits(live.final_checkpoint, base.final_checkpoint)}
         if missing := find_unlike_tensor(live.final_checkpoint, base.final_checkpoint):
             unlike_tensor = Message(
                 "audit.tensor_unlike",
-                "The live checkpoint's {tensor} is missing, or has another shape or dtype than in the replay.",
+                "Tensor {tensor} of the live checkpoint is missing, or its shape or dtype is not the replay's.",
                 tensor=missing,
             )
             return found | {"told": [unlike_tensor]}
@@ -205,7 +210,7 @@ class _Measured:
 def gather_audit_evidence(
     plant: Plant, row: SegmentRow, window: AuditWindow, policy: AuditPolicy, wall_seconds: float
 ) -> dict[str, Any]:
-    """The evidence for ``judge_audit``. ``missing``: why a replay was not possible."""
+    """Return the evidence for ``judge_audit``. Its key ``missing`` has the reason why a replay was not possible."""
     patches = [ProposalRow.get(plant.ledger, number) for number in window.patches]
     evidence: dict[str, Any] = {
         "segment": row.id, "first": window.first, "last": window.last, "steps": window.steps, "patches": list(window.patches),
@@ -221,7 +226,8 @@ def gather_audit_evidence(
         if not Path(row.folder).is_dir():
             raise _NotMeasured(
                 "audit.folder_missing",
-                "The folder of segment {segment} is missing: {folder}. Mount or restore the folder, then audit again: 'factory audit {segment}'.",
+                "The folder of segment {segment} is missing: {folder}. Mount or restore the folder, then audit "
+                "again: 'factory audit --segment {segment}'.",
                 segment=row.id, folder=row.folder,
             )  # fmt: skip
         live = None
@@ -252,7 +258,7 @@ def gather_audit_evidence(
 def _replay(
     measured: _Measured, evidence: dict[str, Any], commit: str, patches: Sequence[ProposalRow]
 ) -> dict[str, Any]:
-    """Make as many replays as are needed and return their evidence. Raises: _NotMeasured, FactoryError."""
+    """Make the replays that the decision needs, and return their evidence. Raises: _NotMeasured, FactoryError."""
     window, row, policy = measured.window, measured.row, measured.policy
     base = measured.trace("without", commit, window.last)
     if measured.live is None:
@@ -286,7 +292,7 @@ def _replay(
 def _suspect(
     measured: _Measured, evidence: dict[str, Any], shorter: Checkpoint | None, patches: Sequence[ProposalRow]
 ) -> ProposalRow:
-    """The patch that made the difference: the newest patch without which, and without later patches, there is a difference."""
+    """Return the patch that made the difference. Undo patches one by one, newest first, until the replay differs from live training."""
     workspace, row = measured.runs.plant.workspace, measured.row
     exact = {"exact": evidence["exact"]} if "exact" in evidence else {}
     for count in range(1, len(patches)):
@@ -298,7 +304,7 @@ def _suspect(
 
 
 def _without(workspace: Workspace, commit: str, patches: Sequence[ProposalRow]) -> str:
-    """A commit like ``commit`` without these patches, the newest undone first. Raises: RepositoryError if people changed the files since."""
+    """Return a commit without these patches; the newest is undone first. Raises: RepositoryError if people changed the same files since."""
     for patch in reversed(patches):
         message = f"without proposal {patch.number}"
         commit = repository.make_revert_commit(
@@ -308,8 +314,11 @@ def _without(workspace: Workspace, commit: str, patches: Sequence[ProposalRow]) 
 
 
 def _claims(ledger: Ledger, patches: Sequence[ProposalRow]) -> dict[str, Any]:
-    """``claimed``: the distance of the patches' weights from their baselines' in the gate, as a share of the effect of a left-out step;
-    ``gate_steps``: after this many steps. None: not known of every patch."""
+    """Return two measurements of the gate; both are None if a patch was not measured so.
+
+    ``claimed``: the distance between the patches' weights and their baselines', as a share of the effect of leaving out one step. ``gate_steps``:
+    the number of steps after which the gate measured the distance.
+    """
     shares, steps = [], 0
     for patch in patches:
         found = (patch.evidence(ledger).get("stages") or {}).get("training") or {}
@@ -322,7 +331,7 @@ def _claims(ledger: Ledger, patches: Sequence[ProposalRow]) -> dict[str, Any]:
 
 
 def _tuned(plant: Plant, row: SegmentRow, oldest: ProposalRow) -> dict[str, str]:
-    """The implementations that ``auto`` stood for in the newest segment before the patches, else in this segment."""
+    """Return the implementations that ``auto`` stood for in the newest segment before the patches. Without such a segment: in this segment."""
     for before in SegmentRow.select(plant.ledger, "WHERE id < :id AND kind <> 'average' ORDER BY id DESC", id=row.id):
         if before.computing and not repository.is_ancestor(
             plant.workspace.repository, before.code_commit, oldest.patch_commit
@@ -347,7 +356,7 @@ LAYOUT = {
 
 
 def read_whole_trace(trace: Trace) -> Trace:
-    """The trace with all its parts read. Raises: UntrustedFileError for a missing or wrong part."""
+    """Read all parts of a trace, and return the trace. Raises: UntrustedFileError if a part is missing or invalid."""
     if not all(
         bool(tensor.isfinite().all()) for tensor in trace.final_checkpoint.model.values() if tensor.is_floating_point()
     ):
@@ -359,15 +368,15 @@ def read_whole_trace(trace: Trace) -> Trace:
 
 
 def remove_layout_keys(left: Checkpoint) -> Checkpoint:
-    """The checkpoint without the keys of state.json that may differ in a replay."""
+    """Return the checkpoint without the keys of state.json that may differ in a replay."""
     recipe = left.state["recipe"] | LAYOUT
     return replace(left, state=left.state | {"recipe": recipe, "skipped": []})  # a stopped run may have skipped steps
 
 
 def find_metrics_difference(live: Trace, base: Trace, share: float) -> Message | None:
-    """The first difference of metrics.jsonl between live training and the replay. None: no difference.
+    """Return the first difference of metrics.jsonl between live training and the replay; None without a difference.
 
-    A line of live training may have more keys. Counts must be equal. A loss, a gradient's norm or a rate may differ by ``share``.
+    A line of live training may have additional keys. Counts must be equal. A loss, a gradient's norm or a rate may differ by ``share``.
     """
     if lost := sorted(base.lines.keys() - live.lines.keys()):
         return Message(
@@ -410,7 +419,7 @@ def _near(one: object, other: object, share: float) -> bool:
 
 
 def find_anomaly_difference(live: Trace, base: Trace) -> Message | None:
-    """The first anomaly that only live training or only the replay has. None: no difference."""
+    """Return a message about the first anomaly that only live training or only the replay has; None without a difference."""
     ours, theirs = (
         Counter(
             (one["step"], str(one.get("kind"))) for one in trace.anomalies if one.get("kind") not in MACHINE_ANOMALIES

@@ -1,6 +1,7 @@
-"""Draws, before a segment trains, whether it is audited, for which patches, and in which window. Lists the waiting and the finished audits.
+"""Decides by a random draw, before a segment trains, whether the segment is audited, for which patches, and in which window of steps.
 
-A window is the steps between two consecutive checkpoints. Only the ledger has the draw, and the trainer cannot read the ledger.
+A window is the steps between two consecutive checkpoints. Only the ledger stores the draw, and the trainer cannot read the ledger. This module
+also lists the waiting and the finished audits.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ DRAWN = "audit_drawn"
 
 @dataclass(frozen=True)
 class AuditWindow:
-    """Steps [first, last) of a segment, and the numbers of the proposals under audit, in the order of their merges.
+    """The steps [first, last) of a segment, and the numbers of the proposals under audit, in the order in which they were merged.
 
-    ``first`` = ``last``: the segment is not audited.
+    A segment whose window has ``first`` = ``last`` is not audited.
     """
 
     first: int
@@ -39,7 +40,7 @@ class AuditWindow:
 
     @classmethod
     def of_segment(cls, db: ReadsSql, segment: int) -> Self | None:
-        """The window that was drawn for a segment. None: nothing was drawn yet."""
+        """Return the window that was drawn for a segment; None before the draw."""
         sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
         found = db.read(sql, kind=DRAWN, subject=str(Subject("segment", segment)))
         detail: dict[str, Any] = found[0]["detail"] if found else {}
@@ -51,7 +52,7 @@ class AuditWindow:
 
 
 def draw_window(plant: Plant, row: SegmentRow) -> AuditWindow | None:
-    """The window of a segment that is about to train, drawn once and recorded. None if it trains without patches of agents.
+    """Draw and record the window of a segment that is about to train; a second call returns the same window. None if no agent patched its code.
 
     Raises: ConfigError, RepositoryError.
     """
@@ -69,14 +70,14 @@ def draw_window(plant: Plant, row: SegmentRow) -> AuditWindow | None:
 
 
 def record_window(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWindow:
-    """Record a draw, and return it."""
+    """Record a drawn window in the ledger, and return the window."""
     with ledger.begin() as tx:
         record_event(tx, DRAWN, Subject("segment", segment), asdict(window))
     return window
 
 
 def list_windows(row: SegmentRow) -> list[tuple[int, int]]:
-    """(first, last) of every window of a segment, in order. The first window counts only if a checkpoint precedes it.
+    """Return (first, last) of every window of a segment that could be audited, in order. The first window counts only if a checkpoint precedes it.
 
     >>> from types import SimpleNamespace
     >>> list_windows(SimpleNamespace(first_step=10, last_step=22, parent=1, recipe_json={"checkpoint_every": 5}))
@@ -88,7 +89,9 @@ def list_windows(row: SegmentRow) -> list[tuple[int, int]]:
 
 
 def choose_patches(patches: Sequence[int], agreed: Counter[int], policy: AuditPolicy) -> tuple[Sequence[int], float]:
-    """(the patches to audit, the share of segments). All patches from the oldest new one on: a patch cannot be undone below a newer one.
+    """Return (the patches to audit, the probability of an audit). A patch cannot be undone below a newer patch.
+
+    Therefore all patches from the oldest new patch on are audited together.
 
     >>> choose_patches([4, 7, 9], Counter({4: 3, 7: 1, 9: 3}), AuditPolicy())
     ([7, 9], 1.0)
@@ -98,15 +101,15 @@ def choose_patches(patches: Sequence[int], agreed: Counter[int], policy: AuditPo
 
 
 def count_agreements(ledger: Ledger) -> Counter[int]:
-    """The number of windows that agreed with the code without a proposal, by proposal."""
+    """Return, by proposal, in how many windows live training agreed with a replay without the proposal."""
     rows = ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=AUDITED)
     return Counter(n for row in rows if row["detail"]["outcome"] == "promote" for n in row["detail"]["patches"])
 
 
 def find_merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
-    """The approved patches of agents in a commit that change files of training, in the order of their merges.
+    """Return the approved patches of agents that a commit contains and that change training files, in the order in which they were merged.
 
-    A patch that undoes another does not count, because it restores the code before. Raises: RepositoryError.
+    A patch that undoes another patch does not count, because it restores earlier code. Raises: RepositoryError.
     """
     code = plant.workspace.repository
     approved = ProposalRow.select(plant.ledger, "WHERE state = 'approved' ORDER BY number")
@@ -125,7 +128,7 @@ def find_merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
 
 
 def find_due_audits(db: ReadsSql, policy: AuditPolicy) -> list[int]:
-    """The segments whose audit is due now, oldest first."""
+    """Return the numbers of the segments whose audit is due now, oldest first."""
     drawn = {
         Subject.parse(row["subject"]).number
         for row in db.read("SELECT subject FROM events WHERE kind = :kind", kind=DRAWN)
@@ -145,13 +148,13 @@ def _waits(db: ReadsSql, number: int, policy: AuditPolicy) -> bool:
 
 
 def count_tries(db: ReadsSql, number: int) -> int:
-    """The number of verdicts on the audit of a segment, also of 'hold'."""
+    """Return how many verdicts the audit of a segment has, including 'hold'."""
     which = "WHERE gate = :gate AND subject = :subject"
     return len(VerdictRow.select(db, which, gate=AUDIT, subject=str(Subject("segment", number))))
 
 
 def list_audits(ledger: ReadsSql) -> list[dict[str, Any]]:
-    """All drawn audits, oldest first: segment, window, patches, and the verdict if there is one."""
+    """Return all drawn audits, oldest first, each with its segment, window, patches, and the verdict if there is one."""
     subjects = dict.fromkeys(
         row["subject"] for row in ledger.read("SELECT subject FROM events WHERE kind = :kind ORDER BY id", kind=DRAWN)
     )

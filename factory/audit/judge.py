@@ -1,9 +1,7 @@
-"""``judge_audit(policy, evidence) -> Verdict``: the decision on a window as a pure function.
+"""``judge_audit(policy, evidence) -> Verdict`` decides on the audit of a window. It is a pure function, and imports nothing that measures.
 
-The evidence is what the replays measured (``auditing.gather``). Distances of weights are ‖difference‖ / ‖movement during the window‖. Missing
-measurements give 'hold'. 'reject' needs a difference that a second replay of the same code does not have.
-
-Apart because it is the pure decision, and imports nothing that measures.
+``audit_segment.gather_audit_evidence`` measures the evidence. Distances of weights are ‖difference‖ / ‖movement during the window‖. If a
+measurement is missing, the verdict is 'hold'. 'reject' needs a difference that two replays of the same code do not have.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from kernels.contract.message import Message
 
 
 def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
-    """The verdict. 'promote': live training did the same as the code without the patches."""
+    """Return the verdict. 'promote' means that live training did the same as the code without the patches."""
     if why := evidence.get("missing"):
         return Verdict(HOLD, (Message.from_json(why),))
     found = find_differences(policy, evidence)
@@ -26,22 +24,24 @@ def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
         return Verdict(PROMOTE, (_agreement(policy, evidence),))
     again = evidence.get("again")
     if not isinstance(again, Mapping) or again.get("missing"):
-        why = (again or {}).get("missing", "no second replay")
+        no_replay = Message("audit.no_second_replay", "a second replay is missing")
+        why = (again or {}).get("missing", no_replay)
         unconfirmed = Message(
-            "audit.not_confirmed", "The audit found a difference, but did not confirm the difference: {why}.", why=why
+            "audit.not_confirmed", "The audit found a difference, but could not confirm it: {why}.", why=why
         )
         return Verdict(HOLD, (unconfirmed, *found))
     repeats = bool(again.get("same_bits")) or float(again.get("drift", math.inf)) <= float(evidence.get("drift", 0)) / 2
     if not repeats:
         unsteady = Message(
-            "audit.not_repeatable", "The code without the patches does not repeat its own results on this machine."
+            "audit.not_repeatable",
+            "Two replays of the code without the patches gave different results on this machine.",
         )
         return Verdict(HOLD, (unsteady, *found))
     return Verdict(REJECT, tuple(found))
 
 
 def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[Message]:
-    """A message for each difference of live training that the patches' rounding does not explain."""
+    """Return a message for each difference of live training that the rounding of the patches does not explain."""
     if evidence.get("same_bits") and not evidence.get("told"):
         return []
     found = [Message.from_json(one) for one in evidence.get("told") or ()]
@@ -51,8 +51,9 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
         found.append(
             Message(
                 "audit.bits_differ",
-                "Weights or moments of the live run and the replay differ in some bits. No difference is expected: the patch changed no bits "
-                "when the gate judged it, and live code repeats its bits.",
+                "Some bits of the weights or of the optimizer's moments differ between the live run and the replay. "
+                "No bit should differ: the patch changed no bits when the gate judged it, and the live code gives "
+                "the same bits each time.",
             )
         )
     drift, control = evidence.get("drift"), evidence.get("control_drift")
@@ -63,8 +64,9 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
         found.append(
             Message(
                 "audit.weights_apart",
-                "After {steps} steps, the live weights are {drift:.2g} away from the replay's, as a share of how far these steps moved the "
-                "weights. At most {allowed:.2g} is allowed, which is {share:.2g} of the effect of leaving out one step.",
+                "After {steps} steps, the distance between the live weights and the replay's is {drift:.2g} of the "
+                "distance that these steps moved the weights. At most {allowed:.2g} is allowed: {share:.2g} times "
+                "the distance that leaving out one step makes.",
                 drift=drift, steps=evidence["steps"], allowed=share * control, share=share,
             )
         )  # fmt: skip
@@ -72,7 +74,9 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
 
 
 def max_distance_share(policy: AuditPolicy, evidence: Mapping[str, Any]) -> float:
-    """The allowed distance as a share of the effect of leaving out one step, by the distance of the patches' weights in the gate.
+    """Return the allowed distance of the weights, as a share of the effect of leaving out one step.
+
+    The allowed distance grows with the distance that the patches' weights had in the gate.
 
     >>> of = lambda claimed: max_distance_share(AuditPolicy(), {"claimed": claimed, "gate_steps": 10, "steps": 20})
     >>> of(0.0), of(0.03), of(0.4), of(None)
@@ -89,13 +93,14 @@ def _agreement(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Message:
     if evidence.get("same_bits"):
         return Message(
             "audit.same_bits",
-            "Over {steps} steps, the results of the live run and the replay are the same to the last bit.",
+            "After {steps} steps, the live run and the replay have the same results, bit for bit.",
             steps=evidence["steps"],
         )
     share = max_distance_share(policy, evidence)
     return Message(
         "audit.agrees",
-        "After {steps} steps, the live weights are {drift:.2g} away from the replay's, as a share of how far these steps moved the weights. At "
-        "most {allowed:.2g} is allowed, which is {share:.2g} of the effect of leaving out one step.",
+        "After {steps} steps, the distance between the live weights and the replay's is {drift:.2g} of the distance "
+        "that these steps moved the weights. At most {allowed:.2g} is allowed: {share:.2g} times the distance that "
+        "leaving out one step makes.",
         drift=evidence["drift"], steps=evidence["steps"], allowed=share * evidence["control_drift"], share=share,
     )  # fmt: skip

@@ -1,10 +1,10 @@
 """Copies checkpoints of a segment while it trains, before the trainer removes them: the two of a drawn window, and a ladder for diagnoses.
 
-The trainer may be hostile. It sees no link to its files and no time of access, so it cannot learn which window was drawn. No link of the trainer is
-followed. A copy must equal its manifest byte for byte, or it is not kept.
+The trainer may be hostile. A copy leaves no hard link and no access time on the trainer's files, so the trainer cannot learn which window was
+drawn. Links that the trainer made are not followed. A copy whose files do not have the hashes of its manifest is not kept.
 
-The ladder has the last ``NEWEST`` checkpoints, then one at each doubling of the distance. So an anomaly that is noticed late has a checkpoint from
-before its onset that is not much further away than the onset.
+The ladder is a set of kept checkpoints: the last ``NEWEST``, and one at each doubling of the distance from the end. If an anomaly is noticed
+late, the ladder therefore has a checkpoint shortly before the anomaly's onset.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ CHUNK = 1 << 22
 
 
 def audit_folder(workspace: Workspace, segment: int) -> Path:
-    """The folder of an audit until its verdict. No trainer sees it."""
+    """Return the folder of an audit's files. The files stay until the verdict, and no trainer can see the folder."""
     return workspace.root / "audits" / f"{segment:05d}"
 
 
 def window_checkpoint(plant: Plant, row: SegmentRow, step: int) -> Path:
-    """The folder of the checkpoint at which a window begins or ends. The folder may be missing."""
+    """Return the folder of the checkpoint at ``step``, where a window begins or ends. The folder may be missing."""
     if step == row.first_step and row.parent:
         return Path(last_checkpoint(plant.ledger, row.parent)["path"])
     return audit_folder(plant.workspace, row.id) / "live" / checkpoint_name(step)
@@ -52,7 +52,7 @@ def window_checkpoint(plant: Plant, row: SegmentRow, step: int) -> Path:
 
 @contextmanager
 def keep_window_while_training(plant: Plant, row: SegmentRow) -> Iterator[None]:
-    """While the block trains a segment, keep the window that was drawn for it. A failure here does not stop training."""
+    """While the block trains a segment, keep the checkpoints of the window that was drawn for the segment. A failure here does not stop training."""
     try:
         window = draw_window(plant, row)
     except FactoryError as error:
@@ -76,10 +76,10 @@ def keep_window_while_training(plant: Plant, row: SegmentRow) -> Iterator[None]:
 
 
 def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
-    """Keep the drawn window of a finished segment, else the whole segment. Returns the kept window.
+    """Keep the checkpoints of a finished segment's drawn window or, if they are missing, of the whole segment. Returns the kept window.
 
-    So a trainer gains nothing by missing or broken checkpoints around steps that it wants to hide. If neither can be kept, the returned window
-    has no steps, and a line tells a person. Raises: a fault of the machine, after which the window can still be kept.
+    A trainer therefore gains nothing if it hides steps by missing or broken checkpoints. If neither can be kept, the returned window has no steps,
+    and a line tells a person. Raises: the error of a machine fault, after which a later call can still keep the window.
     """
     problem = ""
     whole = [(row.first_step, row.last_step)] if row.parent else list_windows(row)[-1:]
@@ -94,7 +94,8 @@ def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) 
     plant.progress.line(
         Message(
             "audit.not_kept",
-            "  segment {segment} cannot be audited, because the checkpoints of no window of steps could be kept: {problem}",
+            "  segment {segment} cannot be audited, because the factory could not keep the two checkpoints that an "
+            "audit needs: {problem}",
             segment=row.id, problem=problem or no_checkpoints,
         )
     )  # fmt: skip
@@ -103,7 +104,7 @@ def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) 
 
 @contextmanager
 def poll_in_thread(look: Callable[[], bool]) -> Iterator[None]:
-    """Call ``look`` repeatedly in a thread while the block runs, and once after the block, until it returns True."""
+    """Call ``look`` repeatedly in a thread while the block runs, and once after the block. Stop as soon as ``look`` returns True."""
     over = threading.Event()
 
     def looks() -> None:
@@ -122,7 +123,7 @@ def poll_in_thread(look: Callable[[], bool]) -> Iterator[None]:
 
 
 class _Keeper:
-    """Looks for the window's checkpoints until both are kept."""
+    """Copies the two checkpoints of a window as soon as they exist."""
 
     def __init__(self, plant: Plant, row: SegmentRow, window: AuditWindow) -> None:
         self.window, self.problem = window, ""
@@ -149,9 +150,9 @@ class _Keeper:
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Copy a trainer's checkpoint, whole or not at all.
+    """Copy a trainer's checkpoint. After an error or a kill, ``target`` does not exist.
 
-    Raises: FileNotFoundError if it is missing or was removed; ValueError if a file differs from the manifest; OSError.
+    Raises: FileNotFoundError if the checkpoint is missing or was removed; ValueError if a file differs from the manifest; OSError.
     """
     aside = target.with_name(f".{target.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -179,7 +180,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 
 def _open(folder: int, name: str, size: int) -> IO[bytes]:
-    """Open a regular file of at most ``size`` bytes. Reading leaves no time of access. Raises: OSError, ValueError."""
+    """Open a regular file of at most ``size`` bytes, without changing its access time where possible. Raises: OSError, ValueError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         handle = os.open(name, flags | os.O_NOATIME, dir_fd=folder)
@@ -206,12 +207,12 @@ NEWEST = 3
 
 
 def kept_checkpoints_folder(workspace: Workspace, segment: int) -> Path:
-    """The folder of a segment's ladder."""
+    """Return the folder of a segment's ladder of checkpoints."""
     return workspace.root / "ladder" / f"{segment:05d}"
 
 
 def choose_steps_to_keep(steps: Collection[int], every: int) -> list[int]:
-    """The steps of the checkpoints to keep, oldest first. A step that is left out once is not needed later.
+    """Return the steps of the checkpoints to keep, oldest first. A checkpoint that is left out once is never needed later.
 
     >>> choose_steps_to_keep(range(5, 105, 5), every=5)
     [40, 80, 90, 95, 100]
@@ -231,7 +232,7 @@ def choose_steps_to_keep(steps: Collection[int], every: int) -> list[int]:
 
 @contextmanager
 def keep_checkpoints_while_training(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
-    """While the block trains a segment, keep its ladder. A failure here does not stop training. Retention removes old ladders."""
+    """While the block trains a segment, keep its ladder of checkpoints. A failure here does not stop training. Retention removes old ladders."""
     if row.kind == "average":
         yield
         return
@@ -241,7 +242,7 @@ def keep_checkpoints_while_training(workspace: Workspace, row: SegmentRow) -> It
 
 
 def update_kept_checkpoints(source: Path, target: Path, every: int) -> bool:
-    """Copy each wanted checkpoint, and remove unwanted rungs. Returns False: more checkpoints may follow."""
+    """Copy the checkpoints that the ladder lacks, and remove those that it no longer needs. Returns False, since more checkpoints may follow."""
     for left in target.glob(".*"):  # left by a killed process
         remove_path(left)
     held, there = ({step for step, _ in saved_steps(folder)} for folder in (target, source))
@@ -251,10 +252,10 @@ def update_kept_checkpoints(source: Path, target: Path, every: int) -> bool:
             try:
                 copy_checkpoint(source / checkpoint_name(step), target / checkpoint_name(step))
             except (OSError, ValueError):
-                continue  # removed, not whole, or the disk is full: the ladder lacks a rung
+                continue  # removed, not complete, or the disk is full: the ladder lacks this checkpoint
     for step in held - set(wanted):
         with suppress(OSError):
-            aside = target / f".{checkpoint_name(step)}"  # a half-removed rung must not have a rung's name
+            aside = target / f".{checkpoint_name(step)}"  # a half-removed checkpoint must not have a checkpoint's name
             os.rename(target / checkpoint_name(step), aside)
             remove_path(aside)
     return False

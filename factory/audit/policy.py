@@ -1,4 +1,4 @@
-"""``policies/gates/audit.yaml``: which windows of real segments are replayed, and how far they may differ. No patch can change this policy."""
+"""The policy of audits, ``policies/gates/audit.yaml``: how often segments are audited, and how far a replay may differ. No patch can change it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from factory.gates.time_limits import Ratio, Seconds
 
 
 class AuditPolicy(StrictPolicy):
-    """Every key is optional."""
+    """The keys of gates/audit.yaml. Every key is optional."""
 
     windows: Count = 3
-    """A merged patch is new until this many windows agreed with the code without it."""
+    """A merged patch counts as new until this many audits have agreed with the code without the patch."""
     share: Share = 1.0
     """The audited share of the segments that train with a new patch."""
     later_share: Share = 0.1
     """The audited share of the segments that train without a new patch."""
     least: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """The distance of weights and moments from the replay's that is always allowed, as a share of the effect of leaving out one step."""
+    """This distance from the replay's weights and moments is always allowed. It is a share of the effect of leaving out one step."""
     most: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The largest allowed distance, whatever the patch showed in the gate."""
+    """The largest allowed distance, however far the patch's weights were from the baseline's in the gate."""
     times: Ratio = 4.0
-    """Between the two, the allowed distance is this multiple of the patch's distance in the gate for as many steps."""
+    """Between ``least`` and ``most``, the allowed distance is this multiple of the patch's distance in the gate, scaled to as many steps."""
     lines: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The share by which a loss or a gradient's norm in metrics.jsonl may differ from the replay's."""
     wall_seconds: Seconds = 3600.0
-    """Time limit of one replay. Each further try gets this much more."""
+    """Time limit of one replay, in seconds. Each further try gets as many seconds more."""
     tries: Count = 3
-    """Tries of an audit whose replay failed or ran out of time."""
+    """How often an audit is tried if its replay fails or reaches the time limit."""
     again_after_seconds: Seconds = 600.0
     """Seconds before the next try."""
     most_waiting: Count = 3
@@ -39,5 +39,5 @@ class AuditPolicy(StrictPolicy):
 
     @classmethod
     def load(cls, path: Path) -> AuditPolicy:
-        """Raises: ConfigError naming the file and the key."""
+        """Load the policy. Raises: ConfigError naming the file and the key."""
         return load_policy(cls, path)

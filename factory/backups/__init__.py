@@ -1,1 +1,1 @@
-"""Backups of the ledger and of MLflow's database, daily and before an upgrade; and the upgrade of a workspace of an older version."""
+"""Backs up the ledger and MLflow's database, each day and before an upgrade, and upgrades a workspace of an older version."""

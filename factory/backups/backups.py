@@ -3,8 +3,8 @@
     2026-01-31T12-00-00/ledger.db  mlflow.db  factory.yaml  policies/  tokenizer/  shards/hashes/  backup.json  journal.jsonl  keys/ (optional)
 
 SQLite's online backup copies a database while other processes write to it. Later commits are appended to the backup's journal
-(``factory.ledger.journal``): a restored ledger is as it was at the last commit. Data, checkpoints and exports are not copied: they stay in
-the workspace. The daemon makes a backup each day and keeps the newest ``KEPT``.
+(``factory.ledger.journal``), so a restored ledger has every commit. Data, checkpoints and exports stay in the workspace and are not copied.
+The daemon makes a backup each day and keeps the newest ``KEPT`` backups.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
 
 KEPT = 7
-OTHERS_SECONDS = 60.0  # to wait for the end of another backup
+OTHERS_SECONDS = 60.0  # the longest wait for the end of another backup
 DAY_SECONDS = 86_400.0
 LEDGER, MLFLOW = "ledger.db", "mlflow.db"
 MLFLOW_TABLE = "alembic_version"
 POSTGRESQL_ADVICE = Message(
     "backups.postgresql",
-    "The ledger is in PostgreSQL, and the factory does not copy it. Make a backup with 'pg_dump', and restore it with 'pg_restore'",
+    "The factory does not back up a ledger in PostgreSQL. Make a backup with 'pg_dump', and restore it with "
+    "'pg_restore'",
 )
 
 
@@ -50,17 +51,17 @@ class DamagedDatabaseError(WorkspaceError):
 
 
 def time_for_name() -> str:
-    """Return the present time as in the names of backups: '2026-01-31T12-00-00'."""
+    """Return the present time in the format of backup names, such as '2026-01-31T12-00-00'."""
     return datetime.now(UTC).strftime(journal.NAME_TIME_FORMAT)
 
 
 def make_backup(plant: Plant, folder: Path | None = None, keys: bool = False) -> tuple[Path, list[str]]:
-    """Make a backup in ``folder``, by default a new one below the workspace's ``backups/``. Returns its folder and lines for a person.
+    """Make a backup in ``folder``, by default in a new folder below the workspace's ``backups/``. Returns the folder and lines for a person.
 
-    With ``signing_keys``, the backup has the key that signs bundles. After a kill at any moment the new backup is whole or absent, and so is the
+    ``keys``: also copy the key that signs bundles. After a kill at any moment, the new backup is complete or absent. The same holds for the
     oldest backup, which this function removes.
 
-    Raises: WorkspaceError when the ledger is damaged or in PostgreSQL, or another process makes a backup; InputError.
+    Raises: WorkspaceError if the ledger is damaged or in PostgreSQL, or if another process makes a backup; InputError if ``folder`` is not empty.
     """
     if plant.ledger.file is None:
         raise WorkspaceError(POSTGRESQL_ADVICE)
@@ -113,7 +114,7 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
         with plant.ledger.begin() as tx:
             tx.exec_driver_sql("DELETE FROM changes WHERE seq <= ?", (newest,))
         for old in list_backups(plant.workspace.root)[:-KEPT]:
-            with suppress(OSError):  # the old backup stays whole, and the next call removes it
+            with suppress(OSError):  # the old backup stays complete, and the next call removes it
                 hidden = old.with_name(f".backup-{old.name}")
                 os.rename(old, hidden)  # so that half a backup never has the name of a backup
                 remove_path(hidden)
@@ -121,9 +122,9 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
 
 
 def make_or_open_ledger(workspace: Workspace) -> Ledger:
-    """Make the ledger of a new workspace and its first backup. An existing ledger is opened.
+    """Make the ledger of a new workspace, and its first backup. If the workspace has a ledger, open it.
 
-    Raises: WorkspaceError when the ledger is damaged, or is missing in a workspace that has work: a new ledger would not know that work.
+    Raises: WorkspaceError if the ledger is damaged, or if it is missing although the workspace has data, which a new ledger would not know.
     """
     file = sqlite_file(workspace.ledger_url)
     empty = file is not None and not (file.exists() and file.stat().st_size)
@@ -144,9 +145,9 @@ def make_or_open_ledger(workspace: Workspace) -> Ledger:
 
 
 def back_up_daily(plant: Plant) -> Message | str:
-    """Make a backup unless the newest is less than a day old and of this schema. Returns a line for a person; '' if it made no backup.
+    """Make a backup, unless the newest backup is less than a day old and has this schema. Returns a line for a person; '' without a new backup.
 
-    Raises: as ``make_backup``. A ledger in PostgreSQL is not an error here.
+    Raises: as ``make_backup``. For a ledger in PostgreSQL it does nothing.
     """
     if plant.ledger.file is None:
         return ""
@@ -162,7 +163,7 @@ def back_up_daily(plant: Plant) -> Message | str:
 def copy_database(source: Path, target: Path, table: str = "meta") -> None:
     """Copy an SQLite database while other processes may write to it.
 
-    Raises: NotWhole when the database is damaged or lacks ``table``; FactoryError when it cannot be copied now.
+    Raises: DamagedDatabaseError if the database is damaged or lacks ``table``; FactoryError if it cannot be copied now.
     """
     try:
         with (
@@ -191,9 +192,9 @@ def _damaged(database: Path, why: str) -> DamagedDatabaseError:
 
 
 def find_database_damage(database: Path, table: str = "meta") -> str:
-    """Return SQLite's report of the damage of a database that must have ``table``; '' without damage.
+    """Return SQLite's report of damage of a database, or a message if it lacks ``table``; '' if the database is good.
 
-    Raises: sqlite3.OperationalError when the database cannot be checked now: it is locked, may not be opened, or no handle is left.
+    Raises: sqlite3.OperationalError if the database cannot be checked now, because it is locked, may not be opened, or too many files are open.
     """
     if not database.is_file():
         return Message("backups.no_database", "{database} does not exist", database=database)
@@ -216,14 +217,14 @@ def find_database_damage(database: Path, table: str = "meta") -> str:
 
 
 def _checked(database: Path, table: str, mode: str) -> tuple[str, bool]:
-    """Return the result of ``run_quick_check``, and whether the table exists."""
+    """Return the result of SQLite's PRAGMA quick_check, and whether the table exists."""
     with closing(sqlite3.connect(f"{database.as_uri()}?mode={mode}", uri=True, timeout=60)) as opened:
         found = " ".join(row[0] for row in opened.execute("PRAGMA quick_check(1)"))
         return found, bool(opened.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone())
 
 
 def read_backup_info(backup: Path) -> dict[str, Any]:
-    """Return ``journal.about``. Raises: InputError when the folder is not a backup."""
+    """Return the content of a backup's backup.json. Raises: InputError if the folder is not a backup."""
     if found := journal.read_backup_info(backup):
         return found
     raise InputError(
@@ -235,7 +236,9 @@ def _fill(plant: Plant, aside: Path) -> list[str]:
     assert plant.ledger.file is not None
     said: list[str] = []
     copy_database(plant.ledger.file, aside / LEDGER)
-    (aside / journal.NAME).touch()  # ``put_in_place`` flushes the name; ``journal.append`` flushes the content
+    (
+        aside / journal.NAME
+    ).touch()  # ``rename_into_place`` flushes the name; ``journal.append_changes`` flushes the content
     if (mlflow := sqlite_file(plant.workspace.mlflow_uri)) and mlflow.exists():
         try:
             copy_database(mlflow, aside / MLFLOW, MLFLOW_TABLE)
@@ -244,8 +247,8 @@ def _fill(plant: Plant, aside: Path) -> list[str]:
             said.append(
                 Message(
                     "backups.without_mlflow",
-                    "The backup lacks MLflow's database: {why}. To make the database again, stop 'factory run', "
-                    "then run 'factory check --repair'",
+                    "The backup lacks MLflow's database: {why}. To rebuild the database, stop 'factory run', then "
+                    "run 'factory check --repair'",
                     why=error.message,
                 )
             )
@@ -264,7 +267,7 @@ def _fill(plant: Plant, aside: Path) -> list[str]:
 
 
 def _copy_hashes(root: Path, aside: Path) -> None:
-    """Link the files with hashes of documents, which never change; copy them on a file system without hard links."""
+    """Put the files with hashes of documents into a backup: by hard links, since the files never change, or by copies where links are impossible."""
     folder = aside / "shards" / FOLDER
     folder.mkdir(parents=True)
     for path in (root / "shards" / FOLDER).glob("[!.]*.parquet"):
@@ -275,7 +278,7 @@ def _copy_hashes(root: Path, aside: Path) -> None:
 
 
 def restore_hashes(root: Path, backup: Path) -> int:
-    """Copy the files with hashes of documents that the workspace ``root`` lacks. Returns how many. Old backups have none. Raises: OSError."""
+    """Copy the files with hashes of documents that the workspace ``root`` lacks. Returns their number; an old backup has none. Raises: OSError."""
     folder = root / "shards" / FOLDER
     lacking = [path for path in (backup / "shards" / FOLDER).glob("*.parquet") if not (folder / path.name).exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -285,13 +288,13 @@ def restore_hashes(root: Path, backup: Path) -> int:
 
 
 def find_backup(workspace: Workspace, name: str) -> Path:
-    """Return the folder of a backup, by its path or its name below ``backups/``. Raises: InputError that lists the known backups."""
+    """Return the folder of the backup with this path, or with this name below ``backups/``. Raises: InputError that lists the known backups."""
     for path in (workspace.root / BACKUPS_FOLDER / name, Path(name).expanduser().resolve()):
         if (path / ABOUT).is_file():
             return path
     raise InputError(
         "backups.unknown_backup",
-        "no backup {backup!r}. {folder} has: {known}",
+        "no backup is named {backup!r}. {folder} has: {known}",
         backup=name,
         folder=workspace.root / BACKUPS_FOLDER,
         known=[path.name for path in list_backups(workspace.root)] or "no backup",

@@ -1,6 +1,6 @@
-"""Copies the key that signs bundles into a backup made with ``--keys``, and restores the key from one.
+"""Copies the key that signs bundles into a backup that was requested with ``--keys``, and restores the key from such a backup.
 
-The daily backup leaves the key out: the backup is on the same disk, and only a person decides where a private key is copied.
+The daily backup does not contain the key. It is on the same disk as the key, and only a person decides where a private key is copied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def copy_keys(root: Path, target: Path) -> None:
 
 
 def restore_key(root: Path, backups: Iterable[Path]) -> list[str]:
-    """Restore the key from a backup, if the workspace has no key. Returns a line for a person, or nothing."""
+    """Restore the key from the first backup that has one, if the workspace has no key. Returns a line for a person; [] if nothing was restored."""
     kept = next((path for path in backups if has_private_key(path)), None)
     if has_private_key(root) or kept is None:
         return []

@@ -1,4 +1,4 @@
-"""``factory upgrade``: upgrades the workspace of an older factory, after a backup below ``backups/``."""
+"""Implements ``factory upgrade``: makes a backup below ``backups/``, then upgrades the workspace of an older factory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
-    """Upgrade the workspace's ledger. Returns a line for a person; nothing if the ledger is up to date.
+    """Upgrade the workspace's ledger. Returns a line for a person; [] if the ledger is up to date.
 
-    After a kill at any moment the ledger is unchanged or upgraded. An SQLite ledger is backed up first. ``has_backup``: a person has a
-    backup of a PostgreSQL ledger. Raises: WorkspaceError for a newer ledger, and for a PostgreSQL ledger without a backup.
+    After a kill at any moment, the ledger is either unchanged or upgraded. An SQLite ledger is backed up first. ``has_backup``: a person has
+    made a backup of a PostgreSQL ledger. Raises: WorkspaceError for a newer ledger, and for a PostgreSQL ledger without a backup.
     """
     ledger = Ledger(workspace.ledger_url, workspace.root)
     found = ledger.version()
@@ -53,7 +53,7 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
     made = workspace.root / "root"  # an older factory wrote the workspace's first path, which its ledger contains
     roots = [str(workspace.root), *([made.read_text().strip()] if made.exists() else [])]
     with ledger.begin() as tx:
-        # Another process may have upgraded it.
+        # Another process may have upgraded the ledger meanwhile.
         now = tx.execute(meta.select().where(meta.c.key == "schema")).one().value
         with Operations.context(MigrationContext.configure(tx, opts={"roots": roots})):
             for step in reversed(list(script.walk_revisions())):
@@ -80,7 +80,7 @@ def make_backup_folder(workspace: Workspace) -> Path:
 
 
 def _backup(workspace: Workspace, version: str) -> Path:
-    """Copy the SQLite ledger while other processes may write to it. After a kill the copy is whole or absent."""
+    """Copy the SQLite ledger, while other processes may write to it. After a kill the copy is complete or absent."""
     # Remove the files of an upgrade that was killed, SQLite's logs too.
     for left in make_backup_folder(workspace).glob(".ledger-*.part*"):
         left.unlink()
@@ -94,9 +94,9 @@ def _backup(workspace: Workspace, version: str) -> Path:
 
 
 def upgrade_workspace(workspace: Workspace, has_backup: bool = False) -> list[str]:
-    """Upgrade a workspace to this factory's version. Returns lines for a person. It can be repeated, and killed at any moment.
+    """Upgrade a workspace to this factory's version. Returns lines for a person. The call can be repeated, and killed at any moment.
 
-    ``has_backup``: a person has a backup of a PostgreSQL ledger. Raises: WorkspaceError; then nothing has changed.
+    ``has_backup``: a person has made a backup of a PostgreSQL ledger. Raises: WorkspaceError, before anything has changed.
     """
     with workspace.hold_lock("model-loop"), workspace.hold_lock("code-loop"), workspace.hold_lock("release"):
         done = upgrade_ledger(workspace, has_backup)

@@ -28,12 +28,12 @@ from factory.gates.release.trained_licences import NONE
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
 
-LOGPROB_TOLERANCE = 1e-3  # nats between fp32 on two machines; serving allows the same
+LOGPROB_TOLERANCE = 1e-3  # nats, between fp32 on two machines; serving allows the same difference
 FIXTURE_SECONDS = 1800.0
 
 
 def check_export(folder: BundleFolder) -> list[Message]:
-    """Is every byte of the model that of the judged export?"""
+    """Check that the model in the bundle is the judged export, byte for byte."""
     inside = {path: hashed.sha256 for path, hashed in folder.hashes.items() if path.startswith(f"{layout.MODEL}/")}
     digests = {Path(PurePosixPath(path).relative_to(layout.MODEL)): sha256 for path, sha256 in inside.items()}
     wanted = folder.read_object(layout.VERDICT).get("subject_sha256")
@@ -49,7 +49,7 @@ def check_export(folder: BundleFolder) -> list[Message]:
 
 
 def check_fixture(folder: BundleFolder) -> list[Message]:
-    """Do weights and tokenizer still give the recorded fixture? A process of its own makes the fixture again."""
+    """Check that weights and tokenizer give the recorded answers (the parity fixture). A separate process computes the answers again."""
     recorded = folder.read_object(layout.FIXTURE)
     tokenizer = f"{layout.MODEL}/tokenizer.json"
     if tokenizer not in folder.paths:
@@ -57,7 +57,7 @@ def check_fixture(folder: BundleFolder) -> list[Message]:
     if folder.hashes[tokenizer].bytes > layout.TOKENIZER_BYTES:
         return [file_too_large(tokenizer, layout.TOKENIZER_BYTES)]
     again = make_fixture(folder.root / layout.MODEL)
-    for name in ("texts", "chats"):  # before the continuations: different ids explain different continuations
+    for name in ("texts", "chats"):  # compared first, because different ids explain different continuations
         if problem := find_first_json_difference(recorded.get(name), again[name], place=name):
             return [problem]
     problem = find_first_json_difference(_sure(recorded, again), _sure(again, again), LOGPROB_TOLERANCE)
@@ -65,7 +65,7 @@ def check_fixture(folder: BundleFolder) -> list[Message]:
 
 
 def make_fixture(export: Path) -> dict[str, Any]:
-    """Run ``factory.serving.fixture`` on an export in a process of its own. Raises: BundleError."""
+    """Compute the parity fixture of an export: run ``factory.serving.fixture`` in a separate process. Raises: BundleError."""
     with tempfile.TemporaryDirectory(prefix="factory-fixture-") as folder:
         out = Path(folder) / "fixture.json"
         words = [sys.executable, "-P", "-m", "factory.serving.fixture", str(export.resolve()), str(out)]
@@ -97,7 +97,7 @@ def make_fixture(export: Path) -> dict[str, Any]:
 
 
 def _sure(fixture: dict[str, Any], again: dict[str, Any]) -> Any:
-    """A fixture whose continuations are cut before the first token that is not clearly the likeliest on this machine."""
+    """Return the fixture with each continuation cut before the first token that is not clearly the likeliest token on this machine."""
     rows = fixture.get("greedy")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return fixture
@@ -110,7 +110,7 @@ def _sure(fixture: dict[str, Any], again: dict[str, Any]) -> Any:
 
 
 def check_licences(folder: BundleFolder) -> list[Message]:
-    """Do licences, token shards and evidence agree, and do they allow the release?"""
+    """Check that licences, token shards and evidence agree, and that they allow the release."""
     stored, evidence = folder.read_object(layout.LICENCES), folder.read_object(layout.EVIDENCE)
     rows = list(folder.read_rows(layout.SHARDS))
     tokens: dict[str, int] = {}
@@ -148,7 +148,7 @@ def check_licences(folder: BundleFolder) -> list[Message]:
         found.append(
             Message(
                 "checking.other_evidence",
-                "{file} has other licence shares than the list of token shards gives: {problem}",
+                "The licence shares in {file} differ from the shares computed from the list of token shards: {problem}",
                 file=layout.EVIDENCE,
                 problem=problem,
             )
@@ -157,7 +157,7 @@ def check_licences(folder: BundleFolder) -> list[Message]:
 
 
 def _synthetic_problems(stored: Any, rows: list[dict[str, Any]]) -> list[Message]:
-    """``stored``: supervised tokens by the model that wrote them."""
+    """Check the numbers of synthetic tokens. ``stored``: supervised tokens, by the model that wrote them."""
     counts = list(stored.values()) if isinstance(stored, dict) else [None]
     counted = [row.get("synthetic_tokens") for row in rows]
     if not all(type(one) is int and one >= 0 for one in [*counts, *counted]):
@@ -172,7 +172,7 @@ def _synthetic_problems(stored: Any, rows: list[dict[str, Any]]) -> list[Message
 
 
 def check_document(folder: BundleFolder, path: str) -> list[Message]:
-    """Is a generated document the one that the other files give?"""
+    """Check that a generated document is the one that the bundle's other files give."""
     if path not in folder.paths:
         return [bundle_file_missing_error(path)]
     again = generate_document(folder, path)
@@ -195,7 +195,7 @@ def check_document(folder: BundleFolder, path: str) -> list[Message]:
 
 
 def check_document_licences(folder: BundleFolder) -> list[Message]:
-    """Does every document in the bundle have a licence that allows its release, and is no such document missing?"""
+    """Check that every document in the bundle has a licence that allows its release, and that no such document is missing."""
     included = {str(row.get("license")): 0 for row in folder.read_rows(layout.SHARDS) if row.get("included") is True}
     if layout.DOCUMENTS not in folder.paths:
         return [bundle_file_missing_error(layout.DOCUMENTS)] if included else []

@@ -1,6 +1,6 @@
-"""Reads a release from the ledger as files of a bundle: policy, evidence, items, verdict, licences, anomalies.
+"""Reads from the ledger the contents of a release's bundle: policy, evidence, items, verdict, licences and anomalies.
 
-No file holds text of a held-out document.
+None of them contains text of a held-out document.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ VERDICT_COLUMNS = " ".join(("outcome", "reasons", "against", "policy_sha256", "s
 
 
 def read_release_files(plant: Plant, release: ReleaseRow, licence: str, with_documents: bool) -> Files:
-    """The files of a release's bundle. Raises: InputError if licences, policy or evidence do not allow a bundle."""
+    """Return the contents of a release's bundle, by path. Raises: InputError if licences, policy or evidence do not allow a bundle."""
     verdict = VerdictRow.get(plant.ledger, release.verdict)
     evidence = verdict.evidence(plant.ledger)
     evaluated = evidence.get("evaluations") or {}
     if not isinstance(evaluated.get(layout.CANDIDATE), int):
         raise InputError(
-            "gathering.no_evaluations", "Release {release}: verdict {verdict} does not name the evaluations that it judged",
+            "gathering.no_evaluations",
+            "No bundle was made of release {release}, because verdict {verdict} does not name the evaluations that "
+            "it judged",
             release=release.number, verdict=verdict.id,
         )  # fmt: skip
     policy = _policy(verdict, evidence)
@@ -81,7 +83,7 @@ def read_release_files(plant: Plant, release: ReleaseRow, licence: str, with_doc
 
 
 def _task_items(ledger: Ledger, evidence: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The items of the judged tasks. ``cost``: a lower value is better."""
+    """Return the items of the judged tasks. The key ``cost`` of an item is true if a lower value is better."""
     found = []
     for task, sides in ((evidence.get("tasks") or {}).get("evaluations") or {}).items():
         for who, number in zip((layout.CANDIDATE, layout.CHAMPION), sides, strict=True):
@@ -96,7 +98,7 @@ def _task_items(ledger: Ledger, evidence: Mapping[str, Any]) -> list[dict[str, A
 
 
 def _policy(verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
-    """The policy of the verdict, as it was recorded with the verdict."""
+    """Return the policy that was recorded with the verdict. Raises: InputError if it was not recorded."""
     policy = parse(ReleasePolicy, evidence.get("policy") or {}, "its policy", InputError)
     if hash_policy(policy) != verdict.policy_sha256:
         raise InputError(
@@ -114,14 +116,15 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
     if not any(tokens.values()):
         raise InputError(
             "gathering.unknown_licences",
-            "Release {release}: the licences of its training data are not known. No bundle was made",
+            "No bundle was made of release {release}, because the licences of its training data are not known",
             release=release.number,
         )
     if sum(other.values()) > policy.not_releasable_max:
         raise InputError(
             "gathering.not_releasable",
-            "Release {release} may not be passed on. {share:.1%} of its supervised tokens have licences that do not allow a release: {named}. "
-            "At most {limit:.1%} is allowed. No bundle was made. The rules of licences are in data.yaml",
+            "Release {release} may not be passed on. {share:.1%} of its supervised tokens have licences that do not "
+            "allow a release: {named}. At most {limit:.1%} is allowed. No bundle was made. The rules for licences "
+            "are in data.yaml",
             release=release.number,
             share=sum(other.values()),
             limit=policy.not_releasable_max,
@@ -143,7 +146,7 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
 
 
 def _verdict(ledger: Ledger, release: ReleaseRow, verdict: VerdictRow) -> dict[str, Any]:
-    """``judge`` names the code that judged. The verdict of an older factory has no such key."""
+    """Return the content of verdict.json. Its key ``judge`` names the judge's version; verdicts of older factories lack the key."""
     told = verdict.select_fields(VERDICT_COLUMNS)
     sql = "SELECT detail FROM events WHERE kind = 'judged' AND subject = :subject ORDER BY id DESC"
     events = (row["detail"] or {} for row in ledger.read(sql, subject=verdict.subject))
@@ -163,7 +166,7 @@ def _verdict(ledger: Ledger, release: ReleaseRow, verdict: VerdictRow) -> dict[s
 
 
 def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], suite: str | None) -> dict[str, Any]:
-    """Hashes of the held-out documents, and the parts of the suite's hash if the hash can still be computed."""
+    """Return the hashes of the held-out documents and, if the suite's hash can still be computed, the parts that the hash covers."""
     halves = {}
     for name, task in (("items", TASK), ("dev", DEV)):
         documents = read_held_out_documents(plant.ledger, sorted({item.item for item in items if item.task == task}))
@@ -178,7 +181,7 @@ def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], 
 
 
 def _anomalies(ledger: Ledger, segment: int) -> dict[str, Any]:
-    """The anomalies of the segments that trained the model, and the documents that were quarantined from its data."""
+    """Return the anomalies of the segments that trained the model, and the quarantined documents of its training data."""
     lineage = {row.id for row in SegmentRow.lineage(ledger, segment)}
     used = token_shards_of_lineage(ledger, segment)
     sql = "SELECT key, id, token_shard, detail FROM documents WHERE fate = 'quarantined' ORDER BY key"

@@ -1,6 +1,6 @@
 """Judges a release again from its bundle: computes the evidence from the items, and the verdict from the evidence.
 
-``RECORDED`` values cannot be computed from a bundle and are taken as recorded, for example the checks and the replicas' noise.
+The values named in ``RECORDED`` cannot be computed from a bundle, for example the replicas' noise. They are taken as recorded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kernels.contract.files import finite_values
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
 
-TOLERANCE = 1e-9  # relative: sums in another order or on another machine
+TOLERANCE = 1e-9  # relative; for sums in another order or on another machine
 _ITEMS = TypeAdapter(EvalItem)
 # Fields of the evidence that come from the ledger, which a bundle lacks. They are taken as recorded; the signature covers them.
 RECORDED = (
@@ -47,7 +47,7 @@ RECORDED = (
 
 
 def check_policy(folder: BundleFolder) -> list[Message]:
-    """Is this the policy of the verdict? Raises: BundleError."""
+    """Check that the bundle has the policy of the verdict. Raises: BundleError."""
     raw = folder.read(layout.POLICY)
     _policy(folder)
     wanted = folder.read_object(layout.VERDICT).get("policy_sha256")
@@ -63,12 +63,14 @@ def check_policy(folder: BundleFolder) -> list[Message]:
 
 
 def check_evidence(folder: BundleFolder) -> list[Message]:
-    """Do items and measurements give the recorded evidence? Raises: BundleError."""
+    """Check that items and measurements give the recorded evidence. Raises: BundleError."""
     stored = folder.read_object(layout.EVIDENCE)
     if stored.get("sha256") != evidence_sha256(stored):
         return [
             Message(
-                "judging_again.other_hash", "{file} does not have the hash that is recorded in it", file=layout.EVIDENCE
+                "judging_again.other_hash",
+                "The hash recorded in {file} is not the hash of the file's content",
+                file=layout.EVIDENCE,
             )
         ]
     evidence, tasks = _evidence(stored)
@@ -78,7 +80,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
     if set(summaries) != wanted or set(items) - wanted:
         return [
             Message(
-                "judging_again.other_models", "{files}: expected only values of these models: {models}",
+                "judging_again.other_models", "{files} must have values of these models and of no others: {models}",
                 files=[layout.MEASUREMENTS, layout.ITEMS], models=sorted(wanted),
             )
         ]  # fmt: skip
@@ -125,7 +127,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
 
 
 def compare_verdicts(folder: BundleFolder) -> VerdictComparison:
-    """The recorded verdict, and this judge's verdict on the same policy and evidence. Raises: BundleError."""
+    """Judge the recorded evidence again, and return the comparison with the recorded verdict. Raises: BundleError."""
     stored = folder.read_object(layout.EVIDENCE)
     evidence, _ = _evidence(stored)
     try:
@@ -137,7 +139,7 @@ def compare_verdicts(folder: BundleFolder) -> VerdictComparison:
 
 
 def check_held_out(folder: BundleFolder) -> list[Message]:
-    """Do the items belong to the suite that the evidence names? Raises: BundleError."""
+    """Check that the items belong to the suite that the evidence names. Raises: BundleError."""
     stored, evidence = folder.read_object(layout.HELD_OUT), folder.read_object(layout.EVIDENCE)
     if stored.get("suite_sha256") != evidence.get("suite_sha256"):
         return [
@@ -155,14 +157,18 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
             return [
                 Message(
                     "judging_again.odd_held_out",
-                    "{key}: expected rows of four texts: key, domain, source and SHA-256",
+                    "{key} must be a list of rows, each of four texts: key, domain, source and SHA-256",
                     key=name,
                 )
             ]
     if extra := sorted(stored.keys() - {"suite_sha256", "identity", *halves}):
         return [unexpected_key(printable(extra[0]))]
     if isinstance(identity, dict) and hash_suite(identity | halves) != stored["suite_sha256"]:
-        return [Message("judging_again.other_suite_hash", "The listed held-out documents do not have the suite's hash")]
+        return [
+            Message(
+                "judging_again.other_suite_hash", "The hash of the listed held-out documents is not the suite's hash"
+            )
+        ]
     known = {row[0]: (row[1], row[2]) for listed in halves.values() for row in listed or ()}
     for who, items in _items(folder).items():
         for item in items:
@@ -186,7 +192,7 @@ def _other_totals(who: str, problem: Message) -> Message:
 
 
 def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -> Message | None:
-    """The first difference between a summary's totals and its items'. None: they agree."""
+    """Return the first difference between a summary's totals and the totals of its items; None if they agree."""
     scored = [item for item in items if item.task == "bpb"]
     if any(item.weight <= 0 for item in scored):
         return Message(
@@ -209,14 +215,14 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
         count = counted.get(domain) if isinstance(counted, dict) else None
         if not isinstance(count, int) or count < sum(item.domain == domain for item in scored):
             return Message(
-                "judging_again.too_many_items", "The {model} has more items of domain {domain} than held-out documents",
+                "judging_again.too_many_items", "The {model} has more items of domain {domain} than the domain has held-out documents",
                 model=who, domain=printable(domain),
             )  # fmt: skip
     return None
 
 
 def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> Message | None:
-    """The first difference between the recorded values and gains of tasks and those of their items. None: they agree."""
+    """Return the first difference between the recorded values and gains of tasks and those computed from the items; None if they agree."""
     if not tasks.evaluations:
         return None
     of_task: dict[str, dict[str, list[EvalItem]]] = {}
@@ -258,7 +264,7 @@ def _items(folder: BundleFolder) -> dict[str, list[EvalItem]]:
 
 
 def _item(name: str, number: int, row: dict[str, Any]) -> tuple[str, EvalItem]:
-    """(the model that an item belongs to, the item) on a line of a file. Raises: BundleError."""
+    """Return (the model that an item belongs to, the item) from a row of a file. Raises: BundleError."""
     who = row.pop("of", None)
     try:
         item = _ITEMS.validate_json(json.dumps(row), strict=True)
@@ -300,14 +306,14 @@ def _policy(folder: BundleFolder) -> ReleasePolicy:
     if hashlib.sha256(folder.read(layout.POLICY)).hexdigest() != hash_policy(policy):
         raise BundleError(
             "judging_again.odd_policy",
-            "{file} has other keys or another format than this factory writes",
+            "{file} has keys or a format that this factory does not write",
             file=layout.POLICY,
         )
     return policy
 
 
 def _shown_error(error: InputError) -> Message:
-    """An error that quotes a bundle, safe to print."""
+    """Return the message of an error that may quote a bundle, safe to print."""
     return Message.from_parts(error.code, printable(str(error), 300), error.data)
 
 

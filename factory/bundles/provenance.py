@@ -1,4 +1,4 @@
-"""``provenance.json``: how the model was made, as an in-toto statement with a SLSA v1 provenance predicate."""
+"""Builds and checks provenance.json. It tells how the model was made, as an in-toto statement with a SLSA v1 provenance predicate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_SEGMENT = " ".join(
 def build_statement(
     ledger: Ledger, release: ReleaseRow, hashes: Mapping[str, FileHash], shards: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The statement's JSON object. ``hashes``: of the bundle's files so far; ``shards``: the rows of its token shards."""
+    """Return the statement's JSON object. ``hashes``: those of the bundle's files so far. ``shards``: the rows of the bundle's token shards."""
     lineage = SegmentRow.lineage(ledger, release.segment)
     last = lineage[-1]
     candidate = CandidateRow.get(ledger, release.candidate)
@@ -72,13 +72,13 @@ def build_statement(
 
 
 def model_subjects(hashes: Mapping[str, FileHash]) -> list[dict[str, Any]]:
-    """The statement's subjects: the model's files."""
+    """Return the statement's subjects, which are the model's files."""
     listed = sorted(path for path in hashes if path.startswith(f"{layout.MODEL}/"))
     return [{"name": path, "digest": {"sha256": hashes[path].sha256}} for path in listed]
 
 
 def check_provenance(folder: BundleFolder) -> list[Message]:
-    """The differences between a bundle's provenance and its files. Raises: BundleError."""
+    """Return the differences between a bundle's provenance and its files. Raises: BundleError."""
     stored = folder.read_object(layout.PROVENANCE)
     if (stored.get("_type"), stored.get("predicateType")) != (STATEMENT, PREDICATE):
         return [
@@ -180,7 +180,7 @@ def _dependencies(ledger: Ledger, lineage: list[SegmentRow], shards: list[dict[s
 
 
 def _environment() -> dict[str, str]:
-    """Versions of Python and packages where the bundle was made. Each segment records those of its own training."""
+    """Return the versions of Python and packages on the machine that makes the bundle. A segment's ``machine`` tells where it was trained."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The training data of a release: its token shards and licences, and optionally the documents that may be passed on."""
+"""Reads the training data of a release: its token shards and licences, and the documents that may be passed on."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ COUNTS = ("documents", "tokens", "supervised_tokens", "synthetic_tokens", "quara
 
 
 def token_shards_of_lineage(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
-    """The token shards in the data plans of a segment and of all segments before it, by id.
+    """Return the token shards in the data plans of a segment and of all segments before it, by id.
 
-    Each is the newest plan's entry, with the path at which the token shard is now.
+    Each value is the entry of the newest plan, with the present path of the token shard.
     """
     found: dict[str, dict[str, Any]] = {}
     for row in SegmentRow.lineage(ledger, segment):
@@ -37,9 +37,9 @@ def token_shards_of_lineage(ledger: Ledger, segment: int) -> dict[str, dict[str,
 
 
 def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents: bool) -> list[dict[str, Any]]:
-    """A row for each token shard and licence: its counts, whether its licence allows a release, whether this bundle includes its documents.
+    """Return a row for each token shard and licence: counts, whether the licence allows a release, and whether the bundle includes the documents.
 
-    ``quarantined``: documents that were trained on and were quarantined or removed later. No bundle includes them.
+    ``quarantined`` counts documents that were trained on, and quarantined or removed later. No bundle includes them.
     """
     used = token_shards_of_lineage(ledger, segment)
     moved = find_relicensed_documents(ledger, licences)
@@ -83,7 +83,7 @@ def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents:
 
 
 def _add(found: dict[tuple[str, str], dict[str, Any]], row: dict[str, Any], licence: str | None, sign: int) -> None:
-    """Add a row's counts to the totals of its token shard and ``licence``. ``sign`` -1 subtracts them."""
+    """Add a row's counts to the totals of its token shard and ``licence``. With ``sign`` -1, subtract them."""
     named = {name: row[name] for name in ("name", "shard", "bytes")}
     into = found.setdefault((row["token_shard"], licence or ""), named | dict.fromkeys(COUNTS, 0))
     for name in COUNTS:
@@ -93,7 +93,7 @@ def _add(found: dict[tuple[str, str], dict[str, Any]], row: dict[str, Any], lice
 def releasable_documents(
     root: Path, ledger: Ledger, tokenizer: Tokenizer, segment: int, licences: Licences
 ) -> Iterator[dict[str, Any]]:
-    """The documents that a segment was trained on and whose licence allows passing them on, as the trainer read them.
+    """Yield the documents that a segment was trained on and that may be passed on by their licence. The text is what the trainer read.
 
     Quarantined documents are left out. Raises: InputError for a token shard that is missing or damaged.
     """
@@ -125,5 +125,5 @@ def releasable_documents(
 
 
 def to_json_line(value: Any) -> str:
-    """A value as one line of JSON Lines, with its line end."""
+    """Return a value as one line of JSON Lines, including the line end."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,6 +1,6 @@
-"""The signature: an OpenSSF model signature (``model-signing``) over every file, made offline with an elliptic-curve key.
+"""Signs a bundle: an OpenSSF model signature (``model-signing``) over every file, made offline with an elliptic-curve key.
 
-The first use makes the factory's own key in the workspace's ``keys/``. Only its owner can read it.
+The first signature makes the factory's own key in the workspace's ``keys/``. Only the key's owner can read it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ KEY_BYTES = 1 << 16
 
 
 def ensure_own_key(root: Path) -> Path:
-    """The path of the workspace's private key. Makes the key if there is none. Raises: InputError if other users can read it."""
+    """Return the path of the workspace's private key; make the key if there is none. Raises: InputError if other users can read the key."""
     path = root / KEYS / KEY
     if not path.exists():
         _make(root / KEYS)
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InputError(
             "signing.readable_key",
-            "{path}: other users can read this private key. If you remove the key, the factory makes a new key. "
-            "To keep the key, restrict it with 'chmod 600 {path}'",
+            "Other users can read the private key {path}. If one of them may have copied the key, remove it, and "
+            "the factory makes a new key. To keep the key, restrict it with 'chmod 600 {path}'",
             path=path,
         )
     return path
@@ -66,7 +66,7 @@ def _make(folder: Path) -> None:
 
 
 def read_public_key(private: Path) -> bytes:
-    """The public key, as PEM, of a private key's file. Raises: InputError unless the file is an unencrypted key of a supported curve."""
+    """Return the public key, as PEM, of the private key in a file. Raises: InputError unless it is an unencrypted key of a supported curve."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -75,7 +75,7 @@ def read_public_key(private: Path) -> bytes:
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
             "signing.no_private_key",
-            "{path} cannot be read as a private key in PEM format without a password: {reason}",
+            "{path} is not a private key in PEM format, or a password protects the key: {reason}",
             path=private, reason=str(error)[:200],
         ) from error  # fmt: skip
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in CURVES:
@@ -84,7 +84,7 @@ def read_public_key(private: Path) -> bytes:
 
 
 def fingerprint_of_key(pem: bytes, where: str) -> str:
-    """The SHA-256 of a public key in DER form. Raises: BundleError unless the key can verify a signature."""
+    """Return the SHA-256 of a public key in DER form. Raises: BundleError unless the key can verify a signature."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -106,12 +106,15 @@ def fingerprint_of_key(pem: bytes, where: str) -> str:
 
 def _other_curve(where: str) -> Message:
     return Message(
-        "signing.other_curve", "{path} is not a key of a supported elliptic curve: {curves}", path=where, curves=CURVES
+        "signing.other_curve",
+        "{path} is not a key of a supported elliptic curve. Supported curves: {curves}",
+        path=where,
+        curves=CURVES,
     )
 
 
 def sign(folder: Path, private: Path) -> None:
-    """Sign a folder and write the signature into it."""
+    """Sign a folder, and write the signature into the folder."""
     from model_signing import signing
 
     config = signing.Config().use_elliptic_key_signer(private_key=private).set_hashing_config(_hashing())
@@ -119,14 +122,14 @@ def sign(folder: Path, private: Path) -> None:
 
 
 def check_signature(folder: Path, public: Path) -> None:
-    """Raises: BundleError unless the signature is of these files and by this key."""
+    """Check the signature of a folder. Raises: BundleError unless it is a signature of these files by this key."""
     from model_signing import verifying
 
     config = verifying.Config().use_elliptic_key_verifier(public_key=public).set_hashing_config(_hashing())
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the library prints its warnings
             config.verify(folder, folder / SIGNATURE)
-    except Exception as error:  # of any kind: the library parses untrusted files
+    except Exception as error:  # of any kind, since the library parses untrusted files
         name = type(error).__name__
         reason = str(error) or (
             Message("signing.other_key", "another key made the signature") if name == "InvalidSignature" else name
@@ -142,7 +145,7 @@ def check_signature(folder: Path, public: Path) -> None:
 
 
 def _hashing() -> Any:
-    """How files are hashed. Set here, because a signature's own claim about hashing is not trusted."""
+    """Return the settings by which files are hashed. They are set here, because a signature's own claim about hashing is not trusted."""
     from model_signing import hashing
 
     config = hashing.Config().use_file_serialization(hashing_algorithm="sha256", allow_symlinks=False)

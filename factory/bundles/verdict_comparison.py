@@ -1,7 +1,7 @@
 """Compares a bundle's recorded verdict with this judge's verdict on the same policy and evidence.
 
-The same version of the judge must give the same text. Another version may give reasons in other words, but not another outcome, another
-champion, or another number in a sentence that both give. The smallest visible gain is an estimate that decides nothing; it may differ.
+The same version of the judge must give the same text. Another version may give reasons in other words. It may not give another outcome or another
+champion, nor another number in a sentence that both versions give. The smallest visible gain may differ: it is an estimate that decides nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OVERRIDE = {"by", "why", "sha256", "evidence_sha256"}
 
 @dataclass(frozen=True)
 class VerdictComparison:
-    """``recorded``: the content of ``verdict.json``. ``again``, ``against``: this judge's verdict, and the champion it compared with."""
+    """A recorded verdict, the content of verdict.json, and this judge's new verdict. ``against``: the champion that the new verdict compares with."""
 
     recorded: Mapping[str, Any]
     again: Verdict
@@ -37,7 +37,7 @@ class VerdictComparison:
 
     @cached_property
     def override(self) -> dict[str, str] | None:
-        """The override of a held release: its author and reason. None: no override. Raises: BundleError."""
+        """The override of a held release, with its author and reason; None without an override. Raises: BundleError."""
         told = self.recorded.get("override")
         if told is None:
             return None
@@ -50,7 +50,7 @@ class VerdictComparison:
 
     @cached_property
     def recorded_judge_version(self) -> JudgeVersion | None:
-        """The version of the judge that the record names. None: an older factory wrote it, or someone removed it. Raises: BundleError."""
+        """The recorded version of the judge; None if an older factory wrote the verdict, or if someone removed the key. Raises: BundleError."""
         told = self.recorded.get("judge")
         if told is None:
             return None
@@ -65,7 +65,7 @@ class VerdictComparison:
 
     @property
     def same_judge(self) -> bool:
-        """Did this version of the judge give the recorded verdict?"""
+        """Whether this version of the judge gave the recorded verdict."""
         return self.recorded_judge_version is not None and self.recorded_judge_version.sha256 == judge_version().sha256
 
     @cached_property
@@ -81,7 +81,7 @@ class VerdictComparison:
         return tuple(reason for reason in told if reason not in self.again.reasons)
 
     def problems(self) -> list[Message]:
-        """What is wrong with the recorded verdict; empty if it is valid. Raises: BundleError if it cannot be read."""
+        """Return the problems of the recorded verdict; [] if it is valid. Raises: BundleError if it cannot be read."""
         here: dict[str, Any] = {"outcome": self.again.outcome, "against": self.against}
         if self.same_judge:
             here["reasons"] = [str(reason) for reason in self.again.reasons]
@@ -111,7 +111,7 @@ class VerdictComparison:
         ]
 
     def _override_problems(self, told: dict[str, str]) -> list[Message]:
-        """What is wrong with a person's override."""
+        """Return the problems of a person's override; [] if it is valid."""
         if self.again.outcome != HOLD:
             return [
                 Message(
@@ -139,7 +139,7 @@ class VerdictComparison:
         return []
 
     def verdict_text(self) -> Message:
-        """The text of a valid verdict."""
+        """Return a message about a valid verdict: its outcome, and whether another version of the judge gave it."""
         outcome = Message("verdict_comparison.promoted", "the outcome is promote")
         if over := self.override:
             outcome = Message(
@@ -162,8 +162,7 @@ class VerdictComparison:
         return Message(
             "verdict_comparison.other_words",
             "In a new judgement, {outcome}. All numbers are the same as recorded. {judges}. This version words "
-            "{differing} of {reasons} reasons in another way, which is allowed. First such reason, as recorded: "
-            "{first}",
+            "{differing} of {reasons} reasons in another way, which is allowed. Such reasons, as recorded: {first}",
             outcome=outcome,
             judges=self._judges(),
             differing=len(self.reasons_not_repeated),
@@ -178,7 +177,7 @@ class VerdictComparison:
         return facts | {"worded_otherwise": [] if self.same_judge else list(self.reasons_not_repeated)}
 
     def _judges(self) -> Message:
-        """Names both versions of the judge."""
+        """Return a message with the two versions of the judge."""
         here = _named(judge_version())
         if self.recorded_judge_version is None:
             return Message(
@@ -192,7 +191,7 @@ class VerdictComparison:
         )  # fmt: skip
 
     def _other_number(self) -> Message | None:
-        """The first sentence that both verdicts give with different numbers, and that can decide. None: no such sentence."""
+        """Return a message about the first deciding sentence that both verdicts give with different numbers; None without such a sentence."""
         ours = {NUMBER.sub("#", one): str(one) for one in self.again.reasons if one.code not in ESTIMATE_CODES}
         for reason in self.reasons_not_repeated:
             if own := ours.get(NUMBER.sub("#", reason)):

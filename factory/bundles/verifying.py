@@ -1,4 +1,4 @@
-"""``factory verify``: checks a bundle that anyone may have written. It reads nothing outside the bundle's folder."""
+"""Implements ``factory verify``: checks a bundle that anyone may have written. It reads nothing outside the bundle's folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _same_document(path: str) -> Message:
     return Message("verifying.same_document", "{file} agrees with the bundle's other files", file=path)
 
 
-# The checks, in order: name → (function that returns the problems, text of a passed check or a function that returns that text).
+# The checks, in order: name → (function that returns the problems, message of a passed check or a function that returns the message).
 CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Callable[[BundleFolder], Message]]] = {
     "files": (
         manifest.check_manifest,
@@ -84,8 +84,8 @@ SIGNATURE_CHECK = "signature"
 class VerifyResult:
     """The result of all checks.
 
-    ``pinned``: the signature was checked with a key from outside the folder. ``judge``: ``TwoVerdicts.to_json``; None if the bundle
-    cannot be judged again.
+    ``pinned``: the signature was checked with a key from outside the folder. ``judge``: the result of ``VerdictComparison.to_json``; None if
+    the bundle cannot be judged again.
     """
 
     checks: tuple[ProbeCheck, ...]
@@ -104,9 +104,9 @@ class VerifyResult:
 
 
 def verify_bundle(root: Path, public_key: Path | None = None) -> VerifyResult:
-    """Run every check of a bundle: the files, the signature, then the rest of ``CHECKS``. A failed check does not raise.
+    """Run every check of a bundle: the files, the signature, then the rest of ``CHECKS``. A failed check raises no error.
 
-    ``public_key``: the signer's key, from its publisher. Without it, the folder's own key is used, which proves nothing about the signer.
+    ``public_key``: the signer's key, from the publisher. By default, the key in the folder is used, which proves nothing about the signer.
     """
     try:
         folder = BundleFolder.open(root)
@@ -134,7 +134,7 @@ def run_check(name: str, folder: BundleFolder) -> ProbeCheck:
 
 
 def _shown_error(error: FactoryError) -> Message:
-    """An error that quotes a bundle, safe to print."""
+    """Return the message of an error that may quote a bundle, safe to print."""
     return Message.from_parts(error.code, printable(str(error), 500), error.data)
 
 
@@ -146,7 +146,7 @@ def _judge(folder: BundleFolder) -> dict[str, Any] | None:
 
 
 def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[ProbeCheck, str | None]:
-    """The check of the signature, and the fingerprint of the key that it used."""
+    """Return the result of checking the signature, and the fingerprint of the key that was used."""
     signer = None
     try:
         pem = folder.read(layout.PUBLIC_KEY, KEY_BYTES) if public_key is None else _given(public_key)
@@ -161,13 +161,15 @@ def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[ProbeChec
     if public_key is None:
         own = Message(
             "verifying.own_key",
-            "The key in the bundle's folder signed the bundle: {signer}. To check who signed the bundle, name "
+            "The bundle was signed with the key in its own folder: {signer}. To check who signed the bundle, name "
             "the publisher's key with '--public-key'",
             signer=signer,
         )
         return ProbeCheck(SIGNATURE_CHECK, True, own), signer
     return ProbeCheck(
-        SIGNATURE_CHECK, True, Message("verifying.given_key", "The given key signed it: {signer}", signer=signer)
+        SIGNATURE_CHECK,
+        True,
+        Message("verifying.given_key", "The bundle was signed with the given key: {signer}", signer=signer),
     ), signer
 
 

@@ -1,4 +1,4 @@
-"""Writes a bundle to a temporary folder, verifies it, and moves it into place. After an error nothing is left."""
+"""Writes a bundle to a temporary folder, verifies the bundle, and renames the folder into place. After an error, nothing is left."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from factory.release.checks import check_export_unchanged
 from kernels.contract.files import finite_json, rename_into_place
 from kernels.contract.message import Message
 
-# ``--traces`` copies these files of every segment, and its checkpoints that still exist.
+# With ``--traces``, the bundle has these files of every segment, and the checkpoints that still exist.
 LEFT = ("metrics.jsonl", "anomalies.jsonl")  # the trainer wrote them into the segment's folder
 
 
 def copy_traces(root: Path, ledger: Ledger, segment: int, place: Path) -> None:
-    """Copy metrics and checkpoints of a segment and all before it into ``place``, one folder for each segment.
+    """Copy metrics and checkpoints of a segment and of all segments before it into ``place``, one folder for each segment.
 
     Links are not followed, because a trainer wrote these folders. Raises: OSError.
     """
@@ -82,7 +82,7 @@ LICENCE = re.compile(r"[A-Za-z0-9.+:() -]{1,200}")
 
 @dataclass(frozen=True)
 class BundleOptions:
-    """What a bundle includes, who signs it, and where it is written."""
+    """The options of a bundle: its folder, its optional parts, the key that signs it, and the licence of the weights."""
 
     out: Path | None = None
     data: bool = False
@@ -102,8 +102,8 @@ class WrittenBundle:
 def write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenBundle:
     """Write the bundle of a release and verify it.
 
-    Raises: InputError if the output folder exists, if the export is not the judged one, if licences forbid it, or if the bundle does not
-    verify. Then nothing is left.
+    Raises: InputError if the output folder exists, if the export is not the judged export, if licences forbid a bundle, or if the bundle fails
+    its verification. After an error, nothing is left.
     """
     with plant.workspace.hold_lock("bundle"):
         return _write_bundle(plant, number, options)
@@ -140,7 +140,10 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            "writing.no_parent", "{folder} cannot be made: {reason}", folder=out.parent, reason=error.strerror
+            "writing.no_parent",
+            "The folder {folder} cannot be made: {reason}",
+            folder=out.parent,
+            reason=error.strerror,
         ) from error
     for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # a killed process left it
         remove_path(left)
@@ -196,7 +199,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
 
 
 def _copy_export(release: ReleaseRow, aside: Path) -> None:
-    """Raises: InputError if the export changed during the copy."""
+    """Copy the model's export into the bundle. Raises: InputError if the export changed during the copy."""
     shutil.copytree(release.export_path, aside / layout.MODEL, symlinks=True)
     for path in (aside / layout.MODEL).iterdir():
         path.chmod(0o644)  # so that other users can read it

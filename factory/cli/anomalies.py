@@ -1,4 +1,4 @@
-"""``factory diagnose`` and ``factory anomalies``: find the cause of a training anomaly, and decide what to do about it."""
+"""The commands ``factory diagnose`` and ``factory anomalies``: find the cause of a training anomaly, and decide what to do about the anomaly."""
 
 from __future__ import annotations
 

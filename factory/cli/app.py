@@ -1,4 +1,4 @@
-"""The typer app of the ``factory`` command, and how an error becomes one line and an exit code. ``core.options`` has what commands share."""
+"""Defines the typer app of the ``factory`` command, and turns an error into one line and an exit code. ``core.options`` has the shared options."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_global_options(
 
 
 def main() -> None:
-    """The entry point. A ``FactoryError`` or a fault of the machine ends with one message; any other exception is a bug and keeps its traceback."""
+    """Run the command line. A ``FactoryError`` or a machine fault becomes one message; any other exception is a bug and keeps its traceback."""
     end_if_stopped = stop_signals.handle_signals()
     for name, value in (SPINS | devices.COMPILER_SETTINGS).items():
         os.environ.setdefault(name, value)
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The exit code of an error that a user can correct, after printing its message. None for any other error."""
+    """Print the message of an error that a user can correct, and return its exit code. Returns None for any other error, and prints nothing."""
     if isinstance(error, FactoryError):
         as_json = "--json" in sys.argv[1:]
         print(

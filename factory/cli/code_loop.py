@@ -1,4 +1,4 @@
-"""Commands of the code loop: ``propose``, ``proposals`` (list, show, approve, reject, revert) and ``audit_segment``."""
+"""The commands of the code loop: ``factory propose``, ``factory proposals`` (list, show, approve, reject, revert) and ``factory audit``."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def propose(
 
 
 def _ask(question: str) -> str:
-    """Print a question and return the person's answer. Raises: InputError at the end of the input; the run is kept."""
+    """Print a question and return the person's answer. Raises: InputError at the end of standard input. The run is kept then."""
     print(question, flush=True)
     try:
         return input("> ")
@@ -182,7 +182,7 @@ def list_proposals(context: typer.Context, where: WorkspaceOption = DEFAULT, as_
 
 
 def _named(context: typer.Context, where: Path) -> Path:
-    """The workspace that was given behind the subcommand, or else the one given behind ``proposals``."""
+    """Return the workspace given after the subcommand or, without one, the workspace given after ``proposals``."""
     return where if where != DEFAULT else context.obj
 
 
@@ -198,7 +198,9 @@ def _list_proposals(where: Path, as_json: bool) -> None:
         state = row.state if row.state in SETTLED else row.outcome or row.state
         print(f"{row.number:>4}  {state:<10} {row.branch}  {row.title}")
     if not listed:
-        print(Message("code_loop.no_proposals", "No agent proposed a patch yet. To get a proposal: 'factory propose'"))
+        print(
+            Message("code_loop.no_proposals", "No agent has proposed a patch yet. To get a proposal: 'factory propose'")
+        )
 
 
 @proposals_app.command("show")
@@ -241,7 +243,7 @@ def revert_proposal(context: typer.Context, number: Number, where: WorkspaceOpti
 
 
 def _decide(context: typer.Context, where: Path, number: int, decision: Callable[[Plant], object]) -> None:
-    """Carry out a person's decision while holding the code loop's lock, then show the result in MLflow."""
+    """Carry out a person's decision while holding the code loop's lock. Then show the result in MLflow, and print the proposal."""
     from factory.show.catching_up import show_unshown_items
 
     plant, _ = open_plant(_named(context, where))

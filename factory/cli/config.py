@@ -1,4 +1,4 @@
-"""``factory config``: print every setting in force and its source; change one key in the workspace's own copy of a policy."""
+"""The command ``factory config``: prints every setting in force and its source, and changes a key in the workspace's own copy of a policy."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def set_key(
 
 
 def write_key(workspace: Workspace, name: str, key: str, value: str) -> Path:
-    """Write the key and return the file. Raises: InputError for invalid YAML; ConfigError for a value that the schema refuses."""
+    """Write a key into the workspace's own copy of a policy, and return the copy's path.
+
+    Raises: InputError for invalid YAML; ConfigError for a value that the schema refuses.
+    """
     import yaml
 
     from agents.core.yaml_edit import set_value
@@ -117,7 +120,7 @@ def write_key(workspace: Workspace, name: str, key: str, value: str) -> Path:
     except (ValueError, yaml.YAMLError) as error:
         raise InputError(
             "config.not_set",
-            "{name}: {key} was not changed: {reason}",
+            "{key} of {name} was not changed: {reason}",
             name=name,
             key=key,
             reason=" ".join(str(error).split())[:200],
@@ -140,7 +143,7 @@ def write_key(workspace: Workspace, name: str, key: str, value: str) -> Path:
 
 
 def _leaves(place: list[str], value: object) -> Iterator[tuple[list[str], Any]]:
-    """(path, single value) of each entry of a mapping. Raises: ValueError for a list, because its items have no keys."""
+    """Yield (path, value) of each single value in a nested mapping. Raises: ValueError for a list, because its items have no keys."""
     if value == {}:
         raise ValueError("an empty mapping sets nothing")
     if isinstance(value, dict):
@@ -153,7 +156,7 @@ def _leaves(place: list[str], value: object) -> Iterator[tuple[list[str], Any]]:
 
 
 def read_settings(workspace: Workspace, name: str) -> tuple[Path, list[Setting]]:
-    """The file in force, and every key with its value. Raises: ConfigError for an invalid file."""
+    """Return the file in force, and every key with its value. Raises: ConfigError for an invalid file."""
     from factory.cli.policy_sources import list_settings
     from trainer.contract.errors import TrainerError
 
@@ -170,7 +173,7 @@ def read_settings(workspace: Workspace, name: str) -> tuple[Path, list[Setting]]
 
 
 def _schemas() -> dict[str, Callable[[Path], BaseModel]]:
-    """By name, the function that loads each policy, and the recipe."""
+    """Return, by name, the function that loads each policy, and that of the recipe."""
     from factory.audit.policy import AuditPolicy
     from factory.evals.policy import EvalPolicy
     from factory.gates.patch.policy import PatchPolicy
@@ -205,7 +208,7 @@ def _schemas() -> dict[str, Callable[[Path], BaseModel]]:
 
 
 def _source(workspace: Workspace, path: Path) -> str:
-    """Where a file comes from: the workspace's own copy, the shipped one, or the repository that is trained with."""
+    """Return the origin of a file: 'workspace' for the workspace's own copy, 'shipped', or 'repository' for that of the training code."""
     if path.is_relative_to(workspace.root / "policies"):
         return "workspace"
     return "shipped" if path.is_relative_to(checkout_root() / "policies") else "repository"
@@ -230,7 +233,7 @@ def _configuration(workspace: Workspace) -> list[Setting]:
 
 
 def _kernels(workspace: Workspace, path: Path) -> list[Setting]:
-    """The implementation chosen for each op and kind of device, as committed. ``auto`` is resolved when a segment is planned."""
+    """Return the implementation chosen for each op and kind of device in the live commit. ``auto`` is resolved when a segment is planned."""
     from factory.cli.policy_sources import Setting
     from factory.computing.tuned_kernels import live_kernels_file
     from kernels.contract.registry import KernelError, load_choice

@@ -1,4 +1,4 @@
-"""Commands that show something: ``status``, ``duties``, ``log``, ``ui``, ``check`` and ``demo``."""
+"""Commands that show the state of the factory: ``factory status``, ``duties``, ``log``, ``ui`` and ``check``; and ``factory demo``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Commands of the model loop: ``init``, ``tune_kernels``, ``run_daemon``, ``train_segment``, ``certify``, ``anneal``, ``average``, ``evaluate``,
-``release_candidate`` and
-``serve_champion``."""
+"""Commands of the model loop: ``factory init``, ``tune``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``, ``release`` and
+``serve``."""
 
 from __future__ import annotations
 
@@ -380,7 +379,7 @@ def release(
 
 
 def _candidate(ledger: Ledger, number: int | None) -> int:
-    """The candidate with that number, or the newest one. Raises: InputError."""
+    """Return the candidate with this number or, for None, the newest candidate. Raises: InputError."""
     from factory.ledger.rows import CandidateRow
 
     newest = CandidateRow.first(ledger, "ORDER BY id DESC")

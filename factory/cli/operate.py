@@ -1,8 +1,7 @@
-"""Commands that steer a running factory: ``pause_daemon``, ``resume_daemon``, ``request_retry``, ``abandon_segment``, ``rewind_segment`` and
-``quarantine_documents``, and ``remove_unneeded``.
+"""Commands that steer a running factory: ``factory pause``, ``resume``, ``retry``, ``abandon``, ``rewind``, ``quarantine`` and ``clean``.
 
-Each, except ``remove_unneeded``, writes one transaction to the ledger, which the daemon reads. ``remove_unneeded`` removes what the retention policy
-does not keep.
+Each, except ``clean``, writes one transaction to the ledger, which the daemon reads. ``clean`` removes the files that the retention policy does
+not keep.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def pause(
     say.line(
         Message(
             "operate.pausing",
-            "  If a trainer runs now, it writes a checkpoint and then ends. Other actions that are running are finished first.",
+            "  If a trainer runs now, it writes a checkpoint and then ends. Other actions that run now are finished.",
         )
     )
 
@@ -52,7 +51,7 @@ def resume(plant: Plant, say: AnswerPrinter) -> None:
     from factory.retrying import requests
 
     ended = requests.resume_daemon(plant.ledger, current_user())
-    said = Message("operate.resumed", "  The pause of {what} by {by} is over.", what=ended.what, by=ended.by)
+    said = Message("operate.resumed", "  The pause of {what} that {by} began is over.", what=ended.what, by=ended.by)
     say({"resumed": vars(ended)}, said)
 
 

@@ -1,4 +1,4 @@
-"""``factory plan``: plan the training of a model of some size, before anything is trained. Needs neither a workspace nor torch."""
+"""The command ``factory plan``: plans the training of a model before anything is trained. It needs neither a workspace nor torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from trainer.contract.recipe import ModelRecipe, Recipe
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-LARGE = 2e9  # from so many parameters on, the default vocabulary is Llama 3's (128,256 entries), below it Llama 2's (32,000)
+LARGE = (
+    2e9  # parameters. From here on, the default vocabulary is Llama 3's (128,256 entries), below it Llama 2's (32,000).
+)
 
 
 @app.command()
@@ -84,7 +86,11 @@ def plan(
             "plan.mfu_above_one", "--mfu: {mfu:g} is too large. The largest value is 1, the full peak rate.", mfu=mfu
         )
     if context is not None and context < 8:
-        raise InputError("plan.short_context", "--context: {context} is less than 8.", context=context)
+        raise InputError(
+            "plan.short_context",
+            "--context: {context} is too small. The smallest context is 8 tokens.",
+            context=context,
+        )
     chosen_gpu = GPUS[gpu] if memory is None else replace(GPUS[gpu], memory=memory * GB)
     wanted = _number("--tokens", tokens)
     size = _number("--params", params) if params else 0.0
@@ -144,7 +150,7 @@ def plan(
 
 
 def _number(flag: str, text: str) -> float:
-    """The number that ``8e9`` or ``8B`` means. Raises: InputError with the option's name."""
+    """Return the number that a text such as '8e9' or '8B' means. Raises: InputError with the option's name."""
     word = text.strip().replace("_", "").replace(",", "").upper()
     factor = SUFFIXES.get(word[-1:], 1.0)
     try:
@@ -186,7 +192,7 @@ def _with_params_only(flag: str, source: str) -> InputError:
 
 
 def _recipe(name: str) -> Recipe:
-    """The recipe with that name, or in that file."""
+    """Return the recipe with this name, or in this file. Raises: InputError, TrainerError."""
     from trainer.contract.recipe import Recipe
 
     folder = checkout_root() / "policies" / "recipes"
@@ -204,7 +210,7 @@ def _recipe(name: str) -> Recipe:
 
 
 def _logit_rows() -> int | None:
-    """How many tokens have logits at one time, by the kernels chosen for CUDA. None: all tokens of a micro-batch."""
+    """Return how many tokens have logits at one time with the kernels chosen for CUDA; None for all tokens of a micro-batch."""
     import yaml
 
     policy = yaml.safe_load((checkout_root() / "policies" / "kernels.yaml").read_text("utf-8"))

@@ -1,6 +1,6 @@
-"""The values of a policy with their sources and meanings, for ``factory config show``.
+"""Lists the values of a policy with their sources and meanings, for ``factory config show``.
 
-Apart because it imports pydantic, which takes longer than 'factory status' may take.
+Apart because this file imports pydantic, and that import takes longer than 'factory status' may take.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Setting:
-    """One key in force. ``source``: ``DEFAULT`` for a key that the file leaves out, otherwise where the file comes from."""
+    """One key in force. ``source``: ``DEFAULT`` for a key that the file does not set, otherwise the origin of the file."""
 
     key: str
     value: Any
@@ -29,7 +29,7 @@ class Setting:
 
 
 def list_settings(policy: BaseModel, raw: object, source: str, above: str = "") -> Iterator[Setting]:
-    """Every key of a loaded policy. ``raw``: the parsed file. A key in the file has ``source`` as its source."""
+    """Yield every key of a loaded policy. ``raw``: the parsed file. ``source``: the source of the keys that the file sets."""
     about = field_docs(type(policy))
     for name in type(policy).model_fields:
         yield from _value(f"{above}{name}", getattr(policy, name), _given(raw, name), source, about.get(name, ""))
@@ -50,14 +50,14 @@ def _given(raw: object, name: str) -> object:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON-ready data."""
+    """Return ``value`` as JSON-ready data."""
     if isinstance(value, list):
         return [_plain(one) for one in value]
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
 def field_docs(schema: type) -> dict[str, str]:
-    """By field of a class, its documentation on one line: the string below the field, or the comment behind it."""
+    """Return, by field of a class, the field's documentation on one line: the string below the field, or the comment behind the field."""
     text = textwrap.dedent(inspect.getsource(schema))
     lines = text.splitlines()
     found: dict[str, str] = {}

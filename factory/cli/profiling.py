@@ -1,4 +1,4 @@
-"""``factory profile``: time every line of the training step."""
+"""The command ``factory profile``: times every line of the training step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``factory runs``: list the training runs besides the segments.
+"""The command ``factory runs``: lists the training runs besides the segments.
 
-Apart because each group of commands is one file.
+Apart because each group of commands has its own file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commands that keep a factory's state safe: ``backup``, ``restore_ledger`` and ``upgrade_workspace``."""
+"""Commands that keep a factory's state safe: ``factory backup``, ``restore`` and ``upgrade``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Proposals: agents make them, a gate judges them, people approve or revert them, and the gate judges merged ones again later.
+"""The code loop: agents propose patches of the training code, a gate judges each proposal, and people approve, reject or revert it.
 
-``proposing`` → ``submitting`` → ``factory.gates`` → ``approvals``; ``revalidating`` proposes to undo patches that no longer gain.
+A proposal passes through ``proposing`` → ``submitting`` → ``factory.gates`` → ``approvals``. After a merge, ``revalidating`` has the patch judged
+again when its surroundings change, and proposes to undo a patch that no longer gains.
 """

@@ -1,12 +1,12 @@
-"""Runs of agents that are language models: their endpoint, their budget, the books of all exchanges, and how each run continues and ends.
+"""Runs of agents that are language models: their endpoint, their budget, the record of all exchanges, and how each run continues and ends.
 
-The person names the endpoint; otherwise ``llm.endpoint`` of the policy or ``OPENAI_BASE_URL`` does. After a kill or an error, the same command
+The endpoint is the person's choice, else ``llm.endpoint`` of agents.yaml, else ``OPENAI_BASE_URL``. After a kill or an error, the same command
 continues the run of the same agent, live commit and target. It abandons the agent's other unfinished runs. A person's runs and the daemon's
-(``IMPROVE``) do not affect each other.
+runs (``IMPROVE``) do not affect each other.
 
-Before a request is sent, its worst case is reserved in the ledger, in one transaction with the check of both budgets. If the process is
-killed, the reserved amount counts in full. The exchange itself is stored in ``logs/exchanges/``. MLflow gets a trace of it, with tokens and
-money (``factory.show``).
+Before a request is sent, its largest possible cost is reserved in the ledger, in the transaction that checks both budgets. If the process is
+killed, the reserved cost counts in full. Each exchange is stored in ``logs/exchanges/``. MLflow gets a trace of the exchange, with its tokens and
+cost (``factory.show``).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ Work = Literal["proposal", "diagnosis"]  # the purpose of a run; each has a budg
 
 
 class LedgerBudgetAccount:
-    """The books (``agents.llm.exchange.BudgetBooks``) of one run of an agent, in the ledger."""
+    """The budget account (``agents.llm.exchange.BudgetAccount``) of one run of an agent, kept in the ledger."""
 
     def __init__(self, plant: Plant, policy: LlmPolicy, run: int, work: Work = "proposal") -> None:
         self.workspace, self.ledger, self.policy, self.run, self.work = plant.workspace, plant.ledger, policy, run, work
         exchanges.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
 
     def reserve(self, label: str, tokens: int, usd: float) -> int:
-        """Raises: BudgetError."""
+        """Reserve the largest cost of a request, and return the entry's number. Raises: BudgetError if a budget does not cover the cost."""
         now = time.time()
         own = self.policy.per_diagnosis if self.work == "diagnosis" else self.policy.per_proposal
         with self.ledger.begin() as tx:
@@ -85,8 +85,9 @@ class LedgerBudgetAccount:
             if used + more > most:
                 raise BudgetError(
                     "code_loop.budget_exhausted",
-                    "The budget of {whose} is used up: {used:,.6g} of {limit:,.6g} {unit} are spent, and the next request "
-                    "may need {more:,.6g} {unit}. Raise llm.per_{work} or llm.per_day in policies/agents.yaml.",
+                    "The budget of {whose} does not cover the next request: {used:,.6g} of {limit:,.6g} {unit} are "
+                    "spent, and the request may need {more:,.6g} {unit}. Raise llm.per_{work} or llm.per_day in "
+                    "policies/agents.yaml.",
                     whose=which,
                     used=used,
                     limit=most,
@@ -97,6 +98,7 @@ class LedgerBudgetAccount:
                 )
 
     def settle(self, entry: int, exchange: Exchange) -> None:
+        """Store an exchange in a file, and replace the reserved cost of its entry by the actual cost."""
         stored: dict[str, Any] = {
             "label": exchange.request.label,
             "endpoint": exchange.endpoint,
@@ -123,15 +125,15 @@ class LedgerBudgetAccount:
 
 
 FILES = "files:"
-BEGAN = "agent_began"  # event: {"agent", "by"?}
-CHAMPION = "champion"  # the endpoint that stands for our own newest release, as 'factory serve' serves it
-NONE = "none"  # the endpoint that stands for no language model, whatever is configured
-NO_PROFILE = 0  # the profile of a run that needs none
+BEGAN = "agent_began"  # event: {"agent"}, and "by" for the daemon
+CHAMPION = "champion"  # this endpoint stands for our own champion, as 'factory serve' serves it
+NONE = "none"  # this endpoint stands for no language model, whatever is configured
+NO_PROFILE = 0  # stands for the profile of a run that needs no profile
 IMPROVE = "improve"  # the name under which the daemon begins runs
 
 
 class ModelError(FactoryError):
-    """The language model gave no reply. The same command continues the run, unless its budget is used up (``over``)."""
+    """The language model gave no reply. The same command continues the run, unless the run's budget is used up (``over``)."""
 
     exit_code = 7
 
@@ -142,7 +144,7 @@ class ModelError(FactoryError):
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """A person's choices. An empty one is the policy's, or the agent's own."""
+    """A person's choices. An empty field means the policy's choice, or the agent's."""
 
     endpoint: str = ""  # a base URL, ``files:FOLDER`` or ``none``
     model: str = ""
@@ -155,12 +157,12 @@ DEFAULTS = AgentOptions()  # the person chose nothing
 
 @dataclass(frozen=True)
 class AgentRun:
-    """A run that was begun or is continued."""
+    """A new or a continued run of an agent."""
 
     number: int
     client: LlmClient
     target: str
-    profile: int  # the id of the line profile that it works from
+    profile: int  # the id of the line profile that the agent works from
     began: float  # seconds since 1970
 
 
@@ -174,13 +176,13 @@ class AgentRuns:
     policy: LlmPolicy
     endpoint: Endpoint
     work: Work = "proposal"
-    by: str = ""  # who begins them: IMPROVE, or '' for a person
+    by: str = ""  # who begins the runs: IMPROVE, or '' for a person
 
     @classmethod
     def open(
         cls, plant: Plant, agent: str, options: AgentOptions, count: int = 1, work: Work = "proposal", by: str = ""
     ) -> AgentRuns:
-        """Open up to ``count`` runs at once. Raises: InputError for options that exclude each other, before anything is measured; ConfigError."""
+        """Prepare up to ``count`` runs at the same time. Nothing is measured. Raises: InputError for options that exclude each other; ConfigError."""
         if count > 1 and (options.target or options.person):
             raise InputError(
                 "code_loop.count_and_target",
@@ -198,7 +200,7 @@ class AgentRuns:
         return cls(plant, agent, options, policy, endpoint, work, by)
 
     def find_unfinished(self, base: str, count: int) -> list[AgentRun]:
-        """Up to ``count`` runs to continue. Unfinished runs of another commit or target are abandoned; those of another beginner are left alone."""
+        """Return up to ``count`` runs to continue. Abandons unfinished runs of another commit or target, except runs that another ``by`` began."""
         found: list[AgentRun] = []
         mine = (agent_runs.c.state == "running") & (agent_runs.c.agent == self.agent)
         events = self.plant.ledger.read("SELECT subject, detail FROM events WHERE kind = :kind", kind=BEGAN)
@@ -215,7 +217,7 @@ class AgentRuns:
         return found
 
     def begin_run(self, base: str, target: str, profile: int = NO_PROFILE) -> AgentRun:
-        """A new run, recorded in the ledger. ``target``: '' if the agent chooses; ``profile``: the id of its line profile."""
+        """Record a new run in the ledger, and return the run. ``target``: '' if the agent chooses. ``profile``: the id of its line profile."""
         values = {"agent": self.agent, "asked": target, "base_commit": base, "profile": profile, "state": "running"}
         with self.plant.ledger.begin() as tx:
             number = insert_row(tx, agent_runs, **values, created_at=time.time())
@@ -224,7 +226,10 @@ class AgentRuns:
         return self._run(self.plant.ledger.read("SELECT * FROM agent_runs WHERE id = :id", id=number)[0])
 
     def draft_proposal(self, run: AgentRun, role: Role, bench: Workbench) -> Proposal | None:
-        """The agent's proposal, or None after a line that says why. Raises: InputError for a target that does not exist; ModelError."""
+        """Run the agent and return its proposal. Without a proposal, print the reason and return None.
+
+        Raises: InputError for a target that does not exist; ModelError.
+        """
         saved = checkpoint_place(self.plant.workspace)
         try:
             drafted, why = run_agent(
@@ -252,7 +257,7 @@ class AgentRuns:
         return drafted
 
     def find_judged_proposal(self, run: AgentRun, drafted: Proposal) -> int | None:
-        """The number of this run's proposal, if it was judged before a kill."""
+        """Return the number of this run's proposal if it was already judged before a kill, else None."""
         which = "WHERE agent = :agent AND created_at >= :began AND verdict IS NOT NULL ORDER BY number"
         rows = ProposalRow.select(self.plant.ledger, which, agent=self.agent, began=run.began)
         return next(
@@ -265,7 +270,7 @@ class AgentRuns:
         return AgentRun(row["id"], client, row["asked"], row["profile"], row["created_at"])
 
     def record_end(self, number: int, state: str, **values: Any) -> None:
-        """Record how a run ended: 'proposed', 'worded', 'nothing' or 'abandoned'."""
+        """Record how a run ended. ``state``: 'proposed', 'worded', 'nothing' or 'abandoned'."""
         with self.plant.ledger.begin() as tx:
             tx.execute(agent_runs.update().where(agent_runs.c.id == number).values(state=state, **values))
             record_event(tx, f"agent_{state}", Subject("agent_run", number), values)
@@ -279,12 +284,12 @@ def print_why_nothing_proposed(plant: Plant, why: str) -> None:
 
 
 def endpoint_of(policy: LlmPolicy, options: AgentOptions) -> str:
-    """The address of the model, by the person's choice, the policy or ``OPENAI_BASE_URL``; '' if none names one."""
+    """Return the address of the model: the person's choice, else the policy's, else ``OPENAI_BASE_URL``; '' if none of them is set."""
     return options.endpoint or policy.endpoint or os.environ.get("OPENAI_BASE_URL", "")
 
 
 def has_endpoint(workspace: Workspace) -> bool:
-    """True if the policy or ``OPENAI_BASE_URL`` names a language model, or if the policy cannot be read (its use then reports the error)."""
+    """Return whether the policy or ``OPENAI_BASE_URL`` names a language model. Also true if the policy cannot be read; its use reports the error."""
     try:
         policy = AgentsPolicy.load(workspace.policy_path("agents.yaml")).llm
     except ConfigError:
@@ -293,7 +298,7 @@ def has_endpoint(workspace: Workspace) -> bool:
 
 
 def needs_model(workspace: Workspace, options: AgentOptions) -> bool:
-    """True if an endpoint is configured, or if the person chose an option that only a language model needs. Raises: InputError; ConfigError."""
+    """Return whether an endpoint is configured, or the person chose an option that only a language model needs. Raises: InputError, ConfigError."""
     if options.endpoint == NONE:
         if options != AgentOptions(NONE):
             raise InputError(
@@ -306,7 +311,7 @@ def needs_model(workspace: Workspace, options: AgentOptions) -> bool:
 
 
 def checkpoint_place(workspace: Workspace) -> Path | str:
-    """The place of the runs' checkpoints: a file in the workspace, or the ledger's database. Raises: InputError."""
+    """Return where the runs' checkpoints are stored: a file in the workspace, or the URL of the ledger's database. Raises: InputError."""
     url = sa.make_url(workspace.ledger_url)
     if url.get_backend_name() == "sqlite":
         return workspace.root / "agents.db"
@@ -321,7 +326,7 @@ def checkpoint_place(workspace: Workspace) -> Path | str:
 
 
 def _champion(workspace: Workspace, policy: LlmPolicy) -> tuple[LlmPolicy, Endpoint]:
-    """The policy with the name under which our release is served, and the endpoint of the release. Raises: InputError."""
+    """Return the policy with the served champion's model name, and the champion's endpoint. Raises: InputError."""
     key = os.environ.get("FACTORY_SERVE_KEY", "")
     url, model, release = find_served_champion(workspace, key)
     policy = policy.model_copy(update={"model": model})

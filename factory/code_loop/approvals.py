@@ -1,15 +1,15 @@
-"""Decisions on judged proposals: a person approves, rejects or reverts one, and the checked-out branch follows.
+"""Carries out decisions on judged proposals: approves, rejects or reverts a proposal, and moves the checked-out branch.
 
-An approval is for one patch (by its hash) on one commit. It is refused if the branch holds another patch. If the live code has changed, the
-same patch is first proposed and judged on top of the new code. The decision is recorded before the branch moves, and the new state after
-that: after a kill in between, the same call finishes.
+An approval is for one patch (by its hash) on one commit. It is refused if the proposal's branch contains another patch. If the live code has
+changed, the same patch is first judged on top of the new code, as a new proposal. The decision is recorded before the branch moves, and the
+proposal's new state after the move. After a kill in between, the same call finishes the decision.
 
 A decision comes from the command line, or from MLflow (the tag ``approval`` of the proposal's run). With ``approval: automatic`` in
-policies/gates/patch.yaml the verdict is enough.
+policies/gates/patch.yaml, the verdict alone decides.
 
-The daemon later has a patch judged again if only a time limit or a missing device held it back. The machine may be less busy then, and the
-limits follow from the time that approved code takes (``factory.gates.time_limits``); a daemon may run where that device is. A patch that never
-ends is held back each time. After a few times it waits for a person.
+If a patch was held only because of a time limit or a missing device, the daemon later has the patch judged again. The machine may be less busy
+then, and its time limits follow from the time that approved code takes (``factory.gates.time_limits``). Another machine may have the device. A
+patch that never ends is held each time. After a few times the patch waits for a person.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from kernels.contract.message import Message
 
 
 def approve(plant: Plant, number: int, by: str) -> str | None:
-    """Merge a proposal that the gate promotes; returns the live commit, or None if it had to be judged again and was not promoted.
+    """Merge a proposal that the gate promoted. Returns the live commit; None if the proposal had to be judged again and was not promoted.
 
-    The caller holds the workspace's ``code-loop`` lock. Raises, before anything moves: InputError if the proposal cannot be approved, or if
-    the branch does not hold the judged patch; RepositoryError if the checkout has uncommitted changes.
+    The caller holds the workspace's ``code-loop`` lock. Raises, before the branch moves: InputError if the proposal cannot be approved, or if
+    its branch does not contain the judged patch; RepositoryError if the checkout has uncommitted changes.
     """
     row = _judged(plant.ledger, number)
     if row.outcome != "promote" or not row.commit:
@@ -85,7 +85,7 @@ def approve(plant: Plant, number: int, by: str) -> str | None:
 
 
 def reject(ledger: Ledger, number: int, by: str, why: str = "") -> int:
-    """Reject a judged proposal, whatever its verdict; returns its number. Its branch stays. Raises: InputError."""
+    """Reject a judged proposal, whatever its verdict, and return its number. Its branch is kept. Raises: InputError."""
     row = _judged(ledger, number)
     _record_decision(ledger, "proposal_rejected", row, by, why)
     _become(ledger, row, "rejected")
@@ -95,7 +95,7 @@ def reject(ledger: Ledger, number: int, by: str, why: str = "") -> int:
 def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
     """Undo an approved proposal by a new commit, and return that commit. No gate judges it, because the old code was live before.
 
-    Raises: InputError if it is not live; RepositoryError if the same files changed since, or have uncommitted changes.
+    Raises: InputError if the proposal is not approved; RepositoryError if the same files changed since, or have uncommitted changes.
     """
     row = ProposalRow.get(plant.ledger, number)
     if row.state != "approved":
@@ -124,10 +124,10 @@ def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
 
 
 def carry_out_decisions(plant: Plant, word_of: Callable[[int], str | None]) -> int:
-    """Carry out the decisions of the policy, or of a person, about waiting proposals; returns how many were settled.
+    """Carry out the decisions of the policy or of a person about waiting proposals. Returns how many decisions were carried out.
 
-    ``word_of``: a person's word elsewhere about a proposal, 'approved' or 'rejected'; any other value is no decision. A proposal that cannot
-    be merged is reported once, and stops nothing.
+    ``word_of``: returns a person's decision about a proposal, 'approved' or 'rejected'; any other value means no decision. A proposal that
+    cannot be merged is reported once, and does not stop the others.
     """
     waiting = _waiting(plant.ledger)
     automatic = (
@@ -157,7 +157,7 @@ def carry_out_decisions(plant: Plant, word_of: Callable[[int], str | None]) -> i
 
 
 def _waiting(ledger: Ledger) -> list[int]:
-    """The numbers of promoted proposals that wait for a decision."""
+    """Return the numbers of promoted proposals that wait for a decision."""
     which = "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"
     return [row.number for row in ProposalRow.select(ledger, which)]
 
@@ -181,13 +181,13 @@ def _state(row: ProposalRow) -> str:
 
 
 def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
-    """Raises: InputError unless the branch holds the patch that the verdict is about."""
+    """Check that the proposal's branch contains the judged patch. Raises: InputError."""
     code = workspace.repository
     commit = repository.get_branch_commit(code, row.branch)
     if commit is None:
         raise InputError(
             "code_loop.no_branch",
-            "The branch {branch} does not exist any more: there is nothing to merge.",
+            "The branch {branch} no longer exists, so there is nothing to merge.",
             branch=row.branch,
         )
     judged = (row.patch_commit, row.judged_sha256)
@@ -203,7 +203,7 @@ def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
 
 
 def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
-    """Record the surroundings in which a merged patch was judged, and mark the proposal that it undoes as reverted."""
+    """If a merged patch undoes a proposal, mark that proposal as reverted. Otherwise record the conditions under which the patch was judged."""
     kind, _, number = row.target.partition(":")
     undone = ProposalRow.first(ledger, "WHERE number = :number", number=int(number)) if kind == UNDO_TARGET else None
     if undone is not None and undone.state == "approved":
@@ -213,7 +213,7 @@ def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
 
 
 def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
-    """Judge the same patch on top of newer code, as a new proposal; returns its number. Raises: InputError."""
+    """Have the same patch judged on top of newer code, as a new proposal. Returns the new proposal's number. Raises: InputError."""
     if row.gate == AUDIT:  # measured on a segment; the live code does not matter
         number = reopen_revert(plant, row)
         _become(plant.ledger, row, "superseded")
@@ -243,7 +243,7 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
 
 
 def judge_due_patches_again(plant: Plant) -> list[int]:
-    """Have the patches that are due judged again, as new proposals; returns their numbers."""
+    """Have the held patches that are due judged again, as new proposals. Returns the new proposals' numbers."""
     made = []
     for row in due_proposals(plant.ledger, PatchPolicy.load(plant.workspace.policy_path("gates/patch.yaml"))):
         words = Message("code_loop.not_again", "proposal {proposal} cannot be judged again now", proposal=row.number)
@@ -262,7 +262,7 @@ def judge_due_patches_again(plant: Plant) -> list[int]:
 def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
     live = remove_remains_and_get_live_commit(plant)
     held_by = (
-        Message("code_loop.missing_device", "a device was missing that this machine has")
+        Message("code_loop.missing_device", "the machine that judged it lacked a device that this machine has")
         if waits_for_this_device(row.evidence(plant.ledger))
         else Message("code_loop.time_limit", "a time limit was reached")
     )
@@ -278,7 +278,7 @@ def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
 
 
 def due_proposals(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
-    """The proposals to judge again now, oldest first."""
+    """Return the held proposals that the gate shall judge again now, oldest first."""
     held = [
         (row, evidence)
         for row in ProposalRow.select(ledger, "WHERE outcome = 'hold' ORDER BY number")
@@ -299,14 +299,14 @@ def due_proposals(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
 
 
 def waits_for_this_device(evidence: Mapping[str, Any]) -> bool:
-    """True if a patch was held back only because a device was missing that this machine has."""
+    """Return whether a patch was held only because its judge lacked a device that this machine has."""
     return find_only_missing_stage(evidence).get("waits_for") == devices.device_kind()
 
 
 def _moved_on(code: Path, row: ProposalRow, change: FileChange, live: str) -> str:
-    """The patch's version of a file, applied to the live file. In kernels.yaml, choices of other ops that were merged meanwhile stay.
+    """Return the text of a file that the patch changes, for the live code. In kernels.yaml, merged choices of other ops are kept.
 
-    Raises: InputError if both chose for the same op, or if the patch changed more in kernels.yaml than choices.
+    Raises: InputError if the patch and a merged patch chose for the same op, or if the patch changes more in kernels.yaml than choices.
     """
     text = (change.content or b"").decode()
     if change.path != KERNELS:
@@ -319,7 +319,8 @@ def _moved_on(code: Path, row: ProposalRow, change: FileChange, live: str) -> st
             if held.get(op) != old.get(op):
                 raise InputError(
                     "code_loop.choice_changed",
-                    "{file}: the choice of {op} changed since proposal {proposal} was judged. Propose the change again.",
+                    "{file}: the kernel chosen for {op} changed since proposal {proposal} was judged. Propose the "
+                    "change again.",
                     file=KERNELS,
                     op=op,
                     proposal=row.number,

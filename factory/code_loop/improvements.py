@@ -1,4 +1,4 @@
-"""The daemon's own improvements of the factory: events of the ledger, and their cost. It imports little, because 'factory status' imports it."""
+"""Reads from the ledger what the daemon's code loop did, and its cost. This module imports little, because 'factory status' imports it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from factory.core.workspace import Workspace, load_yaml
 from factory.ledger.rows import ReadsSql
 from kernels.contract.message import Message
 
-# The events of a stage. BEGAN: {"stage", "situation", "agent"?, "proposal"?}. ENDED: {"began": id of the first, "seconds", "devices"} and the
-# result: "profile", "proposal", "outcome", "nothing" or "failed". A stage that was killed leaves only BEGAN.
+# The two events of a stage. BEGAN: {"stage", "situation"}, and "agent" and "proposal" where they apply. ENDED: {"began": id of the event BEGAN,
+# "seconds", "devices"} and the result: "profile", "proposal", "outcome", "nothing" or "failed". A stage that was killed has only BEGAN.
 BEGAN, ENDED = "improving", "improved"
-WAITS = "improving_waits"  # {"why"}: after a stage that no other follows
-ALONE = "improving_alone"  # {"left_out": agents that need a language model, if none is configured}
+WAITS = "improving_waits"  # event: {"why"}, after a stage that no other stage follows
+ALONE = "improving_alone"  # event: {"left_out": the agents that need a language model, if none is configured}
 SUBJECT = "code_loop"
 DAY = 86_400.0  # seconds
-REMEMBERED = 1000  # newest events
+REMEMBERED = 1000  # how many of the newest events are read
 
 
 @dataclass(frozen=True)
 class BudgetUse:
-    """The part of the budget used in the last 24 hours. A stage that was killed counts its language model's possible use, and no time."""
+    """The use of the budget in the last 24 hours. A stage that was killed counts no time, and the largest possible use of its language model."""
 
     device_seconds: float = 0.0
     tokens: int = 0
     usd: float = 0.0
 
     def exceeded_limit(self, limits: Mapping[str, float]) -> str:
-        """The limit that is used up, as text; '' if none is. ``limits``: by the names of these fields."""
+        """Return a message about the first limit that is used up; '' if none is. ``limits``: the limits by the names of this class's fields."""
         for name, unit in (("device_seconds", "device-seconds"), ("tokens", "tokens"), ("usd", "USD")):
             used, limit = getattr(self, name), limits[name]
             if used >= limit and used > 0:  # an endpoint that costs nothing may be used without money
@@ -46,7 +46,7 @@ class BudgetUse:
 
 @dataclass(frozen=True)
 class BegunStage:
-    """A stage that was begun. ``left``: the record at its end; None while it runs, or if it was killed."""
+    """A stage that was begun. ``left``: the record of its end; None while the stage runs, or if it was killed."""
 
     at: float
     began: dict[str, Any]
@@ -55,7 +55,7 @@ class BegunStage:
 
 
 def newest_stages(db: ReadsSql, now: float) -> list[BegunStage]:
-    """The newest stages, oldest first."""
+    """Return the newest stages in the ledger, oldest first."""
     sql = f"SELECT id, at, kind, detail FROM events WHERE kind IN ('{BEGAN}', '{ENDED}') ORDER BY id DESC LIMIT {REMEMBERED}"
     events = db.read(sql)[::-1]
     ended = {row["detail"]["began"]: row for row in events if row["kind"] == ENDED}
@@ -68,7 +68,7 @@ def newest_stages(db: ReadsSql, now: float) -> list[BegunStage]:
 
 
 def budget_use(db: ReadsSql, done: list[BegunStage], now: float) -> BudgetUse:
-    """The use in the 24 hours before ``now``: by the stages that ended in them, and by the exchanges of stages with a language model."""
+    """Return the use in the 24 hours before ``now``: the time of the stages that ended then, and the cost of their language models."""
     since = now - DAY
     seconds = sum(one.left["seconds"] * one.left["devices"] for one in done if one.left and one.until >= since)
     tokens, usd = 0, 0.0
@@ -84,14 +84,14 @@ def budget_use(db: ReadsSql, done: list[BegunStage], now: float) -> BudgetUse:
 
 
 def read_unchecked_improve_policy(workspace: Workspace) -> dict[str, Any]:
-    """``improve`` of agents.yaml, not checked by its schema. Raises: ConfigError for a file that is not YAML."""
+    """Return the section ``improve`` of agents.yaml without checking its schema. Raises: ConfigError for a file that is not YAML."""
     policy = load_yaml(workspace.policy_path("agents.yaml"))
     section = policy.get("improve", {}) if isinstance(policy, dict) else {}
     return section if isinstance(section, dict) else {"when": section}
 
 
 def improvement_facts(db: ReadsSql, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """The data for 'factory status'. ``policy_path``: ``improve`` of agents.yaml as it is written."""
+    """Return the data for 'factory status'. ``policy``: the section ``improve`` of agents.yaml, as ``read_unchecked_improve_policy`` returns it."""
     done = newest_stages(db, now)
     sql = f"SELECT at, detail FROM events WHERE kind = '{WAITS}' ORDER BY id DESC LIMIT 1"
     waits = [row["detail"]["why"] for row in db.read(sql) if not done or row["at"] >= done[-1].at]
@@ -107,7 +107,7 @@ def improvement_facts(db: ReadsSql, policy: Mapping[str, Any], now: float) -> di
 
 
 def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
-    """``improvement_facts`` as lines for a person. ``running``: the daemon runs."""
+    """Return ``improvement_facts`` as lines for a person. ``running``: whether the daemon runs."""
     from factory.core.time_formats import format_local_time
 
     begun, last, spent = found["begun"], found["last"], found["used"]
@@ -115,7 +115,7 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
     if begun and running:
         doing = Message(
             "code_loop.now",
-            "; now {stage}, since {since}",
+            "; now: {stage} (since {since})",
             stage=stage_name(begun),
             since=format_local_time(begun["at"]),
         )
@@ -125,7 +125,7 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
     then = f"; {found['waits']}" if found["waits"] and found["when"] != "off" else ""
     done = Message(
         "code_loop.last",
-        "          last {at}: {stage}: {outcome}{then}",
+        "          last stage: {stage} (ended {at}), {outcome}{then}",
         at=format_local_time(last["at"]),
         stage=stage_name(last),
         outcome=stage_result(last),
@@ -133,7 +133,8 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
     )
     cost = Message(
         "code_loop.cost",
-        "          {device_seconds:,.0f} device-seconds, {tokens:,} tokens and {usd:.2f} USD in the last 24 hours",
+        "          used in the last 24 hours: {device_seconds:,.0f} device-seconds, {tokens:,} tokens and {usd:.2f} "
+        "USD",
         device_seconds=spent["device_seconds"],
         tokens=spent["tokens"],
         usd=spent["usd"],
@@ -142,7 +143,8 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
 
 
 def stage_name(stage: Mapping[str, Any]) -> str:
-    """
+    """Return the name of a stage, as text.
+
     >>> stage_name({"stage": "judge", "proposal": 3}), stage_name({"stage": "propose", "agent": "search"}), stage_name({"stage": "profile"})
     ('judge proposal 3', 'propose by search', 'profile')
     """
@@ -152,7 +154,7 @@ def stage_name(stage: Mapping[str, Any]) -> str:
 
 
 def stage_result(left: Mapping[str, Any]) -> str:
-    """The result of a stage, as text."""
+    """Return the result of a stage, as text."""
     if "failed" in left:
         return f"failed: {left['failed']}"
     if left.get("nothing"):

@@ -1,10 +1,10 @@
-"""The code loop without a command: a daemon with nothing else to do improves the factory, one stage at a time.
+"""Runs the code loop in the daemon: if the daemon has nothing else to do, it improves the training code, one stage at a time.
 
     profile ─► propose (one agent, one proposal) ─► judge ─► merge, where ``approval: automatic`` lets the verdict decide
 
-It is level-triggered: the next stage follows from the ledger and the policy alone (``next_stage``, pure). After a kill in a stage, the next call
-begins that stage again; an agent that is a language model continues from its checkpoint. Each agent works until it finds nothing more in the
-present *situation*: live commit, recipe, machine and agents' policy. A target that was judged in a situation is closed there, whatever the verdict.
+The next stage follows from the ledger and the policy alone (``next_stage``, a pure function). After a kill in a stage, the next call begins that
+stage again; an agent that is a language model continues from its checkpoint. A *situation* is the live commit, the recipe, the machine and
+agents.yaml. Each agent works until it finds nothing more in the present situation. It does not return to a target that was judged there.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ from kernels.contract.message import Message
 
 PROFILE, PROPOSE, JUDGE, MERGE = "profile", "propose", "judge", "merge"
 PROFILED = (SEARCH, KERNEL_ENGINEER)  # agents that work from a line profile
-MOST_CUT = 3  # after so many kills a stage is given up in this situation
+MOST_CUT = 3  # after so many kills, a stage is given up in this situation
 
 
 @dataclass(frozen=True)
 class LoopStage:
-    """One thing to do now. Its text is such as 'judge proposal 3'."""
+    """A stage to do. Its text is, for example, 'judge proposal 3'."""
 
     name: str
     agent: str = ""
     proposal: int | None = None
 
     def event_detail(self) -> dict[str, Any]:
-        """The stage as it is written in an event."""
+        """Return the stage in the form in which events record it."""
         named = {"stage": self.name, "agent": self.agent, "proposal": self.proposal}
         return {key: value for key, value in named.items() if value}
 
@@ -83,22 +83,22 @@ class LoopStage:
 
 @dataclass(frozen=True)
 class LoopState:
-    """The facts from which ``next_stage`` decides."""
+    """The facts by which ``next_stage`` decides."""
 
     policy: ImprovePolicy
     minute: int  # of the day, local
-    agents: tuple[str, ...] = ()  # of the policy, those that can work here
+    agents: tuple[str, ...] = ()  # the policy's agents that can work here
     finished: frozenset[str] = frozenset()  # agents that found nothing more in this situation
-    profile: int | None = None  # made in this situation
+    profile: int | None = None  # id of the profile of this situation
     written: tuple[int, str] | None = None  # a proposal that waits for its judgement, and its agent
     promoted: int | None = None  # a proposal that the policy allows to merge
     killed: Mapping[str, int] = field(default_factory=dict)  # stage, as text → number of its kills in this situation
-    begun: bool = False  # a profile was the last stage: a proposal was begun with it
+    begun: bool = False  # the last stage made a profile, for a proposal that is begun with it
     used: BudgetUse = BudgetUse()
 
 
 def next_stage(seen: LoopState) -> LoopStage | str:
-    """The stage to do now, or the reason why there is none. Pure. A stage that was begun is ended first, even beyond the budget."""
+    """Return the stage to do now, or the reason why there is no stage. Pure. A proposal that was begun is finished first, even beyond the budget."""
     if seen.policy.when == OFF:
         return Message("code_loop.off", "improve is off in agents.yaml")
     if not seen.policy.allows_stage_at(seen.minute):
@@ -110,7 +110,7 @@ def next_stage(seen: LoopState) -> LoopStage | str:
     if seen.written is not None:
         return LoopStage(JUDGE, agent=seen.written[1], proposal=seen.written[0])
     if not seen.begun and (beyond := seen.used.exceeded_limit(seen.policy.per_day.model_dump())):
-        return Message("code_loop.waits_for_budget", "it waits: {problem}", problem=beyond)
+        return Message("code_loop.waits_for_budget", "the code loop waits, because {problem}", problem=beyond)
     if not seen.agents:
         return Message("code_loop.no_agent", "no LLM endpoint is configured, and all agents of agents.yaml need one")
     for agent in seen.agents:
@@ -123,7 +123,7 @@ def next_stage(seen: LoopState) -> LoopStage | str:
 
 
 def next_stages(seen: LoopState) -> list[LoopStage]:
-    """``next_stage``, and after it the stage of each further agent: an agent that fails and rests does not hold up the others."""
+    """Return ``next_stage``, then the stage of each further agent. So an agent that rests after a failure does not hold up the others."""
     found: list[LoopStage] = []
     while isinstance(stage := next_stage(seen), LoopStage):
         found.append(stage)
@@ -135,7 +135,7 @@ def next_stages(seen: LoopState) -> list[LoopStage]:
 
 @dataclass(frozen=True)
 class CodeLoopSituation:
-    """The state of a workspace at one moment, as far as the code loop needs it."""
+    """The state of a workspace at one moment, as the code loop reads it."""
 
     plant: Plant
     db: ReadsSql
@@ -143,7 +143,7 @@ class CodeLoopSituation:
 
     @classmethod
     def read_situation(cls, plant: Plant, db: ReadsSql) -> CodeLoopSituation:
-        """Raises: ConfigError, that names an unknown agent."""
+        """Read the situation of a workspace. Raises: ConfigError that names an unknown agent."""
         return cls(plant, db, AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")))
 
     @cached_property
@@ -152,7 +152,7 @@ class CodeLoopSituation:
 
     @cached_property
     def situation_hash(self) -> str:
-        """A hash of all that the result of an attempt depends on."""
+        """A hash of everything that the result of an agent's attempt depends on."""
         recipe = hashlib.sha256(self.plant.workspace.recipe_path().read_bytes()).hexdigest()
         parts = [self.base, recipe, this_machine().to_json(), hash_policy(self.agents)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
@@ -163,15 +163,15 @@ class CodeLoopSituation:
 
     @property
     def past_stages_here(self) -> list[BegunStage]:
-        """The past stages of this situation."""
+        """The past stages that belong to this situation."""
         return [one for one in self.past_stages if one.began["situation"] == self.situation_hash]
 
     @property
     def closed_proposals(self) -> frozenset[int]:
-        """The proposals whose targets are left alone: this situation's, and those on this commit that wait for a person."""
+        """The proposals whose targets agents leave alone: those of this situation, and those on this commit that wait for a person."""
         told = [
             one.began | (one.left or {}) for one in self.past_stages_here
-        ]  # for a stage that was killed, the judgement's stage names the proposal
+        ]  # if the stage that proposed was killed, the stage that judged names the proposal
         mine = {one["proposal"] for one in told if "proposal" in one}
         which = "WHERE base_commit = :base AND state = 'judged' AND outcome = 'promote'"
         return frozenset(mine | {row.number for row in ProposalRow.select(self.db, which, base=self.base)})
@@ -197,12 +197,12 @@ class CodeLoopSituation:
 
     @cached_property
     def has_model(self) -> bool:
-        """True if a language model is configured that answers without a person."""
+        """Whether a language model is configured that answers without a person."""
         where = endpoint_of(self.agents.llm, DEFAULTS)
         return where not in ("", NONE) and not where.startswith(FILES)
 
     def _promoted(self) -> int | None:
-        """The first proposal that only waits to be merged. One whose merge failed is left to the daily attempt of ``approvals``."""
+        """Return the first proposal that only has to be merged. A proposal whose merge failed is left out: ``approvals`` tries it once a day."""
         if PatchPolicy.load(self.plant.workspace.policy_path("gates/patch.yaml")).approval != "automatic":
             return None
         for row in ProposalRow.select(self.db, "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"):
@@ -213,7 +213,7 @@ class CodeLoopSituation:
 
 
 def due_stages(plant: Plant, db: ReadsSql) -> list[LoopStage]:
-    """The stages to do now, one for each agent that has something to do; the caller does the first that does not rest. Raises: ConfigError."""
+    """Return the stages to do now, one for each agent with work. The caller does the first stage that does not rest. Raises: ConfigError."""
     situation = CodeLoopSituation.read_situation(plant, db)
     policy = situation.agents.improve
     if policy.when == OFF or not SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done'"):
@@ -224,12 +224,12 @@ def due_stages(plant: Plant, db: ReadsSql) -> list[LoopStage]:
     try:
         with plant.workspace.hold_lock(LOCK):
             return found
-    except WorkspaceError:  # 'factory propose' is at work
+    except WorkspaceError:  # 'factory propose' runs
         return []
 
 
 def do_stage(plant: Plant, stage: LoopStage) -> None:
-    """Do one stage, and record its result and its cost. Raises: as ``propose`` and the gates do."""
+    """Do one stage, and record its result and cost. Raises: the errors of ``propose`` and of the gates."""
     situation = CodeLoopSituation.read_situation(plant, plant.ledger)
     seen = situation.loop_state()
     if stage not in next_stages(seen):
@@ -260,7 +260,7 @@ def do_stage(plant: Plant, stage: LoopStage) -> None:
 
 
 def _introduce(plant: Plant, situation: CodeLoopSituation, stage: LoopStage) -> None:
-    """Tell the person which stage begins, and once which agents are left out for want of a language model."""
+    """Tell the person which stage begins and, once, which agents are left out because no language model is configured."""
     if KERNEL_ENGINEER in situation.agents.improve.agents and not situation.has_model:
         if record_event_once(plant.ledger, ALONE, SUBJECT, {"left_out": [KERNEL_ENGINEER]}):
             plant.print_line(
@@ -284,7 +284,7 @@ def _introduce(plant: Plant, situation: CodeLoopSituation, stage: LoopStage) -> 
 
 
 def _stage(plant: Plant, situation: CodeLoopSituation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
-    """Do the stage. Returns its result, as its event records it."""
+    """Do the stage, and return its result in the form in which the event records it."""
     if stage.name == MERGE:
         carry_out_decisions(plant, lambda number: None)  # takes the lock itself
         return {"outcome": ProposalRow.get(plant.ledger, stage.proposal or 0).state}
@@ -316,7 +316,9 @@ def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     killed = seen.killed.get(str(stage), 0)
     if killed >= MOST_CUT:
         why = Message(
-            "code_loop.killed_often", "the process that judged it was killed {times:,|time|times}", times=killed
+            "code_loop.killed_often",
+            "the process that judged the proposal was killed {times:,|time|times}",
+            times=killed,
         )
         mark_as_failed(plant, stage.proposal, why)
         plant.print_line(
@@ -335,7 +337,7 @@ def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
 
 
 def _devices() -> int:
-    """The number of this machine's devices: its GPUs, or the CPU as one."""
+    """Return the number of this machine's devices: its GPUs, or 1 for the CPU."""
     import torch
 
     return torch.cuda.device_count() or 1

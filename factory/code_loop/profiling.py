@@ -1,8 +1,8 @@
-"""Profiles of the training step: the line profiler runs in its own process.
+"""Profiles the training step: runs the line profiler in its own process.
 
-It leaves files in ``reports/profiles/``, a row in the ledger and a run in MLflow.
+A profile is a folder of files in ``reports/profiles/``, a row in the ledger and a run in MLflow.
 
-The profiler runs from the worktree of the live code, in the sandbox, as training does. Without a workspace it profiles the checkout itself and
+Like training, the profiler runs from the worktree of the live code, in the sandbox. Without a workspace it profiles the checkout itself, and
 only writes files.
 """
 
@@ -41,20 +41,21 @@ PROGRESS = "profile: "  # prefix of the profiler's lines of progress
 USER_ERROR = 2  # the profiler's exit code for an error that its user can correct
 
 
-FORMAT = 3  # of agents.line_profiler.table, which only the profiler's own process imports
+FORMAT = 3  # equals that of agents.line_profiler.table, which only the profiler's own process imports
 
 
 class ProfileError(FactoryError):
-    """The line profiler failed. The message has its last line of output."""
+    """The line profiler failed. The message has the profiler's last line of output."""
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """A parsed profile.json. Raises: ProfileError if code of another version wrote it."""
+    """Return a parsed profile.json. Raises: ProfileError if another version of the code wrote the file."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if found.get("format") != FORMAT:
         raise ProfileError(
             "code_loop.profile_format",
-            "{file} has format {found}, and this factory reads format {expected}. Use the same version of the profiled code and of the factory.",
+            "{file} has format {found}, and this factory reads format {expected}. The profiled code and the factory "
+            "must have the same version.",
             file=str(path),
             found=found.get("format"),
             expected=FORMAT,
@@ -64,8 +65,8 @@ def read_profile(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """``recipe``: a name or a path; None: the workspace's recipe, or the demo's. ``isolation_s``: seconds for timing operations alone;
-    None: the profiler's default."""
+    """Options of a profile. ``recipe``: a name or a path; None for the workspace's recipe, or the demo's. ``isolation_s``: seconds for timing single
+    operations outside the step; None for the profiler's default."""
 
     recipe: str | None = None
     isolation_s: float | None = None
@@ -78,7 +79,7 @@ QUICK = ProfileOptions(isolation_s=0)  # for proposers, which measure implementa
 
 
 def profile_live_code(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
-    """Time every line of the live code's training step; returns the profile's id.
+    """Time every line of the live code's training step, and return the profile's id.
 
     Raises: RepositoryError, ConfigError, InputError; ProfileError if the profiler fails.
     """
@@ -115,7 +116,7 @@ def profile_live_code(plant: Plant, options: ProfileOptions = ProfileOptions()) 
 
 
 def _as_trained(plant: Plant, path: Path, code: Path, folder: Path) -> list[str]:
-    """The profiler's arguments for a recipe, with the precision and the kernels of a segment that is planned now."""
+    """Return the profiler's arguments for a recipe, with the precision and kernels that a segment would have if it were planned now."""
     from trainer.contract.errors import RecipeError
     from trainer.contract.recipe import Recipe
 
@@ -133,7 +134,7 @@ def _as_trained(plant: Plant, path: Path, code: Path, folder: Path) -> list[str]
 
 
 def profile_checkout(out: Path, progress: Progress, options: ProfileOptions = ProfileOptions()) -> Path:
-    """Profile this checkout, without a workspace; returns the path of profile.json.
+    """Profile this checkout without a workspace, and return the path of profile.json.
 
     Raises: InputError for an unknown recipe or a folder that cannot be written; ProfileError.
     """
@@ -160,7 +161,7 @@ def _run_checkout(out: Path, arguments: list[str], progress: Progress, module: s
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The flags of ``python -m agents.line_profiler.sweep.sweep``; None: the flag's default."""
+    """The flags of ``python -m agents.line_profiler.sweep.sweep``. None stands for a flag's default."""
 
     models: str | None = None
     batches: str | None = None
@@ -176,7 +177,7 @@ class SweepOptions:
 
 
 def sweep_shapes(out: Path, progress: Progress, options: SweepOptions) -> Path:
-    """Sweep over model shapes with this checkout's code; returns the path of sweep.json. Raises: InputError, ProfileError."""
+    """Profile layers of large model shapes with this checkout's code, and return the path of sweep.json. Raises: InputError, ProfileError."""
     _run_checkout(out, options.arguments(), progress, "agents.line_profiler.sweep.sweep")
     return out / "sweep.json"
 
@@ -189,7 +190,7 @@ def run_profiler(
     readonly: Sequence[Path] = (),
     module: str = "agents.line_profiler",
 ) -> None:
-    """``python -m module arguments`` from ``code``; its lines of progress move a bar. Raises: InputError, ProfileError."""
+    """Run ``python -m module arguments`` from ``code``, and show its progress. Raises: InputError, ProfileError."""
     command = [sys.executable, "-m", module, "--json", *arguments]
     last_lines: list[str] = []
     with (
@@ -221,7 +222,7 @@ def run_profiler(
 
 
 def find_recipe(name: str, workspace: Workspace | None) -> Path:
-    """A recipe by path, or by name in the workspace or the checkout. Raises: InputError that names the nearest."""
+    """Return the file of a recipe, given its path, or its name in the workspace or the checkout. Raises: InputError that names the nearest recipe."""
     given = Path(name)
     if given.is_file():
         return given.resolve()
@@ -231,5 +232,5 @@ def find_recipe(name: str, workspace: Workspace | None) -> Path:
             return folder / f"{name}.yaml"
     known = {path.stem for folder in folders for path in folder.glob("*.yaml")}
     raise InputError(
-        "code_loop.no_recipe", "There is no recipe or file {name!r}{near}", name=name, near=suggest_name(name, known)
+        "code_loop.no_recipe", "No recipe or file is named {name!r}{near}", name=name, near=suggest_name(name, known)
     )

@@ -1,6 +1,6 @@
-"""The code loop, once: live code → line profile → an agent's proposal → branch → gate → verdict.
+"""Runs the code loop once: live code → line profile → an agent's proposal → branch → gate → verdict.
 
-The agent sees the world only through its workbench: it reads files in scope, has implementations measured in the sandbox, and asks for earlier
+The agent works only through its workbench: it reads files in scope, has implementations measured in the sandbox, and asks for earlier
 attempts. It returns edits as data. After a kill at any moment, the next call removes the remains and continues: a proposal is 'drafted'
 before its branch exists, and becomes 'judged' in the transaction that records its verdict.
 """
@@ -54,7 +54,7 @@ from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.json_lines import read_lines
 from trainer.contract.recipe import Recipe
 
-SEGMENTS = 4  # newest ones of the trunk whose metrics the recipe scout reads
+SEGMENTS = 4  # the recipe scout reads the metrics of so many newest segments of the trunk
 
 Submit = Callable[[Plant, Proposal, str], int]  # takes a drafted proposal and its base commit → the proposal's number
 
@@ -62,18 +62,19 @@ Submit = Callable[[Plant, Proposal, str], int]  # takes a drafted proposal and i
 def propose(
     plant: Plant, *, agent: str = search_proposer.AGENT, options: AgentOptions = DEFAULTS, count: int = 1
 ) -> list[int]:
-    """Profile, let ``agent`` propose, judge. Returns the proposals' numbers: at most ``count``; none, after a line that says why, if there is
-    nothing to propose. Several are drafted side by side; each timing has its device alone (``factory.core.devices``). A proposal that the
-    daemon wrote but did not judge is judged first, and counts.
+    """Profile the live code, let ``agent`` propose patches, and judge them. Returns the numbers of at most ``count`` proposals.
+
+    If there is nothing to propose, print the reason and return []. Several proposals are drafted in parallel; each timing runs alone on its
+    device (``factory.core.devices``). Proposals that the daemon wrote but did not judge are judged first, and count.
 
     The caller holds the workspace's ``code-loop`` lock. Raises: InputError for an unknown agent, endpoint or target; ModelError;
-    IsolationError without a sandbox; RepositoryError. After an error no branch and no worktree is left. (After a kill, the next call removes
-    them.) If one of several proposals fails, the others are judged to their end before its error is raised.
+    IsolationError without a sandbox; RepositoryError. After an error, no branch and no worktree is left. After a kill, the next call removes
+    them. If one of several proposals fails, the error is raised after the others are judged.
     """
     if agent not in AGENTS:
         raise InputError(
             "code_loop.unknown_agent",
-            "There is no agent {agent!r}{near}",
+            "No agent is named {agent!r}{near}",
             agent=agent,
             near=suggest_name(agent, AGENTS),
         )
@@ -95,7 +96,7 @@ def propose(
 
 
 def make_workbench(plant: Plant) -> LiveWorkbench | None:
-    """A workbench on the live commit; None if there is no checkpoint to measure on. Raises: as ``remove_remains_and_get_live_commit``."""
+    """Return a workbench on the live commit; None without a checkpoint to measure on. Raises: as ``remove_remains_and_get_live_commit``."""
     base, start = remove_remains_and_get_live_commit(plant), find_training_start(plant.ledger)
     return LiveWorkbench(plant, base, start) if start else None
 
@@ -121,9 +122,9 @@ def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int, submit: S
 
 
 def begin_or_continue_runs(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int) -> list[AgentRun]:
-    """Continue this target's run of the kernel engineer on this commit, or profile and begin a new run. With ``count`` above 1, each run
-    has its own target, the most promising first.
+    """Return ``count`` runs of the kernel engineer on this commit: first the unfinished runs, then new runs on a profile.
 
+    With ``count`` above 1, each run has its own target, the most promising target first. There may be fewer targets than ``count``.
     Raises: ProfileError.
     """
     found = runs.find_unfinished(base, count)
@@ -133,7 +134,7 @@ def begin_or_continue_runs(runs: AgentRuns, bench: LiveWorkbench, base: str, cou
         if count > 1:
             promising = find_targets(_read(runs.plant.ledger, number), set(bench.files(patchable=True)))
             names = [target.name for target in worthwhile_targets(promising, bench.history)]
-            # A run without a target chose the first.
+            # A run without a target works on the first target.
             taken = {run.target or next(iter(names), "") for run in found}
             aims = [name for name in names if name not in taken] or ([] if found else aims)
         found += [runs.begin_run(base, target, number) for target in aims[: count - len(found)]]
@@ -141,7 +142,7 @@ def begin_or_continue_runs(runs: AgentRuns, bench: LiveWorkbench, base: str, cou
 
 
 def kernel_engineer_role(ledger: Ledger, run: AgentRun, bench: LiveWorkbench) -> KernelEngineer:
-    """The kernel engineer for a run. Raises: ProfileError if the profile cannot be read any more."""
+    """Return the role of the kernel engineer for a run. Raises: ProfileError if the run's profile can no longer be read."""
     return KernelEngineer(_read(ledger, run.profile), bench, run.target)
 
 
@@ -179,7 +180,7 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
 
 
 def scout_input(bench: LiveWorkbench) -> TrainingRecord | str:
-    """The recipe scout's input: the live recipe and the metrics of its trunk; or the reason why there is none.
+    """Return the recipe scout's input: the live recipe and the metrics of the trunk. Without such input, return the reason.
 
     Raises: ConfigError.
     """
@@ -190,7 +191,7 @@ def scout_input(bench: LiveWorkbench) -> TrainingRecord | str:
     if path not in bench.files(patchable=True):
         return Message(
             "code_loop.recipe_not_patchable",
-            "{path} is not a file of the repository that a patch may change",
+            "{path} is not in the repository, or agents may not patch it",
             path=path,
         )
     try:
@@ -221,7 +222,7 @@ def _with_model(
     role: Callable[[AgentRun, LiveWorkbench], Role],
     submit: Submit,
 ) -> list[int]:
-    """Run language models side by side, submit their proposals, return the numbers. Each run has its own seconds for measuring."""
+    """Run language models in parallel, submit their proposals, and return the proposals' numbers. Each run has its own seconds for measuring."""
 
     def work(run: AgentRun) -> int | None:
         own = replace(bench)

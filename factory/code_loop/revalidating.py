@@ -1,9 +1,8 @@
-"""Has merged patches judged again when their surroundings change: torch, driver, device or recipe, a throughput drop, a failed benchmark, or
-a candidate that the release gate rejected. ``factory propose`` and the daemon do it.
+"""Has merged patches judged again when their surroundings change, in ``factory propose`` and in the daemon.
 
-The gate judges the reverse patch, a proposal like any other: the baseline is the live code with the patch, the candidate the code without
-it. The gate promotes it only if the step is now faster without the patch. A person approves it like any other; until then the patch
-stays.
+Such a change is another torch, driver, device or recipe, a throughput drop, a failed benchmark, or a candidate that the release gate rejected.
+The gate judges the reverse patch as a normal proposal: the baseline is the live code, and the candidate is the code without the patch. The gate
+promotes the reverse patch only if the step is now faster without the patch. The patch stays until a person approves the reverse patch.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from kernels.contract.machine import this_machine
 from kernels.contract.message import Message
 
 AGENT = "revalidator"
-AUDIT = "audit"  # gate of the verdicts of factory.audit, and of the reverts that it asks for
+AUDIT = "audit"  # the gate of the verdicts of factory.audit, and of reverts that an audit or a diagnosis asks for
 VALIDATED = "proposal_validated"
 BENCHMARKS_FAILED = "benchmarks_fell"
 
 
 def revalidate_in_daemon(plant: Plant) -> list[int]:
-    """Revalidate in a pass of the daemon: an error is shown once a day, and stops nothing else."""
+    """Revalidate merged patches in a pass of the daemon, and return the new proposals. An error is shown once a day, and does not stop the daemon."""
     start = find_training_start(plant.ledger)
     if start is None or not any(_moved(plant.ledger, row.number, start) for row in _merged(plant.ledger)):
         return []
@@ -45,7 +44,7 @@ def revalidate_in_daemon(plant: Plant) -> list[int]:
 
 
 def revalidate(plant: Plant, base: str) -> list[int]:
-    """Propose to undo every merged patch whose surroundings changed; returns the proposals' numbers.
+    """Propose to undo every merged patch whose surroundings changed, and return the proposals' numbers.
 
     The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
     """
@@ -57,13 +56,14 @@ def revalidate(plant: Plant, base: str) -> list[int]:
         if changed is None:
             record_validated_conditions(
                 plant.ledger, row.number, start
-            )  # the process that merged it was killed before it recorded them
+            )  # the process that merged the patch was killed before it recorded the conditions
         if not changed:
             continue
         plant.progress.line(
             Message(
                 "code_loop.surroundings_changed",
-                "  {changed} changed since proposal {proposal} was judged; the gate judges the proposal again",
+                "  {changed} changed since proposal {proposal} was judged; the gate now judges whether to undo the "
+                "proposal",
                 changed=changed,
                 proposal=row.number,
             )
@@ -76,7 +76,7 @@ def revalidate(plant: Plant, base: str) -> list[int]:
 
 
 def reverse_patch(workspace: Workspace, row: ProposalRow, base: str, changed: list[str]) -> Proposal | None:
-    """The reverse patch on top of ``base``; None if its files changed again since, or if it only added files."""
+    """Return a proposal of the reverse patch on top of ``base``; None if the patch's files changed since, or if the patch only added files."""
     code = workspace.repository
     live = {change.path for change in repository.read_changes(code, row.patch_commit, base)}
     back = [c for c in repository.read_changes(code, row.patch_commit, row.base_commit) if c.content is not None]
@@ -96,7 +96,7 @@ def reverse_patch(workspace: Workspace, row: ProposalRow, base: str, changed: li
 
 
 def read_gain_conditions(ledger: Ledger, start: TrainingStart) -> dict[str, str]:
-    """The conditions on which a measured gain depends besides the code."""
+    """Return the present conditions on which a measured gain depends, besides the code."""
     machine = this_machine()
     sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
     drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
@@ -118,13 +118,13 @@ def read_gain_conditions(ledger: Ledger, start: TrainingStart) -> dict[str, str]
 
 
 def record_failed_benchmarks(ledger: Ledger, tests: Sequence[str]) -> None:
-    """Record that the benchmarks ``tests`` failed."""
+    """Record in the ledger that the benchmarks ``tests`` failed."""
     with ledger.begin() as tx:
         record_event(tx, BENCHMARKS_FAILED, "benchmarks", {"tests": list(tests)})
 
 
 def _moved(ledger: Ledger, number: int, start: TrainingStart) -> list[str] | None:
-    """The conditions that changed since a merged patch was last judged; [] if it was judged under these before; None if none are recorded."""
+    """Return the conditions that changed since a merged patch was judged; [] if it was judged under the present conditions; None without a record."""
     now, before = read_gain_conditions(ledger, start), read_validated_conditions(ledger, number)
     if not before:
         return None
@@ -135,19 +135,19 @@ def _moved(ledger: Ledger, number: int, start: TrainingStart) -> list[str] | Non
 
 
 def read_validated_conditions(ledger: Ledger, number: int) -> list[dict[str, str]]:
-    """The surroundings in which a merged patch was judged, oldest first."""
+    """Return the conditions under which a merged patch was judged, oldest first."""
     sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id"
     return [row["detail"] for row in ledger.read(sql, kind=VALIDATED, subject=str(Subject("proposal", number)))]
 
 
 def record_validated_conditions(ledger: Ledger, number: int, start: TrainingStart) -> None:
-    """Record that a merged patch was judged in the present surroundings."""
+    """Record that a merged patch was judged under the present conditions."""
     with ledger.begin() as tx:
         record_event(tx, VALIDATED, Subject("proposal", number), read_gain_conditions(ledger, start))
 
 
 def _merged(ledger: Ledger) -> list[ProposalRow]:
-    """Approved patches that gained time. Recipes that learn better, and reverts that the audit asked for, are left out: they depend on no
-    torch, driver or device."""
+    """Return the approved patches that made the step faster. Left out are recipes that learn better, and reverts that an audit asked for: they do
+    not depend on torch, driver or device."""
     approved = ProposalRow.select(ledger, "WHERE state = 'approved' ORDER BY number")
     return [row for row in approved if row.gate not in (recipe_gate.GATE, AUDIT)]

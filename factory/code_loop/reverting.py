@@ -1,7 +1,7 @@
-"""Reverts that the audit or the loss doctor asks for: a proposal that undoes a merged patch, with their verdict.
+"""Opens reverts: proposals that undo a merged patch because an audit or the loss doctor blames it. The verdict is that of the audit or the doctor.
 
-The gate does not measure a revert: the code without the patch was live before, and the reason is not speed. A person approves it like any
-other proposal, or the policy does.
+The gate does not measure a revert: the code without the patch was live before, and the reason is not speed. As with any other proposal, a
+person or the policy approves the revert.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ AUDITED = "audited"  # event: {"outcome", "patches", "suspects"}
 
 
 def open_reverts(plant: Plant) -> list[int]:
-    """Open a proposal to undo each approved patch that an audit found to make a difference, or that the loss doctor blames for an anomaly,
-    and that has none yet. Returns their numbers. An obstacle is shown once a day."""
+    """Open a revert of each approved patch that an audit or the loss doctor blames, unless the patch has one already.
+
+    Returns the numbers of the new proposals. An error is shown once a day.
+    """
     made = []
     for number, why in {number: why for number, why in _blamed(plant.ledger) if why}.items():
         row = ProposalRow.get(plant.ledger, number)
@@ -63,7 +65,7 @@ def _open(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
 
 
 def _blamed(ledger: Ledger) -> Iterator[tuple[int, VerdictRow | None]]:
-    """The proposals that an audit or a diagnosis blames, each with the verdict."""
+    """Yield the numbers of the proposals that an audit or a diagnosis blames, each with the verdict that blames it."""
     sql = "SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id"
     for event in ledger.read(sql, kind=AUDITED):
         for number in event["detail"]["suspects"] if event["detail"]["outcome"] == "reject" else ():
@@ -76,18 +78,18 @@ def _blamed(ledger: Ledger) -> Iterator[tuple[int, VerdictRow | None]]:
 
 
 def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
-    """Propose to undo an approved proposal on top of the live code; ``why``: the verdict that blames it. Returns its number.
+    """Propose to undo an approved proposal on top of the live code. ``why``: the verdict that blames it. Returns the new proposal's number.
 
-    The caller holds the ``code-loop`` lock. Raises: RepositoryError if its files changed again since; nothing is left then.
+    The caller holds the ``code-loop`` lock. Raises: RepositoryError if the proposal's files changed since; nothing is left then.
     """
     code = plant.workspace.repository
     live = repository.get_live_commit(code)
     title = str(Message("code_loop.undo_title", "Undo proposal {proposal}", proposal=row.number))
     blamed = why.gate == DIAGNOSIS
     shown = (
-        Message("code_loop.gone_without", "The segment's anomaly is gone without the proposal")
+        Message("code_loop.gone_without", "Without the proposal, the segment's anomaly is gone")
         if blamed
-        else Message("code_loop.ends_elsewhere", "The same steps end with other weights without the proposal")
+        else Message("code_loop.ends_elsewhere", "Without the proposal, the same steps end with other weights")
     )
     hypothesis = Message(
         "code_loop.revert",
@@ -143,18 +145,18 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
 
 
 def _in_words(ledger: Ledger, why: VerdictRow) -> str:
-    """A language model's explanation of the diagnosis behind a verdict, each sentence with its evidence; '' if there is none."""
+    """Return a language model's explanation of the diagnosis behind a verdict, each sentence with its evidence; '' without an explanation."""
     said = find_explanation(ledger, why.evidence(ledger)["anomaly"]) if why.gate == DIAGNOSIS else None
     return format_claims(said) if said else ""
 
 
 def newest_revert(ledger: Ledger, number: int) -> ProposalRow | None:
-    """The audit's newest proposal to undo a proposal, whatever was decided about it; those that were given up are left out."""
+    """Return the newest revert of a proposal, whatever was decided about the revert. Reverts that failed or were superseded do not count."""
     which = "WHERE agent = :agent AND target = :target AND state NOT IN ('failed', 'superseded') ORDER BY number DESC"
     return ProposalRow.first(ledger, which, agent=AGENT, target=f"{UNDO_TARGET}:{number}")
 
 
 def reopen_revert(plant: Plant, row: ProposalRow) -> int:
-    """The same revert on top of the code that is live now; returns the new proposal's number. Raises: as ``open_revert``."""
+    """Open the same revert again on top of the present live code, and return the new proposal's number. Raises: as ``open_revert``."""
     why = VerdictRow.get(plant.ledger, row.evidence(plant.ledger)["audit"])
     return open_revert(plant, ProposalRow.get(plant.ledger, int(row.target.partition(":")[2])), why)

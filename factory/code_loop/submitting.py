@@ -1,4 +1,4 @@
-"""Submits one proposal: from an agent's edits to a branch and a verdict."""
+"""Submits a proposal: writes an agent's edits to a branch, has the gate judge the branch, and records the verdict."""
 
 from __future__ import annotations
 
@@ -35,23 +35,25 @@ from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 
-DRAFTED = "drafted"  # a process is working on it
-WRITTEN = "written"  # it is on its branch, and the next process may judge it
-# Held while a proposal is drafted, judged, merged or undone; a judgement holds it to its end. Therefore its holder may take everything that is
-# DRAFTED, and each folder of a quick check, for the remains of a process that was killed. It judges what is WRITTEN.
+DRAFTED = "drafted"  # a process works on the proposal
+WRITTEN = "written"  # the proposal is on its branch, and the next process may judge it
+# This lock is held while a proposal is drafted, judged, merged or undone. Therefore its holder may remove every DRAFTED proposal and each folder of
+# a quick check: they are the remains of a process that was killed. The holder judges WRITTEN proposals.
 LOCK = "code-loop"
 REMIND_SECONDS = 86_400.0  # a lasting obstacle is reported again after a day
 PROPOSED = " ".join(
     one.name for one in fields(Proposal) if one.name != "edits"
-)  # the fields of a ``Proposal`` that its row has
+)  # the fields of a ``Proposal`` that its row stores
 T = TypeVar("T")
 
 
 def run_under_lock(
     plant: Plant, act: Callable[[], T], kind: str, subject: Subject | str, words: str, **detail: str
 ) -> T | None:
-    """``act()`` under the code loop's lock, for the daemon. Returns None if it was not done. Either another process proposes or decides now, and
-    the next pass tries again. Or an error prevented it: that is told once a day, after ``words``, and stops nothing else."""
+    """Return ``act()``, called under the code loop's lock, for the daemon. Returns None if another process holds the lock, or after an error.
+
+    The next pass tries again. An error is printed after ``words``, once a day, and is recorded as an event of this ``kind``.
+    """
     try:
         with plant.workspace.hold_lock(LOCK):
             return act()
@@ -64,9 +66,9 @@ def run_under_lock(
 
 
 def remove_remains_and_get_live_commit(plant: Plant) -> str:
-    """Remove the remains of killed processes. Returns the live commit, to propose and judge on. The caller holds ``LOCK``.
+    """Remove the remains of killed processes, and return the live commit, on which to propose and judge. The caller holds ``LOCK``.
 
-    Raises: RepositoryError for a checkout that is not settled; IsolationError.
+    Raises: RepositoryError for a checkout with uncommitted changes; IsolationError without a sandbox.
     """
     base = repository.get_live_commit(plant.workspace.repository)
     repository.check_committed(plant.workspace.repository)
@@ -76,7 +78,7 @@ def remove_remains_and_get_live_commit(plant: Plant) -> str:
 
 
 def submit_proposal(plant: Plant, drafted: Proposal, base: str) -> int:
-    """Turn an agent's proposal into a branch, judge it, record it; returns its number."""
+    """Write an agent's proposal to a branch, judge it, and record the verdict. Returns the proposal's number."""
     number = write_branch(plant, drafted, base)
     if ProposalRow.get(plant.ledger, number).state == DRAFTED:
         judge_proposal(plant, number)
@@ -84,8 +86,9 @@ def submit_proposal(plant: Plant, drafted: Proposal, base: str) -> int:
 
 
 def write_branch(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED) -> int:
-    """Write the proposal as a commit on a branch of its own, in ``state``: DRAFTED if the caller judges it now, WRITTEN if a later pass does.
-    A patch out of scope is rejected here, without a branch. Returns the proposal's number.
+    """Write a proposal as a commit on a new branch, and return the proposal's number. A patch out of scope is rejected without a branch.
+
+    ``state``: DRAFTED if the caller judges the proposal now, WRITTEN if a later pass does.
     """
     agents = AgentsPolicy.load(plant.workspace.policy_path("agents.yaml"))
     number, branch = record_draft(plant, drafted, base)
@@ -115,9 +118,9 @@ def write_branch(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTE
 
 
 def judge_proposal(plant: Plant, number: int) -> None:
-    """Judge a written proposal, and record the verdict. After a kill it can be called again.
+    """Judge a proposal that is on its branch, and record the verdict. After a kill, the call can be repeated.
 
-    Raises: as the gate's stages do. The proposal has failed then, and its branch is removed.
+    Raises: the errors of the gate's stages. The proposal is then marked as failed and its branch removed, unless a later pass can judge it.
     """
     row = ProposalRow.get(plant.ledger, number)
     code, base = plant.workspace.repository, row.base_commit
@@ -136,7 +139,9 @@ def judge_proposal(plant: Plant, number: int) -> None:
             applied = AppliedPatch(row.branch, commit, base, row.patch_sha256, worktree)
             verdict_id, verdict, evidence = _decide(plant, number, drafted.target, patch_id, applied)
         finally:
-            _remove_folders(plant.workspace, commit)  # before the branch moves on: give_up finds them by it
+            _remove_folders(
+                plant.workspace, commit
+            )  # before the branch moves: ``mark_as_failed`` finds the folders by the branch
         commit = repository.reword_commit(code, applied, _message(drafted, verdict, evidence))
         record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id)
         plant.print_line(
@@ -144,15 +149,15 @@ def judge_proposal(plant: Plant, number: int) -> None:
         )
     except BaseException as error:
         later = row.state == WRITTEN and (not isinstance(error, Exception) or find_fault_in(error) is not None)
-        if not later:  # after a kill or a fault of the machine, a later pass judges what is WRITTEN
+        if not later:  # after a kill or a fault of the machine, a later pass judges a WRITTEN proposal
             mark_as_failed(plant, number, f"{type(error).__name__}: {error}")
         raise
 
 
 def _drafted(plant: Plant, row: ProposalRow, commit: str) -> tuple[Proposal, str]:
-    """An agent's proposal, read from the ledger and the branch, and the id of its patch.
+    """Return an agent's proposal, read from the ledger and the branch, and the id of its patch.
 
-    The id is the agent's own: its edits may name a file that they leave unchanged, which no commit shows.
+    The id is that of the agent's edits. They may contain a file that they do not change, which no commit shows.
     """
     which = "SELECT detail FROM events WHERE kind = 'drafted' AND subject = :subject ORDER BY id DESC LIMIT 1"
     noted = plant.ledger.read(which, subject=str(Subject("proposal", row.number)))[0]["detail"]
@@ -174,7 +179,7 @@ def _decide(
 
 
 def _remove_folders(workspace: Workspace, commit: str) -> None:
-    """The checkout of a judged commit, and the gate's folder beside it."""
+    """Remove the checkout of a judged commit, and the gate's folder beside the checkout."""
     worktree = repository.checkout_folder(workspace.worktrees, commit)
     repository.remove_worktree(workspace.repository, worktree)
     remove_path(gate_folder(worktree))
@@ -190,20 +195,21 @@ def fail_stale_proposals(plant: Plant) -> None:
         plant.print_line(
             Message(
                 "code_loop.removed",
-                "  proposal {proposal} failed, because the process that judged it was killed; its branch is removed",
+                "  proposal {proposal} failed, because the process that judged it was killed. The proposal's branch "
+                "was removed.",
                 proposal=row.number,
             )
         )
 
 
 def refuse_without_isolation(workspace: Workspace) -> None:
-    """Start the sandbox once. Raises: IsolationError, before time is spent on a proposal that could not be judged."""
+    """Start the sandbox once. Raises: IsolationError if it cannot start, before time is spent on a proposal that could not be judged."""
     with tempfile.TemporaryDirectory(dir=workspace.worktrees) as folder:
         sandbox.run_in_sandbox([sys.executable, "-c", ""], output=Path(folder), limits=SandboxLimits(wall_seconds=30))
 
 
 def record_draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
-    """(number, name of its branch): take the next number that neither the ledger nor a branch has, and record the draft."""
+    """Record a draft under the next number that neither the ledger nor a branch uses. Returns (number, name of the branch)."""
     with plant.ledger.begin() as tx:
         taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.list_branch_numbers(
             plant.workspace.repository
@@ -226,7 +232,7 @@ def record_verdict_without_stages(
     evidence: dict[str, Any],
     **values: str,
 ) -> None:
-    """Record the verdict on a drafted proposal for which no stage has to run. ``values``: of ``record_verdict``."""
+    """Record the verdict on a drafted proposal for which no stage has to run. ``values``: further arguments of ``record_verdict``."""
     with plant.ledger.begin() as tx:
         verdict = record_verdict(
             tx, gate, Subject("proposal", number), reasons=reasons, evidence=evidence | {"tries": 1}, against=evidence["base"], **values
@@ -235,14 +241,14 @@ def record_verdict_without_stages(
 
 
 def record_judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int) -> None:
-    """Record that a drafted proposal has its verdict, by the verdict's id."""
+    """Record that a proposal is judged. ``verdict``: the id of its verdict."""
     with ledger.begin() as tx:
         values = {"state": "judged", "commit": commit, "patch_sha256": patch_sha256, "verdict": verdict}
         tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
 
 
 def mark_as_failed(plant: Plant, number: int, why: str) -> None:
-    """Mark a proposal without a verdict as failed: remove its branch and worktree, and record the reason."""
+    """Mark a proposal without a verdict as failed, remove its branch and worktree, and record the reason."""
     row, code = ProposalRow.get(plant.ledger, number), plant.workspace.repository
     if commit := repository.get_branch_commit(code, row.branch):
         _remove_folders(plant.workspace, commit)
@@ -253,7 +259,7 @@ def mark_as_failed(plant: Plant, number: int, why: str) -> None:
 
 
 def _out_of_scope(plant: Plant, number: int, drafted: Proposal, base: str, error: ScopeError) -> None:
-    """Reject a patch that is out of scope. It is never written to a branch."""
+    """Reject a patch that is out of scope. Such a patch is never written to a branch."""
     reasons = [
         Message("code_loop.out_of_scope", "out of scope: {problem}", problem=problem) for problem in error.problems
     ]
@@ -266,7 +272,7 @@ def _out_of_scope(plant: Plant, number: int, drafted: Proposal, base: str, error
 
 
 def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any] | None) -> str:
-    """The commit's message: hypothesis, prediction; once judged, evidence and verdict."""
+    """Return the commit's message: hypothesis and prediction; after the judgement, also evidence and verdict."""
     lines = [drafted.title.splitlines()[0][:100] if drafted.title else "A proposal", "", drafted.hypothesis.strip(), ""]
     if drafted.predicted_gain:
         lines.append(f"Predicted: {gain_with_unit(drafted.target, drafted.predicted_gain)}.")

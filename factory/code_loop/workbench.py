@@ -1,7 +1,7 @@
-"""The workbench of agents (``agents.core.workbench.Workbench``): all that they can read and ask for.
+"""The workbench of agents (``agents.core.workbench.Workbench``), through which they do all their work.
 
-Agents read files in scope as the live commit has them, have implementations measured in the sandbox within a budget of seconds, and ask for
-earlier attempts.
+Agents read the live commit's files in scope, have implementations measured in the sandbox within a budget of seconds, and ask for earlier
+attempts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 
-# A program that imports the modules named in argv; an error is its last line of output.
+# This program imports the modules named in argv. Its last line of output is the error, if there is one.
 IMPORT = ";".join(
     (
         "import importlib",
@@ -60,7 +60,7 @@ IMPORT = ";".join(
 
 NOTHING_TO_TIME = Message(
     "code_loop.nothing_to_time",
-    "nothing to time: the patch chooses no other implementation of an op in policies/kernels.yaml",
+    "nothing was timed, because the patch chooses no other implementation of an op in policies/kernels.yaml",
 )
 
 
@@ -76,13 +76,13 @@ class LiveWorkbench:
     base: str
     start: TrainingStart
     spent: float = 0.0  # seconds of measuring
-    count: int = 1  # number of proposals that it serves; each may measure for the policy's seconds
-    profile: int | None = None  # the id of the line profile to work from; None: a new one is made
-    closed: frozenset[int] = frozenset()  # proposals whose targets are left alone
-    by: str = ""  # who began the runs of agents that use it (``agent_runs.AgentRuns.by``)
+    count: int = 1  # number of proposals that the workbench serves; each may measure for the policy's seconds
+    profile: int | None = None  # the id of the line profile to work from; None: a new profile is made
+    closed: frozenset[int] = frozenset()  # proposals whose targets agents leave alone
+    by: str = ""  # who began the runs of the agents (``agent_runs.AgentRuns.by``)
     written: dict[str, list[AgentWrittenLines]] = field(
         default_factory=dict
-    )  # by path: the agents' lines, once they were asked for
+    )  # by path: a cache of the lines that agents wrote
 
     @cached_property
     def agents(self) -> AgentsPolicy:
@@ -94,27 +94,27 @@ class LiveWorkbench:
 
     @cached_property
     def proposals(self) -> dict[str, ProposalRow]:
-        """The proposals, by commit."""
+        """The proposals that have a commit, by commit."""
         rows = ProposalRow.select(self.plant.ledger, 'WHERE "commit" IS NOT NULL ORDER BY number')
         return {str(row.commit): row for row in rows}
 
     @property
     def seconds_left(self) -> float:
-        """Seconds of measuring that remain."""
+        """The seconds of measuring that remain."""
         return self.agents.measure_seconds * self.count - self.spent
 
     def files(self, patchable: bool = False) -> list[str]:
-        """The live code's files in scope; ``is_patchable``: only those that agents may patch."""
+        """Return the paths of the live code's files that agents may read. ``patchable``: only those that agents may patch."""
         wanted = self.agents.is_patchable if patchable else self.agents.is_readable
         return sorted(filter(wanted, self.recipe_modes))
 
     def read(self, path: str) -> str:
-        """The text of a file of the live code. Raises: OutOfScopeError for a file that is not in scope."""
+        """Return the text of a file of the live code. Raises: OutOfScopeError for a file that is not in scope."""
         self._refuse(path)
         return repository.read_file_text(self.plant.workspace.repository, self.base, path)
 
     def find_agent_written_lines(self, path: str) -> list[AgentWrittenLines]:
-        """The lines of a file of the live code that come from proposals. Raises: OutOfScopeError."""
+        """Return the ranges of lines in a file of the live code that come from proposals. Raises: OutOfScopeError."""
         self._refuse(path)
         if path not in self.written:
             found = []
@@ -135,12 +135,13 @@ class LiveWorkbench:
             raise OutOfScopeError("code_loop.not_readable", "{path!r} is not a file that agents may read.", path=path)
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> QuickCheck:
-        """Run the stages scope and static, then the op oracle's first case (or, for other code, an import) in the sandbox.
+        """Check edits quickly: the stages scope and static, then in the sandbox the op oracle's first case or, for other code, an import.
 
-        The check is quick, and not a verdict: the gate checks everything again, from git. Raises: IsolationError.
+        The check is no verdict: the gate checks everything again, from git. ``timed``: also time the ops whose implementation the edits change.
+        Raises: IsolationError.
         """
         if timed and self.seconds_left < 1:
-            problem = Message("code_loop.no_timing_left", "no time for timing is left: make the proposal now")
+            problem = Message("code_loop.no_timing_left", "the time for measuring is used up: make the proposal now")
             return QuickCheck("budget", (problem,))
         changes = repository.edits_to_changes(self.recipe_modes, [(edit.path, edit.new_text) for edit in edits])
         if found := find_scope_problems(self.agents, changes, self.recipe_modes):
@@ -182,7 +183,7 @@ class LiveWorkbench:
         if quick:
             once = policy.patience.model_copy(
                 update={"again": 1.0}
-            )  # once is enough: the agent can try again, and the gate tries twice
+            )  # one try is enough here: the agent can check again, and the gate tries twice
             policy = policy.model_copy(update={"cases": policy.cases[:1], "patience": once})
             found = run_quick_check(policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle")
             if found["state"] != "passed":
@@ -199,7 +200,7 @@ class LiveWorkbench:
         return QuickCheck("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
 
     def _times(self, candidate: Path, folder: Path, ops: Sequence[ChangedOp]) -> tuple[str, ...]:
-        """The times that the candidate's own code reports, from a folder that nothing else reads."""
+        """Return lines with the times that the candidate's code reports. ``folder``: the code may write there, and nothing else reads it."""
         words = []
         for changed in ops:
             if changed.before == changed.after:
@@ -226,16 +227,19 @@ class LiveWorkbench:
         return tuple(words) or (NOTHING_TO_TIME,)
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
-        """Run ``kernels.contract.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
+        """Time an implementation against another: run ``kernels.contract.bench`` of the live code, in the sandbox, on the recipe's shapes.
+
+        ``rows``: the rows of a micro-batch; 0 for the recipe's. Raises: MeasurementError.
+        """
         code = repository.checkout_live_code(self.plant.workspace, self.base)
         title = Message(
             "code_loop.timing",
-            "timing {op} outside the training step: {implementation}",
+            "timing {implementation} of {op} outside the training step",
             op=op,
             implementation=implementation,
         )
         with devices.hold_device(), self.plant.progress.task(title):
-            # The next call uses again what approved kernels compiled.
+            # The next call uses the kernels again that this call compiles.
             folder = self.plant.workspace.root / "cache" / f"workbench{devices.device_suffix()}"
             try:
                 measured = self._bench(
@@ -272,7 +276,7 @@ class LiveWorkbench:
     def _bench(
         self, code: Path, output: Path, op: str, implementation: str, against: str, batch: dict[str, int]
     ) -> Measurement:
-        """Run ``kernels.contract.bench`` of a checkout in the sandbox, which may write only in ``output``. Raises: MeasurementError."""
+        """Run ``kernels.contract.bench`` of a checkout in a sandbox that may write only in ``output``. Raises: MeasurementError."""
         if self.seconds_left < 1:
             raise MeasurementError(
                 "code_loop.no_seconds_left",
@@ -299,7 +303,7 @@ class LiveWorkbench:
         return measured
 
     def history(self, target: str) -> list[EarlierProposal]:
-        """Judged proposals on a target, or on all targets of a kind (``quality:``), oldest first."""
+        """Return the judged proposals on a target, or on all targets of a kind (a name that ends with a colon, such as 'quality:'), oldest first."""
         of_kind = lambda name: name.startswith(target) if target.endswith(":") else name == target
         return [
             EarlierProposal(
@@ -317,7 +321,7 @@ class LiveWorkbench:
 
 
 def parse_measurement(said: str) -> Measurement | None:
-    """The measurement that ``kernels.contract.bench`` printed; None for any other text, which untrusted code may have printed."""
+    """Return the measurement that ``kernels.contract.bench`` printed; None for any other text, which untrusted code may have printed."""
     try:
         found = json.loads(said)
         return Measurement(*(float(found[key]) for key in ("seconds", "against_seconds", "ratio", "ratio_low")))
@@ -326,6 +330,6 @@ def parse_measurement(said: str) -> Measurement | None:
 
 
 def judged_proposals(ledger: Ledger) -> list[tuple[ProposalRow, str]]:
-    """Judged proposals with the id of their patch, oldest first."""
+    """Return (proposal, id of its patch) for each judged proposal, oldest first."""
     judged = ProposalRow.select(ledger, "WHERE verdict IS NOT NULL ORDER BY number")
     return [(row, row.evidence(ledger).get("patch_id") or "") for row in judged]

@@ -1,4 +1,4 @@
-"""Puts two runs' curves of one metric on one grid, and finds the first step where they diverge. Pure functions.
+"""Puts two runs' curves of one metric on one grid, and finds the first step where the curves diverge. All functions are pure.
 
 >>> ours = [(float(step), 3.0 - step / 100) for step in range(40)]
 >>> theirs = [(step, value + (0.5 if step >= 20 else 0.0)) for step, value in ours]
@@ -16,7 +16,7 @@ from statistics import median
 
 WINDOW = 50  # the spread of the difference is measured over this many previous points
 LEAST = 32  # a spread is measured over at least this many points
-ALLOWED_SPREADS = 8.0  # allowed difference in spreads. With 8, none of 400 pairs of runs that differ only in noise is reported; with 6, four are.
+ALLOWED_SPREADS = 8.0  # the allowed difference, in spreads. Of 400 pairs of runs that differ only in noise, 8 reports none, and 6 reports four.
 NORMAL = 1.4826 / math.sqrt(2)  # standard deviation divided by the median absolute difference of neighbours
 
 Curve = Sequence[tuple[float, float]]
@@ -36,12 +36,12 @@ class Divergence:
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """The comparison of one metric. ``grid``: (x, ours, theirs) where both curves have a value."""
+    """The comparison of one metric. ``grid``: (x, ours, theirs) for each compared x."""
 
     metric: str
     grid: list[tuple[float, float, float]]
     first: Divergence | None
-    coarser: str  # the curve with fewer points, which gives the grid: 'ours' | 'theirs' | 'both'
+    coarser: str  # the curve with fewer points, whose x are the grid: 'ours' | 'theirs' | 'both'
     not_finite: dict[str, list[float]]  # x of values that are not finite, for 'ours' and 'theirs'
     largest: float | None  # largest absolute difference
 
@@ -49,11 +49,11 @@ class MetricComparison:
 def compare_curves(
     metric: str, ours: Curve, theirs: Curve, *, tolerance: float | None = None, floor: float = 0.0
 ) -> MetricComparison:
-    """Compare two curves. ``tolerance``: the allowed absolute difference; None: ``ALLOWED_SPREADS`` times the spread of the difference.
+    """Compare two curves. ``tolerance``: the allowed absolute difference; None for ``ALLOWED_SPREADS`` times the spread of the difference.
 
-    The spread is that of the changes from point to point over the last ``WINDOW`` points, so that a drift or an offset does not count.
-    ``floor``: the smallest spread, from rounding. A value that is not finite on only one side is a divergence. The curve with fewer points
-    in the common range gives the grid; the other curve is interpolated where it has no point.
+    The spread is computed from the changes of the difference between neighbouring points, over the last ``WINDOW`` points. A drift or an offset
+    therefore does not enlarge the spread. ``floor``: the smallest spread, from rounding. If only one curve has a finite value, the curves
+    diverge. The curve with fewer points in the common range gives the grid, and the other curve is interpolated.
     """
     low, high = max(ours[0][0], theirs[0][0]), min(ours[-1][0], theirs[-1][0])
     mine, other = _between(ours, low, high), _between(theirs, low, high)
@@ -96,7 +96,7 @@ def _first(
 
 
 def _spread(differences: Sequence[float]) -> float:
-    """The standard deviation of the noise in the difference.
+    """Return the standard deviation of the noise in a sequence of differences.
 
     >>> round(_spread([0.5, 0.51, 0.5, 0.51, 0.5]), 4)
     0.0105
@@ -110,7 +110,7 @@ def _between(curve: Curve, low: float, high: float) -> list[tuple[float, float]]
 
 
 def _at(curve: Curve, x: float) -> float:
-    """A curve's value at ``x``, linearly interpolated. ``x`` must be between the curve's ends."""
+    """Return a curve's value at ``x``, linearly interpolated. ``x`` must be between the curve's ends."""
     at = bisect_left(curve, (x, -math.inf))
     if curve[at][0] == x:
         return curve[at][1]

@@ -1,6 +1,6 @@
 """Reads a run's metrics as curves, from CSV, TSV, JSON lines or a trainer_state.json of any origin, or from our segments.
 
-Columns are found under the names that tools give them, in upper or lower case: W&B's "run - train/loss" and "Step", TensorBoard's "Value" and
+Columns are recognised by the names that tools use, in upper or lower case: W&B's "run - train/loss" and "Step", TensorBoard's "Value" and
 "Wall time", the rows of ``log_history`` in transformers' trainer_state.json. An error names the file and the line.
 """
 
@@ -57,7 +57,7 @@ class RunCurves:
 
 
 def read_file(path: Path, x: str, metrics: Sequence[str], x_column: str | None = None) -> RunCurves:
-    """The curves of ``metrics`` in a file. ``x``: 'steps' or 'tokens'. ``x_column``: the column of x, if its name is unusual.
+    """Return the curves of ``metrics`` in a file. ``x``: 'steps' or 'tokens'. ``x_column``: the column of x, if its name is unusual.
 
     Raises: InputError with the file and the line.
     """
@@ -93,7 +93,7 @@ def read_file(path: Path, x: str, metrics: Sequence[str], x_column: str | None =
 
 
 def read_segments(rows: Sequence[SegmentRow], name: str, x: str, metrics: Sequence[str]) -> RunCurves:
-    """The curves of consecutive segments. Raises: InputError for a metric that no segment has."""
+    """Return the curves of consecutive segments. Raises: InputError for a metric that no segment has."""
     lines: list[dict[str, Any]] = []
     for row, child in zip(rows, [*rows[1:], None]):
         lines += [line for line in read_metrics(row) if child is None or line["step"] < child.first_step]
@@ -108,7 +108,7 @@ def read_segments(rows: Sequence[SegmentRow], name: str, x: str, metrics: Sequen
 
 
 def _is_one_value(head: str) -> bool:
-    """Whether the file is one JSON value, such as a trainer_state.json, and not one line of JSON for each step."""
+    """Return whether a file is one JSON value, such as a trainer_state.json, and not one line of JSON for each step."""
     if head.startswith("["):
         return True
     first = head.split("\n", 1)[0]
@@ -119,7 +119,7 @@ def _is_one_value(head: str) -> bool:
 
 
 def _rows_of_one_value(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The objects of a JSON array, or of ``log_history``, numbered from 1 as lines are."""
+    """Yield the objects of a JSON array or of ``log_history``, numbered from 1."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -193,10 +193,10 @@ def _table_rows(path: Path, file: Iterator[str], head: str) -> Iterator[tuple[in
 
 
 def find_column(metric: str, names: Sequence[str]) -> str | None:
-    """The column of a metric; None: no column fits. The rules, in this order: the same name; the name in another case; W&B's "run - metric"; a
-    name with the metric as its last part ('train/loss' for 'loss', but never 'eval/loss'); TensorBoard's only "Value".
+    """Return the column of a metric; None if no column fits. The rules, in this order: the same name; the name in another case; W&B's "run -
+    metric"; a name with the metric as its last part ('train/loss' for 'loss', but never 'eval/loss'); TensorBoard's only "Value".
 
-    Raises: ValueError with the columns, where several fit one rule.
+    Raises: ValueError with the columns, if several columns fit one rule.
 
     >>> find_column("loss", ["Step", "run - train/loss", "run - train/loss__MIN"]), find_column("loss", ["Wall time", "Step", "Value"])
     ('run - train/loss', 'Value')
@@ -221,7 +221,7 @@ def find_column(metric: str, names: Sequence[str]) -> str | None:
 
 
 def _x_column(unit: str, row: Mapping[str, Any], named: str | None) -> str | None:
-    """The column of steps or tokens in a row, ignoring case."""
+    """Return the column of steps or tokens in a row, ignoring case; None without such a column."""
     low = {name.casefold().strip(): name for name in reversed(list(row))}
     wanted = [named.casefold().strip()] if named else X_NAMES[unit]
     return next((low[one] for one in wanted if one in low), None)
@@ -251,7 +251,7 @@ def _curves(
             hint = (
                 Message(
                     "curve_files.other_unit",
-                    "The file has column {column!r} instead. To compare by it, add '--x {unit}'.",
+                    "The file has column {column!r} instead. To compare by that column, add '--x {unit}'.",
                     column=columns[other],
                     unit=other,
                 )
@@ -333,7 +333,7 @@ def _curves(
 
 
 def _number(path: Path, line: int, name: str, value: Any) -> float | None:
-    """A cell as a number. None: an empty cell. JSON's null is NaN, because JSON has no NaN. Raises: InputError."""
+    """Return a cell as a number; None for an empty cell. JSON's null becomes NaN, because JSON has no NaN. Raises: InputError."""
     if isinstance(value, str):
         if not value.strip():
             return None

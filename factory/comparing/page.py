@@ -1,4 +1,4 @@
-"""A comparison as lines for a person, as JSON, and as an HTML page."""
+"""Formats a comparison as lines for a person, as JSON, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SHOWN = 6  # a list of steps shows at most this many
 
 
 def earliest_divergence(found: Sequence[MetricComparison]) -> Divergence | None:
-    """The earliest divergence of all metrics."""
+    """Return the earliest divergence of all metrics; None if no metric diverges."""
     return min((one.first for one in found if one.first), key=lambda first: first.x, default=None)
 
 
 def comparison_lines(
     found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, unit: str, given: bool
 ) -> list[str]:
-    """Lines for a person, the first divergence first. ``unit``: 'step' or 'token'. ``given``: whether a person gave the tolerance."""
+    """Return lines for a person, beginning with the first divergence. ``unit``: 'step' or 'token'. ``given``: a person gave the tolerance."""
     said: list[str] = []
     if first := earliest_divergence(found):
         by_spread = Message(
@@ -38,8 +38,8 @@ def comparison_lines(
         said.append(
             Message(
                 "comparing.first_divergence",
-                "first divergence: {unit} {x:,.0f}, {metric}: ours {ours:.6g}, theirs {theirs:.6g}, "
-                "difference {difference:+.3g}, tolerance {tolerance:.3g} ({how})",
+                "first divergence at {unit} {x:,.0f}, in {metric}: ours {ours:.6g}, theirs {theirs:.6g}, difference "
+                "{difference:+.3g}, tolerance {tolerance:.3g} ({how})",
                 **asdict(first),
                 unit=unit,
                 how="as given" if given else by_spread,
@@ -68,7 +68,7 @@ def comparison_lines(
             said.append(
                 Message(
                     "comparing.interpolated",
-                    "{metric}: {coarser} has fewer points, and the other curve is interpolated at these points",
+                    "{metric}: {coarser} has fewer points, so the other curve is interpolated at these points",
                     metric=one.metric,
                     coarser=one.coarser,
                 )
@@ -104,7 +104,7 @@ def comparison_as_json(
 def render_comparison(
     found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, said: Sequence[str], unit: str
 ) -> str:
-    """The comparison as one self-contained HTML page."""
+    """Return the comparison as one self-contained HTML page."""
     drawn = []
     for one in found:
         marks = [(one.first.x, "they diverge")] if one.first else []
@@ -125,7 +125,7 @@ def _listed(xs: Sequence[float], unit: str) -> str:
 
 
 def _units(ours: RunCurves, theirs: RunCurves) -> list[str]:
-    """A warning where the runs have seen different numbers of tokens at the same step."""
+    """Return a warning if the runs have seen different numbers of tokens at the same step; else []."""
     both = sorted(ours.tokens.keys() & theirs.tokens.keys())
     if both and abs(ours.tokens[both[-1]] - theirs.tokens[both[-1]]) > 0.01 * max(1.0, theirs.tokens[both[-1]]):
         mine, other = ours.tokens[both[-1]], theirs.tokens[both[-1]]

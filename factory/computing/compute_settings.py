@@ -1,7 +1,7 @@
-"""Decides how a segment is computed (precision, kernels, machine), once, when the segment is planned.
+"""Decides how a segment is computed (precision, kernels, machine). The decision is made once, when the segment is planned.
 
-The decision is stored in the segment's row (``compute_settings``) and stays until the segment ends, on any machine. A segment with another
-decision than its parent needs a certificate, as after a change of the code (``factory.training.certifying``).
+The decision is stored in the column ``computing`` of the segment's row. It holds until the segment ends, on any machine. If it differs from the
+parent segment's decision, the segment needs a certificate, as after a change of the code (``factory.training.certifying``). Its content:
 
     {"precision": {"precision": "fp32", "asked": "auto", "probe": {"seconds": {…}, "rates": {…}}, "warning": ""},
      "kernels": {"attention": "recompute", …}, "fallback": "fail", "tuning": "…/tuning/cpu-avx2-fp32.json",
@@ -37,10 +37,10 @@ Computing = dict[str, Any]
 def decide_computing(
     workspace: Workspace, recipe: Recipe, kernels: str, before: str = "", measured: dict[str, Any] | None = None
 ) -> tuple[Recipe, Computing, list[str]]:
-    """(the recipe with its precision by name, the value of the column ``compute_settings``, notes for a person).
+    """Return (the recipe with its chosen precision, the value of the column ``computing``, notes for a person).
 
-    ``kernels``: the text of the live code's ``kernels.yaml``. ``before``: the precision of the parent segment. ``measured``: the
-    ``measure_precision``, where it is known. Raises: ConfigError for a precision that the device lacks, or an invalid tuning file.
+    ``kernels``: the text of the live code's kernels.yaml. ``before``: the precision of the parent segment. ``measured``: the result of
+    ``measure_precision``, if it is known already. Raises: ConfigError for a precision that the device lacks, or for an invalid tuning file.
     """
     from kernels.contract.choice import auto_ops, device_section, replace_auto
     from kernels.contract.machine import this_machine
@@ -66,9 +66,9 @@ def decide_computing(
 
 
 def measure_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
-    """The result of ``trainer.contract.plan.precision.choose`` as JSON. Raises: ConfigError.
+    """Return the result of ``trainer.contract.plan.precision.choose_precision`` as JSON. Raises: ConfigError.
 
-    On a GPU it runs in a process of its own, because the factory's process would keep GPU memory until it ends.
+    On a GPU, a separate process measures, because the factory's own process would keep GPU memory until it ends.
     """
     from trainer.contract.errors import RecipeError
 
@@ -95,7 +95,7 @@ def measure_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
 
 
 def tuning_sizes_of_recipe(recipe: Recipe) -> dict[str, int]:
-    """The sizes that kernels are tuned at, as ``kernels.contract.bench`` takes them from a recipe."""
+    """Return the sizes for which kernels are tuned, as ``kernels.contract.bench`` takes them from a recipe."""
     keys = ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
     return {"batch": recipe.batch.micro_sequences or recipe.batch.sequences} | {
         k: getattr(recipe.model, k) for k in keys
@@ -103,7 +103,7 @@ def tuning_sizes_of_recipe(recipe: Recipe) -> dict[str, int]:
 
 
 def describe_changes(before: SegmentRow, after: SegmentRow) -> list[str]:
-    """The differences in precision and kernels between two segments, one line each. A row of an older factory has only its precision."""
+    """Return the differences in precision and kernels between two segments, one line each. Rows of an older factory have only a precision."""
     old, new = before.recipe_json["precision"], after.recipe_json["precision"]
     lines = [f"precision: {old} → {new}"] if old != new else []
     if before.computing and after.computing:
@@ -114,7 +114,7 @@ def describe_changes(before: SegmentRow, after: SegmentRow) -> list[str]:
 
 
 def format_kernels(computing: Computing | None) -> str:
-    """The ``kernels.yaml`` of a segment; empty: the code's own is used."""
+    """Return the text of a segment's kernels.yaml; '' if the code's own kernels.yaml is used."""
     if computing is None:
         return ""
     kept: dict[str, Any] = {computing["machine"]["device"]: computing["kernels"]}
@@ -124,7 +124,7 @@ def format_kernels(computing: Computing | None) -> str:
 
 
 def write_kernels(folder: Path, computing: Computing | None) -> str | None:
-    """Write the ``kernels.yaml`` of a segment into a folder; returns its path, or None where the code's own kernels.yaml is used."""
+    """Write a segment's kernels.yaml into a folder, and return the file's path; None if the code's own kernels.yaml is used."""
     if computing is None:
         return None
     write_atomically(folder / "kernels.yaml", format_kernels(computing))
@@ -132,15 +132,15 @@ def write_kernels(folder: Path, computing: Computing | None) -> str | None:
 
 
 def describe_computing(computing: Computing | None) -> str:
-    """One line for a person; empty for a segment of an older factory."""
+    """Return one line for a person; '' for a segment of an older factory."""
     return f"{describe_precision(computing['precision'])} on {computing['machine']['name']}" if computing else ""
 
 
 def describe_precision(found: Mapping[str, Any]) -> str:
-    """The result of ``measure_precision`` as one line."""
+    """Return the result of ``measure_precision`` as one line."""
     times = [f"{name} {value * 1e3:.3g} ms" for name, value in found["probe"]["seconds"].items()]
     how = "measured" if found["asked"] == "auto" else "named in the recipe"
     return Message(
-        "compute_settings.precision", "precision {precision} ({how}; time of the matrix products, attention and loss head of one step: {times})",
+        "compute_settings.precision", "precision {precision} ({how}; one step's matrix products, attention and loss head take: {times})",
         precision=found["precision"], how=how, times=times,
     )  # fmt: skip

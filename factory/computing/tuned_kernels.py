@@ -26,7 +26,7 @@ KERNELS = "policies/kernels.yaml"
 
 @dataclass(frozen=True)
 class TunedKernels:
-    """The tuned kernels of a machine and a precision. ``note``: a message where the tuning is missing or does not fit exactly."""
+    """The tuned kernels of a machine and a precision. ``note``: a message if the tuning is missing or does not fit exactly."""
 
     choice: Mapping[str, str] | None
     source: str  # the file, or ''
@@ -35,7 +35,7 @@ class TunedKernels:
 
 @contextmanager
 def live_kernels_file(workspace: Workspace) -> Iterator[tuple[Path, str]]:
-    """(a file with the ``kernels.yaml`` of the live commit, its text). Without a repository, the file of the code itself."""
+    """Yield (a file with the live commit's kernels.yaml, the file's text). Without a git repository, the file is the checkout's own."""
     from factory.git.repository import RepositoryError, get_live_commit, read_file_text
 
     path = workspace.repository / KERNELS
@@ -53,7 +53,7 @@ def live_kernels_file(workspace: Workspace) -> Iterator[tuple[Path, str]]:
 
 
 def tuning_path(workspace: Workspace, machine_class: str, precision: str) -> Path:
-    """The file with the tuning of a machine class and a precision. fp8 uses the file of bf16."""
+    """Return the path of the tuning of a machine class and a precision. fp8 uses the file of bf16."""
     from kernels.contract.precision import precision_of_values
 
     return workspace.root / "tuning" / f"{machine_class}-{precision_of_values(precision)}.json"
@@ -62,9 +62,9 @@ def tuning_path(workspace: Workspace, machine_class: str, precision: str) -> Pat
 def find_tuning(
     workspace: Workspace, machine: Machine, precision: str, shape: Mapping[str, int] | None = None
 ) -> TunedKernels:
-    """The tuning for this machine. ``shape``: the sizes of the recipe; a tuning at other sizes is used, with a note.
+    """Return the tuning for this machine. ``shape``: the sizes of the recipe. A tuning for other sizes is used too, with a note.
 
-    Raises: ConfigError naming the file, when the file cannot be read or was made on another class of machine.
+    Raises: ConfigError naming the file, if the file cannot be read or was made on another class of machine.
     """
     path = tuning_path(workspace, machine.name, precision)
     if not path.exists():
@@ -89,14 +89,16 @@ def find_tuning(
     if shape is None or found["setting"]["shape"] == dict(shape):
         return TunedKernels(found["choice"], str(path))
     note = Message(
-        "computing.other_shape", "{file} was tuned at the sizes of another recipe. The factory uses the file. To measure again, run 'factory tune'.",
+        "computing.other_shape",
+        "{file} was tuned for the sizes of another recipe. The factory uses the file nevertheless. To measure "
+        "again, run 'factory tune'.",
         file=path,
     )  # fmt: skip
     return TunedKernels(found["choice"], str(path), note)
 
 
 def read_tuning(path: Path) -> dict[str, Any]:
-    """The content of a tuning file. Raises: ConfigError naming the file."""
+    """Return the content of a tuning file. Raises: ConfigError naming the file."""
     try:
         found = json.loads(path.read_text("utf-8"))
         choice, made = found["choice"], found["machine"]
@@ -117,7 +119,7 @@ def read_tuning(path: Path) -> dict[str, Any]:
 
 
 def describe_tuning(tuning: Mapping[str, Any]) -> list[str]:
-    """A tuning as lines for a person: the chosen kernels and the measured times."""
+    """Return a tuning as lines for a person: the chosen kernels and the measured times."""
     from kernels.contract.machine import Machine
 
     setting = tuning["setting"]

@@ -1,1 +1,1 @@
-"""The base of all other packages: workspace, errors, policy files, devices; how processes are started, shown and stopped."""
+"""The base of all other packages of the factory: workspace, errors, policy files, devices; starting processes, showing progress, stopping."""

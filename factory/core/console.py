@@ -44,7 +44,7 @@ class _Bar:
 
 
 class _PlainTask:
-    """A task without a terminal: it prints a line at least every eight seconds, and one when long work ends."""
+    """A task without a terminal. It prints a line at least every eight seconds, and one more at the end of long work."""
 
     EVERY = 8.0
 
@@ -61,7 +61,7 @@ class _PlainTask:
         self.note = note or self.note
 
     def _repeat(self) -> None:
-        """Print a line every few seconds, also while the work itself reports nothing (a compiler)."""
+        """Print a line every few seconds, also while the work itself reports nothing, as a compiler does."""
         while not self.over.wait(0.5):
             if time.monotonic() - self.terminal.last_line_at >= self.EVERY:
                 self.say()
@@ -81,14 +81,14 @@ class _PlainTask:
 
 
 class Terminal:
-    """``factory.core.progress.Progress`` on a terminal, or as plain lines without one."""
+    """Implements ``factory.core.progress.Progress``: progress bars on a terminal, plain lines without a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, stderr=False)
         self.bars: Progress | None = None
         self._tasks, self._lock = 0, threading.Lock()
         self.last_line_at = time.monotonic()  # when the last line was printed
-        # If true, a line that cannot be printed (a full disk, a closed pipe) is dropped without an error.
+        # If true, a line that cannot be printed (because of a full disk or a closed pipe) is dropped without an error.
         self.keeps_on = False
 
     def line(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Gives each device of the machine to one thread at a time, so that a measurement of time has its device alone.
+"""Gives each device of the machine to one thread at a time, so that nothing disturbs a timing.
 
 Agents that run in parallel wait here for a device: one of the GPUs, or the whole CPU as one device.
 """
@@ -57,8 +57,8 @@ def device_kind() -> str:
 def compiled_code_folder(root: Path, commit: str) -> Path:
     """Return the folder of compiled kernels for the approved code of ``commit`` in the workspace ``root``: ``inductor/`` and ``triton/``.
 
-    Each class of machine has its own folder, since compilers use instructions that other machines lack. Each commit has its own, since code
-    that reads another commit's compiled kernels would run them. See ``factory.sandbox.view.cache_variables``.
+    Each class of machine has its own folder, since compilers use instructions that other machines lack. Each commit has its own folder, so that
+    code never runs the compiled kernels of another commit. See ``factory.sandbox.view.cache_variables``.
     """
     from kernels.contract.machine import this_machine
 
@@ -72,23 +72,24 @@ def device_environment() -> dict[str, str]:
 
 
 def device_suffix() -> str:
-    """Return a suffix for folders that belong to the held device alone; '' for the CPU."""
+    """Return a suffix for the names of folders that belong to the held device alone; '' for the CPU."""
     return f"-{_held.get()}" if _held.get() else ""
 
 
 def list_gpu_device_files(every: bool = False) -> list[str]:
     """Return the files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while no GPU is held (unless ``every``).
 
-    They are the files of all GPUs, since NVIDIA's driver numbers the GPUs that it sees. ``device_environment`` selects one of them.
+    The list has the files of all GPUs, since NVIDIA's driver numbers the GPUs that it sees. ``device_environment`` selects one GPU.
     """
     found = [path for pattern in GPU_FILES for path in Path("/dev").glob(pattern)] if every or _held.get() else []
     return sorted(str(path) for path in found if not path.is_dir())
 
 
 def run_in_parallel(jobs: Sequence[Callable[[], Found]]) -> list[Found]:
-    """Run ``jobs`` at once, each in a thread, and wait for all. Returns their results in order.
+    """Run ``jobs`` in parallel, each in a thread, and wait for all. Returns their results in order.
 
-    After all jobs ended, raises the error of the first job that failed. An interrupt is raised at once: the threads end with the process.
+    If jobs failed, raises the error of the first of them, after all jobs have ended. An interrupt is raised at once: the threads end with the
+    process.
     """
     if len(jobs) == 1:
         return [jobs[0]()]

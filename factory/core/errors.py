@@ -1,4 +1,4 @@
-"""Errors that a user can cause. Each message says what is wrong, where, and what to do. Data already stored stays.
+"""Errors that a user can cause. Each message says what is wrong, where, and what to do. Stored data stay as they are.
 
 An ``assert`` guards against bugs. The command line prints a ``FactoryError`` as one message and exits with its ``exit_code``.
 Any other exception is a bug and keeps its traceback.
@@ -49,13 +49,13 @@ class SegmentError(FactoryError):
 
 
 class DamagedExportError(FactoryError):
-    """A candidate's export is missing or has changed since the factory made it. Nothing was measured: the model itself may be good."""
+    """A candidate's export is missing or has changed since the factory made it. This says nothing about the model, which was not measured."""
 
     def __init__(self, candidate: int, why: str) -> None:
         super().__init__(
             "core.damaged_export",
-            "The export of candidate {candidate} cannot be measured: {why}. The daemon makes the export again "
-            "from its checkpoint. If no daemon runs, run 'factory check --repair'",
+            "The export of candidate {candidate} cannot be measured: {why}. The daemon makes the export again from "
+            "the checkpoint. If no daemon runs, run 'factory check --repair'",
             candidate=candidate,
             why=why,
         )
@@ -83,7 +83,7 @@ class DiskFullError(SegmentError):
 
 
 def suggest_name(word: str, known: Iterable[str]) -> Message:
-    """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words when none is near."""
+    """Return the end of a message about an unknown name: "; did you mean 'x'?" for the nearest known name, else the list of known names."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1)
     if close:

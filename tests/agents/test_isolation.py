@@ -1,4 +1,4 @@
-"""Is an operation called alone what it was in the step: shapes, strides, dtypes, fresh floats, recorded integers?"""
+"""An operation that is timed alone gets inputs as in the step: the same shapes, strides and dtypes, new floats, recorded integers."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_an_in_place_update_is_undone_before_each_call() -> None:
     assert len(seen) > ITERATIONS and max(x.abs().max().item() for x in seen) < 10
 
 
-def test_an_operation_that_fails_says_why() -> None:
+def test_the_time_of_a_failing_operation_names_the_error() -> None:
     signature = signature_of(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
     found = measure_operation(signature, (None, None), CPU, 1.0)
     assert found.iterations == 0 and "RuntimeError" in found.why_not
 
 
-def test_identical_calls_are_measured_once_and_slow_ones_bounded() -> None:
+def test_identical_calls_are_measured_once_and_slow_calls_less_often() -> None:
     recorder = OperationRecorder()
     x, large = torch.randn(16, 16), torch.randn(1200, 1200)
     with recorder:
@@ -84,7 +84,7 @@ def test_identical_calls_are_measured_once_and_slow_ones_bounded() -> None:
     assert 3 <= by_size[1200].iterations < ITERATIONS and by_size[1200].median_s > by_size[16].median_s
 
 
-def test_bytes_and_flops_are_those_of_the_shapes() -> None:
+def test_bytes_and_flops_follow_from_the_shapes() -> None:
     recorder = OperationRecorder()
     x, w = torch.randn(4, 8), torch.randn(8, 2)
     with recorder:

@@ -88,7 +88,7 @@ def start(bench: LiveWorkbench, saved: Path | str) -> Start:
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
-def test_it_reads_and_proposes_a_kernel_that_passes(start: Start) -> None:
+def test_the_agent_reads_files_and_proposes_a_kernel_that_passes(start: Start) -> None:
     drafted, _, said, server = start("fused_kernel")
     assert drafted is not None and drafted.agent == "kernel-engineer" and drafted.target == "kernel:swiglu"
     assert {edit.path for edit in drafted.edits} == {
@@ -118,7 +118,7 @@ def test_a_draft_with_problems_is_corrected_in_the_next_round(start: Start, benc
     assert not list((bench.plant.workspace.root / "cache").glob("check*"))
 
 
-def test_a_proposal_without_edits_gets_those_of_the_last_try_patch(start: Start) -> None:
+def test_a_proposal_without_edits_gets_the_edits_of_the_last_try_patch(start: Start) -> None:
     """Here the edits are wrong, and the model is told so. tests/support/sessions/rotated.yaml has good, timed edits."""
     wrong = recorded("mended").answer(2, 0)
     assert wrong is not None
@@ -264,7 +264,7 @@ def test_the_target_is_the_largest_gain_at_the_roofline_that_may_be_patched(benc
     assert worthwhile_targets(found[2:], lambda _: []) == []  # too small to be measured
 
 
-def test_a_person_names_an_op_or_a_line(bench: LiveWorkbench) -> None:
+def test_a_person_can_name_an_op_or_a_line_as_the_target(bench: LiveWorkbench) -> None:
     found = find_targets(profile(), set(bench.files(patchable=True)))
     assert find_named_target("attention", found, profile()).name == "kernel:attention"
     assert find_named_target("kernels/swiglu/__init__.py:18", found, profile()).op == "swiglu"
@@ -341,7 +341,7 @@ VALUES = (
 
 
 @given(said=st.dictionaries(st.sampled_from(sorted(SAID)), VALUES), text=st.text() | st.none())
-def test_any_answer_is_a_proposal_or_a_draft_error(
+def test_any_answer_becomes_a_proposal_or_a_draft_error(
     said: dict[str, Any], text: str | None, bench: LiveWorkbench
 ) -> None:
     try:

@@ -1,4 +1,4 @@
-"""Are times put on the right lines? Checked on the tiny recipe's real step."""
+"""The line profiler counts times for the right lines. Checked on a real step of the tiny recipe."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_backward_time_counts_for_the_forward_line(found: Profile) -> None:
     assert not any("loss.backward()" in line.source and line.share > 0.05 for line in found.lines)
 
 
-def test_the_optimisers_ops_and_the_data_have_their_lines(found: Profile) -> None:
+def test_the_profile_has_lines_for_the_optimiser_and_for_the_data(found: Profile) -> None:
     assert any(line.phase == "data" and line.file == "trainer/batch.py" for line in found.lines)
     lines = [line for line in found.lines if line.op == "adamw"]
     assert {(line.file, line.phase) for line in lines} == {("kernels/adamw/__init__.py", "optimizer")}
@@ -68,7 +68,7 @@ def test_the_optimisers_ops_and_the_data_have_their_lines(found: Profile) -> Non
     assert op.backward_s == 0 and op.forward_s == pytest.approx(sum(line.forward_s for line in lines)) != 0
 
 
-def test_newton_schulz_is_an_op_where_the_recipe_has_muon(tmp_path: Path) -> None:
+def test_newton_schulz_is_a_profiled_op_if_the_recipe_uses_muon(tmp_path: Path) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": "muon"})})
     kernels = tmp_path / "kernels.yaml"
@@ -82,7 +82,7 @@ def test_newton_schulz_is_an_op_where_the_recipe_has_muon(tmp_path: Path) -> Non
     assert any(line.flops for line in lines)
 
 
-def test_calls_fold_the_layers(found: Profile) -> None:
+def test_the_calls_of_an_op_are_summed_over_the_layers(found: Profile) -> None:
     layers = found.recipe["model"]["layers"]
     calls = {op.op: op.calls for op in found.ops}
     assert calls == {
@@ -97,7 +97,7 @@ def test_calls_fold_the_layers(found: Profile) -> None:
     }
 
 
-def test_flops_are_those_of_the_shapes(found: Profile) -> None:
+def test_flops_of_a_line_follow_from_its_shapes(found: Profile) -> None:
     model, tokens = found.recipe["model"], found.recipe["batch"]["sequences"] * found.recipe["model"]["context"]
     line = next(line for line in found.lines if "logits_NV = F.linear" in line.source)
     assert line.flops == pytest.approx(
@@ -105,7 +105,7 @@ def test_flops_are_those_of_the_shapes(found: Profile) -> None:
     )  # one product forward, two backward
 
 
-def test_profile_survives_json_and_prints(found: Profile) -> None:
+def test_a_profile_survives_json_and_can_be_printed(found: Profile) -> None:
     raw = json.loads(found.to_json())
     assert Profile.from_mapping(raw) == found
     assert profile_table(Profile.from_mapping(raw)) is not None and "eager step" in profile_summary(found)
@@ -121,14 +121,14 @@ def test_time_is_not_counted_outside_of_the_mode() -> None:
     assert not recorder.events
 
 
-def test_lines_are_counted_once_each_time_they_run(found: Profile) -> None:
+def test_a_line_counts_one_call_each_time_it_runs(found: Profile) -> None:
     layers = found.recipe["model"]["layers"]
     calls = lambda text, op: next(line.calls for line in found.lines if text in line.source and line.op == op)
     assert calls("F.silu(gate_XF) * up_XF", "swiglu") == layers  # two operations, one line
     assert calls("self.multiply(h_BTD, torch.cat(weights))", "") == 2 * layers  # its comprehension is no call
 
 
-def test_every_operation_was_called_alone_and_identical_ones_once(found: Profile) -> None:
+def test_every_distinct_operation_was_timed_alone(found: Profile) -> None:
     alone = found.isolation
     assert alone is not None and alone.not_measured == ()
     assert (alone.warmup, alone.iterations) == (10, 100) and alone.full == alone.signatures
@@ -138,7 +138,7 @@ def test_every_operation_was_called_alone_and_identical_ones_once(found: Profile
     assert silu.isolated_s and silu.isolated_spread_s is not None and silu.isolated_s > 0
 
 
-def test_the_difference_to_torch_profiler_is_shown(found: Profile) -> None:
+def test_the_summary_shows_the_difference_to_torch_profiler(found: Profile) -> None:
     check = found.cross_check
     assert check.torch_s > 0 and check.lines_s > 0
     operations = sum(line.forward_s + line.backward_s for line in found.lines)
@@ -148,7 +148,7 @@ def test_the_difference_to_torch_profiler_is_shown(found: Profile) -> None:
     ) and f"({found.coverage:.0%})" in profile_summary(found)
 
 
-def test_edges_follow_the_data_and_conditions(found: Profile) -> None:
+def test_edges_follow_the_data_flow_and_mark_conditional_lines(found: Profile) -> None:
     names = {line.source[:34]: line.name for line in found.lines if line.op in ("", "swiglu")}
     swiglu = next(line.name for line in found.lines if line.op == "swiglu")
     products = names["joined_BTX = self.multiply(h_BTD, torch.cat(weights))"[:34]]
@@ -178,7 +178,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> ProfileSession:
     return measure_profile(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False)
 
 
-def test_page_and_trace_hold_the_profile(measured: ProfileSession, tmp_path: Path) -> None:
+def test_page_and_trace_contain_the_whole_profile(measured: ProfileSession, tmp_path: Path) -> None:
     write_profile(measured, tmp_path)
     assert json.loads((tmp_path / "profile.json").read_text())["format"] == FORMAT
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""The LLM client with a real server that answers well and badly, and with files."""
+"""The LLM client against a real server that gives good and bad answers, and with files that a person answers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def asked(
             return error, server
 
 
-def test_a_streamed_reply_with_tool_calls_and_usage() -> None:
+def test_a_streamed_reply_is_read_with_its_tool_calls_and_usage() -> None:
     call = {"name": "read_file", "arguments": {"path": "kernels/rms_norm/__init__.py", "note": "é" * 40}}
     notes = Notes()
     reply, server = asked(
@@ -95,7 +95,7 @@ def test_a_streamed_reply_with_tool_calls_and_usage() -> None:
     ],
     ids=["busy", "failing", "no JSON", "another shape", "dropped", "silent"],
 )
-def test_a_passing_fault_is_tried_again(faults: list[dict[str, Any]], requests: int) -> None:
+def test_a_request_is_sent_again_after_a_temporary_fault(faults: list[dict[str, Any]], requests: int) -> None:
     notes = Notes()
     reply, server = asked(session([*faults, GOOD]), notes)
     assert not isinstance(reply, LlmError), reply
@@ -121,7 +121,9 @@ def test_a_passing_fault_is_tried_again(faults: list[dict[str, Any]], requests: 
     ],
     ids=["come back tomorrow", "always busy", "endless", "too long", "refused", "cut", "an error in the stream"],
 )
-def test_a_lasting_fault_is_one_error(answer: dict[str, Any], code: str, data: dict[str, Any], requests: int) -> None:
+def test_a_lasting_fault_becomes_one_error(
+    answer: dict[str, Any], code: str, data: dict[str, Any], requests: int
+) -> None:
     policy = POLICY.model_copy(update={"attempts": 2, "reply_bytes": 1_000_000})
     error, server = asked(session(answer), Notes(), policy)
     assert isinstance(error, LlmError), error
@@ -142,7 +144,7 @@ def test_an_endless_reply_is_cut_off_by_bytes_and_by_seconds_too() -> None:
     )  # no other limit would ever have ended it
 
 
-def test_errors_of_key_and_model_give_the_remedy_and_never_the_key() -> None:
+def test_errors_about_key_and_model_name_the_remedy_and_never_the_key() -> None:
     notes = Notes()
     wrong, server = asked(session(GOOD, key="another"), notes)
     assert (
@@ -182,7 +184,7 @@ def test_a_missing_server_is_an_error_after_all_attempts() -> None:
     assert len(notes.kept) == 3 and all(exchange.usage.tokens == 0 for exchange in notes.kept)
 
 
-def test_servers_that_number_no_calls_and_know_the_older_limit() -> None:
+def test_tool_calls_without_an_index_and_the_older_limit_parameter_work() -> None:
     def chunk(delta: dict[str, Any], finish: str | None = None) -> str:
         return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': finish}]})}\n\n"
 
@@ -220,7 +222,9 @@ def odd() -> Iterator[tuple[ReplayServer, HttpEndpoint]]:
         "".join
     )
 )
-def test_any_stream_of_a_server_is_a_reply_or_one_clear_error(odd: tuple[ReplayServer, HttpEndpoint], raw: str) -> None:
+def test_any_stream_of_a_server_becomes_a_reply_or_one_clear_error(
+    odd: tuple[ReplayServer, HttpEndpoint], raw: str
+) -> None:
     server, endpoint = odd
     server.session = session({"raw": raw})
     try:
@@ -232,7 +236,7 @@ def test_any_stream_of_a_server_is_a_reply_or_one_clear_error(odd: tuple[ReplayS
 
 
 @given(ODD, ODD)
-def test_any_content_of_a_file_is_a_reply_or_a_value_error(message: Any, usage: Any) -> None:
+def test_any_content_of_a_reply_file_becomes_a_reply_or_a_value_error(message: Any, usage: Any) -> None:
     try:
         reply = read_reply(message, usage)
     except ValueError:
@@ -252,7 +256,7 @@ def client_of(folder: Path, said: list[str] | None = None, **changes: Any) -> Ll
     return LlmClient(FileEndpoint(folder, policy, said.append), policy, Notes())
 
 
-def test_a_person_answers_with_a_file_and_may_correct_it(tmp_path: Path) -> None:
+def test_a_person_answers_with_a_file_and_can_correct_the_file(tmp_path: Path) -> None:
     said: list[str] = []
 
     def person() -> None:

@@ -85,12 +85,12 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...] | None]] = [
 
 
 @pytest.mark.parametrize(("findings", "causes"), ROWS, ids=lambda value: str(value))
-def test_the_table(findings: dict[str, Any], causes: tuple[str, ...] | None) -> None:
+def test_findings_lead_to_the_causes_of_the_table(findings: dict[str, Any], causes: tuple[str, ...] | None) -> None:
     named = choose_cause(ArmFindings(**{"kind": "loss_spike", "repeatable": True} | findings))
     assert (named and named.causes) == causes
 
 
-def test_every_row_of_the_table_is_tried() -> None:
+def test_the_findings_of_the_tests_reach_every_row_of_the_table() -> None:
     seen = set()
     for findings, _ in ROWS:
         found = ArmFindings(**{"kind": "loss_spike", "repeatable": True} | findings)
@@ -145,7 +145,7 @@ DOCUMENTS = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range
 ]  # fmt: skip
 
 
-def test_the_guilty_are_found_exactly_and_only_if_they_have_the_same_effect_elsewhere() -> None:
+def test_documents_are_guilty_only_if_they_have_the_same_effect_with_other_weights() -> None:
     guilty = MadeUp(lambda arm: not {"bad-1", "bad-2"} <= set(arm.masked), DOCUMENTS)
     found = diagnose(guilty)
     assert found.causes == ("bad data",) and found.guilty == ("bad-1", "bad-2")
@@ -174,12 +174,14 @@ def test_the_guilty_are_found_exactly_and_only_if_they_have_the_same_effect_else
         (lambda arm: True, ("unknown",)),
     ],
 )
-def test_each_cause_without_a_guilty_document(spikes: Callable[[ReplayArm], bool], causes: tuple[str, ...]) -> None:
+def test_each_cause_without_a_guilty_document_is_found(
+    spikes: Callable[[ReplayArm], bool], causes: tuple[str, ...]
+) -> None:
     found = diagnose(MadeUp(spikes, DOCUMENTS))
     assert found.causes == causes and found.guilty == ()
 
 
-def test_a_known_change_is_undone_first() -> None:
+def test_the_diagnosis_undoes_a_known_change_first() -> None:
     mixture = MadeUp(lambda arm: not arm.previous_mixture, DOCUMENTS, facts={"has_previous_mixture": True})
     assert diagnose(mixture).causes == ("mixture shift or wrong label",) and mixture.ran == [
         "same again",
@@ -222,7 +224,7 @@ def test_a_replay_equal_to_the_live_run_is_not_made_twice() -> None:
     assert "same again, twice" in other.ran and "same again, twice" not in same.ran
 
 
-def test_the_diagnosis_ends_if_replays_differ_or_none_is_possible() -> None:
+def test_the_diagnosis_ends_if_replays_differ_or_no_replay_can_run() -> None:
     noisy = MadeUp(lambda arm: True, DOCUMENTS, noisy=True, live=5.9)
     assert diagnose(noisy).causes == ("hardware",) and len(noisy.ran) == 2
     failing = MadeUp(lambda arm: True, DOCUMENTS, failing="no sandbox")
@@ -230,7 +232,7 @@ def test_the_diagnosis_ends_if_replays_differ_or_none_is_possible() -> None:
     assert found.causes == ("unknown",) and "no sandbox" in found.why and len(failing.ran) == 2
 
 
-def test_after_an_arm_that_could_not_run_nothing_is_called_healthy() -> None:
+def test_a_cause_stays_unknown_if_an_arm_could_not_run() -> None:
     class Breaking(MadeUp):
         def case(self) -> AnomalyCase:
             return replace(super().case(), generation_begins=40)
@@ -244,7 +246,7 @@ def test_after_an_arm_that_could_not_run_nothing_is_called_healthy() -> None:
 
 
 @pytest.mark.parametrize(("bad", "causes"), [(0, ("new generation",)), (20, ("new generation", "bad data"))])
-def test_a_shard_that_is_mostly_bad_is_not_closed_as_a_new_generation(bad: int, causes: tuple[str, ...]) -> None:
+def test_a_mostly_bad_shard_is_not_diagnosed_as_just_a_new_generation(bad: int, causes: tuple[str, ...]) -> None:
     """At most half of the window's documents are masked, so nothing clears the anomaly; the bad documents, being the majority, look usual."""
     before = [DocumentScore(f"old-{n}", 2.0 + n / 100, 1.0 + n / 100, in_window=False) for n in range(10)]
     window = [DocumentScore(f"good-{n}", 2.0, 1.0) for n in range(5)]
@@ -273,7 +275,7 @@ def new_form(share: float, at_end: float = 0.0) -> list[DocumentScore]:
         (0.5, 0.5, ("new generation", "bad data")),
     ],
 )
-def test_documents_that_are_like_many_of_their_shard_are_not_quarantined(
+def test_documents_that_resemble_many_of_their_shard_are_not_quarantined(
     share: float, at_end: float, causes: tuple[str, ...]
 ) -> None:
     """Masking them clears the anomaly, and they have the same effect with older weights, like good documents of a new form."""
@@ -287,7 +289,7 @@ def test_documents_that_are_like_many_of_their_shard_are_not_quarantined(
     assert found.causes == causes and bool(found.guilty) == (causes == ("bad data",))
 
 
-def test_only_a_bad_document_is_guilty_among_others_of_the_shards_kind() -> None:
+def test_only_the_document_unlike_the_rest_of_its_shard_is_guilty() -> None:
     """Many documents of the shard are like four of the window. The document that is like none of them is to blame."""
     for joined in (True, False):
         scores = [DocumentScore("bad", 20.0, 900.0, joined=joined), *new_form(0.5)]
@@ -295,7 +297,7 @@ def test_only_a_bad_document_is_guilty_among_others_of_the_shards_kind() -> None
         assert found.causes == ("bad data",) and found.guilty == ("bad",)
 
 
-def test_a_document_that_does_not_stand_out_may_make_a_value_that_is_not_finite() -> None:
+def test_an_inconspicuous_document_is_found_guilty_of_a_value_that_is_not_finite() -> None:
     calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(30)]
     spike = Symptom.from_live_run("non_finite", CALM, [StepMetrics(40, math.inf, math.inf)])
     bench = MadeUp(
@@ -323,7 +325,7 @@ def test_too_many_easy_documents_are_blamed_together() -> None:
     assert found.triggers == tuple(f"easy-{n}" for n in range(5))
 
 
-def test_documents_that_were_learnt_since_are_named_together() -> None:
+def test_documents_that_the_model_has_learnt_meanwhile_are_named_together() -> None:
     window = [DocumentScore(f"easy-{n}", 0.1, 0.1) for n in range(8)] + [
         DocumentScore(f"d{n}", 2.0 + n / 100, 1.0) for n in range(30)
     ]
@@ -357,7 +359,7 @@ def test_with_a_spent_budget_the_cause_is_unknown() -> None:
     assert found.causes == ("unknown",) and the([found.why], "loss_doctor.budget") and found.guilty == ()
 
 
-def test_the_smallest_set_is_found_among_many() -> None:
+def test_the_smallest_set_of_documents_that_clears_the_anomaly_is_found() -> None:
     rng = random.Random(5)
     for _ in range(50):
         ranked = [f"d{n}" for n in range(rng.randint(1, 60))]

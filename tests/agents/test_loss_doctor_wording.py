@@ -56,7 +56,7 @@ def claim(says: str, rests_on: str, shows: str) -> dict[str, str]:
         ("What clears it is a smaller step, so the rate is too high.", "why", "a smaller step clears it"),
     ],
 )
-def test_a_claim_that_holds_is_kept_with_the_records_value(says: str, rests_on: str, shows: str) -> None:
+def test_a_true_claim_is_kept_with_the_recorded_value(says: str, rests_on: str, shows: str) -> None:
     found = read(claim(says, rests_on, shows))
     assert not found.dropped, found
     assert (found.claims[0].says, found.claims[0].rests_on) == (says, rests_on)
@@ -98,7 +98,7 @@ def test_a_claim_that_holds_is_kept_with_the_records_value(says: str, rests_on: 
         ("half \ud800", "fp32", "there", "lone_surrogate", {}),
     ],
 )
-def test_a_claim_that_does_not_hold_is_dropped_and_counted(
+def test_a_false_claim_is_dropped_and_counted(
     says: str, rests_on: str, shows: str, code: str, data: dict[str, Any]
 ) -> None:
     true = claim("So it is.", "fp32", "there")

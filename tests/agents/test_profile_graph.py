@@ -1,4 +1,4 @@
-"""Fusion and stream candidates of steps made by hand, whose answers are known."""
+"""Fusion and stream candidates of hand-made steps with known answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_chain_is_found_and_its_intermediates_are_counted() -> None:
     assert found[0].gain_s == pytest.approx(4 * MB / 1e9) and found[0].intermediates == 2
 
 
-def test_a_chain_in_cache_gains_no_more_than_its_share() -> None:
+def test_a_chain_that_runs_from_cache_gains_at_most_its_share_of_the_bytes() -> None:
     events = [replace(event(n, (n - 1,), (n,)), seconds=1e-4) for n in (1, 2, 3)]  # 20 GB/s where a copy reaches one
     (found,) = fusion_candidates(events, profile_lines(events, {}, 0.01, ROOF), ROOF.bytes_per_s, 0.01)
     assert found.bytes_saved == 4 * MB and found.gain_s == pytest.approx(3e-4 * 4 / 6)
@@ -54,7 +54,7 @@ def test_an_intermediate_that_another_line_reads_stays_in_memory() -> None:
     assert candidates(events) == {names(2, 3): 2 * MB}
 
 
-def test_the_chains_own_backward_does_not_break_it_but_anothers_does() -> None:
+def test_a_chain_is_broken_by_the_backward_of_another_line_but_not_by_its_own() -> None:
     forward = [event(1, (0,), (1,)), event(2, (1,), (2,))]
     assert candidates([*forward, event(2, (9, 1), (10,), backward=True)]) == {names(1, 2): 3 * MB}
     assert candidates([*forward, event(3, (9, 1), (10,), backward=True)]) == {}
@@ -65,7 +65,7 @@ def test_a_matrix_product_ends_a_chain() -> None:
     assert candidates(events) == {}
 
 
-def test_a_tensor_from_before_the_step_is_no_intermediate() -> None:
+def test_a_tensor_from_before_the_step_is_not_an_intermediate() -> None:
     assert candidates([event(1, (5,), (5,)), event(1, (5,), (5,))]) == {}  # an update in place of a parameter
 
 
@@ -95,7 +95,7 @@ def test_an_operation_counts_once_however_many_forks_lead_to_it() -> None:
     assert found.times == 1 and found.gain_s == pytest.approx(events[3].seconds)
 
 
-def test_a_line_that_depends_on_the_other_is_no_branch() -> None:
+def test_a_line_that_depends_on_another_is_not_a_stream_candidate() -> None:
     assert stream_candidates([event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (1, 2), (3,))], 0.1) == []
 
 
@@ -104,7 +104,7 @@ def test_edges_go_from_the_last_writer() -> None:
     assert [(edge.source, edge.target) for edge in found] == [names(1, 2), names(2, 3)]
 
 
-def test_conditions_are_those_of_the_source() -> None:
+def test_conditional_lines_are_recognised_from_the_source() -> None:
     lines = (
         ("if self.experts is None:", 0),
         ("x_BSD + tensor.scatter(self.transform(", 1),

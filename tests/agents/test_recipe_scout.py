@@ -83,7 +83,7 @@ def course(text: str = "", anomalies: dict[str, int] | None = None, lines: Any =
         ("mixture.weights.news", 0.7),
     ],
 )
-def test_one_line_changes_and_every_comment_stays(path: Path, key: str, value: float | str) -> None:
+def test_a_change_of_a_recipe_edits_one_line_and_keeps_every_comment(path: Path, key: str, value: float | str) -> None:
     text = path.read_text()
     new, recipe = change_recipe(text, key.split("."), value)
     lines = [line for line in difflib.ndiff(text.splitlines(), new.splitlines()) if line[:1] in "+-"]
@@ -97,7 +97,7 @@ def test_one_line_changes_and_every_comment_stays(path: Path, key: str, value: f
     assert recipe.model_dump() == expected
 
 
-def test_a_comment_behind_the_value_stays_and_a_path_to_no_value_is_refused() -> None:
+def test_set_value_keeps_comments_and_refuses_a_path_without_a_value() -> None:
     assert set_value("a:  # x\n  b: 1  # y\n", ("a", "b"), 2.5) == "a:  # x\n  b: 2.5  # y\n"
     for path in (("a", "b", "c"), ("a",)):
         with pytest.raises(ValueError, match="is not a mapping|is a mapping"):
@@ -107,7 +107,7 @@ def test_a_comment_behind_the_value_stays_and_a_path_to_no_value_is_refused() ->
 
 
 # -- the record -------------------------------------------------------------------------------------------------------
-def test_slopes_are_those_of_the_loss_in_bits_per_byte() -> None:
+def test_the_slopes_of_the_record_are_in_bits_per_byte() -> None:
     found = course()
     assert found.slope == pytest.approx(1.0 / math.log(2) / 4.0)
     assert found.domain_slopes["docs"] == pytest.approx(found.slope) and found.supervised == pytest.approx(3500)
@@ -132,7 +132,7 @@ def keys(found: TrainingRecord, rate: RejectedDirections = RejectedDirections())
     return {change.title: change.gain for change in all_changes(found, rate)}
 
 
-def test_the_rate_goes_towards_the_rule_and_down_after_anomalies() -> None:
+def test_a_proposed_rate_moves_towards_the_scaling_rule_and_down_after_anomalies() -> None:
     with_rate = lambda rate: (ROOT / DEMO).read_text().replace("lr: 4e-3", f"lr: {rate}")
     up, down = keys(course(with_rate("3e-4"))), keys(course(with_rate("0.1")))
     assert up["optimizer.lr 0.0003 → 0.0006"] > 0.01 and down["optimizer.lr 0.1 → 0.05"] > 0.01
@@ -155,7 +155,7 @@ def test_the_batch_is_halved_if_it_is_beyond_the_noise_scale() -> None:
     assert not any("batch" in words for words in keys(course(lines=record(noise_scale=None))))
 
 
-def test_the_warm_up_is_only_tried_while_it_runs() -> None:
+def test_a_shorter_warm_up_is_proposed_only_during_the_warm_up() -> None:
     assert not any("warmup" in words for words in keys(course()))
     assert "schedule.warmup_steps 10 → 5" in keys(course(lines=record(6)))
 
@@ -245,7 +245,7 @@ def said(asked: str = "", **parts: Any) -> Proposal:
     return read_change(json.dumps(SAID | parts), course(), (ROOT / DEMO).read_text(), asked)
 
 
-def test_a_models_answer_becomes_the_same_kind_of_proposal() -> None:
+def test_the_answer_of_a_language_model_becomes_the_same_kind_of_proposal() -> None:
     found = said()
     assert (found.agent, found.target) == ("recipe-scout", "quality:optimizer.lr")
     assert found.title.endswith(" optimizer.lr 0.004 → 0.006") and found.predicted_gain == 0.01
@@ -317,7 +317,7 @@ KEYS = st.sampled_from(["optimizer.lr", "batch.sequences", "mixture.weights", "s
         st.fixed_dictionaries({"key": KEYS, "value": st.none() | st.floats() | st.integers() | st.text(max_size=9)})
     )
 )
-def test_any_change_is_a_recipe_that_differs_only_there_or_a_draft_error(changes: list[Any]) -> None:
+def test_any_change_gives_a_recipe_that_differs_only_there_or_a_draft_error(changes: list[Any]) -> None:
     try:
         found = said(changes=changes)
     except DraftError:

@@ -71,7 +71,7 @@ def _profile(compile: bool = False) -> dict[str, Any]:
     }
 
 
-def test_the_largest_gain_of_the_whole_step_wins() -> None:
+def test_the_proposal_is_the_change_with_the_largest_gain_of_the_whole_step() -> None:
     bench = Bench({("attention", "recompute"): 1.5, ("linear_cross_entropy", "chunked_compiled"): 3.0})
     (proposal,) = propose_implementations(_profile(), bench)
     assert proposal.target == "kernel:linear_cross_entropy"
@@ -103,7 +103,7 @@ def test_a_rejected_patch_is_not_proposed_again() -> None:
     assert propose_implementations(_profile(), bench) == [second]
 
 
-def test_several_proposals_are_the_best_of_each_target() -> None:
+def test_several_proposals_are_the_best_change_of_each_target() -> None:
     ratios = {("attention", "recompute"): 2.0, ("attention", "native"): 1.5, ("linear_cross_entropy", "chunked"): 1.5}
     found = propose_implementations(_profile(), Bench(ratios), count=3)
     assert [proposal.target for proposal in found] == ["kernel:attention", "kernel:linear_cross_entropy"]
@@ -131,7 +131,7 @@ def _with_fusions(compile: bool) -> dict[str, Any]:
     return found | {"ops": found["ops"] + norms}
 
 
-def test_blocks_are_compiled_for_the_fusion_candidates_in_them() -> None:
+def test_compiling_blocks_is_proposed_for_the_fusion_candidates_in_them() -> None:
     bench = Bench({})
     before = bench.files[RECIPE] = "name: small\ncompile: false  # for now\nseed: 1\n"
     (proposal,) = propose_implementations(_with_fusions(compile=False), bench)
@@ -145,7 +145,7 @@ def test_blocks_are_compiled_for_the_fusion_candidates_in_them() -> None:
     assert propose_implementations(_with_fusions(compile=False), bench) == []
 
 
-def test_a_recipe_that_compiles_or_is_not_the_repositorys_is_left_alone() -> None:
+def test_compiling_is_not_proposed_if_the_recipe_compiles_or_is_outside_the_repository() -> None:
     bench = Bench({})
     assert (
         propose_implementations(_with_fusions(compile=False), bench) == []
@@ -166,7 +166,7 @@ def test_an_implementation_is_ranked_with_the_compiler_and_names_the_fusions_tha
     assert f"{HEAD[0]} (300 MB, 300.0 ms)" in first.hypothesis
 
 
-def test_the_optimisers_share_of_a_compiled_step_is_its_time_of_the_eager_one() -> None:
+def test_the_optimisers_share_of_a_compiled_step_is_its_eager_time_by_the_compiled_time() -> None:
     profile = _profile(compile=True)
     profile["ops"] = [_op("adamw") | {"implementation": "reference", "share": 0.2, "calls": 2}]
     (proposal,) = propose_implementations(profile, Bench({("adamw", "fused"): 4.0}))

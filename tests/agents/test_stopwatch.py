@@ -1,4 +1,4 @@
-"""What the stopwatch reads, and what is taken out of its readings."""
+"""The readings of the stopwatch, and how the time that the stopwatch itself adds is subtracted from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _event(operation: str) -> RecordedOperation:
     return RecordedOperation(("trainer/run.py", 1, ""), "", False, operation, 9.0, 9.0, 0.0, 0.0, (), (), None)
 
 
-def test_time_between_operations_is_not_theirs() -> None:
+def test_time_between_operations_is_not_counted_for_an_operation() -> None:
     x = torch.ones(3)
 
     def step() -> None:
@@ -46,7 +46,7 @@ def test_time_between_operations_is_not_theirs() -> None:
     assert total_seconds(seen) <= whole and all(lap.seconds > 0 for lap in seen)
 
 
-def test_a_crossing_comes_out_of_the_gap_first_then_out_of_the_operation_then_out_of_the_next() -> None:
+def test_a_crossing_is_subtracted_from_the_gap_then_from_the_operation_then_from_the_next() -> None:
     seen = [
         TimedOperation(ADD, 5.0, 3.0),
         TimedOperation(MUL, 1.0, 3.0),
@@ -58,7 +58,7 @@ def test_a_crossing_comes_out_of_the_gap_first_then_out_of_the_operation_then_ou
     assert sum(event.host_s + event.seconds for event in events) == total_seconds(seen) - 4 * 2.0
 
 
-def test_by_a_devices_clock_a_crossing_comes_out_of_gaps_alone() -> None:
+def test_with_a_devices_clock_a_crossing_is_subtracted_only_from_gaps() -> None:
     """Its marks are read when the step is over."""
     log: list[str] = []
 
@@ -82,7 +82,7 @@ def test_by_a_devices_clock_a_crossing_comes_out_of_gaps_alone() -> None:
     assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (8.5, 3.0)]
 
 
-def test_laps_of_another_step_are_refused() -> None:
+def test_times_of_another_step_are_refused() -> None:
     with pytest.raises(AssertionError, match="not the same step"):
         add_measured_times([_event(ADD)], [TimedOperation(MUL, 1.0, 1.0)], 0.0)
     with pytest.raises(AssertionError, match="not the same step"):
@@ -110,7 +110,7 @@ def test_a_crossing_is_the_time_that_the_stopwatch_adds(monkeypatch: pytest.Monk
     assert stopwatch_overhead(step, turns=5) == pytest.approx(0.002)
 
 
-def test_a_fastest_step_is_settled_when_four_others_are_near() -> None:
+def test_the_fastest_step_is_confirmed_if_four_other_steps_are_near() -> None:
     watched = lambda *seconds: [[TimedOperation(ADD, 0.0, each)] for each in seconds]
     near, far = (1.0, 1.02, 1.01, 5.0, 1.0, 1.02), (1.0, 1.2, 1.3, 1.01, 1.0, 1.02)
     assert RepeatedStepTimings(list(near), watched(*near), list(near)).is_fastest_step_confirmed()

@@ -57,7 +57,7 @@ def test_identical_operations_of_all_slices_are_measured_once() -> None:
     assert len(alone) < len(both) < 2 * len(alone)  # the casts of weights are the same
 
 
-def test_an_item_that_does_not_fit_says_why() -> None:
+def test_an_item_that_does_not_fit_names_the_limit() -> None:
     items = select_measurable_items(
         collect_operations([LayerSlice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 1e9, 1), workers=1
     )
@@ -114,7 +114,7 @@ def test_a_sweep_measures_fitting_operations_and_marks_the_others(tmp_path: Path
         (("7b", "1", "a"), "line_profiler.not_numbers", {"option": "--sequences", "value": "a"}),
     ],
 )
-def test_a_wrong_list_is_an_error_with_the_allowed_values(
+def test_an_invalid_option_is_an_error_that_names_the_allowed_values(
     given: tuple[str, str, str], code: str, data: dict[str, Any]
 ) -> None:
     with refused(code, SweepError, **data):

@@ -78,7 +78,7 @@ def fail(item: int) -> int:
     return item
 
 
-def test_an_item_that_raises_costs_no_other_item_its_result() -> None:
+def test_an_item_that_raises_does_not_affect_the_other_items() -> None:
     assert measure_items_on_workers(ProcessWorkers(fail, 2), range(3), [1.0] * 3) == [
         0,
         UnmeasuredItem(1, "ArithmeticError: item 1"),

@@ -87,7 +87,7 @@ def in_sandbox(
 
 
 @pytest.mark.parametrize("name", MESSES)
-def test_any_mess_in_the_gates_folder_ends_in_a_verdict(
+def test_the_gate_gives_a_verdict_after_any_mess_in_its_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "kept").write_text("mine")
@@ -102,7 +102,7 @@ def test_any_mess_in_the_gates_folder_ends_in_a_verdict(
     assert (tmp_path / "kept").read_text() == "mine"
 
 
-def test_bytes_below_a_path_that_is_too_long_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_below_a_path_that_is_too_long_count_as_too_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder whose name cannot be written cannot be measured: it counts as more than is allowed, whatever is in it."""
     hide = (
         NEST
@@ -118,7 +118,7 @@ def test_bytes_below_a_path_that_is_too_long_count(monkeypatch: pytest.MonkeyPat
     assert stopped == ["output"] and row["outcome"] == "reject"
 
 
-def test_a_stage_that_recurses_too_deep_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_recurses_too_deep_gives_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(case: PatchCase[Any]) -> StageResult:
         return run(case)
 
@@ -127,7 +127,7 @@ def test_a_stage_that_recurses_too_deep_holds(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow("20,000 folders are made and removed")
-def test_twenty_thousand_nested_folders_end_in_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_gives_a_verdict_after_twenty_thousand_nested_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(case: PatchCase[Any]) -> StageResult:
         in_sandbox(case, NEST + "nest(20000)\n")
         return StageResult(failed_evidence(Message("attacks.mess", "a mess")))

@@ -1,6 +1,6 @@
-"""No false alarms: ten honest patches of different kinds read clean one by one, and go through the whole gate, many in a patch.
+"""No false alarms: the static rules find nothing in ten honest patches of different kinds, and the whole gate passes them, several in one patch.
 
-Whether they are faster is the machine's to say; that they are no cheats is not.
+Whether the patches are faster depends on the machine. That they are honest does not.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def changed(made: Made, path: str, change: Callable[[str], str]) -> tuple[str, b
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_an_honest_patch_reads_clean(name: str) -> None:
+def test_the_static_rules_find_nothing_in_an_honest_patch(name: str) -> None:
     made = make()
     path, change = HONEST[name]
     text, base = changed(made, path, change)
@@ -161,7 +161,7 @@ AROUND = [name for name in HONEST if name not in KERNELS]
 
 @pytest.mark.long("two whole gate runs, one of which compiles")
 @pytest.mark.parametrize("names", [KERNELS, AROUND], ids=["kernels", "around"])
-def test_honest_patches_go_through_the_whole_gate(names: list[str], tmp_path: Path) -> None:
+def test_honest_patches_pass_the_whole_gate(names: list[str], tmp_path: Path) -> None:
     """The judging processes load no file that agents may patch."""
     made = make()
     with fewer_steps(made.workspace):

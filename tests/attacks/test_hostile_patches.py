@@ -1,6 +1,6 @@
-"""Hostile patches that the stages which only read (scope, static) and git's pinned settings stop; honest ones pass them.
+"""Hostile patches are stopped by git's pinned settings and by the stages that only read a patch (scope, static). Honest patches pass.
 
-README.md says which test answers which attack.
+README.md lists the tests of each attack.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_two_new_files_of_one_module_are_refused(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("path", ["kernels/gelu/__init__.py", "kernels/gelu/triton.py", "trainer/optim/lion.py"])
-def test_a_new_name_of_its_own_is_in_scope(target: Path, path: str) -> None:
+def test_a_new_file_with_an_unused_module_name_is_in_scope(target: Path, path: str) -> None:
     assert not patch_scope.find_scope_problems(
         AGENTS, [FileChange(path, b"x = 1\n")], repository.read_modes(target, "HEAD")
     )
@@ -132,7 +132,7 @@ def test_a_module_that_becomes_a_package_is_in_scope(target: Path) -> None:
     assert not patch_scope.find_scope_problems(AGENTS, became, repository.read_modes(target, "HEAD"))
 
 
-def test_a_very_deep_name_is_refused_for_its_length_alone(target: Path) -> None:
+def test_a_very_deep_path_is_refused_only_for_its_length(target: Path) -> None:
     """A list of all that lies above it would hold ten gigabytes."""
     deep = f"kernels/{'a/' * 100_000}b.py"
     found = patch_scope.find_scope_problems(
@@ -146,7 +146,9 @@ CONTENTS = {"not assigned": "x = 1  # \u0378\n", "a NUL": "x = 1\0\n", "bidirect
 
 
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
-def test_hidden_contents_are_refused(target: Path, tmp_path: Path, content: str) -> None:
+def test_files_with_hidden_characters_or_of_excessive_size_are_refused(
+    target: Path, tmp_path: Path, content: str
+) -> None:
     with pytest.raises(ScopeError):
         repository.apply_proposal(
             target, repository.get_live_commit(target), [("kernels/a.py", content)],
@@ -155,7 +157,7 @@ def test_hidden_contents_are_refused(target: Path, tmp_path: Path, content: str)
 
 
 @pytest.mark.parametrize("kind", ["link", "submodule", "executable"])
-def test_a_commit_that_somebody_else_made_is_read_the_same_way(target: Path, tmp_path: Path, kind: str) -> None:
+def test_a_commit_from_elsewhere_is_checked_like_a_proposal(target: Path, tmp_path: Path, kind: str) -> None:
     clone = tmp_path / "clone"
     identity = ["-c", "user.name=e", "-c", "user.email=e@e"]
     subprocess.run(["git", "clone", "-q", str(target), str(clone)], check=True, capture_output=True)
@@ -300,7 +302,7 @@ def test_forbidden_sources_are_found(source: str) -> None:
         ("g(torch)\n", "patch.advice_hands_on"),
     ],
 )
-def test_each_finding_has_advice(source: str, code: str) -> None:
+def test_each_finding_of_the_static_rules_gives_advice(source: str, code: str) -> None:
     (problem,) = source_rules.find_source_problems(FileChange("kernels/evil.py", (HEAD + source).encode()), None)
     assert tells([problem], expect(code)), problem
 

@@ -1,4 +1,4 @@
-"""Patches that a few training steps from one checkpoint do not show: the matrix of tiny runs does, or no run executes them."""
+"""Hostile patches that a few training steps from one checkpoint do not reveal. The matrix of tiny runs reveals them, or lists them as not executed."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def changed(folder: Path, path: str, edits: list[tuple[str, str]]) -> Path:
     return code
 
 
-def test_every_attack_fits_the_code_of_today() -> None:
+def test_every_attack_applies_to_the_present_code() -> None:
     """Most of them run in the long tier."""
     for path, edits, _ in (SELDOM_EXECUTED | UNTOLD | BELOW_THE_OLD_BOUND).values():
         compile(edited(path, edits), path, "exec")
@@ -169,7 +169,7 @@ def test_every_attack_fits_the_code_of_today() -> None:
 )
 @pytest.mark.slow("some forty tiny trainings, a process each")
 @pytest.mark.parametrize("name", [*SELDOM_EXECUTED, *UNTOLD, *BELOW_THE_OLD_BOUND])
-def test_a_tiny_run_shows_it(prepared: Prepared, tmp_path: Path, name: str) -> None:
+def test_a_tiny_run_shows_the_attack(prepared: Prepared, tmp_path: Path, name: str) -> None:
     path, edits, run = (SELDOM_EXECUTED | UNTOLD | BELOW_THE_OLD_BOUND)[name]
     found = judge(prepared, changed(tmp_path / "code", path, edits), path, [run])
     print("\n".join(found.differences))
@@ -192,14 +192,14 @@ def test_unexecuted_code_is_listed(prepared: Prepared, tmp_path: Path, name: str
 @pytest.mark.long(
     "all tiny trainings once more; that two of them leave the same bits, the patches that no run executes show"
 )
-def test_the_same_code_leaves_the_same_bits(prepared: Prepared, tmp_path: Path) -> None:
+def test_two_runs_of_the_same_code_leave_the_same_bits(prepared: Prepared, tmp_path: Path) -> None:
     """Only the runs that the selected attacks need are compared."""
     found = judge(prepared, copy_of_code(tmp_path / "code"), None)
     assert found.same_bits and not found.differences
 
 
 @pytest.mark.long("all tiny trainings of the attacks, up to five times")
-def test_our_other_kernels_are_within_rounding(prepared: Prepared, tmp_path: Path) -> None:
+def test_our_other_kernels_differ_only_by_rounding(prepared: Prepared, tmp_path: Path) -> None:
     others = "cpu: {attention: recompute, linear_cross_entropy: chunked, adamw: reference}\n"
     found = judge(prepared, copy_of_code(tmp_path / "code"), None, chosen=others)
     assert not found.differences and not found.same_bits, found.differences

@@ -125,7 +125,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_process_that_ends_early_fails_and_one_that_never_ends_is_missing(name: str, tmp_path: Path) -> None:
+def test_a_process_that_ends_early_fails_and_one_that_never_ends_gives_no_answer(name: str, tmp_path: Path) -> None:
     source, state, expected = ENDS[name]
     baseline = make_target(tmp_path / "baseline")
     candidate = shutil.copytree(baseline, tmp_path / "candidate", ignore=shutil.ignore_patterns(".git"))

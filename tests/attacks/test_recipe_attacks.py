@@ -56,7 +56,7 @@ GONE = [
 
 
 @pytest.mark.parametrize("path", GONE, ids=".".join)
-def test_a_removed_key_is_a_difference(path: tuple[str, ...]) -> None:
+def test_a_removed_key_of_a_recipe_is_a_difference(path: tuple[str, ...]) -> None:
     found = select_learning_keys(
         read_recipe_changes(FileChange(TINY, without(*path).encode(), old_mode="100644"), BASE)
     )
@@ -93,7 +93,7 @@ HIDING = {
 
 
 @pytest.mark.parametrize("text", HIDING.values(), ids=HIDING.keys())
-def test_yaml_that_hides_is_refused_by_the_loader(text: str) -> None:
+def test_the_loader_refuses_yaml_that_hides_a_value(text: str) -> None:
     with pytest.raises(RecipeError, match="recipe: cannot be read as YAML: .*line"):
         read_yaml(text, "recipe", RecipeError)
 

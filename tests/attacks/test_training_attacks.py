@@ -136,7 +136,7 @@ EVERY_DAY = (
 )
 
 
-def test_every_cheat_fits_the_code_of_today(made: Made) -> None:
+def test_every_cheat_applies_to_the_present_code(made: Made) -> None:
     for path, change in CHEATS.values():
         text = (made.target / path).read_text()
         assert change(text) != text
@@ -146,7 +146,7 @@ def test_every_cheat_fits_the_code_of_today(made: Made) -> None:
 @pytest.mark.sample(*EVERY_DAY)
 @pytest.mark.parametrize("name", CHEATS)
 @pytest.mark.slow("two sides' training for each attack")
-def test_skipped_work_is_found_by_the_weights(
+def test_the_weights_reveal_skipped_work(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
     path, change = CHEATS[name]
@@ -217,14 +217,16 @@ def never_credited(made: Made, folder: Path, slow: Path, quick: Path, new_code: 
 
 
 @pytest.mark.long("a timed comparison with a start that dawdles")
-def test_a_quicker_start_is_no_gain(made: Made, candidate: Callable[[str, str], Path], tmp_path: Path) -> None:
+def test_a_quicker_start_of_the_trainer_is_not_credited_as_a_gain(
+    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
+) -> None:
     """The baseline waits before its first step, the candidate does not. Their steps are the same."""
     slow = candidate("trainer/segment.py", dawdling((made.target / "trainer/segment.py").read_text()))
     never_credited(made, tmp_path, slow, repository.checkout_live_code(made.workspace, made.base), new_code=False)
 
 
 @pytest.mark.long("a timed comparison with a start that dawdles, and long runs")
-def test_a_quicker_start_that_hides_is_no_gain_in_long_runs(
+def test_a_hidden_quicker_start_is_not_credited_in_long_runs(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
     """As above, but the candidate waits in runs of two steps, which show its overhead. So short runs credit a gain."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu`` as it is started: in miniature on a CPU, cut, with what breaks planted, without memory, pydantic or a device."""
+"""Runs ``python -m benchmarks.gpu`` as a user does: small on a CPU, interrupted, with planted faults, without memory, pydantic or a device."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 @pytest.mark.slow("a whole dry run of the GPU's benchmark")
-def test_every_part_runs_and_what_it_found_is_in_the_files(dry: Ran) -> None:
+def test_every_part_runs_and_its_results_are_in_the_files(dry: Ran) -> None:
     document = dry.document
     assert dry.code == 0, dry.told
     assert {part["part"]: part["state"] for part in document["parts"]} == dict.fromkeys(NAMES, "done")
@@ -111,7 +111,7 @@ def test_every_implementation_for_cuda_is_judged_or_named(dry: Ran) -> None:
 
 
 @pytest.mark.slow("a whole dry run of the GPU's benchmark")
-def test_the_table_has_every_op_at_every_width_beside_torch(dry: Ran) -> None:
+def test_the_table_compares_every_op_at_every_width_with_torch(dry: Ran) -> None:
     timed = dry.document["timed"]
     by: dict[tuple[str, int], set[str]] = {}
     for row in timed:
@@ -134,7 +134,7 @@ def test_the_table_has_every_op_at_every_width_beside_torch(dry: Ran) -> None:
 
 
 @pytest.mark.slow("a whole dry run of the GPU's benchmark")
-def test_a_dry_run_compares_nothing_and_a_real_one_would(dry: Ran) -> None:
+def test_only_the_report_of_a_real_run_has_comparisons(dry: Ran) -> None:
     assert dry.report.startswith("# DRY RUN: ") and dry.document["run"]["dry"]
     assert not dry.document["decisions"] and not dry.document["keep_or_replace"]
     assert "## Verdict" not in dry.report and "## Published marks" not in dry.report
@@ -166,7 +166,7 @@ def real(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow("a whole dry run of the GPU's benchmark")
-def test_every_step_and_every_link_of_the_chain_says_something(dry: Ran) -> None:
+def test_every_step_and_every_part_of_the_chain_has_a_number_or_a_reason(dry: Ran) -> None:
     numbers = dry.document["numbers"]
     told = {(number["part"], number["item"]) for number in numbers}
     for part, names in (("step", {name for name, _ in ITEMS}), ("chain", CHAIN)):
@@ -181,7 +181,7 @@ def test_every_step_and_every_link_of_the_chain_says_something(dry: Ran) -> None
 
 
 @pytest.mark.slow("a dry run that is cut")
-def test_a_run_that_is_cut_leaves_what_there_was(tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_its_results_so_far(tmp_path: Path) -> None:
     with subprocess.Popen(
         command(tmp_path), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -205,7 +205,7 @@ def test_a_run_that_is_cut_leaves_what_there_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("parts that crash and hang, each in its process")
-def test_what_is_wrong_crashes_or_hangs_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_wrong_crashing_and_hanging_items_are_named_and_the_others_run(tmp_path: Path) -> None:
     ran = run(tmp_path, "--parts", "right,fast", "--minutes", "3", FACTORY_BENCH_GPU_PLANT="tests.benchmarks.planted")
     document = ran.document
     assert ran.code == 1, ran.told
@@ -257,7 +257,7 @@ def test_what_is_wrong_crashes_or_hangs_is_named_and_the_rest_goes_on(tmp_path: 
 
 
 @pytest.mark.slow("a dry run in little memory")
-def test_too_little_memory_skips_by_name(tmp_path: Path) -> None:
+def test_items_that_need_too_much_memory_are_skipped_and_named(tmp_path: Path) -> None:
     ran = run(tmp_path, "--parts", "fast,step", "--memory", "1e-8")
     assert ran.code == 3 and ran.document["right"] is None and ran.document["headline"] == "nothing was judged."
     assert not ran.document["timed"] and not ran.document["numbers"]
@@ -267,7 +267,7 @@ def test_too_little_memory_skips_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("a dry run without some libraries")
-def test_without_pydantic_four_wheels_are_named_and_kernels_are_judged(tmp_path: Path) -> None:
+def test_without_pydantic_the_missing_wheels_are_named_and_kernels_are_judged(tmp_path: Path) -> None:
     blocked = tmp_path / "blocked" / "pydantic"
     blocked.mkdir(parents=True)
     (blocked / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'pydantic'\", name='pydantic')\n")
@@ -315,7 +315,7 @@ def test_without_a_device_one_line_says_what_to_do(tmp_path: Path) -> None:
         (("--dry", "--out", __file__), "--out: "),
     ],
 )
-def test_a_wrong_word_is_refused_in_one_line(
+def test_an_invalid_argument_is_refused_in_one_line(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarks.gpu.__main__ import main
@@ -325,7 +325,7 @@ def test_a_wrong_word_is_refused_in_one_line(
     assert message in said.err and said.err.count("\n") == 1 and not said.out
 
 
-def test_what_is_planted_is_for_dry_runs_alone(
+def test_planted_faults_are_refused_in_a_real_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from benchmarks.gpu.__main__ import main
@@ -335,7 +335,7 @@ def test_what_is_planted_is_for_dry_runs_alone(
     assert "it is for --dry alone" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_parts_run_in_their_order_and_once() -> None:
+def test_the_named_parts_run_once_in_the_order_of_the_benchmark() -> None:
     from benchmarks.gpu.__main__ import parts_of
 
     assert parts_of("step, right,step") == ["right", "step"]

@@ -1,4 +1,4 @@
-"""What ``benchmarks.gpu`` makes of its records: verdicts, headlines, names of files. No process is started."""
+"""How ``benchmarks.gpu`` makes a report from its records: verdicts, headlines, names of files. No process is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.contract.registry import OPS
 
 
 @pytest.mark.parametrize("module", [fast, page, pool, card_state, winners], ids=lambda module: module.__name__)
-def test_examples_hold(module: Any) -> None:
+def test_the_examples_in_docstrings_hold(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted and not found.failed
 
@@ -53,12 +53,14 @@ def row(by: str, side: str, low: float, median: float, high: float, comparable: 
         ([row("eager", "torch", 1, 1, 1)], "nothing right of ours was timed; fastest: eager", False),
     ],
 )
-def test_ours_is_kept_where_it_wins_by_more_than_the_spread(rows: list[dict[str, Any]], says: str, keep: bool) -> None:
+def test_our_kernel_is_kept_if_it_is_faster_by_more_than_the_spread(
+    rows: list[dict[str, Any]], says: str, keep: bool
+) -> None:
     (verdict,) = winners.verdicts(rows)
     assert says in str(verdict) and verdict.keep is keep
 
 
-def test_the_floor_is_the_larger_of_moving_and_computing() -> None:
+def test_the_shortest_possible_time_is_the_larger_of_moving_and_computing() -> None:
     norm, attention = OPS["rms_norm"], OPS["attention"]
     shape = shapes.WIDTHS[0].shape(4)
     cost = norm.cost(shape, 2)
@@ -67,7 +69,7 @@ def test_the_floor_is_the_larger_of_moving_and_computing() -> None:
     assert floor(norm, shape, None, 1e12) is None
 
 
-def test_shapes_shrink_to_the_memory_before_they_are_refused() -> None:
+def test_shapes_shrink_to_fit_the_memory_and_are_refused_only_then() -> None:
     op = OPS["attention"]
     whole = shapes.shape_for(op, 0, 1e12)
     assert (whole.batch, whole.context, whole.d_model, whole.heads, whole.kv_heads) == (4, 4096, 4096, 32, 8)
@@ -78,7 +80,7 @@ def test_shapes_shrink_to_the_memory_before_they_are_refused() -> None:
     assert shapes.shape_for(OPS["linear_cross_entropy"], 0, 1e12).tokens == 8192, "that of published marks"
 
 
-def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_the_records_is_left_out(tmp_path: Path) -> None:
     whole = records.Records(tmp_path)
     whole.add("run", command="x", began="", limit_s=60, label="")
     whole.named("card-abcdef0")
@@ -104,7 +106,7 @@ def written(out: Path, complete: bool, began: str) -> records.Records:
     return made
 
 
-def test_only_a_whole_run_replaces_an_older_one_and_says_so(tmp_path: Path) -> None:
+def test_only_a_complete_run_replaces_an_older_report_and_says_so(tmp_path: Path) -> None:
     written(tmp_path, True, "Monday")
     assert {path.name for path in tmp_path.iterdir()} == {f"card-abcdef0.{kind}" for kind in ("md", "json", "jsonl")}
     for name in ("card-abcdef0-partial", "card-abcdef0-partial-2"):
@@ -120,7 +122,9 @@ def test_only_a_whole_run_replaces_an_older_one_and_says_so(tmp_path: Path) -> N
     }
 
 
-def test_a_changed_tree_is_named_by_what_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncommitted_changes_are_named_in_the_commit_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(needs, "ROOT", tmp_path)
     assert [part.partition(":")[0] for part in facts.commit()] == ["unknown", "unknown"]
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
@@ -150,7 +154,7 @@ def test_a_changed_tree_is_named_by_what_is_changed(tmp_path: Path, monkeypatch:
     ("states", "state"),
     [(["done", "hung"], "done"), (["hung", "failed"], "failed"), (["not run"], "not run"), ([], "done")],
 )
-def test_a_part_of_which_no_item_was_done_is_not_done(states: list[str], state: str) -> None:
+def test_a_part_without_a_done_item_is_not_done(states: list[str], state: str) -> None:
     part = pool.Pool(PARTS[3], Settings("cpu"), {}, None, lambda record: None, lambda: False)  # type: ignore[arg-type]
     part.states = dict(zip("abc", states))
     assert part._all_ended().state == state
@@ -168,7 +172,7 @@ def computing(chosen: str, by: str) -> dict[str, Any]:
     }
 
 
-def test_a_fallback_in_the_step_is_bold_and_in_the_headline() -> None:
+def test_the_report_shows_a_fallback_in_the_step_in_bold_and_in_the_headline() -> None:
     timed = {"kind": "number", "part": "step", "item": "1b bf16", "name": "first step, cold", "value": 1.0, "unit": "s"}
     run = {"kind": "run", "command": "", "began": "", "limit_s": 60}
     every = [run, computing("varlen, flex, reference", "flex"), timed]
@@ -178,7 +182,7 @@ def test_a_fallback_in_the_step_is_bold_and_in_the_headline() -> None:
     assert "| attention: varlen |" in page.markdown(sound) and "fallback" not in page.headline(sound)
 
 
-def test_another_process_before_a_part_is_in_the_headline() -> None:
+def test_the_headline_tells_of_another_process_on_the_device() -> None:
     look = {
         "kind": "look",
         "part": "fast",
@@ -198,7 +202,9 @@ def test_another_process_before_a_part_is_in_the_headline() -> None:
     [((97, 97, 0.0), True), ((90, 97, 0.001), False)],
     ids=["the device repeats itself", "it does not"],
 )
-def test_a_resumed_run_is_wrong_where_only_it_differs(again: tuple[int, int, float], wrong: bool) -> None:
+def test_a_resumed_run_is_wrong_only_if_the_device_repeats_its_results(
+    again: tuple[int, int, float], wrong: bool
+) -> None:
     from benchmarks.gpu import chain
     from benchmarks.gpu.worker import Context
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.headline``: the two models are one function of the same weights and see the same tokens; its words and its table."""
+"""``python -m benchmarks.headline``: both models compute the same function and see the same tokens. Also its arguments and its table."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_same_weights_have_the_same_first_loss(ours: models.Trained, same: m
     assert ours.losses[0] == pytest.approx(same.losses[0], abs=1e-5)
 
 
-def test_both_see_the_same_tokens(task: models.Task, ours: models.Trained, same: models.Trained) -> None:
+def test_both_models_see_the_same_tokens(task: models.Task, ours: models.Trained, same: models.Trained) -> None:
     batches = [batch for batch, _ in task.batches()]
     counted = sum(batch.used for batch in batches), sum(batch.supervised for batch in batches)
     assert len(batches) == len(ours.losses) == len(same.losses) == STEPS
@@ -60,14 +60,14 @@ def test_both_see_the_same_tokens(task: models.Task, ours: models.Trained, same:
     assert counted[0] > counted[1] > 0
 
 
-def test_both_have_the_same_rates(task: models.Task, ours: models.Trained) -> None:
+def test_both_models_train_with_the_same_rates(task: models.Task, ours: models.Trained) -> None:
     lines = [line for kind in ("trunk", "anneal") for line in read_lines(ours.export.parent / kind / "metrics.jsonl")]
     rates = [lr for _, lr in task.batches()]
     assert [line["lr"] for line in lines] == rates
     assert rates[-1] < max(rates), "the last steps anneal"
 
 
-def test_from_the_same_weights_they_learn_the_same(
+def test_both_models_learn_the_same_from_the_same_weights(
     task: models.Task, ours: models.Trained, same: models.Trained
 ) -> None:
     """A healthy control: nothing but z-loss and the order of sums is between them."""
@@ -78,7 +78,7 @@ def test_from_the_same_weights_they_learn_the_same(
     assert ours.losses[-1] < ours.losses[0] - 0.1, "and they do learn"
 
 
-def test_what_is_not_the_same_is_seen(task: models.Task, ours: models.Trained) -> None:
+def test_the_losses_reveal_other_masks_weights_and_rates(task: models.Task, ours: models.Trained) -> None:
     """Documents that see one another, a matrix that is other, rates that are other: each moves the losses by more than the bounds above."""
     weights = models.first_weights(task, KERNELS)
     batch, lr = next(task.batches())
@@ -103,26 +103,26 @@ def test_models_that_are_not_comparable_are_refused(ours: models.Trained) -> Non
         command.refuse_unequal(trained | {page.FROM_OURS: replace(ours, losses=[1.1 * ours.losses[0]])})
 
 
-def test_the_trigram_is_the_evaluators(task: models.Task) -> None:
+def test_the_trigram_baseline_scores_every_domain(task: models.Task) -> None:
     bits = models.trigram(task, SILENT)
     assert set(bits) == set(models.scored_bytes(task)) == {"chat", "code", "docs"}
     assert all(1.0 < value < 8.0 for value in bits.values())
 
 
-def test_steps_take_turns(task: models.Task) -> None:
+def test_timed_steps_of_both_models_alternate(task: models.Task) -> None:
     seconds = models.step_seconds(task, KERNELS, 0.0)
     assert [len(one) for one in seconds] == [models.LEAST_ROUNDS] * 2
     assert all(one > 0 for times in seconds for one in times)
 
 
-def test_set_up_is_the_closure_of_what_it_asks_for() -> None:
+def test_the_size_of_the_set_up_includes_indirect_requirements() -> None:
     names = facts.closure(facts.requirements())
     assert {"torch", "numpy", "sympy", "pip"} <= set(names), "sympy is needed by torch alone"
     assert not {"pytest", "ruff", "lm-eval"} & set(names), "these are what tests need"
     assert facts.setup_bytes() > 5e8
 
 
-def test_a_file_of_two_names_counts_once(tmp_path: Path) -> None:
+def test_a_file_with_two_names_counts_once_on_disk(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(os.urandom(100_000))
     before = facts.on_disk(tmp_path)
     os.link(tmp_path / "one", tmp_path / "two")
@@ -160,7 +160,7 @@ FOUND: dict[str, Any] = {
 }
 
 
-def test_the_table_says_machine_and_command_first_and_each_number_once() -> None:
+def test_the_table_begins_with_machine_and_command_and_has_each_number_once() -> None:
     lines = page.markdown(FOUND).splitlines()
     assert "cpu-test" in lines[0] and "`python -m benchmarks.headline`" in lines[0]
     table = [line for line in lines if line.startswith("|")]
@@ -174,7 +174,7 @@ def test_the_table_says_machine_and_command_first_and_each_number_once() -> None
     assert found["from a shard's ingest to its verdict, s"][0] == "64"
 
 
-def test_the_table_says_what_was_not_measured() -> None:
+def test_the_table_names_missing_measurements() -> None:
     lacking = FOUND | {"shard_to_verdict": [], "no_verdict": "not measured: no demo has run here.", "price": None}
     said = page.markdown(lacking | {"disk": FOUND["disk"] | {"clone": None}})
     assert "not measured: no demo has run here." in said and "Price: not stated" in said and "a clone" not in said
@@ -198,7 +198,7 @@ def test_the_table_says_what_was_not_measured() -> None:
         (["--wrong"], "unrecognized arguments: --wrong"),
     ],
 )
-def test_a_wrong_word_is_one_line_and_measures_nothing(
+def test_an_invalid_argument_is_one_line_and_measures_nothing(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert command.main(["--out", str(tmp_path), *words]) == 2
@@ -207,7 +207,7 @@ def test_a_wrong_word_is_one_line_and_measures_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_text_explains_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--help"])
     said = capsys.readouterr().out
@@ -215,14 +215,16 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in said
 
 
-def test_examples_of_the_docstrings_are_true() -> None:
+def test_the_examples_in_docstrings_hold() -> None:
     for module in (command, models, page):
         found = doctest.testmod(module)
         assert found.attempted and not found.failed
 
 
 @pytest.mark.slow("trains six small models and times two more: half a minute of a core")
-def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_command_measures_and_writes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     library = str(write_library(tmp_path / "library"))
     monkeypatch.setattr(sysconfig, "get_paths", lambda *_: {"stdlib": library})
     monkeypatch.setattr(best_here, "tuned_kernels", lambda _: KERNELS)

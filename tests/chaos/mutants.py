@@ -191,7 +191,7 @@ MUTANTS = (
     Mutant(
         "factory/audit/kept_checkpoints.py",
         "os.rename(target / checkpoint_name(step), aside)",
-        "tests/factory/audit/test_audit_keeping.py::test_a_rung_that_is_removed_is_whole_or_gone",
+        "tests/factory/audit/test_audit_keeping.py::test_a_checkpoint_removed_from_the_ladder_is_whole_or_gone",
     ),
     Mutant(
         "factory/backups/backups.py",

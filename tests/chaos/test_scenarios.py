@@ -1,4 +1,4 @@
-"""A few random injections of ``make chaos``, others at each run. The seed is printed; FACTORY_CHAOS_SEED repeats the same ones."""
+"""A few random injections of ``make chaos``, different ones in each run. The seed is printed; FACTORY_CHAOS_SEED repeats the same ones."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_crash_state_equals_the_disk_after_a_kill(folder: Folder, tmp_path: Pa
         assert crashes.digest(folder.root) == state.digest == crashes.digest(crashes.folder / str(state.number)), effect
 
 
-def test_only_committed_rows_make_another_crash_state(folder: Folder, tmp_path: Path) -> None:
+def test_a_new_crash_state_needs_committed_rows(folder: Folder, tmp_path: Path) -> None:
     crashes = Crashes(tmp_path / "crashes")
     folder.run(STORE, "hold", look=lambda number: crashes.look(folder.root, number))
     rows = []
@@ -123,7 +123,7 @@ os.rename(".w/a", ".w/b"); os.unlink(".w/b"); open(".w/a", "w").write("b"); open
         (REMOVED, ""),
     ],
 )
-def test_unfinished_files_do_not_count_in_a_crash_state_and_opening_one_is_reported(
+def test_a_crash_state_ignores_unfinished_files_and_reports_their_opening(
     folder: Folder, tmp_path: Path, program: str, how: str
 ) -> None:
     aside, crashes = folder.root / "plant" / ".w" / "a", Crashes(tmp_path / "crashes")

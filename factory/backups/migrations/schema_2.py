@@ -1,4 +1,4 @@
-"""Segments get the column ``computing``; it is null in segments planned before this schema."""
+"""Adds the column ``computing`` to the table of segments. It is null for segments that were planned before this schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths become relative to the workspace, and the ledger gets an identity. From this schema on SQLite notes changed rows for the journal."""
+"""Makes stored paths relative to the workspace, and gives the ledger an identity. From now on, SQLite records changed rows for the journal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def upgrade() -> None:
 
 
 def _averages(tx: sa.Connection, roots: list[Path]) -> None:
-    """What an average is made of stands in the event that planned it."""
+    """Make the paths of averaged checkpoints relative. They are in the event that planned the average."""
     events = metadata.tables["events"]
     for number, detail in tx.execute(
         sa.select(events.c.id, events.c.detail).where(events.c.kind == "segment_planned")

@@ -1,4 +1,4 @@
-"""Documents get a group, and held-out documents a half. Before, both were computed from the source at each reading."""
+"""Stores the group of each document, and the half of each held-out document. Before, both were computed from the source whenever they were needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ down_revision = "3"
 def upgrade() -> None:
     tx = op.get_bind()
     if tx.dialect.name == "sqlite":
-        # ``watch`` makes the trigger again. With it the journal would get a line for each document, which no backup could use.
+        # ``create_triggers`` makes the trigger again afterwards. With the trigger, the journal would get a useless line for each document.
         tx.exec_driver_sql('DROP TRIGGER IF EXISTS "update_documents"')
     op.add_column("documents", sa.Column("group_key", sa.Text))
     op.add_column("documents", sa.Column("facts", sa.JSON))
@@ -33,5 +33,5 @@ def upgrade() -> None:
 
 
 def _was_sealed(cluster: str) -> bool:
-    """The half of a cluster, as the factory worked it out before this schema."""
+    """Return whether a cluster is in the sealed half, computed as before this schema."""
     return hashlib.sha256(f"half:{cluster}".encode()).digest()[0] % 2 == 0

@@ -1,4 +1,4 @@
-"""A new table ``runs``, for training runs outside the segments."""
+"""Adds the table ``runs``, for training runs that belong to no segment."""
 
 from __future__ import annotations
 

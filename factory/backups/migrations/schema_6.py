@@ -1,4 +1,4 @@
-"""The hashes for comparisons of documents move from the ledger to a file of each shard (``factory.ingest.hash_index``)."""
+"""Moves the hashes by which documents are compared from the ledger to one file for each shard (``factory.ingest.hash_index``)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def upgrade() -> None:
             count = sum(len(one.grams) for one in found)
             if ngrams.get(subject, count) == count:  # else the next ingest holds the task's items again
                 write_hashes(root, subject, found)
-    for subject in subjects.values():  # of which nothing was kept
+    for subject in subjects.values():  # shards without hashed documents
         if not ngrams.get(subject):
             write_hashes(root, subject, ())
     for name in ("near_dup_bands", "near_dup_signatures", "ngrams"):
@@ -39,7 +39,7 @@ def upgrade() -> None:
 
 
 def _documents(tx: sa.Connection) -> Iterator[HashedDocument]:
-    """In the order of their keys."""
+    """Yield the documents with their hashes, in the order of their keys."""
     by_bytes = ' COLLATE "C"' if tx.dialect.name == "postgresql" else ""
     sql = (
         "SELECT * FROM (SELECT document, signature, NULL AS hash, NULL AS held_out FROM near_dup_signatures UNION ALL "

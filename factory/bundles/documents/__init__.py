@@ -1,1 +1,1 @@
-"""The documents that are generated from a bundle's other files: model card, Croissant, SPDX. Each is a function of ``Facts``."""
+"""Generates three documents from a bundle's other files: model card, Croissant and SPDX. Each is a function of ``BundleFacts``."""

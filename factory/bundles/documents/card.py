@@ -1,4 +1,4 @@
-"""``README.md``: the model card, in the format of Hugging Face."""
+"""Writes README.md, the model card in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ publisher, not from this folder: a forger would put another one here.
 
 
 def write_card(facts: BundleFacts) -> str:
-    """The text of the model card. Every number comes from the bundle's other files."""
+    """Return the text of the model card. Every number comes from the bundle's other files."""
     parts = [
         _front(facts),
         f"# {facts.name}\n",
@@ -93,7 +93,7 @@ def _data(facts: BundleFacts) -> str:
 
 
 def _synthetic(facts: BundleFacts, total: int) -> str:
-    """The share of the data that models wrote, by model."""
+    """Return the part about data that models wrote, with the share of each model; '' without such data."""
     if not facts.synthetic:
         return ""
     share = lambda count: f"{count / max(1, total):.1%}"
@@ -158,6 +158,6 @@ def _number(value: float | None) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Untrusted text for Markdown: on one line, with table bars and HTML escaped."""
+    """Return untrusted text for Markdown: on one line, with table bars and HTML escaped."""
     words = " ".join(str(value).split())
     return words.replace("|", "\\|").replace("<", "&lt;")

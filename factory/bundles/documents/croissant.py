@@ -1,6 +1,7 @@
-"""``croissant.json``: the training data as a Croissant 1.1 (MLCommons) dataset, in JSON-LD.
+"""Builds croissant.json, which describes the training data as a Croissant 1.1 (MLCommons) dataset in JSON-LD.
 
-``distribution`` lists only files of this bundle. ``isBasedOn`` lists every token shard with its licence, including shards that the bundle omits.
+Its key ``distribution`` lists only files of the bundle. Its key ``isBasedOn`` lists every token shard with its licence, also shards that the
+bundle does not include.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ DESCRIBED = {layout.SHARDS: ("token-shards", SHARD_FIELDS), layout.DOCUMENTS: ("
 
 
 def build_croissant(facts: BundleFacts) -> dict[str, Any]:
-    """The JSON-LD object."""
+    """Return the JSON-LD object of croissant.json."""
     there = [path for path in DESCRIBED if path in facts.files]
     fields = lambda path: DESCRIBED[path][1] | (OF_SYNTHETIC[path] if facts.synthetic else {})
     return {
@@ -88,7 +89,7 @@ def _records(path: str, name: str, fields: dict[str, str]) -> dict[str, Any]:
 
 
 def _shard(row: dict[str, Any]) -> dict[str, Any]:
-    """One licence of one token shard, whether or not its documents are in the bundle."""
+    """Return the entry of one licence of one token shard. The bundle need not include its documents."""
     return {
         "@type": "sc:Dataset",
         "@id": f"token-shard:{row['token_shard']}:{licence_expression(row['license'])}",

@@ -1,4 +1,4 @@
-"""The facts in a bundle's files, from which model card, Croissant and SPDX are generated."""
+"""Reads the facts from a bundle's files, from which model card, Croissant and SPDX are generated."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BundleFacts:
 
     @classmethod
     def read(cls, folder: BundleFolder) -> BundleFacts:
-        """Read them from a bundle. Raises: BundleError."""
+        """Read the facts from a bundle. Raises: BundleError."""
         apart = (*layout.GENERATED, layout.MANIFEST, layout.SIGNATURE)
         return cls(
             folder.read_object(layout.VERDICT),
@@ -72,11 +72,11 @@ class BundleFacts:
 
     @property
     def synthetic(self) -> dict[str, int]:
-        """Supervised tokens of synthetic documents, by the model that wrote them. Empty in a bundle of an older factory."""
+        """The supervised tokens of synthetic documents, by the model that wrote them. Empty in a bundle of an older factory."""
         return dict(self.licences.get("synthetic") or {})
 
     def by_licence(self, value: str) -> dict[str, int]:
-        """The sum of a column of the token shards, by licence."""
+        """Return the sum of a column of the token shards' rows, by licence."""
         found: Counter[str] = Counter()
         for row in self.shards:
             found[row["license"]] += row[value]
@@ -84,7 +84,7 @@ class BundleFacts:
 
 
 def licence_expression(name: str) -> str:
-    """A licence as an SPDX expression.
+    """Return a licence as an SPDX expression.
 
     >>> licence_expression("MIT"), licence_expression("public domain"), licence_expression("no licence")
     ('MIT', 'LicenseRef-public-domain', 'NOASSERTION')

@@ -20,7 +20,7 @@ MADE_BY: dict[str, Callable[[BundleFacts], Any]] = {
 
 
 def generate_document(folder: BundleFolder, path: str) -> Any:
-    """The text or JSON object that belongs in ``path``. Raises: BundleError if the other files lack a fact that it needs."""
+    """Return the text or JSON object that belongs in ``path``. Raises: BundleError if the other files lack a fact that the document needs."""
     facts = BundleFacts.read(folder)
     try:
         return MADE_BY[path](facts)

@@ -1,4 +1,4 @@
-"""``spdx.json``: the bundle as an SPDX 3.0.1 document in JSON-LD. Profiles: core, software, AI, dataset, simple licensing."""
+"""Builds spdx.json, which describes the bundle as an SPDX 3.0.1 document in JSON-LD. Profiles: core, software, AI, dataset, simple licensing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CREATION = "_:creation"
 
 
 def build_spdx(facts: BundleFacts) -> dict[str, Any]:
-    """The JSON-LD object. Its namespace is a hash of the release and its files, so two bundles never share one."""
+    """Return the JSON-LD object of spdx.json. Its namespace is a hash of the release and its files, so two bundles never share a namespace."""
     identity = json.dumps([facts.name, {path: hashed.sha256 for path, hashed in sorted(facts.files.items())}])
     space = f"urn:llm-factory:{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
     graph = _Graph(space, facts)
@@ -22,7 +22,7 @@ def build_spdx(facts: BundleFacts) -> dict[str, Any]:
 
 
 class _Graph:
-    """Collects the elements and gives each an id in the document's namespace."""
+    """Collects the elements of the document, and gives each element an id in the document's namespace."""
 
     def __init__(self, space: str, facts: BundleFacts) -> None:
         self.space, self.facts = space, facts

@@ -1,1 +1,1 @@
-"""A bundle's files: their paths (``layout``), reading them without trust (``folder``), their hashes (``manifest``)."""
+"""The files of a bundle: ``layout`` has their paths, ``folder`` reads them as untrusted input, and ``manifest`` compares their hashes."""

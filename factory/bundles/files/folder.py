@@ -1,4 +1,4 @@
-"""A bundle's folder, read as hostile input. Links are not followed, nothing is executed, every read has a size limit, NaN is refused."""
+"""Reads a bundle's folder as hostile input: it follows no links, executes nothing, limits the size of every read, and refuses NaN."""
 
 from __future__ import annotations
 
@@ -33,16 +33,20 @@ class FileHash:
 
 @dataclass(frozen=True)
 class BundleFolder:
-    """A folder of plain files. ``paths``: their paths in the folder. All methods raise BundleError."""
+    """A folder of plain files. ``paths``: the files' paths, relative to the folder. All methods raise BundleError."""
 
     root: Path
     paths: tuple[str, ...]
 
     @classmethod
     def open(cls, root: Path) -> BundleFolder:
-        """List a folder. Raises: BundleError for a link or a special file, for too many files, and for folders nested too deeply."""
+        """List the files of a folder. Raises: BundleError for a link or a special file, for too many files, and for folders nested too deeply."""
         if root.is_symlink() or not root.is_dir():
-            raise BundleError("bundles.no_folder", "{folder}: no such folder", folder=printable(str(root)))
+            raise BundleError(
+                "bundles.no_folder",
+                "{folder} does not exist, is not a folder, or is a link",
+                folder=printable(str(root)),
+            )
         names: list[str] = []
         pending = [("", 0)]
         while pending:
@@ -84,7 +88,7 @@ class BundleFolder:
 
     @cached_property
     def hashes(self) -> dict[str, FileHash]:
-        """The hash and size of every file. Reads each file once."""
+        """The hash and size of every file, by path. The first use reads each file once."""
         return {name: self._hash(name) for name in self.paths}
 
     def _hash(self, name: str) -> FileHash:
@@ -99,7 +103,7 @@ class BundleFolder:
             raise unreadable_error(printable(name), error) from error
 
     def read(self, name: str, limit: int = JSON_BYTES) -> bytes:
-        """A whole file of at most ``limit`` bytes."""
+        """Return the content of a file of at most ``limit`` bytes."""
         if name not in self.paths:
             raise BundleError(bundle_file_missing_error(name))
         try:
@@ -112,11 +116,11 @@ class BundleFolder:
         return found
 
     def read_object(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file."""
+        """Return the JSON object in a file."""
         return parse_json_object(self.read(name), name)
 
     def read_rows(self, name: str, limit: int | None = ROWS_BYTES) -> Iterator[dict[str, Any]]:
-        """The JSON objects of a JSON Lines file, one at a time. ``limit``: most bytes of the file; None if the caller keeps no row."""
+        """Yield the JSON objects of a JSON Lines file. ``limit``: the most bytes of the file; None for a caller that keeps no row in memory."""
         if name not in self.paths:
             raise BundleError(bundle_file_missing_error(name))
         if limit is not None and self.hashes[name].bytes > limit:
@@ -135,17 +139,17 @@ class BundleFolder:
 
 
 def bundle_file_missing_error(name: str) -> Message:
-    """A file is not in the bundle."""
+    """Return the message about a file that is not in the bundle."""
     return Message("bundles.missing_file", "{file} is missing", file=name)
 
 
 def file_too_large(name: str, limit: int) -> Message:
-    """A file or a line has more bytes than are read."""
+    """Return the message about a file or a line with more than ``limit`` bytes."""
     return Message("bundles.too_large", "{file} has more than {limit:,} bytes", file=name, limit=limit)
 
 
 def unreadable_error(name: str, error: OSError) -> BundleError:
-    """The error for a file that the operating system does not let us read."""
+    """Return the error for a file that the operating system does not let the factory read."""
     return BundleError("bundles.unreadable", "{file} cannot be read: {reason}", file=name, reason=error.strerror)
 
 
@@ -165,12 +169,12 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
 
 
 def no_object_error(where: str) -> BundleError:
-    """The error for JSON that is not an object."""
+    """Return the error for JSON that is not an object."""
     return BundleError("bundles.no_object", "{file}: expected a JSON object", file=where)
 
 
 def _odd(value: Any, place: str = "", depth: int = 0) -> Message | None:
-    """Where JSON holds a NaN or an infinity, or is nested too deeply. None: nowhere."""
+    """Return a message about the first NaN or infinity in a JSON value, or about its deep nesting; None for a valid value."""
     if isinstance(value, float):
         place = place or "the value"
         return (
@@ -188,9 +192,10 @@ def _odd(value: Any, place: str = "", depth: int = 0) -> Message | None:
 
 
 def find_first_json_difference(found: Any, expected: Any, tolerance: float = 0.0, place: str = "") -> Message | None:
-    """The first difference between two JSON values. None: they are equal.
+    """Return a message about the first difference between two JSON values; None if they are equal.
 
-    ``tolerance`` of numbers is absolute below 1 and relative to the larger number above. ``place``: where the values stand in a file.
+    ``tolerance``: the allowed difference of two numbers, absolute below 1 and relative to the larger number above 1. ``place``: the path of the
+    values in their file.
 
     >>> find_first_json_difference({"a": [1, 2.0]}, {"a": [1, 2.5]})
     'a/1 is 2.0, expected 2.5'
@@ -233,12 +238,12 @@ def find_first_json_difference(found: Any, expected: Any, tolerance: float = 0.0
 
 
 def unexpected_key(place: str) -> Message:
-    """A JSON object has a key that it must not have."""
+    """Return the message about a key that a JSON object must not have."""
     return Message("bundles.unexpected_key", "{place} is not an allowed key", place=place)
 
 
 def printable(text: str, limit: int = 120) -> str:
-    """Text of a bundle, safe to print: control characters and surrogates escaped, cut after ``limit`` characters.
+    """Make text of a bundle safe to print: escape control characters and surrogates, and cut the text after ``limit`` characters.
 
     >>> printable("a\\x1b[31m")
     'a\\\\x1b[31m'

@@ -1,8 +1,8 @@
-"""The paths of a bundle's files, and the most bytes that are read of each."""
+"""The paths of a bundle's files, and the limits on their sizes."""
 
 from __future__ import annotations
 
-FORMAT = 1  # raise it when the content of a file changes, or the text of a generated document
+FORMAT = 1  # raise this number when the content of a file changes, or the text of a generated document
 
 MODEL = "model"  # the export that was judged
 FIXTURE = "fixture.json"

@@ -1,4 +1,4 @@
-"""``manifest.json``: the SHA-256 and size of every file, and whether a folder holds exactly those."""
+"""Builds manifest.json, which lists the SHA-256 and size of every file, and checks that a folder holds exactly the listed files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NAMED = 5  # file names in a message
 
 
 def build_manifest(name: str, hashes: Mapping[str, FileHash]) -> dict[str, Any]:
-    """The manifest's JSON object: every file except the manifest itself and the signature."""
+    """Return the manifest's JSON object. It lists every file except the manifest itself and the signature."""
     files = {path: vars(hashed) for path, hashed in sorted(hashes.items()) if path not in (MANIFEST, SIGNATURE)}
     return {"format": FORMAT, "name": name, "made_by": describe_version(), "files": files}
 
 
 def check_manifest(folder: BundleFolder) -> list[Message]:
-    """Files that were added, removed or changed after the manifest was written, and errors of the manifest itself.
+    """Return messages about files that were added, removed or changed after the manifest was written, and about errors of the manifest itself.
 
     Raises: BundleError for a manifest that cannot be read.
     """
@@ -56,22 +56,22 @@ def check_manifest(folder: BundleFolder) -> list[Message]:
     missing = [path for path in listed if path not in there and path not in odd]
     changed = [path for path in there if path in listed and there[path] != listed[path]]
     if changed:
-        found.append(Message("manifest.changed", "{count:,|file|files} changed: {paths}", **_names(changed)))
+        found.append(Message("manifest.changed", "{count:,|file was|files were} changed: {paths}", **_names(changed)))
     if missing:
-        found.append(Message("manifest.missing", "{count:,|file|files} missing: {paths}", **_names(missing)))
+        found.append(Message("manifest.missing", "{count:,|file is|files are} missing: {paths}", **_names(missing)))
     if added:
-        found.append(Message("manifest.added", "{count:,|file|files} added: {paths}", **_names(added)))
+        found.append(Message("manifest.added", "{count:,|file was|files were} added: {paths}", **_names(added)))
     return found
 
 
 def _plain(path: str) -> bool:
-    """Is this the normal form of a path inside a folder?"""
+    """Return whether ``path`` is relative, in normal form, and inside the folder."""
     parts = PurePosixPath(path).parts
     return bool(parts) and not path.startswith("/") and ".." not in parts and "/".join(parts) == path
 
 
 def _names(paths: Any) -> dict[str, Any]:
-    """The data of a message about several files: their number and the first names."""
+    """Return the data of a message about several files: their number, and the first ``NAMED`` paths."""
     ordered = sorted(paths)
     more = [f"and {len(ordered) - NAMED} more"] if len(ordered) > NAMED else []
     return {"count": len(ordered), "paths": [printable(path) for path in ordered[:NAMED]] + more}

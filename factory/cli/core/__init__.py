@@ -1,1 +1,1 @@
-"""What commands share, in this folder and in those below it."""
+"""Code that the commands in this folder and in the folders beside it share."""

@@ -1,4 +1,4 @@
-"""Commands that need the model loop: they hold its lock, or ask the running daemon to do the work."""
+"""Lets a command hold the model loop's lock, or ask the running daemon to do the command's work."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kernels.contract.message import Message
 
 
 def lock_or_ask_daemon(held: ExitStack, plant: Plant, errands: Sequence[str], **how: Any) -> str:
-    """Take the model loop's lock into ``held`` and return ''. If a daemon holds the lock, ask it for the errands and return what to tell a
-    person.
+    """Take the model loop's lock into ``held`` and return ''. If a daemon holds the lock, ask the daemon to do the errands, and return a line
+    for the person.
 
-    ``errands``: such as 'judge 3'. ``how``: their options, as ``factory.retrying.requests.asked`` returns them. Raises: WorkspaceError where
-    another command holds the lock.
+    ``errands``: actions of the daemon, such as 'judge 3'. ``how``: their options, which ``factory.retrying.requests.open_requests`` returns.
+    Raises: WorkspaceError if another command holds the lock.
     """
     from factory.retrying.requests import request_actions
     from factory.status.daemon_state import daemon_facts
@@ -28,7 +28,7 @@ def lock_or_ask_daemon(held: ExitStack, plant: Plant, errands: Sequence[str], **
     except WorkspaceError as busy:
         command = daemon_facts(plant.workspace).get("command", "").split()
         if command[:1] == ["factory"] and command[1:2] not in (["run"], ["demo"]):
-            raise  # another command, such as 'factory train', does not look for errands
+            raise  # another command, such as 'factory train', does not do errands
         request_actions(plant.ledger, errands, current_user(), **how)
         return Message(
             "ask_daemon.asked",

@@ -1,11 +1,11 @@
-"""What all commands share: the option for the workspace, and an answer as text for people or as JSON for programs.
+"""The option for the workspace, and the printing of an answer as text for people or as JSON for programs. All commands share them.
 
 >>> @register_command(typer.Typer(), "count")
-... def count_segments(plant: Plant, say: Say, kind: Annotated[str, typer.Option(help="Of this kind.")] = "trunk") -> None:
+... def count_segments(plant: Plant, say: AnswerPrinter, kind: Annotated[str, typer.Option(help="Of this kind.")] = "trunk") -> None:
 ...     found = plant.ledger.read("SELECT id FROM segments WHERE kind = :kind", kind=kind)
 ...     say(found, (f"segment {row['id']}" for row in found), nothing="  none")
 
-is ``count --kind anneal --workspace FOLDER --json``.
+This defines the command ``count --kind anneal --workspace FOLDER --json``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AnswerPrinter:
     as_json: bool
 
     def __call__(self, found: Any, lines: str | Iterable[str] = (), nothing: str = "") -> None:
-        """Print ``found`` as JSON with --json; otherwise the lines, or ``nothing`` if there are no lines."""
+        """With --json, print ``found`` as JSON. Otherwise print the lines, or ``nothing`` if there are no lines."""
         if self.as_json:
             print_json(found)
             return
@@ -54,7 +54,7 @@ class AnswerPrinter:
             self.terminal.line(line)
 
     def confirm(self, yes: bool, what: str) -> None:
-        """Return if a person agrees, by ``--yes`` or at the terminal. Raises: InputError where nobody can be asked."""
+        """Ask the person to agree, unless ``yes``. Raises: InputError if there is no terminal to ask at; typer.Abort if the person declines."""
         if not yes:
             if self.as_json or not sys.stdin.isatty():
                 raise InputError(
@@ -73,7 +73,7 @@ class AnswerPrinter:
 def register_command(
     group: typer.Typer, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command. Its first two parameters, the plant and ``AnswerPrinter``, are made from --workspace and --json."""
+    """Register a command. Its first two parameters, a ``Plant`` and an ``AnswerPrinter``, are made from --workspace and --json."""
 
     def register(call: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(call, include_extras=True)
@@ -97,7 +97,7 @@ def register_command(
 
 
 def open_plant(where: Path, silent: bool = False) -> tuple[Plant, Terminal]:
-    """The plant of a workspace, and the terminal. Long work reports its progress there, unless ``silent``."""
+    """Open the plant of a workspace; returns (plant, terminal). Long work reports its progress on the terminal, unless ``silent``."""
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
     from factory.ledger.ledger import Ledger
@@ -107,7 +107,7 @@ def open_plant(where: Path, silent: bool = False) -> tuple[Plant, Terminal]:
 
 
 def current_user() -> str:
-    """The name of the person at the command line, without line breaks."""
+    """Return the name of the user who runs the command, without line breaks."""
     names = (" ".join(os.environ.get(key, "").split()) for key in ("USER", "LOGNAME"))
     return next((name for name in names if name and name.isprintable()), f"uid {os.getuid()}")
 

@@ -1,4 +1,4 @@
-"""``factory compare``: compare the metrics of another run with ours, step by step."""
+"""The command ``factory compare``: compares the metrics of another run with ours, step by step."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def compare(
 
 
 def _of_run(ledger: Ledger, run: str) -> int:
-    """The segment of an MLflow run. Raises: InputError for another kind of run."""
+    """Return the segment of an MLflow run. Raises: InputError for another kind of run."""
     for row in ledger.read("SELECT subject FROM tracked_runs WHERE run_id = :run", run=run):
         kind, _, number = row["subject"].partition(":")
         if kind == "segment":

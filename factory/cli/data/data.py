@@ -1,4 +1,4 @@
-"""``factory data``: list the data, remove documents, settle licences, and undo a removal."""
+"""The command ``factory data``: lists the data, removes documents, settles licences, and undoes a removal."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def remove_data(
         return
     for line in said:
         say.line(f"  {line}")
-    say.confirm(yes, "remove them")
+    say.confirm(yes, "remove the documents")
     removal = apply_removal(plant.ledger, found, current_user(), why, erase)
     try:
         with plant.workspace.hold_lock(MODEL_LOOP):

@@ -1,4 +1,4 @@
-"""``factory generate``: let a model write documents."""
+"""The command ``factory generate``: lets a model write documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``factory ingest``: ingest files, folders, patterns and addresses."""
+"""The command ``factory ingest``: ingests files, given as paths, folders, patterns or addresses."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def ingest(
             if not again or any(path.resolve().parent != plant.workspace.quarantine.resolve() for path in files):
                 raise WorkspaceError(
                     "ingest.daemon_runs",
-                    "{busy}. While 'factory run' works, put the files into {inbox}, where the daemon ingests files.",
+                    "{busy}. While 'factory run' works, put the files into {inbox}: the daemon ingests files from "
+                    "there.",
                     busy=busy,
                     inbox=plant.workspace.inbox,
                 ) from None
@@ -124,7 +125,7 @@ def ingest(
 
 
 def _preview(workspace: Workspace, found: GatheredFiles, say: AnswerPrinter) -> None:
-    """Print how the first rows of each file are read. Raises: InputError where no file can be read."""
+    """Print how the first rows of each file are read. Raises: InputError if no file can be read."""
     from factory.ingest.packing import FileGroup
     from factory.ingest.preview import preview_file_group
     from factory.ingest.reading.rows import ShardProblem
@@ -172,7 +173,7 @@ def _gathered(plant: Plant, paths: list[str] | None) -> GatheredFiles:
 
 
 class _Done:
-    """The result for each file, and the summary at the end."""
+    """Collects and prints the result for each file, and the summary at the end."""
 
     def __init__(self, progress: Progress, failed: dict[str, str], before: dict[str, float]) -> None:
         self.progress = progress
@@ -182,7 +183,7 @@ class _Done:
         self.failed = dict(failed)
 
     def ingested(self, name: str, report: ShardReport) -> None:
-        """Note and print the report of a shard. ``name``: the file or folder that the shard came in."""
+        """Keep and print the report of a shard. ``name``: the file or folder that contained the shard."""
         from factory.ingest.inbox import describe_report
 
         self.reports.append(report)
@@ -213,10 +214,11 @@ class _Done:
             words += [f"{len(self.failed):,} not ingested ({', '.join(list(self.failed)[:4])})"] * bool(self.failed)
             self.progress.line(f"  {'; '.join(words)}")
         if not good and (self.reports or self.failed or found.left_out):
-            why = next((f": {reason}" for reason in self.failed.values()), "")
+            why = next((f". The first reason: {reason}" for reason in self.failed.values()), "")
             raise InputError(
                 "ingest.nothing_ingested",
-                "No file was ingested: {quarantined:,} quarantined, {failed:,} not ingested, {unknown:,} of unknown formats{reason}",
+                "No file was ingested. {quarantined:,|file is|files are} quarantined, {failed:,|file|files} could "
+                "not be ingested, and {unknown:,|file has|files have} an unknown format{reason}",
                 quarantined=bad,
                 failed=len(self.failed),
                 unknown=found.left_out.total(),
@@ -225,7 +227,7 @@ class _Done:
 
 
 def _ingest_all(plant: Plant, found: GatheredFiles, done: _Done, again: bool) -> None:
-    """Ingest each file. Files that came when there was too little text for a tokenizer are tried again afterwards."""
+    """Ingest each file. A file that fails because there is too little text for a tokenizer is tried again after the others."""
     from factory.ingest.inbox import concerns_only_this_file, ingest_path
     from factory.ingest.packing import ingest_file_group
     from factory.ingest.remote import file_fetched

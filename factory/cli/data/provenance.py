@@ -1,4 +1,4 @@
-"""``factory provenance``: which releases a document is in, and which documents a release is made of."""
+"""The command ``factory provenance``: shows the releases that were trained on a document, or the documents of a release."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _release_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _synthetic_lines(found: dict[str, Any], total: int) -> list[str]:
-    """Lines about training data that models wrote, and about data that this release wrote. ``total``: supervised tokens of the release."""
+    """Return lines about training data that models wrote, and about data that this release wrote. ``total``: supervised tokens of the release."""
     lines: list[str] = []
     for one in found["synthetic"]:
         lines.append(
@@ -225,7 +225,8 @@ def _synthetic_lines(found: dict[str, Any], total: int) -> list[str]:
         lines.append(
             Message(
                 "provenance.wrote",
-                "  this release wrote {documents:,|training document|training documents}, found in the data of {releases}",
+                "  this release wrote {documents:,|training document|training documents}, which are in the data of "
+                "{releases}",
                 documents=wrote,
                 releases=read_by,
             )

@@ -1,4 +1,4 @@
-"""``factory data relabel``: change the domain, source, licence or group of ingested documents."""
+"""The command ``factory data relabel``: changes the domain, source, licence or group of ingested documents."""
 
 from __future__ import annotations
 
@@ -67,9 +67,11 @@ def relabel_data(
         found = plan_relabelling(plant, chosen, change)
         for line in found.lines:
             say.line(f"  {line}")
-        say.confirm(yes, "relabel them")
+        say.confirm(yes, "relabel the documents")
         number = apply_relabelling(plant, found, current_user(), why)
     done = Message(
-        "relabel.done", "  The documents are relabelled. The ledger has this as relabel {number}.", number=number
+        "relabel.done",
+        "  The documents are relabelled. The ledger records the change as relabel {number}.",
+        number=number,
     )
     say(found.to_json() | {"relabel": number, "says": found.lines}, done)

@@ -1,1 +1,1 @@
-"""Commands of evaluation tasks."""
+"""The commands for evaluation tasks, ``factory tasks``."""

@@ -1,4 +1,4 @@
-"""``factory tasks``: list the evaluation tasks in ``policies/tasks/``, check a task file, measure a candidate on a task."""
+"""The command ``factory tasks``: lists the evaluation tasks in ``policies/tasks/``, checks a task file, and measures a candidate on a task."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def check(
         say.line(
             Message(
                 "tasks.contaminated",
-                "  {hits} of {items} items are in training data that was ingested before the task; the first of these items is in "
-                "document {document}. If a task has more than {most:.0%} such items, the gate holds every candidate (contaminated_max "
-                "in tasks.yaml).",
+                "  {hits} of {items} items are in training data that was ingested before the task. The first of "
+                "these items is in document {document}. If a task has more than {most:.0%} such items, the gate "
+                "holds every candidate (contaminated_max in tasks.yaml).",
                 hits=len(hits),
                 items=found["items"],
                 document=hits[0][1],
@@ -174,7 +174,7 @@ def _notes(summary: dict[str, Any]) -> list[str]:
         notes.append(
             Message(
                 "tasks.cut",
-                "{contexts:,|context was|contexts were} longer than the model's context, so the beginning was cut off.",
+                "{contexts:,|prompt was|prompts were} longer than the model's context and lost the beginning.",
                 contexts=count,
             )
         )
@@ -184,10 +184,10 @@ def _notes(summary: dict[str, Any]) -> list[str]:
         )
     if count := summary.get("never_ended"):
         notes.append(
-            Message("tasks.never_ended", "{answers:,|answer|answers} had no end within max_tokens.", answers=count)
+            Message("tasks.never_ended", "{answers:,|answer|answers} did not end within max_tokens.", answers=count)
         )
     if stopped:
-        notes.append(Message("tasks.stopped", "Answers stopped at a limit: {limits}", limits=stopped))
+        notes.append(Message("tasks.stopped", "Some answers were stopped at a limit: {limits}", limits=stopped))
     if totals:
         notes.append(Message("tasks.totals", "Totals that lm-eval computed: {totals}", totals=totals))
     return notes

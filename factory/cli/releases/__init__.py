@@ -1,1 +1,1 @@
-"""``factory releases``, ``factory verify`` and ``factory release --bundle``: commands about releases."""
+"""Commands about releases: ``factory releases``, ``factory verify`` and ``factory release --bundle``."""

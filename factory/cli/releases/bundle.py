@@ -1,4 +1,4 @@
-"""``factory verify``, and the work of ``factory release --bundle``."""
+"""The command ``factory verify``, and the implementation of ``factory release --bundle``."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def verify(
 
 
 def write_and_print_bundle(plant: Plant, number: int, options: BundleOptions) -> None:
-    """Write the bundle of a release and say where it lies and who signed it."""
+    """Write the bundle of a release, and print its folder and the fingerprint of the signer."""
     from factory.bundles.writing import write_bundle
     from factory.show.catching_up import show_unshown_items
 
     written = write_bundle(plant, number, options)
     bundled = Message(
-        "bundle.written", "  Release {release} is bundled in {folder}", release=number, folder=written.folder
+        "bundle.written", "  The bundle of release {release} is in {folder}", release=number, folder=written.folder
     )
     plant.print_line(bundled)
     show_unshown_items(plant)

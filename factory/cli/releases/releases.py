@@ -1,4 +1,4 @@
-"""``factory releases``: list, show, compare, approve and reject releases and candidates. ``factory.cli`` registers the commands."""
+"""The command ``factory releases``: lists, shows, compares, approves and rejects releases and candidates."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             Message(
                 "releases.overridden",
-                "  overridden by {person}, although the gate held it: {reason}",
+                "  overridden by {person}, although the gate held the candidate: {reason}",
                 person=found["override"]["by"],
                 reason=found["override"]["why"],
             )
@@ -157,8 +157,8 @@ def diff_releases(plant: Plant, say: AnswerPrinter, one: ReleaseName, other: Rel
         say.line(
             Message(
                 "releases.other_items",
-                "  The two candidates were measured on different held-out items. So their numbers may not be comparable, and there is "
-                "no interval.",
+                "  The two candidates were measured on different held-out items. Therefore their numbers may not be "
+                "comparable, and no interval is computed.",
             )
         )
     say.line(f"  steps      {found['steps'][0]} → {found['steps'][1]}")
@@ -325,7 +325,7 @@ def write_gguf(
 
 
 def _gain(gain: dict[str, Any] | None) -> str:
-    """'gain +0.125 (95 %: +0.108 … +0.143)'. A gain below zero is a loss."""
+    """Return a text such as 'gain +0.125 (95 %: +0.108 … +0.143)'. A gain below zero is a loss."""
     if gain is None:
         return "gain not measured"
     return f"gain {gain['gain']:+.3f} (95 %: {gain['low']:+.3f} … {gain['high']:+.3f})".replace("-", "−")

@@ -43,7 +43,7 @@ def test_windows_lie_between_checkpoints() -> None:
     assert list_windows(replace(ROW, first_step=0, last_step=4, parent=None)) == []
 
 
-def test_every_window_is_drawn(plant: PatchPlant) -> None:
+def test_every_window_can_be_drawn(plant: PatchPlant) -> None:
     plant.judged()
     commit = plant.approve()
     assert commit
@@ -55,7 +55,7 @@ def test_every_window_is_drawn(plant: PatchPlant) -> None:
     assert counts.keys() == set(list_windows(ROW)) and min(counts.values()) > 4  # of 20 expected: 4 standard deviations
 
 
-def test_a_draw_is_made_once_and_only_for_code_that_agents_patched(plant: PatchPlant) -> None:
+def test_a_window_is_drawn_once_and_only_for_code_that_agents_patched(plant: PatchPlant) -> None:
     assert draw_window(plant, replace(ROW, code_commit=plant.base)) is None
     plant.judged()
     commit = plant.approve()
@@ -89,7 +89,7 @@ def test_an_audited_patch_is_audited_less_often(plant: PatchPlant) -> None:
     assert count_agreements(plant.ledger) == {1: 2, 4: 2}
 
 
-def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(plant: PatchPlant) -> None:
+def test_an_audit_waits_for_its_segment_and_its_next_try_but_not_for_ever(plant: PatchPlant) -> None:
     policy = AuditPolicy(tries=2, again_after_seconds=1e-9)
     values = dict(vars(ROW))
     with plant.ledger.begin() as tx:

@@ -57,7 +57,7 @@ SAME = {"same_bits": True, "drift": 0.0}
         ({"exact": False, "again": SAME}, "promote"),  # live code does not repeat itself: bits are no evidence
     ],
 )
-def test_verdicts(changed: dict[str, Any], outcome: str) -> None:
+def test_evidence_leads_to_the_expected_verdict(changed: dict[str, Any], outcome: str) -> None:
     verdict = judge_audit(POLICY, NEAR | changed)
     assert verdict.outcome == outcome, verdict
     assert verdict.reasons and all(isinstance(reason, Message) for reason in verdict.reasons)
@@ -114,7 +114,9 @@ def rounded(lines: list[dict[str, Any]]) -> None:
         (lambda lines: lines[0].update(loss=0.0), "", {}),  # before the window
     ],
 )
-def test_recorded_metrics_must_agree(change: Any, code: str, data: dict[str, Any], tmp_path: Path) -> None:
+def test_recorded_metrics_of_live_run_and_replay_must_agree(
+    change: Any, code: str, data: dict[str, Any], tmp_path: Path
+) -> None:
     base, live = trace(tmp_path / "base"), trace(tmp_path / "live", change)
     found = find_metrics_difference(live, base, POLICY.lines)
     if not code:
@@ -123,7 +125,7 @@ def test_recorded_metrics_must_agree(change: Any, code: str, data: dict[str, Any
     assert found is not None and found.code == f"audit.{code}" and found.data.items() >= ({"step": 6} | data).items()
 
 
-def test_bits_of_weights_are_compared(tmp_path: Path) -> None:
+def test_the_bits_of_live_and_replayed_weights_are_compared(tmp_path: Path) -> None:
     base = trace(tmp_path / "base").final_checkpoint
     assert have_same_bits(
         trace(tmp_path / "lines", lambda lines: lines[2].update(time=9.0, z_loss=2e-7)).final_checkpoint, base
@@ -132,7 +134,7 @@ def test_bits_of_weights_are_compared(tmp_path: Path) -> None:
     assert not find_unlike_tensor(base, base)
 
 
-def test_anomalies_must_agree_but_for_slowness(tmp_path: Path) -> None:
+def test_anomalies_must_agree_except_those_of_speed(tmp_path: Path) -> None:
     base = trace(tmp_path / "base")
     assert not find_anomaly_difference(trace(tmp_path / "quick", anomalies=ANOMALIES[:1]), base)
     fewer = find_anomaly_difference(trace(tmp_path / "fewer", anomalies=[]), base)
@@ -143,7 +145,7 @@ def test_anomalies_must_agree_but_for_slowness(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["[" * 100_000 + "\n", '{"loss": 1}\n', '{"step": "6"}\n', "7\n"])
-def test_unreadable_lines_are_an_error(harm: str, tmp_path: Path) -> None:
+def test_an_unreadable_line_of_metrics_is_an_error(harm: str, tmp_path: Path) -> None:
     trace(tmp_path / "live")
     (tmp_path / "live" / "metrics.jsonl").write_text(harm)
     with pytest.raises(UntrustedFileError, match="metrics.jsonl has a line"):

@@ -1,5 +1,6 @@
-"""Checkpoints are copied as they are while a trainer that may be hostile writes beside, and it cannot see that they were read; the ladder holds
-whole rungs or none, also after a kill in the midst of a removal.
+"""Copies of checkpoints are exact although a trainer, which may be hostile, writes at the same time, and the trainer cannot see the reading.
+
+Each checkpoint of the ladder is whole or absent, also after a kill during a removal.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def facts(folder: Path) -> list[tuple[str, int, int, int]]:
     return found
 
 
-def test_a_copy_is_whole_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_whole_and_copying_leaves_no_trace(tmp_path: Path) -> None:
     source, target = made(tmp_path / "live"), tmp_path / "kept" / "step-00000005"
     for (
         file
@@ -110,7 +111,7 @@ def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
         copy_checkpoint(tmp_path / "live" / "step-00000010", tmp_path / "kept" / "step-00000010")
 
 
-def test_a_missing_window_is_replaced_by_the_whole_segment(tmp_path: Path) -> None:
+def test_the_whole_segment_is_audited_if_checkpoints_of_the_window_are_missing(tmp_path: Path) -> None:
     """If a trainer writes no checkpoint, or a broken one, at the drawn window, the whole segment is audited."""
     plant, kept_at = PatchPlant(tmp_path), tmp_path / "segment" / "checkpoints"
     parent = made(tmp_path / "parent", 20)
@@ -147,7 +148,7 @@ class Killed(BaseException):
     pass
 
 
-def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_removed_from_the_ladder_is_whole_or_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = tmp_path / "checkpoints", tmp_path / "ladder"
     steps = range(5, 45, 5)
     for step in steps:

@@ -114,7 +114,7 @@ def site(saved: SavedPlant) -> Iterator[Site]:
 
 
 @pytest.mark.slow("trains a plant")
-def test_a_segment_with_a_missing_folder_is_not_measured(site: Site) -> None:
+def test_the_audit_of_a_segment_with_a_missing_folder_gives_hold(site: Site) -> None:
     """A disk that is not mounted says nothing about a patch."""
     text = (site.target / RUN).read_text()
     site.merge(1, RUN, text, text + "\n# an honest remark\n")
@@ -181,7 +181,7 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
         "lines left out",
     ],
 )
-def test_differences_are_found(
+def test_the_audit_finds_a_difference_and_opens_a_revert(
     path: str, old: str, new: str, drift: float | None, window: tuple[int, int], words: str, site: Site
 ) -> None:
     site.merge(1, path, old, new, drift)
@@ -213,7 +213,7 @@ def test_a_killed_audit_continues_and_a_timed_out_audit_is_tried_again(site: Sit
 
 
 @pytest.mark.slow("trains a plant and replays a window of it")
-def test_a_replay_that_cannot_run_says_nothing_about_the_patch(site: Site) -> None:
+def test_a_replay_that_cannot_run_gives_hold_and_no_revert(site: Site) -> None:
     """Later code of people needs the patch, so the replay without it cannot run. That is not a reason to undo the patch."""
     site.merge(1, RUN, STEP, f"{STEP}        self.patched = True\n")
     poll = "            writer.raise_finished_save_error()\n"

@@ -1,4 +1,4 @@
-"""The key that signs bundles: a person has it copied, a backup without it says so, a restore brings it back."""
+"""The key that signs bundles: '--keys' copies the key, a backup without the key says so, and a restore brings the key back."""
 
 from __future__ import annotations
 

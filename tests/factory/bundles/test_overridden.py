@@ -1,4 +1,4 @@
-"""The bundle of a release that was held and that a person released: what it says, and what is refused."""
+"""The bundle of a release that the gate held and a person released: what the bundle tells, and which overrides are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bundle(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "bundle"))
 
 
-def test_it_says_who_released_it_and_why(made: Path) -> None:
+def test_a_bundle_names_who_overrode_the_hold_and_why(made: Path) -> None:
     found = verify_bundle(made)
     assert found.ok, [check for check in found.checks if not check.ok]
     said = {check.name: check.detail for check in found.checks}["verdict"]

@@ -1,4 +1,4 @@
-"""Each tampering with a bundle is named by its own check: as it is done, and after whoever did it made manifest and signature anew."""
+"""Each kind of tampering with a bundle is named by its own check, even if the attacker wrote a new manifest and a new signature."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ TAMPERED: dict[str, tuple[Change, str, set[str]]] = {
 }  # fmt: skip
 
 
-def test_as_it_was_made_it_verifies(bundle: Path, own_key: Path, published_key: Path) -> None:
+def test_an_unchanged_bundle_verifies(bundle: Path, own_key: Path, published_key: Path) -> None:
     assert failing(bundle) == set()
     reseal(bundle, own_key)
     assert failing(bundle) == set()
@@ -167,7 +167,7 @@ def test_tampering_is_named_by_its_own_check(what: str, bundle: Path, own_key: P
     assert failing(bundle) == expected
 
 
-def test_a_foreign_signature_over_a_new_manifest(
+def test_a_foreign_signature_over_a_new_manifest_is_refused(
     bundle: Path, own_key: Path, published_key: Path, tmp_path: Path
 ) -> None:
     foreign = signing.ensure_own_key(tmp_path)
@@ -185,26 +185,26 @@ def test_a_foreign_signature_over_a_new_manifest(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"[" * 100_000, b'{"dsseEnvelope": {"payload": 1}}', b"\xff\xfe"])
-def test_a_damaged_signature(bundle: Path, damage: bytes, published_key: Path) -> None:
+def test_a_damaged_signature_is_named(bundle: Path, damage: bytes, published_key: Path) -> None:
     (bundle / layout.SIGNATURE).write_bytes(damage)
     with refused("signing.other_signature", BundleError):
         signing.check_signature(bundle, published_key)
 
 
 @pytest.mark.parametrize("pem", [b"", b"no key", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"])
-def test_a_damaged_public_key(bundle: Path, pem: bytes) -> None:
+def test_a_damaged_public_key_is_named(bundle: Path, pem: bytes) -> None:
     (bundle / layout.PUBLIC_KEY).write_bytes(pem)
     with refused("signing.no_public_key", BundleError, path=layout.PUBLIC_KEY):
         signing.fingerprint_of_key(pem, layout.PUBLIC_KEY)
     assert "signing_key.pem" in run_check("files", BundleFolder.open(bundle)).detail
 
 
-def test_another_weight_is_not_what_the_fixture_says(bundle: Path) -> None:
+def test_a_changed_weight_contradicts_the_fixture(bundle: Path) -> None:
     flipped("model/model.safetensors", -1)(bundle)  # the exponent of one weight
     assert "logprobs" in check_fixture(BundleFolder.open(bundle))[0]
 
 
-def test_another_tokenizer_is_not_what_the_fixture_says(bundle: Path) -> None:
+def test_a_changed_tokenizer_contradicts_the_fixture(bundle: Path) -> None:
     path = bundle / "model" / "tokenizer.json"
     value = json.loads(path.read_text())
     value["model"]["merges"].pop(0)
@@ -219,7 +219,7 @@ def test_a_damaged_tokenizer_is_named(bundle: Path) -> None:
     assert "tokenizer.json" in str(found.value)
 
 
-def test_another_fixture_is_not_what_weights_say(bundle: Path) -> None:
+def test_a_changed_fixture_contradicts_the_weights(bundle: Path) -> None:
     edited(layout.FIXTURE, lambda f: f["greedy"][0]["logprobs"].__setitem__(0, -0.5))(bundle)
     assert "greedy/0/logprobs/0 is -0.5" in check_fixture(BundleFolder.open(bundle))[0]
 
@@ -244,7 +244,7 @@ def test_a_folder_that_is_not_safe_to_read_is_not_read(bundle: Path, what: str) 
 @pytest.mark.parametrize(
     "name", ["../outside", "/etc/passwd", "a/../../b", "./README.md", "", "model//config.json", "nul\0"]
 )
-def test_a_manifest_that_leads_outside(bundle: Path, name: str) -> None:
+def test_a_manifest_with_a_path_outside_the_bundle_is_refused(bundle: Path, name: str) -> None:
     edited(layout.MANIFEST, lambda m: m["files"].update({name: {"sha256": "0" * 64, "bytes": 1}}))(bundle)
     found = run_check("files", BundleFolder.open(bundle))
     assert not found.ok and {"manifest.outside", "manifest.missing"} & set(codes(tree(found.detail)))
@@ -290,7 +290,7 @@ ODD = st.sampled_from([None, True, -1, 0, 1e308, 10**17, "", "x" * 300, "\x1b[31
 
 @given(data=st.data())
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_content_of_a_file_is_a_crash(bundle: Path, data: st.DataObject) -> None:
+def test_no_change_of_a_value_makes_a_check_crash(bundle: Path, data: st.DataObject) -> None:
     """A value anywhere in any JSON file is another one: every check answers."""
     names = [name for name in BundleFolder.open(bundle).paths if name.endswith((".json", ".jsonl"))]
     path = bundle / data.draw(st.sampled_from(sorted(names)))

@@ -1,4 +1,4 @@
-"""A bundle whose verdict another version of the judge gave: what decides is compared, the words of reasons are not, and that is said."""
+"""A bundle with a verdict of another version of the judge: deciding values are compared, the words of reasons are not, and the check says so."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def judged(bundle: Path) -> ProbeCheck:
     return run_check("verdict", BundleFolder.open(bundle))
 
 
-def test_the_judges_files_are_those_that_it_imports() -> None:
+def test_the_judge_version_covers_the_files_that_the_judge_imports() -> None:
     apart = {"factory/core/policy_file.py", "factory/evals/tasks.py"}  # read files, and measure
     found: set[str] = set()
     pending = ["factory/gates/release/judge.py"]
@@ -65,13 +65,13 @@ def test_the_judges_files_are_those_that_it_imports() -> None:
     assert sorted(found) == list(judge_version.FILES)
 
 
-def test_a_verdict_tells_whose_judge_gave_it(bundle: Path) -> None:
+def test_a_verdict_names_the_version_of_its_judge(bundle: Path) -> None:
     told = json.loads((bundle / layout.VERDICT).read_text())["judge"]
     assert told == judge_version.judge_version().to_json()
     assert codes(tree(judged(bundle).detail)) == ["verdict_comparison.same", "verdict_comparison.promoted"]
 
 
-def test_the_same_judge_is_held_to_its_words(bundle: Path) -> None:
+def test_the_same_version_of_the_judge_must_repeat_its_words(bundle: Path) -> None:
     found = judged(changed(bundle, layout.VERDICT, reworded))
     assert found.ok is False and "reasons/0 is 'It beats candidate 1" in found.detail
     assert "version" not in found.detail
@@ -115,7 +115,7 @@ DECIDES: dict[str, tuple[str, Change, str]] = {
 
 @pytest.mark.parametrize("record", [lambda verdict: None, forget, forge])
 @pytest.mark.parametrize("what", DECIDES)
-def test_what_decides_is_compared_whoever_judged(bundle: Path, what: str, record: Change) -> None:
+def test_deciding_values_are_compared_for_any_version_of_the_judge(bundle: Path, what: str, record: Change) -> None:
     path, change, said = DECIDES[what]
     changed(bundle, layout.VERDICT, record)
     found = judged(changed(bundle, path, change))
@@ -123,14 +123,14 @@ def test_what_decides_is_compared_whoever_judged(bundle: Path, what: str, record
 
 
 @pytest.mark.parametrize("record", [lambda verdict: None, forget, forge])
-def test_a_number_of_the_evidence_follows_from_the_items_whoever_judged(bundle: Path, record: Change) -> None:
+def test_a_forged_number_of_the_evidence_is_found_for_any_version_of_the_judge(bundle: Path, record: Change) -> None:
     changed(bundle, layout.VERDICT, record)
     changed(bundle, layout.EVIDENCE, lambda evidence: evidence["target"].update(gain=0.25))
     found = run_check("evidence", BundleFolder.open(bundle))
     assert found.ok is False and "target/gain is 0.25" in found.detail
 
 
-def test_a_power_that_another_judge_tells_otherwise_is_named(bundle: Path) -> None:
+def test_another_judge_may_estimate_another_power(bundle: Path) -> None:
     """It decides nothing, and is what a better formula changes."""
 
     def more(verdict: dict[str, Any]) -> None:

@@ -263,7 +263,7 @@ def test_a_first_release_by_command(released: FilledPlant, made: WrittenBundle, 
     out = tmp_path / "out"
     words = ["--bundle", "1", "--out", str(out), "--licence", "Apache-2.0", "--traces"]
     done = factory("release", *words, "--workspace", str(released.workspace.root))
-    assert done.returncode == 0 and f"Release 1 is bundled in {out}" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"The bundle of release 1 is in {out}" in done.stdout, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert "This is a first release" in (out / layout.CARD).read_text() and not (out / layout.DOCUMENTS).exists()
     assert "license: apache-2.0" in (out / layout.CARD).read_text()
@@ -286,4 +286,4 @@ def test_verify_by_command_of_another_folder(made: WrittenBundle, bundle: Path, 
     done = factory("verify", str(bundle))
     assert done.returncode == 1 and done.stdout.endswith("files, signature, card\n"), done.stderr
     done = factory("verify", str(tmp_path / "nowhere"))
-    assert done.returncode == 1 and "nowhere: no such folder" in done.stdout and not done.stderr
+    assert done.returncode == 1 and "nowhere does not exist" in done.stdout and not done.stderr

@@ -205,7 +205,7 @@ def test_the_command(trained: Workspace, tmp_path: Path) -> None:
     path.write_text("step,tokens,train/loss\n" + "\n".join(rows) + "\n")
     done = command_here("compare", str(path), "--metric", "loss=train/loss", home=trained)
     assert done.exit_code == 1
-    assert "step 40, loss: ours 2.66667," in done.stdout and "theirs 2.9667, difference −0.3," in done.stdout
+    assert "at step 40, in loss: ours 2.66667," in done.stdout and "theirs 2.9667, difference −0.3," in done.stdout
     page = (trained.reports / "comparison.html").read_text()
     assert "they diverge" in page and "&lt;b&gt;published" in page and "<b>published" not in page
     by_tokens = command_here(

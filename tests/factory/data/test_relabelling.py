@@ -392,7 +392,7 @@ def test_the_command_needs_a_confirmation_and_a_stopped_daemon(plant: tuple[Work
     assert "30 of 30 documents change" in shown.output and "(15 held out, 15 to train on)" in shown.output
     unsaid = command_here(*words, home=workspace)
     assert isinstance(unsaid.exception, InputError) and unsaid.exception.code == "options.not_confirmed"
-    assert unsaid.exception.data["action"] == "relabel them"
+    assert unsaid.exception.data["action"] == "relabel the documents"
     with workspace.hold_lock("model-loop"):
         held = command_here(*words, "--yes", home=workspace)
     assert isinstance(held.exception, WorkspaceError) and "stop it" in str(held.exception)

@@ -191,10 +191,10 @@ def test_the_exit_code_says_that_nothing_was_taken(
     done = command_here("ingest", str(tmp_path / name), home=workspace)
     assert done.exit_code != 0 and "QUARANTINED" in done.output
     assert isinstance(done.exception, InputError) and done.exception.exit_code == 2
-    assert "1 quarantined, 0 not ingested" in str(done.exception)
+    assert "1 file is quarantined, 0 files could not be ingested" in str(done.exception)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "y.png").write_bytes(b"")
-    assert "1 of unknown formats" in str(command_here("ingest", str(tmp_path / "x"), home=workspace).exception)
+    assert "1 file has an unknown format" in str(command_here("ingest", str(tmp_path / "x"), home=workspace).exception)
     as_json = command_here("ingest", str(tmp_path / name), "--json", home=workspace)
     assert json.loads(as_json.output)[0]["state"] == "quarantined" and as_json.exit_code != 0
 
