@@ -17,7 +17,7 @@ def export_folder_sha256(folder: Path) -> str:
     if folder.is_symlink() or not folder.is_dir():
         raise InputError(
             "exports.no_folder",
-            "{folder} has no exported model: the folder was moved or deleted",
+            "{folder} is not an export folder. The export was moved or deleted",
             folder=folder,
         )
     digests: dict[Path, str] = {}

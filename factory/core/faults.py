@@ -44,7 +44,7 @@ NO_WRITE_PERMISSION = Fault(
     73,
 )
 NO_FILE_HANDLES = Fault(
-    Message("faults.no_handles", "no more files can be opened, because too few file handles are left"),
+    Message("faults.no_handles", "no more files can be opened, because no file handles are left"),
     Message("faults.more_handles", "raise 'ulimit -n' or end other programs"),
     71,
 )
@@ -53,13 +53,11 @@ MEMORY = Fault(
 )
 BROKEN = Fault(
     Message("faults.disk_error", "the disk reports an error"),
-    Message("faults.check_disk", "free some disk space, check the disk with 'dmesg'"),
+    Message("faults.check_disk", "free some disk space, and check the disk with 'dmesg'"),
     74,
 )
 MISPLACED_FOLDER = Fault(
-    Message(
-        "faults.misplaced", "a folder is in the place of an expected file, or a file in the place of an expected folder"
-    ),
+    Message("faults.misplaced", "a folder was found where a file is expected, or a file where a folder is expected"),
     Message("faults.move_away", "move this file or folder to another place"),
     74,
 )

@@ -53,8 +53,8 @@ def check_ranks_fit(workspace: Workspace, recipe: Recipe) -> None:
     except TrainerError as error:
         raise ConfigError(
             "launching.ranks_do_not_fit",
-            "Recipe {recipe}: {why}. Training uses {ranks:,|rank|ranks} on this machine ('ranks' in {file}; the "
-            "default is one for each GPU)",
+            "The recipe {recipe} cannot be trained with {ranks:,|rank|ranks}: {why}. To use another number of ranks, set 'ranks' in {file}. "
+            "The default is one rank for each GPU of this machine",
             recipe=recipe.name,
             why=getattr(error, "message", str(error)),
             ranks=count,
@@ -73,7 +73,7 @@ def launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), count: int
         if not workspace.config.ranks:
             raise ConfigError(
                 "launching.no_ranks",
-                "{file}: 'launcher' needs 'ranks': set 'ranks' to the number of ranks that the launcher starts",
+                "{file} sets 'launcher' but not 'ranks'. Set 'ranks' to the number of ranks that the launcher starts",
                 file=where,
             )
         try:
@@ -83,7 +83,7 @@ def launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), count: int
         except ValueError as error:
             raise ConfigError(
                 "launching.bad_launcher",
-                "{file}: 'launcher' is not a shell command: {why}: {launcher!r}",
+                "{file}: the value {launcher!r} of 'launcher' is not a shell command: {why}",
                 file=where,
                 why=str(error),
                 launcher=workspace.config.launcher,

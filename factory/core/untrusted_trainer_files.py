@@ -110,8 +110,7 @@ def remove_special_files(folder: Path) -> list[str]:
         if depth > DEPTH:
             raise SegmentError(
                 "untrusted_trainer_files.too_deep",
-                "{path} is nested deeper than {limit} folders, which no trainer does: remove the folder, then try "
-                "again",
+                "{path} is more than {limit} folders deep. No trainer makes such a folder. Remove the folder, then try again",
                 path=path[:300],
                 limit=DEPTH,
             )

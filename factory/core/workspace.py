@@ -147,7 +147,7 @@ class Workspace:
             where = self.root / "factory.yaml"
             raise ConfigError(
                 "workspace.no_recipe",
-                "{file}: no recipe {recipe!r}{hint}",
+                "{file}: the recipe {recipe!r} does not exist{hint}",
                 file=where,
                 recipe=self.config.recipe,
                 hint=suggest_name(self.config.recipe, known),
@@ -190,7 +190,7 @@ class Workspace:
             _write_config(root / "factory.yaml", config)
         except OSError as error:
             raise WorkspaceError(
-                "workspace.not_made", "The workspace {folder} cannot be made: {why}", folder=root, why=error.strerror
+                "workspace.not_made", "The workspace {folder} cannot be created: {why}", folder=root, why=error.strerror
             ) from error
         return cls(root, config)
 
@@ -216,7 +216,7 @@ class Workspace:
                 )
             raise WorkspaceError(
                 "workspace.missing",
-                "no workspace at {folder}. Run 'factory init --workspace {folder}', or set FACTORY_HOME to a workspace",
+                "{folder} is not a workspace. Run 'factory init --workspace {folder}', or set FACTORY_HOME to a workspace",
                 folder=root,
             )
         config = _read_config(path)

@@ -62,7 +62,8 @@ def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.claims",
-                "{documents:,|document|documents} ({fates}), {supervised_tokens:,} tokens with loss: {claims}",
+                "{documents:,|document|documents} ({fates}) with {supervised_tokens:,} supervised tokens came under several licences: "
+                "{claims}",
                 documents=group["documents"],
                 fates=[f"{count:,} {fate}" for fate, count in sorted(group["fates"].items())],
                 supervised_tokens=group["supervised_tokens"],
@@ -75,8 +76,8 @@ def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.claims_count",
-                "  {how} {licence}, which {allowed}; {keys}",
-                how="settled as" if group["settled"] else "counts as",
+                "  The text {how} {licence}, which {allowed}. Documents: {keys}",
+                how="is settled as" if group["settled"] else "counts as",
                 licence=group["counts_as"] or NO_LICENCE,
                 allowed=allowed,
                 keys=group["keys"],
@@ -86,11 +87,11 @@ def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.strictest_counts",
-                "the strictest licence counts until you say which licence is right: 'factory data settle LICENCE --shard NAME' or "
-                "'factory data settle LICENCE --document ID'. If no licence is named, write 'none'",
+                "the strictest licence counts until you settle which licence is right: 'factory data settle LICENCE --shard NAME' or "
+                "'factory data settle LICENCE --document ID'. If the right answer is no licence, write 'none' as LICENCE",
             )
         )
-    return said or [Message("data.no_conflicts", "no text came under two licences")]
+    return said or [Message("data.no_conflicts", "no text came under several licences")]
 
 
 def settle_licence(
@@ -111,7 +112,7 @@ def settle_licence(
     if not about:
         raise InputError(
             "data.no_conflict",
-            "no licence of {names} is in conflict. To list the conflicts: 'factory data claims'",
+            "the licences of {names} are not in conflict. To list the conflicts: 'factory data claims'",
             names=[*names, *shards],
         )
     known = "" if licence == NO_LICENCE else fold_licence_name(licence)
@@ -120,7 +121,7 @@ def settle_licence(
         if known not in {fold_licence_name(claim.license) for claim in one.claims}:
             raise InputError(
                 "data.unclaimed_licence",
-                "{key}: no shard has this text under {licence!r}{near}. Nothing was changed",
+                "no shard has the text of document {key} under the licence {licence!r}{near}. Nothing was changed",
                 key=one.key,
                 licence=licence,
                 near=suggest_name(licence, claimed),

@@ -75,8 +75,8 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
         said.append(
             Message(
                 "data.licence_conflicts",
-                "licences {documents:,} documents came under several licences, and {settled:,} of these conflicts are settled. To list "
-                "the conflicts: 'factory data claims'",
+                "licences: {documents:,|document|documents} came under several licences. Settled conflicts: {settled:,}. To list the "
+                "conflicts: 'factory data claims'",
                 documents=count,
                 settled=found["licence_conflicts"]["settled"],
             )
@@ -90,13 +90,13 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
         said.append(
             Message(
                 "data.removal",
-                "removal  {number} by {by}, {named}, {documents:,} documents, {state}{why}",
+                "removal  {number} of {named} by {by}: {documents:,|document|documents} {state}{why}",
                 number=row["number"],
                 by=row["by"],
                 named=named,
                 documents=row["documents"],
                 state=row["state"],
-                why=f": {row['why']}" if row["why"] else "",
+                why=f" ({row['why']})" if row["why"] else "",
             )
         )
     return said or [Message("data.none", "no data yet")]

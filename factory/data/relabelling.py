@@ -111,8 +111,7 @@ def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) ->
     if change.license is not None and not policy.licences.find_licence(_licence(change.license)).train:
         raise InputError(
             "data.licence_forbids",
-            "the licence {licence!r} does not allow training (licences in data.yaml). To remove these documents: 'factory data "
-            "remove'",
+            "the licence {licence!r} does not allow training (see 'licences' in data.yaml). To remove these documents: 'factory data remove'",
             licence=change.license,
         )
     _refuse_names(plant.ledger, change)
@@ -124,7 +123,7 @@ def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) ->
     if not changed:
         raise InputError(
             "data.same_labels",
-            "{documents:,|document has|documents have} these labels already. Nothing was changed",
+            "{documents:,|selected document has|selected documents have} these labels already. Nothing was changed",
             documents=len(rows),
         )
     found = Relabelling(chosen, change, len(rows), changed)
@@ -207,8 +206,8 @@ def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
         if number is not None:
             raise InputError(
                 "data.removed_name",
-                "removal {removal} removed the {noun} {name!r}, so ingest refuses documents of this {noun}. Nothing was changed. To "
-                "put the documents back: 'factory data undo {removal}'",
+                "removal {removal} removed the documents of the {noun} {name!r}, so ingest refuses documents of this {noun}. Nothing was "
+                "changed. To put the documents back: 'factory data undo {removal}'",
                 removal=number,
                 noun=noun,
                 name=name,
@@ -252,8 +251,8 @@ def _refuse_unknown_facts(rows: Sequence[Mapping[str, Any]], change: NewLabels) 
         what = {"url-host": "url", "conversation": "conversation_id"}[change.group]
         raise InputError(
             "data.no_grouping_key",
-            "none of the {documents:,} documents has a known {key}: their rows have no {key}, or an older factory did not keep the "
-            "value. Group by 'document', 'source' or 'path'. Or remove the documents and ingest rows with {key!r}",
+            "none of the {documents:,} selected documents has a known {key}: their rows have no {key}, or an older factory did not keep the "
+            "value. Group by 'document', 'source' or 'path'. Or remove the documents and ingest rows that have {key!r}",
             documents=len(rows),
             key=what,
         )
@@ -419,7 +418,7 @@ def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], fo
     fates = Counter(FATES.get(row["fate"], row["fate"]) for row in rows if row["key"] in found.documents)
     first = Message(
         "data.relabels",
-        "{changed:,} of {selected:,} documents change ({fates})",
+        "{changed:,} of {selected:,|selected document|selected documents} get new labels ({fates})",
         changed=len(found.documents),
         selected=found.selected,
         fates=[f"{count:,} {fate}" for fate, count in sorted(fates.items())],

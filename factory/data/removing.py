@@ -53,7 +53,7 @@ class PlannedRemoval:
         said = [
             Message(
                 "data.removes",
-                "{documents:,|document|documents}: {fates}",
+                "the removal has {documents:,|document|documents}: {fates}",
                 documents=sum(self.fates.values()),
                 fates=[f"{count:,} {FATES[fate]}" for fate, count in self.fates.items()],
             )
@@ -62,7 +62,7 @@ class PlannedRemoval:
             said.append(
                 Message(
                     "data.tokens_by_domain",
-                    "supervised tokens, by domain: {domains}",
+                    "supervised tokens of these documents by domain: {domains}",
                     domains=[f"{domain} {count:,}" for domain, count in sorted(self.domains.items())],
                 )
             )
@@ -196,7 +196,7 @@ def undo_removal(ledger: Ledger, number: int, by: str) -> str:
     if number not in known:
         raise InputError(
             "data.no_removal",
-            "there is no removal {number}. The removals: {known}",
+            "removal {number} does not exist. The existing removals: {known}",
             number=number,
             known=[*known] or ["none yet"],
         )

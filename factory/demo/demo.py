@@ -163,8 +163,8 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         terminal.line(
             Message(
                 "demo.takes_longer",
-                "  With its present load, this machine needs about {minutes:.1f} minutes for the demo. With fewer steps the model would learn "
-                "too little.",
+                "  With its present load, this machine needs about {minutes:.1f} minutes for the demo. The number of steps was not reduced "
+                "further, because the model would learn too little.",
                 minutes=sum(size.seconds.values()) / 60,
             )  # fmt: skip
         )
@@ -268,7 +268,7 @@ def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         comment = Message(
             "demo.policy_comment",
-            "# The shipped policy, but with only as many measurements as 'factory demo' has time for.\n",
+            "# The shipped policy, with fewer measurements so that 'factory demo' ends in time.\n",
         )
         path.write_text(comment + yaml.safe_dump(raw, sort_keys=False))
 

@@ -231,7 +231,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=hash_policy(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[
                     Message(
-                        "diagnosis.patch_blamed", "Anomaly {anomaly} has the cause {causes}: {why}",
+                        "diagnosis.patch_blamed", "The diagnosis of anomaly {anomaly} found the cause {causes}: {why}",
                         anomaly=lead, causes=" or ".join(detail["causes"]), why=why,
                     )
                 ], evidence={"anomaly": lead, "undo": undo},
@@ -248,7 +248,7 @@ def _done(ledger: Ledger, policy: AnomalyPolicy, detail: Mapping[str, Any], prog
     progress.line(
         Message(
             "diagnosis.diagnosed",
-            "  Anomaly {anomaly} ({kind}, segment {segment}, steps {onset}–{last}) has the cause {causes}. {done}",
+            "  Anomaly {anomaly} ({kind}, segment {segment}, steps {onset}–{last}) is diagnosed. Cause: {causes}. {done}",
             anomaly=detail["lead"],
             kind=detail["kind"],
             segment=detail["segment"],
@@ -265,7 +265,7 @@ def _replicas_apart(row: AnomalyRow) -> FactoryError:
     """The reason why nothing is replayed: the step's result was right, and its copies differ."""
     weights = ", ".join(str(name) for name in (row.detail or {}).get("weights", ())) or "names not recorded"
     return FactoryError(
-        "diagnosis.replicas_apart", "After step {step}, the ranks had different bits of the same weights: {weights}.",
+        "diagnosis.replicas_apart", "After step {step}, the ranks' copies of these weights were not identical: {weights}.",
         step=row.step, weights=limited_text(weights, 600),
     )  # fmt: skip
 
@@ -343,8 +343,8 @@ def _episode(
         )  # fmt: skip
     if segment.computing is not None and segment.computing["machine"]["device"] != devices.device_kind():
         raise InputError(
-            "diagnosis.other_device", "Segment {segment} was trained on {machine}, and this machine has no such device. Run the diagnosis on a "
-            "machine with this device.",
+            "diagnosis.other_device", "Segment {segment} was trained on {machine}, and this machine has no such device. Run the diagnosis on "
+                                      "a machine that has one.",
             segment=segment.id, machine=segment.computing["machine"]["name"],
         )  # fmt: skip
     spec = segment_spec(plant.ledger, segment)

@@ -387,7 +387,7 @@ def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str
     ``names``: ids or keys. Raises: InputError for a document that is not trained on; then nothing is changed.
     """
     refusal = lambda name, fate: InputError(
-        "diagnosis.not_trained_on", "Training does not use document {document!r}: its fate is {fate!r}. Nothing was changed.",
+        "diagnosis.not_trained_on", "Training does not use the document {document!r}, because its fate is {fate!r}. Nothing was changed.",
         document=name, fate=fate,
     )  # fmt: skip
     keys = _keys(ledger, names, "train", None, refusal)
@@ -406,7 +406,7 @@ def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str
 def end_document_quarantine(ledger: Ledger, names: Sequence[str], by: str) -> Message:
     """Train again on documents that a person quarantined; returns a message. Raises: InputError, as ``quarantine_documents``."""
     refusal = lambda name, fate: InputError(
-        "diagnosis.not_quarantined", "No person quarantined document {document!r}: its fate is {fate!r}. Nothing was changed.",
+        "diagnosis.not_quarantined", "The document {document!r} was not quarantined by a person. Its fate is {fate!r}. Nothing was changed.",
         document=name, fate=fate,
     )  # fmt: skip
     keys = _keys(ledger, names, "quarantined", QUARANTINED_BY_PERSON, refusal)
@@ -433,7 +433,7 @@ def _keys(
         except InputError as error:
             if "nothing was changed" in str(error).lower():
                 raise
-            raise InputError("diagnosis.unknown_document", "{error} (Nothing was changed.)", error=error) from error
+            raise InputError("diagnosis.unknown_document", "{error}. Nothing was changed.", error=error) from error
         rows = ledger.select_rows(sa.select(c.key, c.fate).where(c.key.in_(keys)).order_by(c.key))
         fitting = [
             row["key"] for row in ledger.select_rows(sa.select(c.key).where(c.key.in_(keys), fits).order_by(c.key))

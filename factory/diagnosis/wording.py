@@ -67,7 +67,7 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
                 raise LlmError(
                     Message(
                         "diagnosis.wording_killed",
-                        "The factory asked the model {requests} times and was killed each time.",
+                        "The factory asked the language model {requests} times, and was killed each time before it recorded the answer.",
                         requests=MOST_REQUESTS,
                     )
                 )
@@ -84,8 +84,8 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
     with plant.ledger.begin() as tx:
         record_event(tx, EXPLAINED, Subject("anomaly", lead), answer)
     counts = Message(
-        "diagnosis.wording_checked", "{kept:,|sentence agrees|sentences agree} with the record; {dropped:,|sentence was|sentences were} "
-        "dropped.",
+        "diagnosis.wording_checked", "In the description, {kept:,|sentence agrees|sentences agree} with the record, and {dropped:,|sentence "
+                                     "was|sentences were} dropped.",
         kept=len(said.claims), dropped=len(said.dropped),
     )  # fmt: skip
     plant.progress.line(f"  {failed or counts}")

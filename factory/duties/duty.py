@@ -87,13 +87,16 @@ class Duty:
         if not self.in_background and look.pause and (self.trains or look.pause.what == EVERYTHING):
             return look.pause.message
         if self.fills_disk and look.low_on_disk:
-            return Message("duties.disk_low", "the free space of the disk is below its floor")
+            return Message(
+                "duties.disk_low",
+                "the disk has less free space than policies/retention.yaml requires (floor_bytes, floor_share)",
+            )
         if (self.plans or self.when_idle) and look.open_segment is not None:
             return Message("duties.segment_open", "segment {segment} is not done", segment=look.open_segment)
         if self.plans and look.stuck_segment is not None:
             return Message(
                 "duties.segment_stuck",
-                "segment {segment} waits for a decision of a person (run 'factory status')",
+                "segment {segment} waits for a person's decision (run 'factory status')",
                 segment=look.stuck_segment,
             )
         return ""
@@ -130,14 +133,14 @@ class DutyTask:
         if duty is None:
             raise InputError(
                 "duties.unknown",
-                "The request {request!r} names no known duty. Run 'factory duties' to list the duties.",
+                "The request {request!r} does not name a known duty. Run 'factory duties' to list the duties.",
                 request=text,
                 duty=name,
             )
         if number and not number.isdecimal():
             raise InputError(
                 "duties.no_number",
-                "The request {request!r} has {number!r} in place of a number.",
+                "The request {request!r} has {number!r} where a number is expected.",
                 request=text,
                 number=number,
             )

@@ -56,20 +56,20 @@ OPEN_REVERTS = Duty(
     lambda plant, _: open_reverts(plant), each="pass",
 )  # fmt: skip
 FOLLOW_APPROVALS = Duty(
-    "follow_approvals", Message("duties.follow_approvals", "merge, revert or close the decided proposals"), always_due,
+    "follow_approvals", Message("duties.follow_approvals", "merge, revert or close proposals after a decision"), always_due,
     lambda plant, _: carry_out_proposal_decisions(plant), each="pass",
 )  # fmt: skip
 JUDGE_MERGED_AGAIN = Duty(
-    "judge_merged_again", Message("duties.judge_merged_again", "judge merged patches again after their environment changed"), always_due,
+    "judge_merged_again", Message("duties.judge_merged_again", "judge merged patches again when their environment has changed"), always_due,
     lambda plant, _: revalidating.revalidate_in_daemon(plant), trains=True, each="pass",
 )  # fmt: skip
 JUDGE_HELD_AGAIN = Duty(
-    "judge_held_again", Message("duties.judge_held_again", "judge patches again that only a time limit held back"), always_due,
+    "judge_held_again", Message("duties.judge_held_again", "judge again the patches that were held only because of a time limit"), always_due,
     lambda plant, _: judge_due_patches_again(plant), trains=True, each="pass",
 )  # fmt: skip
 OVERDUE_AUDIT = Duty(
-    "audit", Message("duties.overdue_audit", "replay a window of a segment when too many audits wait"), lambda look: _waiting(look, overdue=True),
-    _audit, trains=True, fills_disk=True,
+    "audit", Message("duties.overdue_audit", "replay a window of a segment before more training, if too many segments wait for an audit"),
+    lambda look: _waiting(look, overdue=True), _audit, trains=True, fills_disk=True,
 )  # fmt: skip
 AUDIT = Duty(
     "audit", Message("duties.audit", "replay a window of a segment that was trained with a patch"), _waiting, _audit, trains=True, fills_disk=True,

@@ -120,7 +120,8 @@ def _do(plant: Plant, errand: DutyTask, repeats: int) -> None:
     """Do an errand. Raises: FactoryError for an errand that is due repeatedly without effect."""
     if repeats >= MOST_REPEATS:
         raise FactoryError(
-            "duties.no_progress", "The daemon did the errand '{errand}' {repeats} times in a row without any effect. Run 'factory check'.",
+            "duties.no_progress", "The daemon did the errand '{errand}' {repeats} times in a row, but the errand is still due. Run 'factory "
+                                  "check'.",
             errand=str(errand), repeats=repeats,
         )  # fmt: skip
     wanted = open_requests(plant.ledger).get(str(errand), {})
@@ -133,7 +134,7 @@ def _do(plant: Plant, errand: DutyTask, repeats: int) -> None:
         plant.print_line(
             Message(
                 "duties.request_refused",
-                "  The request '{errand}' could not be done: {error}",
+                "  The requested errand '{errand}' could not be done: {error}",
                 errand=str(errand),
                 error=error,
             )

@@ -127,7 +127,7 @@ TRAIN = Duty(
     trains=True, fills_disk=True,
 )  # fmt: skip
 PLAN_ANNEAL = Duty(
-    "plan_anneal", Message("duties.plan_anneal", "plan an anneal: a branch off the trunk with a decaying rate"), _unannealed,
+    "plan_anneal", Message("duties.plan_anneal", "plan an anneal: a branch off the trunk with a decaying learning rate"), _unannealed,
     lambda plant, _: plan_anneal(plant), trains=True, fills_disk=True, plans=True,
 )  # fmt: skip
 REPLICATE = Duty(

@@ -24,7 +24,9 @@ from kernels.contract.message import Message
 UPDATE_INBOX = Duty(
     "update_inbox",
     Message(
-        "duties.update_inbox", "return files to the inbox that may be readable now, and report which files wait and why"
+        "duties.update_inbox",
+        "move changed files, and quarantined files that may be readable now, back to the inbox, and report which files "
+        "wait and why",
     ),
     due=lambda look: (look.settle,),
     do=update_inbox,
@@ -87,6 +89,6 @@ NOTIFY = Duty(
     in_background=2.0, at_end=True,
 )  # fmt: skip
 ANSWER_APPROVALS = Duty(
-    "answer_approvals", Message("duties.answer_approvals", "read decisions of people about candidates in MLflow"), always_due,
+    "answer_approvals", Message("duties.answer_approvals", "read people's decisions about candidates from MLflow"), always_due,
     lambda plant, _: _answers(plant).look_and_ask(), in_background=15.0,
 )  # fmt: skip

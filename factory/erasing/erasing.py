@@ -179,7 +179,7 @@ def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
         "token_shards": {},
     }
     with plant.progress.task(
-        Message("erasing.task", "erase {rows} rows of shard {shard}", rows=len(rows), shard=sha256[:16])
+        Message("erasing.task", "erase {rows:,|row|rows} of shard {shard}", rows=len(rows), shard=sha256[:16])
     ):
         made: list[tuple[str, Path, TokenShard]] = []
         for row in listed:
@@ -233,7 +233,7 @@ def _raw_without(
             [
                 Message(
                     "erasing.gone",
-                    "the raw shard {shard} does not exist any more, so the factory erased nothing in it",
+                    "the raw shard {shard} no longer exists, so the factory erased nothing in it",
                     shard=name,
                 )
             ],

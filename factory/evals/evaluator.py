@@ -114,7 +114,9 @@ def refuse_damaged_export(candidate: CandidateRow) -> None:
             raise DamagedExportError(
                 candidate.id,
                 Message(
-                    "evaluator.export_changed", "{export} does not have the recorded hash", export=candidate.export_path
+                    "evaluator.export_changed",
+                    "the files in {export} have changed since their hash was recorded",
+                    export=candidate.export_path,
                 ),
             )
     except (InputError, OSError) as error:
@@ -233,7 +235,7 @@ def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[st
         problems = [
             Message(
                 "evaluator.shifted_not_finite",
-                "The loss is not finite if the windows over the documents are shifted. Domains: {domains}",
+                "When the windows over the documents are shifted, the loss is not finite. Domains: {domains}",
                 domains=shifted,
             )
         ]

@@ -136,7 +136,8 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
     architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if architecture is None or data.get("architectures") != [architecture.class_name]:
         raise ExportError(
-            "export_config.unknown_architecture", "{file}: architectures {given} (model_type {kind}) is not supported. Supported: {known}",
+            "export_config.unknown_architecture", "{file}: the value {given} of 'architectures' with model_type {kind} is not supported. "
+                                                  "Supported: {known}",
             file=where, given=str(data.get("architectures"))[:80], kind=str(kind)[:40],
             known=[f"{one.class_name} ({name})" for name, one in ARCHITECTURES.items()],
         )  # fmt: skip
@@ -161,7 +162,8 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
     fields = _whole(where, data, _WHOLE)
     if fields["heads"] % fields["kv_heads"]:
         raise ExportError(
-            "export_config.heads", "{file}: {heads} attention heads are not a multiple of {kv_heads} key-value heads",
+            "export_config.heads", "{file}: the number of attention heads ({heads}) is not a multiple of the number of key-value heads "
+                                   "({kv_heads})",
             file=where, heads=fields["heads"], kv_heads=fields["kv_heads"],
         )  # fmt: skip
     if fields["head_dim"] % 2:
@@ -177,7 +179,8 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
             )
         if fields["layers"] * experts.count > MOST_EXPERTS:
             raise ExportError(
-                "export_config.too_many_experts", "{file}: {layers:,} layers of {experts:,} experts are more than {limit:,} experts",
+                "export_config.too_many_experts", "{file}: {layers:,} layers of {experts:,} experts each are too many: at most {limit:,} "
+                                                  "experts are allowed in all layers",
                 file=where, layers=fields["layers"], experts=experts.count, limit=MOST_EXPERTS,
             )  # fmt: skip
     return ExportConfig(

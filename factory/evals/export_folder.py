@@ -27,7 +27,7 @@ FLOATS = {"F32", "BF16", "F16"}
 def read_config(folder: Path) -> ExportConfig:
     """The parsed config.json. Raises: ExportError for a file that an export must not hold, or for an unsupported config.json."""
     if not folder.is_dir():
-        raise ExportError("export_folder.no_folder", "{folder}: no such export folder", folder=folder)
+        raise ExportError("export_folder.no_folder", "The export folder {folder} does not exist", folder=folder)
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not path.is_file():
             raise ExportError(
@@ -56,12 +56,14 @@ def check_tensors(path: Path, file: Any, config: ExportConfig) -> None:
     expected, names = config.tensor_shapes(), set(file.keys())
     if missing := sorted(set(expected) - names):
         raise ExportError(
-            "export_folder.missing_tensors", "{file}: {count:,|tensor is|tensors are} missing. First: {first}",
+            "export_folder.missing_tensors", "{file}: {count:,|tensor that config.json requires is|tensors that config.json requires are} "
+                                             "missing. First: {first}",
             file=path, count=len(missing), first=missing[0][:80],
         )  # fmt: skip
     if extra := sorted(names - set(expected)):
         raise ExportError(
-            "export_folder.extra_tensors", "{file}: config.json does not allow {count:,|tensor|tensors}. First: {first}",
+            "export_folder.extra_tensors", "{file}: {count:,|tensor does|tensors do} not belong to the model that config.json describes. "
+                                           "First: {first}",
             file=path, count=len(extra), first=extra[0][:80],
         )  # fmt: skip
     for name, shape in expected.items():

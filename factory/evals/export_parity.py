@@ -172,7 +172,7 @@ def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary
             )
         )  # fmt: skip
     passed = {
-        "shape": Message("export_parity.same_shape", "The export has the checkpoint's layers, widths, heads, context and experts"),
+        "shape": Message("export_parity.same_shape", "Export and checkpoint have the same layers, widths, heads, context and experts"),
         "rope": Message("export_parity.same_rope",
             "The export has RoPE with base {base:g} in the same layers as the checkpoint",
             base=found["rope_theta"]),

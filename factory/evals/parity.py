@@ -129,7 +129,9 @@ def _vllm(case: ParityCase, fixture: Fixture) -> list[ProbeCheck]:
             ProbeCheck(
                 name,
                 True,
-                prefix_engine_name("vllm", Message("parity.vllm_skipped", "Skipped. {reason}", reason=lacks)),
+                prefix_engine_name(
+                    "vllm", Message("parity.vllm_skipped", "The check was skipped. {reason}", reason=lacks)
+                ),
             )
             for name in OF_ENGINE
         ]
@@ -170,7 +172,7 @@ def _tokenizer(case: ParityCase) -> ProbeCheck:
         )  # fmt: skip
         return ProbeCheck("tokenizer", True, same)
     other = Message(
-        "parity.other_tokenizer", "The workspace has tokenizer {sha256:.12}, but {others}",
+        "parity.other_tokenizer", "The workspace has the tokenizer {sha256:.12}, but {others}",
         sha256=case.tokenizer.sha256, others=[f"{who} has {sha[:12]}" for who, sha in list(others.items())[:3]],
     )  # fmt: skip
     return ProbeCheck("tokenizer", False, join_sentences([other, AGAIN]))
@@ -254,7 +256,7 @@ def _packing(case: ParityCase) -> ProbeCheck:
             Message("parity.not_packed", "The documents cannot be packed: {reason}", reason=str(error)),
         )
     packed = Message(
-        "parity.packed", "With {strategies:,} packing strategies, {pieces:,} pieces of documents keep their ids and loss mask",
+        "parity.packed", "With each of {strategies:,} packing strategies, all {pieces:,} pieces of documents keep their ids and loss mask",
         strategies=len(STRATEGIES), pieces=pieces,
     )  # fmt: skip
     return ProbeCheck("packing", True, packed)
@@ -311,8 +313,8 @@ def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) 
     wrong_there = sum(a != b or x != y for a, b, x, y in there)
     detail = Message(
         "parity.round_trip",
-        "When {texts:,} texts are encoded and decoded, {here:,} change with the factory's tokenizer and "
-        "{server:,} with transformers",
+        "{texts:,|text was|texts were} encoded and decoded. {here:,} changed with the factory's tokenizer, and {server:,} changed with "
+        "transformers",
         texts=len(texts), here=wrong, server=wrong_there,
     )  # fmt: skip
     same = not wrong and not wrong_there

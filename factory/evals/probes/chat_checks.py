@@ -145,7 +145,9 @@ def _same_ids(name: str, what: str, wrong: list[str], todo: Message) -> ProbeChe
 def _no_specials(name: str, what: str, wrong: list[str]) -> ProbeCheck:
     if not wrong:
         return ProbeCheck(
-            name, True, Message("chat_checks.no_specials", "Special tokens that {what} spell stay text", what=what)
+            name,
+            True,
+            Message("chat_checks.no_specials", "In {what}, text that spells a special token stays text", what=what),
         )
     made = Message(
         "chat_checks.specials", "In {count:,} {what}, text that spells a special token becomes a special token. First: {first}",

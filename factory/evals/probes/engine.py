@@ -171,7 +171,7 @@ class EngineClient:
             if not 400 <= status < 500 and select_special_ids(found.get("tokens", [])) != row["frame"]:
                 raise EngineDiffersError(
                     "engine.injected_role",
-                    "The text of role {role!r} becomes special tokens",
+                    "A role with the text {role!r} becomes special tokens",
                     role=row["messages"][0]["role"][:40],
                 )
         return Message(
@@ -196,7 +196,7 @@ class EngineClient:
             not sure
         ):  # not the engine's fault, and other checks compare its weights, so a release does not wait for this check
             return Message(
-                "engine.no_sure_stop", "Skipped, because none of {continuations:,} continuations is certain to contain a stop text",
+                "engine.no_sure_stop", "The check was skipped: none of {continuations:,} continuations is certain to contain a stop text",
                 continuations=len(self._fixture["greedy"]),
             )  # fmt: skip
         return Message("engine.stopped", "{generations:,} generations ended at a stop text", generations=len(sure))

@@ -54,7 +54,8 @@ class EngineProcess:
         except TimeoutError:
             late = Message(
                 "engine_process.late",
-                "The engine did not finish within {seconds:,} s. Close other programs, or raise engine_seconds in policies/evals.yaml",
+                "The engine did not finish the checks within {seconds:,} s. Close other programs, or raise engine_seconds (for vLLM: "
+                "vllm_seconds) in policies/evals.yaml",
                 seconds=seconds,
             )
             return [ProbeCheck(name, None, prefix_engine_name(self.name, late)) for name in OF_ENGINE]
@@ -65,7 +66,8 @@ class EngineProcess:
                 reason=self._ended() or str(error) or type(error).__name__,
             )
             skipped = Message(
-                "engine_process.skipped", "Skipped, because the engine did not start. See check engine_start"
+                "engine_process.skipped",
+                "The check was skipped, because the engine did not start. See the check engine_start",
             )
             return [
                 ProbeCheck("engine_start", False, prefix_engine_name(self.name, ended)),

@@ -99,7 +99,7 @@ def _damage(workspace: Workspace) -> None:
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (lambda workspace: workspace.root.rename(workspace.root.with_name("away")), "no workspace at …"),
+        (lambda workspace: workspace.root.rename(workspace.root.with_name("away")), "… is not a workspace"),
         (lambda workspace: (workspace.root / "factory.yaml").unlink(), "factory.yaml is missing"),
         (_write("factory.yaml", "version: 9\n"), "… is a workspace of version …"),
         (lambda workspace: (workspace.root / "ledger.db").unlink(), "there is no ledger at …"),
