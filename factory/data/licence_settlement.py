@@ -1,4 +1,4 @@
-"""Texts that came under several licences: lists the claims, and records a person's decision which claim is right."""
+"""Settles texts that came under several licences: lists the claims, and records a person's decision about which claim is right."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ NAMED = 5  # keys of a group's documents that are listed
 
 
 def group_conflicts(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
-    """Conflicts grouped by their claims, with the most supervised tokens first. Of each group: ``claims`` (licence and shard of each),
-    ``effective_licence``, ``train`` and ``release`` (what that licence allows), ``is_settled``, ``fates``, ``documents``, ``supervised_tokens``, and
-    some
-    ``keys``."""
+    """Return the licence conflicts grouped by their claims, with the most supervised tokens first.
+
+    Each group has ``claims`` (licence and shard of each claim), ``counts_as`` (the licence that counts), ``train`` and ``release`` (what that licence
+    allows), ``settled``, ``fates``, ``documents``, ``supervised_tokens``, and at most ``NAMED`` of the documents' ``keys``.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in find_licence_conflicts(ledger):
         claims = tuple(dict.fromkeys((claim.license, claim.shard, claim.is_set_aside) for claim in one.claims))
@@ -50,7 +51,7 @@ def group_conflicts(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
 
 
 def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
-    """The result of ``group_conflicts`` as lines for a person."""
+    """Return the result of ``group_conflicts`` as lines for a person."""
     said: list[str] = []
     for group in found:
         if group["release"]:
@@ -97,10 +98,10 @@ def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
 def settle_licence(
     ledger: Ledger, licence: str, names: Sequence[str], shards: Sequence[str], by: str, why: str
 ) -> list[LicenceConflict]:
-    """Set aside all claims except ``licence`` ('none': no licence) about the documents with these ids or keys, and about all documents on which
-    these shards, or parts of these files, conflict with others. Returns the conflicts before the change.
+    """Set aside all claims except ``licence`` ('none': no licence) about some documents. Returns the conflicts before the change.
 
-    Raises: InputError if there is no conflict, or no row claims ``licence``; and as ``find_keys_of_one``.
+    The documents are those with the ids or keys ``names``, and those on which the shards ``shards``, or parts of these files, conflict with others.
+    Raises: InputError if there is no conflict, or no row claims ``licence``, and as ``find_keys_of_one`` does.
     """
     wanted = {key for name in names for key in find_keys_of_one(ledger, name)}
     about = [

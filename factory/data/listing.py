@@ -14,8 +14,11 @@ GROUPS = {"domain": "d.domain", "source": "d.source", "license": "d.license"}
 
 
 def list_data(ledger: Ledger, most: int) -> dict[str, Any]:
-    """``shards``; ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by training tokens); ``licence_conflicts`` (numbers of
-    documents); ``list_removals``."""
+    """Return the facts of ``factory data list``, as JSON-ready values.
+
+    The keys: ``shards``; ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by training tokens); ``licence_conflicts`` (numbers of
+    documents); ``removals``.
+    """
     sums = (
         ("documents", "1", "train"),
         ("tokens", "d.tokens", "train"),
@@ -42,13 +45,13 @@ def list_data(ledger: Ledger, most: int) -> dict[str, Any]:
 
 
 def _value_of_fate(value: str, fate: str) -> str:
-    """SQL: ``value`` for documents with this fate, else 0."""
+    """Return an SQL expression that is ``value`` for documents with this fate, and 0 for others."""
     when = f"CASE WHEN d.fate = '{fate}'"
     return f"{when} THEN {value} ELSE 0 END"
 
 
 def format_data_list(found: dict[str, Any]) -> list[str]:
-    """The result of ``list_data`` as lines for a person."""
+    """Return the result of ``list_data`` as lines for a person."""
     said: list[str] = []
     for group, rows in found.items():
         if group in ("removals", "licence_conflicts"):

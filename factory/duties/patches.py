@@ -1,7 +1,4 @@
-"""Duties about judged patches: decisions of people and policies are carried out, and merged patches are audited and judged again.
-
-Apart because a duty is one file, and one line of the table.
-"""
+"""Duties about judged patches: decisions of people and policies are carried out, and merged patches are audited and judged again."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _waiting(look: DutyState, overdue: bool = False) -> list[int]:
-    """The segments to audit now. ``overdue``: only when so many segments wait for an audit that training must wait."""
+    """Return the segments to audit now. With ``overdue``, only if so many segments wait for an audit that training must wait."""
     policy = AuditPolicy.load(look.plant.workspace.policy_path("gates/audit.yaml"))
     found = find_due_audits(look.db, policy)
     return found if not overdue or len(found) >= policy.most_waiting else []

@@ -1,7 +1,4 @@
-"""Quick duties about arrived files, order in the workspace, and pages for people. They run in each pass or in the background.
-
-Apart because a duty is an entry here or a file, and one line of the table.
-"""
+"""Quick duties about arrived files, order in the workspace, and pages for people. They are done in each pass or in the background."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ INGEST = Duty(
 
 
 def _back_up(plant: Plant, _: None) -> None:
-    """Make the daily backup. A full disk fails this duty only and does not end the pass, because later duties free space."""
+    """Make the daily backup. A full disk fails only this duty and does not end the pass, because later duties free space."""
     try:
         said = back_up_daily(plant)
     except Exception as error:

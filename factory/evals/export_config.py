@@ -1,7 +1,7 @@
-"""``config.json`` of an export, read as hostile input: its allowed keys, their values, and the tensors that they require.
+"""Parses ``config.json`` of an export as hostile input: its allowed keys, their values, and the tensors that they require.
 
-The architectures are those of ``trainer.contract.checkpoint.architectures``. A missing key has the default of transformers or is an error.
-An unknown key is refused, because some keys make a server fetch or run code.
+The architectures are those of ``trainer.contract.checkpoint.architectures``. A missing key has the default of transformers or is an error. An unknown
+key is refused, because some keys make a server fetch or run code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ExportConfig:
         return self.experts if self.experts is not None and layer >= self.experts.dense_layers else None
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of exactly the tensors that model.safetensors must hold."""
+        """Return the names and shapes of exactly the tensors that model.safetensors must hold."""
         d, k = self.d_model, self.head_dim
         attention: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (d,),

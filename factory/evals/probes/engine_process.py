@@ -1,4 +1,4 @@
-"""Starts a serving engine on an export, like ``factory serve``: in its own process group, on a socket that no other user can reach."""
+"""Starts a serving engine on an export, as ``factory serve`` does: in its own process group, on a socket that no other user can reach."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EngineProcess:
         return "vllm" if self.module == VLLM else "native"
 
     def run_checks(self, fixture: Fixture, seconds: int) -> list[ProbeCheck]:
-        """A check for each name in ``OF_ENGINE``, within ``seconds``. No content of the export makes it raise."""
+        """Return a check for each name in ``OF_ENGINE``, within ``seconds``. Nothing in the export can make the function raise."""
         began = time.monotonic()
         try:
             found = asyncio.run(asyncio.wait_for(self._check(fixture), seconds))
@@ -103,12 +103,12 @@ class EngineProcess:
 
 
 def prefix_engine_name(engine: str, detail: str) -> Message:
-    """The detail of a check, with the engine's name before it."""
+    """Return the detail of a check, with the engine's name before it."""
     return Message("engine_process.detail", "{engine}: {detail}", engine=engine, detail=detail)
 
 
 def why_vllm_cannot_run(head_dim: int) -> Message | None:
-    """Why vLLM cannot run a model with this ``head_dim`` on this machine. None: no known reason."""
+    """Return why vLLM cannot run a model with this ``head_dim`` on this machine; None if there is no known reason."""
     if head_dim in VLLM_CPU_HEAD_DIMS or Path("/dev/nvidia0").exists():
         return None
     return Message(
@@ -126,7 +126,7 @@ async def _healthy(client: httpx.AsyncClient) -> bool:
 
 @contextlib.contextmanager
 def start_engine(module: str, export: Path) -> Iterator[EngineProcess]:
-    """Start an engine in the background. The end of the block stops it and all its children. The native engine does not use a GPU."""
+    """Start an engine in the background. At the end of the block, the engine and its children are stopped. The native engine does not use a GPU."""
     folder = Path(tempfile.mkdtemp(prefix="factory-engine-"))  # short: a socket's path has 107 bytes
     kept = NO_GPU | {"HOME": str(folder)} if module == NATIVE else {}
     try:
