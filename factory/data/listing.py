@@ -86,7 +86,7 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
         )
     for row in found["removals"]:
         named = (
-            f"{len(row['names'])} documents"
+            f"{len(row['names'])} named document{'s' if len(row['names']) > 1 else ''}"
             if row["column"] == "key"
             else f"{COLUMN_NOUNS[row['column']]} {', '.join(row['names'])}"
         )
