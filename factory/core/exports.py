@@ -10,14 +10,14 @@ from factory.core.errors import InputError
 
 
 def export_folder_sha256(folder: Path) -> str:
-    """Return one hash over the names and contents of all files of an export, as the ledger's ``candidates.export_sha256`` has it.
+    """Return one hash over the names and contents of all files of an export. The ledger stores this hash in ``candidates.export_sha256``.
 
     Raises: InputError when the folder does not exist, or has an entry that is not a plain file (a link could lead anywhere).
     """
     if folder.is_symlink() or not folder.is_dir():
         raise InputError(
             "exports.no_folder",
-            "{folder} has no exported model: the folder was moved or deleted",
+            "{folder} is not an export folder. The export was moved or deleted",
             folder=folder,
         )
     digests: dict[Path, str] = {}
@@ -31,7 +31,7 @@ def export_folder_sha256(folder: Path) -> str:
 
 
 def export_files_sha256(digests: Mapping[Path, str]) -> str:
-    """Return what ``export_folder_sha256`` returns, from the known hash of each file, by its path within the folder."""
+    """Return the same hash as ``export_folder_sha256``, computed from the SHA-256 of each file. ``digests``: by path within the folder."""
     total = hashlib.sha256()
     for path in sorted(digests):
         total.update(f"{path}\0{digests[path]}\n".encode())

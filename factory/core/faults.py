@@ -19,9 +19,9 @@ from kernels.contract.message import Message
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: ``problem`` is wrong, the remedy (``remedy``), the exit code of a command that ends because of it (as in sysexits.h), and the path.
+    """A fault of the machine: the ``problem``, its ``remedy``, and the ``path`` of the affected file if one is known.
 
-    Two faults are equal if their ``problem`` is.
+    ``exit_code`` is the exit code of a command that ends because of the fault (as in sysexits.h). Two faults are equal if their problems are equal.
     """
 
     problem: Message
@@ -31,7 +31,7 @@ class Fault:
 
     @property
     def description(self) -> Message:
-        """``problem`` is wrong, with the path if one is known."""
+        """The problem, with the path if one is known."""
         return Message("faults.at", "{what} ({path})", what=self.problem, path=self.path) if self.path else self.problem
 
 
@@ -44,7 +44,7 @@ NO_WRITE_PERMISSION = Fault(
     73,
 )
 NO_FILE_HANDLES = Fault(
-    Message("faults.no_handles", "no more files can be opened, because too few file handles are left"),
+    Message("faults.no_handles", "no more files can be opened, because no file handles are left"),
     Message("faults.more_handles", "raise 'ulimit -n' or end other programs"),
     71,
 )
@@ -53,13 +53,11 @@ MEMORY = Fault(
 )
 BROKEN = Fault(
     Message("faults.disk_error", "the disk reports an error"),
-    Message("faults.check_disk", "free some disk space, check the disk with 'dmesg'"),
+    Message("faults.check_disk", "free some disk space, and check the disk with 'dmesg'"),
     74,
 )
 MISPLACED_FOLDER = Fault(
-    Message(
-        "faults.misplaced", "a folder is in the place of an expected file, or a file in the place of an expected folder"
-    ),
+    Message("faults.misplaced", "a folder was found where a file is expected, or a file where a folder is expected"),
     Message("faults.move_away", "move this file or folder to another place"),
     74,
 )
@@ -102,7 +100,7 @@ PACKAGES_QUOTING_SQLITE = ("sqlalchemy", "mlflow")
 
 
 def find_fault_in(error: BaseException) -> Fault | None:
-    """Return the fault of the machine that caused an exception, directly or through its causes; None if no fault did."""
+    """Return the fault of the machine that caused an exception, directly or through its causes; None if no fault caused it."""
     for one in _with_causes(error):
         if isinstance(one, DiskFullError):
             return FULL
@@ -127,9 +125,9 @@ def is_machine_fault(error: BaseException) -> bool:
 
 
 def is_machine_fault_without_file(error: BaseException) -> bool:
-    """Return whether a fault of the machine caused the exception, and no file can be its cause: a disk, memory, handles, a lock, a server.
+    """Return whether a fault of the machine caused the exception, and no file can cause that fault: the disk, memory, handles, a lock or a server.
 
-    Untrusted code can leave a folder in the place of a file, or a file without permissions. Such an error counts against that code.
+    Untrusted code can leave a folder where a file is expected, or a file without permissions. Such an error counts against that code.
     """
     return find_fault_in(error) not in (None, *FILE_FAULTS)
 
@@ -140,7 +138,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def has_room_for(folder: Path, size: int) -> bool:
-    """Return whether ``size`` bytes can be written in a folder. It allocates some of them for a moment.
+    """Return whether ``size`` bytes can be written in a folder. The function allocates some of these bytes for a moment.
 
     Raises: OSError for an error other than a full disk.
     """
@@ -158,7 +156,7 @@ def has_room_for(folder: Path, size: int) -> bool:
 
 
 def parse_printed_fault(words: str) -> OSError | None:
-    """Return the fault of the machine that a program such as git printed at the end of a line, as an error; None if it printed none.
+    """Return the fault of the machine that a program such as git printed at the end of a line, as an OSError; None if the program printed none.
 
     >>> parse_printed_fault("fatal: unable to create temporary file: No space left on device")
     OSError(28, 'No space left on device')
@@ -173,9 +171,9 @@ def parse_printed_fault(words: str) -> OSError | None:
 
 
 def is_unreadable_now(error: BaseException) -> bool:
-    """Return whether a failed read says nothing about the file: no handle, no memory, or no answer from the file server.
+    """Return whether a read failed for a reason outside the file: no handle, no memory, or no answer from the file server.
 
-    An error of the disk is another matter: then the file may be damaged.
+    An error of the disk does not count, because the file may then be damaged.
     """
     return find_fault_in(error) in (NO_FILE_HANDLES, MEMORY, AWAY)
 

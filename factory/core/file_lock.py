@@ -20,7 +20,7 @@ class LockedError(Exception):
 def hold_file_lock(path: Path, patience: float = 0.0) -> Iterator[int]:
     """Hold the lock on ``path`` during the block. Yields the file's descriptor.
 
-    Children do not inherit the lock. A child that gets the descriptor (``pass_fds``) holds the lock too, until both processes ended.
+    Child processes do not inherit the lock. A child that gets the descriptor (``pass_fds``) holds the lock too, until both processes have ended.
 
     Raises: LockedError when another process does not release the lock within ``patience`` seconds.
     """

@@ -31,11 +31,11 @@ EXIT_STOPPED = 75  # the trainer was stopped; its next start continues from the 
 EXIT_DISK_FULL = 74
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # files in /dev of a machine with GPUs: NVIDIA, AMD, WSL
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=0")
-LOG_BYTES = 256 * 1024  # so much of the end of a log is read
+LOG_BYTES = 256 * 1024  # bytes that are read from the end of a log
 
 
 def count_ranks(workspace: Workspace) -> int:
-    """Return how many ranks train: ``count_ranks`` of ``factory.yaml``. The default is one for each GPU of this machine, or one without a GPU."""
+    """Return the number of ranks that train: ``ranks`` of ``factory.yaml``. The default is one for each GPU of this machine, or one without a GPU."""
     if workspace.config.ranks:
         return workspace.config.ranks
     if not any(found for name in GPU_DEVICES for found in Path("/dev").glob(name)):
@@ -46,15 +46,15 @@ def count_ranks(workspace: Workspace) -> int:
 
 
 def check_ranks_fit(workspace: Workspace, recipe: Recipe) -> None:
-    """Raises: ConfigError when the ranks of this machine cannot share the recipe's batch evenly."""
+    """Check that the ranks of this machine can share the recipe's batch evenly. Raises: ConfigError."""
     count = count_ranks(workspace)
     try:
         recipe.batch.check_ranks(recipe.parallel.data_ranks(count, recipe.model))
     except TrainerError as error:
         raise ConfigError(
             "launching.ranks_do_not_fit",
-            "Recipe {recipe}: {why}. Training uses {ranks:,|rank|ranks} on this machine ('ranks' in {file}; the "
-            "default is one for each GPU)",
+            "The recipe {recipe} cannot be trained with {ranks:,|rank|ranks}: {why}. To use another number of ranks, set 'ranks' in {file}. "
+            "The default is one rank for each GPU of this machine",
             recipe=recipe.name,
             why=getattr(error, "message", str(error)),
             ranks=count,
@@ -63,17 +63,17 @@ def check_ranks_fit(workspace: Workspace, recipe: Recipe) -> None:
 
 
 def launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None = None) -> list[str]:
-    """Return the words of the command before ``-m trainer``. torchrun makes a folder in ``logs``.
+    """Return the part of the training command before ``-m trainer``: the launcher, torchrun or Python. torchrun makes a folder in ``logs``.
 
-    With ``count``, so many ranks start on this machine, whatever factory.yaml has.
-    Raises: ConfigError for a ``launcher_command`` that is not a shell command, or that comes without ``count_ranks``.
+    ``count``: the number of ranks to start on this machine, whatever ``factory.yaml`` says.
+    Raises: ConfigError when ``launcher`` of ``factory.yaml`` is not a shell command, or is set without ``ranks``.
     """
     where = workspace.root / "factory.yaml"
     if workspace.config.launcher and count is None:
         if not workspace.config.ranks:
             raise ConfigError(
                 "launching.no_ranks",
-                "{file}: 'launcher' needs 'ranks': set 'ranks' to the number of ranks that the launcher starts",
+                "{file} sets 'launcher' but not 'ranks'. Set 'ranks' to the number of ranks that the launcher starts",
                 file=where,
             )
         try:
@@ -83,7 +83,7 @@ def launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), count: int
         except ValueError as error:
             raise ConfigError(
                 "launching.bad_launcher",
-                "{file}: 'launcher' is not a shell command: {why}: {launcher!r}",
+                "{file}: the value {launcher!r} of 'launcher' is not a shell command: {why}",
                 file=where,
                 why=str(error),
                 launcher=workspace.config.launcher,
@@ -101,7 +101,7 @@ def remove_exit_codes(folder: Path) -> None:
 
 
 def read_exit_code(returncode: int, folders: Iterable[Path]) -> int:
-    """Return the trainer's exit code: the one that a rank wrote into a folder, else that of the process."""
+    """Return the trainer's exit code: the one that a rank wrote into a folder, else ``returncode``, the exit code of the process."""
     left_files = (path for folder in folders for path in folder.glob("exit-*") if not path.is_dir())
     names = [path.name.removeprefix("exit-") for path in left_files]
     left = [int(name) for name in names if name.isdecimal() and len(name) <= 3]
@@ -110,7 +110,7 @@ def read_exit_code(returncode: int, folders: Iterable[Path]) -> int:
 
 
 def find_failure_line(log: Path) -> str:
-    """Return the line of a log that best explains why the trainer ended: its own message, else a rank's, else the last line."""
+    """Return the line of a log that best explains why the trainer ended: the trainer's own message, else a rank's, else the last line."""
     lines = [line for line in read_tail(log, LOG_BYTES).decode(errors="replace").splitlines() if line.strip()]
     for start in ("trainer: ", "[rank"):
         if found := [line for line in lines[-200:] if line.startswith(start)]:
@@ -121,7 +121,10 @@ def find_failure_line(log: Path) -> str:
 def run_python(
     code: Path, *words: str, on_line: Callable[[str], object] = lambda _: None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python words`` with a checkout's code and wait for its end. It ends if the factory dies. ``on_line`` gets each line of stderr."""
+    """Run Python with the arguments ``words`` and a checkout's code, and wait for its end. ``on_line`` gets each line of stderr.
+
+    The process ends if the factory dies.
+    """
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(
             [sys.executable, *words],
@@ -151,9 +154,9 @@ def run_python(
 def run_in_background_process(
     command: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that works in ``folder`` and writes to ``log``. The end of the block kills it and its children.
+    """Start a process that works in ``folder`` and writes to ``log``. At the end of the block, the process and its children are killed.
 
-    If the factory dies, the process ends.
+    The process also ends if the factory dies.
     """
     with open(log, "wb") as out:
         process = subprocess.Popen(
@@ -175,7 +178,7 @@ def run_in_background_process(
 
 
 def make_die_with_parent(parent: int) -> Callable[[], None]:
-    """Return a function for the child to run first. The child then gets a SIGTERM when the factory dies, even when it is killed."""
+    """Return a function that the child process calls first. The child then gets a SIGTERM when the factory dies, even if the factory is killed."""
 
     def request() -> None:
         pr_set_pdeathsig = 1

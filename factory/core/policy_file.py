@@ -18,7 +18,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class StrictPolicy(trainer.contract.strict.Strict):
-    """A base class. Unknown keys, values of another type and infinities are errors; a loaded policy is immutable."""
+    """Base class of policies. Unknown keys, values of another type and infinities are errors. A loaded policy is immutable."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -27,7 +27,7 @@ Policy = TypeVar("Policy", bound=StrictPolicy)
 
 
 def load_policy(schema: type[Policy], path: Path) -> Policy:
-    """Read a YAML policy. Raises: ConfigError that names the file and the key and, for an unknown key, the nearest known key."""
+    """Read a YAML policy. Raises: ConfigError that names the file and the key, and suggests the nearest known key for an unknown one."""
     data = load_yaml(path)
     return parse(schema, {} if data is None else data, str(path), ConfigError)
 

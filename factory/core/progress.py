@@ -1,4 +1,4 @@
-"""The protocol by which long work reports its progress. Only the command line draws bars and prints lines."""
+"""The protocol with which long work reports its progress. Only the command line draws bars and prints lines."""
 
 from __future__ import annotations
 

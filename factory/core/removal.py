@@ -1,7 +1,7 @@
-"""Removes a folder in which untrusted code wrote, whatever its depth, names and modes.
+"""Removes a folder in which untrusted code wrote files, whatever the depth, names and modes of its contents.
 
-``shutil.rmtree`` recurses once for each level, fails after a thousand levels, and leaves folders that their owner made unreadable. This
-module moves inner folders up to the top and empties them there. It needs two open folders at any depth, and no path.
+``shutil.rmtree`` recurses once for each level, fails after a thousand levels, and leaves folders that their owner made unreadable. This module moves
+inner folders up to the top and empties them there. At any depth, it needs two open folders and no long path.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def remove_path(path: Path) -> None:
     """Remove a file, a link (never its target), or a folder with its contents.
 
-    A missing path is not an error. After a failure it tries once more. A path that cannot be removed (a mount, another user's file) stays:
-    a caller that needs the path free gets an error when it creates the path.
+    A missing path is not an error. After a failure, the function tries once more. It raises nothing if a path cannot be removed (a mount, another
+    user's file). A caller that needs the path free gets an error when it creates the path.
     """
     for _ in range(TRIES):
         with contextlib.suppress(OSError):

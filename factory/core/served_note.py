@@ -1,4 +1,4 @@
-"""A note with the address of this workspace's ``factory serve``. Other programs on this machine find the server by it."""
+"""A note with the address of this workspace's ``factory serve``. Other programs on this machine read the note to find the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST = 1 << 16  # bytes of the server's answer that are read
 
 @contextlib.contextmanager
 def note_served_address(workspace: Workspace, url: str) -> Iterator[None]:
-    """Write the note; remove it when the block ends."""
+    """Write the note, and remove it when the block ends."""
     path = workspace.root / NOTE
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps({"url": url, "pid": os.getpid()}))
@@ -34,9 +34,9 @@ def note_served_address(workspace: Workspace, url: str) -> Iterator[None]:
 
 
 def find_served_champion(workspace: Workspace, key: str) -> tuple[str, str, int]:
-    """Return the base URL, the model's name and the release number of the champion's server.
+    """Return the server's base URL, the model's name and the number of the release that the server serves.
 
-    Raises: InputError when no server runs, it does not answer, or it serves no release yet.
+    Raises: InputError when no server runs, the server does not answer, or the server has no release yet.
     """
     start = Message(
         "served_note.start_a_server",

@@ -1,7 +1,7 @@
-"""How a command of the factory ends at SIGTERM, Ctrl-C or a closed terminal (SIGHUP): within ten seconds, at a second signal at once.
+"""Ends a command of the factory at SIGTERM, Ctrl-C or a closed terminal (SIGHUP): within ten seconds, or at once after a second signal.
 
-The main thread unwinds. ``finally`` blocks stop the processes that they started, and a trainer gets time to write a checkpoint.
-Processes that take longer, and those of other threads, are killed. No work is lost: the factory continues from its ledger.
+The main thread unwinds. ``finally`` blocks stop the processes that they started, and a trainer gets time to write a checkpoint. Processes that take
+longer, and those of other threads, are killed. No work is lost: the factory continues from its ledger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 
 class StopRequested(BaseException):
-    """SIGINT, SIGTERM or SIGHUP arrived. It is not a ``KeyboardInterrupt``: typer exits on that without a message."""
+    """SIGINT, SIGTERM or SIGHUP arrived. The class does not derive from ``KeyboardInterrupt``, because typer would then exit without a message."""
 
 
 def handle_signals() -> Callable[[], None]:
@@ -47,8 +47,10 @@ def handle_signals() -> Callable[[], None]:
             raise StopRequested
 
     def swallowed(found: sys.UnraisableHookArgs) -> None:
-        """The interpreter drops an exception raised in ``__del__`` or in a weak reference's callback, and prints it. After a signal this
-        prints nothing: other errors at such places come from the interruption."""
+        """Handle an exception that the interpreter drops, because it was raised in ``__del__`` or in a weak reference's callback.
+
+        Before a signal, the interpreter prints the exception as usual. After a signal nothing is printed: such errors come from the interruption.
+        """
         if not received:
             unraisable(found)
         elif isinstance(found.exc_value, StopRequested):

@@ -1,7 +1,8 @@
-"""Reads files that a trainer wrote. A trainer runs code that an agent may have written: its files are not trusted.
+"""Reads files that a trainer wrote. A trainer runs code that an agent may have written, so its files are not trusted.
 
-While a trainer runs, these functions open its files: they follow no link, do not block on a pipe, and read a bounded number of bytes.
-After the trainer ended, ``remove_special_files`` removes all entries that are neither files nor folders. From then on names can be trusted.
+While a trainer runs, these functions open its files safely: they follow no link, do not block on a pipe, and read a bounded number of bytes. After
+the trainer has ended, ``remove_special_files`` removes all entries that are neither files nor folders. From then on, paths in the folder can be
+trusted.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from factory.core.errors import SegmentError
 from factory.core.faults import is_machine_fault_without_file
 from kernels.contract.message import Message
 
-DEPTH = 8  # at most so many nested folders; checkpoints are two deep, those of a certificate's runs five
-JSON_BYTES = 64 << 20  # at most, of one JSON file
-DIGITS = 18  # at most, of an integer: SQLite stores no more
+DEPTH = 8  # most levels of nested folders: a checkpoint has two, a checkpoint of a certificate's runs five
+JSON_BYTES = 64 << 20  # size of the largest JSON file that is read
+DIGITS = 18  # most digits of an integer: SQLite stores no more
 HALF_PAIR = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
 def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
-    Raises: FileNotFoundError, also for an entry that is not a regular file and for a file with a lease; OSError.
+    Raises: FileNotFoundError for a missing file, for an entry that is not a regular file, and for a file with a lease; OSError for other errors.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -64,9 +65,9 @@ def count_lines(path: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of at most ``JSON_BYTES`` of UTF-8.
+    """Return the text of a UTF-8 file of at most ``JSON_BYTES`` bytes.
 
-    Raises: SegmentError when the file is missing, is too long or is not UTF-8; OSError for a fault that no file can cause.
+    Raises: SegmentError when the file is missing, too long or not UTF-8; OSError for a fault of the machine that no file can cause.
     """
     try:
         with open_regular_file(path) as file:
@@ -99,9 +100,9 @@ def _unreadable(path: Path, why: str) -> SegmentError:
 
 
 def remove_special_files(folder: Path) -> list[str]:
-    """Remove each entry below ``folder`` that is neither a regular file nor a folder. Returns their names.
+    """Remove each entry below ``folder`` that is neither a regular file nor a folder. Returns the names of the removed entries.
 
-    No process may still write there. Raises: SegmentError for folders nested deeper than any trainer makes them.
+    Call it only when no process writes there any more. Raises: SegmentError for folders that are nested deeper than a trainer nests them.
     """
     removed: list[str] = []
     pending = [(os.fspath(folder), 0)]
@@ -110,8 +111,7 @@ def remove_special_files(folder: Path) -> list[str]:
         if depth > DEPTH:
             raise SegmentError(
                 "untrusted_trainer_files.too_deep",
-                "{path} is nested deeper than {limit} folders, which no trainer does: remove the folder, then try "
-                "again",
+                "{path} is more than {limit} folders deep. No trainer makes such a folder. Remove the folder, then try again",
                 path=path[:300],
                 limit=DEPTH,
             )
@@ -126,7 +126,7 @@ def remove_special_files(folder: Path) -> list[str]:
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object in ``text``. Raises: ValueError as ``parse_json`` does, and for any other JSON value."""
+    """Return the JSON object in ``text``. Raises: ValueError as ``parse_json`` does, and for a JSON value that is not an object."""
     found = parse_json(text)
     if not isinstance(found, dict):
         raise ValueError("it is not a JSON object")

@@ -45,22 +45,22 @@ class WorkspaceConfig:
     """``factory.yaml``. Every key is optional."""
 
     version: int = VERSION
-    """Of the workspace's layout."""
+    """The version of the workspace's layout."""
     recipe: str = "demo"
-    """Name of a file in ``policies/recipes/``."""
+    """The name of a file in ``policies/recipes/``, without ``.yaml``."""
     repository: str = ""
     """The git repository with the training code that agents patch, relative to the workspace; by default the factory's own."""
     ledger_url: str = ""
-    """SQLAlchemy address; by default an SQLite file of the workspace."""
+    """The ledger's SQLAlchemy address; by default an SQLite file of the workspace."""
     mlflow_uri: str = ""
     """MLflow's address; by default an SQLite file of the workspace."""
     ranks: int = 0
-    """How many ranks train; 0: one for each GPU of this machine, or one without a GPU."""
+    """The number of ranks that train; 0: one for each GPU of this machine, or one without a GPU."""
     launcher: str = ""
     """The command that starts the ranks instead of torchrun on this machine, for several machines that share the workspace:
     ``srun --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500``."""
     metrics_port: int = 0
-    """The port on 127.0.0.1 where the daemon offers its numbers to Prometheus; 0: none."""
+    """The port on 127.0.0.1 where the daemon serves metrics for Prometheus; 0: none."""
     training_sandbox: str = "auto"
     """Whether training runs in the sandbox. auto: yes, if one is available; without one, or with a launcher, training runs outside until an
     agent's patch is merged. required: always. off: never, with a warning."""
@@ -72,7 +72,7 @@ def checkout_root() -> Path:
 
 
 class WorkspaceFolder:
-    """A descriptor: the workspace's folder that has the attribute's name."""
+    """A descriptor. It returns the path of the workspace's folder that has the same name as the attribute."""
 
     def __set_name__(self, owner: type[Workspace], name: str) -> None:
         self.name = name
@@ -113,7 +113,7 @@ class Workspace:
         return self.root / "mlartifacts"
 
     def policy_path(self, name: str) -> Path:
-        """Return the path of a policy file (``name`` like ``data.yaml``): the workspace's own copy if it exists, else the checkout's."""
+        """Return the path of a policy file, for example ``data.yaml``: the workspace's own copy if it exists, else the checkout's file."""
         own = self.root / "policies" / name
         path = own if own.exists() else checkout_root() / "policies" / name
         if not path.exists():
@@ -147,7 +147,7 @@ class Workspace:
             where = self.root / "factory.yaml"
             raise ConfigError(
                 "workspace.no_recipe",
-                "{file}: no recipe {recipe!r}{hint}",
+                "{file}: the recipe {recipe!r} does not exist{hint}",
                 file=where,
                 recipe=self.config.recipe,
                 hint=suggest_name(self.config.recipe, known),
@@ -158,9 +158,9 @@ class Workspace:
     def create(
         cls, root: Path, config: WorkspaceConfig | None = None, policies: Mapping[str, str] | None = None
     ) -> Workspace:
-        """Make a workspace: its folders, its own copies of ``policies`` (path in ``policies/`` → text) and, last, ``factory.yaml``.
+        """Create a workspace: its folders, its own copies of ``policies`` (path in ``policies/`` → text) and, last, ``factory.yaml``.
 
-        An existing workspace is opened, never overwritten. Raises: WorkspaceError for a folder with other contents.
+        If the workspace exists already, it is opened and nothing is overwritten. Raises: WorkspaceError for a folder with other contents.
         """
         root = root.expanduser().resolve()
         _refuse_odd_name(root)
@@ -190,13 +190,16 @@ class Workspace:
             _write_config(root / "factory.yaml", config)
         except OSError as error:
             raise WorkspaceError(
-                "workspace.not_made", "The workspace {folder} cannot be made: {why}", folder=root, why=error.strerror
+                "workspace.not_made", "The workspace {folder} cannot be created: {why}", folder=root, why=error.strerror
             ) from error
         return cls(root, config)
 
     @classmethod
     def open(cls, root: Path) -> Workspace:
-        """Open a workspace. Raises: WorkspaceError when it does not exist or has another version; ConfigError for a wrong factory.yaml."""
+        """Open a workspace.
+
+        Raises: WorkspaceError when the workspace does not exist or has another version; ConfigError for an invalid ``factory.yaml``.
+        """
         root = root.expanduser().resolve()
         _refuse_odd_name(root)
         path = root / "factory.yaml"
@@ -216,7 +219,7 @@ class Workspace:
                 )
             raise WorkspaceError(
                 "workspace.missing",
-                "no workspace at {folder}. Run 'factory init --workspace {folder}', or set FACTORY_HOME to a workspace",
+                "{folder} is not a workspace. Run 'factory init --workspace {folder}', or set FACTORY_HOME to a workspace",
                 folder=root,
             )
         config = _read_config(path)
@@ -262,7 +265,7 @@ class Workspace:
 
 
 def list_factory_files(root: Path) -> list[str]:
-    """Return the names of a factory's files and folders in a folder. Empty folders, which ``create`` makes, do not count."""
+    """Return the names of the files and folders in ``root`` that belong to a factory. Empty folders, which ``create`` makes, do not count."""
     listed = [
         "ledger.db",
         "mlflow.db",
@@ -275,7 +278,7 @@ def list_factory_files(root: Path) -> list[str]:
 
 
 def _refuse_odd_name(root: Path) -> None:
-    """Raises: WorkspaceError for a path that would name another file as part of a database's address ('?' and '%')."""
+    """Refuse a path with '?' or '%', because a database's address with that path would name another file. Raises: WorkspaceError."""
     shown = os.fsencode(root).decode("utf-8", "backslashreplace")
     if shown != str(root) or "?" in shown or "%" in shown:
         raise WorkspaceError(

@@ -1,5 +1,5 @@
-"""Makes a deliberately bad shard, to show and test ingest: every kind of bad row, made from the workspace's own documents,
-between good rows.
+"""Makes a deliberately bad shard, to show and test ingest. The shard has bad rows of every kind between good rows. The rows are made from the
+workspace's own documents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.contract.data.token_shard import TokenShard
 
 _OF_EACH = 8  # rows of each kind
 _SEED = 7
-_WORDS_PER_EDIT = 90  # a near copy has one changed word in so many: about nine shingles in ten stay
+_WORDS_PER_EDIT = 90  # a near copy has one changed word in 90, so about nine in ten shingles stay
 
 
 def write_bad_shard(path: Path, plant: Plant) -> Path:
@@ -41,7 +41,7 @@ def write_bad_shard(path: Path, plant: Plant) -> Path:
     if not known or not secret:
         raise InputError(
             "corpus.nothing_ingested",
-            "{workspace} has no ingested and held-out text yet: ingest the corpus first",
+            "{workspace} does not have both training documents and held-out documents yet: ingest the corpus first",
             workspace=plant.workspace.root,
         )
     good = list(_inventories(6 * _OF_EACH))
@@ -75,7 +75,7 @@ def _row(name: str, text: str) -> dict[str, Any]:
 
 
 def _ingested_texts(plant: Plant) -> Iterator[str]:
-    """The texts of training documents that ingest did not change, decoded from the token shards."""
+    """Yield the texts of training documents that ingest did not change, decoded from the token shards."""
     d, t = documents.c, token_shards.c
     statement = (
         sa.select(d.key, t.path)
@@ -118,7 +118,7 @@ def _with_personal_data(text: str, number: int) -> str:
 
 
 def _shuffled(line: bytes, rng: random.Random) -> bytes:
-    """The bytes in random order without line ends; every tenth is replaced by a non-ASCII byte."""
+    """Return the bytes in random order, without line ends. Every tenth byte is replaced by a non-ASCII byte."""
     data = bytearray(line.replace(b"\n", b" "))
     rng.shuffle(data)
     for place in range(0, len(data), 10):

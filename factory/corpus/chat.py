@@ -1,6 +1,6 @@
-"""Makes questions and answers about a module from its docstrings and signatures. Deterministic: a hash picks the wording.
+"""Makes questions and answers about a module from its docstrings and signatures. The result is deterministic: a hash picks the wording.
 
-Every run of 13 words in a wording has a name of the module in it: otherwise chats would share the run and count as contaminated.
+Every run of 13 words in a wording contains a name from the module. Otherwise, chats would share the run and count as contaminated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _LISTED = 12
 
 @dataclass(frozen=True)
 class DocumentedName:
-    """One name of a module. ``head``: its ``def`` or ``class`` line; empty for a module. ``members``: the parameters of a
-    function, or the public names of a class or module.
+    """One documented name of a module. ``head``: its ``def`` or ``class`` line; empty for a module. ``members``: the parameters of a function, or the
+    public names of a class or module.
     """
 
     kind: str  # 'module' | 'class' | 'function' | 'method'
@@ -61,7 +61,7 @@ _PARAMETERS = (
 
 
 def make_chats(described: Sequence[DocumentedName]) -> Iterator[Messages]:
-    """All chats about one module."""
+    """Yield all chats about one module."""
     for one in described:
         answer = summarise_docstring(one.doc, _LONGEST_ANSWER)
         signature = f"{one.head} ..." if one.kind in ("function", "method") else ""
@@ -84,7 +84,7 @@ def make_chats(described: Sequence[DocumentedName]) -> Iterator[Messages]:
 
 
 def summarise_docstring(doc: str, longest: int) -> str:
-    """The first paragraphs of a docstring, up to ``longest`` characters; empty if the first does not fit."""
+    """Return the first paragraphs of a docstring, up to ``longest`` characters; empty if the first does not fit."""
     kept: list[str] = []
     size = 0
     for paragraph in textwrap.dedent(doc).strip().split("\n\n"):

@@ -1,4 +1,4 @@
-"""Finds, decodes and parses the standard library's source files; never imports them."""
+"""Finds, decodes and parses the standard library's source files. The files are never imported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SourceModule:
 
 
 def list_source_files() -> Iterator[tuple[Path, str]]:
-    """(path, source) of the library's Python files, in the order of ``source``: the path inside the library."""
+    """Return (path, source) of the library's Python files, sorted by ``source``, which is the path inside the library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, inner, files in os.walk(root):
@@ -40,7 +40,7 @@ def list_source_files() -> Iterator[tuple[Path, str]]:
 
 
 def read_module(path: Path, source: str) -> SourceModule | None:
-    """The module of a source file; None if the file is not text in the encoding that it declares."""
+    """Return the module of a source file; None if the file is not text in the encoding that the file declares."""
     try:
         data = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)

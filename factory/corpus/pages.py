@@ -1,4 +1,4 @@
-"""Makes reference pages of docstrings: the public names of a module's syntax tree, joined into documents."""
+"""Makes reference pages from docstrings: the documented names of a module, rendered and joined into documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHORTEST_PAGE = 200
 
 
 def describe_module(module: SourceModule) -> Iterator[DocumentedName]:
-    """The module, its public functions and classes, and their methods, in the order of the source."""
+    """Yield the module, its public functions and classes, and their methods, in the order of the source."""
     assert module.tree
     yield DocumentedName(
         "module", module.name, module.name, "", ast.get_docstring(module.tree) or "", _members(module.tree)
@@ -48,7 +48,7 @@ def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
 
 
 def render_name(one: DocumentedName) -> str:
-    """The text of one name on a reference page; empty if it has no docstring."""
+    """Return the text of one name for a reference page; empty if the name has no docstring."""
     if not one.doc:
         return ""
     indented = "\n".join(f"    {line}".rstrip() for line in one.doc.strip().split("\n"))
@@ -58,7 +58,7 @@ def render_name(one: DocumentedName) -> str:
 
 
 def read_help_topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(name, text) of the help topics in ``pydoc_data.read_help_topics``, a module with one literal."""
+    """Yield (name, text) of each help topic in the syntax tree of ``pydoc_data.topics``, a module with one literal."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             for name, text in ast.literal_eval(node.value).items():
@@ -66,7 +66,7 @@ def read_help_topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def split_long_text(text: str) -> list[str]:
-    """The text in parts of at most ``_LONGEST_PAGE`` characters, cut between paragraphs, or between lines of a long paragraph."""
+    """Split a text into parts of at most ``_LONGEST_PAGE`` characters, between paragraphs, or between lines of a long paragraph."""
     if len(text) <= _LONGEST_PAGE:
         return [text] if text else []
     parts, current = [], ""

@@ -20,7 +20,8 @@ Documents = dict[str, list[dict[str, Any]]]  # by domain
 
 
 def write_corpus(folder: Path, progress: Progress, share: float = 1.0) -> list[Path]:
-    """Write ``code-00``, ``docs-00``, ``chat-00`` and then ``…-01``, all ``.jsonl``, of a share of the library's modules.
+    """Write shards with a share of the library's modules: ``code-00``, ``docs-00``, ``chat-00``, then ``code-01`` and so on, all ``.jsonl``.
+
     Returns their paths in this order.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ def _document(source: str, domain: str, number: int, **content: Any) -> dict[str
 
 
 def _draw(text: str) -> float:
-    """A number in [0, 1) for a text."""
+    """Return a number in [0, 1) for a text."""
     return int.from_bytes(hashlib.sha256(f"corpus:{text}".encode()).digest()[:8], "big") / 2**64
 
 

@@ -1,8 +1,8 @@
 """Computes from the data order at which steps segments were trained on documents.
 
-Between two checkpoints a document was drawn only if one of its pieces has a place between the checkpoints' cursors, or waited at the first
-checkpoint. That test needs no replay of the order, for any number of documents. Only stretches in which a document was drawn are replayed, step
-by step. The state of the order in a checkpoint is trusted.
+Between two checkpoints, a document was drawn only in two cases: one of its pieces has a place between the checkpoints' cursors, or waited at the
+first checkpoint. This test does not replay the data order, for any number of documents. Only the steps between two checkpoints where a document was
+drawn are replayed. The module trusts the state of the data order in a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class UnknownExposureError(FactoryError):
 
 @dataclass(frozen=True)
 class ExposureStep:
-    """One step that trained on a document or on a part of it."""
+    """One training step on a document or on a part of it."""
 
     segment: int
     step: int
-    epoch: int  # of the document's domain and generation, from 0
+    epoch: int  # counted from 0 for the document's domain and generation
 
 
 class Exposure:
-    """The steps that trained on some documents. ``documents``: by key, the id of the document's token shard."""
+    """Finds the steps that trained on some documents. ``documents`` maps the key of each document to the id of its token shard."""
 
     def __init__(self, ledger: Ledger, documents: Mapping[str, str]) -> None:
         self.ledger, self.documents = ledger, documents
@@ -57,7 +57,7 @@ class Exposure:
         self._ends: dict[int, SamplerState] = {}
 
     def steps_by_document(self, row: SegmentRow) -> dict[str, list[ExposureStep]]:
-        """By key, the steps of a segment that trained on the document, in order. Raises: UnknownExposureError."""
+        """Return, for each document's key, the steps of a segment that trained on the document, in order. Raises: UnknownExposureError."""
         found: dict[str, list[ExposureStep]] = {}
         for seen, key in self.iterate_steps(row):
             if seen not in found.setdefault(key, []):
@@ -65,11 +65,11 @@ class Exposure:
         return found
 
     def first_step(self, row: SegmentRow) -> int | None:
-        """The first step of a segment that trained on any of the documents. Raises: UnknownExposureError."""
+        """Return the first step of a segment that trained on any of the documents. Raises: UnknownExposureError."""
         return next((seen.step for seen, _ in self.iterate_steps(row)), None)
 
     def iterate_steps(self, row: SegmentRow) -> Iterator[tuple[ExposureStep, str]]:
-        """(step, key) in the order of the steps. Raises: UnknownExposureError."""
+        """Yield (step, key of the document) in the order of the steps of a segment. Raises: UnknownExposureError."""
         try:
             yield from self._each(row)
         except (TrainerError, OSError, *MALFORMED_STATE_ERRORS) as error:
@@ -101,13 +101,13 @@ class Exposure:
                         yield ExposureStep(row.id, step, piece.place // stream.pieces), stream.key(piece.document)
 
     def documents_in_plan(self, row: SegmentRow) -> list[str]:
-        """The keys of the documents that are in a segment's plan and carry loss there."""
+        """Return the keys of the documents that are in a segment's plan and carry loss there."""
         plan = read_data_plan(self.ledger, row)
         held, masked = {shard["id"] for shard in plan["token_shards"]}, set(plan.get("masked", ()))
         return [key for key, shard in self.documents.items() if shard in held and key not in masked]
 
     def _order(self, row: SegmentRow) -> DataOrder:
-        """The data order at its beginning, with the wanted documents as masked documents. Masks do not change the order."""
+        """Return the data order at its beginning. It marks the wanted documents as masked, which does not change the order."""
         identity = f"{row.data_plan} {row.recipe_sha256}"
         if identity not in self._orders:
             recipe = Recipe.parse(row.recipe_json)
@@ -119,7 +119,7 @@ class Exposure:
         return self._orders[identity]
 
     def _start(self, row: SegmentRow) -> SamplerState:
-        """The sampler's state at a segment's start; None: the beginning of the data."""
+        """Return the sampler's state at a segment's start; None at the beginning of the data."""
         if row.parent is None:
             return None
         parent = SegmentRow.get(self.ledger, row.parent)
@@ -129,7 +129,7 @@ class Exposure:
         return self._ends[parent.id]
 
     def _walked(self, row: SegmentRow) -> SamplerState:
-        """The sampler's state at the end of a segment whose last checkpoint is gone."""
+        """Return the sampler's state at the end of a segment whose last checkpoint is gone."""
         state = self._start(row)
         walk = (
             self._order(row).copy_from_state(state)
@@ -142,7 +142,10 @@ class Exposure:
 
 
 def list_contributing_segments(db: ReadsSql, segment: int) -> list[SegmentRow]:
-    """The segments whose steps made a segment's weights, oldest first: its lineage. An average also has the lineages of the averaged segments."""
+    """Return the segments whose steps made a segment's weights, oldest first.
+
+    They are its lineage. For an average, they are also the lineages of the averaged segments.
+    """
     found: dict[int, SegmentRow] = {}
     pending: list[int] = [segment]
     while pending:
@@ -155,7 +158,7 @@ def list_contributing_segments(db: ReadsSql, segment: int) -> list[SegmentRow]:
 
 
 def _drawn(walk: DataOrder, after: Mapping[str, Any]) -> bool:
-    """Does a wanted document wait in the first state, or have a place between the two states?"""
+    """Return whether a wanted document waits in the first state, or has a place between the two states."""
     if any(piece.document in walk.streams[piece.stream].masked for piece in walk.pending):
         return True
     for name, stream in walk.streams.items():
@@ -172,7 +175,7 @@ def _drawn(walk: DataOrder, after: Mapping[str, Any]) -> bool:
 
 
 def _trained_until(row: SegmentRow) -> int:
-    """The step after the last step that a segment has trained so far."""
+    """Return the step after the last step that a segment has trained so far."""
     if row.result is not None:
         return row.last_step
     lines = read_metrics(row)
@@ -180,7 +183,7 @@ def _trained_until(row: SegmentRow) -> int:
 
 
 def _states(row: SegmentRow) -> Sequence[tuple[int, SamplerState]]:
-    """(step, state of the sampler) of the remaining checkpoints of a segment, in order."""
+    """Return (step, state of the sampler) of each remaining checkpoint of a segment, in order."""
     listed = sorted(saved_steps(Path(row.folder) / "checkpoints"))
     return [(step, state) for step, path in listed if (state := _read(path)) is not None]
 

@@ -1,4 +1,4 @@
-"""Texts that came under several licences: lists the claims, and records a person's decision which claim is right."""
+"""Settles texts that came under several licences: lists the claims, and records a person's decision about which claim is right."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ NAMED = 5  # keys of a group's documents that are listed
 
 
 def group_conflicts(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
-    """Conflicts grouped by their claims, with the most supervised tokens first. Of each group: ``claims`` (licence and shard of each),
-    ``effective_licence``, ``train`` and ``release`` (what that licence allows), ``is_settled``, ``fates``, ``documents``, ``supervised_tokens``, and
-    some
-    ``keys``."""
+    """Return the licence conflicts grouped by their claims, with the most supervised tokens first.
+
+    Each group has ``claims`` (licence and shard of each claim), ``counts_as`` (the licence that counts), ``train`` and ``release`` (what that licence
+    allows), ``settled``, ``fates``, ``documents``, ``supervised_tokens``, and at most ``NAMED`` of the documents' ``keys``.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in find_licence_conflicts(ledger):
         claims = tuple(dict.fromkeys((claim.license, claim.shard, claim.is_set_aside) for claim in one.claims))
@@ -50,7 +51,7 @@ def group_conflicts(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
 
 
 def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
-    """The result of ``group_conflicts`` as lines for a person."""
+    """Return the result of ``group_conflicts`` as lines for a person."""
     said: list[str] = []
     for group in found:
         if group["release"]:
@@ -62,7 +63,8 @@ def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.claims",
-                "{documents:,|document|documents} ({fates}), {supervised_tokens:,} tokens with loss: {claims}",
+                "{documents:,|document|documents} ({fates}) with {supervised_tokens:,} supervised tokens came under several licences: "
+                "{claims}",
                 documents=group["documents"],
                 fates=[f"{count:,} {fate}" for fate, count in sorted(group["fates"].items())],
                 supervised_tokens=group["supervised_tokens"],
@@ -75,8 +77,8 @@ def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.claims_count",
-                "  {how} {licence}, which {allowed}; {keys}",
-                how="settled as" if group["settled"] else "counts as",
+                "  The text {how} {licence}, which {allowed}. Documents: {keys}",
+                how="is settled as" if group["settled"] else "counts as",
                 licence=group["counts_as"] or NO_LICENCE,
                 allowed=allowed,
                 keys=group["keys"],
@@ -86,20 +88,20 @@ def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.strictest_counts",
-                "the strictest licence counts until you say which licence is right: 'factory data settle LICENCE --shard NAME' or "
-                "'factory data settle LICENCE --document ID'. If no licence is named, write 'none'",
+                "the strictest licence counts until you settle which licence is right: 'factory data settle LICENCE --shard NAME' or "
+                "'factory data settle LICENCE --document ID'. If the right answer is no licence, write 'none' as LICENCE",
             )
         )
-    return said or [Message("data.no_conflicts", "no text came under two licences")]
+    return said or [Message("data.no_conflicts", "no text came under several licences")]
 
 
 def settle_licence(
     ledger: Ledger, licence: str, names: Sequence[str], shards: Sequence[str], by: str, why: str
 ) -> list[LicenceConflict]:
-    """Set aside all claims except ``licence`` ('none': no licence) about the documents with these ids or keys, and about all documents on which
-    these shards, or parts of these files, conflict with others. Returns the conflicts before the change.
+    """Set aside all claims except ``licence`` ('none': no licence) about some documents. Returns the conflicts before the change.
 
-    Raises: InputError if there is no conflict, or no row claims ``licence``; and as ``find_keys_of_one``.
+    The documents are those with the ids or keys ``names``, and those on which the shards ``shards``, or parts of these files, conflict with others.
+    Raises: InputError if there is no conflict, or no row claims ``licence``, and as ``find_keys_of_one`` does.
     """
     wanted = {key for name in names for key in find_keys_of_one(ledger, name)}
     about = [
@@ -111,7 +113,7 @@ def settle_licence(
     if not about:
         raise InputError(
             "data.no_conflict",
-            "no licence of {names} is in conflict. To list the conflicts: 'factory data claims'",
+            "the licences of {names} are not in conflict. To list the conflicts: 'factory data claims'",
             names=[*names, *shards],
         )
     known = "" if licence == NO_LICENCE else fold_licence_name(licence)
@@ -120,7 +122,7 @@ def settle_licence(
         if known not in {fold_licence_name(claim.license) for claim in one.claims}:
             raise InputError(
                 "data.unclaimed_licence",
-                "{key}: no shard has this text under {licence!r}{near}. Nothing was changed",
+                "no shard has the text of document {key} under the licence {licence!r}{near}. Nothing was changed",
                 key=one.key,
                 licence=licence,
                 near=suggest_name(licence, claimed),

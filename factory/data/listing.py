@@ -14,8 +14,11 @@ GROUPS = {"domain": "d.domain", "source": "d.source", "license": "d.license"}
 
 
 def list_data(ledger: Ledger, most: int) -> dict[str, Any]:
-    """``shards``; ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by training tokens); ``licence_conflicts`` (numbers of
-    documents); ``list_removals``."""
+    """Return the facts of ``factory data list``, as JSON-ready values.
+
+    The keys: ``shards``; ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by training tokens); ``licence_conflicts`` (numbers of
+    documents); ``removals``.
+    """
     sums = (
         ("documents", "1", "train"),
         ("tokens", "d.tokens", "train"),
@@ -42,13 +45,13 @@ def list_data(ledger: Ledger, most: int) -> dict[str, Any]:
 
 
 def _value_of_fate(value: str, fate: str) -> str:
-    """SQL: ``value`` for documents with this fate, else 0."""
+    """Return an SQL expression that is ``value`` for documents with this fate, and 0 for others."""
     when = f"CASE WHEN d.fate = '{fate}'"
     return f"{when} THEN {value} ELSE 0 END"
 
 
 def format_data_list(found: dict[str, Any]) -> list[str]:
-    """The result of ``list_data`` as lines for a person."""
+    """Return the result of ``list_data`` as lines for a person."""
     said: list[str] = []
     for group, rows in found.items():
         if group in ("removals", "licence_conflicts"):
@@ -75,28 +78,28 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
         said.append(
             Message(
                 "data.licence_conflicts",
-                "licences {documents:,} documents came under several licences, and {settled:,} of these conflicts are settled. To list "
-                "the conflicts: 'factory data claims'",
+                "licences: {documents:,|document|documents} came under several licences. Settled conflicts: {settled:,}. To list the "
+                "conflicts: 'factory data claims'",
                 documents=count,
                 settled=found["licence_conflicts"]["settled"],
             )
         )
     for row in found["removals"]:
         named = (
-            f"{len(row['names'])} documents"
+            f"{len(row['names'])} named document{'s' if len(row['names']) > 1 else ''}"
             if row["column"] == "key"
             else f"{COLUMN_NOUNS[row['column']]} {', '.join(row['names'])}"
         )
         said.append(
             Message(
                 "data.removal",
-                "removal  {number} by {by}, {named}, {documents:,} documents, {state}{why}",
+                "removal  {number} of {named} by {by}: {documents:,|document|documents} {state}{why}",
                 number=row["number"],
                 by=row["by"],
                 named=named,
                 documents=row["documents"],
                 state=row["state"],
-                why=f": {row['why']}" if row["why"] else "",
+                why=f" ({row['why']})" if row["why"] else "",
             )
         )
     return said or [Message("data.none", "no data yet")]

@@ -11,7 +11,7 @@ from factory.ledger.rows import SegmentRow
 
 
 def read_metrics(row: SegmentRow) -> list[dict[str, Any]]:
-    """The readable lines of a segment's metrics in the order of the steps; of each step only the newest line."""
+    """Return the readable lines of a segment's metrics, in the order of the steps. If a step has several lines, only the newest is returned."""
     found: dict[int, dict[str, Any]] = {}
     try:
         with open_regular_file(Path(row.folder) / "metrics.jsonl") as file:

@@ -1,12 +1,12 @@
-"""Gives documents another domain, source, licence or group: in place, as a recorded decision of a person, without a new ingest.
+"""Gives documents another domain, source, licence or group in place, without a new ingest. Each relabel is a recorded decision of a person.
 
-Rows, held-out halves, the domains of token shards and the record (table ``relabels``) change in one transaction. Token shards stay as they are.
-A token shard's ledger row (``moved``) and every later data plan name the rows that have another domain now. Earlier segments are replayed from
+The documents' rows, held-out halves, domains of token shards and the record (table ``relabels``) change in one transaction. Token shards stay as they
+are. A token shard's ledger row (``moved``) and every later data plan name the rows that have another domain now. Earlier segments are replayed from
 their own plans. A held-out document stays held out.
 
-Held-out documents may get another group. A document that something may have read keeps its half, and its new group gets that half. A new group
-of documents that nothing has read yet goes to the half with fewer groups of its domains. So a document that influenced a choice never becomes
-sealed. Readers are evaluations, verdicts, proposals, agents' runs, and averages.
+Held-out documents may get another group. A document that something may have read keeps its half, and its new group gets that half. A new group of
+documents that nothing has read yet goes to the half that has fewer groups of its domains. So a document that influenced a choice never becomes
+sealed. Evaluations, verdicts, proposals, agents' runs and averages count as readers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard, format_row_ranges, parse_row_ranges
 from trainer.contract.errors import DataPlanError, TokenShardError
 
-RELABELLED_EVENT = "relabelled"  # kind of its event
+RELABELLED_EVENT = "relabelled"  # kind of a relabel's event
 FATES = {"train": "to train on", "held_out": "held out"}  # as a person reads them
 # Kinds of events of readers of held-out documents: an evaluation, a verdict, a proposal, an agent's run.
 READING = ("evaluated", "judged", "drafted", "agent_began")
@@ -61,7 +61,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class DocumentFilter:
-    """Selects documents with one of these domains, and one of these sources, and so on. An empty field selects all."""
+    """Selects the documents that match every field that is not empty. A document matches a field if it has one of the field's names."""
 
     domain: Sequence[str] = ()
     source: Sequence[str] = ()
@@ -72,7 +72,7 @@ class DocumentFilter:
 
 @dataclass(frozen=True)
 class NewLabels:
-    """The new values; None: unchanged. ``license`` 'none' or '' and ``source`` '' remove the name."""
+    """The new values of labels. None leaves a label unchanged. ``license`` 'none' or '' and ``source`` '' remove the name."""
 
     domain: str | None = None
     source: str | None = None
@@ -82,8 +82,11 @@ class NewLabels:
 
 @dataclass
 class Relabelling:
-    """The changes of a relabel, and their consequences. ``documents``: by key, the new values of columns; ``held``: the same for held-out
-    documents. ``token_shards``: by id, rows by domain (``PlannedShard.moved``). ``lines``: lines for a person."""
+    """The changes of a relabel, and their consequences.
+
+    ``documents`` maps keys to the new values of columns, and ``held`` does the same for held-out documents. ``token_shards`` maps ids of token shards
+    to rows by domain (``PlannedShard.moved``). ``lines`` are for a person.
+    """
 
     filter: DocumentFilter
     change: NewLabels
@@ -99,8 +102,11 @@ class Relabelling:
 
 
 def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) -> Relabelling:
-    """Find what a relabel would change; changes nothing. Raises: InputError for names that no document has, for a change without effect, for a
-    change after which no segment can be planned, or one that a licence forbids."""
+    """Find what a relabel would change, without changing anything.
+
+    Raises: InputError for names that no document has, for a change without effect, for a change after which no segment can be planned, and for a
+    licence that does not allow training.
+    """
     if not any(vars(chosen).values()):
         raise InputError("data.no_filter", "choose documents with --domain, --source, --license, --shard or --document")
     if all(value is None for value in vars(change).values()):
@@ -111,8 +117,7 @@ def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) ->
     if change.license is not None and not policy.licences.find_licence(_licence(change.license)).train:
         raise InputError(
             "data.licence_forbids",
-            "the licence {licence!r} does not allow training (licences in data.yaml). To remove these documents: 'factory data "
-            "remove'",
+            "the licence {licence!r} does not allow training (see 'licences' in data.yaml). To remove these documents: 'factory data remove'",
             licence=change.license,
         )
     _refuse_names(plant.ledger, change)
@@ -124,7 +129,7 @@ def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) ->
     if not changed:
         raise InputError(
             "data.same_labels",
-            "{documents:,|document has|documents have} these labels already. Nothing was changed",
+            "{documents:,|selected document has|selected documents have} these labels already. Nothing was changed",
             documents=len(rows),
         )
     found = Relabelling(chosen, change, len(rows), changed)
@@ -137,8 +142,10 @@ def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) ->
 
 
 def apply_relabelling(plant: Plant, found: Relabelling, by: str, why: str = "") -> int:
-    """Make the changes that ``plan_relabelling`` found; returns the number of the relabel. The caller has held the model loop's lock since before
-    ``plan_relabelling``."""
+    """Make the changes that ``plan_relabelling`` found. Returns the number of the relabel.
+
+    The caller must hold the model loop's lock since before ``plan_relabelling``.
+    """
     with plant.ledger.begin() as tx:
         number = insert_row(
             tx, relabels, at=time.time(), who=by, why=why, counts=found.to_json(),
@@ -172,7 +179,7 @@ def _update(tx: sa.Connection, table: sa.Table, changed: Mapping[str, Mapping[st
 
 
 def _domains(tx: sa.Connection, where: sa.ColumnElement[bool]) -> dict[str, dict[str, int]]:
-    """``domains`` of a row of ``shards`` or ``token_shards``."""
+    """Return the value of ``domains`` for a row of ``shards`` or ``token_shards``."""
     sums = [sa.func.count(), sa.func.sum(c.tokens), sa.func.sum(c.supervised_tokens)]
     rows = tx.execute(sa.select(c.domain, *sums).where(where).group_by(c.domain).order_by(c.domain)).all()
     return {
@@ -187,7 +194,7 @@ def _licence(name: str) -> str | None:
 
 
 def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
-    """Raises: InputError for a name that no row may have, and for a source or licence whose documents a person took out."""
+    """Refuse a name that no row may have, and a source or licence whose documents a person removed. Raises: InputError."""
     for noun, name in (("source", change.source), ("license", change.license)):
         if name is not None and (len(name) > LONGEST_NAME or not name.isprintable()):
             raise InputError(
@@ -207,8 +214,8 @@ def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
         if number is not None:
             raise InputError(
                 "data.removed_name",
-                "removal {removal} removed the {noun} {name!r}, so ingest refuses documents of this {noun}. Nothing was changed. To "
-                "put the documents back: 'factory data undo {removal}'",
+                "removal {removal} removed the documents of the {noun} {name!r}, so ingest refuses documents of this {noun}. Nothing was "
+                "changed. To put the documents back: 'factory data undo {removal}'",
                 removal=number,
                 noun=noun,
                 name=name,
@@ -252,15 +259,15 @@ def _refuse_unknown_facts(rows: Sequence[Mapping[str, Any]], change: NewLabels) 
         what = {"url-host": "url", "conversation": "conversation_id"}[change.group]
         raise InputError(
             "data.no_grouping_key",
-            "none of the {documents:,} documents has a known {key}: their rows have no {key}, or an older factory did not keep the "
-            "value. Group by 'document', 'source' or 'path'. Or remove the documents and ingest rows with {key!r}",
+            "none of the {documents:,} selected documents has a known {key}: their rows have no {key}, or an older factory did not keep the "
+            "value. Group by 'document', 'source' or 'path'. Or remove the documents and ingest rows that have {key!r}",
             documents=len(rows),
             key=what,
         )
 
 
 def _changed(row: Mapping[str, Any], change: NewLabels, policy: DataPolicy) -> dict[str, Any]:
-    """The columns of a document that change, with their new values."""
+    """Return the columns of a document that change, with their new values."""
     new: dict[str, Any] = {}
     source = row["source"] if change.source is None else change.source or None
     if change.domain is not None:
@@ -281,7 +288,10 @@ def _group(kind: GroupKind, source: str | None, row: Mapping[str, Any]) -> str |
 
 
 def _kind_of(row: Mapping[str, Any]) -> GroupKind | None:
-    """The kind of group that a document's group key was made by; None: it is a group of its own. A new source changes the keys of some kinds."""
+    """Return the kind of group that gave a document its group key; None if the document is a group of its own.
+
+    A new source changes the keys of some kinds.
+    """
     if row["group_key"] is None:
         return None
     return next((kind for kind in KINDS if _group(kind, row["source"], row) == row["group_key"]), None)
@@ -291,7 +301,7 @@ def _kind_of(row: Mapping[str, Any]) -> GroupKind | None:
 def _trained_groups(
     ledger: Ledger, rows: Sequence[Mapping[str, Any]], changed: Mapping[str, Mapping[str, Any]]
 ) -> set[str]:
-    """The new groups with a training document. A held-out document of such a group is held out as a group of its own."""
+    """Return the new groups that contain a training document. A held-out document of such a group is held out as a group of its own."""
     names = {new["group_key"] for new in changed.values() if new.get("group_key")}
     found = {
         changed[row["key"]]["group_key"]
@@ -309,7 +319,10 @@ def _trained_groups(
 def _held(
     ledger: Ledger, changed: Mapping[str, Mapping[str, Any]], trained: set[str], said: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """By key, the columns of ``held_out`` that change, with their new values. ``lines`` gets a line about the halves of the new groups."""
+    """Return, for each key, the columns of ``held_out`` that change, with their new values.
+
+    A line about the halves of the new groups is added to ``said``.
+    """
     h = held_out.c
     listed = sa.select(h.key, h.domain, h.group_key, h.sealed, c.fate, c.content_sha256)
     listed = listed.join(documents, c.key == h.key)
@@ -373,21 +386,21 @@ def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[s
 
 
 def _last_read(ledger: Ledger) -> int:
-    """The number of the newest event of a reader of held-out documents; 0: no such event. A number, not a time: a clock may go back."""
+    """Return the number of the newest event of a reader of held-out documents; 0 if there is none. A number, because a clock may go back."""
     sql = f"""SELECT MAX(id) AS id FROM events WHERE kind IN ({", ".join(map(repr, READING))})
         OR kind = 'segment_planned' AND subject IN (SELECT 'segment:' || id FROM segments WHERE kind = 'average')"""
     return int(ledger.read(sql)[0]["id"] or 0)
 
 
 def _came(ledger: Ledger) -> dict[str, int]:
-    """By the first 16 digits of a shard's SHA-256, the number of its ingest's event."""
+    """Return, for the first 16 digits of each shard's SHA-256, the number of the event that recorded its ingest."""
     rows = ledger.read("SELECT subject, MAX(id) AS id FROM events WHERE kind = 'ingested' GROUP BY subject")
     return {row["subject"].removeprefix("shard:"): int(row["id"]) for row in rows}
 
 
 # -- training documents ------------------------------------------------------------------------------------------------
 def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None) -> dict[str, dict[str, str]]:
-    """By token shard, the rows with another domain than the token shard has for them, now or earlier."""
+    """Return, for each token shard, the rows (by domain) whose domain after the change differs from the one in the token shard."""
     of: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         if row["token_shard"]:
@@ -419,7 +432,7 @@ def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], fo
     fates = Counter(FATES.get(row["fate"], row["fate"]) for row in rows if row["key"] in found.documents)
     first = Message(
         "data.relabels",
-        "{changed:,} of {selected:,} documents change ({fates})",
+        "{changed:,} of {selected:,|selected document|selected documents} get new labels ({fates})",
         changed=len(found.documents),
         selected=found.selected,
         fates=[f"{count:,} {fate}" for fate, count in sorted(fates.items())],
@@ -464,7 +477,7 @@ def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], fo
 
 
 def _same(kind: str) -> str:
-    """The other name of a kind of group: 'document' and 'none' mean the same."""
+    """Return the other name of a kind of group: 'document' and 'none' mean the same."""
     return {"document": "none", "none": "document"}.get(kind, kind)
 
 

@@ -1,8 +1,8 @@
-"""Takes documents out for a person, or puts them back. Rows, the event and marks of releases change in one transaction, as for a quarantine.
+"""Removes documents for a person, or puts them back. Rows, the event and marks of releases change in one transaction, as for a quarantine.
 
-A removed document stays in its token shard and keeps its place in the data order, but carries no loss in later segments. A token shard that the
-trunk has not seen is left out if all its documents are removed. Evaluations no longer measure a removed held-out document. The hashes by which
-copies are recognised stay, so ingest refuses copies. The text stays too, unless a person asks to erase it (``factory.erasing.erasing``).
+A removed document stays in its token shard and keeps its place in the data order, but carries no loss in later segments. A token shard that the trunk
+has not seen is left out if all its documents are removed. Evaluations no longer measure a removed held-out document. The hashes that identify copies
+stay, so ingest refuses copies. The text stays too, unless a person asks to erase it (``factory.erasing.erasing``).
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ c = documents.c
 
 @dataclass(frozen=True)
 class PlannedRemoval:
-    """What a removal would take out, and its consequences."""
+    """The documents that a removal would remove, and the consequences."""
 
     selection: DocumentSelection
     fates: dict[str, int]  # by present fate, the number of documents that would be removed
     domains: dict[str, int]  # by domain, supervised tokens of the training documents
-    releases: dict[int, tuple[list[str], bool]]  # as ``releases_that_saw``
+    releases: dict[int, tuple[list[str], bool]]  # the result of ``find_releases_trained_on``
     open_segment: int | None  # a segment that is planned already and trains on the documents
     cost: RetrainingCost
 
     def lines(self) -> list[Message]:
-        """The removal in lines for a person."""
+        """Return lines for a person about the removal."""
         said = [
             Message(
                 "data.removes",
-                "{documents:,|document|documents}: {fates}",
+                "the removal has {documents:,|document|documents}: {fates}",
                 documents=sum(self.fates.values()),
                 fates=[f"{count:,} {FATES[fate]}" for fate, count in self.fates.items()],
             )
@@ -62,7 +62,7 @@ class PlannedRemoval:
             said.append(
                 Message(
                     "data.tokens_by_domain",
-                    "supervised tokens, by domain: {domains}",
+                    "supervised tokens of these documents by domain: {domains}",
                     domains=[f"{domain} {count:,}" for domain, count in sorted(self.domains.items())],
                 )
             )
@@ -127,8 +127,10 @@ FATES = {
 
 
 def plan_removal(ledger: Ledger, selection: DocumentSelection, erase: bool = False) -> PlannedRemoval:
-    """Find what a removal would take out; changes nothing. Raises: InputError if there is nothing to take out, or if one of the named documents
-    cannot be taken out."""
+    """Find what a removal would remove, without changing anything.
+
+    Raises: InputError if there is nothing to remove, or if one of the named documents cannot be removed.
+    """
     wanted = removable_fates(erase)
     fates: Counter[str] = Counter()
     domains: Counter[str] = Counter()
@@ -162,7 +164,7 @@ def plan_removal(ledger: Ledger, selection: DocumentSelection, erase: bool = Fal
 
 
 def apply_removal(ledger: Ledger, found: PlannedRemoval, by: str, why: str = "", erase: bool = False) -> Removal:
-    """Take out the documents that ``plan_removal`` found."""
+    """Remove the documents that ``plan_removal`` found."""
     selection, changed = found.selection, 0
     with ledger.begin() as tx:
         number = int(tx.execute(sa.select(sa.func.count()).where(events.c.kind == REMOVED)).scalar() or 0) + 1
@@ -191,12 +193,12 @@ def apply_removal(ledger: Ledger, found: PlannedRemoval, by: str, why: str = "",
 
 
 def undo_removal(ledger: Ledger, number: int, by: str) -> str:
-    """Put back the documents of a removal; returns a line for a person. Raises: InputError if the removal cannot be put back."""
+    """Put back the documents of a removal. Returns a line for a person. Raises: InputError if the documents cannot be put back."""
     known = {one.number: one for one in list_removals(ledger)}
     if number not in known:
         raise InputError(
             "data.no_removal",
-            "there is no removal {number}. The removals: {known}",
+            "removal {number} does not exist. The existing removals: {known}",
             number=number,
             known=[*known] or ["none yet"],
         )
@@ -228,7 +230,7 @@ def undo_removal(ledger: Ledger, number: int, by: str) -> str:
 
 
 def mark_new_releases(ledger: Ledger) -> list[str]:
-    """Mark releases that were made after a removal, from segments that were planned before it; returns lines for a person."""
+    """Mark the releases that were made after a removal from segments that were planned before it. Returns lines for a person."""
     taken = [one for one in list_removals(ledger) if one.state != "returned" and one.token_shards]
     if not taken:
         return []

@@ -1,4 +1,7 @@
-"""The cost of training the trunk again without some documents: from the newest checkpoint that never saw them to the trunk's newest step."""
+"""Estimates the cost of training the trunk again without some documents.
+
+The cost is the number of steps from the newest checkpoint that never saw the documents to the trunk's newest step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from trainer.contract.checkpoint.format import saved_steps
 
 @dataclass(frozen=True)
 class RetrainingCost:
-    """``first_step``: the trunk's first step on one of the documents; None: it has none, and no training must be repeated."""
+    """The cost of training the trunk again without some documents.
+
+    ``first_step`` is the trunk's first step on one of the documents; None if there is none, and then no training must be repeated.
+    """
 
     first_step: int | None = None
     segment: int | None = None  # of that step
@@ -31,7 +37,7 @@ class RetrainingCost:
 
     @property
     def message(self) -> Message:
-        """The cost in words."""
+        """The cost as a sentence for a person."""
         if self.unknown:
             return Message(
                 "data.cost_unknown",
@@ -63,7 +69,7 @@ class RetrainingCost:
 
 
 def estimate_retraining_cost(ledger: Ledger, exposure: Exposure) -> RetrainingCost:
-    """The cost of training the present trunk again without the documents of ``exposure``."""
+    """Return the cost of training the present trunk again without the documents of ``exposure``."""
     trunk = last_segment(ledger, "trunk")
     if trunk is None:
         return RetrainingCost()
@@ -88,10 +94,9 @@ def estimate_retraining_cost(ledger: Ledger, exposure: Exposure) -> RetrainingCo
 def find_releases_trained_on(
     ledger: Ledger, exposure: Exposure, segments: dict[int, int]
 ) -> dict[int, tuple[list[str], bool]]:
-    """By release: (the documents that it was trained on, True), or (the documents that it may have been trained on by its data plans, False) if
-    the exact steps are not known.
+    """Return, for each release that saw some of the documents: (their keys, whether this is certain). ``segments`` maps each release to its segment.
 
-    ``segments``: by release, its segment. Releases that saw none of the documents are left out.
+    If the exact steps of a segment are unknown, the keys are those in its data plan, and the release may have been trained on them.
     """
     by_segment: dict[int, tuple[set[str], bool]] = {}
     found: dict[int, tuple[list[str], bool]] = {}

@@ -22,13 +22,16 @@ COLUMN_NOUNS = {"source": "source", "license": "licence"}
 
 @dataclass(frozen=True)
 class DocumentSelection:
-    """Documents whose ``column`` ('key', 'source', 'license') is one of ``names``. By licence: also documents of which a copy came under it."""
+    """Documents whose ``column`` ('key', 'source' or 'license') is one of ``names``.
+
+    A selection by licence also contains documents of which a copy came under the licence.
+    """
 
     column: str
     names: tuple[str, ...]
 
     def condition(self, start: int = 0) -> sa.ColumnElement[bool]:
-        """The condition on ``documents``; for keys: on at most ``AT_ONCE`` keys from number ``start`` on."""
+        """Return the SQL condition on ``documents``. For keys, it covers at most ``AT_ONCE`` keys from index ``start`` on."""
         if self.column == "key":
             return documents.c.key.in_(self.names[start : start + AT_ONCE])
         if self.column == "license":
@@ -40,7 +43,7 @@ class DocumentSelection:
         return self.own_row_condition()
 
     def own_row_condition(self) -> sa.ColumnElement[bool]:
-        """The condition that a document's own row, and not only a copy, has one of the names."""
+        """Return the condition that a document's own row, and not only a copy, has one of the names."""
         column = COLUMNS[self.column]
         return self._licence(column) if self.column == "license" else column.in_(self.names)
 
@@ -49,26 +52,27 @@ class DocumentSelection:
         return sa.or_(named, column.is_(None), column == "") if NO_LICENCE in self.names else named
 
     def conditions(self) -> list[sa.ColumnElement[bool]]:
-        """Conditions that together select all documents; none of them is too long for a database."""
+        """Return conditions that together select all documents. Each is short enough for a database."""
         count = len(self.names) if self.column == "key" else 1
         return [self.condition(start) for start in range(0, count, AT_ONCE)]
 
 
 def removable_fates(erase: bool) -> tuple[str, ...]:
-    """The fates of documents that a removal may take out."""
+    """Return the fates of documents that a removal may remove."""
     return (*REMOVABLE_FATES, REMOVED_FATE, "dropped") if erase else REMOVABLE_FATES
 
 
 def select_by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> DocumentSelection:
-    """The documents with these keys or ids. Raises: InputError as ``find_keys_of_one``."""
+    """Return the documents with these keys or ids. Raises: InputError as ``find_keys_of_one``."""
     keys = [key for name in names for key in find_keys_of_one(ledger, name, documents.c.fate.in_(fates))]
     return DocumentSelection("key", tuple(dict.fromkeys(keys)))
 
 
 def find_keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> list[str]:
-    """The keys of the one document that a person means by a key, or by an id that no other document has; with the copies of its text that have
-    the same id. If several documents have the id, only those that meet the conditions ``fitting`` count; if none meets them, all count.
+    """Return the keys of the one document that a person names by its key, or by an id that no other document has.
 
+    Copies of its text with the same id are included. If several documents have the id, only those that meet the conditions ``fitting`` count. If none
+    meets the conditions, all count.
     Raises: InputError with the keys if several documents remain, or with similar ids if no document has the id.
     """
     found = find_keys(ledger, name)
@@ -102,7 +106,7 @@ def find_keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]
 
 
 def find_keys(ledger: Ledger, name: str) -> list[str]:
-    """The keys of all documents with that id or key. Raises: InputError with similar ids if there is none."""
+    """Return the keys of all documents with that id or key. Raises: InputError with similar ids if there is none."""
     rows = ledger.read("SELECT key FROM documents WHERE id = :name OR key = :name ORDER BY key", name=name)
     if rows:
         return [row["key"] for row in rows]
@@ -118,7 +122,7 @@ def find_keys(ledger: Ledger, name: str) -> list[str]:
 
 
 def select_documents_by_label(ledger: Ledger, column: str, names: Sequence[str]) -> DocumentSelection:
-    """The documents of these sources or licences. Raises: InputError with a similar name for a name that no document has."""
+    """Return the documents of these sources or licences. Raises: InputError with a similar name for a name that no document has."""
     selection = DocumentSelection(column, tuple(dict.fromkeys(names)))
     for name in selection.names:
         if not ledger.select_first(
@@ -133,7 +137,7 @@ def select_documents_by_label(ledger: Ledger, column: str, names: Sequence[str])
 
 
 def unknown_value_error(noun: str, name: str, known: Collection[str]) -> InputError:
-    """The error of a domain, source, licence or shard (``noun``) of this name that no document has. ``known``: the names that documents have."""
+    """Return the error for a domain, source, licence or shard (``noun``) that no document has. ``known``: the names that documents have."""
     near = suggest_name(name, known)[:300] if known else ""
     return InputError(
         "data.no_document_has", "no document has the {noun} {name!r}{near}", noun=noun, name=name, near=near

@@ -1,8 +1,7 @@
-"""Finds the training documents that models wrote, by the maker that ``documents.detail`` names (``factory.ingest.document``).
+"""Finds the training documents that models wrote. The column ``documents.detail`` names the model, the maker (``factory.ingest.document``).
 
-A maker with the number and weights of a release of this factory (``format_writing_release``) is that release; its successors may be trained on its
-text. Any
-other maker is only what the shard claims.
+If a maker has the number and weights of a release of this factory (``format_writing_release``), the maker is that release. Its successors may be
+trained on its text. Any other maker is only a claim of the shard.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _RELEASE = re.compile(r"release (\d{1,9}) \(weights [0-9a-f]{16}\)\Z")
 
 @dataclass(frozen=True)
 class SyntheticCount:
-    """The documents of one maker. ``release``: the release of this factory that the maker is; None: it is not one."""
+    """The documents that one model wrote. ``release``: the number, if the model is a release of this factory; else None."""
 
     maker: str
     release: int | None
@@ -33,8 +32,10 @@ class SyntheticCount:
 
 
 def count_synthetic(ledger: Ledger, used: Collection[str]) -> list[SyntheticCount]:
-    """The documents in these token shards that models wrote, by maker, most tokens first. Removed and quarantined documents count too, since
-    models were trained on them."""
+    """Count the documents in these token shards that models wrote, for each maker, with the most tokens first.
+
+    Removed and quarantined documents count too, because models were trained on them.
+    """
     found: dict[str, tuple[int, int]] = {}
     for row in _rows(ledger):
         if row["token_shard"] in used and (maker := read_writing_model(row["detail"])):
@@ -48,7 +49,7 @@ def count_synthetic(ledger: Ledger, used: Collection[str]) -> list[SyntheticCoun
 
 
 def count_written_by_release(ledger: Ledger, release: ReleaseRow) -> dict[str, int]:
-    """By token shard, the number of its training documents that a release wrote."""
+    """Return, for each token shard, the number of its training documents that a release wrote."""
     maker = format_writing_release(release.number, release.export_sha256)
     found: dict[str, int] = {}
     for row in _rows(ledger):
@@ -58,7 +59,9 @@ def count_written_by_release(ledger: Ledger, release: ReleaseRow) -> dict[str, i
 
 
 def find_release_of_writing_model(maker: str, weights: Mapping[int, str]) -> int | None:
-    """The release that a maker is; None: it is not a release of this factory. ``weights``: by release, the hash of its export.
+    """Return the number of the release that the maker is; None if the maker is not a release of this factory.
+
+    ``weights`` maps each release to the hash of its export.
 
     >>> weights = {3: "0123456789abcdef0123"}
     >>> (find_release_of_writing_model("release 3 (weights 0123456789abcdef)", weights),

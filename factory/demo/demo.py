@@ -1,8 +1,8 @@
 """``factory demo``: runs the whole factory once, on real text, with the daemon's code, in the given minutes.
 
-Only the arrival of the shards, and the later start of the code loop, are scripted. The daemon's duties decide everything else, and every
-number of the last screen is read from the ledger. Measurements of this machine give the size of the model, the steps and the size of
-evaluations (``demo_size``). After a kill the same command continues.
+Only the arrival of the shards and the later start of the code loop are scripted. The daemon's duties decide everything else. Every number on the last
+screen except the cost is read from the ledger. Measurements of this machine determine the size of the model, the steps and the size of evaluations
+(``demo_size``). After a kill, the same command continues the demo.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         terminal.line(
             Message(
                 "demo.takes_longer",
-                "  With its present load, this machine needs about {minutes:.1f} minutes for the demo. With fewer steps the model would learn "
-                "too little.",
+                "  With its present load, this machine needs about {minutes:.1f} minutes for the demo. The number of steps was not reduced "
+                "further, because the model would learn too little.",
                 minutes=sum(size.seconds.values()) / 60,
             )  # fmt: skip
         )
@@ -180,7 +180,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
 
 
 def _read_recipe(text: str) -> dict[str, Any]:
-    """The keys of a recipe file, without defaults."""
+    """Return the keys of a recipe file, without defaults."""
     from kernels.contract.strict_yaml import read_yaml
     from trainer.contract.errors import RecipeError
 
@@ -206,9 +206,10 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[DemoShape, fl
 
 
 def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any], title: str) -> dict[str, float]:
-    """The rate of the recipe's steps, measured in a process of its own, whose compiled code training uses again.
+    """Measure the rate of the recipe's steps in a separate process. Training uses the compiled code again.
 
-    ``start_s``: the time to start such a program, twice its imports. Raises: FactoryError with the last line of its output.
+    The result also has ``start_s``: the time to start such a program, counted as twice its imports. Raises: FactoryError with the last line of the
+    program's output.
     """
     folder = workspace.root / "cache"
     folder.mkdir(exist_ok=True)
@@ -250,7 +251,7 @@ def _write_data_policy(workspace: Workspace) -> None:
 
 
 def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
-    """Write copies of the policies with the shipped thresholds, and as much measuring as the time allows."""
+    """Write copies of the policies with the shipped thresholds, but with as many measurements as the time allows."""
     own = workspace.root / "policies"
     changes: dict[str, dict[str, Any]] = {
         "evals.yaml": size.evals,
@@ -268,13 +269,13 @@ def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         comment = Message(
             "demo.policy_comment",
-            "# The shipped policy, but with only as many measurements as 'factory demo' has time for.\n",
+            "# The shipped policy, with fewer measurements so that 'factory demo' ends in time.\n",
         )
         path.write_text(comment + yaml.safe_dump(raw, sort_keys=False))
 
 
 def use_plain_kernels(policy: str) -> str:
-    """kernels.yaml with plain expressions in place of every choice, so that the code loop can find an improvement."""
+    """Return the text of kernels.yaml with the plain expression as every choice, so that the code loop can find an improvement."""
     from agents.core.yaml_edit import set_value
     from kernels.contract.choice import PLAIN
 
@@ -301,7 +302,7 @@ def _corpus(workspace: Workspace, terminal: Terminal, minutes: float) -> list[Pa
 
 
 def _bad_shard(plant: Plant) -> Path:
-    """The bad shard. It is written after the first ingest, because it has copies of ingested and of held-out documents."""
+    """Return the path of the bad shard. It is written after the first ingest, because it has copies of ingested and of held-out documents."""
     from factory.corpus import write_bad_shard
 
     path = plant.workspace.root / "corpus" / BAD_SHARD

@@ -32,7 +32,7 @@ class DemoShape:
     sequences: int
 
     def recipe(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """The recipe ``raw`` with these sizes. Its learning rate was tuned at a width of 256 and scales with muP (``base_d_model``)."""
+        """Return the recipe ``raw`` with these sizes. Its learning rate was tuned at a width of 256 and scales with muP (``base_d_model``)."""
         sizes = {"d_model": self.d_model, "layers": self.layers, "heads": self.heads, "kv_heads": self.kv_heads}
         model = raw["model"] | sizes | {"d_ff": self.d_ff, "base_d_model": 256}
         # Two micro-batches measure the gradient noise for free. One would sometimes be split, and compiled again.
@@ -100,14 +100,14 @@ def check_minutes(minutes: float) -> float:
 
 
 def guess_first_shape(minutes: float, predicted: dict[DemoShape, float]) -> DemoShape:
-    """The largest shape with a short enough predicted step. ``predicted``: seconds of its products, attention and loss head."""
+    """Return the largest shape whose predicted step is short enough. ``predicted``: seconds of a step's matrix products, attention and loss head."""
     short = STEP_SECONDS * minutes / DEFAULT_MINUTES
     fitting = [shape for shape in LADDER if shape in predicted and predicted[shape] * OVERHEAD <= short]
     return fitting[-1] if fitting else LADDER[0]
 
 
 def guess_next_shape(minutes: float, shape: DemoShape, step: float) -> DemoShape:
-    """The shape to try after ``shape`` took ``step`` seconds a step; ``shape`` itself when the time is near the goal."""
+    """Return the shape to try after ``shape`` took ``step`` seconds a step; ``shape`` itself when the time is near the goal."""
     ratio, place = step / (STEP_SECONDS * minutes / DEFAULT_MINUTES), LADDER.index(shape)
     if ratio > 1.3 and place > 0:
         return LADDER[place - (2 if ratio > 5 and place > 1 else 1)]
@@ -117,7 +117,7 @@ def guess_next_shape(minutes: float, shape: DemoShape, step: float) -> DemoShape
 
 
 def plan_demo(minutes: float, seen: DemoTimings) -> DemoPlan:
-    """The sizes that use the remaining minutes."""
+    """Return the steps and sizes that use the remaining minutes."""
     scale = min(1.0, minutes / DEFAULT_MINUTES)
     evals = {
         "documents_per_domain": max(16, round(60 * scale)),

@@ -1,4 +1,4 @@
-"""The demo's last screen, read from the ledger: what was ingested, dropped, learnt, released and proposed, and why."""
+"""The demo's last screen, read from the ledger: ingested and dropped documents, training, releases and proposals, with the reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels.contract.message import Message
 
 
 def summarise_demo(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list[str]:
-    """Lines for a person, from ``factory.ledger.status.snapshot``."""
+    """Return lines for a person. ``facts``: from ``factory.ledger.status.read_status``."""
     factory = shlex.quote(sys.argv[0]) if "/" in sys.argv[0] else "factory"
     if Path(sys.argv[0]).resolve().is_relative_to(Path.cwd()):
         factory = str(Path(sys.argv[0]).resolve().relative_to(Path.cwd()))
@@ -183,7 +183,7 @@ def _proposals(facts: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class JudgedShardTimes:
-    """A shard's way to the first verdict of the release gate on a candidate that was trained on it."""
+    """The time from the ingest of a shard to the first verdict of the release gate on a candidate that was trained on the shard."""
 
     shard: str
     candidate: int
@@ -192,7 +192,7 @@ class JudgedShardTimes:
 
 
 def list_judged_shards(db: ReadsSql) -> list[JudgedShardTimes]:
-    """Of every ingested shard that has one, in the order in which they came."""
+    """Return the times of every ingested shard that has such a verdict, in the order in which the shards arrived."""
     shards = db.read("SELECT sha256, name, ingested_at FROM shards WHERE state = 'ingested' ORDER BY ingested_at")
     shard_of = {row["id"]: row["shard"] for row in db.read("SELECT id, shard FROM token_shards")}
     first: dict[str, VerdictRow] = {}
@@ -209,7 +209,7 @@ def list_judged_shards(db: ReadsSql) -> list[JudgedShardTimes]:
 
 
 def _numbers(db: ReadsSql, facts: dict[str, Any], seconds: float) -> list[str]:
-    """What another system can be compared by. ``python -m benchmarks.headline`` measures the same with more care."""
+    """Return lines with numbers for a comparison with other systems. ``python -m benchmarks.headline`` measures the same with more care."""
     lines = ["  IN NUMBERS"]
     timed = [one for one in facts["segments"] if isinstance(_tokens_per_s(one), float)]
     if timed:
@@ -265,12 +265,12 @@ def _numbers(db: ReadsSql, facts: dict[str, Any], seconds: float) -> list[str]:
 
 
 def _tokens_per_s(segment: dict[str, Any]) -> Any:
-    """Of a segment's median step, as its trainer left it."""
+    """Return the tokens per second of a segment's median step, as its trainer recorded them."""
     return ((segment["result"] or {}).get("speed") or {}).get("tokens_per_s")
 
 
 def _share_of_products(segment: SegmentRow, tokens_per_s: float) -> str:
-    """The model's FLOP/s as a share of what the probe measured of its matrix products alone, when the segment was planned."""
+    """Return the model's FLOP/s as a share of the speed of its matrix products alone. The probe measured that speed when the segment was planned."""
     from trainer.contract.recipe import Recipe
 
     computing = segment.computing or {}

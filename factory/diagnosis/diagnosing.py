@@ -1,7 +1,7 @@
 """Makes a diagnosis: finds the episode of an anomaly, replays it in the sandbox, names the cause, records it, and acts as the policy says.
 
-One cause can show as several anomalies: a loss spike, a jump of the gradient norm, and more some steps later. They form an episode. After a
-kill at any moment the same call continues: finished replays are read again.
+One cause can show as several anomalies: a loss spike, a jump of the gradient norm, and others some steps later. Together they form an episode. After
+a kill at any moment, the same call continues and reads the results of finished replays.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
 
-EPISODE_GAP_STEPS = 8  # steps without an anomaly end an episode
+EPISODE_GAP_STEPS = 8  # an episode ends after this many steps without an anomaly
 LONGEST = 32  # the most steps of an episode
-MOST_REPLAYED_STEPS = 6  # replayed steps of an episode, from its onset on; later anomalies get another diagnosis
+MOST_REPLAYED_STEPS = 6  # most replayed steps of an episode, from its onset on; later anomalies get another diagnosis
 NEAR = 6  # steps: the trainer's onset of a sudden anomaly may be so much before the doctor's; its search is early by up to 16
 SLOW = (
     "divergence",
@@ -66,7 +66,7 @@ SLOW = (
     "attention_logits",
     "update_jump",
 )  # kinds that begin long before the trainer notices them; the trainer's onset counts
-MOST_ONSET_STEPS = 128  # the trainer's onset is used if it is at most so many steps before the anomaly
+MOST_ONSET_STEPS = 128  # the trainer's onset is used if it is at most this many steps before the anomaly
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,10 @@ class RecordedAnomaly:
 
     @classmethod
     def of(cls, number: int, step: int, kind: str, detail: Mapping[str, Any] | None) -> RecordedAnomaly:
-        """``detail``: the line of anomalies.jsonl. Patchable code wrote it, so an impossible onset is ignored."""
+        """Make an anomaly from ``detail``, a line of anomalies.jsonl.
+
+        Code that agents may patch wrote the line, so an impossible onset is ignored.
+        """
         began, where = (detail or {}).get("onset"), (detail or {}).get("where", "")
         possible = type(began) is int and step - MOST_ONSET_STEPS <= began <= step
         return cls(number, step, kind, began if possible else None, where if isinstance(where, str) else "")
@@ -89,7 +92,7 @@ class RecordedAnomaly:
 
 @dataclass(frozen=True)
 class EpisodeSpan:
-    """The steps of an episode. ``device_kind`` and ``where`` are those of its most informative anomaly.
+    """The steps of an episode. ``kind`` and ``where`` are those of its most informative anomaly.
 
     Steps [onset, last] are replayed, both included. ``noted``: the first and the last step with an anomaly.
     """
@@ -105,9 +108,9 @@ class EpisodeSpan:
 def find_episodes(
     anomalies: Sequence[RecordedAnomaly], lines: Sequence[StepMetrics], begins: int = 0
 ) -> list[EpisodeSpan]:
-    """The episodes of a segment's anomalies, oldest first. Anomalies that do not concern the loss, the gradient or a layer are left out.
+    """Return the episodes of a segment's anomalies, oldest first. Anomalies that do not concern the loss, the gradient or a layer are left out.
 
-    An episode begins at the onset that the doctor finds, or at the earlier onset of the trainer if that is near; never before step ``begins``.
+    An episode begins at the onset that the doctor finds, or at the trainer's earlier onset if that is near. It never begins before step ``begins``.
 
     >>> noted = [RecordedAnomaly(1, 50, "grad_norm_jump", 48), RecordedAnomaly(2, 51, "loss_spike"), RecordedAnomaly(3, 90, "plateau"),
     ...     RecordedAnomaly(4, 200, "divergence", 150)]
@@ -141,15 +144,16 @@ def find_episodes(
 PATIENCE_SECONDS = 600.0  # added to a multiple of the longest replay's time, to limit the next replay
 AROUND = 40  # steps before the onset, and after the last step, in the figure
 CURVES = 4  # curves of arms in the figure, besides that of the live run
-RECENT_STEPS = 16  # steps: a change can cause an anomaly whose onset is at most so much later
+RECENT_STEPS = 16  # steps: a change can cause an anomaly whose onset is at most this much later
 
 
 def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dict[str, Any]:
-    """Diagnose the episode of an anomaly, record the diagnosis, and act as the policy says; returns the recorded detail.
+    """Diagnose the episode of an anomaly, record the diagnosis, and act as the policy says. Returns the recorded detail.
 
-    An episode that cannot be replayed is recorded as ``unknown`` with the reason, so a person is asked and the daemon does not try again.
-    ``steps``: the budget, in place of the policy's. Raises: InputError for an unknown anomaly, or one that does not concern the loss;
-    ConfigError; CheckoutError, and any error that a fault of the machine causes. Then nothing is recorded, and the same call continues.
+    An episode that cannot be replayed is recorded as ``unknown`` with the reason. Then a person is asked, and the daemon does not try again.
+    ``steps``: the budget of replayed steps, instead of the policy's.
+    Raises: InputError for an unknown anomaly, or one that does not concern the loss; ConfigError; CheckoutError; any error that a fault of the
+    machine causes. After an error nothing is recorded, and the same call continues.
     """
     policy = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml"))
     budget = policy.steps if steps is None else steps
@@ -231,7 +235,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=hash_policy(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[
                     Message(
-                        "diagnosis.patch_blamed", "Anomaly {anomaly} has the cause {causes}: {why}",
+                        "diagnosis.patch_blamed", "The diagnosis of anomaly {anomaly} found the cause {causes}: {why}",
                         anomaly=lead, causes=" or ".join(detail["causes"]), why=why,
                     )
                 ], evidence={"anomaly": lead, "undo": undo},
@@ -243,12 +247,12 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
 
 
 def _done(ledger: Ledger, policy: AnomalyPolicy, detail: Mapping[str, Any], progress: Progress) -> str:
-    """Act on a recorded diagnosis as the policy says; returns a message."""
+    """Act on a recorded diagnosis as the policy says. Returns a message."""
     done = remedies.apply_anomaly_policy(ledger, policy, detail["lead"])
     progress.line(
         Message(
             "diagnosis.diagnosed",
-            "  Anomaly {anomaly} ({kind}, segment {segment}, steps {onset}–{last}) has the cause {causes}. {done}",
+            "  Anomaly {anomaly} ({kind}, segment {segment}, steps {onset}–{last}) is diagnosed. Cause: {causes}. {done}",
             anomaly=detail["lead"],
             kind=detail["kind"],
             segment=detail["segment"],
@@ -262,10 +266,10 @@ def _done(ledger: Ledger, policy: AnomalyPolicy, detail: Mapping[str, Any], prog
 
 
 def _replicas_apart(row: AnomalyRow) -> FactoryError:
-    """The reason why nothing is replayed: the step's result was right, and its copies differ."""
+    """Return the reason why nothing is replayed: the step's result was right, but the copies of it on the ranks differ."""
     weights = ", ".join(str(name) for name in (row.detail or {}).get("weights", ())) or "names not recorded"
     return FactoryError(
-        "diagnosis.replicas_apart", "After step {step}, the ranks had different bits of the same weights: {weights}.",
+        "diagnosis.replicas_apart", "After step {step}, the ranks' copies of these weights were not identical: {weights}.",
         step=row.step, weights=limited_text(weights, 600),
     )  # fmt: skip
 
@@ -287,7 +291,7 @@ def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
 
 
 def _drawn(detail: Mapping[str, Any], lines: Sequence[StepMetrics], found: Diagnosis) -> dict[str, Any]:
-    """The curves of the report: (step, value) of the live run around the window, and of some arms without the anomaly."""
+    """Return the curves of the report: (step, value) of the live run around the window, and of some arms without the anomaly."""
     live = [point for point in lines if detail["onset"] - AROUND <= point.step <= detail["last"] + AROUND]
     loss = {"live": [(float(p.step), p.loss) for p in live]}
     for outcome in found.outcomes:
@@ -297,7 +301,7 @@ def _drawn(detail: Mapping[str, Any], lines: Sequence[StepMetrics], found: Diagn
 
 
 def read_live_metrics(ledger: Ledger, segment: SegmentRow) -> list[StepMetrics]:
-    """The metrics of a segment and its ancestors that are still on disk, by step. Raises: InputError."""
+    """Return the metrics of a segment and its ancestors that are still on disk, by step. Raises: InputError."""
     lines: list[dict[str, Any]] = []
     for row in SegmentRow.lineage(ledger, segment.id):
         if row.kind != "average" and Path(row.folder).is_dir():
@@ -335,7 +339,7 @@ def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepMetrics]
 def _episode(
     plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[StepMetrics]
 ) -> tuple[AnomalyEpisode, list[str]]:
-    """(the episode, ready for replay; notes for a person). Raises: InputError naming what is missing; RepositoryError."""
+    """Return (the episode, ready for replay; notes for a person). Raises: InputError that names what is missing; RepositoryError."""
     if segment.state not in ("done", "rewound"):
         raise InputError(
             "diagnosis.segment_not_done", "Segment {segment} is {state}. Only a finished segment can be diagnosed.",
@@ -343,8 +347,8 @@ def _episode(
         )  # fmt: skip
     if segment.computing is not None and segment.computing["machine"]["device"] != devices.device_kind():
         raise InputError(
-            "diagnosis.other_device", "Segment {segment} was trained on {machine}, and this machine has no such device. Run the diagnosis on a "
-            "machine with this device.",
+            "diagnosis.other_device", "Segment {segment} was trained on {machine}, and this machine has no such device. Run the diagnosis on "
+                                      "a machine that has one.",
             segment=segment.id, machine=segment.computing["machine"]["name"],
         )  # fmt: skip
     spec = segment_spec(plant.ledger, segment)
@@ -406,7 +410,7 @@ def _episode(
 
 
 def find_previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | None:
-    """The newest other commit with which an earlier segment was trained, if that segment ends at or after step ``oldest``."""
+    """Return the newest other commit with which an earlier segment was trained, if that segment ends at or after step ``oldest``; else None."""
     for row in reversed(SegmentRow.lineage(ledger, segment.id)):
         if row.id != segment.id and row.last_step < oldest:
             return None
@@ -418,9 +422,9 @@ def find_previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> st
 def find_previous_weights(
     plan: Mapping[str, Any], before: Mapping[str, Any] | None, onset: int, last: int
 ) -> dict[str, float] | None:
-    """The domain shares before those at step ``last``, if they changed at most ``RECENT_STEPS`` steps before the onset; else None.
+    """Return the domain shares before those at step ``last``, if they changed at most ``RECENT_STEPS`` steps before the onset; else None.
 
-    They change with a phase, or with the segment, whose parent had the plan ``before``.
+    The shares change with a phase of the plan, or with the segment. ``before``: the plan of the segment's parent.
 
     >>> plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}
     >>> plan |= {"phases": [{"from_step": 50, "weights": {"x": 0.5, "y": 0.5}}]}
@@ -438,7 +442,7 @@ def find_previous_weights(
 
 
 def describe_changed_environment(computing: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> str:
-    """The libraries that differ between a segment and its parent; '' where they are equal or were not recorded.
+    """Describe the libraries that differ between a segment and its parent. Returns '' if none differs or if they were not recorded.
 
     >>> describe_changed_environment({"machine": {"torch": "2.13", "driver": "580"}}, {"machine": {"torch": "2.11", "driver": "580"}})
     'torch 2.11 → 2.13'
@@ -449,7 +453,7 @@ def describe_changed_environment(computing: Mapping[str, Any] | None, before: Ma
 
 
 def changed_recipe_keys(recipe: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of optimiser, schedule and clipping (with dots) that differ in another recipe, with their values there.
+    """Return the keys of optimiser, schedule and clipping (joined by dots) that differ in the recipe ``before``, with their values there.
 
     >>> changed_recipe_keys({"optimizer": {"lr": 0.1, "beta2": 0.9}}, {"optimizer": {"lr": 0.01, "beta2": 0.9}})
     {'optimizer.lr': 0.01}
@@ -471,8 +475,8 @@ def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:
 class _Trainers:
     """Trains the arms of an episode in the sandbox.
 
-    Each arm has a process and a folder of its own, so that untrusted code cannot carry state from one arm to another. After the first
-    finished arm, the time limit is much shorter than the policy's, because code that hangs in every arm would take days.
+    Each arm has its own process and folder, so that untrusted code cannot carry state from one arm to another. After the first finished arm, the time
+    limit is much shorter than the policy's. Otherwise, code that hangs in every arm would take days.
     """
 
     def __init__(self, runs: TaskRuns, episode: AnomalyEpisode, wall_seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""Compares the documents of new shards with the documents before them. It reads the data only and replays nothing.
+"""Compares the documents of new shards with the documents before them. The comparison reads only the data and replays nothing.
 
-In a shard with wrong domain labels, the documents have the token frequencies of another domain. In a chat shard with a lost or moved mask,
-other tokens carry loss.
+In a shard with wrong domain labels, the documents have the token frequencies of another domain. In a chat shard with a lost or moved mask, other
+tokens carry loss than in earlier chat shards.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from trainer.contract.data.document_stream import DocumentStream, shard_domain, 
 
 SAMPLE = 200  # documents of a stream that are read
 TOKEN_BUCKETS = 1 << 17  # for counting tokens: more than the largest vocabulary that is trained here
-COMMON = 0.02  # share of documents: a token is common if loss begins after it in so many
+COMMON = 0.02  # a token is common if loss begins after it in at least this share of documents
 
 
 def compare_new_documents(order: DataOrder, keys: Mapping[str, tuple[str, ...]]) -> list[NewShardsComparison]:
-    """The comparison for each stream of the newest generation with documents in the window. Empty for a single generation.
+    """Return a comparison for each stream of the newest generation that has documents in the window. The list is empty if there is one generation.
 
-    ``keys``: the keys of the window's documents, by stream.
+    ``keys`` maps each stream to the keys of the window's documents.
     """
     newest = max(map(shard_generation, order.streams))
     before: dict[str, list[DocumentStream]] = {}
@@ -48,7 +48,7 @@ Document = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]  # (tokens, wheth
 
 
 def _documents(streams: Sequence[DocumentStream]) -> list[Document]:
-    """At most ``SAMPLE`` documents of streams of one domain, evenly spaced."""
+    """Return at most ``SAMPLE`` documents of streams of one domain, evenly spaced."""
     found = []
     for stream in streams:
         for index in np.linspace(
@@ -65,9 +65,9 @@ def _documents(streams: Sequence[DocumentStream]) -> list[Document]:
 
 
 def compare_loss_masks(new: Sequence[Document], old: Sequence[Document]) -> tuple[float, float, float]:
-    """(share of tokens with loss in the new documents, the same in the old documents, share of new documents with a usual begin).
+    """Return (share of tokens with loss in the new documents, the same in the old documents, share of new documents whose loss begins as usual).
 
-    The begin is usual if loss begins after a token after which it commonly begins in the old documents.
+    The loss of a document begins as usual if it begins after a token after which it commonly begins in the old documents.
 
     >>> chat = lambda marker, at: (np.arange(8) + marker * (np.arange(8) == at), np.arange(8) > at)
     >>> old = [chat(900, 3) for _ in range(9)]
@@ -86,7 +86,7 @@ def compare_loss_masks(new: Sequence[Document], old: Sequence[Document]) -> tupl
 
 
 def _begins_after(tokens: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> int:
-    """The token before the first token with loss; -1 if the first token carries loss, -2 if no token does."""
+    """Return the token before the first token with loss; -1 if the first token carries loss, -2 if no token does."""
     if not mask.any():
         return -2
     first = int(mask.argmax())
@@ -96,9 +96,10 @@ def _begins_after(tokens: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) ->
 def find_nearest_domain(
     new: Sequence[npt.NDArray[np.int64]], domain: str, others: Mapping[str, Sequence[npt.NDArray[np.int64]]]
 ) -> str:
-    """The domain whose documents are most like ``new``: ``domain``, unless another domain is nearer.
+    """Return the domain whose documents are most similar to ``new``: ``domain``, unless another domain is nearer.
 
-    The measure is the mean logarithm of a token's share among all tokens of half of a domain's documents.
+    The measure is the mean log-probability of the tokens of ``new``. A token's probability is its share among the tokens of half of a domain's
+    documents.
 
     >>> low, high = (([np.arange(20) + start] * 4) for start in (0, 500))
     >>> find_nearest_domain(high, "code", {"code": low, "docs": high}), find_nearest_domain(low, "code", {"code": low, "docs": high})
@@ -119,7 +120,7 @@ def find_nearest_domain(
 
 
 def _shares(documents: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.float64]:
-    """The logarithm of each token's share; tokens are counted modulo ``TOKEN_BUCKETS``."""
+    """Return the logarithm of each token's share; tokens are counted modulo ``TOKEN_BUCKETS``."""
     counts = np.full(TOKEN_BUCKETS, 0.05)
     for tokens in documents:
         counts += np.bincount(tokens % TOKEN_BUCKETS, minlength=TOKEN_BUCKETS)

@@ -1,11 +1,11 @@
-"""Acts on a diagnosis, or on a person's order: quarantines documents, lowers the learning rate for a while, rewinds segments, asks a person.
+"""Acts on a diagnosis or on a person's order: quarantines documents, lowers the learning rate for a while, rewinds segments, or asks a person.
 
-A quarantined document stays in its token shard and keeps its place in the data order, but carries no loss in segments that are planned
-later (``DataPlan.masked``). Older checkpoints and sampler states therefore stay valid. No segment continues from a rewound segment: the
-trunk continues from the segment before it, with the same shards.
+A quarantined document stays in its token shard and keeps its place in the data order, but carries no loss in segments that are planned later
+(``DataPlan.masked``). Older checkpoints and sampler states therefore stay valid. No segment continues from a rewound segment: the trunk continues
+from the segment before it, with the same shards.
 
-Each decision reads and writes in one transaction, so a person can decide while the daemon runs. The daemon gives up its work on a
-rewound segment (``factory.retrying.requests``).
+Each decision reads and writes in one transaction, so a person can decide while the daemon runs. The daemon gives up its work on a rewound segment
+(``factory.retrying.requests``).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ KERNEL_FILES = ("kernels/", "policies/kernels.yaml")
 
 
 def apply_anomaly_policy(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
-    """Act on the diagnosis of an anomaly as the policy says; returns a message."""
+    """Act on the diagnosis of an anomaly as the policy says. Returns a message."""
     found = _diagnosis(ledger, lead)
     if tuple(found["causes"]) in HEALTHY and _at_once(found):
         _close(ledger, lead, "healthy", "policy")
@@ -87,10 +87,10 @@ def apply_anomaly_policy(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Me
 
 
 def find_blamed_patches(plant: Plant, causes: Sequence[str], commit: str, previous: str | None) -> list[int]:
-    """The number of the only patch of an agent that can be the cause, where the cause is a code change or a faulty kernel.
+    """Return a list with the number of the agent's patch that can be the cause; empty if no patch or several patches can be the cause.
 
-    Candidates are patches merged since the commit ``previous`` (None: all merged patches); for a kernel, those that change kernels.
-    Empty when there is no candidate or several. Raises: RepositoryError.
+    Only the causes "code change" and "faulty kernel" have patches. Candidates are the patches merged since the commit ``previous`` (None: all merged
+    patches); for a kernel, only those that change kernels. Raises: RepositoryError.
     """
     if tuple(causes) not in ((CODE,), (KERNEL,)):
         return []
@@ -110,7 +110,7 @@ def find_blamed_patches(plant: Plant, causes: Sequence[str], commit: str, previo
 
 
 def accept_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
-    """Do what the diagnosis proposes and close the anomaly, so that candidates may be released again; returns a message.
+    """Do what the diagnosis proposes and close the anomaly, so that candidates may be released again. Returns a message.
 
     Raises: InputError when the anomaly is closed or has no diagnosis.
     """
@@ -130,7 +130,7 @@ def accept_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
 
 
 def reject_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
-    """Close an anomaly whose diagnosis is wrong, and free the documents that it quarantined; returns a message. Raises: InputError."""
+    """Close an anomaly whose diagnosis is wrong, and free the documents that the diagnosis quarantined. Returns a message. Raises: InputError."""
     if AnomalyRow.get(ledger, number).kind == GAIN_ON_DEV_ONLY:
         return _noted(ledger, number, REJECTED, by)
     with ledger.begin() as tx:
@@ -155,7 +155,7 @@ def reject_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
 
 
 def change_fates(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | None, detail: str | None) -> None:
-    """Give documents another fate and its reason; the maker of a synthetic document stays recorded."""
+    """Give documents another fate, with its reason. The maker of a synthetic document stays recorded."""
     c = documents.c
     for start in range(0, len(keys), 500):
         these = c.key.in_(keys[start : start + 500])
@@ -166,9 +166,9 @@ def change_fates(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | 
 
 
 def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
-    """Quarantine the guilty documents, mark releases that saw them, rewind the segment, close the anomaly; returns a message.
+    """Quarantine the guilty documents, mark the releases that saw them, rewind the segment and close the anomaly, in one transaction.
 
-    All of it is one transaction.
+    Returns a message.
     """
     saw = find_exposed_releases(ledger, _diagnosis(ledger, number)["guilty"])
     with ledger.begin() as tx:
@@ -192,7 +192,7 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
 
 
 def override_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
-    """Override the recipe for a while, rewind the segment, close the anomaly; returns a message. All of it is one transaction."""
+    """Override the recipe for a while, rewind the segment and close the anomaly, in one transaction. Returns a message."""
     with ledger.begin() as tx:
         db = Snapshot(tx, ledger.root)
         found = _diagnosis(db, number)
@@ -208,19 +208,19 @@ def override_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
 
 
 def _at_once(found: Mapping[str, Any]) -> bool:
-    """Whether all anomalies of the episode are near its onset. Later anomalies were not replayed, so they are not closed as healthy."""
+    """Return whether all anomalies of the episode are near its onset. Later anomalies were not replayed, so they are not closed as healthy."""
     first, last = found["noted"]
     return bool(found["onset"] - AT_ONCE <= first and last <= found["onset"] + AT_ONCE)
 
 
 def _defended(ledger: Ledger) -> set[str]:
-    """Documents that a person declared not guilty. Only a person may quarantine them again."""
+    """Return the keys of documents that a person declared not guilty. Only a person may quarantine them again."""
     ended = [row["detail"] for row in ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=CLOSED)]
     return {key for end in ended if end["how"] == REJECTED for key in end.get("documents", ())}
 
 
 def _override(found: Mapping[str, Any]) -> RecipeOverride | None:
-    """The recipe values that removed the anomaly, where the learning rate is the only cause."""
+    """Return the recipe values that removed the anomaly, if the learning rate is its only cause; else None."""
     override = found.get("override")
     if tuple(found["causes"]) != (RATE,) or not override:
         return None
@@ -236,19 +236,19 @@ def _reason(found: Mapping[str, Any]) -> str:
 
 
 def segment_and_descendants(db: ReadsSql, segment: int) -> list[SegmentRow]:
-    """A segment and all its descendants."""
+    """Return a segment and all its descendants."""
     return [row for row in SegmentRow.select(db) if any(p.id == segment for p in SegmentRow.lineage(db, row.id))]
 
 
 def _replaced(ledger: Ledger, segment: int) -> bool:
-    """Whether a segment was rewound and another segment replaced it. Then no override is needed."""
+    """Return whether a segment was rewound and another segment replaced it. Then no override is needed."""
     spoiled = SegmentRow.get(ledger, segment)
     later = SegmentRow.select(ledger, "WHERE id > :id AND kind = :kind", id=segment, kind=spoiled.kind)
     return spoiled.state == "rewound" and any(row.parent == spoiled.parent for row in later)
 
 
 def mark_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mapping[str, Any]) -> None:
-    """Mark segments as rewound, in the caller's transaction. ``detail``: of the events."""
+    """Mark segments as rewound, in the caller's transaction. ``detail`` is stored with the events."""
     for row in spoiled:
         if row.state != "rewound":  # also a failed segment, else training would wait for a person
             tx.execute(segments.update().where(segments.c.id == row.id).values(state="rewound"))
@@ -256,7 +256,7 @@ def mark_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mappi
 
 
 def _noted(ledger: Ledger, number: int, how: str, by: str) -> Message:
-    """Close an anomaly that the judge recorded. It needs no action: the verdict of its candidate contains it."""
+    """Close an anomaly that the judge recorded. It needs no further action, because the verdict of its candidate contains it."""
     with ledger.begin() as tx:
         refuse_closed(Snapshot(tx, ledger.root), number)
         _closed(tx, {"lead": number, "anomalies": [number]}, how, by)
@@ -266,7 +266,7 @@ def _noted(ledger: Ledger, number: int, how: str, by: str) -> Message:
 
 
 def refuse_closed(db: ReadsSql, number: int) -> None:
-    """Raises: InputError when the anomaly is closed."""
+    """Refuse an anomaly that is closed. Raises: InputError."""
     if end := newest_details_by_anomaly(db, CLOSED).get(number):
         raise InputError(
             "diagnosis.closed",
@@ -288,7 +288,7 @@ def _closed(tx: sa.Connection, found: Mapping[str, Any], how: str, by: str, **mo
 
 
 def _diagnosis(db: ReadsSql, number: int, also_closed: bool = False) -> dict[str, Any]:
-    """The newest diagnosis of an anomaly. Raises: InputError when there is none, or the anomaly is closed."""
+    """Return the newest diagnosis of an anomaly. Raises: InputError when there is none, or the anomaly is closed."""
     found = newest_details_by_anomaly(db, DIAGNOSED).get(number)
     if found is None:
         raise InputError(
@@ -302,7 +302,7 @@ def _diagnosis(db: ReadsSql, number: int, also_closed: bool = False) -> dict[str
 
 
 def find_exposed_releases(ledger: Ledger, keys: Sequence[str]) -> ReleaseExposure:
-    """By release: the documents of ``keys`` that it was trained on, as in ``factory provenance``, and whether this is certain."""
+    """Return, for each release: the documents of ``keys`` that it was trained on, as in ``factory provenance``, and whether this is certain."""
     c = documents.c
     rows = ledger.select_rows(sa.select(c.key, c.token_shard).where(c.key.in_(keys), c.token_shard.is_not(None)))
     exposure = Exposure(ledger, {row["key"]: row["token_shard"] for row in rows})
@@ -318,7 +318,7 @@ def record_exposed_releases(tx: sa.Connection, saw: ReleaseExposure, anomaly: in
 
 
 def exposure_message(saw: ReleaseExposure) -> str:
-    """The releases that were trained on some documents, as sentences.
+    """Return sentences that name the releases that were trained on some documents.
 
     >>> exposure_message({1: (["a"], True), 2: (["a"], True), 3: (["a"], False)})
     ' Releases trained on these documents: 1, 2. Releases possibly trained on these documents: 3.'
@@ -342,7 +342,7 @@ def exposure_message(saw: ReleaseExposure) -> str:
 
 # -- without a diagnosis -----------------------------------------------------------------------------------------------
 def rewind_segment(ledger: Ledger, number: int, by: str, why: str = "") -> Message:
-    """Rewind a segment and its descendants, so that training continues from its parent; returns a message.
+    """Rewind a segment and its descendants, so that training continues from its parent. Returns a message.
 
     Raises: InputError for a segment that is already rewound, or whose parent has no checkpoint on disk.
     """
@@ -382,12 +382,12 @@ def rewind_segment(ledger: Ledger, number: int, by: str, why: str = "") -> Messa
 
 
 def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> Message:
-    """Quarantine documents, so that they carry no loss in segments that are planned later; returns a message.
+    """Quarantine documents, so that they carry no loss in segments that are planned later. Returns a message.
 
-    ``names``: ids or keys. Raises: InputError for a document that is not trained on; then nothing is changed.
+    ``names``: ids or keys. Raises: InputError for a document that is not a training document. Then nothing is changed.
     """
     refusal = lambda name, fate: InputError(
-        "diagnosis.not_trained_on", "Training does not use document {document!r}: its fate is {fate!r}. Nothing was changed.",
+        "diagnosis.not_trained_on", "Training does not use the document {document!r}, because its fate is {fate!r}. Nothing was changed.",
         document=name, fate=fate,
     )  # fmt: skip
     keys = _keys(ledger, names, "train", None, refusal)
@@ -404,9 +404,12 @@ def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str
 
 
 def end_document_quarantine(ledger: Ledger, names: Sequence[str], by: str) -> Message:
-    """Train again on documents that a person quarantined; returns a message. Raises: InputError, as ``quarantine_documents``."""
+    """End the quarantine of documents that a person quarantined, so that training uses them again. Returns a message.
+
+    Raises: InputError, as ``quarantine_documents`` does.
+    """
     refusal = lambda name, fate: InputError(
-        "diagnosis.not_quarantined", "No person quarantined document {document!r}: its fate is {fate!r}. Nothing was changed.",
+        "diagnosis.not_quarantined", "The document {document!r} was not quarantined by a person. Its fate is {fate!r}. Nothing was changed.",
         document=name, fate=fate,
     )  # fmt: skip
     keys = _keys(ledger, names, "quarantined", QUARANTINED_BY_PERSON, refusal)
@@ -423,7 +426,7 @@ def end_document_quarantine(ledger: Ledger, names: Sequence[str], by: str) -> Me
 def _keys(
     ledger: Ledger, names: Sequence[str], fate: str, rule: str | None, refusal: Callable[[str, str], InputError]
 ) -> list[str]:
-    """The keys of documents, by id or key. Raises: ``refusal(name, fate)`` when a document has another fate or rule."""
+    """Return the keys of the documents with these ids or keys. Raises: ``refusal(name, fate)`` when a document has another fate or rule."""
     c = documents.c
     fits = sa.and_(c.fate == fate, c.rule == rule) if rule else c.fate == fate
     found: list[str] = []
@@ -433,7 +436,7 @@ def _keys(
         except InputError as error:
             if "nothing was changed" in str(error).lower():
                 raise
-            raise InputError("diagnosis.unknown_document", "{error} (Nothing was changed.)", error=error) from error
+            raise InputError("diagnosis.unknown_document", "{error}. Nothing was changed.", error=error) from error
         rows = ledger.select_rows(sa.select(c.key, c.fate).where(c.key.in_(keys)).order_by(c.key))
         fitting = [
             row["key"] for row in ledger.select_rows(sa.select(c.key).where(c.key.in_(keys), fits).order_by(c.key))

@@ -1,4 +1,4 @@
-"""The bench of the loss doctor: replays a window of a segment in an arm, and scores the window's documents with the judge's model."""
+"""The bench of the loss doctor. It replays a window of a segment in an arm, and scores the window's documents with the judge's model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SAMPLE = 200  # documents of earlier shards that are scored for comparison
 
 @dataclass(frozen=True)
 class AnomalyEpisode:
-    """Anomalies of one segment that belong together, with all that a replay of their window needs."""
+    """Anomalies of one segment that belong together, with everything that a replay of their window needs."""
 
     kind: str  # of the first one
     onset: int
@@ -72,7 +72,7 @@ class AnomalyEpisode:
     environment_changed: str = ""  # libraries that differ from the segment before
 
     def code_folder(self, arm: Arm) -> Path:
-        """The folder with the code of an arm."""
+        """Return the folder with the code of an arm."""
         return self.previous_code if self.previous_code and arm.code == self.previous_commit else self.code
 
     @property
@@ -84,11 +84,11 @@ class AnomalyEpisode:
         return self.rungs[-1]
 
     def checkpoints_in_segment(self) -> list[tuple[int, Path]]:
-        """The checkpoints from which the segment's own data plan reaches the window."""
+        """Return the checkpoints from which the segment's own data plan reaches the window."""
         return [rung for rung in self.rungs if rung[0] >= self.spec["first_step"]]
 
     def find_older_checkpoint(self) -> tuple[int, Path] | None:
-        """The checkpoint nearest to half of the onset's steps: it is trained enough, and differs enough."""
+        """Return the checkpoint nearest to half of the onset's steps, or None. Its weights are trained enough, and differ enough from the newest."""
         return min(self.rungs[:-1], key=lambda rung: abs(rung[0] - self.onset / 2), default=None)
 
     def live_symptom(self) -> Symptom:
@@ -102,7 +102,7 @@ class AnomalyEpisode:
 
 @dataclass
 class EpisodeReplayBench:
-    """A ``ReplayBench`` in ``folder``. After a kill, finished replays are read again and count for the budget."""
+    """A ``ReplayBench`` that works in ``folder``. After a kill, the results of finished replays are read and count for the budget."""
 
     episode: AnomalyEpisode
     folder: Path
@@ -139,7 +139,7 @@ class EpisodeReplayBench:
 
     # -- replays -------------------------------------------------------------------------------------------------------
     def run(self, arm: ReplayArm) -> ArmOutcome:
-        """Raises: BudgetSpent; IsolationError."""
+        """Replay the window in an arm, or read the stored outcome. Raises: ReplayBudgetSpentError; IsolationError."""
         name = hashlib.sha256(repr(arm).encode()).hexdigest()[:12]
         done = self.folder / f"{name}.json"
         self.told(0, arm.name)
@@ -172,7 +172,7 @@ class EpisodeReplayBench:
         return outcome
 
     def _approach(self) -> ArmOutcome:
-        """Replay the steps from the newest checkpoint to the onset, once. They make the checkpoint from which most arms start.
+        """Replay the steps from the newest checkpoint to the onset, once. The checkpoint at the onset is the start of most arms.
 
         These steps are a part of the arm 'same again'.
         """
@@ -191,7 +191,7 @@ class EpisodeReplayBench:
         return self.episode.newest_checkpoint[0] if start == "newest" else self.episode.onset
 
     def _start(self, start: Start) -> Path:
-        """The checkpoint from which an arm starts."""
+        """Return the checkpoint from which an arm starts."""
         episode = self.episode
         if start == "earlier":
             return episode.checkpoints_in_segment()[-2][1]
@@ -232,7 +232,7 @@ class EpisodeReplayBench:
         return ArmOutcome(arm.name, fires, steps, _bits(bits, curve) if whole else bits, curve)
 
     def _arm(self, arm: ReplayArm, first: int, start: Path, until: int) -> Arm:
-        """The run of an arm. The rate of a trunk does not depend on its last step, so an arm of a trunk ends with the window."""
+        """Return the run of an arm. The learning rate of a trunk does not depend on its last step, so an arm of a trunk can end with the window."""
         episode, base = self.episode, dict(self.episode.spec)
         if base["kind"] == "trunk":
             base["last_step"] = until
@@ -255,7 +255,7 @@ class EpisodeReplayBench:
 
     # -- documents -----------------------------------------------------------------------------------------------------
     def score_documents_at(self, start: Start) -> list[DocumentScore]:
-        """The scores of all documents in the window, of ``SAMPLE`` documents of earlier shards, and of as many of the newest shards."""
+        """Return the scores of all documents in the window, of ``SAMPLE`` documents of earlier shards, and of as many of the newest."""
         path = self._start(start)
         stored = self.folder / f"scores-{start.replace(' ', '-')}.json"
         if stored.exists():
@@ -267,7 +267,7 @@ class EpisodeReplayBench:
         return found
 
     def compare_new_shards(self) -> list[NewShardsComparison]:
-        """For each domain, how the documents that the newest shards bring into the window differ from earlier ones."""
+        """Compare, for each domain, the documents that the newest shards bring into the window with earlier documents."""
         order = data_order_at(self.episode, self.episode.onset)
         keys: dict[str, set[str]] = defaultdict(set)
         for key, piece in read_pieces_until(order, self.episode.end_step):
@@ -276,7 +276,7 @@ class EpisodeReplayBench:
 
 
 def data_order_at(episode: AnomalyEpisode, step: int) -> DataOrder:
-    """The segment's data order, moved to a step at or after the newest checkpoint."""
+    """Return the segment's data order, advanced to ``step``, which must be at or after the newest checkpoint."""
     recipe = Recipe.parse(dict(episode.spec["recipe"]))
     plan = DataPlan.from_json(episode.spec["data_plan"])
     first, path = episode.newest_checkpoint
@@ -292,14 +292,17 @@ def data_order_at(episode: AnomalyEpisode, step: int) -> DataOrder:
 
 
 def read_pieces_until(order: DataOrder, step: int) -> Iterator[tuple[str, DocumentPiece]]:
-    """(key of the document, piece) for each piece of the steps before ``step``."""
+    """Yield (key of the document, piece) for each piece of the steps before ``step``."""
     while order.step < step:
         for piece in (piece for row in order.next_rows() for piece in row):
             yield order.streams[piece.stream].key(piece.document), piece
 
 
 def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentScore]:
-    """Loss and gradient norm at a checkpoint of the pieces of each document in the episode, and of ``sample_pieces``. Computed on the CPU."""
+    """Return the loss and the gradient norm of documents with the weights of a checkpoint, computed on the CPU.
+
+    The documents are those in the episode's window, and those of ``sample_pieces``.
+    """
     model = make_reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
     order = data_order_at(episode, episode.onset)
     pieces: dict[tuple[str, bool], list[DocumentPiece]] = defaultdict(list)
@@ -332,13 +335,13 @@ def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentS
 
 
 def newest_streams(order: DataOrder) -> set[str]:
-    """Names of the streams of the newest generation; empty for a single generation."""
+    """Return the names of the streams of the newest generation. The set is empty if there is only one generation."""
     newest, oldest = (end(map(shard_generation, order.streams)) for end in (max, min))
     return {name for name in order.streams if shard_generation(name) == newest > oldest}
 
 
 def sample_pieces(order: DataOrder, count: int) -> list[DocumentPiece]:
-    """The first piece of about ``count`` documents of the newest generation, and of as many earlier documents, evenly spaced."""
+    """Return the first piece of about ``count`` documents of the newest generation, and of as many earlier documents, evenly spaced."""
     joined, found = newest_streams(order), []
     for new in (True, False):
         streams = [stream for name, stream in order.streams.items() if (name in joined) == new]
@@ -351,7 +354,7 @@ def sample_pieces(order: DataOrder, count: int) -> list[DocumentPiece]:
 
 
 def first_piece(stream: DocumentStream, document: int) -> DocumentPiece:
-    """The first piece of a document, as a row would hold it."""
+    """Return the first piece of a document, as a row would hold it."""
     shard, first = int(stream.shard[document]), int(stream.start[document])
     positions = min(stream.context, int(stream.length[document]) - 1)
     supervised = stream.count_supervised_targets(shard, first, positions)
@@ -377,8 +380,7 @@ def _store(path: Path, outcome: ArmOutcome) -> None:
 
 
 def combine_checkpoints(older: Path, newest: Path, parent: Path) -> Path:
-    """A checkpoint with the weights and moments of ``find_older_checkpoint`` and the step and data position of ``newest_checkpoint``; returns its
-    path."""
+    """Write a checkpoint into ``parent`` with the weights and moments of ``older`` and the step and data position of ``newest``. Returns its path."""
     target = parent / newest.name
     if not target.exists():
         tensors = checkpoints.load(older)
@@ -388,7 +390,7 @@ def combine_checkpoints(older: Path, newest: Path, parent: Path) -> Path:
 
 
 def has_zero_moments(checkpoint: Path) -> bool:
-    """Whether all moments of a checkpoint are zero."""
+    """Return whether all moments of a checkpoint are zero."""
     moments = [
         t
         for key, t in checkpoints.read_tensors(checkpoint, "optimizer").items()

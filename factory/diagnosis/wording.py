@@ -1,7 +1,7 @@
 """Lets a language model describe a recorded diagnosis once, checks the description against the record, and stores it beside the record.
 
-The description has no effect: cause, documents and remedy come from the diagnosis. If the endpoint fails, is slow or too expensive, the
-reason is stored in place of the description. After a kill between request and record, the factory asks once more, in the same run and budget.
+The description has no effect: cause, documents and remedy come from the diagnosis. If the endpoint fails, is slow or is too expensive, the reason is
+stored instead of the description. After a kill between request and record, the factory asks once more, in the same run and budget.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ DOCUMENTS = 10
 
 
 def describe_diagnosis(plant: Plant, number: int) -> None:
-    """Let a language model describe the newest diagnosis of an anomaly, and record the result. Afterwards the diagnosis waits no longer.
+    """Let a language model describe the newest diagnosis of an anomaly, and record the result.
 
-    Raises nothing that the endpoint, its answer or its policy can cause: such a failure is recorded.
+    Afterwards the diagnosis no longer waits for a description.
+
+    A failure that the endpoint, its answer or its policy causes is recorded and not raised.
     """
     detail = newest_details_by_anomaly(plant.ledger, DIAGNOSED)[number]
     lead, segment = detail["lead"], SegmentRow.get(plant.ledger, detail["segment"])
@@ -67,7 +69,7 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
                 raise LlmError(
                     Message(
                         "diagnosis.wording_killed",
-                        "The factory asked the model {requests} times and was killed each time.",
+                        "The factory asked the language model {requests} times, and was killed each time before it recorded the answer.",
                         requests=MOST_REQUESTS,
                     )
                 )
@@ -84,15 +86,15 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
     with plant.ledger.begin() as tx:
         record_event(tx, EXPLAINED, Subject("anomaly", lead), answer)
     counts = Message(
-        "diagnosis.wording_checked", "{kept:,|sentence agrees|sentences agree} with the record; {dropped:,|sentence was|sentences were} "
-        "dropped.",
+        "diagnosis.wording_checked", "In the description, {kept:,|sentence agrees|sentences agree} with the record, and {dropped:,|sentence "
+                                     "was|sentences were} dropped.",
         kept=len(said.claims), dropped=len(said.dropped),
     )  # fmt: skip
     plant.progress.line(f"  {failed or counts}")
 
 
 def describe_waiting_diagnoses(plant: Plant) -> None:
-    """Let a language model describe every diagnosis that waits for it."""
+    """Let a language model describe every diagnosis that waits for a description."""
     while (lead := next_unexplained_episode(plant.ledger)) is not None:
         describe_diagnosis(plant, lead)
 
@@ -100,7 +102,7 @@ def describe_waiting_diagnoses(plant: Plant) -> None:
 def make_diagnosis_facts(
     detail: Mapping[str, Any], lines: Sequence[StepMetrics], documents: Sequence[Mapping[str, Any]] = ()
 ) -> DiagnosisFacts:
-    """The facts of a diagnosis for a language model. ``lines``: of the live run. ``documents``: from ``read_shown_documents``.
+    """Return the facts of a diagnosis for a language model. ``lines``: metrics of the live run. ``documents``: from ``read_shown_documents``.
 
     >>> arm = {"arm": "fp32", "fires": True, "steps": 4, "failed": ""}
     >>> lists = {"causes": ["rate"], "guilty": [], "triggers": ["a", "b"], "arms": [arm]}
@@ -144,13 +146,13 @@ def make_diagnosis_facts(
 
 
 def _requests(ledger: Ledger, asked: str) -> int:
-    """The number of requests about a diagnosis, over all runs."""
+    """Return the number of requests about a diagnosis, over all runs."""
     runs = sa.select(agent_runs.c.id).where(agent_runs.c.agent == AGENT, agent_runs.c.asked == asked)
     return len(ledger.select_rows(sa.select(exchanges.c.id).where(exchanges.c.run.in_(runs))))
 
 
 def read_shown_documents(plant: Plant, keys: Sequence[str], most: int = DOCUMENTS) -> list[dict[str, Any]]:
-    """Id, domain, source and first characters of at most ``most`` documents, as training saw them."""
+    """Return id, domain, source and first characters of at most ``most`` documents, as training saw them."""
     found = []
     for key in keys[:most]:
         joined = sa.select(documents, token_shards.c.path.label("folder"))

@@ -1,7 +1,4 @@
-"""Duties about anomalies: they are diagnosed before their candidate is judged, because a candidate of a rewound segment is held.
-
-Apart because a duty is one file, and one line of the table.
-"""
+"""Duties about anomalies. An anomaly is diagnosed before its candidate is judged, because a candidate of a rewound segment is held."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def _undiagnosed(look: DutyState) -> list[int]:
 
 
 def _diagnose(plant: Plant, anomaly: int, replayed_steps: int | None = None) -> None:
-    """Diagnose an anomaly. ``replayed_steps``: the budget, in place of the policy's."""
+    """Diagnose an anomaly. ``replayed_steps``: the budget, instead of the policy's."""
     diagnose_and_act(plant, anomaly, replayed_steps)
 
 

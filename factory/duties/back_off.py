@@ -1,7 +1,8 @@
 """Keeps the daemon running when errands fail: a failed errand rests, twice as long each time, while the others continue.
 
-A fault of the machine ends the pass. A failure is reported once and recorded as an event, again when its text changes, and when the errand
-works again. The traceback of an unexpected exception goes to ``logs/errors.log``. Waits are in memory only, so a new daemon tries at once.
+A fault of the machine ends the pass. A failure is reported once and recorded as an event. It is reported again when its text changes, and the daemon
+also reports when the errand works again. The traceback of an unexpected exception goes to ``logs/errors.log``. Waits are in memory only, so a new
+daemon tries at once.
 
 Background work of the daemon (``run_in_background``) and its start (``retry_faults``) are retried in the same way.
 """
@@ -30,7 +31,7 @@ from kernels.contract.message import Message
 
 PASS_KEY = "a pass"  # the key of a whole pass
 FAULT_SECONDS = 60.0  # the longest wait between two passes during a fault of the machine
-TURN = 1.5  # the errand that met the fault rests so many times longer, so that other errands get a turn
+TURN = 1.5  # factor by which the errand that met the fault rests longer, so that other errands get a turn
 START_SECONDS = 1.0  # between the first two tries to start
 END_SECONDS = 1.0  # for the last turn of a thread; then the thread ends with the process
 MOST_UNRECORDED = 100
@@ -38,25 +39,25 @@ T = TypeVar("T")
 
 
 class DutyTaskAttempts:
-    """Does the errands of a pass. A key is an errand as text. In this class nothing rests and failures are raised, for a single pass.
+    """Does the errands of a single pass. Nothing rests, and failures are raised. A key is an errand as text.
 
     ``factory run --once`` uses this class; the daemon uses ``DutyTaskRetries``.
     """
 
     def failure_states(self) -> Mapping[str, FailureWait]:
-        """The state of each failed errand, by key."""
+        """Return the state of each failed errand, by its key."""
         return {}
 
     def waiting_tasks(self) -> frozenset[str]:
-        """Keys of errands that are not tried now."""
+        """Return the keys of errands that are not tried now."""
         return frozenset()
 
     def failing_tasks(self) -> frozenset[str]:
-        """Keys of errands that failed and have not succeeded since."""
+        """Return the keys of errands that failed and have not succeeded since."""
         return frozenset()
 
     def try_task(self, key: str, act: Callable[[], object]) -> bool:
-        """Do an errand; returns whether it was done. False: it failed and rests, or a decision made it out of date."""
+        """Do an errand. Returns whether it was done. If not, the errand failed and rests, or a decision made it obsolete."""
         try:
             act()
         except RewoundError:
@@ -64,13 +65,13 @@ class DutyTaskAttempts:
         return True
 
     def report_training_wait(self, why: FactoryError | None) -> None:
-        """Report why training waits for a person; None: training does not wait."""
+        """Report why training waits for a person. None means that training does not wait."""
         if why is not None:
             raise why
 
 
 class DutyTaskRetries(DutyTaskAttempts):
-    """Attempts of the daemon: failed errands rest and are retried."""
+    """Does the errands of the daemon. Failed errands rest and are retried."""
 
     def __init__(self, plant: Plant) -> None:
         self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
@@ -99,7 +100,10 @@ class DutyTaskRetries(DutyTaskAttempts):
         return self.backoff.failure_states()
 
     def try_task(self, key: str, act: Callable[[], object]) -> bool:
-        """Raises: any error that a fault of the machine causes, because other errands would fail too."""
+        """Do an errand, as ``DutyTaskAttempts.try_task`` does.
+
+        Raises: any error that a fault of the machine causes, because other errands would fail too.
+        """
         if self.backoff.is_waiting(key):
             return False
         try:
@@ -142,19 +146,19 @@ class DutyTaskRetries(DutyTaskAttempts):
         return True
 
     def report_training_wait(self, why: FactoryError | None) -> None:
-        """Report a reason once."""
+        """Report why training waits, once for each reason."""
         reason = str(why) if why else ""
         if reason and reason != self._waiting:
             self.say(reason)
         self._waiting = reason
 
     def is_too_early_for_pass(self) -> bool:
-        """Whether it is too early for the next pass, because a pass failed."""
+        """Return whether a pass failed so recently that the next pass must wait."""
         self._hear()
         return self.backoff.is_waiting(PASS_KEY)
 
     def record_pass_end(self) -> None:
-        """A pass ended: every due errand was tried, or rests."""
+        """Record that a pass ended: every due errand was tried, or rests."""
         self._works(PASS_KEY)
         for key in sorted(self._told - self._rested - self._failed):
             self.backoff.record_success(key)
@@ -164,7 +168,7 @@ class DutyTaskRetries(DutyTaskAttempts):
         self._rested.clear()
 
     def record_pass_failure(self, error: Exception) -> None:
-        """A pass ended early by a fault of the machine or a bug."""
+        """Record that a fault of the machine or a bug ended a pass early."""
         fault = find_fault_in(error)
         said = fault_message(fault) if fault else self._words(error, PASS_KEY)
         longest = min(FAULT_SECONDS, self.backoff.longest)
@@ -174,7 +178,7 @@ class DutyTaskRetries(DutyTaskAttempts):
             self._tell(PASS_FAILED, PASS_KEY, said, rest, record_now=fault != LOCKED)
 
     def say(self, message: str) -> None:
-        """Print a line. An error is ignored: the disk of the log may be full, the terminal may be closed."""
+        """Print a line. An error is ignored, because the disk of the log may be full, or the terminal may be closed."""
         with contextlib.suppress(OSError, ValueError):
             self.progress.line(f"  {message}")
 
@@ -212,7 +216,7 @@ class DutyTaskRetries(DutyTaskAttempts):
         self.say(message)
 
     def _hear(self) -> None:
-        """End all waits if a person asked for a retry."""
+        """End all waits if a person has asked for a retry."""
         with contextlib.suppress(Exception):  # the ledger cannot be read now
             asked = f"SELECT max(id) AS id FROM events WHERE kind = '{ASKED}' AND id > :heard"
             newest = self.ledger.read(asked, heard=self._asked or 0)[0]["id"]
@@ -222,7 +226,7 @@ class DutyTaskRetries(DutyTaskAttempts):
 
 
 def fault_message(fault: Fault) -> Message:
-    """The message while the factory waits for the end of a fault of the machine."""
+    """Return the message that the factory prints while it waits for the end of a fault of the machine."""
     return Message(
         "duties.waiting_for_machine", "{fault}: {to_do}. The factory waits, tries again at least every {seconds:.0f} s, and continues by itself.",
         fault=fault.description, to_do=fault.remedy, seconds=FAULT_SECONDS,
@@ -246,7 +250,7 @@ def _unexpected(workspace: Workspace, what: str, error: Exception) -> str:
 def run_in_background(plant: Plant, name: str, every: float, act: Callable[[], object]) -> Iterator[None]:
     """Call ``act`` in a thread, at once and then every ``every`` seconds, while the block runs.
 
-    A failure is reported once until ``act`` works again, and ends nothing. The traceback of an unexpected exception goes to
+    A failure is reported once until ``act`` works again, and does not end the thread. The traceback of an unexpected exception goes to
     ``logs/errors.log``.
     """
     over = threading.Event()
@@ -279,7 +283,7 @@ def run_in_background(plant: Plant, name: str, every: float, act: Callable[[], o
 
 
 def _failure(workspace: Workspace, name: str, act: Callable[[], object]) -> str:
-    """The failure of ``act`` as text; empty when it succeeded."""
+    """Call ``act``. Returns its failure as text; empty if it succeeded."""
     try:
         act()
     except FactoryError as error:
@@ -291,10 +295,10 @@ def _failure(workspace: Workspace, name: str, act: Callable[[], object]) -> str:
 
 
 def retry_faults(act: Callable[[], T], say: Callable[[str], object]) -> T:
-    """The result of ``act()``, which is repeated while a fault of the machine makes it fail. Each fault is reported once.
+    """Return the result of ``act()``. The call is repeated while a fault of the machine makes it fail, and each fault is reported once.
 
-    Just after its start, a machine may still lack a disk. Raises: any other error of ``act``. A ConfigError or InputError with a fault is
-    raised if a setting can cause it (a port that only root may use), and repeated if no setting can (no file handle is left).
+    Just after its start, a machine may still lack a disk. Raises: any other error of ``act``. A ConfigError or InputError with a fault is raised if a
+    setting can cause the fault (a port that only root may use). The call is repeated if no setting can cause it (no file handle is left).
     """
     waits = FailureWaits(START_SECONDS, FAULT_SECONDS)
     while True:

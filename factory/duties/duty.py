@@ -1,4 +1,4 @@
-"""The classes of a duty, of the state that it looks at, and of an errand: a duty to be done on one subject."""
+"""The classes of a duty, of the state that it looks at, and of an errand, which is a duty to be done on one subject."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kernels.contract.message import Message
 
 @dataclass
 class DutyState:
-    """The state at one moment, for each ``due``. It reads each value of the ledger once."""
+    """The state of the factory at one moment, for each ``due``. Each value of the ledger is read once."""
 
     plant: Plant
     db: ReadsSql  # the ledger, at one moment
@@ -28,7 +28,7 @@ class DutyState:
     low_on_disk: bool = False
     resting: frozenset[str] = frozenset()  # failed errands, as text, that are not tried now
     failing: frozenset[str] = frozenset()  # errands that failed when they were last tried
-    settle: float = SETTLE_SECONDS  # a file of the inbox is ready after so many seconds without a change
+    settle: float = SETTLE_SECONDS  # a file of the inbox is ready after this many seconds without a change
     endless: bool = False  # the trunk continues without new shards while epochs are left
 
     @cached_property
@@ -42,7 +42,7 @@ class DutyState:
 
     @cached_property
     def stuck_segment(self) -> int | None:
-        """The newest segment that trains, if it is parked, or if the live code was refused for it. Training then waits for a person."""
+        """The newest segment that trains, if it is parked or if the live code was refused for it; else None. Training then waits for a person."""
         row = SegmentRow.first(self.db, "WHERE kind <> 'average' ORDER BY id DESC")
         if row is None or row.state not in ("failed", "uncertified"):
             return None
@@ -54,12 +54,12 @@ class DutyState:
         return row.id
 
     def waiting_subjects(self, name: str) -> list[int]:
-        """The numbers of the subjects that a duty should not try now."""
+        """Return the numbers of the subjects that a duty should not try now."""
         return [int(key.removeprefix(f"{name} ")) for key in self.resting if key.startswith(f"{name} ")]
 
 
 def always_due(look: DutyState) -> Iterable[object]:
-    """``due`` of a duty that finds out itself whether it has work."""
+    """Return ``(None,)``: the ``due`` of a duty whose ``do`` finds out whether there is work."""
     return (None,)
 
 
@@ -69,7 +69,7 @@ class Duty:
 
     name: str  # a verb and its object as one word, for requests of a person and messages about failures
     description: str  # a line for 'factory duties'
-    # The subjects that wait, most urgent first: a number, a path, None, or an DutyTask of another duty.
+    # The subjects that wait, most urgent first: a number, a path, None, or a DutyTask of another duty.
     due: Callable[[DutyState], Iterable[object]]
     do: Callable[..., object]  # do(plant, subject): safe to repeat; its own transaction records it
     trains: bool = False  # starts trainers: waits while training is paused
@@ -83,30 +83,33 @@ class Duty:
     at_end: bool = False  # a background duty that is also done before 'factory run --once' ends
 
     def reason_for_waiting(self, look: DutyState) -> str:
-        """Why the duty waits, whether or not it is due; empty when it does not wait."""
+        """Return why the duty waits, whether or not it is due; empty if it does not wait."""
         if not self.in_background and look.pause and (self.trains or look.pause.what == EVERYTHING):
             return look.pause.message
         if self.fills_disk and look.low_on_disk:
-            return Message("duties.disk_low", "the free space of the disk is below its floor")
+            return Message(
+                "duties.disk_low",
+                "the disk has less free space than policies/retention.yaml requires (floor_bytes, floor_share)",
+            )
         if (self.plans or self.when_idle) and look.open_segment is not None:
             return Message("duties.segment_open", "segment {segment} is not done", segment=look.open_segment)
         if self.plans and look.stuck_segment is not None:
             return Message(
                 "duties.segment_stuck",
-                "segment {segment} waits for a decision of a person (run 'factory status')",
+                "segment {segment} waits for a person's decision (run 'factory status')",
                 segment=look.stuck_segment,
             )
         return ""
 
     @property
     def due_check_key(self) -> str:
-        """The key of the errand that asks ``due`` again after an error."""
+        """The key of the errand that calls ``due`` again after ``due`` failed."""
         return f"check if {self.name} is due"
 
 
 @dataclass(frozen=True)
 class DutyTask:
-    """A duty to be done on one subject. Its text, such as 'judge 3', is used in requests, for rests and in messages about failures."""
+    """An errand: a duty to be done on one subject. Its text, such as 'judge 3', is used in requests, for rests and in messages about failures."""
 
     duty: Duty
     subject: object = None
@@ -124,20 +127,20 @@ class DutyTask:
 
     @classmethod
     def parse(cls, text: str, duties: Iterable[Duty]) -> DutyTask:
-        """The inverse of ``str``. Raises: InputError for an unknown duty or an invalid number."""
+        """Return the errand with this text. Raises: InputError for an unknown duty or an invalid number."""
         name, _, number = text.partition(" ")
         duty = next((one for one in duties if one.name == name and not one.in_background), None)
         if duty is None:
             raise InputError(
                 "duties.unknown",
-                "The request {request!r} names no known duty. Run 'factory duties' to list the duties.",
+                "The request {request!r} does not name a known duty. Run 'factory duties' to list the duties.",
                 request=text,
                 duty=name,
             )
         if number and not number.isdecimal():
             raise InputError(
                 "duties.no_number",
-                "The request {request!r} has {number!r} in place of a number.",
+                "The request {request!r} has {number!r} where a number is expected.",
                 request=text,
                 number=number,
             )

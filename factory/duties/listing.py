@@ -1,6 +1,6 @@
-"""``factory duties``: the list of duties with what is due, held or resting now, and when each was last done.
+"""``factory duties``: the list of duties, with the errands that are due, held or resting now, and when each duty was last done.
 
-The daemon notes rests and finished errands in ``logs/duties.json``. The other facts are computed as the daemon computes them; nothing is done.
+The daemon notes rests and finished errands in ``logs/duties.json``. The other facts are computed as the daemon computes them. No duty is done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_SHOWN = 5  # errands of a duty
 
 
 def write_note(workspace: Workspace, rests: Mapping[str, FailureWait], done: DutyTask | None = None) -> None:
-    """Write the rests and the finished errand to a file for people. If the disk is full, nothing is written or raised."""
+    """Write the rests and the finished errand to a file for people. If the disk is full, nothing is written and no error is raised."""
     before, now = read_note(workspace), time.time()
     known = before["rests"]
     after = {
@@ -46,7 +46,7 @@ def write_note(workspace: Workspace, rests: Mapping[str, FailureWait], done: Dut
 
 
 def read_note(workspace: Workspace) -> dict[str, dict[str, Any]]:
-    """The content of the note; empty when it is missing or cannot be read."""
+    """Return the content of the note; empty if the note is missing or cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads((workspace.logs / NAME).read_text())
         if isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in ("done", "rests")):
@@ -55,11 +55,10 @@ def read_note(workspace: Workspace) -> dict[str, dict[str, Any]]:
 
 
 def duty_facts(plant: Plant) -> list[dict[str, Any]]:
-    """The facts of each duty: ``rank``, ``name``, ``description``, ``when`` it is looked at, ``due``, ``reason_for_waiting``, ``rests``, ``done``.
+    """Return the facts of each duty: ``rank``, ``name``, ``does``, ``when`` it is looked at, ``due``, ``held``, ``rests``, ``done``.
 
-    ``due``: errands, or an error; ``reason_for_waiting``: why it waits; ``rests``: until when each errand rests, and why; ``done``: the last errand,
-    and when.
-    Times are seconds since 1970.
+    ``does``: its description. ``due``: errands, or an error. ``held``: why the duty waits. ``rests``: until when each errand rests, and why.
+    ``done``: the last errand, and when it was done. Times are seconds since 1970.
     """
     noted, now = read_note(plant.workspace), time.time()
     errors = {one["what"]: one["error"] for one in failing_actions(plant.ledger)}
@@ -107,7 +106,7 @@ def _of(duty: Duty, key: str) -> bool:
 
 
 def duty_lines(found: list[dict[str, Any]]) -> list[str]:
-    """The facts as lines for people: one line for each duty, and below it its present state."""
+    """Return the facts as lines for people: one line for each duty, and below it its present state."""
     width = max(len(one["name"]) for one in found)
     title = Message(
         "duties.list",

@@ -1,7 +1,4 @@
-"""Duties about judged patches: decisions of people and policies are carried out, and merged patches are audited and judged again.
-
-Apart because a duty is one file, and one line of the table.
-"""
+"""Duties about judged patches: decisions of people and policies are carried out, and merged patches are audited and judged again."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _waiting(look: DutyState, overdue: bool = False) -> list[int]:
-    """The segments to audit now. ``overdue``: only when so many segments wait for an audit that training must wait."""
+    """Return the segments to audit now. With ``overdue``, only if so many segments wait for an audit that training must wait."""
     policy = AuditPolicy.load(look.plant.workspace.policy_path("gates/audit.yaml"))
     found = find_due_audits(look.db, policy)
     return found if not overdue or len(found) >= policy.most_waiting else []
@@ -56,20 +53,20 @@ OPEN_REVERTS = Duty(
     lambda plant, _: open_reverts(plant), each="pass",
 )  # fmt: skip
 FOLLOW_APPROVALS = Duty(
-    "follow_approvals", Message("duties.follow_approvals", "merge, revert or close the decided proposals"), always_due,
+    "follow_approvals", Message("duties.follow_approvals", "merge, revert or close proposals after a decision"), always_due,
     lambda plant, _: carry_out_proposal_decisions(plant), each="pass",
 )  # fmt: skip
 JUDGE_MERGED_AGAIN = Duty(
-    "judge_merged_again", Message("duties.judge_merged_again", "judge merged patches again after their environment changed"), always_due,
+    "judge_merged_again", Message("duties.judge_merged_again", "judge merged patches again when their environment has changed"), always_due,
     lambda plant, _: revalidating.revalidate_in_daemon(plant), trains=True, each="pass",
 )  # fmt: skip
 JUDGE_HELD_AGAIN = Duty(
-    "judge_held_again", Message("duties.judge_held_again", "judge patches again that only a time limit held back"), always_due,
+    "judge_held_again", Message("duties.judge_held_again", "judge again the patches that were held only because of a time limit"), always_due,
     lambda plant, _: judge_due_patches_again(plant), trains=True, each="pass",
 )  # fmt: skip
 OVERDUE_AUDIT = Duty(
-    "audit", Message("duties.overdue_audit", "replay a window of a segment when too many audits wait"), lambda look: _waiting(look, overdue=True),
-    _audit, trains=True, fills_disk=True,
+    "audit", Message("duties.overdue_audit", "replay a window of a segment before more training, if too many segments wait for an audit"),
+    lambda look: _waiting(look, overdue=True), _audit, trains=True, fills_disk=True,
 )  # fmt: skip
 AUDIT = Duty(
     "audit", Message("duties.audit", "replay a window of a segment that was trained with a patch"), _waiting, _audit, trains=True, fills_disk=True,

@@ -1,4 +1,4 @@
-"""Duties that export, judge and release a finished anneal. A release that was begun is finished first."""
+"""Duties that export, judge and release a finished anneal. An interrupted release is finished first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.contract.message import Message
 
 
 def find_unexported_segments(db: ReadsSql) -> list[int]:
-    """The finished anneals and averages without a candidate."""
+    """Return the finished anneals and averages that have no candidate."""
     rows = SegmentRow.select(
         db,
         "WHERE kind <> 'trunk' AND state = 'done' AND NOT EXISTS (SELECT 1 FROM candidates c WHERE c.segment = segments.id) ORDER BY id",
@@ -25,7 +25,7 @@ def find_unexported_segments(db: ReadsSql) -> list[int]:
 
 
 def _unfinished(look: DutyState) -> list[int]:
-    """The releases that are not yet published."""
+    """Return the releases that are not yet published."""
     return [row.number for row in ReleaseRow.select(look.db, "WHERE state <> 'published' ORDER BY number")]
 
 
@@ -35,7 +35,7 @@ def _unjudged(look: DutyState) -> list[int]:
 
 
 def _promoted(look: DutyState) -> list[int]:
-    """The newest verdict, if it promotes, is not released, and needs no approval by the policy."""
+    """Return the newest verdict, if it promotes, is not released, and needs no approval under the policy."""
     verdict = VerdictRow.first(look.db, "WHERE gate = 'release' ORDER BY id DESC")
     if verdict is None or verdict.outcome != "promote":
         return []
@@ -61,7 +61,7 @@ def _release(plant: Plant, verdict: int) -> None:
 
 
 def judge_one_candidate(plant: Plant, candidate: int) -> int:
-    """Evaluate a candidate and judge it; returns the verdict's id."""
+    """Evaluate a candidate and judge it. Returns the verdict's id."""
     evaluate_candidate(plant, candidate)
     verdict = judge_candidate(plant, candidate)
     row = VerdictRow.get(plant.ledger, verdict)

@@ -1,7 +1,4 @@
-"""The duty that does requests of a person, such as 'judge 3', once. It comes after unfinished work and before long work.
-
-Apart because a duty is one file, and one line of the table.
-"""
+"""The duty that carries out requests of people, such as 'judge 3', once. It comes after unfinished work and before long work."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from kernels.contract.message import Message
 
 
 def _asked(look: DutyState) -> list[DutyTask]:
-    """The requests, oldest first; those that start no trainer come before the others."""
+    """Return the requested errands, oldest first. Those that start no trainer come before the others."""
     return sorted(_errands(look), key=lambda errand: errand.duty.trains)
 
 
@@ -35,7 +32,7 @@ def _refuse(why: str, event: int, plant: Plant, request: str) -> None:
 
 ASKED = Duty(
     "asked",
-    Message("duties.asked", "do the requests of a person"),
+    Message("duties.asked", "carry out requests of people"),
     _asked,
     lambda plant, subject: None,
     fills_disk=True,

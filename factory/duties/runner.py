@@ -1,8 +1,8 @@
 """The daemon: a level-triggered loop over the list of duties (DESIGN §5, Ledger).
 
-Its only state is the rests after failures. Each pass reads the ledger and the inbox, and does the first duty that is due and not held, until
-no duty is due. The duty's own transaction records it. After a kill at any instruction, the next pass finishes or repeats the errand. A failed
-errand rests, and other errands continue (``back_off``). Only a signal ends the daemon.
+Between passes, the daemon remembers only the rests after failures. Each pass reads the ledger and the inbox, and does the first duty that is due and
+not held, until no duty is due. The duty's own transaction records the work. After a kill at any instruction, the next pass finishes or repeats the
+errand. A failed errand rests, and other errands continue (``back_off``). Only a signal ends the daemon.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REQUEST_KEYS = ("action", "by", "at", "event")  # keys of a request; its other k
 
 
 def find_next_duty_tasks(look: DutyState) -> list[DutyTask]:
-    """The first errand that is due, not resting and not held, after the "look" duties before it.
+    """Return the first errand that is due, not resting and not held, after the errands of "look" duties before it.
 
     Without such an errand, the daemon waits for files or for a person.
     """
@@ -51,7 +51,10 @@ def find_next_duty_tasks(look: DutyState) -> list[DutyTask]:
 
 
 def _first(duty: Duty, look: DutyState) -> DutyTask | None:
-    """The first errand of a duty, or None. If ``due`` fails, an errand that asks it again: its error is repaired or reported, and it rests."""
+    """Return the first errand of a duty, or None.
+
+    If ``due`` fails, the result is an errand that calls ``due`` again. Its error is repaired or reported, and the errand rests.
+    """
     if look.resting & {duty.name, duty.due_check_key} or duty.reason_for_waiting(look):
         return None
     again = DutyTask(Duty(duty.due_check_key, duty.description, always_due, partial(_look_again, duty, replace(look))))
@@ -80,10 +83,10 @@ def run_pass(
     attempts: DutyTaskAttempts | None = None,
     duties: tuple[Duty, ...] = DUTIES,
 ) -> int:
-    """Make a pass: do errands until none is due; returns the number of errands done.
+    """Make a pass: do errands until none is due. Returns the number of errands done.
 
-    A bad shard or file does not stop other errands. A missing or damaged token shard or checkpoint is made again. ``attempts``: handles
-    failures; by default they are raised, and so is the reason why training waits for a person.
+    A bad shard or file does not stop other errands. A missing or damaged token shard or checkpoint is made again. ``attempts`` handles failures. By
+    default, failures are raised, and so is the reason why training waits for a person.
     """
     attempts = attempts or DutyTaskAttempts()
     nothing = DutyState(plant, plant.ledger, duties, settle=settle, endless=endless)
@@ -117,10 +120,11 @@ def run_pass(
 
 
 def _do(plant: Plant, errand: DutyTask, repeats: int) -> None:
-    """Do an errand. Raises: FactoryError for an errand that is due repeatedly without effect."""
+    """Do an errand. Raises: FactoryError for an errand that is repeatedly due because doing it has no effect."""
     if repeats >= MOST_REPEATS:
         raise FactoryError(
-            "duties.no_progress", "The daemon did the errand '{errand}' {repeats} times in a row without any effect. Run 'factory check'.",
+            "duties.no_progress", "The daemon did the errand '{errand}' {repeats} times in a row, but the errand is still due. Run 'factory "
+                                  "check'.",
             errand=str(errand), repeats=repeats,
         )  # fmt: skip
     wanted = open_requests(plant.ledger).get(str(errand), {})
@@ -133,7 +137,7 @@ def _do(plant: Plant, errand: DutyTask, repeats: int) -> None:
         plant.print_line(
             Message(
                 "duties.request_refused",
-                "  The request '{errand}' could not be done: {error}",
+                "  The requested errand '{errand}' could not be done: {error}",
                 errand=str(errand),
                 error=error,
             )
@@ -143,7 +147,7 @@ def _do(plant: Plant, errand: DutyTask, repeats: int) -> None:
 
 
 def _why_training_waits(look: DutyState) -> FactoryError | None:
-    """The reason why training waits, as an error; None when it does not wait."""
+    """Return the reason why training waits, as an error; None if training does not wait."""
     if look.pause:
         return PausedError(look.pause.message)
     if look.stuck_segment is None:
@@ -162,9 +166,9 @@ def _why_training_waits(look: DutyState) -> FactoryError | None:
 
 
 def run_daemon(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
-    """Run the daemon: passes with waits of ``every`` seconds. The trunk continues while epochs are left.
+    """Run the daemon: make passes, and wait ``every`` seconds after each. The trunk continues while epochs are left.
 
-    ``once``: end when no new work is left. Only ``once`` raises; otherwise no failure ends the daemon.
+    ``once``: do all work that is due, then return. Errors are raised only with ``once``; otherwise no failure ends the daemon.
     """
     threads = [duty for duty in DUTIES if duty.in_background]
     with plant.workspace.hold_lock(MODEL_LOOP), ExitStack() as stack:

@@ -1,7 +1,7 @@
 """The duties of the daemon in order. The daemon does the first duty that is due, then reads the list again.
 
-The order: duties at the start of each pass, arrived files, unfinished work, work on the newest checkpoint, new training. Duties that only
-improve the factory come last.
+The order is: duties at the start of each pass, arrived files, unfinished work, work on the newest checkpoint, new training. Duties that only improve
+the factory come last.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _computed: dict[Path, tuple[Any, TrunkForecast]] = {}
 
 
 def train_segment(plant: Plant, segment: int) -> None:
-    """Train a planned segment, follow it in MLflow, and tidy up afterwards."""
+    """Train a planned segment and show its progress in MLflow. Afterwards, clean up."""
     row = SegmentRow.get(plant.ledger, segment)
     follower = MlflowTracking.open(plant).follow_segment(row, plant.progress.line)
     follower.make_run()
@@ -66,7 +66,7 @@ def train_segment(plant: Plant, segment: int) -> None:
 
 
 def _unannealed(look: DutyState) -> list[int]:
-    """The newest finished trunk segment, if it has no anneal."""
+    """Return the newest finished trunk segment, if it has no anneal."""
     trunk = SegmentRow.first(look.db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
     if trunk is None:
         return []
@@ -75,14 +75,14 @@ def _unannealed(look: DutyState) -> list[int]:
 
 
 def _unmeasured(look: DutyState) -> list[int]:
-    """The anneal whose noise over data orders is not measured yet, if its first checkpoint exists."""
+    """Return the anneal whose noise over data orders is not measured yet, if its first checkpoint exists."""
     workspace = look.plant.workspace
     found = find_waiting_anneal(workspace, look.db, ReleasePolicy.load(workspace.policy_path("gates/release.yaml")))
     return [] if found is None else [found]
 
 
 def _trunk(look: DutyState) -> Iterable[None]:
-    """``(None,)`` if the data are enough for the next trunk segment and it has a reason: new shards, or an endless run."""
+    """Return ``(None,)`` if there is enough data for the next trunk segment and a reason to plan it: new shards, or an endless run."""
     if not look.db.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
         return ()
     trunk = cached_trunk_forecast(look)
@@ -90,9 +90,9 @@ def _trunk(look: DutyState) -> Iterable[None]:
 
 
 def cached_trunk_forecast(look: DutyState) -> TrunkForecast:
-    """The result of ``forecast_trunk``, computed again only after one of its inputs changed, because it opens every token shard.
+    """Return the result of ``forecast_trunk``. It is computed again only after an input has changed, because the computation opens every token shard.
 
-    The ledger records it, and ``factory status`` reads the missing tokens there. Raises: ConfigError.
+    The result is recorded in the ledger, where ``factory status`` reads how many tokens are missing. Raises: ConfigError.
     """
     plant, follows_from = look.plant, _follows_from(look)
     known = _computed.get(plant.workspace.root)
@@ -104,7 +104,7 @@ def cached_trunk_forecast(look: DutyState) -> TrunkForecast:
 
 
 def _follows_from(look: DutyState) -> Any:
-    """A summary that changes with the token shards, the states of segments, the masked documents or the recipe."""
+    """Return a value that changes when the token shards, the states of segments, the masked documents or the recipe change."""
     shards = look.db.read("SELECT COUNT(*) AS n, MAX(created_at) AS newest FROM token_shards WHERE tokens > 0")
     segments = look.db.read(
         "SELECT state, COUNT(*) AS n, MAX(id) AS newest FROM segments GROUP BY state ORDER BY state"
@@ -127,7 +127,7 @@ TRAIN = Duty(
     trains=True, fills_disk=True,
 )  # fmt: skip
 PLAN_ANNEAL = Duty(
-    "plan_anneal", Message("duties.plan_anneal", "plan an anneal: a branch off the trunk with a decaying rate"), _unannealed,
+    "plan_anneal", Message("duties.plan_anneal", "plan an anneal: a branch off the trunk with a decaying learning rate"), _unannealed,
     lambda plant, _: plan_anneal(plant), trains=True, fills_disk=True, plans=True,
 )  # fmt: skip
 REPLICATE = Duty(

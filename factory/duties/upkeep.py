@@ -1,7 +1,4 @@
-"""Quick duties about arrived files, order in the workspace, and pages for people. They run in each pass or in the background.
-
-Apart because a duty is an entry here or a file, and one line of the table.
-"""
+"""Quick duties about arrived files, order in the workspace, and pages for people. They are done in each pass or in the background."""
 
 from __future__ import annotations
 
@@ -24,7 +21,9 @@ from kernels.contract.message import Message
 UPDATE_INBOX = Duty(
     "update_inbox",
     Message(
-        "duties.update_inbox", "return files to the inbox that may be readable now, and report which files wait and why"
+        "duties.update_inbox",
+        "move changed files, and quarantined files that may be readable now, back to the inbox, and report which files "
+        "wait and why",
     ),
     due=lambda look: (look.settle,),
     do=update_inbox,
@@ -40,7 +39,7 @@ INGEST = Duty(
 
 
 def _back_up(plant: Plant, _: None) -> None:
-    """Make the daily backup. A full disk fails this duty only and does not end the pass, because later duties free space."""
+    """Make the daily backup. A full disk fails only this duty and does not end the pass, because later duties free space."""
     try:
         said = back_up_daily(plant)
     except Exception as error:
@@ -87,6 +86,6 @@ NOTIFY = Duty(
     in_background=2.0, at_end=True,
 )  # fmt: skip
 ANSWER_APPROVALS = Duty(
-    "answer_approvals", Message("duties.answer_approvals", "read decisions of people about candidates in MLflow"), always_due,
+    "answer_approvals", Message("duties.answer_approvals", "read people's decisions about candidates from MLflow"), always_due,
     lambda plant, _: _answers(plant).look_and_ask(), in_background=15.0,
 )  # fmt: skip

@@ -1,11 +1,11 @@
 """Overwrites the text of removed documents: in the workspace's raw shards, in token shards, and among the held-out documents.
 
-    held-out contents ─► each shard: made again aside ─► one transaction: its new places ─► files put in place, old ones removed ─► a backup
+    held-out contents ─► each shard: new files beside the old ─► one transaction records their places ─► files renamed, old files removed ─► backup
 
-In a token shard, each token of an erased document becomes an end token, and the loss mask stays. So cursors, the data order and the places of
-all other documents stay the same. The token shard keeps its name in the ledger and in plans; the new files have another name (``content``). The
-raw shard keeps the numbers of its rows. So each of the two can be made again from the records of the other. After a kill, the next pass repeats
-the work.
+In a token shard, each token of an erased document becomes an end token, and the loss mask stays. So cursors, the data order and the places of all
+other documents stay the same. The token shard keeps its name in the ledger and in plans; the new files have another name (``content``). The raw shard
+keeps the numbers of its rows. So the factory can make each of the two again from the records of the other. After a kill, the next pass repeats the
+work.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ c = documents.c
 
 
 def list_erasure_consequences(plant: Plant, selection: DocumentSelection) -> list[str]:
-    """Lines for a person: the consequences of erasing the text of these documents."""
+    """Return lines for a person about the consequences of erasing the text of these documents."""
     held = {
         shard
         for part in selection.conditions()
@@ -120,8 +120,10 @@ def _outside(path: Path | str) -> Message:
 
 
 def finish_pending_removals(plant: Plant) -> list[str]:
-    """Mark the releases made since each removal, and erase the text of removals that ask for it; returns lines for a person. The caller holds the
-    model loop's lock."""
+    """Mark the releases made since each removal, and erase the text of removals that ask for it. Returns lines for a person.
+
+    The caller holds the model loop's lock.
+    """
     said = mark_new_releases(plant.ledger)
     pending = [one for one in list_removals(plant.ledger) if one.erase and one.state == "removed"]
     for removal in pending:
@@ -167,7 +169,7 @@ def _erase(plant: Plant, removal: Removal) -> list[str]:
 
 
 def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
-    """Erase the text of these rows of a shard, and again of the rows that were erased before."""
+    """Erase the text of these rows of a shard. Rows that were erased before are erased again."""
     before = erased_shards(plant.ledger).get(sha256)
     rows |= set(before["rows"]) if before else set()
     listed = plant.ledger.read("SELECT id, path FROM token_shards WHERE shard = :shard", shard=sha256)
@@ -179,7 +181,7 @@ def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
         "token_shards": {},
     }
     with plant.progress.task(
-        Message("erasing.task", "erase {rows} rows of shard {shard}", rows=len(rows), shard=sha256[:16])
+        Message("erasing.task", "erase {rows:,|row|rows} of shard {shard}", rows=len(rows), shard=sha256[:16])
     ):
         made: list[tuple[str, Path, TokenShard]] = []
         for row in listed:
@@ -225,7 +227,7 @@ def _raw_without(
     name: str,
     rows: Collection[int],
 ) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
-    """(the new raw shard without these rows, beside the old one; the event for ``filing``; lines for a person)."""
+    """Return (the new raw shard without these rows, beside the old one; the event for ``filing``; lines for a person)."""
     if raw is None:
         return (
             None,
@@ -233,7 +235,7 @@ def _raw_without(
             [
                 Message(
                     "erasing.gone",
-                    "the raw shard {shard} does not exist any more, so the factory erased nothing in it",
+                    "the raw shard {shard} no longer exists, so the factory erased nothing in it",
                     shard=name,
                 )
             ],
@@ -262,7 +264,7 @@ def _raw_without(
 
 
 def _overwritten(workspace: Workspace, old: TokenShard, keys: Collection[str]) -> TokenShard:
-    """Write a token shard in which the documents ``keys`` consist of end tokens. If they do already, it is the same token shard."""
+    """Write a token shard in which the documents ``keys`` consist of end tokens. Returns the same token shard if they already do."""
 
     def each() -> Iterator[TokenizedDocument]:
         for row in old.documents.to_pylist():
@@ -280,7 +282,7 @@ def _overwritten(workspace: Workspace, old: TokenShard, keys: Collection[str]) -
 
 
 def _fill(shard: TokenShard) -> int:
-    """The end token: the last token of every document."""
+    """Return the end token: the last token of every document."""
     return int(shard.tokens[-1])
 
 
@@ -289,9 +291,9 @@ def _places(shard: TokenShard, keys: Collection[str]) -> Iterator[tuple[str, dic
 
 
 def _runs(shard: TokenShard, row: dict[str, Any]) -> list[int]:
-    """A document's loss mask as the lengths of its runs; the first run has no loss.
+    """Return a document's loss mask as the lengths of its runs. The first run has no loss.
 
-    A damaged token shard can be made again with these lengths, since its text no longer tells the mask.
+    With these lengths, a damaged token shard can be made again, although its erased text no longer determines the mask.
     """
     mask = shard.loss_mask(row["start"], row["start"] + row["length"])
     ends = np.flatnonzero(np.diff(np.concatenate([[False], mask, [not mask[-1]]])))
@@ -299,7 +301,7 @@ def _runs(shard: TokenShard, row: dict[str, Any]) -> list[int]:
 
 
 def _rows(ledger: Ledger, removal: Removal) -> set[tuple[str, int, str]]:
-    """(shard, row, key) of all rows of a removal: its documents, rows dropped as copies of them, and dropped rows of its source or licence."""
+    """Return (shard, row, key) of all rows of a removal: its documents, rows dropped as copies of them, and dropped rows of its source or licence."""
     rules = [removal.rule_for_fate(fate) for fate in REMOVABLE_FATES]
     mine = sa.select(c.key).where(c.fate == REMOVED_FATE, c.rule.in_(rules))
     found = [c.rule.in_(rules), sa.and_(c.fate == "dropped", c.matched.in_(mine))]
@@ -310,7 +312,7 @@ def _rows(ledger: Ledger, removal: Removal) -> set[tuple[str, int, str]]:
 
 
 def _reader(ledger: Ledger, removal: Removal) -> int | None:
-    """The planned segment that reads a token shard of the removal; None: no such segment."""
+    """Return the planned segment that reads a token shard of the removal; None if there is none."""
     held = set(removal.token_shards)
     for row in SegmentRow.select(ledger, "WHERE state = 'planned' ORDER BY id"):
         if held & {shard["id"] for shard in read_data_plan(ledger, row)["token_shards"]}:

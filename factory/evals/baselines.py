@@ -1,9 +1,9 @@
 """Byte bigram and trigram models, fitted on the candidate's training text and measured on the same held-out bytes.
 
-A first release must beat them: a network that does not beat counts of three bytes has learned nothing. Smoothing is interpolated Witten–Bell (Chen &
-Goodman 1998, §2.6): p(c|h) = (n(hc) + T(h)·p'(c)) / (n(h) + T(h)). T(h) is the number of distinct bytes after h, and p' is the next shorter model.
-The shortest model is add-one. Every distribution sums to one, and no byte has probability 0. Each domain has its own models, which is harder to beat
-than models of all domains.
+A first release must beat them, because a network that does not beat counts of three bytes has learned nothing. Smoothing is interpolated Witten–Bell
+(Chen & Goodman 1998, §2.6): p(c|h) = (n(hc) + T(h)·p'(c)) / (n(h) + T(h)). T(h) is the number of distinct bytes after h, and p' is the next shorter
+model. The shortest model is add-one. Every distribution sums to one, and no byte has probability 0. Each domain has its own models. They are harder
+to beat than models of all domains.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ByteNgrams:
         self.context_kinds = (cube > 0).sum(2).ravel()
 
     def bits(self, text: Array, counted: Array) -> tuple[float, float]:
-        """Bits of the counted bytes under the bigram and under the trigram model."""
+        """Return the bits of the counted bytes under the bigram model and under the trigram model."""
         code = _contexts(text)[counted]
         bigram = self.bigram[(code >> 8) & 255, code & 255]
         total, kinds = self.context_total[code >> 8], self.context_kinds[code >> 8]
@@ -68,7 +68,7 @@ def measure_baselines(
     bytes_per_domain: int,
     task: ProgressTask,
 ) -> dict[str, dict[str, float]]:
-    """{domain: {"bigram", "trigram": bits per byte, "fitted_bytes"}} for every domain of ``texts``.
+    """Return {domain: {"bigram", "trigram": bits per byte, "fitted_bytes"}} for every domain of ``texts``.
 
     A domain without training text has no baselines.
     """
@@ -93,19 +93,19 @@ def measure_baselines(
 
 
 def hash_baseline_inputs(suite_sha256: str, shards: Sequence[TokenShard]) -> str:
-    """A hash of the suite and the token shards, on which the baselines depend."""
+    """Return a hash of the suite and the token shards, on which the baselines depend."""
     return hashlib.sha256(json.dumps([suite_sha256, sorted(shard.id for shard in shards)]).encode()).hexdigest()
 
 
 def open_shards(root: Path, plan: dict[str, Any]) -> list[TokenShard]:
-    """The token shards of a data plan. Relative paths start in the workspace ``root``."""
+    """Return the token shards of a data plan. Relative paths start in ``root``, the workspace."""
     return [TokenShard(root / entry["path"], entry.get("moved")) for entry in plan["token_shards"]]
 
 
 def _training_text(
     shards: Sequence[TokenShard], domain: str, token_bytes: TokenBytes, limit: int
 ) -> Iterator[tuple[Array, Array]]:
-    """(bytes, supervised bytes) of a domain's training documents, ordered by hash, until ``limit`` bytes are supervised."""
+    """Yield (bytes, supervised bytes) of a domain's training documents, ordered by hash, until ``limit`` bytes are supervised."""
     listed = []
     for shard in shards:
         table = shard.documents
@@ -144,6 +144,6 @@ def _chunks(documents: Iterator[tuple[Array, Array]], size: int = 4 << 20) -> It
 
 
 def _contexts(text: Array) -> Array:
-    """Each byte [N] with its two previous bytes, as a 24-bit number."""
+    """Return each byte [N] with its two previous bytes, as a 24-bit number."""
     wide = np.concatenate((np.full(2, NOTHING, np.int64), text.astype(np.int64)))
     return (wide[:-2] << 16) | (wide[1:-1] << 8) | wide[2:]

@@ -1,10 +1,10 @@
 """Checks that a candidate was not trained on held-out text.
 
-Both checks look at all held-out documents, also those that are not in the suite, because the next suite may contain them.
+Both checks look at all held-out documents, including those that are not in the suite, because the next suite may contain them.
 
 ``no_held_out_in_training``  in the ledger, no training document has the content hash of a held-out document
-``no_shared_ngrams``         in the token shards, no training document has the same tokens as a held-out document, and of no held-out
-                             document more than a share of its n-grams occurs
+``no_shared_ngrams``         in the token shards, no training document has the same tokens as a held-out document, and for each held-out
+                             document at most a share of its n-grams occurs in the token shards
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Hashes = npt.NDArray[np.uint64]
 def check_contamination(
     ledger: Ledger, tokenizer: Tokenizer, shards: Sequence[TokenShard], policy: EvalPolicy
 ) -> list[ProbeCheck]:
-    """Both checks of the token shards that a candidate was trained on."""
+    """Return both checks of the token shards that a candidate was trained on."""
     found = list(_held_out_tokens(ledger, tokenizer))
     held, skipped = {key: ids for key, ids, _ in found}, {key: tools for key, _, tools in found}
     size, limit = policy.contamination_ngram, policy.contamination_overlap
@@ -68,7 +68,7 @@ def _same_hashes(ledger: Ledger) -> ProbeCheck:
 
 
 def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str, Tokens, int]]:
-    """(key, ids from BOS to the end token, length of a leading system turn that lists tools) of every held-out document."""
+    """Yield (key, ids from BOS to the end token, length of a leading system turn that lists tools) for every held-out document."""
     h, d = held_out.c, documents.c
     living = sa.select(h.key, h.content).join(documents, d.key == h.key).where(d.fate != REMOVED_FATE).order_by(h.key)
     for row in ledger.select_rows(living):
@@ -88,10 +88,11 @@ def check_shared_ngrams(
     limit: float,
     skipped: Mapping[str, int] | None = None,
 ) -> ProbeCheck:
-    """The check that no held-out document occurs in the token shards.
+    """Check that no held-out document occurs in the token shards.
 
-    A document is contaminated if a training document has the same ids, or if more than ``limit`` of its n-grams of ``size`` tokens occur.
-    ``held``: ids by document key. ``skipped``: leading tokens that do not count, because many chats share the same list of tools.
+    A document is contaminated if a training document has the same ids, or if more than ``limit`` of its n-grams of ``size`` tokens occur in the
+    shards. ``held``: ids by document key. ``skipped``: by key, the number of leading tokens that do not count, because many chats share the same list
+    of tools.
     """
     runs = {key: hash_ngrams(ids[(skipped or {}).get(key, 0) :], size) for key, ids in held.items()}
     wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *runs.values()]))
@@ -155,10 +156,10 @@ def _runs(shard: TokenShard, wanted: Hashes, size: int, seen: npt.NDArray[np.boo
 
 
 def hash_ngrams(tokens: npt.NDArray[Any], size: int) -> Hashes:
-    """A 64-bit hash of every n-gram of ``size`` tokens, shape [L - size + 1].
+    """Return a 64-bit hash of every n-gram of ``size`` tokens, shape [L - size + 1].
 
-    The hash is a polynomial in an odd base b modulo 2⁶⁴, mixed once. It is a difference of prefix sums Σ token·bʲ, divided by b to the power
-    of the n-gram's start, so that long n-grams cost no more than short ones.
+    The hash is a polynomial in an odd base b modulo 2⁶⁴, mixed once. It is computed as a difference of prefix sums Σ token·bʲ, divided by b to the
+    power of the n-gram's start. So long n-grams cost no more than short ones.
 
     >>> first, *_, last = hash_ngrams(np.array([5, 6, 7, 5, 6]), 2)
     >>> bool(first == last), len(hash_ngrams(np.array([5]), 2))
@@ -175,7 +176,7 @@ def hash_ngrams(tokens: npt.NDArray[Any], size: int) -> Hashes:
 
 
 def _powers(base: int, count: int) -> Hashes:
-    """The first ``count`` powers of ``base`` modulo 2⁶⁴, from b⁰ on."""
+    """Return the first ``count`` powers of ``base`` modulo 2⁶⁴, from b⁰ on."""
     powers = np.full(count, base, np.uint64)
     powers[0] = 1
     return np.cumprod(powers, dtype=np.uint64)

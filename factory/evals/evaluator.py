@@ -1,8 +1,8 @@
 """Measures a candidate on the current suite and records the evaluation in one transaction.
 
-The same candidate and suite give the recorded evaluation again. An invalid export or a loss that is not finite is a result: the evaluation
-records the failed check for the gate. If the measurement is impossible (a changed export, too little memory), an error is raised and nothing
-is recorded.
+If the candidate was measured on this suite before, the recorded evaluation is returned. An invalid export or a loss that is not finite is a result:
+the evaluation records the failed check for the gate. If the measurement is impossible (a changed export, too little memory), an error is raised and
+nothing is recorded.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from trainer.contract.errors import TokenShardError
 
 
 def load_current_suite(plant: Plant) -> Suite:
-    """The suite on which candidates are compared now. Raises: InputError if the workspace has no tokenizer yet."""
+    """Return the suite on which candidates are compared now. Raises: InputError if the workspace has no tokenizer yet."""
     policy = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
     return build_suite(plant.ledger, policy, Tokenizer.load(plant.workspace.tokenizer).sha256)
 
 
 def evaluate_candidate(plant: Plant, candidate_id: int) -> int:
-    """Measure a candidate and return the evaluation's id. Idempotent for a candidate and a suite.
+    """Measure a candidate on the current suite and return the evaluation's id. A repeated call with the same candidate and suite measures nothing.
 
     Raises: InputError for an unknown candidate or without held-out documents; DamagedExportError; NoMemoryError.
     """
@@ -69,9 +69,9 @@ def evaluate_candidate(plant: Plant, candidate_id: int) -> int:
 
 
 def evaluate_on_suite(plant: Plant, candidate_id: int, suite: Suite, *, released: bool = False) -> int:
-    """``evaluate_candidate`` on a given suite, so that two candidates can be measured on the same suite.
+    """Measure a candidate on a given suite, as ``evaluate_candidate`` does. So two candidates can be measured on the same suite.
 
-    ``released``: skip the parity checks. The candidate passed them before its release, and its export has the same hash.
+    ``released``: skip the parity checks. The candidate passed them before its release, and its export still has the same hash.
     """
     if known := find_evaluation(plant.ledger, candidate_id, suite):
         return known.id
@@ -93,13 +93,13 @@ def evaluate_on_suite(plant: Plant, candidate_id: int, suite: Suite, *, released
 
 
 def find_evaluation(ledger: Ledger, candidate_id: int, suite: Suite) -> EvaluationRow | None:
-    """The recorded evaluation of a candidate on a suite."""
+    """Return the recorded evaluation of a candidate on a suite, or None."""
     mine = "WHERE candidate = :candidate AND suite_sha256 = :suite"
     return EvaluationRow.first(ledger, mine, candidate=candidate_id, suite=suite.sha256)
 
 
 def read_items_of_evaluation(ledger: Ledger, evaluation_id: int) -> list[EvalItem]:
-    """The items of a recorded evaluation."""
+    """Return the items of a recorded evaluation."""
     columns = [eval_items.c[name] for name in ("task", "item", "domain", "cluster", "value", "weight")]
     return [
         EvalItem(**row)
@@ -108,13 +108,15 @@ def read_items_of_evaluation(ledger: Ledger, evaluation_id: int) -> list[EvalIte
 
 
 def refuse_damaged_export(candidate: CandidateRow) -> None:
-    """Raises: DamagedExportError if a candidate's export is missing or has another hash than recorded."""
+    """Refuse a candidate whose export is missing or has another hash than recorded. Raises: DamagedExportError."""
     try:
         if export_folder_sha256(Path(candidate.export_path)) != candidate.export_sha256:
             raise DamagedExportError(
                 candidate.id,
                 Message(
-                    "evaluator.export_changed", "{export} does not have the recorded hash", export=candidate.export_path
+                    "evaluator.export_changed",
+                    "the files in {export} have changed since their hash was recorded",
+                    export=candidate.export_path,
                 ),
             )
     except (InputError, OSError) as error:
@@ -218,7 +220,7 @@ def _shortened(error: CodedError) -> Message:
 
 
 def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[str, float]) -> Message | None:
-    """The items whose loss is not finite, and what to do. None: all losses are finite."""
+    """Return a message about the items whose loss is not finite, and what to do; None if all losses are finite."""
     broken = [[item for item in items if not math.isfinite(item.value)] for items in (documents, cloze)]
     problems = [
         Message(
@@ -233,7 +235,7 @@ def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[st
         problems = [
             Message(
                 "evaluator.shifted_not_finite",
-                "The loss is not finite if the windows over the documents are shifted. Domains: {domains}",
+                "When the windows over the documents are shifted, the loss is not finite. Domains: {domains}",
                 domains=shifted,
             )
         ]
@@ -289,7 +291,7 @@ def _baselines(
     policy: EvalPolicy,
     task: Any,
 ) -> dict[str, Any]:
-    """Bits per byte of the byte n-gram models. An earlier evaluation on the same suite and data already has them."""
+    """Return bits per byte of the byte n-gram models. They are read from an earlier evaluation on the same suite and data, if there is one."""
     key = hash_baseline_inputs(suite.sha256, shards)
     for row in ledger.select_rows(sa.select(evaluations.c.summary).where(evaluations.c.suite_sha256 == suite.sha256)):
         if row["summary"].get("baselines_key") == key:

@@ -1,7 +1,7 @@
-"""``config.json`` of an export, read as hostile input: its allowed keys, their values, and the tensors that they require.
+"""Parses ``config.json`` of an export as hostile input: its allowed keys, their values, and the tensors that they require.
 
-The architectures are those of ``trainer.contract.checkpoint.architectures``. A missing key has the default of transformers or is an error.
-An unknown key is refused, because some keys make a server fetch or run code.
+The architectures are those of ``trainer.contract.checkpoint.architectures``. A missing key has the default of transformers or is an error. An unknown
+key is refused, because some keys make a server fetch or run code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ExportConfig:
         return self.experts if self.experts is not None and layer >= self.experts.dense_layers else None
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of exactly the tensors that model.safetensors must hold."""
+        """Return the names and shapes of exactly the tensors that model.safetensors must hold."""
         d, k = self.d_model, self.head_dim
         attention: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (d,),
@@ -136,7 +136,8 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
     architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if architecture is None or data.get("architectures") != [architecture.class_name]:
         raise ExportError(
-            "export_config.unknown_architecture", "{file}: architectures {given} (model_type {kind}) is not supported. Supported: {known}",
+            "export_config.unknown_architecture", "{file}: the value {given} of 'architectures' with model_type {kind} is not supported. "
+                                                  "Supported: {known}",
             file=where, given=str(data.get("architectures"))[:80], kind=str(kind)[:40],
             known=[f"{one.class_name} ({name})" for name, one in ARCHITECTURES.items()],
         )  # fmt: skip
@@ -161,7 +162,8 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
     fields = _whole(where, data, _WHOLE)
     if fields["heads"] % fields["kv_heads"]:
         raise ExportError(
-            "export_config.heads", "{file}: {heads} attention heads are not a multiple of {kv_heads} key-value heads",
+            "export_config.heads", "{file}: the number of attention heads ({heads}) is not a multiple of the number of key-value heads "
+                                   "({kv_heads})",
             file=where, heads=fields["heads"], kv_heads=fields["kv_heads"],
         )  # fmt: skip
     if fields["head_dim"] % 2:
@@ -177,7 +179,8 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
             )
         if fields["layers"] * experts.count > MOST_EXPERTS:
             raise ExportError(
-                "export_config.too_many_experts", "{file}: {layers:,} layers of {experts:,} experts are more than {limit:,} experts",
+                "export_config.too_many_experts", "{file}: {layers:,} layers of {experts:,} experts each are too many: at most {limit:,} "
+                                                  "experts are allowed in all layers",
                 file=where, layers=fields["layers"], experts=experts.count, limit=MOST_EXPERTS,
             )  # fmt: skip
     return ExportConfig(

@@ -1,4 +1,4 @@
-"""An export folder, read as hostile input. Files and tensors are checked before memory is allocated.
+"""Reads an export folder as hostile input. Files and tensors are checked before memory is allocated.
 
 Weights are read only from safetensors, never from a pickle, and no remote code is run. Every error is an ``ExportError`` that names file and key.
 """
@@ -25,9 +25,12 @@ FLOATS = {"F32", "BF16", "F16"}
 
 
 def read_config(folder: Path) -> ExportConfig:
-    """The parsed config.json. Raises: ExportError for a file that an export must not hold, or for an unsupported config.json."""
+    """Return the parsed config.json.
+
+    Raises: ExportError for a file that is not allowed in an export, or for an unsupported config.json.
+    """
     if not folder.is_dir():
-        raise ExportError("export_folder.no_folder", "{folder}: no such export folder", folder=folder)
+        raise ExportError("export_folder.no_folder", "The export folder {folder} does not exist", folder=folder)
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not path.is_file():
             raise ExportError(
@@ -52,16 +55,18 @@ def read_config(folder: Path) -> ExportConfig:
 
 
 def check_tensors(path: Path, file: Any, config: ExportConfig) -> None:
-    """Raises: ExportError unless an open safetensors file holds exactly the tensors that config.json requires, as floats."""
+    """Check that an open safetensors file holds exactly the tensors that config.json requires, as floats. Raises: ExportError."""
     expected, names = config.tensor_shapes(), set(file.keys())
     if missing := sorted(set(expected) - names):
         raise ExportError(
-            "export_folder.missing_tensors", "{file}: {count:,|tensor is|tensors are} missing. First: {first}",
+            "export_folder.missing_tensors", "{file}: {count:,|tensor that config.json requires is|tensors that config.json requires are} "
+                                             "missing. First: {first}",
             file=path, count=len(missing), first=missing[0][:80],
         )  # fmt: skip
     if extra := sorted(names - set(expected)):
         raise ExportError(
-            "export_folder.extra_tensors", "{file}: config.json does not allow {count:,|tensor|tensors}. First: {first}",
+            "export_folder.extra_tensors", "{file}: {count:,|tensor does|tensors do} not belong to the model that config.json describes. "
+                                           "First: {first}",
             file=path, count=len(extra), first=extra[0][:80],
         )  # fmt: skip
     for name, shape in expected.items():
@@ -74,7 +79,7 @@ def check_tensors(path: Path, file: Any, config: ExportConfig) -> None:
 
 
 def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
-    """All weights as fp32. Raises: ExportError for a tensor that is missing, extra, of another shape or not finite; NoMemoryError."""
+    """Return all weights as fp32. Raises: ExportError for a tensor that is missing, extra, of another shape or not finite; NoMemoryError."""
     path = folder / "model.safetensors"
     expected = config.tensor_shapes()
     count = sum(math.prod(shape) for shape in expected.values())
@@ -115,12 +120,12 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
 
 
 def unreadable_weights(path: Path, error: Exception) -> ExportError:
-    """The error for a weights file that cannot be read."""
+    """Return the error for a weights file that cannot be read."""
     return ExportError("export_folder.unreadable", "{file} cannot be read: {reason}", file=path, reason=str(error))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of at most 1 MiB. Raises: ExportError."""
+    """Return the JSON object in a file of at most 1 MiB. Raises: ExportError."""
     try:
         if path.stat().st_size > 1 << 20:
             raise ExportError("export_folder.large_json", "{file} has more than 1 MiB", file=path)

@@ -1,7 +1,7 @@
 """Compares an export with its checkpoint: every bit of the weights, and the meaning of every key of its files.
 
 Evaluator and server both read the export, so comparing them cannot show an error that both share. ``expected_export`` therefore converts the
-checkpoint in the factory's own process, by the rules of ``trainer.contract.checkpoint.export``. The ledger keeps the result with the candidate.
+checkpoint in the factory's own process, by the rules of ``trainer.contract.checkpoint.export``. The ledger stores the result with the candidate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Digests = dict[str, str]
 
 @dataclass(frozen=True)
 class ExpectedExport:
-    """What the export of a checkpoint must hold."""
+    """The content that the export of a checkpoint must have."""
 
     weights_sha256: str  # over the digests of all tensors
     config: dict[str, Any]  # config.json
@@ -54,14 +54,17 @@ class ExpectedExport:
 
 # -- what it must be ---------------------------------------------------------------------------------------------------
 def expected_export(checkpoint: Path, recipe: dict[str, Any]) -> ExpectedExport:
-    """What the export of a checkpoint must hold. Raises: SegmentError for a damaged checkpoint or an invalid recipe; NoMemoryError."""
+    """Compute the content that the export of a checkpoint must have.
+
+    Raises: SegmentError for a damaged checkpoint or an invalid recipe; NoMemoryError.
+    """
     parsed = _recipe(recipe)
     config = hf_config(parsed.model, dtype_of_export(parsed))
     return ExpectedExport(_total(hash_checkpoint_tensors(checkpoint, recipe)), config)
 
 
 def recorded_export(ledger: Ledger, candidate: int) -> ExpectedExport | None:
-    """What the ledger recorded at a candidate's export. None: an older factory exported it and recorded nothing."""
+    """Return the expected content that the ledger recorded with the candidate's export; None if an older factory exported it and recorded nothing."""
     found = ledger.read(
         "SELECT detail FROM events WHERE kind = 'candidate' AND subject = :subject ORDER BY id DESC LIMIT 1",
         subject=str(Subject("candidate", candidate)),
@@ -71,7 +74,7 @@ def recorded_export(ledger: Ledger, candidate: int) -> ExpectedExport | None:
 
 
 def hash_checkpoint_tensors(checkpoint: Path, recipe: dict[str, Any]) -> Digests:
-    """The digest of every tensor that the export must hold. Raises: SegmentError; NoMemoryError."""
+    """Return the digest of every tensor that the export must hold. Raises: SegmentError; NoMemoryError."""
     try:
         files = checkpoints.read_manifest(checkpoint)["files"]
         names = [name for name in files if name.startswith("model") and name.endswith(".safetensors")]
@@ -102,7 +105,7 @@ def hash_checkpoint_tensors(checkpoint: Path, recipe: dict[str, Any]) -> Digests
 
 
 def hash_export_tensors(export: Path) -> Digests:
-    """The digest of every tensor in the export. Raises: ExportError."""
+    """Return the digest of every tensor in the export. Raises: ExportError."""
     return _digests(_tensors(export / "model.safetensors"))
 
 
@@ -144,7 +147,7 @@ def _total(digests: Digests) -> str:
 
 # -- is it that? -------------------------------------------------------------------------------------------------------
 def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary: int) -> list[ProbeCheck]:
-    """A check for each name in ``OF_CHECKPOINT``. ``vocabulary``: number of tokens of the tokenizer."""
+    """Return a check for each name in ``OF_CHECKPOINT``. ``vocabulary``: the number of tokens of the tokenizer."""
     made = recorded_export(ledger, candidate.id)
     if made is None:
         detail = join_sentences(
@@ -172,7 +175,7 @@ def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary
             )
         )  # fmt: skip
     passed = {
-        "shape": Message("export_parity.same_shape", "The export has the checkpoint's layers, widths, heads, context and experts"),
+        "shape": Message("export_parity.same_shape", "Export and checkpoint have the same layers, widths, heads, context and experts"),
         "rope": Message("export_parity.same_rope",
             "The export has RoPE with base {base:g} in the same layers as the checkpoint",
             base=found["rope_theta"]),
@@ -212,7 +215,7 @@ def check_export_files(
     asked: list[int],
     bos: int | None,
 ) -> list[ProbeCheck]:
-    """Checks of BOS, EOS, sampling defaults and chat template in the export's other files.
+    """Check BOS, EOS, sampling defaults and chat template in the export's other files.
 
     ``asked``: the tokenizer's end and stop tokens. ``bos``: the first token of a document, if any.
     """
@@ -276,7 +279,7 @@ def _other_key(file: str, key: str, found: Any, expected: Any) -> Message:
 
 
 def _generation(export: Path) -> ProbeCheck:
-    """The model was judged with greedy decoding, so transformers and vLLM must be greedy by default and must not change logits."""
+    """Check that transformers and vLLM decode greedily by default and do not change logits, because the model was judged with greedy decoding."""
     where = export / "generation_config.json"
     found = read_json(where)
     wrong = [
@@ -298,7 +301,7 @@ def _generation(export: Path) -> ProbeCheck:
 
 
 def _template(export: Path) -> ProbeCheck:
-    """transformers reads the file chat_template.jinja, other programs the key chat_template of tokenizer_config.json."""
+    """Check both places of the chat template: transformers reads chat_template.jinja, other programs read a key of tokenizer_config.json."""
     file, key = export / "chat_template.jinja", read_json(export / "tokenizer_config.json").get("chat_template")
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
     same = text is not None and key in (None, text)

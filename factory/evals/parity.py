@@ -4,7 +4,7 @@ trainer     ids and loss masks of the token shards, encoded again by the frozen 
 checkpoint  weights and recipe, converted again (``export_parity``)
 evaluator   ``Tokenizer`` and ``ReferenceModel``
 server      transformers on the export in its own process (``server_probe``): AutoTokenizer with chat template, logits, generation
-engine      the serving engine on the export, asked over HTTP (``probes.engine``); also vLLM if it is installed
+engine      the serving engine on the export, asked over HTTP (``probes.engine``), and vLLM if it is installed
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ParityCase:
 
 
 def check_parity(case: ParityCase) -> list[ProbeCheck]:
-    """All checks except 'export' and 'finite_loss'. A failed check does not raise."""
+    """Return all checks except 'export' and 'finite_loss'. A failed check raises no error."""
     count = case.policy.parity_documents
     by_hash = sorted(case.suite.documents, key=lambda document: hash_order("parity", document.key))
     # Left out: documents that spell a special token. Programs that match special tokens in text give them other ids.
@@ -123,13 +123,15 @@ def check_parity(case: ParityCase) -> list[ProbeCheck]:
 
 
 def _vllm(case: ParityCase, fixture: Fixture) -> list[ProbeCheck]:
-    """vLLM's checks. If vLLM cannot run this model on this machine, they pass and say so: that is not the export's fault."""
+    """Return vLLM's checks. If vLLM cannot run this model on this machine, the checks pass with a note, because the export is not at fault."""
     if lacks := why_vllm_cannot_run(case.model.config.head_dim):
         return [
             ProbeCheck(
                 name,
                 True,
-                prefix_engine_name("vllm", Message("parity.vllm_skipped", "Skipped. {reason}", reason=lacks)),
+                prefix_engine_name(
+                    "vllm", Message("parity.vllm_skipped", "The check was skipped. {reason}", reason=lacks)
+                ),
             )
             for name in OF_ENGINE
         ]
@@ -138,7 +140,7 @@ def _vllm(case: ParityCase, fixture: Fixture) -> list[ProbeCheck]:
 
 
 def _together(checks: Sequence[ProbeCheck]) -> ProbeCheck:
-    """The same check of several engines as one check. All must pass."""
+    """Return one check for the same check of several engines. It passes if all of them passed."""
     worst = min(checks, key=lambda check: (check.ok is not False, check.ok is True))
     return (
         worst
@@ -170,14 +172,14 @@ def _tokenizer(case: ParityCase) -> ProbeCheck:
         )  # fmt: skip
         return ProbeCheck("tokenizer", True, same)
     other = Message(
-        "parity.other_tokenizer", "The workspace has tokenizer {sha256:.12}, but {others}",
+        "parity.other_tokenizer", "The workspace has the tokenizer {sha256:.12}, but {others}",
         sha256=case.tokenizer.sha256, others=[f"{who} has {sha[:12]}" for who, sha in list(others.items())[:3]],
     )  # fmt: skip
     return ProbeCheck("tokenizer", False, join_sentences([other, AGAIN]))
 
 
 def _sampled(case: ParityCase, count: int) -> list[tuple[str, str, TokenShard, int, int]]:
-    """(rank, key, shard, start, length) of ``count`` training documents. Every candidate of a data plan gets the same documents."""
+    """Return (rank, key, shard, start, length) of ``count`` training documents. All candidates of a data plan get the same documents."""
     listed = []
     for shard in case.shards:
         columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]
@@ -215,7 +217,7 @@ def _trainer_tokens(case: ParityCase) -> ProbeCheck:
 
 
 def _packing(case: ParityCase) -> ProbeCheck:
-    """The check that every packing strategy gives rows whose pieces have their documents' own ids and loss mask."""
+    """Check that every packing strategy gives rows whose pieces have the same ids and loss mask as their documents."""
     listed = {shard.id: shard for shard in case.shards}
     domains = sorted({domain for shard in case.shards for domain in shard.documents.column("domain").to_pylist()})
     planned = [{"id": shard.id, "path": str(shard.path), "generation": 0} for shard in listed.values()]
@@ -254,7 +256,7 @@ def _packing(case: ParityCase) -> ProbeCheck:
             Message("parity.not_packed", "The documents cannot be packed: {reason}", reason=str(error)),
         )
     packed = Message(
-        "parity.packed", "With {strategies:,} packing strategies, {pieces:,} pieces of documents keep their ids and loss mask",
+        "parity.packed", "With each of {strategies:,} packing strategies, all {pieces:,} pieces of documents keep their ids and loss mask",
         strategies=len(STRATEGIES), pieces=pieces,
     )  # fmt: skip
     return ProbeCheck("packing", True, packed)
@@ -299,7 +301,7 @@ def _text(token_bytes: TokenBytes, ids: npt.NDArray[np.int64]) -> str:
 
 
 def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) -> ProbeCheck:
-    """The check that encoding, decoding and encoding again gives the same text and ids, here and at the server."""
+    """Check that encoding, decoding and encoding again gives the same text and ids, both here and at the server."""
     texts = asked.request()["texts"]
     encoded = [tokenizer.encode_text(text)[0] for text in texts]
     decoded = [tokenizer.decode(ids) for ids in encoded]
@@ -311,8 +313,8 @@ def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) 
     wrong_there = sum(a != b or x != y for a, b, x, y in there)
     detail = Message(
         "parity.round_trip",
-        "When {texts:,} texts are encoded and decoded, {here:,} change with the factory's tokenizer and "
-        "{server:,} with transformers",
+        "{texts:,|text was|texts were} encoded and decoded. {here:,} changed with the factory's tokenizer, and {server:,} changed with "
+        "transformers",
         texts=len(texts), here=wrong, server=wrong_there,
     )  # fmt: skip
     same = not wrong and not wrong_there

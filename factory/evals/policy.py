@@ -1,4 +1,4 @@
-"""``policies/evals.yaml``: how much is measured."""
+"""``policies/evals.yaml``: how much each evaluation measures."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The power of a comparison: the smallest gain that passes all bounds together with a probability of 80 %.
 
 The gain is that of another candidate on the same items, whose standard error is another draw. So both the known and the future standard error are
-estimates. Their squares scatter like χ² with the bound's degrees of freedom ν, reduced for heavy tails: the variance of a squared error is
-2/ν + κ/n for items of excess kurtosis κ (Cramér 1946, §27.4), so ν is divided by 1 + κ/2. With κ = 0 and the same error for both, this is the power
-of the noncentral t. Bounds of target and domains are positively correlated, so treating them as independent is conservative. This leaves room for
-the guards' tails, so only the target has a κ. Guards share their level by Holm (1979): if all pass in one order, each at its step, all pass. The
-order used is the surest at the gain in question. ``make judge-calibration`` counts promotions: 80 % or more, and the more the fewer sources a
-guard has (``benchmarks/judge/results.txt`` says why).
+estimates. Their squares scatter like χ² with the bound's degrees of freedom ν, reduced for heavy tails: the variance of a squared error is 2/ν + κ/n
+for items of excess kurtosis κ (Cramér 1946, §27.4), so ν is divided by 1 + κ/2. With κ = 0 and the same error for both, this is the power of the
+noncentral t. Bounds of target and domains are positively correlated, so treating them as independent is conservative. This leaves room for the
+guards' tails, so only the target has a κ. Guards share their level by Holm's method (1979): if all guards pass in one order, each at its step, all
+pass by Holm's method. The order used starts with the guard that is surest at the gain in question. ``make judge-calibration`` counts promotions: 80 %
+or more. The share is larger if a guard has fewer sources (``benchmarks/judge/results.txt`` says why).
 
 ``ScoredGuard`` is a guard whose items are right or wrong. Its power follows from facts that no candidate can change: items, groups, margin, level,
 and the share of items on which two equally good models differ. A guard that more than one in five equally good models would fail is set aside. Then
@@ -39,7 +39,7 @@ LARGEST = 10_000_000  # most items that ``items_needed`` returns
 
 @dataclass(frozen=True)
 class RequiredBound:
-    """A one-sided bound at ``level`` that must lie above ``floor``. ``moves``: a larger gain raises it. ``tails``: κ."""
+    """A one-sided bound at ``level`` that must lie above ``floor``. ``moves``: whether a larger gain of the candidate raises it. ``tails``: κ."""
 
     measured: Gain
     level: float
@@ -48,7 +48,7 @@ class RequiredBound:
     tails: float = 0.0
 
     def pass_probability(self, gain: float) -> float:
-        """The probability that a candidate with the true gain ``gain`` passes. Without ``moves``, the true gain is 0."""
+        """Return the probability that a candidate with the true gain ``gain`` passes. Without ``moves``, the true gain is 0."""
         if self.measured.confidence_bound(self.level) is None:
             return 0.0
         assert self.measured.error is not None and self.measured.effective is not None
@@ -67,9 +67,9 @@ class RequiredBound:
 class ScoredGuard:
     """The properties of a guard on items scored from 0 to 1 that no candidate can change.
 
-    ``variance``: of the champion's item values (``smoothed_variance``). Two equally good models differ on an item by 2 · variance · (1 − ρ). For
-    right and
-    wrong, this is the share of items that change, 2p(1 − p)(1 − ρ). ``level``: the level of Holm's last step.
+    ``variance``: the variance of the champion's item values (``smoothed_variance``). The difference of two equally good models on an item has the
+    variance 2 · variance · (1 − ρ). For right and wrong, this is the share of items that change, 2p(1 − p)(1 − ρ). ``level``: the level of Holm's
+    last step.
 
     >>> small = ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05)
     >>> round(small.error, 3), round(small.share_passing, 2), small.is_reliable, small.items_needed()
@@ -104,7 +104,7 @@ class ScoredGuard:
 
     @property
     def is_reliable(self) -> bool:
-        """Do at most one in five equally good models fail the guard?"""
+        """Whether at most one in five equally good models would fail the guard."""
         return self.share_passing >= 1 - MOST_FAILED
 
     @property
@@ -116,7 +116,7 @@ class ScoredGuard:
 
     @property
     def is_loss_informative(self) -> bool:
-        """Is a measured loss beyond the margin informative, because at most one in five equally good models has such a loss?"""
+        """Whether a measured loss beyond the margin is informative, because at most one in five equally good models has such a loss."""
         return self.groups > 1 and self.share_losing_by_chance <= MOST_FAILED
 
     @property
@@ -125,20 +125,20 @@ class ScoredGuard:
         if not self.is_loss_informative:
             return Message(
                 "power.only_rejects",
-                "With these items, no release is held. A release is rejected if its confidence bound shows a loss of "
+                "With its present number of items, the guard holds no release. A release is rejected if its confidence bound shows a loss of "
                 "more than {margin:.3f}.",
                 margin=self.margin,
             )  # fmt: skip
         return Message(
             "power.holds_measured_loss",
-            "With these items, a release is held only if the measured loss is more than {margin:.3f}. "
-            "{chance:.0f} of 100 equally good models have such a measured loss. A release is rejected if its "
-            "confidence bound shows such a loss.",
+            "With its present number of items, the guard holds a release only if the measured loss is more than {margin:.3f}. By chance, "
+            "{chance:.0f} of 100 equally good models have such a measured loss. A release is rejected if its confidence "
+            "bound shows such a loss.",
             margin=self.margin, chance=100 * self.share_losing_by_chance,
         )  # fmt: skip
 
     def items_needed(self) -> int | None:
-        """The number of items with which the guard stands, with the same items per group. None: no number is enough."""
+        """Return the number of items that make the guard reliable, with the same number of items per group; None if no number is enough."""
         low, high = 1, max(self.items, 2)
         while not self._of(high).is_reliable:
             low, high = high, 2 * high
@@ -150,7 +150,7 @@ class ScoredGuard:
         return high
 
     def margin_needed(self) -> float | None:
-        """The smallest margin, in hundredths, with which the guard stands at its present size. None: no margin below 1.
+        """Return the smallest margin, in hundredths, that makes the guard reliable at its present size; None if no margin below 1 does.
 
         >>> ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05).margin_needed()
         0.21
@@ -163,7 +163,7 @@ class ScoredGuard:
 
 
 def smoothed_variance(values: Sequence[float]) -> float:
-    """The variance of item values from 0 to 1, with one right and one wrong item added so that few items never give 0.
+    """Return the variance of item values from 0 to 1. One right and one wrong item are added, so that few items never give 0.
 
     >>> round(smoothed_variance([1.0] * 9 + [0.0] * 9), 3), round(smoothed_variance([0.0] * 18), 3)
     (0.25, 0.048)
@@ -174,13 +174,13 @@ def smoothed_variance(values: Sequence[float]) -> float:
 
 
 def variance_of_share(share: float, items: int) -> float:
-    """``smoothed_variance`` ``items`` items, of which the share ``share`` is right."""
+    """Return the ``smoothed_variance`` of ``items`` items of which the share ``share`` is right and the others are wrong."""
     right = round(share * items)
     return smoothed_variance([1.0] * right + [0.0] * (items - right))
 
 
 def assign_holm_levels(guards: Mapping[str, RequiredBound], gain: float) -> dict[str, RequiredBound]:
-    """The guards with the levels of Holm's steps: the guard that is surest at this true gain comes first and gets the smallest level."""
+    """Return the guards with the levels of Holm's steps. The guard that is surest at this true gain comes first and gets the smallest level."""
 
     def doubt(name: str) -> float:
         guard = guards[name]
@@ -193,7 +193,7 @@ def assign_holm_levels(guards: Mapping[str, RequiredBound], gain: float) -> dict
 def chance_to_pass_all(
     gain: float, needed: Sequence[RequiredBound], guards: Mapping[str, RequiredBound] | None = None, apart: str = ""
 ) -> float:
-    """The probability that a candidate with the true gain ``gain`` passes all bounds. Arguments as in ``smallest_detectable_gain``."""
+    """Return the probability that a candidate with the true gain ``gain`` passes all bounds. The arguments are as in ``smallest_detectable_gain``."""
     steps = assign_holm_levels(guards or {}, gain)
     bounds = *needed, *(guard for name, guard in steps.items() if name != apart)
     return math.prod(one.pass_probability(gain) for one in bounds)
@@ -205,11 +205,10 @@ def smallest_detectable_gain(
     guards: Mapping[str, RequiredBound] | None = None,
     apart: str = "",
 ) -> float | None:
-    """The gain that passes all bounds with a probability of 80 %, to 1 %. None: no gain does.
+    """Return the gain that passes all bounds with a probability of 80 %, accurate to 1 %; None if no gain does.
 
-    ``otherwise``: the largest probability that something else stops the candidate. ``guards``: more bounds, for ``assign_holm_levels``. ``apart``: a
-    guard
-    that counts as passed but keeps its step.
+    ``otherwise``: the largest probability that something else stops the candidate. ``guards``: more bounds, for ``assign_holm_levels``.
+    ``apart``: the name of a guard that counts as passed but keeps its step.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
     >>> (round(smallest_detectable_gain([RequiredBound(target, 0.025)]), 4),
@@ -233,7 +232,9 @@ def groups_factor_to_detect(
     guards: Mapping[str, RequiredBound] | None = None,
     apart: str = "",
 ) -> float | None:
-    """The factor by which groups must grow to show ``gain`` with 80 %, to a tenth. At most 1: these are enough. None: more than 1000.
+    """Return the factor by which the number of groups must grow to show ``gain`` with a probability of 80 %, accurate to 5 %.
+
+    With a factor of at most 1, the present groups are enough. None if the factor is more than 1000.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
     >>> round(groups_factor_to_detect(0.014, [RequiredBound(target, 0.025)]), 1)  # half the gain of above
@@ -256,7 +257,7 @@ def groups_factor_to_detect(
 
 
 def _with_groups(bound: RequiredBound, times: float) -> RequiredBound:
-    """The bound with ``times`` as many groups."""
+    """Return the bound with ``times`` as many groups."""
     measured = bound.measured
     if measured.error is None or measured.effective is None:
         return bound

@@ -27,12 +27,12 @@ class GeneratedTokens:
 
 
 def choose_likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
-    """The likeliest tokens [B]."""
+    """Return the likeliest tokens [B]."""
     return logits_BV.argmax(-1)
 
 
 def never_finished(tokens: list[int]) -> bool:
-    """Always False, so that only a stop token or the limit ends a text."""
+    """Return False, so that only a stop token or the limit ends a text."""
     return False
 
 
@@ -48,7 +48,7 @@ class GreedyContinuation:
 
 
 class ReferenceModel:
-    """A loaded export. For scoring, sequences are padded on the right, which changes no other position.
+    """A loaded export. For scoring, sequences are padded on the right, which does not change other positions.
 
     ``move_to`` moves the model to another device. Arguments and results stay on the CPU.
     """
@@ -78,17 +78,20 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [B, T, V] of int64 tokens [B, T]."""
+        """Return fp32 logits [B, T, V] of int64 tokens [B, T]."""
         with self.device:
             return (self._hidden(tokens_BT.to(self.device)) @ self.head_VD.T).cpu()
 
     def nll(self, tokens_BT: torch.Tensor, scored_BT: torch.Tensor) -> torch.Tensor:
-        """The nats [B, T] of each scored token, given the tokens before it; 0 for other tokens. Column 0 is never scored."""
+        """Return the negative log-likelihood [B, T] in nats of each scored token, given the tokens before it; 0 for other tokens.
+
+        Column 0 is never scored.
+        """
         return self.score_tokens(tokens_BT, scored_BT)[0]
 
     @torch.inference_mode()
     def score_tokens(self, tokens_BT: torch.Tensor, scored_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(``nll``, bool [B, T]: is the scored token the likeliest?)."""
+        """Return (``nll``, bool [B, T]: whether the scored token is the likeliest)."""
         tokens_BT, scored_BT = tokens_BT.to(self.device), scored_BT.to(self.device)
         with self.device:
             hidden_ND = self._hidden(tokens_BT)[:, :-1][scored_BT[:, 1:]]
@@ -105,9 +108,9 @@ class ReferenceModel:
         return nll_BT.cpu(), likeliest_BT.cpu()
 
     def gradient_norm(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
-        """(nats, norm of their gradient with respect to all weights) of a document.
+        """Return (nats, norm of their gradient with respect to all weights) of a document.
 
-        ``pieces``: (int64 tokens [T + 1], bool scored targets [T]) each.
+        ``pieces``: (int64 tokens [T + 1], bool scored targets [T]) for each piece of the document.
         """
         wanted = [w.requires_grad_() for w in self.weights.values() if w.is_floating_point()]
         nats = torch.zeros(())
@@ -127,10 +130,10 @@ class ReferenceModel:
         choose: Callable[[torch.Tensor], torch.Tensor] = choose_likeliest,
         finished: Callable[[list[int]], bool] = never_finished,
     ) -> list[GeneratedTokens]:
-        """Continuations of all prompts at once, each ended by its first ``stop`` token, when ``finished`` says so of its tokens, or by the limit.
+        """Return continuations of all prompts, generated as one batch.
 
-        ``choose``: from fp32 logits [B, V] on the CPU the next tokens [B]. Prompts are padded on the left; prompt + limit may not exceed the
-        model's context.
+        A continuation ends at its first ``stop`` token, when ``finished(tokens)`` is true, or at the limit. ``choose`` maps fp32 logits [B, V] on the
+        CPU to the next tokens [B]. Prompts are padded on the left. Prompt and limit together may not exceed the model's context.
         """
         assert prompts and all(prompts)
         with self.device:
@@ -176,7 +179,10 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def continue_greedily(self, prompt: Sequence[int], count: int) -> GreedyContinuation:
-        """The ``count`` likeliest tokens, with log-probabilities of a whole forward pass. Prompt and tokens must fit into the context."""
+        """Return the ``count`` likeliest tokens, with log-probabilities from one forward pass over all tokens.
+
+        Prompt and tokens must fit into the context.
+        """
         tokens = self.generate([prompt], count, stop=())[0].tokens
         logprobs_TV = self.logits(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].log_softmax(-1)
         own_T = logprobs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -191,7 +197,7 @@ class ReferenceModel:
         cache: torch.Tensor | None = None,
         at: int = 0,
     ) -> torch.Tensor:
-        """The output of the final norm [B, T, D]. Writes keys and values into ``cache`` [layers, 2, B, G, S, K] from column ``at`` on."""
+        """Return the output of the final norm [B, T, D]. Writes keys and values into ``cache`` [layers, 2, B, G, S, K] from column ``at`` on."""
         config, w = self.config, self.weights
         rows, length = tokens_BT.shape
         if position_BT is None:

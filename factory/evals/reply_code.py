@@ -9,10 +9,10 @@ _OPENS = re.compile(r"^[ \t]*(?:[-*+>]\s+)?(`{3,}|~{3,})[ \t]*([^`]*)$")
 
 
 def extract_fenced_code(text: str, defines: str = "") -> str | None:
-    """The code in a reply's fences of backticks or tildes (CommonMark, §4.5). None: no fence.
+    """Return the code in a reply's fences of backticks or tildes (CommonMark, §4.5); None if the reply has no fence.
 
-    Of several fences, the first that defines the name ``defines`` counts, else the first for Python or without a language, else the first. An
-    unclosed fence holds the rest of the text. Fences may be indented or follow a list's mark; their code is moved to the margin.
+    If there are several fences, the first one that defines the name ``defines`` is used, else the first one for Python or without a language, else
+    the first one. An unclosed fence holds the rest of the text. Fences may be indented or follow a list's mark; their code is moved to the margin.
 
     >>> extract_fenced_code("So:\\n```python3\\nx = 1\\n```\\nThat sets it."), extract_fenced_code("~~~\\nx = 1\\n~~~"), extract_fenced_code("x = 1")
     ('x = 1\\n', 'x = 1\\n', None)

@@ -24,7 +24,7 @@ CLOZE = "cloze"
 
 @dataclass(frozen=True)
 class Gain:
-    """The gain of a measure over the champion. A value that is None or not finite was not measured."""
+    """The gain of a measure over the champion. A field that is None or not finite was not measured."""
 
     gain: float | None = None
     error: float | None = None  # standard error
@@ -32,7 +32,7 @@ class Gain:
     effective: float | None = None  # effective number of clusters of equal size
 
     def confidence_bound(self, level: float, above: bool = False) -> float | None:
-        """The one-sided bound below or above the gain. With probability ``level`` it is on the wrong side of the truth."""
+        """Return the one-sided confidence bound below the gain, or above it. The true gain is beyond the bound with probability ``level``."""
         if not (_finite(self.gain) and _finite(self.error) and _finite(self.effective)):
             return None
         assert self.gain is not None and self.error is not None and self.effective is not None
@@ -43,7 +43,7 @@ class Gain:
 
 
 def confidence_interval(stored: object) -> tuple[float, float, float] | None:
-    """(gain, low end, high end) of the 95 % interval of a gain in stored evidence. None: it was not measured."""
+    """Return (gain, lower end, upper end) of the 95 % interval of a gain in stored evidence; None if the gain was not measured."""
     if not isinstance(stored, dict):
         return None
     gain = Gain(**{key: stored.get(key) for key in ("gain", "error", "clusters", "effective")})
@@ -54,9 +54,10 @@ def confidence_interval(stored: object) -> tuple[float, float, float] | None:
 def compare_items(
     candidate: Sequence[EvalItem], champion: Sequence[EvalItem], weights: Mapping[str, float]
 ) -> tuple[Gain, dict[str, Gain]] | None:
-    """(target, {measure: gain}). Measures are the domains (bits per byte) and 'cloze' (share right). None if the items differ.
+    """Return (gain of the target, {measure: gain}), or None if the items of the candidates differ.
 
-    ``weights``: the weight of each domain in the target; other domains have weight 0. Empty: all domains have the same weight.
+    The measures are the domains (bits per byte) and 'cloze' (share right). ``weights``: the weight of each domain in the target; other domains have
+    weight 0. If ``weights`` is empty, all domains have the same weight.
 
     >>> one = [EvalItem("bpb", f"{i}", "code", f"source{i}", 100.0 + i, 100.0) for i in range(4)]
     >>> other = [EvalItem("bpb", f"{i}", "code", f"source{i}", 110.0, 100.0) for i in range(4)]
@@ -88,7 +89,7 @@ def compare_items(
 def _gain(
     better_CM: npt.NDArray[np.float64], weight_CM: npt.NDArray[np.float64], share_M: npt.NDArray[np.float64]
 ) -> Gain:
-    """The weighted gain of several measures. ``share_M``: their weights."""
+    """Return the weighted gain of several measures. ``share_M``: their weights."""
     used = share_M > 0
     better_CM, weight_CM, share_M = better_CM[:, used], weight_CM[:, used], share_M[used]
     total_M = weight_CM.sum(0)
@@ -106,7 +107,7 @@ def _gain(
 
 
 def difference_of_gains(one: Gain, other: Gain) -> Gain:
-    """``one`` minus ``other``, which come from different documents. The degrees of freedom are Welch's (1947).
+    """Return ``one`` minus ``other``. The two gains come from different documents. The degrees of freedom are Welch's (1947).
 
     >>> found = difference_of_gains(Gain(0.3, 0.03, 9, 9.0), Gain(0.1, 0.04, 9, 9.0))
     >>> round(found.gain, 3), round(found.error, 3), found.clusters, round(found.effective, 2)
@@ -128,9 +129,9 @@ def difference_of_gains(one: Gain, other: Gain) -> Gain:
 
 
 def add_training_noise(gain: Gain, noise: float, runs: int) -> Gain:
-    """The gain of recipe and data instead of two single trainings: the variance between trainings is added for candidate and champion.
+    """Return the gain of recipe and data rather than of two single trainings: the variance between trainings is added for candidate and champion.
 
-    ``noise``: the standard deviation of ``runs`` trainings. Degrees of freedom by Welch (1947) and Satterthwaite (1946).
+    ``noise``: the standard deviation of ``runs`` trainings. The degrees of freedom are those of Welch (1947) and Satterthwaite (1946).
 
     >>> found = add_training_noise(Gain(0.02, 0.003, 40, 41.0), 0.004, 3)
     >>> round(found.error, 5), round(found.effective, 2)
@@ -147,9 +148,9 @@ def add_training_noise(gain: Gain, noise: float, runs: int) -> Gain:
 
 
 def holm_step_down(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
-    """Which hypotheses are shown at a joint level (Holm 1979, step down).
+    """Return, for each hypothesis, whether it is shown at a joint level (Holm 1979, step down).
 
-    Among k open hypotheses, those with ``shown_at(name, k)``, at level alpha / k, are shown. This repeats until no more are shown.
+    Among k open hypotheses, those for which ``shown_at(name, k)`` is true at level alpha / k are shown. This repeats until no more are shown.
     """
     shown = dict.fromkeys(hypotheses, False)
     while True:
@@ -161,7 +162,9 @@ def holm_step_down(hypotheses: Sequence[str], shown_at: Callable[[str, int], boo
 
 
 def alpha_at_look(alpha: float, look: int) -> float:
-    """The part of ``alpha`` for the ``look``-th candidate against the same champion. All looks together never spend more than ``alpha``.
+    """Return the part of ``alpha`` that the ``look``-th candidate against the same champion may spend.
+
+    All looks together never spend more than ``alpha``.
 
     >>> [round(alpha_at_look(0.05, look), 4) for look in (1, 2, 3, 10)], round(sum(alpha_at_look(0.05, k) for k in range(1, 10_000)), 4)
     ([0.025, 0.0083, 0.0042, 0.0005], 0.05)

@@ -1,8 +1,7 @@
-"""The suite: the held-out documents on which every candidate is measured, and the hash that names them.
+"""The suite: the held-out documents on which every candidate is measured, and the hash that identifies them.
 
 The release gate decides on documents of the *sealed* half (``factory.ingest.rules.held_out_split``), which nothing else reads. Some documents of the
-dev half
-are measured too. A model that improves only on the dev half was fitted to it, and a model that improves only on the sealed half has seen it.
+dev half are measured too. A model that improves only on the dev half was fitted to it, and a model that improves only on the sealed half has seen it.
 
 Documents are chosen by content hash, so every candidate gets the same ones. New held-out documents may displace old ones and make a new suite. Then
 the champion is measured again before a comparison.
@@ -30,10 +29,10 @@ from factory.ledger.removals import REMOVED_FATE
 
 # Documents of a source are correlated, so each source gets a limited share of a domain's scored bytes.
 def cap_sources(share: float, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The number of documents from each source, so that no source gives more than ``share`` of all bytes.
+    """Return the number of documents to take from each source, so that no source gives more than ``share`` of all bytes.
 
-    ``sizes``: the bytes of each source's documents, in order. Each source gives its first document, and more up to a common limit of bytes, the
-    largest limit that keeps all sources within the share. With too few sources for that, all documents are taken.
+    ``sizes``: the bytes of each source's documents, in order. Each source gives its first document. It gives more documents up to a common limit of
+    bytes, which is the largest that keeps all sources within the share. If there are too few sources for that, all documents are taken.
 
     >>> cap_sources(0.25, {"a": [2000] * 9, "b": [300] * 9, "c": [300] * 9, "d": [300] * 9, "e": [300] * 9})
     {'a': 1, 'b': 9, 'c': 9, 'd': 9, 'e': 9}
@@ -72,20 +71,20 @@ class HeldOutDocument:
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of the scored text. In a chat, only answers of the assistant with a weight above 0 are scored."""
+        """The number of UTF-8 bytes of the scored text. In a chat, only answers of the assistant with a weight above 0 are scored."""
         said = [str(one["content"]) for one in self.messages or () if message_has_loss(one)]
         return len("".join(said if self.messages is not None else [self.content["text"]]).encode())
 
 
 @dataclass(frozen=True)
 class SourceCap:
-    """A limit: no source gives more than ``share`` of a domain's bytes (``cap_sources``). A document counts at most ``document_bytes``."""
+    """Limits each source to ``share`` of a domain's bytes (``cap_sources``). A document counts as at most ``document_bytes`` bytes."""
 
     share: float
     document_bytes: int
 
     def keys_to_keep(self, ones: Sequence[HeldOutDocument]) -> set[str]:
-        """The keys of a domain's documents that stay: the first ones of each source."""
+        """Return the keys of those of a domain's documents that are kept: the first ones of each source."""
         of: dict[str, list[HeldOutDocument]] = defaultdict(list)
         for one in ones:
             of[one.cluster].append(one)
@@ -108,7 +107,7 @@ class Suite:
 
 
 def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Suite:
-    """The suite of the ledger's present held-out documents."""
+    """Return the suite of the ledger's present held-out documents."""
     cap = SourceCap(policy.source_share, policy.document_bytes)
     sealed = select_held_out_documents(ledger, policy.documents_per_domain, sealed=True, cap=cap)
     dev = select_held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False, cap=cap)
@@ -120,9 +119,9 @@ def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Su
 def select_held_out_documents(
     ledger: Ledger, per_domain: int, sealed: bool, cap: SourceCap | None = None
 ) -> tuple[HeldOutDocument, ...]:
-    """At most ``per_domain`` documents of each domain from one half, in the order of content hashes.
+    """Return at most ``per_domain`` documents of each domain from one half, in the order of content hashes.
 
-    Each cluster gives a first document before any gives a second, and no more than ``cap`` allows.
+    Each cluster gives its first document before any cluster gives a second, and no more than ``cap`` allows.
     """
     h, d = held_out.c, documents.c
     by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
@@ -147,7 +146,7 @@ def select_held_out_documents(
 
 
 def read_held_out_documents(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]:
-    """The held-out documents with these keys, in the order of a suite."""
+    """Return the held-out documents with these keys, in the order of a suite."""
     parts = [sa.select(held_out).where(held_out.c.key.in_(keys[at : at + 500])) for at in range(0, len(keys), 500)]
     rows = [row for part in parts for row in ledger.select_rows(part)]
     found = [HeldOutDocument(row["key"], row["domain"], row["group_key"], row["content"]) for row in rows]
@@ -155,18 +154,18 @@ def read_held_out_documents(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDoc
 
 
 def hash_held_out_document(document: HeldOutDocument) -> list[str]:
-    """A held-out document without its text: key, domain, cluster, SHA-256 of its content."""
+    """Return the identity of a held-out document without its text: key, domain, cluster, SHA-256 of its content."""
     content = hashlib.sha256(_canonical(document.content)).hexdigest()
     return [document.key, document.domain, document.cluster, content]
 
 
 def hash_suite(identity: Mapping[str, Any]) -> str:
-    """The hash of a suite's tasks, policy, tokenizer and items."""
+    """Return the hash of a suite's tasks, policy, tokenizer and items."""
     return hashlib.sha256(_canonical(identity)).hexdigest()
 
 
 def hash_order(*parts: str) -> str:
-    """A sort key that gives a fixed, arbitrary order: the hash of the parts."""
+    """Return a sort key that gives a fixed, arbitrary order: the hash of the parts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -1,9 +1,9 @@
-"""The three tasks: bits per byte of held-out documents, cloze questions on them, and greedy chat samples whose code must parse.
+"""The three tasks: bits per byte of held-out documents, cloze questions about them, and greedy chat samples whose code must parse.
 
-Bits per byte: every token after BOS is predicted once, in overlapping windows of the model's context. Special tokens and, in chat, all text except
-the assistant's answers are only context, so nats and UTF-8 bytes are of the same text.
-Cloze: a context and four continuations of equal length, the true one and three from other held-out documents of the domain. The model is right if
-the true one has the fewest nats per byte. In chat, the context is the question and the continuations are beginnings of answers.
+Bits per byte: every token after BOS is predicted once, in overlapping windows of the model's context. Special tokens are only context, and so is, in
+chat, all text except the assistant's answers. So nats and UTF-8 bytes are of the same text.
+Cloze: a context and four continuations of equal length, the true one and three from other held-out documents of the domain. The model is right if the
+true one has the fewest nats per byte. In chat, the context is the question and the continuations are beginnings of answers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ScoredText:
 
 @dataclass(frozen=True)
 class ChatSample:
-    """A greedy answer. ``parses``: is its code valid Python? None if the true answer has no code."""
+    """A greedy answer. ``parses``: whether its code is valid Python; None if the true answer has no code."""
 
     item: str
     domain: str
@@ -72,7 +72,7 @@ class ChatSample:
 def encode_documents(
     documents: Sequence[HeldOutDocument], tokenizer: Tokenizer, token_bytes: TokenBytes, limit: int
 ) -> list[ScoredText]:
-    """The documents as tokens, each cut after ``limit`` scored bytes. Documents without scored tokens are left out."""
+    """Encode documents as tokens. Each is cut after ``limit`` scored bytes. Documents without scored tokens are left out."""
     encoded = []
     for document in documents:
         if document.messages is None:
@@ -94,7 +94,7 @@ def encode_documents(
 def overlapping_windows(
     length: int, context: int, overlap: int, first: int | None = None
 ) -> list[tuple[int, int, int]]:
-    """(start, stop, first scored) of each window over ``length`` tokens. The scored parts cover [1, length) exactly once.
+    """Return (start, stop, first scored) of each window over ``length`` tokens. The scored parts cover [1, length) exactly once.
 
     >>> overlapping_windows(10, 4, 1)
     [(0, 4, 1), (3, 7, 4), (6, 10, 7)]
@@ -112,7 +112,10 @@ def overlapping_windows(
 def score_bits_per_byte(
     model: ReferenceModel, texts: Sequence[ScoredText], policy: EvalPolicy, advance: Advance, shifted: bool = False
 ) -> list[EvalItem]:
-    """An item for each document: value = nats, weight = UTF-8 bytes. ``shifted`` halves the first window, which shifts all others."""
+    """Return an item for each document: its value is in nats, its weight in UTF-8 bytes.
+
+    ``shifted`` halves the first window, which shifts all others.
+    """
     context = model.config.context
     overlap = min(max(1, int(policy.window_overlap * context)), context - 1)
     first = max(2, context // 2) if shifted else None
@@ -135,7 +138,7 @@ def score_bits_per_byte(
 def sum_nats(
     model: ReferenceModel, sequences: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]], advance: Advance
 ) -> npt.NDArray[np.float64]:
-    """The summed nats of the scored tokens of each (tokens [L], scored [L]). Windows of similar length share a batch."""
+    """Return the summed nats of the scored tokens of each sequence (tokens [L], scored [L]). Windows of similar length share a batch."""
     nats = np.zeros(len(sequences))
     ranked = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]), reverse=True)
     while ranked:
@@ -153,7 +156,7 @@ def sum_nats(
 
 
 def bits_per_byte_by_domain(items: Sequence[EvalItem]) -> dict[str, float]:
-    """Bits per byte of each domain: summed nats over summed bytes."""
+    """Return bits per byte of each domain: summed nats over summed bytes."""
     nats: dict[str, float] = defaultdict(float)
     weight: dict[str, float] = defaultdict(float)
     for item in items:
@@ -169,10 +172,10 @@ def measure_noise_floor(
     policy: EvalPolicy,
     advance: Advance,
 ) -> dict[str, float]:
-    """The difference between two measurements of the same weights on the same documents, in bits per byte, for each domain.
+    """Return, for each domain, the difference in bits per byte between two measurements of the same weights on the same documents.
 
-    An A/A test: the second measurement shifts every window by half a context, the only arbitrary choice. It bounds the noise of the measurement,
-    not the noise between training seeds.
+    This is an A/A test: the second measurement shifts every window by half a context, the only arbitrary choice. It bounds the noise of the
+    measurement, not the noise between training seeds.
     """
     by_domain: dict[str, list[int]] = defaultdict(list)
     for index, text in enumerate(texts):
@@ -195,7 +198,7 @@ class ClozeItem:
 
 
 def build_cloze_items(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[ClozeItem]:
-    """The cloze items of a suite. They depend only on its documents and the policy."""
+    """Return the cloze items of a suite. The items depend only on the suite's documents and the policy."""
     found = []
     for domain in suite.domains:
         pieces = [
@@ -241,7 +244,7 @@ def _piece(
 
 
 def score_cloze_items(model: ReferenceModel, items: Sequence[ClozeItem], advance: Advance) -> list[EvalItem]:
-    """An item for each question: value 1 if the true continuation has the fewest nats per byte, else 0; NaN if a loss is not finite."""
+    """Return an item for each question. Its value is 1 if the true continuation has the fewest nats per byte, else 0; NaN if a loss is not finite."""
     sequences = []
     for item in items:
         for choice in item.choices:
@@ -261,7 +264,7 @@ def score_cloze_items(model: ReferenceModel, items: Sequence[ClozeItem], advance
 def generate_chat_samples(
     model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy
 ) -> list[ChatSample]:
-    """Greedy answers to held-out questions. About two in three questions have code in their true answer."""
+    """Return greedy answers to held-out questions. About two in three questions have code in their true answer."""
     questions: list[tuple[HeldOutDocument, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
         messages = document.messages or []
@@ -295,7 +298,7 @@ def items_of_chat_samples(samples: Sequence[ChatSample]) -> list[EvalItem]:
 
 
 def extract_code(text: str) -> str | None:
-    """The code of an answer: the code in its fences, or the whole answer if it begins like Python. None: no code."""
+    """Return the code of an answer: the code in its fences, or the whole answer if it begins like Python; None if there is no code."""
     if (code := extract_fenced_code(text)) is not None:
         return code
     return (
@@ -308,7 +311,7 @@ def extract_code(text: str) -> str | None:
 
 
 def has_valid_python(text: str) -> bool:
-    """Does the answer hold valid Python? The code is parsed, never run."""
+    """Return whether the answer contains valid Python. The code is parsed, never run."""
     code = extract_code(text)
     if code is None or not code.strip():
         return False

@@ -70,7 +70,7 @@ PLACED = "tests/chaos/test_flushes.py::test_a_file_put_in_place_survives_a_power
 DAILY = "tests/chaos/test_flushes.py::test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut"
 SPLIT = "tests/chaos/test_flushes.py::test_rows_appended_to_a_filed_shard_survive_a_power_cut"
 TOGETHER = "tests/chaos/test_flushes.py::test_small_files_that_became_one_shard_survive_a_power_cut"
-DEMO = "tests/factory/demo/test_demo.py::test_the_corpus_is_written_once_and_arrives_whole"
+DEMO = "tests/factory/demo/test_demo.py::test_the_corpus_is_written_once_and_copied_whole_into_the_inbox"
 
 MUTANTS = (
     Mutant(FILES, "os.fsync(out.fileno())", INGEST),
@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         "factory/audit/kept_checkpoints.py",
         "os.rename(aside, target)",
-        "tests/factory/diagnosis/test_bench.py::test_the_ladder_keeps_what_the_trainer_removes",
+        "tests/factory/diagnosis/test_bench.py::test_kept_checkpoints_remain_after_the_trainer_removes_its_own",
     ),
     Mutant("factory/training/exporting.py", "sync_tree(folder)  # before the ledger names it", RELEASE),
     Mutant("factory/training/exporting.py", "os.rename(aside, target)", RELEASE),
@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant(
         "factory/git/repository.py",
         "os.rename(aside, target)",
-        "tests/factory/demo/test_demo_code.py::test_a_fork_is_a_repository_of_its_own_with_one_file_edited",
+        "tests/factory/demo/test_demo_code.py::test_a_fork_is_a_separate_repository_with_one_file_edited",
     ),
     Mutant("factory/ledger/engine.py", '"synchronous=FULL", ', INGEST, replacement='"synchronous=OFF", '),
     Mutant(FILES, "sync_folder(made)", PLACED),

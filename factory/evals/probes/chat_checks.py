@@ -1,4 +1,4 @@
-"""Compares transformers' ids of fixed texts and chats with the trainer's own tokenizer. Each check is for one kind of difference."""
+"""Compares transformers' ids of fixed texts and chats with those of the trainer's own tokenizer. Each check finds one kind of difference."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ Answered = list[int] | str  # ids, or the reason why the chat was refused
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """The texts and chats for transformers, in addition to the fixed ones."""
+    """The texts and chats that transformers encodes, in addition to the fixed ones."""
 
     texts: Sequence[str]
     chats: Sequence[Chat]
 
     def request(self) -> dict[str, Any]:
-        """The keys of the probe's request. It has each whole chat, and each first message alone as a prompt that waits for an answer."""
+        """Return the keys of the probe's request. It has each whole chat, and the first message of each chat as a prompt that waits for an answer."""
         waiting = [*WAITING, *(chat[:1] for chat in self.chats)]
         texts = [*TEXTS, *SPACED_TEXTS, *self.texts]
         return {"texts": texts, "chats": [*CHATS, *self.chats], "waiting": waiting, "tools": TOOLS}
 
 
 def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any]) -> list[ProbeCheck]:
-    """All checks that compare ids."""
+    """Return all checks that compare ids."""
     request = asked.request()
     ids_of_text = [tokenizer.encode_text_prompt(text).tolist() for text in request["texts"]]
     wrong_texts = [text for text, a, b in zip(request["texts"], answer["texts"], ids_of_text, strict=True) if a != b]
@@ -67,7 +67,7 @@ def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any
     waiting = list(zip(request["waiting"], answer["waiting"], answer["with_tools"], strict=True))
 
     def wrong(chats: Sequence[Chat]) -> list[str]:
-        """The chats among ``chats`` whose prompts have other ids."""
+        """Return those of ``chats`` whose prompts get other ids."""
         mine = [row for row in waiting if any(row[0] is chat for chat in chats)]
         return [_found(chat, got) for chat, got, _ in mine if got != tokenizer.encode_chat_prompt(chat).tolist()]
 
@@ -97,12 +97,12 @@ def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any
 
 
 def quote_start(content: str | None) -> str:
-    """The start of a text, quoted for a message of one line."""
+    """Return the start of a text, quoted for a message of one line."""
     return repr((content or "")[:40])
 
 
 def _trained(tokenizer: Tokenizer, chat: Chat, tools: list[dict[str, Any]]) -> list[int]:
-    """The ids that ingest gives a chat with tools. Like the template, ingest breaks special tokens in text with a blank."""
+    """Return the ids that ingest gives a chat with tools. Like the template, ingest breaks special tokens in text with a blank."""
     notes = ReadingNotes()
     said = add_tools({"tools": tools}, set(), read_turns(chat, (), notes), (), notes)
     return tokenizer.encode_chat_prompt(
@@ -111,7 +111,7 @@ def _trained(tokenizer: Tokenizer, chat: Chat, tools: list[dict[str, Any]]) -> l
 
 
 def _spelled(tokenizer: Tokenizer, waiting: Sequence[Any], chats: Sequence[Chat], may_refuse: bool) -> list[str]:
-    """The chats whose ids hold more special tokens than the frame."""
+    """Return the chats whose ids contain other special tokens than those of the frame around the messages."""
     found = []
     for chat, got, _ in waiting:
         refused = isinstance(got, str)
@@ -145,7 +145,9 @@ def _same_ids(name: str, what: str, wrong: list[str], todo: Message) -> ProbeChe
 def _no_specials(name: str, what: str, wrong: list[str]) -> ProbeCheck:
     if not wrong:
         return ProbeCheck(
-            name, True, Message("chat_checks.no_specials", "Special tokens that {what} spell stay text", what=what)
+            name,
+            True,
+            Message("chat_checks.no_specials", "In {what}, text that spells a special token stays text", what=what),
         )
     made = Message(
         "chat_checks.specials", "In {count:,} {what}, text that spells a special token becomes a special token. First: {first}",

@@ -1,4 +1,4 @@
-"""What a check is, and the names of all checks."""
+"""The class of a check, and the names of all checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ProbeCheck:
 
 
 def join_sentences(parts: Sequence[str]) -> Message:
-    """Several sentences as one message. Its data has the sentences.
+    """Join sentences into one message. The data of the message contains the sentences.
 
     >>> join_sentences([Message("data.lost", "A file is lost"), Message("data.late", "A file is late")])
     'A file is lost. A file is late'

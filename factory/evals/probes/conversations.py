@@ -85,10 +85,10 @@ TYPED_CALLS: tuple[Chat, ...] = (
 
 
 def find_frame_special_ids(chat: Chat, tokenizer: Tokenizer) -> list[int]:
-    """The special ids of a chat's prompt, in order, without any that a message spells."""
+    """Return the special ids of a chat's prompt, in order, without the special tokens that the text of a message spells."""
     return [*tokenizer.bos, *[tokenizer.start_token, tokenizer.stop_token] * len(chat), tokenizer.start_token]
 
 
 def select_special_ids(ids: list[int]) -> list[int]:
-    """The special ids among ``ids``."""
+    """Return the special ids among ``ids``."""
     return [number for number in ids if number < len(SPECIAL)]

@@ -1,7 +1,7 @@
 """Compares a serving engine's answers over HTTP with the judge's own tokenizer and model.
 
-``make_fixture`` gives the judge's answers as JSON values. If the two likeliest tokens are within the tolerance, both are right, and the
-comparison of that continuation ends before them.
+``make_fixture`` gives the judge's answers as JSON values. If the log-probabilities of the two likeliest tokens are too close, either token is right,
+and the comparison of that continuation ends before it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class NothingToCompareError(CodedError):
 
 
 def make_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_by_default: bool) -> Fixture:
-    """The answers of the judge's tokenizer and ``model``. ``greedy_by_default``: the export's sampling defaults are greedy, so check them too."""
+    """Return the answers of the judge's tokenizer and ``model``.
+
+    ``greedy_by_default``: whether the export's sampling defaults are greedy. If so, they are checked too.
+    """
     texts = [_text(tokenizer, text) for text in (*TEXTS, *SPACED_TEXTS)]
     chats = [_chat(tokenizer, chat) for chat in (*CHATS, *SPACED_CHATS, SYSTEM_CHAT)]
     room, count = context - CONTINUED, min(CONTINUED, context - 1)
@@ -80,7 +83,7 @@ def _chat(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _stop(tokenizer: Tokenizer, row: dict[str, Any]) -> dict[str, Any] | None:
-    """A stop text from the second half of a continuation, and the text before it. None if the bytes are not whole characters."""
+    """Return a stop text from the second half of a continuation, and the text before it; None if the bytes are not whole characters."""
     written = tokenizer.decode(row["tokens"])
     if any(token < len(SPECIAL) for token in row["tokens"]) or "\ufffd" in written or len(written) < 8:
         return None
@@ -97,7 +100,7 @@ class EngineClient:
     """Asks one engine. ``check`` returns a check for each name in ``OF_ENGINE`` except the first."""
 
     def __init__(self, client: httpx.AsyncClient, fixture: Fixture, tolerance: float, model_name: str) -> None:
-        """``tolerance``: of log-probabilities, in nats."""
+        """``tolerance``: the allowed difference of log-probabilities, in nats."""
         self._client, self._fixture, self._tolerance, self._model_name = client, fixture, tolerance, model_name
 
     async def check(self, typed_texts: bool) -> list[ProbeCheck]:
@@ -171,7 +174,7 @@ class EngineClient:
             if not 400 <= status < 500 and select_special_ids(found.get("tokens", [])) != row["frame"]:
                 raise EngineDiffersError(
                     "engine.injected_role",
-                    "The text of role {role!r} becomes special tokens",
+                    "A role with the text {role!r} becomes special tokens",
                     role=row["messages"][0]["role"][:40],
                 )
         return Message(
@@ -196,7 +199,7 @@ class EngineClient:
             not sure
         ):  # not the engine's fault, and other checks compare its weights, so a release does not wait for this check
             return Message(
-                "engine.no_sure_stop", "Skipped, because none of {continuations:,} continuations is certain to contain a stop text",
+                "engine.no_sure_stop", "The check was skipped: none of {continuations:,} continuations is certain to contain a stop text",
                 continuations=len(self._fixture["greedy"]),
             )  # fmt: skip
         return Message("engine.stopped", "{generations:,} generations ended at a stop text", generations=len(sure))

@@ -1,4 +1,4 @@
-"""Starts a serving engine on an export, like ``factory serve``: in its own process group, on a socket that no other user can reach."""
+"""Starts a serving engine on an export, as ``factory serve`` does: in its own process group, on a socket that no other user can reach."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ class EngineProcess:
         return "vllm" if self.module == VLLM else "native"
 
     def run_checks(self, fixture: Fixture, seconds: int) -> list[ProbeCheck]:
-        """A check for each name in ``OF_ENGINE``, within ``seconds``. No content of the export makes it raise."""
+        """Return a check for each name in ``OF_ENGINE``, within ``seconds``. Nothing in the export can make the function raise."""
         began = time.monotonic()
         try:
             found = asyncio.run(asyncio.wait_for(self._check(fixture), seconds))
         except TimeoutError:
             late = Message(
                 "engine_process.late",
-                "The engine did not finish within {seconds:,} s. Close other programs, or raise engine_seconds in policies/evals.yaml",
+                "The engine did not finish the checks within {seconds:,} s. Close other programs, or raise engine_seconds (for vLLM: "
+                "vllm_seconds) in policies/evals.yaml",
                 seconds=seconds,
             )
             return [ProbeCheck(name, None, prefix_engine_name(self.name, late)) for name in OF_ENGINE]
@@ -65,7 +66,8 @@ class EngineProcess:
                 reason=self._ended() or str(error) or type(error).__name__,
             )
             skipped = Message(
-                "engine_process.skipped", "Skipped, because the engine did not start. See check engine_start"
+                "engine_process.skipped",
+                "The check was skipped, because the engine did not start. See the check engine_start",
             )
             return [
                 ProbeCheck("engine_start", False, prefix_engine_name(self.name, ended)),
@@ -101,12 +103,12 @@ class EngineProcess:
 
 
 def prefix_engine_name(engine: str, detail: str) -> Message:
-    """The detail of a check, with the engine's name before it."""
+    """Return the detail of a check, with the engine's name before it."""
     return Message("engine_process.detail", "{engine}: {detail}", engine=engine, detail=detail)
 
 
 def why_vllm_cannot_run(head_dim: int) -> Message | None:
-    """Why vLLM cannot run a model with this ``head_dim`` on this machine. None: no known reason."""
+    """Return why vLLM cannot run a model with this ``head_dim`` on this machine; None if there is no known reason."""
     if head_dim in VLLM_CPU_HEAD_DIMS or Path("/dev/nvidia0").exists():
         return None
     return Message(
@@ -124,7 +126,7 @@ async def _healthy(client: httpx.AsyncClient) -> bool:
 
 @contextlib.contextmanager
 def start_engine(module: str, export: Path) -> Iterator[EngineProcess]:
-    """Start an engine in the background. The end of the block stops it and all its children. The native engine does not use a GPU."""
+    """Start an engine in the background. At the end of the block, the engine and its children are stopped. The native engine does not use a GPU."""
     folder = Path(tempfile.mkdtemp(prefix="factory-engine-"))  # short: a socket's path has 107 bytes
     kept = NO_GPU | {"HOME": str(folder)} if module == NATIVE else {}
     try:

@@ -37,7 +37,7 @@ class ProbeAnswer:
 
 
 def run_probe(request: dict[str, Any], seconds: int) -> ProbeAnswer:
-    """Run the probe. If its time runs out, run it once more with more time. No content of the export makes it raise."""
+    """Run the probe. If its time runs out, run it once more with more time. Nothing in the export can make the function raise."""
     first = _attempt(request, seconds)
     return _attempt(request, AGAIN * seconds) if first.out_of_time else first
 

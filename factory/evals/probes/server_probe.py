@@ -1,6 +1,6 @@
 """The server's side of parity: loads an export with transformers and writes down ids, logits and generated tokens.
 
-Run as ``python -I server_probe.py REQUEST ANSWER`` in a process of its own with a clean environment. It imports nothing of the factory. It reads
+It is run as ``python -I server_probe.py REQUEST ANSWER`` in its own process with a clean environment, and imports nothing of the factory. It reads
 REQUEST (JSON: export, classes, texts, chats, waiting, tools, logits_of, generate, max_new_tokens, stop_ids, memory_mib, cpu_seconds) and writes
 ANSWER (JSON) and ANSWER.npy (fp32 logits [T, V] of ``logits_of``). It sets its limits before it reads the export.
 """
@@ -71,7 +71,7 @@ def main(request_path: str, answer_path: str) -> None:
     eos = model.generation_config.eos_token_id
 
     def ids_of_chat(messages: list[dict[str, str]], waits: bool, tools: list[Any] | None = None) -> list[int] | str:
-        """The ids of a chat, or the reason why the template refuses it. A template may fail in any way, and every failure is an answer."""
+        """Return the ids of a chat, or the reason why the template refuses it. Any exception of the template is an answer."""
         try:
             words = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=waits)
             return list(tokenizer(words, add_special_tokens=False)["input_ids"])

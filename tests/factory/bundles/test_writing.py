@@ -1,4 +1,4 @@
-"""What a bundle holds, and when none is made: then nothing is left of it."""
+"""The content of a bundle, and the cases in which none is written and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refuses(
     assert sorted(out.parent.iterdir()) == there
 
 
-def test_no_bundle_of_what_is_not_to_be_handed_on(released: FilledPlant, tmp_path: Path) -> None:
+def test_no_bundle_is_written_of_a_release_that_may_not_be_shared(released: FilledPlant, tmp_path: Path) -> None:
     out, root = tmp_path / "out", released.workspace.root
     refuses(released, out, "1, 2", number=7)
     refuses(released, out, ("writing.no_licence", {"licence": "MIT\nmodel: x"}), licence="MIT\nmodel: x")
@@ -86,7 +86,7 @@ def test_no_bundle_of_what_is_not_to_be_handed_on(released: FilledPlant, tmp_pat
     refuses(released, out, ("writing.exists", {"folder": out}))
 
 
-def test_documents_of_a_damaged_shard_are_not_handed_on(released: FilledPlant, tmp_path: Path) -> None:
+def test_documents_of_a_damaged_shard_are_not_put_into_a_bundle(released: FilledPlant, tmp_path: Path) -> None:
     tokens = released.shard.path / "tokens.bin"
     before = tokens.read_bytes()
     tokens.write_bytes(bytes([before[0] ^ 1]) + before[1:])
@@ -105,7 +105,9 @@ def test_evidence_that_was_changed_in_the_ledger_is_not_bundled(released: Filled
         refuses(released, tmp_path / "out", ("writing.not_verified", {"release": 2, "checks": ["evidence", "verdict"]}))
 
 
-def test_keys_that_cannot_sign(released: FilledPlant, made: WrittenBundle, tmp_path: Path) -> None:
+def test_a_missing_or_invalid_or_readable_signing_key_is_refused(
+    released: FilledPlant, made: WrittenBundle, tmp_path: Path
+) -> None:
     keys = released.workspace.root / "keys"
     assert stat.S_IMODE((keys / "bundle-signing.pem").stat().st_mode) == 0o600
     assert sorted(path.name for path in keys.iterdir()) == ["bundle-signing.pem", "bundle-signing.pub.pem"]
@@ -128,7 +130,7 @@ def test_no_held_out_text_is_in_a_bundle(released: FilledPlant, made: WrittenBun
     assert [text for text in spelled if text in whole] == []
 
 
-def test_the_data_are_the_documents_that_it_was_trained_on(released: FilledPlant, made: WrittenBundle) -> None:
+def test_a_bundle_has_the_documents_that_the_release_was_trained_on(released: FilledPlant, made: WrittenBundle) -> None:
     trained = {d.key: d for d in released.documents if not d.held}
     rows = [json.loads(line) for line in (made.folder / layout.DOCUMENTS).read_text().splitlines()]
     assert len(rows) == len(trained)
@@ -138,7 +140,7 @@ def test_the_data_are_the_documents_that_it_was_trained_on(released: FilledPlant
         assert (row["domain"], row["source"], row["license"]) == (document.domain, document.source, "PSF-2.0")
 
 
-def test_a_licence_that_does_not_allow_it_is_named_and_not_included(released: FilledPlant) -> None:
+def test_documents_whose_licence_forbids_release_are_counted_but_not_included(released: FilledPlant) -> None:
     first = next(d.key for d in released.documents if not d.held)
     rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
     with changed(released, documents, documents.c.key == first, license="proprietary"):
@@ -154,7 +156,7 @@ def test_a_licence_that_does_not_allow_it_is_named_and_not_included(released: Fi
         assert first not in {row["id"] for row in found}
 
 
-def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_strictest(released: FilledPlant) -> None:
+def test_a_text_of_several_licences_is_bundled_under_the_strictest(released: FilledPlant) -> None:
     ledger = released.ledger
     first, second = [d.key for d in released.documents if not d.held][:2]
     copies = {first: "proprietary", second: "MIT"}
@@ -182,7 +184,7 @@ def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_stric
     assert count_tokens_by_licence(ledger, 2, rules) == {"PSF-2.0": whole}
 
 
-def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: FilledPlant) -> None:
+def test_documents_removed_after_training_are_counted_but_not_included(released: FilledPlant) -> None:
     first = next(d.key for d in released.documents if not d.held)
     rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
     with changed(released, documents, documents.c.key == first, fate="removed"):
@@ -193,7 +195,7 @@ def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: Fi
 
 
 @pytest.mark.slow("a bundle is written and verified")
-def test_how_much_models_wrote_is_in_the_bundle(released: FilledPlant, tmp_path: Path) -> None:
+def test_a_bundle_names_the_share_of_text_that_models_wrote(released: FilledPlant, tmp_path: Path) -> None:
     first, second = [d.key for d in released.documents if not d.held][:2]
     release = ReleaseRow.get(released.ledger, 1)
     ours = format_writing_release(1, release.export_sha256)
@@ -242,7 +244,7 @@ def test_how_much_models_wrote_is_in_the_bundle(released: FilledPlant, tmp_path:
     assert codes(check_licences(BundleFolder.open(folder))) == ["checking.no_synthetic_counts"]
 
 
-def test_traces_hold_what_is_kept_and_follow_no_link(released: FilledPlant, tmp_path: Path) -> None:
+def test_traces_contain_the_remaining_files_and_follow_no_link(released: FilledPlant, tmp_path: Path) -> None:
     folder, checkpoint = tmp_path / "segment", tmp_path / "checkpoint"
     folder.mkdir()
     (checkpoint / "inner").mkdir(parents=True)
@@ -259,7 +261,7 @@ def test_traces_hold_what_is_kept_and_follow_no_link(released: FilledPlant, tmp_
 
 
 @pytest.mark.slow("a release by command, and its bundle")
-def test_a_first_release_by_command(released: FilledPlant, made: WrittenBundle, tmp_path: Path) -> None:
+def test_the_command_bundles_a_first_release_once(released: FilledPlant, made: WrittenBundle, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--bundle", "1", "--out", str(out), "--licence", "Apache-2.0", "--traces"]
     done = factory("release", *words, "--workspace", str(released.workspace.root))
@@ -271,7 +273,9 @@ def test_a_first_release_by_command(released: FilledPlant, made: WrittenBundle, 
     assert done.returncode == 2 and "error[writing.exists]" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_verify_by_command_needs_the_folder_alone(bundle: Path, published_key: Path, tmp_path: Path) -> None:
+def test_factory_verify_needs_only_the_bundle_and_writes_nothing(
+    bundle: Path, published_key: Path, tmp_path: Path
+) -> None:
     bundle.chmod(0o555)
     done = factory("verify", str(bundle), "--public-key", str(published_key), "--json", cwd=tmp_path)
     found = json.loads(done.stdout)
@@ -281,7 +285,9 @@ def test_verify_by_command_needs_the_folder_alone(bundle: Path, published_key: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
 
 
-def test_verify_by_command_of_another_folder(made: WrittenBundle, bundle: Path, tmp_path: Path) -> None:
+def test_factory_verify_names_failed_checks_and_a_missing_folder(
+    made: WrittenBundle, bundle: Path, tmp_path: Path
+) -> None:
     (bundle / layout.CARD).write_text("Best model ever.\n")
     done = factory("verify", str(bundle))
     assert done.returncode == 1 and done.stdout.endswith("files, signature, card\n"), done.stderr

@@ -39,20 +39,20 @@ def test_init_prints_the_next_step_and_is_safe_to_repeat(home: Path) -> None:
         (["stauts"], 2, "Did you mean 'status'"),
     ],
 )
-def test_mistakes_get_one_clear_line(home: Path, words: list[str], code: int, said: str) -> None:
+def test_each_mistake_on_the_command_line_prints_one_line(home: Path, words: list[str], code: int, said: str) -> None:
     done = factory(*[word.replace("HOME", str(home)) for word in words])
     assert done.returncode == code, done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
-def test_listings_speak_json(home: Path) -> None:
+def test_list_commands_print_json_with_the_option_json(home: Path) -> None:
     for words in (["proposals"], ["proposals", "list"]):
         done = factory(*words, "--json", "-w", str(home))
         assert done.returncode == 0, done.stderr
         json.loads(done.stdout)
 
 
-def test_help_and_status_import_nothing_heavy(home: Path) -> None:
+def test_help_and_status_import_no_heavy_module(home: Path) -> None:
     """What makes them answer in under half a second, asserted without a clock."""
     heavy = {"torch", "mlflow", "sqlalchemy", "transformers", "langgraph", "openai", "numpy", "git"}
     plan = ["plan", "--params", "8e9", "--tokens", "300e9", "--gpus", "32"]

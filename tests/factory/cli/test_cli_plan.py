@@ -28,7 +28,7 @@ def said_here(*words: str) -> str:
     return done.stdout
 
 
-def test_the_example_is_a_table_with_formulas_and_sources(tmp_path: Path) -> None:
+def test_the_example_of_plan_prints_a_table_with_formulas_and_sources(tmp_path: Path) -> None:
     done = factory(*EXAMPLE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for word in (
@@ -58,14 +58,14 @@ def test_the_example_is_a_table_with_formulas_and_sources(tmp_path: Path) -> Non
     assert max(map(len, done.stdout.splitlines())) <= 200
 
 
-def test_json_holds_the_same_plan() -> None:
+def test_json_output_has_the_options_and_the_costs_of_the_plan() -> None:
     said = json.loads(said_here(*EXAMPLE, "--price", "3", "--mfu", "0.5", "--gpu", "h200", "--json"))
     assert said["layout"]["data"] * said["layout"]["tensor"] == 32 and said["memory_there"] == 80e9
     assert said["effort"]["mfu"] == 0.5 and said["effort"]["cost"] == pytest.approx(3 * said["effort"]["gpu_hours"])
     assert said["gpu"] == "h200" and said["memory_needed"] <= said["memory_there"]
 
 
-def test_a_public_models_config_is_planned_and_the_missing_expert_parallelism_is_said(tmp_path: Path) -> None:
+def test_a_plan_for_a_public_config_says_what_expert_parallelism_would_gain(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
     asked = ["plan", "--config", str(tmp_path), "--tokens", "1T", "--gpus", "16"]
     ours, others = (json.loads(said_here(*asked, *more, "--json")) for more in ([], ["--expert-parallel", "16"]))
@@ -138,5 +138,5 @@ def test_a_mistake_gets_one_line_that_names_the_option(words: list[str], code: s
         (["--recipe", "missing.yaml", "--tokens", "1B"], "missing.yaml"),
     ],
 )
-def test_the_reason_names_the_number_or_the_file(words: list[str], said: str) -> None:
+def test_the_error_of_a_plan_names_the_wrong_number_or_file(words: list[str], said: str) -> None:
     assert said in str(CliRunner().invoke(app, ["plan", *words]).exception)

@@ -1,4 +1,4 @@
-"""``factory config show`` prints every value in force with its source; ``set`` changes one; a policy file may leave out keys."""
+"""``factory config show`` prints every value in force with its source, and ``set`` changes one. A policy file may leave out keys."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_each_value_names_its_source(tmp_path: Path) -> None:
     assert found["recipe"]["model.context"]["about"] == "positions in a row"
 
 
-def test_the_recipe_of_another_repository_is_named_so(tmp_path: Path) -> None:
+def test_the_source_of_a_recipe_is_the_repository_until_the_workspace_has_a_copy(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="tiny", repository="code"))
     policies = workspace.root / "code" / "policies"
     shutil.copytree(checkout_root() / "policies", policies)
@@ -116,7 +116,7 @@ def test_no_password_is_shown(tmp_path: Path, more: list[str]) -> None:
     assert "s3cret" not in shown.stdout and shown.stdout.count("bob:***@host") == 2
 
 
-def test_one_key_is_set_in_the_workspaces_own_copy(workspace: Workspace) -> None:
+def test_config_set_changes_one_key_in_the_workspaces_own_copy(workspace: Workspace) -> None:
     shipped = workspace.policy_path("data.yaml").read_text()
     done = command_here(
         "config", "set", "data", "licences.known", "{OFL-1.1: {train: true, release: true}}", home=workspace
@@ -155,7 +155,7 @@ def test_an_invalid_value_is_not_written(words: tuple[str, ...], code: str, said
 
 
 @pytest.mark.parametrize("name", ["a: b, {c}", "NO", "#1 \u201cours\u201d"])
-def test_a_name_is_set_as_it_is_written(name: str, workspace: Workspace) -> None:
+def test_config_set_keeps_a_name_exactly_as_it_is_written(name: str, workspace: Workspace) -> None:
     value = f"{{{json.dumps(name)}: {{train: true, release: true}}}}"
     done = command_here("config", "set", "data", "licences.known", value, home=workspace)
     assert done.exit_code == 0, done.exception

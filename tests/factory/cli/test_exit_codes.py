@@ -1,4 +1,4 @@
-"""Exit codes have one meaning each, and the documentation has them all; so has it why ``factory run`` cannot begin."""
+"""Each exit code has one meaning, and the documentation lists all of them. It also lists the reasons why ``factory run`` does not start."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def section(title: str) -> str:
     return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def test_no_two_meanings_share_a_number() -> None:
+def test_each_exit_code_has_one_meaning() -> None:
     for number, names in numbered().items():
         assert len(names) == 1 or names in SHARED or (number in FAULTS and names <= OF_FAULTS), (number, names)
         assert number not in FAULTS or names <= OF_FAULTS, f"{number} is that of a fault of the machine"
         assert number not in OTHERS
 
 
-def test_the_table_has_each_number_and_no_other() -> None:
+def test_the_documented_table_lists_exactly_the_used_exit_codes() -> None:
     rows = re.findall(r"^\| ([\d, ]+) \|", section("Exit codes"), re.MULTILINE)
     listed = [int(number) for row in rows for number in row.split(",")]
     assert sorted(listed) == sorted({*numbered(), *FAULTS, *OTHERS})
@@ -99,7 +99,7 @@ def _damage(workspace: Workspace) -> None:
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (lambda workspace: workspace.root.rename(workspace.root.with_name("away")), "no workspace at …"),
+        (lambda workspace: workspace.root.rename(workspace.root.with_name("away")), "… is not a workspace"),
         (lambda workspace: (workspace.root / "factory.yaml").unlink(), "factory.yaml is missing"),
         (_write("factory.yaml", "version: 9\n"), "… is a workspace of version …"),
         (lambda workspace: (workspace.root / "ledger.db").unlink(), "there is no ledger at …"),
@@ -110,7 +110,7 @@ def _damage(workspace: Workspace) -> None:
         (_write("factory.yaml", "ranks: many\n"), "factory.yaml: KEY must be …"),
     ],
 )
-def test_the_daemon_does_not_begin(
+def test_the_daemon_does_not_start_with_a_broken_workspace(
     workspace: Workspace, ledger: Ledger, fault: Callable[[Workspace], None], says: str
 ) -> None:
     (workspace.shards / "one").touch()  # a factory's work, so that what is gone is missed
@@ -129,7 +129,7 @@ def refused(says: str, code: int | None, message: str) -> None:
     assert re.search(words, message), message
 
 
-def test_nor_does_it_beside_another(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_daemon_does_not_start_beside_another(workspace: Workspace, ledger: Ledger) -> None:
     with at_work(workspace) as process:
         error = command_here("run", home=workspace).exception
     assert error is not None and f"process {process} holds" in str(error)
@@ -140,7 +140,7 @@ def test_nor_does_it_beside_another(workspace: Workspace, ledger: Ledger) -> Non
     )
 
 
-def test_nor_where_its_port_is_taken(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_daemon_does_not_start_if_its_port_is_taken(workspace: Workspace, ledger: Ledger) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         (workspace.root / "factory.yaml").write_text(f"metrics_port: {taken.getsockname()[1]}\n")
         error = command_here("run", home=workspace).exception
@@ -149,7 +149,7 @@ def test_nor_where_its_port_is_taken(workspace: Workspace, ledger: Ledger) -> No
 
 
 @pytest.mark.parametrize(("number", "says"), [("ENOSPC", "the disk is full"), ("EROFS", "writing is not permitted")])
-def test_for_its_lock_it_waits(
+def test_the_daemon_waits_if_a_fault_of_the_machine_hides_its_lock(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, number: str, says: str
 ) -> None:
     opened, waits = os.open, list[float]()

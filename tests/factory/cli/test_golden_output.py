@@ -1,7 +1,7 @@
-"""What each command says, as a person reads it: one file a command in ``tests/golden/commands/``, with its ``--help`` and what it prints here.
+"""The output of each command, as a person reads it. Each command has a file in ``tests/golden/commands/`` with its ``--help`` and its output here.
 
-The workspace is made by hand: the same numbers on every machine. What differs by machine or by moment is shown as ⟨time⟩, ⟨size⟩, ⟨hash⟩ or
-⟨workspace⟩.
+The workspace is written by the test, so its numbers are the same on every machine. Values that differ by machine or by moment are shown as ⟨time⟩,
+⟨size⟩, ⟨hash⟩ or ⟨workspace⟩.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def home(workspace: Workspace, ledger: Ledger) -> Workspace:
     return workspace
 
 
-def test_what_each_command_says(
+def test_each_command_prints_its_golden_output(
     home: Workspace, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

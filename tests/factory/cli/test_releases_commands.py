@@ -84,7 +84,7 @@ def read(workspace: Workspace, *words: str) -> Any:
     return json.loads(run(workspace, *words, "--json"))
 
 
-def test_a_forgotten_bundle_releases_nothing(workspace: Workspace, scene: Ledger) -> None:
+def test_options_of_a_bundle_without_bundle_release_nothing(workspace: Workspace, scene: Ledger) -> None:
     """Candidate 2 waits for an approval, and ``factory release`` would give it."""
     for words, code, data in (
         (["--data", "--traces"], "no_bundle_number", {}),
@@ -114,7 +114,7 @@ def test_the_list_has_releases_and_waiting_candidates(workspace: Workspace, scen
     assert done.stdout.splitlines()[0].rstrip().endswith("champion")
 
 
-def test_show_has_gains_losses_and_the_training_data(workspace: Workspace, scene: Ledger) -> None:
+def test_releases_show_prints_gains_losses_and_the_training_data(workspace: Workspace, scene: Ledger) -> None:
     found = release_details(Plant(workspace, scene), "c2")
     assert {name: gain["shows"] for name, gain in found["measured"].items()} == {
         "target": "better", "code": "better", "docs": "worse", "chat": "no difference shown",
@@ -131,7 +131,7 @@ def test_show_has_gains_losses_and_the_training_data(workspace: Workspace, scene
         assert words in said
 
 
-def test_diff_compares_on_the_same_items_or_warns(workspace: Workspace, scene: Ledger) -> None:
+def test_releases_diff_compares_on_the_same_items_or_warns(workspace: Workspace, scene: Ledger) -> None:
     with scene.begin() as tx:
         plan = {
             "token_shards": [
@@ -170,7 +170,9 @@ def add_shard_of(ledger: Ledger, sha256: str, token_shard: str, name: str) -> No
         tx.execute(token_shards.insert().values(row | {"id": token_shard, "shard": sha256}))
 
 
-def test_reject_approve_and_roll_back(workspace: Workspace, scene: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_is_rejected_approved_and_rolled_back_by_command(
+    workspace: Workspace, scene: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("USER", "bob")
     add_verdict(scene, 3, against=1)
     assert read(workspace, "reject", "3", "--why", "it swears")["rejected_by"] == "bob"
@@ -194,7 +196,7 @@ def test_reject_approve_and_roll_back(workspace: Workspace, scene: Ledger, monke
     assert [row["champion"] for row in read(workspace, "list")] == [True, False, False]
 
 
-def test_mistakes_get_one_clear_line(workspace: Workspace, scene: Ledger) -> None:
+def test_an_unknown_or_unfit_release_is_an_error_that_names_it(workspace: Workspace, scene: Ledger) -> None:
     for words, said in (
         (["show", "9"], "no release 9. The ledger has: 1"),
         (["show", "c9"], "no candidate 9. The ledger has: 1, 2, 3"),

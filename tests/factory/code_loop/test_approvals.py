@@ -1,4 +1,4 @@
-"""What people decide of judged proposals: what is merged is what was judged, and the checkout loses nothing."""
+"""Decisions of people about judged proposals: only the judged patch is merged, and the checkout loses nothing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_only_the_judged_patch_can_be_approved(plant: PatchPlant) -> None:
 
 
 @pytest.mark.parametrize("way", ["edited", "staged", "in the way", "a link", "detached"])
-def test_a_checkout_with_work_in_it_is_left_alone(plant: PatchPlant, way: str) -> None:
+def test_a_checkout_with_uncommitted_work_is_refused_and_unchanged(plant: PatchPlant, way: str) -> None:
     plant.judged()
     ops = plant.target / "kernels/ops.py"
     if way == "detached":
@@ -109,7 +109,7 @@ def test_a_checkout_with_work_in_it_is_left_alone(plant: PatchPlant, way: str) -
 
 
 @pytest.mark.parametrize("stop_after", ["the first file", "the files", "the branch"])
-def test_killed_while_it_is_merged_the_same_call_finishes(
+def test_an_approval_killed_during_the_merge_is_finished_by_the_same_call(
     plant: PatchPlant, stop_after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant.judged()
@@ -135,7 +135,7 @@ def test_killed_while_it_is_merged_the_same_call_finishes(
 
 
 @pytest.mark.parametrize("outcome", ["promote", "reject"])
-def test_when_the_code_moved_on_the_gate_runs_again(
+def test_an_approval_after_the_code_changed_runs_the_gate_again(
     plant: PatchPlant, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its verdict is given here: what it measures is its own tests' business."""
@@ -167,7 +167,7 @@ def test_files_that_changed_again_are_not_overwritten(plant: PatchPlant) -> None
     assert plant.row()["state"] == "approved" and (plant.target / "kernels/ops.py").read_text() == "x = 3\n"
 
 
-def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: PatchPlant) -> None:
+def test_a_proposal_is_decided_by_a_person_in_mlflow_or_by_the_policy(plant: PatchPlant) -> None:
     plant.judged()
     tracking = MlflowTracking.open(plant)
     run = tracking.proposal_run(1)
@@ -208,7 +208,7 @@ def test_a_decision_in_another_workspace_does_not_count(plant: PatchPlant, tmp_p
     assert carry_out_proposal_decisions(other) == 1 and other.words() == [("approved", "mlflow")]
 
 
-def test_a_run_that_mlflow_lost_is_sent_again_and_stops_nothing(plant: PatchPlant) -> None:
+def test_a_run_that_mlflow_lost_is_made_again_and_stops_no_decision(plant: PatchPlant) -> None:
     plant.judged()
     tracking = MlflowTracking.open(plant)
     lost = tracking.proposal_run(1)
@@ -219,7 +219,7 @@ def test_a_run_that_mlflow_lost_is_sent_again_and_stops_nothing(plant: PatchPlan
     assert tracking.proposal_run(1) not in (lost, "0" * 32)
 
 
-def test_choices_for_other_ops_are_merged_one_after_the_other(
+def test_kernel_choices_for_different_ops_are_merged_one_after_another(
     plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = "policies/kernels.yaml"

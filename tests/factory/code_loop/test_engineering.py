@@ -1,4 +1,4 @@
-"""The kernel engineer in the plant: one clear error for whatever is wrong, nothing left behind, and a run that survives ``kill -9``."""
+"""The kernel engineer in the plant: each failure is one clear error, nothing is left behind, and a run survives ``kill -9``."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_the_search_proposer_takes_no_endpoint_and_no_target(made: Made) -> None
         proposing.propose(Plant(made.workspace, made.ledger), agent="search", options=AgentOptions(target="swiglu"))
 
 
-def test_another_target_abandons_the_run_that_was_begun(made: Made) -> None:
+def test_asking_for_a_target_abandons_unfinished_runs_for_other_targets(made: Made) -> None:
     policy(made)
     first, second = begun(made, "attention"), begun(made, "swiglu")
     with ReplayServer(RecordedSession(turns=[])) as server, pytest.raises(ModelError):
@@ -198,7 +198,7 @@ def test_another_target_abandons_the_run_that_was_begun(made: Made) -> None:
     assert (state_of(made, first), state_of(made, second)) == ("abandoned", "running")
 
 
-def test_a_person_and_the_daemon_let_each_others_runs_be(made: Made, tmp_path: Path) -> None:
+def test_a_person_and_the_daemon_do_not_continue_each_others_runs(made: Made, tmp_path: Path) -> None:
     options = AgentOptions(f"files:{tmp_path}")
     mine, daemons = (AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, options, by=by) for by in ("", IMPROVE))
     run = mine.begin_run(made.base, "")
@@ -212,7 +212,7 @@ def test_a_person_and_the_daemon_let_each_others_runs_be(made: Made, tmp_path: P
         runs.record_end(number, "abandoned")
 
 
-def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> None:
+def test_several_runs_wait_for_the_model_in_parallel(made: Made, tmp_path: Path) -> None:
     policy(made, exchanges=1)
     runs = [begun(made, "kernel:swiglu"), begun(made, "kernel:attention")]  # killed: the same command goes on with both
     options, found = AgentOptions(f"files:{tmp_path}", "m"), []
@@ -231,7 +231,9 @@ def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> 
         proposed(made, AgentOptions(f"files:{tmp_path}", "m", target="swiglu"), count=2)
 
 
-def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_runs_never_have_the_same_target_at_once(
+    made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     policy(made)
     options, start = AgentOptions(f"files:{tmp_path}", "m"), find_training_start(made.ledger)
     assert start is not None
@@ -245,7 +247,7 @@ def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.Mo
         assert [run.target for run in work_on()] == ["", "kernel:attention"]  # nothing else is worth it
 
 
-def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> None:
+def test_proposals_judged_in_parallel_do_not_mix(made: Made) -> None:
     edits = [Edit("trainer/optim/schedule.py", f"import socket  # {number}\n") for number in range(4)]
     drafts = [Proposal(AGENT, f"file:{n}", f"Try {n}", "Because.", 1.1, (edit,)) for n, edit in enumerate(edits)]
     numbers = run_in_parallel(
@@ -289,7 +291,7 @@ def test_the_last_line_of_untrusted_code_cannot_control_a_terminal() -> None:
     assert screen.getvalue() == "a�[31mb\n"
 
 
-def test_a_torn_file_of_checkpoints_is_one_clear_error(made: Made) -> None:
+def test_a_damaged_database_of_agent_checkpoints_is_one_clear_error(made: Made) -> None:
     policy(made)
     begun(made, "swiglu")
     saved = made.workspace.root / "agents.db"
@@ -306,7 +308,9 @@ def test_a_torn_file_of_checkpoints_is_one_clear_error(made: Made) -> None:
         saved.unlink()
 
 
-def test_checkpoints_follow_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_checkpoints_are_stored_in_the_ledgers_kind_of_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = Workspace.create(tmp_path / "here")
     assert checkpoint_place(here) == here.root / "agents.db"
     there = Workspace.create(tmp_path / "there", WorkspaceConfig(ledger_url="postgresql+psycopg://me:secret@host/db"))
@@ -332,7 +336,7 @@ def waited(folder: Path, pattern: str, process: Running) -> Path:
 
 
 @pytest.mark.slow("the command twice, killed once, and a check of what was proposed")
-def test_a_killed_run_continues_with_the_same_request_and_a_person_as_model(made: Made, tmp_path: Path) -> None:
+def test_a_killed_run_answered_by_a_person_continues_with_the_same_request(made: Made, tmp_path: Path) -> None:
     policy(made, rounds=1)
     run, words = begun(made, "swiglu"), ("--endpoint", f"files:{tmp_path}", "--target", "swiglu")
     process = command(made, *words)

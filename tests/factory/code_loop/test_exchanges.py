@@ -1,4 +1,4 @@
-"""The books of what language models cost: a budget that no kill and no second process gets round, and a trace of every exchange."""
+"""The record of the cost of language models: neither a kill nor a second process exceeds the budget, and every exchange gets a trace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def books(workspace: Workspace, ledger: Ledger, run: int = 1, **changes: Any) ->
     return LedgerBudgetAccount(Plant(workspace, ledger), POLICY.model_copy(update=changes), run)
 
 
-def test_an_entry_that_a_killed_process_left_counts_in_full(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_reservation_of_a_killed_process_counts_in_full(workspace: Workspace, ledger: Ledger) -> None:
     books(workspace, ledger).reserve("a", 600, 0.0)
     again = Ledger.open(workspace.ledger_url)  # another process: nothing is held in memory
     with refused("code_loop.budget_exhausted", BudgetError, used=600, limit=1000, unit="tokens", more=401):
@@ -48,14 +48,14 @@ def test_an_entry_that_a_killed_process_left_counts_in_full(workspace: Workspace
     assert len(ledger.select_rows(sa.select(exchanges))) == 2  # what was refused left nothing
 
 
-def test_a_ledger_older_than_the_books_gets_them(workspace: Workspace, ledger: Ledger) -> None:
+def test_an_old_ledger_without_the_table_of_exchanges_gets_it(workspace: Workspace, ledger: Ledger) -> None:
     exchanges.drop(ledger.engine)
     row = _ledger(workspace)
     assert row[0] and "proposals" in row[1]  # the doctor needs none
     assert books(workspace, Ledger.open(workspace.ledger_url)).reserve("a", 1, 0.0) == 1
 
 
-def test_a_day_has_a_budget_of_its_own_and_ends(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_budget_of_a_day_is_limited_and_renewed_after_the_day(workspace: Workspace, ledger: Ledger) -> None:
     for run in (1, 2):
         books(workspace, ledger, run).reserve("a", 1000, 0.0)
     with refused("code_loop.budget_exhausted", BudgetError, whose="today (UTC)"):
@@ -65,7 +65,7 @@ def test_a_day_has_a_budget_of_its_own_and_ends(workspace: Workspace, ledger: Le
     books(workspace, ledger, 3).reserve("a", 501, 0.0)
 
 
-def test_many_at_once_never_pass_the_budget_together(workspace: Workspace, ledger: Ledger) -> None:
+def test_parallel_reservations_never_exceed_the_budget_together(workspace: Workspace, ledger: Ledger) -> None:
     def one(number: int) -> bool:
         try:
             books(workspace, Ledger.open(workspace.ledger_url), run=number).reserve("x", 400, 0.0)
@@ -77,7 +77,7 @@ def test_many_at_once_never_pass_the_budget_together(workspace: Workspace, ledge
         assert sum(pool.map(one, range(12))) == 6  # of 2,500
 
 
-def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away(
+def test_every_exchange_gets_a_trace_with_its_cost_even_after_an_mlflow_outage(
     workspace: Workspace, ledger: Ledger
 ) -> None:
     recorded = {

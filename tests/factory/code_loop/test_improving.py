@@ -1,4 +1,4 @@
-"""The code loop by itself: what is next, that each round ends, what it may cost, and that a kill in any stage loses and doubles nothing."""
+"""The code loop of the daemon: its next stage, the end of each round, its budget, and kills, after which nothing is lost or done twice."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ READY = LoopState(IDLE, 720, ("search", "kernel-engineer"), profile=7)
         (replace(READY, policy=ImprovePolicy(when="nightly", night="12:00-12:01")), LoopStage(PROPOSE, "search")),
     ],
 )
-def test_the_next_stage_or_the_reason_why_there_is_none(
+def test_next_stage_returns_a_stage_or_the_reason_why_there_is_none(
     seen: LoopState, expected: LoopStage | str | tuple[Any, ...]
 ) -> None:
     found = next_stage(seen)
@@ -108,7 +108,7 @@ def test_the_next_stage_or_the_reason_why_there_is_none(
         ({"per_day": {"device_second": 1.0}}, "strict.unknown_key", "improve.per_day.device_second", None),
     ],
 )
-def test_a_wrong_key_is_one_line_that_names_it(
+def test_a_wrong_key_of_the_improve_policy_is_an_error_of_one_line(
     improve: dict[str, Any], code: str, key: str, problem: str | None, workspace: Workspace, ledger: Ledger
 ) -> None:
     allow(workspace, **improve)
@@ -118,7 +118,7 @@ def test_a_wrong_key_is_one_line_that_names_it(
     assert problem is None or caught.value.data["problem"].code == problem
 
 
-def test_the_policy_knows_the_agents_that_there_are() -> None:
+def test_the_policy_allows_exactly_the_existing_agents() -> None:
     assert set(NAMES) == set(AGENTS)
 
 
@@ -220,7 +220,7 @@ def judged(plant: PatchPlant) -> list[dict[str, Any]]:
     return [row | {"outcome_of": row["target"]} for row in rows]
 
 
-def test_it_does_nothing_by_default_without_a_trunk_and_while_another_process_proposes(
+def test_the_loop_does_nothing_by_default_without_a_trunk_or_while_its_lock_is_held(
     plant: PatchPlant, tmp_path: Path
 ) -> None:
     look = lambda: improving.due_stages(the(plant), plant.ledger)
@@ -235,7 +235,7 @@ def test_it_does_nothing_by_default_without_a_trunk_and_while_another_process_pr
     assert improving.due_stages(the(new), new.ledger) == []
 
 
-def test_the_policy_of_the_gate_merges_and_what_waits_for_a_person_closes_its_target(
+def test_a_promoted_patch_waits_for_a_person_or_is_merged_by_an_automatic_policy(
     plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_verdict(monkeypatch, "promote")
@@ -249,7 +249,7 @@ def test_the_policy_of_the_gate_merges_and_what_waits_for_a_person_closes_its_ta
     assert plant.words() == [("approved", "policy")]
 
 
-def test_the_budget_is_of_the_last_24_hours_and_ends_no_judgement(plant: PatchPlant) -> None:
+def test_the_budget_covers_the_last_24_hours_and_stops_no_judgement(plant: PatchPlant) -> None:
     allow(plant.workspace, when="when-idle", per_day={"device_seconds": 10.0})
     assert rounds(plant, most=1) == ["profile"]
     ended(plant, seconds=11.0)
@@ -274,7 +274,7 @@ def ended(plant: PatchPlant, **cost: Any) -> None:
         tx.execute(events.update().where(events.c.id == row["id"]).values(detail=row["detail"] | cost))
 
 
-def test_tokens_count_from_when_a_stage_began_even_if_it_was_killed(plant: PatchPlant) -> None:
+def test_tokens_count_from_the_start_of_a_stage_even_if_it_was_killed(plant: PatchPlant) -> None:
     now = time.time()
     run = {
         "agent": "kernel-engineer",
@@ -301,7 +301,7 @@ def test_tokens_count_from_when_a_stage_began_even_if_it_was_killed(plant: Patch
     assert found == BudgetUse(0.0, 100, 0.5)
 
 
-def test_a_judgement_that_fails_closes_its_target_and_one_that_a_full_disk_ends_is_done_again(
+def test_a_failed_judgement_closes_its_target_and_a_full_disk_does_not(
     plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafts(monkeypatch, ("kernel:a", "kernel:b"))
@@ -320,7 +320,7 @@ def _raises(error: Exception, *_: Any) -> None:
     raise error
 
 
-def test_an_agent_that_fails_holds_up_no_other() -> None:
+def test_next_stages_has_one_proposal_for_each_unfinished_agent() -> None:
     seen = LoopState(ImprovePolicy(when="when-idle"), 0, ("search", "recipe-scout"), profile=1)
     assert next_stages(seen) == [LoopStage(PROPOSE, "search"), LoopStage(PROPOSE, "recipe-scout")]
     assert next_stages(replace(seen, written=(3, "search"))) == [LoopStage(JUDGE, "search", 3)]
@@ -332,7 +332,7 @@ KILL = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("point", ["profile", "draft", "written", "gate", "verdict"])
 @pytest.mark.slow("a round of the code loop for each stage")
-def test_killed_in_a_stage_the_next_pass_does_it_again(
+def test_a_stage_that_was_killed_is_done_again_by_the_next_pass(
     point: str, plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages_before = {"profile": 0, "draft": 1, "written": 1, "gate": 2, "verdict": 2}[point]
@@ -393,7 +393,9 @@ def killed_in(plant: PatchPlant, stage: LoopStage, times: int) -> None:
             )
 
 
-def test_a_failure_is_raised_recorded_and_retried(plant: PatchPlant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_a_stage_is_raised_recorded_and_retried(
+    plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rounds(plant, most=1)
 
     def fails() -> None:
@@ -407,7 +409,7 @@ def test_a_failure_is_raised_recorded_and_retried(plant: PatchPlant, monkeypatch
     assert rounds(plant)[0] == "propose by search"
 
 
-def test_the_state_of_the_world_is_looked_at_again_before_a_stage(plant: PatchPlant) -> None:
+def test_a_stage_that_is_no_longer_due_is_not_begun(plant: PatchPlant) -> None:
     stage = improving.due_stages(the(plant), plant.ledger)[0]
     allow(plant.workspace)
     improving.do_stage(the(plant), stage)
@@ -447,7 +449,7 @@ def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPl
         ("hold", "manual", ("verdict",), "proposal 1 has the verdict hold"),
     ],
 )
-def test_receivers_are_notified_of_its_verdicts_and_merges(
+def test_receivers_are_notified_of_verdicts_and_merges_of_proposals(
     outcome: str, approval: str, kinds: tuple[str, ...], title: str, tmp_path: Path
 ) -> None:
     plant = PatchPlant(tmp_path)

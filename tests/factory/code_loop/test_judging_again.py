@@ -1,4 +1,4 @@
-"""A machine that is too busy for a stage's approved code holds a patch, in every stage that has a time limit; later it is judged again."""
+"""A machine that is too busy holds a patch in every stage with a time limit. The patch is judged again later."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_machine_that_is_too_busy_holds_a_patch_in_every_stage(stage: str, mad
         tx.execute(proposals.update().where(proposals.c.number == row.number).values(state="rejected"))
 
 
-def test_only_a_limit_alone_lets_a_patch_be_judged_again() -> None:
+def test_a_patch_is_judged_again_only_if_a_time_limit_was_the_only_reason() -> None:
     passed, late = {"state": "passed"}, out_of_time_evidence("too late")
     assert was_out_of_time({"stages": {"scope": passed, "oracle": {"state": "not needed"}, "training": late}})
     assert not was_out_of_time({"stages": {"scope": passed, "oracle": {"state": "failed"}, "training": late}})
@@ -109,7 +109,7 @@ def held(plant: PatchPlant, evidence: dict[str, Any]) -> None:
 LATE = {"stages": {"training": out_of_time_evidence("too late")}, "patch_id": "p"}
 
 
-def test_it_is_judged_again_a_few_times_and_then_waits_for_a_person(
+def test_a_held_patch_is_judged_again_a_few_times_then_waits_for_a_person(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant = PatchPlant(tmp_path)
@@ -131,7 +131,7 @@ def test_it_is_judged_again_a_few_times_and_then_waits_for_a_person(
     assert due_proposals(plant.ledger, PatchPolicy(judge_again=3, judge_again_after_seconds=1e-6))
 
 
-def test_a_part_for_another_device_waits_until_a_daemon_runs_where_that_is(
+def test_a_patch_with_code_for_another_device_waits_for_a_daemon_on_that_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = {"cpu": "cuda", "cuda": "cpu"}[devices.device_kind()]

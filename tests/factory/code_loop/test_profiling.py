@@ -1,4 +1,4 @@
-"""``factory profile``: its files are artifacts of a run in a workspace, and it works without one."""
+"""``factory profile``: in a workspace, its files are artifacts of a run. It also works without a workspace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FILES = ("profile.json", "profile.html", "trace.json")
 
 
 @pytest.mark.slow("a profile of the live code")
-def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_is_recorded_in_the_ledger_and_its_files_in_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The profiler runs in this process, and waits for no quiet moment: a test of ``test_proposing.py`` starts a real one in the sandbox."""
 
     def here(code: LiveCode, arguments: list[str], *_: object, **__: object) -> None:
@@ -89,7 +89,7 @@ def test_the_error_contains_the_profilers_output(tmp_path: Path) -> None:
         run_profiler(outside, ["--recipe", str(recipe), "--out", str(tmp_path)], SILENT)
 
 
-def test_a_profile_of_other_code_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_profile_of_another_format_is_one_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text('{"format": 2}')
     with refused("code_loop.profile_format", ProfileError, found=2, expected=3):

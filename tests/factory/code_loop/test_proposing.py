@@ -1,4 +1,4 @@
-"""The code loop's outer half: numbers, branches, what is recorded, and that nothing is left behind whatever happens."""
+"""Making proposals: their numbers, branches and records. Nothing is left behind, whatever happens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_unknown_agent_is_named_with_the_nearest(made: Made) -> None:
     assert "'search'" in caught.value.data["near"]
 
 
-def test_without_a_checkpoint_nothing_is_proposed_and_it_says_why(made: Made, tmp_path: Path) -> None:
+def test_without_a_checkpoint_nothing_is_proposed_and_the_reason_is_printed(made: Made, tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="tiny", repository=str(made.target)))
     ledger = Ledger.create(workspace.ledger_url)
     said: list[str] = []
@@ -91,7 +91,7 @@ def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
     assert made.left_behind() == []
 
 
-def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
+def test_a_patch_with_a_forbidden_import_is_rejected_and_keeps_its_branch(made: Made) -> None:
     git(made.target, "branch", "factory/somebody/400-theirs")  # numbers are free in the ledger and among branches
     number = submitting.submit_proposal(Plant(made.workspace, made.ledger), drafted(text="import socket\n"), made.base)
     git(made.target, "branch", "-D", "factory/somebody/400-theirs")
@@ -107,7 +107,7 @@ def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
     assert known[-1].outcome == "reject" and known[-1].patch_id == drafted(text="import socket\n").patch_id
 
 
-def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
+def test_a_proposal_without_a_sandbox_fails_and_leaves_no_branch(
     made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = branches(made)
@@ -162,7 +162,7 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
 
 
 @pytest.mark.slow("a profile, timings of ops, and a whole gate run")
-def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Made) -> None:
+def test_propose_makes_a_profile_and_judges_at_most_one_proposal(made: Made) -> None:
     began = time.time()
     assert choose_isolation(Plant(made.workspace, made.ledger)) == (True, "")
     policy = made.workspace.policy_path("gates/patch.yaml")

@@ -1,4 +1,4 @@
-"""Merged patches are judged again when what they were judged in changes; the daemon asks for it by itself."""
+"""Merged patches are judged again when their environment changes. The daemon starts this by itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plant(tmp_path: Path) -> PatchPlant:
 
 
 @pytest.mark.slow("a benchmark's process, and a whole gate")
-def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
+def test_a_slower_benchmark_makes_the_daemon_judge_merged_patches_again(
     plant: PatchPlant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = {"model": {}, "batch": {}, "precision": "fp32", "compile": False}
@@ -76,7 +76,7 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
     assert "could not be noted" in bench()
 
 
-def test_without_a_sandbox_the_daemon_says_so_once(
+def test_without_a_sandbox_the_daemon_reports_once_that_it_cannot_judge(
     plant: PatchPlant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
@@ -99,7 +99,7 @@ def test_without_a_sandbox_the_daemon_says_so_once(
 
 
 @pytest.mark.parametrize("outcome", ["promote", "reject"])
-def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
+def test_a_merged_patch_is_judged_again_once_after_its_environment_changed(
     plant: PatchPlant, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}

@@ -1,4 +1,4 @@
-"""Comparing two curves: where they diverge, which grid is used, missing values; and errors of bad files, with their line."""
+"""Comparing two curves: their first divergence, the grid, missing values, and errors of bad files with the line."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_value_that_is_not_finite_on_one_side_is_a_divergence() -> None:
     assert both.first is None and len(both.grid) == 400
 
 
-def test_the_coarser_curve_gives_the_grid() -> None:
+def test_curves_are_compared_at_the_points_of_the_coarser_curve() -> None:
     ours = [(float(x), 2.0 * x) for x in range(100)]
     theirs = [(x + 0.5, 2.0 * x + 1.0) for x in range(0, 120, 10)]
     found = compare_curves("loss", ours, theirs)
@@ -112,7 +112,7 @@ def test_curves_are_read_as_tools_export_them(tool: str, tmp_path: Path) -> None
     assert read_file(path, "steps", ["loss"]).points == {"loss": [(1.0, 2.5), (2.0, 2.25)]}
 
 
-def test_a_step_column_of_another_name_is_named(tmp_path: Path) -> None:
+def test_a_step_column_with_an_unknown_name_must_be_named(tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     path.write_text("Update,loss\n1,2.5\n")
     assert read_file(path, "steps", ["loss"], "update").points == {"loss": [(1.0, 2.5)]}
@@ -178,7 +178,7 @@ def test_no_file_causes_a_traceback(tmp_path_factory: pytest.TempPathFactory, co
         read_file(path, "steps", ["loss"])
 
 
-def test_a_resumed_run_and_a_spreadsheet(tmp_path: Path) -> None:
+def test_a_spreadsheet_of_a_resumed_run_keeps_the_last_value_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "reference.csv"
     path.write_bytes("\ufeffglobal_step;train/loss;note\n1;3.0;a\n2;2.5;\n3;2.0;\n2;2.25;again\n3;;\n".encode())
     found = read_file(path, "steps", ["train/loss"])
@@ -199,7 +199,7 @@ def trained(workspace: Workspace, ledger: Ledger) -> Workspace:
     return workspace
 
 
-def test_the_command(trained: Workspace, tmp_path: Path) -> None:
+def test_factory_compare_prints_the_first_divergence_and_writes_a_page(trained: Workspace, tmp_path: Path) -> None:
     path = tmp_path / "<b>published.csv"
     rows = [f"{step},{step * 512},{8 / (1 + step / 20) + (0.3 if step >= 40 else 0):.4f}" for step in range(0, 120, 1)]
     path.write_text("step,tokens,train/loss\n" + "\n".join(rows) + "\n")
@@ -236,7 +236,9 @@ def test_the_command(trained: Workspace, tmp_path: Path) -> None:
         (["1", "--metric", "lose"], "curve_files.no_column", {"column": "lose", "nearest": "; did you mean 'loss'?"}),
     ],
 )
-def test_mistakes(trained: Workspace, words: list[str], code: str, data: dict[str, Any]) -> None:
+def test_a_mistake_in_the_arguments_of_compare_is_an_error(
+    trained: Workspace, words: list[str], code: str, data: dict[str, Any]
+) -> None:
     done = command_here("compare", *words, home=trained)
     assert isinstance(done.exception, InputError)
     with refused(code, **data):

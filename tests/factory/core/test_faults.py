@@ -36,13 +36,13 @@ from tests.support.failing.nights import impatient
 from tests.support.git import git
 
 
-def test_a_full_disk() -> None:
+def test_a_full_disk_is_recognised() -> None:
     with pytest.raises(OSError) as raised, open("/dev/full", "w") as file:
         file.write("x" * 100_000)
     assert find_fault_in(raised.value) == find_fault_in(DiskFullError("segment 3: the disk is full")) == faults.FULL
 
 
-def test_too_few_file_handles(tmp_path: Path) -> None:
+def test_a_lack_of_file_handles_is_recognised(tmp_path: Path) -> None:
     with few_handles(), pytest.raises(OSError) as raised, open(tmp_path / "file"):
         pass
     found = find_fault_in(raised.value)
@@ -52,7 +52,7 @@ def test_too_few_file_handles(tmp_path: Path) -> None:
     }
 
 
-def test_a_locked_and_a_read_only_ledger(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_locked_and_a_read_only_ledger_are_recognised(workspace: Workspace, ledger: Ledger) -> None:
     other = sqlite3.connect(workspace.root / "ledger.db", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     with pytest.raises(sa.exc.OperationalError) as raised, impatient(Ledger(workspace.ledger_url)).begin() as tx:
@@ -86,7 +86,7 @@ def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Wor
     assert not find_database_damage(file)
 
 
-def test_an_interrupted_transaction_is_not_damage(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_ledger_with_an_interrupted_transaction_is_not_called_damaged(workspace: Workspace, ledger: Ledger) -> None:
     """The database is as after a power cut, with a rollback journal."""
     ledger.engine.dispose()
     file, journal = workspace.root / "ledger.db", workspace.root / "ledger.db-journal"
@@ -121,7 +121,7 @@ def raised_through(how: str) -> BaseException:
 
 
 @pytest.mark.parametrize(("how", "known"), [("cause", True), ("context", True), ("cut off", False)])
-def test_the_cause_of_an_error_counts(how: str, known: bool) -> None:
+def test_a_fault_is_found_in_the_causes_of_an_error(how: str, known: bool) -> None:
     found = find_fault_in(raised_through(how))
     assert (found and found.path) == ("/data/x" if known else None)
     assert found == (faults.NO_WRITE_PERMISSION if known else None)
@@ -258,7 +258,9 @@ def test_a_command_prints_that_the_ledger_is_locked(
     assert "end the process that locks the ledger and run" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_start_of_the_daemon_waits_for_a_fault_but_not_for_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A fault of the machine is printed and retried. A port that only root may use is a mistake in factory.yaml and ends the start."""
     monkeypatch.setattr(back_off, "START_SECONDS", 0.0)
     said: list[str] = []

@@ -60,7 +60,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow("two times two ranks, and one rank beside them")
-def test_two_ranks_train_what_one_rank_would_and_the_same_bits_in_the_sandbox_and_outside(
+def test_two_ranks_train_as_one_rank_and_give_equal_bits_in_and_out_of_the_sandbox(
     plant: Opened, tmp_path: Path
 ) -> None:
     workspace, ledger = plant

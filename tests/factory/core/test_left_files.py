@@ -25,7 +25,7 @@ def test_json_that_the_ledger_cannot_store_is_refused(text: str | bytes) -> None
         parse_json(text)
 
 
-def test_whole_pairs_and_long_integers_are_read() -> None:
+def test_whole_surrogate_pairs_and_18_digit_integers_are_read() -> None:
     assert parse_json(b'{"kind": "\\ud83d\\ude00", "step": 123456789012345678}') == {
         "kind": "\U0001f600",
         "step": 123456789012345678,
@@ -46,7 +46,7 @@ def test_a_trainers_file_never_counts_as_a_fault_of_the_machine(tmp_path: Path, 
     assert not is_machine_fault_without_file(raised.value)
 
 
-def test_too_few_file_handles_say_nothing_about_a_file(tmp_path: Path) -> None:
+def test_a_read_without_file_handles_does_not_count_against_the_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}")
     with few_handles(), pytest.raises(OSError) as raised:
         read_text(tmp_path / "metrics.jsonl")

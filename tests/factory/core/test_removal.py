@@ -1,4 +1,4 @@
-"""A folder that hostile code filled is removed whole, and nothing outside the folder."""
+"""A folder that hostile code filled is removed completely, and nothing outside the folder is removed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_folder_too_deep_for_recursion_and_for_paths_is_removed(tmp_path: Path
         subprocess.run(["rm", "-rf", tmp_path / "out"], check=True)
 
 
-def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
+def test_links_are_removed_and_their_targets_are_kept(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").write_text("mine")
@@ -60,7 +60,7 @@ def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["kept"] and (kept / "file").read_text() == "mine"
 
 
-def test_pipes_sockets_odd_names_and_modes_are_removed(tmp_path: Path) -> None:
+def test_pipes_and_entries_with_odd_names_and_modes_are_removed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     inner = out / "a\nb" / "\udcfe\udcff"
     inner.mkdir(parents=True)

@@ -1,3 +1,5 @@
+"""A workspace is created, opened and locked, and a folder that is not a workspace is never overwritten."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""The corpus from a small made-up library (fast), and from real modules where it matters."""
+"""The corpus of a small generated library (fast), and of real modules where this matters."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_corpus_has_three_domains_in_two_rounds(library: Path, tmp_path: Pat
     assert [p.read_bytes() for p in again] == [p.read_bytes() for p in paths]
 
 
-def test_pages_quote_docstrings_and_topics(library: Path, tmp_path: Path) -> None:
+def test_reference_pages_quote_docstrings_and_help_topics(library: Path, tmp_path: Path) -> None:
     docs = [r for r in rows(write_corpus(tmp_path / "a", SILENT)) if r["domain"] == "docs"]
     assert all(200 <= len(r["text"]) <= 6000 for r in docs)
     page = next(r["text"] for r in docs if r["source"] == "Lib/pkg/m7.py")
@@ -84,7 +84,7 @@ def test_pages_quote_docstrings_and_topics(library: Path, tmp_path: Path) -> Non
     assert not any("explains nothing" in r["text"] for r in docs)
 
 
-def test_signature_answers_are_python(library: Path, tmp_path: Path) -> None:
+def test_answers_with_a_signature_are_valid_python(library: Path, tmp_path: Path) -> None:
     chats = [r["messages"] for r in rows(write_corpus(tmp_path / "a", SILENT)) if r["domain"] == "chat"]
     answers = [m["content"] for chat in chats for m in chat if m["role"] == "assistant"]
     signatures = [answer for answer in answers if answer.startswith(("def ", "async def "))]
@@ -95,7 +95,7 @@ def test_signature_answers_are_python(library: Path, tmp_path: Path) -> None:
     assert all([m["role"] for m in chat] == ["user", "assistant"] * (len(chat) // 2) for chat in chats)
 
 
-def test_pages_keep_every_line() -> None:
+def test_splitting_into_pages_keeps_every_word() -> None:
     text = "\n\n".join(f"paragraph {i} " + "word " * (i % 50) for i in range(300)) + "\n\n" + "line\n" * 3000
     parts = split_long_text(text)
     assert max(map(len, parts)) <= 6000 and "\n".join(parts).split() == text.split()

@@ -96,7 +96,7 @@ def state(workspace: Workspace, ledger: Ledger) -> Any:
     )
 
 
-def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> None:
+def test_an_erasure_leaves_no_text_and_training_continues(copied: Copy) -> None:
     workspace, ledger = copied()
     keys = chosen(ledger)
     before, shard = raw_lines(workspace), keys[0].partition(":")[0]
@@ -188,7 +188,7 @@ class Killed(BaseException):
         "record_event 2",
     ],
 )
-def test_after_a_kill_anywhere_the_next_pass_gives_the_same_result(
+def test_an_erasure_killed_anywhere_is_finished_by_the_next_pass(
     copied: Copy, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = copied()
@@ -218,7 +218,7 @@ def test_after_a_kill_anywhere_the_next_pass_gives_the_same_result(
     assert ended == state(workspace, ledger)
 
 
-def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_in_a_second_erasure_leaves_no_text_of_the_first(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token shard that replaced another in the first erasure has the text of the second erasure."""
     workspace, ledger = copied()
     keys = chosen(ledger)
@@ -269,7 +269,7 @@ LINES = (
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.md"])
-def test_every_kind_of_shard_loses_its_rows_and_no_other(tmp_path: Path, name: str) -> None:
+def test_erasing_rows_of_any_kind_of_shard_keeps_the_other_rows(tmp_path: Path, name: str) -> None:
     path, target = tmp_path / name, tmp_path / f"again-{name}"
     if name.endswith(".parquet"):
         fixed = pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("text", pa.string())])

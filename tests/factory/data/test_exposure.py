@@ -55,13 +55,15 @@ def steps(ledger: Ledger, documents: dict[str, str]) -> dict[int, dict[str, list
     }
 
 
-def test_all_steps_of_all_documents_are_those_of_the_walk(copied: Copy) -> None:
+def test_the_steps_of_all_documents_equal_those_of_a_full_replay(copied: Copy) -> None:
     _, ledger = copied()
     expected = walked(ledger)
     assert sorted(expected) == [1, 2, 3] and steps(ledger, every_document(ledger)) == expected
 
 
-def test_only_stretches_that_drew_the_document_are_replayed(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_steps_between_checkpoints_that_drew_the_document_are_replayed(
+    copied: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, ledger = copied()
     expected, every = walked(ledger), every_document(ledger)
     rare = min(expected[2], key=lambda key: (sum(len(by.get(key, ())) for by in expected.values()), key))
@@ -74,7 +76,7 @@ def test_only_stretches_that_drew_the_document_are_replayed(copied: Copy, monkey
     assert 0 < len(made) < whole / 2, "it was walked where nothing of it was drawn"
 
 
-def test_without_checkpoints_the_same_is_found(copied: Copy) -> None:
+def test_the_same_steps_are_found_without_checkpoints(copied: Copy) -> None:
     workspace, ledger = copied()
     for path in workspace.segments.glob("*/checkpoints"):
         shutil.rmtree(path)

@@ -115,7 +115,7 @@ def read(ledger: Ledger, at: float | None = None) -> None:
 
 
 @pytest.mark.parametrize(("sealed", "at"), [(True, 1e11), (False, 1.0)])  # whatever the clock says
-def test_a_document_that_was_read_keeps_its_half_and_the_others_fill_the_other_half(
+def test_read_documents_keep_their_half_and_unread_ones_fill_the_other_half(
     plant: tuple[Workspace, Ledger], sealed: bool, at: float | None
 ) -> None:
     ledger = plant[1]
@@ -130,7 +130,7 @@ def test_a_document_that_was_read_keeps_its_half_and_the_others_fill_the_other_h
     assert {after[key] for key in before} == {sealed} and {after[key] for key in after.keys() - before} == {not sealed}
 
 
-def test_documents_that_become_one_group_are_of_one_half_and_never_sealed_where_some_were_read(
+def test_a_joined_group_is_in_one_half_and_not_sealed_if_a_dev_document_was_read(
     plant: tuple[Workspace, Ledger],
 ) -> None:
     ledger = plant[1]
@@ -176,7 +176,7 @@ def test_a_group_is_made_of_recorded_facts_alone(plant: tuple[Workspace, Ledger]
     )
 
 
-def test_a_source_that_is_a_group_takes_its_new_name(plant: tuple[Workspace, Ledger]) -> None:
+def test_a_group_named_by_its_source_gets_the_new_name_and_keeps_its_half(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     use_policy(workspace, POLICY + "domains: {default: {group: source}}\n")
     ingest(plant, [row | {"source": f"s{n % 20}"} for n, row in enumerate(reviews(0, 100))], "a.jsonl")
@@ -189,7 +189,7 @@ def test_a_source_that_is_a_group_takes_its_new_name(plant: tuple[Workspace, Led
     assert ledger.read("SELECT COUNT(*) AS n FROM documents WHERE source = :name", name=name)[0]["n"] == 0
 
 
-def test_a_filter_takes_the_name_of_the_file_or_of_its_shards(plant: tuple[Workspace, Ledger]) -> None:
+def test_a_filter_by_shard_accepts_the_name_of_a_file_or_of_its_parts(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     use_policy(workspace, POLICY + "limits: {max_rows: 30}\n")
     (workspace.root / "a.json").write_text(json.dumps(reviews(0, 60)))
@@ -209,7 +209,7 @@ def test_a_filter_takes_the_name_of_the_file_or_of_its_shards(plant: tuple[Works
     assert settle_licence(ledger, "MIT", [], ["a.json"], "ann", "")
 
 
-def test_another_source_gives_its_name_to_groups_that_are_named_within_it(plant: tuple[Workspace, Ledger]) -> None:
+def test_a_new_source_renames_the_conversation_groups_within_it(plant: tuple[Workspace, Ledger]) -> None:
     """Later documents of a held-out conversation come under the right source: they are held out too, and never trained on."""
     workspace, ledger = plant
     use_policy(workspace, POLICY + "domains: {default: {group: conversation}}\n")
@@ -250,7 +250,7 @@ def test_an_impossible_or_removed_name_is_refused(plant: tuple[Workspace, Ledger
     )
 
 
-def test_no_licence_is_one_however_it_is_written(plant: tuple[Workspace, Ledger]) -> None:
+def test_none_blank_and_missing_licences_mean_no_licence(plant: tuple[Workspace, Ledger]) -> None:
     ledger = plant[1]
     ingest(plant, reviews(0, 8, license="MIT"), "a.jsonl")
     do(plant, DocumentFilter(license=["MIT"]), NewLabels(license=" "))
@@ -275,7 +275,7 @@ def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
         plan_relabelling(Plant(workspace, ledger), DocumentFilter(license=["MIT"]), NewLabels(license="proprietary"))
 
 
-def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_replayed_as_they_were(
+def test_later_segments_have_the_new_domain_and_older_ones_are_replayed_unchanged(
     copied: Copy,
 ) -> None:
     """The trunk has seen the documents; it continues from its checkpoint."""
@@ -322,7 +322,7 @@ def test_a_token_shard_is_made_again_after_a_relabel(copied: Copy) -> None:
     assert plan_trunk(Plant(workspace, ledger), 5)
 
 
-def test_held_out_documents_move_with_their_domain_and_a_lost_ledger_has_it_all(
+def test_held_out_documents_get_the_new_domain_and_a_restored_ledger_has_it_too(
     plant: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = plant
@@ -382,14 +382,14 @@ def test_an_impossible_relabel_is_an_error_of_one_line(plant: tuple[Workspace, L
     assert plant[1].select_rows(sa.select(relabels)) == []
 
 
-def test_the_command_needs_a_confirmation_and_a_stopped_daemon(plant: tuple[Workspace, Ledger]) -> None:
+def test_factory_data_relabel_needs_a_confirmation_and_a_stopped_daemon(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     ingest(plant, reviews(0, 30), "a.jsonl")
     as_one_group(ledger, sealed=True)
     words = ["data", "relabel", "--domain", "reviews", "--group", "document"]
     shown = command_here(*words, "--dry-run", home=workspace)
     assert shown.exit_code == 0, shown.output
-    assert "30 of 30 documents change" in shown.output and "(15 held out, 15 to train on)" in shown.output
+    assert "30 of 30 selected" in shown.output and "(15 held out, 15 to train on)" in shown.output
     unsaid = command_here(*words, home=workspace)
     assert isinstance(unsaid.exception, InputError) and unsaid.exception.code == "options.not_confirmed"
     assert unsaid.exception.data["action"] == "relabel the documents"

@@ -67,7 +67,7 @@ def trained_once(ledger: Ledger) -> str:
     return next(key for key in sorted(seen[2] - seen[1] - seen[3]) if len(trace_document(ledger, key)[0]["seen"]) == 1)
 
 
-def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
+def test_a_removal_masks_the_document_marks_releases_and_estimates_the_cost(copied: Copy) -> None:
     workspace, ledger = copied()
     key = trained_once(ledger)
     found = outlook(ledger, key)
@@ -110,7 +110,7 @@ def test_quarantine_and_provenance_agree_about_releases(copied: Copy) -> None:
     assert list_releases_with_removed_data(ledger) == [{"release": 1, "documents": 1, "removal": None, "exact": True}]
 
 
-def test_an_ambiguous_id_takes_out_no_document(copied: Copy) -> None:
+def test_an_ambiguous_id_removes_no_document(copied: Copy) -> None:
     """Copies of one text with the same id count as one document."""
     workspace, ledger = copied()
     rows = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[:4]
@@ -208,7 +208,7 @@ def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy
     assert report.counts["train"] == 1
 
 
-def test_a_new_shard_whose_documents_are_all_removed_joins_no_plan(copied: Copy) -> None:
+def test_a_new_shard_with_only_removed_documents_is_left_out_of_data_plans(copied: Copy) -> None:
     workspace, ledger = copied()
     fresh = [{"text": " ".join(f"w{n}x{i}" for i in range(60)), "domain": "docs", "source": "new"} for n in range(4)]
     report = ingest_shard(Plant(workspace, ledger), shard_of(workspace, fresh))
@@ -244,7 +244,7 @@ def test_a_release_made_after_a_removal_from_segments_before_it_is_marked(copied
     ] == [1, 2]
 
 
-def test_mistakes_change_nothing(copied: Copy) -> None:
+def test_a_refused_removal_changes_nothing(copied: Copy) -> None:
     workspace, ledger = copied()
     before = fates(ledger)
     for words, says in (
@@ -260,7 +260,7 @@ def test_mistakes_change_nothing(copied: Copy) -> None:
     assert fates(ledger) == before and list_removals(ledger) == []
 
 
-def test_the_commands(copied: Copy) -> None:
+def test_the_commands_remove_a_document_and_show_the_removal(copied: Copy) -> None:
     workspace, ledger = copied()
     run = partial(command_here, home=workspace)
     key = trained_once(ledger)
@@ -284,12 +284,12 @@ def test_the_commands(copied: Copy) -> None:
     listed = run("provenance", "--release", "1", "--documents").stdout.splitlines()
     assert {json.loads(line)["fate"] for line in listed} == {"train", "removed"}
     data = run("data", "list").stdout
-    assert "licence  none" in data and "1 removed" in data and "removal  1 by" in data
+    assert "licence  none" in data and "1 removed" in data and "removal  1 of 1" in data
     assert estimate_retraining_cost(ledger, Exposure(ledger, {})).first_step is None
     assert "1 document is put back" in run("data", "undo", "1").stdout
 
 
-def test_mlflow_and_the_release_report_name_the_removal(workspace: Workspace, ledger: Ledger) -> None:
+def test_mlflow_and_the_release_report_show_a_removal_of_training_data(workspace: Workspace, ledger: Ledger) -> None:
     add_shard(ledger)
     candidate = add_candidate(with_store(workspace), ledger)
     verdict = add_verdict(ledger, candidate)

@@ -49,7 +49,7 @@ def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
     assert read_status(Workspace.open(tmp_path / "demo")) == facts or not outcomes  # which it then tries again
 
 
-def test_the_corpus_is_written_once_and_arrives_whole(
+def test_the_corpus_is_written_once_and_copied_whole_into_the_inbox(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda *_: {"stdlib": str(write_library(tmp_path / "library"))})

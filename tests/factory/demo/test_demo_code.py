@@ -1,4 +1,4 @@
-"""The demo's own copy of the code is complete and clean, and begins with plain kernels."""
+"""The demo's own copy of the code is complete and clean, and starts with plain kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from factory.git.repository import fork_repository, get_live_commit, list_change
 PATH = "policies/kernels.yaml"
 
 
-def test_a_fork_is_a_repository_of_its_own_with_one_file_edited(tmp_path: Path) -> None:
+def test_a_fork_is_a_separate_repository_with_one_file_edited(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(repository="code"))
     before = get_live_commit(checkout_root())
     fork_repository(checkout_root(), workspace.repository, {PATH: use_plain_kernels}, "plain")
@@ -37,7 +37,7 @@ def test_a_folder_without_a_repository_is_refused_and_nothing_is_left(tmp_path: 
     assert not (tmp_path / "target").exists()
 
 
-def test_plain_kernels_touches_nothing_but_the_choice() -> None:
+def test_use_plain_kernels_changes_only_the_choices() -> None:
     text = "# about\ncpu:\n  rms_norm: compiled  \n  attention: reference\ncuda:\n  rms_norm: triton\n"
     assert yaml.safe_load(use_plain_kernels(text)) == {
         "cpu": {"rms_norm": "reference", "attention": "reference"},

@@ -1,4 +1,4 @@
-"""The demo's choices for a machine and its minutes: pure functions, so every machine can be tested here."""
+"""The demo's sizes for a machine and the given minutes. The functions are pure, so every machine can be tested here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_shape_is_a_recipe_that_the_trainer_takes(shape: DemoShape) -> Non
     assert yaml.safe_load(yaml.safe_dump(shape.recipe(RAW))) == shape.recipe(RAW)
 
 
-def test_ladder_climbs_in_work() -> None:
+def test_each_shape_of_the_ladder_needs_more_work_than_the_one_before() -> None:
     work = [Recipe.parse(s.recipe(RAW)).model.flops_per_token() * s.sequences for s in LADDER]
     ratios = [after / before for before, after in zip(work, work[1:])]
     assert all(1.2 < ratio < 6 for ratio in ratios), ratios
@@ -78,13 +78,13 @@ def test_a_measured_step_corrects_the_guess(place: int, step: float, then: int) 
     assert LADDER.index(guess_next_shape(6, LADDER[place], step)) == then
 
 
-def test_two_cores_of_avx2_fit_into_six_minutes() -> None:
+def test_the_demo_fits_into_six_minutes_on_two_cores_with_avx2() -> None:
     size = plan_demo(6, SEEN)
     assert size.over == 0 and sum(size.seconds.values()) <= 360
     assert size.first + size.anneal >= 120 and size.patch["pairs"] == 2
 
 
-def test_a_slower_step_leaves_fewer_steps_and_says_when_it_is_too_slow() -> None:
+def test_a_slower_step_leaves_fewer_steps_and_too_slow_a_step_is_reported() -> None:
     fast, slow, hopeless = (plan_demo(6, replace(SEEN, step=step)) for step in (0.05, 0.1, 4.0))
     assert fast.first > slow.first > LEAST["first"] == hopeless.first
     assert hopeless.over > 60 and slow.over == 0
@@ -97,7 +97,7 @@ def test_a_slower_step_leaves_fewer_steps_and_says_when_it_is_too_slow() -> None
     start=st.floats(0.1, 60),
     step=st.floats(1e-4, 60),
 )
-def test_the_plan_fits_or_says_by_how_much_it_does_not(
+def test_a_plan_fits_or_states_by_how_many_seconds_it_does_not(
     minutes: float, spent: float, ingest: float, start: float, step: float
 ) -> None:
     size = plan_demo(minutes, DemoTimings(spent, ingest, start, step))

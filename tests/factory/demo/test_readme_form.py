@@ -27,7 +27,7 @@ def block(first: str) -> list[str]:
     raise AssertionError(f"README has no block with {first!r}")
 
 
-def test_the_demos_excerpt_has_the_demos_form() -> None:
+def test_the_demo_output_in_the_readme_has_the_form_that_the_demo_prints() -> None:
     lines = [form(line) for line in block("held-out bits per byte")]
     gain = Gain(0.098, 0.009, 60, 50.0)
     said = change_message(TARGET, gain, None, None)
@@ -40,7 +40,7 @@ def test_the_demos_excerpt_has_the_demos_form() -> None:
         assert expected in lines, (expected, lines)
 
 
-def test_the_report_has_the_reports_form() -> None:
+def test_the_releasable_report_in_the_readme_has_the_form_that_is_printed() -> None:
     lines = block("A release would be held")
     line = ReportLine("licences", False, lines[1].partition(": ")[2], lines[2].partition(": ")[2])
     assert [summary_line([line]), *(one.strip() for one in report_lines([line]))] == lines

@@ -1,4 +1,4 @@
-"""The demo's numbers, from a real ledger: what they say, and that each is the ledger's."""
+"""The demo's numbers come from a real ledger, and each line says what its number means."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def numbers(plant: FilledPlant) -> list[str]:
     return lines[start + 1 : lines.index("", start)]
 
 
-def test_a_shard_waits_for_the_first_verdict_on_a_candidate_that_was_trained_on_it(plant: FilledPlant) -> None:
+def test_the_time_of_a_shard_ends_at_the_first_verdict_on_a_candidate_trained_on_it(plant: FilledPlant) -> None:
     assert list_judged_shards(LedgerReader(plant.workspace)) == [
         JudgedShardTimes("a.jsonl", 1, "promote", 150.5),
         JudgedShardTimes("b.jsonl", 2, "promote", 64.0),
     ]
 
 
-def test_the_last_screen_says_speed_quality_delay_and_cost(plant: FilledPlant) -> None:
+def test_the_last_screen_shows_speed_quality_delay_and_cost(plant: FilledPlant) -> None:
     speed, quality, delay, cost = numbers(plant)
     share = 2000.0 * Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model.flops_per_token() / (2 * PRODUCTS)
     assert "2,000 tokens/s in fp32" in speed and f" {share:.0%} of the speed" in speed
@@ -88,7 +88,7 @@ def test_the_last_screen_says_speed_quality_delay_and_cost(plant: FilledPlant) -
     assert "1.5 minutes on " in cost and f"at most {90 * cores / 3600:.2f} core-hours" in cost
 
 
-def test_a_workspace_without_any_says_what_it_has(tmp_path: Path) -> None:
+def test_the_numbers_of_an_empty_workspace_are_only_the_cost(tmp_path: Path) -> None:
     from factory.core.workspace import Workspace
     from factory.ledger.ledger import Ledger
 

@@ -1,4 +1,4 @@
-"""Actions on a diagnosis by the policy or a person, and how they are undone. Rewinds and quarantines by a person without a diagnosis."""
+"""Actions on a diagnosis by the policy or a person, and how to undo them. Rewinds and quarantines by a person without a diagnosis."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_quarantined_documents_are_masked_and_their_segment_is_rewound(
         quarantine_and_rewind(ledger, number, "bob")
 
 
-def test_a_rate_that_removes_an_anomaly_is_used_for_a_while_and_the_recipe_does_not_change(
+def test_a_learning_rate_that_removes_an_anomaly_is_used_for_a_while(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -132,7 +132,7 @@ def test_a_rate_that_removes_an_anomaly_is_used_for_a_while_and_the_recipe_does_
     assert find_override(ledger, "trunk", None) is None
 
 
-def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_not_blame_them_again(
+def test_a_rejected_diagnosis_frees_only_its_documents_and_the_policy_spares_them(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -158,7 +158,9 @@ def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_n
     assert fate() == "quarantined"
 
 
-def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(restored: tuple[Workspace, Ledger]) -> None:
+def test_the_policy_does_not_lower_a_learning_rate_after_a_person_rejected_it(
+    restored: tuple[Workspace, Ledger],
+) -> None:
     workspace, ledger = restored
     override = {"keys": {"optimizer.lr": 1e-4}, "until": 17}
     number = note(ledger, 1, 12)
@@ -217,7 +219,9 @@ def test_a_promoted_candidate_that_is_rewound_is_not_released(
         release_candidate(Plant(workspace, ledger), verdict, approved_by="ada")
 
 
-def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(restored: tuple[Workspace, Ledger]) -> None:
+def test_a_failed_segment_that_continues_a_rewound_one_does_not_stop_training(
+    restored: tuple[Workspace, Ledger],
+) -> None:
     workspace, ledger = restored
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     failed = plan_anneal(Plant(workspace, ledger))
@@ -231,7 +235,7 @@ def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(restored: tu
     assert next_due(Plant(workspace, ledger)) == "plan_trunk"
 
 
-def test_the_rate_is_not_lowered_if_it_is_one_of_two_causes(restored: tuple[Workspace, Ledger]) -> None:
+def test_the_learning_rate_is_not_lowered_if_it_is_one_of_two_causes(restored: tuple[Workspace, Ledger]) -> None:
     _, ledger = restored
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate", "hardware"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
@@ -359,7 +363,7 @@ def test_a_segment_whose_parent_has_no_checkpoint_is_not_rewound(past: Ledger) -
     assert set(states(past).values()) == {"done"}
 
 
-def test_a_left_out_document_is_masked_until_it_is_freed(past: Ledger) -> None:
+def test_a_document_quarantined_by_a_person_is_masked_until_it_is_freed(past: Ledger) -> None:
     said = quarantine_documents(past, ["d0", "s:1"], "ann", "private")
     assert said.code == "diagnosis.quarantined_by_person" and said.data["documents"] == 2
     assert said.data["releases"].code == "diagnosis.releases_may_have_seen"
@@ -389,7 +393,7 @@ def test_the_maker_of_a_document_stays_recorded(past: Ledger) -> None:
     ("names", "code"),
     [(["d0", "nobody"], "diagnosis.unknown_document"), (["d0", "d2"], "diagnosis.not_trained_on")],
 )
-def test_one_wrong_name_changes_nothing(past: Ledger, names: list[str], code: str) -> None:
+def test_one_wrong_name_in_a_quarantine_changes_nothing(past: Ledger, names: list[str], code: str) -> None:
     with refused(code, InputError) as raised:
         quarantine_documents(past, names, "ann")
     assert repr(names[1]) in str(raised.value) and "othing was changed" in str(raised.value)
@@ -415,7 +419,7 @@ def test_an_id_of_several_documents_is_refused_until_a_key_is_named(past: Ledger
         end_document_quarantine(past, ["3"], "ann")
 
 
-def test_the_commands(past: Ledger, workspace: Workspace) -> None:
+def test_the_commands_quarantine_a_document_and_rewind_a_segment(past: Ledger, workspace: Workspace) -> None:
     home = ["-w", str(workspace.root)]
     assert factory("quarantine", "d1", "--why", "private", *home).stdout.startswith("  1 document is quarantined")
     assert factory("quarantine", "d1", "--undo", *home).stdout.startswith(

@@ -1,4 +1,4 @@
-"""The bench with real replays of a tiny run: replays, scores of documents, the budget, and kills."""
+"""The replay bench on a tiny real run: replays, scores of documents, the budget, and kills."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
     return Live(tmp_path_factory.mktemp("live"))
 
 
-def test_the_same_again_equals_the_live_run_and_is_not_run_twice_after_a_kill(live: Live) -> None:
+def test_the_arm_same_again_equals_the_live_run_and_is_not_repeated_after_a_kill(live: Live) -> None:
     episode = live.episode()
     bench = live.bench("again")
     outcome = bench.run(AGAIN[0])
@@ -105,7 +105,7 @@ def test_the_same_again_equals_the_live_run_and_is_not_run_twice_after_a_kill(li
     assert later.run(AGAIN[0]) == outcome and live.runs == runs and later.replayed == outcome.steps
 
 
-def test_a_kill_after_the_checkpoint_at_the_onset_repeats_the_approach(live: Live) -> None:
+def test_a_replay_killed_after_its_checkpoint_at_the_onset_gives_the_same_outcome(live: Live) -> None:
     episode = live.episode()
     episode = replace(episode, rungs=[rung for rung in episode.rungs if rung[0] < episode.onset])
     bench = EpisodeReplayBench(episode, live.root / "killed", live.replay, 500)
@@ -117,7 +117,7 @@ def test_a_kill_after_the_checkpoint_at_the_onset_repeats_the_approach(live: Liv
     assert sorted(path.name for path in bench.folder.iterdir() if path.is_dir()) == ["onset"]
 
 
-def test_the_budget_counts_what_was_replayed_before_a_kill(live: Live) -> None:
+def test_the_budget_counts_steps_that_were_replayed_before_a_kill(live: Live) -> None:
     steps = live.bench("budget").run(AGAIN[0]).steps
     again = live.bench("budget", budget=2 * steps - 1)
     again.run(AGAIN[0])
@@ -154,7 +154,7 @@ def test_a_poisoned_document_is_named_exactly(live: Live) -> None:
     assert set(found.guilty) == {key for key in in_batch if key.startswith("bad-")}
 
 
-def test_older_weights_meet_the_same_documents(live: Live, tmp_path: Path) -> None:
+def test_an_arm_with_older_weights_replays_the_same_steps(live: Live, tmp_path: Path) -> None:
     episode = live.episode()
     older = episode.find_older_checkpoint()
     assert older is not None and older[0] < episode.newest_checkpoint[0]
@@ -175,7 +175,7 @@ def test_a_replay_that_fails_says_why(live: Live) -> None:
     assert outcome.failed == "over its wall limit" and outcome.fires is None
 
 
-def test_lost_moments_are_seen(live: Live, tmp_path: Path) -> None:
+def test_a_checkpoint_whose_moments_are_all_zero_is_recognised(live: Live, tmp_path: Path) -> None:
     path = live.episode().newest_checkpoint[1]
     assert not has_zero_moments(path)
     held = checkpoints.load(path)
@@ -183,7 +183,7 @@ def test_lost_moments_are_seen(live: Live, tmp_path: Path) -> None:
     assert has_zero_moments(checkpoints.save(tmp_path, Checkpoint(held.model, zeroed, held.state)))
 
 
-def test_the_ladder_keeps_what_the_trainer_removes(live: Live, tmp_path: Path) -> None:
+def test_kept_checkpoints_remain_after_the_trainer_removes_its_own(live: Live, tmp_path: Path) -> None:
     every = checkpoints.saved_steps(live.trunk / "checkpoints")
     source, target = tmp_path / "source", tmp_path / "ladder"
     source.mkdir()

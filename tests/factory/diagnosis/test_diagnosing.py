@@ -1,4 +1,4 @@
-"""Diagnoses in a plant: bad and hostile input, kills, the commands."""
+"""Diagnoses in a plant: bad and hostile input, kills, and the commands."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_an_impossible_diagnosis_has_a_reason_and_is_not_repeated(restored: tupl
         accept_diagnosis(ledger, early, "bob")
 
 
-def test_a_fault_of_the_machine_is_no_diagnosis(
+def test_a_fault_of_the_machine_is_not_recorded_as_a_diagnosis(
     restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is recorded, so the next pass tries again. A wrong file that a replay left is not a fault of the machine."""
@@ -137,7 +137,7 @@ def test_a_fault_of_the_machine_is_no_diagnosis(
     assert next_undiagnosed_anomaly(ledger, KINDS) is None
 
 
-def test_code_that_cannot_be_checked_out_now_is_no_diagnosis(restored: tuple[Workspace, Ledger]) -> None:
+def test_code_that_cannot_be_checked_out_now_is_not_recorded_as_a_diagnosis(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     number, commit = note(ledger, 1, 18), SegmentRow.get(ledger, 1).code_commit
     blob = git(workspace.repository, "rev-parse", f"{commit}:trainer/__init__.py")
@@ -177,7 +177,7 @@ def test_hostile_metrics_end_in_a_diagnosis_and_do_not_stop_the_daemon(
     assert ("without a step" in found["why"]) == (line == HOSTILE["no step"]), found["why"]
 
 
-def test_an_anomaly_that_no_trainer_notes_is_refused(restored: tuple[Workspace, Ledger]) -> None:
+def test_an_impossible_anomaly_in_the_trainers_file_is_refused(restored: tuple[Workspace, Ledger]) -> None:
     _, ledger = restored
     row = SegmentRow.get(ledger, 1)
     path = Path(row.folder) / "anomalies.jsonl"
@@ -208,7 +208,7 @@ def test_a_closed_anomaly_is_not_diagnosed_again(restored: tuple[Workspace, Ledg
     assert len(events(ledger, DIAGNOSED)) == 1
 
 
-def test_the_page_for_people_names_every_kind_and_every_cause() -> None:
+def test_the_documentation_of_anomalies_names_every_kind_and_every_cause() -> None:
     page = (ROOT / "docs" / "ANOMALIES.md").read_text()
     assert [kind for kind in (*KINDS_OF_A_CURVE, *KINDS) if f"`{kind}`" not in page] == []
     assert [cause for _, causes, _ in TABLE for cause in causes if cause not in page] == []
@@ -265,7 +265,7 @@ def events(ledger: Ledger, kind: str) -> list[dict[str, Any]]:
     return ledger.read("SELECT id FROM events WHERE kind = :kind", kind=kind)
 
 
-def test_the_commands_show_anomalies_and_diagnoses(restored: tuple[Workspace, Ledger]) -> None:
+def test_the_anomaly_commands_show_anomalies_and_diagnoses(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     run = lambda *words: CliRunner().invoke(app, [*words, "--workspace", str(workspace.root)])
     assert "No anomaly was reported yet" in run("anomalies", "list").output
