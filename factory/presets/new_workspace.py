@@ -42,7 +42,7 @@ def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
         if path.stat().st_size > LARGEST:
             raise InputError(
                 "presets.large_tokenizer",
-                "--tokenizer: {file} has more than {most} MiB, so it cannot be a tokenizer.",
+                "--tokenizer: {file} is larger than {most} MiB, so the file cannot be a tokenizer.",
                 file=path,
                 most=LARGEST >> 20,
             )
@@ -69,7 +69,8 @@ def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
         if tokenizer.has_gaps():
             raise InputError(
                 "presets.tokenizer_gaps",
-                "--tokenizer: the ids in {file} are not 0 to {last}. Without --tokenizer, the factory trains a tokenizer on your data.",
+                "--tokenizer: the token ids in {file} have gaps. All ids from 0 to {last} must exist. Without --tokenizer, the factory trains a "
+                "tokenizer on your data.",
                 file=path,
                 last=tokenizer.vocab_size - 1,
             )
@@ -301,7 +302,7 @@ def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> 
         if asked.vocabulary and not 300 <= asked.vocabulary <= 1 << 20:
             raise InputError(
                 "presets.vocabulary_range",
-                "--vocabulary: {size} is not between {least} and {most}. The first entries are for the 256 bytes and a "
+                "--vocabulary: {size} is not between {least} and {most}. A vocabulary contains at least the 256 bytes and a "
                 "few special tokens.",
                 size=asked.vocabulary,
                 least=300,

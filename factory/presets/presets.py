@@ -83,7 +83,7 @@ def why_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
         size = memory_needed(recipe, gpus, 0.0, 2)
         return Message(
             "presets.needs_gpus",
-            "The recipe needs {gpus:,|GPU|GPUs} with {size:.1f} GB each, and this machine has {machine}.",
+            "The recipe needs {gpus:,|GPU|GPUs} with {size:.1f} GB each, but this machine has {machine}.",
             gpus=gpus,
             size=size / GB,
             machine=str(machine),
@@ -102,7 +102,7 @@ def why_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
         return ""
     return Message(
         "presets.needs_memory",
-        "The recipe needs {size:.1f} GB {where}, and this machine has {machine}.",
+        "The recipe needs {size:.1f} GB {where}, but this machine has {machine}.",
         size=size / GB,
         where="on each GPU" if machine.gpus else "of memory",
         machine=str(machine),

@@ -77,7 +77,9 @@ def summary_line(lines: list[ReportLine]) -> str:
     """One line that names everything that holds releases."""
     holding = [line.name for line in lines if line.ok is False]
     if holding:
-        return Message("releasable.held", "A release would be held back by: {names}", names=holding)
+        return Message(
+            "releasable.held", "The release gate would hold back every release because of: {names}", names=holding
+        )
     return Message("releasable.free", "Nothing would hold back a release.")
 
 
@@ -221,8 +223,8 @@ def _small(guard: GuardSize, name: str, todo: str) -> ReportLine:
     )
     text = Message(
         "releasable.informs_only",
-        "is measured, but is not used as a guard. With {items:,|item|items}, {passed:.0%} of equally good models pass, and a guard must let "
-        "80% pass. {size}",
+        "the task is measured, but is not used as a guard. With {items:,|item|items}, {passed:.0%} of equally good models would pass, but a "
+        "guard must let 80% pass. {size}",
         items=guard.have,
         passed=guard.passed,
         size=size,
@@ -311,7 +313,7 @@ def _licences(plant: Plant) -> Iterator[ReportLine]:
             )
             todo = Message(
                 "releasable.rewind",
-                "Train the trunk again without this data, from before segment {segment}: 'factory rewind {segment}'",
+                "To train the trunk again without these data, go back to the start of segment {segment}: 'factory rewind {segment}'",
                 segment=spoilt[0],
             )
             yield ReportLine("licences", False, text, todo)

@@ -59,7 +59,7 @@ def record_rejection(plant: Plant, verdict_id: int, by: str, why: str) -> None:
         if released := ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=verdict.subject_number):
             raise InputError(
                 "approvals.already_released",
-                "candidate {candidate} is release {release} already. "
+                "candidate {candidate} was already released as release {release}. "
                 "To make an older release champion, run 'factory releases rollback N'",
                 candidate=verdict.subject_number,
                 release=released.number,
@@ -84,8 +84,8 @@ def describe_waiting_candidate(candidate: int) -> Message:
     """Return a line for a person about a candidate that waits for approval."""
     return Message(
         "approvals.waits",
-        "candidate {candidate} waits for approval: 'factory releases approve {candidate}' or "
-        "'factory releases reject {candidate} --why …'. In MLflow, set the tag {tag} on its version of {model} to 'approved' or 'rejected'",
+        "candidate {candidate} waits for approval. Run 'factory releases approve {candidate}' or 'factory releases reject {candidate} --why …'. "
+        "Or set the tag {tag} on the candidate's version of {model} in MLflow to 'approved' or 'rejected'",
         candidate=candidate,
         tag=APPROVAL_TAG,
         model=MODEL_NAME,
@@ -104,8 +104,8 @@ def _refuse_rejected(ledger: Ledger, verdict: VerdictRow) -> None:
     if decision and decision.word == REJECTED:
         raise InputError(
             "approvals.rejected",
-            "verdict {verdict} on {subject} was {decision}, so this verdict releases nothing. A new verdict needs other data, another champion "
-            "or another policy",
+            "verdict {verdict} on {subject} cannot release the candidate, because a person rejected it ({decision}). A new verdict needs other data, "
+            "another champion or another policy",
             verdict=verdict.id,
             subject=verdict.subject,
             decision=str(decision),

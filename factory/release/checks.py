@@ -125,7 +125,7 @@ def check_judged_export(ledger: Ledger, verdict: VerdictRow) -> None:
     if row.export_sha256 != verdict.subject_sha256:
         raise InputError(
             "checks.other_export",
-            "verdict {verdict} judged another export of {subject}. Judge the present export with 'factory evaluate {candidate}'",
+            "verdict {verdict} judged another export of {subject}. Judge the current export with 'factory evaluate {candidate}'",
             verdict=verdict.id,
             subject=verdict.subject,
             candidate=verdict.subject_number,
@@ -139,7 +139,7 @@ def get_newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
         CandidateRow.get(ledger, candidate_id)
         raise InputError(
             "checks.not_judged",
-            "candidate {candidate} was not judged yet: run 'factory evaluate {candidate}'",
+            "candidate {candidate} has not been judged yet: run 'factory evaluate {candidate}'",
             candidate=candidate_id,
         )
     return verdict

@@ -167,7 +167,7 @@ def release_held_candidate(plant: Plant, candidate: int, by: str, why: str) -> i
         elif find_override(plant.ledger, VerdictRow.get(plant.ledger, known.verdict)) is None:
             raise InputError(
                 "releases.was_not_held",
-                "candidate {candidate} is release {release} already, and the gate did not hold it back. Nothing was changed",
+                "candidate {candidate} was already released as release {release}, and the gate had not held the candidate back. Nothing was changed",
                 candidate=candidate,
                 release=known.number,
             )
@@ -218,11 +218,11 @@ def find_replaced_release(ledger: Ledger) -> int:
         ledger, "WHERE candidate = :candidate", candidate=Subject.parse(against).number
     )
     if not now:
-        raise InputError("releases.none", "Nothing was released yet")
+        raise InputError("releases.none", "No candidate has been released yet")
     if not found:
         raise InputError(
             "releases.first",
-            "release {release} replaced no other release, so name the release that shall be champion",
+            "release {release} replaced no other release. Give the number of the release that becomes champion: 'factory releases rollback N'",
             release=now.number,
         )
     return found.number
@@ -274,7 +274,11 @@ class _Saga:
                 self.check_begun(row.number)
                 self.advance(row.number)
                 done.append(
-                    Message("releases.finished", "finished the interrupted release {release}", release=row.number)
+                    Message(
+                        "releases.finished",
+                        "the factory finished the interrupted release {release}",
+                        release=row.number,
+                    )
                 )
             except InputError as error:
                 if isinstance(error, OutOfDateError):

@@ -50,7 +50,9 @@ def find_checkpoint_damage(row: dict[str, Any], deep: bool) -> str:
             return Message("checkpoints.missing", "{path} is missing", path=path)
         if manifest_sha256(path) != row["id"]:
             return Message(
-                "checkpoints.other_manifest", "{path}: manifest.json differs from the recorded file", path=path
+                "checkpoints.other_manifest",
+                "{path}: the SHA-256 of manifest.json differs from the recorded one",
+                path=path,
             )
         for name, expected in read_manifest(path)["files"].items():
             if not (path / name).is_file() or (path / name).stat().st_size != expected["bytes"]:
@@ -76,7 +78,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
     if row.kind == "average":
         return Message(
             "checkpoints.average",
-            "segment {segment} is an average of checkpoints, so no training can be replayed. Stop 'factory run', "
+            "segment {segment} is an average of checkpoints, so it has no training to replay. Stop 'factory run', "
             "then run 'factory average'",
             segment=number,
         )
@@ -120,7 +122,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         plant.progress.line(
             Message(
                 "checkpoints.replay",
-                "  segment {segment} is replayed from step {first} to {last} to make its checkpoint again",
+                "  the factory replays segment {segment} from step {first} to {last}, to make its checkpoint again",
                 segment=number,
                 first=start,
                 last=row.last_step,
@@ -144,12 +146,12 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
     if exact is None:
         said = Message(
             "checkpoints.not_comparable",
-            "The former weights cannot be compared, because the former manifest is damaged",
+            "The new weights cannot be compared with the former weights, because the former manifest is damaged",
         )
     elif exact:
-        said = Message("checkpoints.same_weights", "The weights are the same to the bit")
+        said = Message("checkpoints.same_weights", "The new weights equal the former weights bit for bit")
     else:
-        said = Message("checkpoints.other_weights", "The weights are NOT the same to the bit")
+        said = Message("checkpoints.other_weights", "The new weights do NOT equal the former weights bit for bit")
     plant.progress.line(
         Message(
             "checkpoints.replayed",

@@ -68,7 +68,7 @@ def find_damaged_databases(workspace: Workspace) -> Iterator[Damage]:
 
     Raises: sqlite3.OperationalError when the ledger cannot be checked now.
     """
-    ledgers = Message("examining.remake_ledger", "The repair makes the ledger again, as 'factory restore' does")
+    ledgers = Message("examining.remake_ledger", "The repair restores the ledger, as 'factory restore' does")
     mlflows = Message(
         "examining.remake_mlflow",
         "The repair restores MLflow's database from a backup and sends the missing data to MLflow. Training "
@@ -123,8 +123,8 @@ def examine_token_shards(plant: Plant, deep: bool) -> ExaminedKind:
     fault = lambda row, hashed: find_token_shard_damage(Path(row["path"]), hashed)
     effect = Message(
         "examining.remake_token_shard",
-        "The repair makes the token shard again from its raw shard. 'factory run' also makes the shard again "
-        "before a pass that needs the shard",
+        "The repair makes the token shard again from its raw shard. Without a repair, 'factory run' does so as soon as "
+        "it needs the token shard",
     )
     return _look(plant, deep, "token shards", rows, lambda row: row["id"], fault, _repair(effect))
 
@@ -199,7 +199,10 @@ def _hashes(plant: Plant, deep: bool) -> ExaminedKind:
             return Message("examining.no_hashes", "{path} is missing", path=file)
         return ""
 
-    effect = Message("examining.remake_hashes", "The repair makes the file again from its raw shard")
+    effect = Message(
+        "examining.remake_hashes",
+        "The repair restores the file from a backup, or makes it again from its raw shard or task",
+    )
     found = _look(
         plant, deep, "hashes", list_hash_sources(plant.ledger), lambda source: source[1], fault, _repair(effect)
     )
@@ -252,13 +255,13 @@ def _served(plant: Plant, deep: bool) -> ExaminedKind:
         return ExaminedKind("served", 1, 1, [])
     what = Message(
         "examining.other_served",
-        "{path} is not the export of the champion, release {release}",
+        "{path} does not lead to the export of the champion, release {release}",
         path=plant.workspace.exports / "champion",
         release=best.number,
     )
     effect = Message(
         "examining.serve_champion",
-        "The repair puts the champion's export in this place. 'factory run' also does this in its next pass",
+        "The repair points this link at the champion's export. 'factory run' also does so in its next pass",
     )
     return ExaminedKind("served", 1, 1, [Damage("served", str(best.number), what, _repair(effect), True)])
 

@@ -86,7 +86,7 @@ def restore_ledger(root: Path, name: str, progress: Progress) -> list[str]:
         if base is None and not list_factory_files(root):
             raise WorkspaceError(
                 "lost_ledger.empty_workspace",
-                "{folder} has no work from which a ledger could be made: run 'factory init'",
+                "{folder} has no files from which a ledger could be made: run 'factory init'",
                 folder=root,
             )
         if base is None and not find_database_damage(file):
@@ -163,7 +163,7 @@ def _newest_good(root: Path, said: list[str]) -> Path | None:
         fault = find_database_damage(path / LEDGER)
         if not fault and read_backup_info(path)["schema"] == SCHEMA_VERSION:
             return path
-        why = fault or Message("lost_ledger.other_schema", "the backup has another schema than this factory reads")
+        why = fault or Message("lost_ledger.other_schema", "this factory cannot read the schema of the backup")
         said.append(
             Message("lost_ledger.skipped_backup", "backup {backup} is skipped: {why}", backup=path.name, why=why)
         )
@@ -356,7 +356,7 @@ def _take_up(plant: Plant) -> list[str]:
             said.append(
                 Message(
                     "lost_ledger.segment",
-                    "  segment {segment} was not in the ledger. The factory entered the segment from its folder",
+                    "  segment {segment} was not in the ledger. The factory added the segment to the ledger from its folder",
                     segment=folder.name,
                 )
             )
@@ -386,7 +386,7 @@ def _plan_again(ledger: Ledger, folder: Path) -> str:
     owner = read_owner(folder)
     row, plan = owner.get("row"), owner.get("data_plan")
     if not isinstance(row, dict) or not isinstance(plan, dict) or set(PLANNED.split()) - row.keys():
-        return Message("lost_ledger.no_plan", "the folder does not name the segment's plan")
+        return Message("lost_ledger.no_plan", "the folder does not record the segment's plan")
     if owner.get("ledger") != ledger.identity:
         return Message("lost_ledger.other_ledger", "the folder belongs to another ledger")
     planned = SegmentRow(**{**row, "state": "planned", "attempts": 0, "result": None, "finished_at": None})

@@ -64,7 +64,12 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
                     lines.append(Message("repairing.not_repaired", "{name}: NOT repaired: {why}", name=name, why=why))
                 else:
                     lines.append(
-                        Message("repairing.repaired", "{name}: repaired ({what})", name=name, what=fault.problem)
+                        Message(
+                            "repairing.repaired",
+                            "{name}: repaired. The damage was: {what}",
+                            name=name,
+                            what=fault.problem,
+                        )
                     )
     return lines
 
@@ -167,5 +172,5 @@ def _mended(plant: Plant, damaged: Sequence[Damage]) -> bool:
                 subject=fault.subject,
             )
         name = f"{fault.kind.removesuffix('s')} {fault.subject}".strip()
-        plant.progress.line(Message("repairing.done", "  {name} is whole again", name=name))
+        plant.progress.line(Message("repairing.done", "  {name} is repaired", name=name))
     return bool(damaged)

@@ -193,7 +193,7 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
             return ""
     return Message(
         "token_shards.differs",
-        "the token shard made from {raw} differs from the recorded token shard ({found}), because "
+        "the token shard made from {raw} ({found}) differs from the recorded token shard, because "
         "policies/data.yaml, the tokenizer or the factory has changed. Undo that change, then repair again",
         raw=raw.name,
         found=found,
@@ -279,8 +279,8 @@ def _hashes_of_shard(plant: Plant, subject: str) -> str:
             return ""
     return Message(
         "token_shards.read_differently",
-        "{path} now gives other documents than recorded, because policies/data.yaml or the factory has "
-        "changed. Undo that change, then repair again",
+        "the documents that are now read from {path} differ from the recorded documents, because policies/data.yaml or "
+        "the factory has changed. Undo that change, then repair again",
         path=raw,
     )
 

@@ -160,7 +160,7 @@ def describe_cleaning(cleaned: CleaningResult) -> Message:
     kinds = {choice.folder.kind for choice in gone}
     return Message(
         "cleaning.freed",
-        "{megabytes:,.1f} MB freed: {removed} removed",
+        "the factory removed {removed} and freed {megabytes:,.1f} MB",
         megabytes=cleaned.bytes / 1e6,
         removed=[f"{sum(choice.folder.kind == kind for choice in gone)} × {kind}" for kind in sorted(kinds)],
     )

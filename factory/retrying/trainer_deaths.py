@@ -67,7 +67,7 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
                 KILLED,
                 Message(
                     "retrying.ended.stopped",
-                    "received SIGTERM from another process than this factory, and stopped{cause}",
+                    "received SIGTERM from another process, not from this factory, and stopped{cause}",
                     cause=cause,
                 ),
             )
@@ -77,13 +77,14 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
             REFUSED,
             Message(
                 "retrying.ended.disk_not_full",
-                "reported a full disk, but the disk has room for its checkpoints{cause}",
+                "reported a full disk, but the disk has room for a checkpoint{cause}",
                 cause=cause,
             ),
         )
     if code == -signal.SIGTERM:
         return TrainerFailure(
-            KILLED, Message("retrying.ended.terminated", "was ended by SIGTERM from another process than this factory")
+            KILLED,
+            Message("retrying.ended.terminated", "was ended by SIGTERM from another process, not from this factory"),
         )
     number = _signal(code, log)
     if number == signal.SIGKILL:

@@ -114,7 +114,7 @@ def check_arms(arms: Sequence[Arm]) -> None:
         for key in arm.plan.keys() - DataPlan.model_fields.keys():
             raise InputError(
                 "runs.unknown_plan_key",
-                "arm {arm!r}: no data plan has the key {key!r}{hint}",
+                "arm {arm!r}: a data plan has no key {key!r}{hint}",
                 arm=arm.name, key=key, hint=suggest_name(key, DataPlan.model_fields),
             )  # fmt: skip
         if (other := seen.setdefault(arm.key, arm.name)) != arm.name:
@@ -135,7 +135,7 @@ def _refuse_unknown(arm: Arm, path: str) -> None:
         if part not in known:
             raise InputError(
                 "runs.unknown_recipe_key",
-                "arm {arm!r}: no recipe has the key {key!r}{hint}",
+                "arm {arm!r}: a recipe has no key {key!r}{hint}",
                 arm=arm.name, key=path, hint=suggest_name(part, known),
             )  # fmt: skip
 

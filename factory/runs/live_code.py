@@ -160,8 +160,8 @@ def choose_isolation(plant: Plant) -> tuple[bool, str]:
         return True, ""
     advice = Message(
         "runs.sandbox_advice",
-        "To see what is missing: 'factory check'. To train without a sandbox, and so trust merged code on this machine, write "
-        "'training_sandbox: off' in {file}.",
+        "To see what is missing: 'factory check'. To train without a sandbox, write 'training_sandbox: off' in {file}. Merged code then runs with "
+        "your permissions.",
         file=where,
     )
     if chosen == "required":
@@ -237,7 +237,7 @@ def start_trainer(
     except OSError as error:
         raise ConfigError(
             "runs.launcher",
-            "{file}: launcher: the program {program} cannot run: {error}",
+            "The program {program} of 'launcher' in {file} cannot be started: {error}",
             file=workspace.root / "factory.yaml", program=words[0], error=error.strerror,
         ) from error  # fmt: skip
 

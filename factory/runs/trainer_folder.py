@@ -49,7 +49,8 @@ def lock_folder(folder: Path) -> Iterator[int]:
             old = ", ".join(map(str, find_lock_holders(path))) or "of another machine"
             raise SegmentError(
                 "runs.still_training",
-                "{folder}: a trainer of process {holder} still works in this folder (process {trainer}). End that process, then try again.",
+                "{folder}: a trainer (process {trainer}) still works in this folder. Process {holder} started the trainer. End the "
+                "trainer, then try again.",
                 folder=folder,
                 holder=holder,
                 trainer=old,

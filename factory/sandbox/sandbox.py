@@ -99,14 +99,14 @@ class SandboxResult:
         if self.stopped:
             return Message(
                 "sandbox.over_limit",
-                "stopped, because the command exceeded its {limit} limit after {seconds:.1f} s",
+                "the command was stopped after {seconds:.1f} s, because it exceeded its {limit} limit",
                 limit=self.stopped,
                 seconds=self.seconds,
             )
         said = (self.stderr.strip() or self.stdout.strip()).splitlines()
         return Message(
             "sandbox.ended",
-            "ended with code {code}{line}",
+            "the command ended with code {code}{line}",
             code=self.returncode,
             line=f": {one_line(said[-1], 300)}" if said else "",
         )

@@ -210,7 +210,7 @@ async def _read_body(request: Request) -> bytes:
         if len(body) > MOST_BYTES:
             raise ApiError(
                 413,
-                Message("serving.request_too_large", "The request has more than {most} MiB.", most=MOST_BYTES >> 20),
+                Message("serving.request_too_large", "The request is larger than {most} MiB.", most=MOST_BYTES >> 20),
             )
     return bytes(body)
 

@@ -47,7 +47,7 @@ def serve_champion(
     supervisor = Supervisor(kind, lambda: read_champion(workspace), say, workspace.logs, note)
     where = f"[{host}]" if ":" in host else host
     url = f"http://{where}:{listening.getsockname()[1]}/v1"
-    say(Message("serving.open", "{url} is open. Press Ctrl-C to end the server.", url=url))
+    say(Message("serving.open", "The server listens at {url} (Ctrl-C stops the server)", url=url))
     with note_served_address(workspace, url):
         asyncio.run(_run(supervisor, listening, key))
 

@@ -71,7 +71,7 @@ def check_convertible(config: ExportConfig, model_type: str) -> None:
     if model_type not in ARCHITECTURES:
         raise InputError(
             "gguf.no_architecture",
-            "The model type {model_type} has no GGUF architecture. These have one: {known}",
+            "GGUF has no architecture for the model type {model_type}. Model types with an architecture: {known}",
             model_type=model_type,
             known=sorted(ARCHITECTURES),
         )

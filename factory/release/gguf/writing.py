@@ -78,7 +78,7 @@ def write_release_gguf(
         )
     if licence is not None and not LICENCE.fullmatch(licence):
         raise InputError(
-            "gguf.bad_licence", "{licence!r} is not an SPDX expression, such as Apache-2.0", licence=licence
+            "gguf.bad_licence", "{licence!r} is not an SPDX expression. An example is Apache-2.0", licence=licence
         )
     check_export_unchanged(ledger, release.candidate)
     about: dict[str, str | int] = {
@@ -114,7 +114,7 @@ def write_export_gguf(
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            "gguf.no_folder", "The folder {folder} cannot be made: {why}", folder=out.parent, why=error.strerror
+            "gguf.no_folder", "The folder {folder} cannot be created: {why}", folder=out.parent, why=error.strerror
         ) from error
     for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # left by a killed process
         left.unlink()
@@ -278,7 +278,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
     if (why := _unlike_qwen2(data)) is not None:
         raise InputError(
             "gguf.other_tokenizer",
-            "{file}: {why}. llama.cpp would give other token ids, so no GGUF file is made",
+            "{file}: {why}. llama.cpp would give other token ids, so the factory wrote no GGUF file",
             file=where,
             why=why,
         )
@@ -290,7 +290,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
     if beyond := [number for number in by_id if number >= vocab_size]:
         raise InputError(
             "gguf.token_beyond",
-            "{file}: token {token} is outside of the model's vocabulary of {vocabulary:,} tokens",
+            "{file}: token {token} is outside the model's vocabulary of {vocabulary:,} tokens",
             file=where,
             token=max(beyond),
             vocabulary=vocab_size,

@@ -118,11 +118,11 @@ def test_training_continues_after_the_repair_of_a_token_shard(copied: Copy, dama
     shutil.rmtree(folder) if damage == "gone" else flip(folder / damage, -6)  # a byte of the length in the footer
     said = Said()
     number = call_with_repairs(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
-    assert f"token shard {folder.name} is whole again" in said.text
+    assert f"token shard {folder.name} is repaired" in said.text
     shutil.rmtree(folder)
     train_segment(Plant(workspace, ledger, said), number)
     assert SegmentRow.get(ledger, number).state == "done"
-    assert said.text.count(f"token shard {folder.name} is whole again") == 2
+    assert said.text.count(f"token shard {folder.name} is repaired") == 2
 
 
 def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.M
     before = file_hashes(folders[0])
     flip(folders[0] / "tokens.bin")
     train_segment(Plant(workspace, ledger, said), first)
-    assert f"token shard {folders[0].name} is whole again" in said.text and file_hashes(folders[0]) == before
+    assert f"token shard {folders[0].name} is repaired" in said.text and file_hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
     assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
 
@@ -154,8 +154,7 @@ def test_a_changed_export_is_made_again_and_the_action_repeated(copied: Copy) ->
     said = Said()
     call_with_repairs(Plant(workspace, ledger, said), lambda: refuse_damaged_export(row))
     assert (
-        f"export {row.id} is whole again" in said.text
-        and export_folder_sha256(Path(row.export_path)) == row.export_sha256
+        f"export {row.id} is repaired" in said.text and export_folder_sha256(Path(row.export_path)) == row.export_sha256
     )
 
 
