@@ -1,7 +1,7 @@
-"""A person's decision about a promoted candidate.
+"""Records and finds a person's decision about a promoted candidate.
 
-A decision counts for the hash of the judged export only. A person decides with ``factory releases approve | reject``, or with the tag
-``approval`` on the candidate's version in MLflow, which ``factory.show.mlflow.approval_answers`` reads.
+A decision is valid only for the export that the gate judged, by its hash. A person decides with ``factory releases approve | reject``, or with the
+tag ``approval`` on the candidate's version in MLflow, which ``factory.show.mlflow.approval_answers`` reads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def record_approval(ledger: Ledger, verdict_id: int, by: str) -> None:
 
 
 def record_rejection(plant: Plant, verdict_id: int, by: str, why: str) -> None:
-    """Record that a person rejects the candidate of this verdict. Later approvals of this verdict do not count. It can be repeated.
+    """Record that a person rejects the candidate of this verdict. Later approvals of this verdict do not count. Safe to repeat.
 
     Raises: InputError for a verdict that does not promote or is out of date, and for a candidate that is released already.
     """
@@ -71,7 +71,7 @@ def record_rejection(plant: Plant, verdict_id: int, by: str, why: str) -> None:
 
 
 def find_approver(plant: Plant, verdict: VerdictRow) -> str:
-    """Return who approved: 'policy', or the person's name. Raises: ApprovalNeeded; InputError when a person rejected the export."""
+    """Return who approved: 'policy' or a person's name. Raises: ApprovalNeededError if nobody did; InputError if a person rejected the export."""
     _refuse_rejected(plant.ledger, verdict)
     if decision := find_decision(plant.ledger, verdict):
         return decision.by

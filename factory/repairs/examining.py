@@ -1,6 +1,6 @@
-"""Compares all files that training, judging, releasing or repairs need with the ledger.
+"""Compares the files of a workspace with the ledger: all files that training, judging, releasing or repairs need.
 
-Existence and size are checked for all files. Contents are hashed for the newest of each kind and for a random few, or with ``deep`` for all.
+The existence and size of all files are checked. The newest file of each kind and a few random files are hashed; with ``deep`` all files are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = TypeVar("Row")
 
 
 def _repair(effect: Message) -> Message:
-    """The advice to run 'factory check --repair', with its effect."""
+    """Return the advice to run 'factory check --repair', with the effect of the repair."""
     return Message("examining.repair", "stop 'factory run', then run 'factory check --repair'. {effect}", effect=effect)
 
 
@@ -43,7 +43,7 @@ class Damage:
 
     kind: str  # a key of CHECKS
     subject: str  # number or hash, as in the ledger
-    problem: str  # the damage, as a sentence without an end
+    problem: str  # the damage, as a sentence without a full stop
     remedy: str  # the advice for a person
     is_repairable: bool = False  # whether 'factory check --repair' repairs it
 
@@ -64,7 +64,9 @@ def examine_workspace_files(plant: Plant, deep: bool) -> list[ExaminedKind]:
 
 
 def find_damaged_databases(workspace: Workspace) -> Iterator[Damage]:
-    """Yield the damage of the ledger and of MLflow's database, if they are SQLite files. MLflow's may be missing: it is made when needed.
+    """Yield the damage of the ledger and of MLflow's database, if they are SQLite files.
+
+    A missing MLflow database is no damage: it is made when it is needed.
 
     Raises: sqlite3.OperationalError when the ledger cannot be checked now.
     """
@@ -99,7 +101,7 @@ def _look(
     plant: Plant, deep: bool, kind: str, rows: Sequence[Row], subject: Callable[[Row], object], fault: Callable[[Row, bool], str],
     remedy: Message,
 ) -> ExaminedKind:  # fmt: skip
-    """Check each row with ``fault(row, hashed)``, which returns its damage or ''. With ``deep`` all are hashed, else the last and a few."""
+    """Check each row with ``fault(row, hashed)``, which returns the damage or ''. With ``deep``, ``hashed`` is True for all rows, else for a few."""
     every = range(len(rows))
     hashed = set(every) if deep else {*every[-1:], *random.SystemRandom().sample(every, min(DRAWN, len(rows)))}
     faults = []
@@ -267,7 +269,7 @@ def _served(plant: Plant, deep: bool) -> ExaminedKind:
 
 
 def _orphans(plant: Plant, deep: bool) -> ExaminedKind:
-    """List segments and token shards without a row in the ledger. Those in the making are hidden, or have a row already."""
+    """List segments and token shards without a row in the ledger. Unfinished ones do not appear: their folders are hidden, or have a row."""
     segments = {Path(row.folder).name for row in SegmentRow.select(plant.ledger)}
     shards = {Path(row["path"]).name for row in plant.ledger.read("SELECT path FROM token_shards")}
     found = [path for path in plant.workspace.segments.iterdir() if path.is_dir() and path.name not in segments]

@@ -17,7 +17,7 @@ OF_CODE = ("worktree", "compiled")
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """The decision about a folder: whether it ``is_removed`` (is removed), and why, for a person."""
+    """The decision whether a folder is removed, and the reason for a person."""
 
     folder: StoredFolder
     is_removed: bool
