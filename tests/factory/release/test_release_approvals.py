@@ -1,4 +1,4 @@
-"""A person's decision about a candidate, with a real ledger and a real MLflow store. The factory reads, answers and records the decision.
+"""A person's decision about a candidate, with a real ledger and a real MLflow store. The factory reads the decision, answers and records it.
 
 Forged decisions are refused.
 """

@@ -1,4 +1,4 @@
-"""A tokenizer that is gone or damaged comes back, and no shard is blamed for it."""
+"""A missing or damaged tokenizer is restored, and no shard is held because of it."""
 
 from __future__ import annotations
 
