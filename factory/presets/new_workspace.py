@@ -28,21 +28,21 @@ from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
-LARGEST = 1 << 28  # bytes of a tokenizer.json
+LARGEST = 1 << 28  # most bytes of a tokenizer.json
 
 
 @contextmanager
 def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
-    """Load a person's tokenizer.json, or the one in a folder, into a temporary folder with this factory's files. For a ``with`` block.
+    """Load a person's tokenizer.json (``given``: the file or its folder) into a temporary folder. The folder exists during the ``with`` block.
 
-    Raises: InputError where this factory would make other ids than the tokenizer (``Tokenizer.misread``), or where its ids have gaps.
+    Raises: InputError if this factory would give other ids than the tokenizer itself (``Tokenizer.find_difference``), or if the ids have gaps.
     """
     path = given / "tokenizer.json" if given.is_dir() else given
     try:
         if path.stat().st_size > LARGEST:
             raise InputError(
                 "presets.large_tokenizer",
-                "--tokenizer: {file} has more than {most} MiB, so it cannot be a tokenizer.",
+                "--tokenizer: {file} is larger than {most} MiB, so the file cannot be a tokenizer.",
                 file=path,
                 most=LARGEST >> 20,
             )
@@ -69,7 +69,8 @@ def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
         if tokenizer.has_gaps():
             raise InputError(
                 "presets.tokenizer_gaps",
-                "--tokenizer: the ids in {file} are not 0 to {last}. Without --tokenizer, the factory trains a tokenizer on your data.",
+                "--tokenizer: the token ids in {file} have gaps. All ids from 0 to {last} must exist. Without --tokenizer, the factory trains a "
+                "tokenizer on your data.",
                 file=path,
                 last=tokenizer.vocab_size - 1,
             )
@@ -77,9 +78,9 @@ def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
 
 
 def install_tokenizer(plant: Plant, tokenizer: Tokenizer) -> None:
-    """Make ``tokenizer`` the workspace's own, so that the first ingest trains none. Installing the same tokenizer again changes nothing.
+    """Copy ``tokenizer`` into the workspace and record it, so that the first ingest trains none. A second call with the same one changes nothing.
 
-    Raises: InputError where the workspace has another tokenizer.
+    Raises: InputError if the workspace has another tokenizer.
     """
     recorded = plant.ledger.select_first(sa.select(tokenizers))
     if recorded and recorded["sha256"] != tokenizer.sha256:
@@ -100,12 +101,12 @@ def install_tokenizer(plant: Plant, tokenizer: Tokenizer) -> None:
         )
 
 
-SAMPLE_BYTES = 1500  # bytes of text per entry of the vocabulary to train a tokenizer on, as in the shipped policy
+SAMPLE_BYTES = 1500  # training text of a tokenizer, in bytes for each entry of the vocabulary, as in the shipped policy
 
 
 @dataclass(frozen=True)
 class InitOptions:
-    """Options of ``factory init``. '', 0 or None: the option was not given."""
+    """Options of ``factory init``. An option that was not given is '', 0 or None."""
 
     preset: str = ""
     recipe: str = ""
@@ -116,16 +117,16 @@ class InitOptions:
 
 @dataclass(frozen=True)
 class NewWorkspace:
-    """A workspace that is to be made."""
+    """The plan of a workspace that does not exist yet."""
 
-    recipe: str  # its name
-    policies: dict[str, str]  # the workspace's own copies, by path in policies/; a shipped file that fits is not copied
+    recipe: str  # name of the recipe
+    policies: dict[str, str]  # text of each policy file that differs from the shipped one, by its path in policies/
 
 
 def make_workspace(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
-    """Make a workspace, or open the existing one if it matches ``asked``. ``repository``: the training code; None: the factory's own.
+    """Make a workspace, or open the existing one if it matches ``asked``. ``repository``: the training code; None: the factory's own code.
 
-    Raises: InputError, ConfigError, WorkspaceError or RepositoryError, before anything is made.
+    Raises: InputError, ConfigError, WorkspaceError or RepositoryError. Then no file was made.
     """
     root = where.expanduser().resolve()
     with ExitStack() as held:
@@ -146,7 +147,7 @@ def make_workspace(where: Path, asked: InitOptions, repository: Path | None) -> 
 
 
 def _refuse_no_code(repository: Path) -> None:
-    """Raises: InputError for a repository without the training code: no folder, no git checkout, no commit, or other code."""
+    """Raises: InputError if ``repository`` is not a folder, not a git checkout, has no commit, or does not contain the training code."""
     way = Message("presets.give_repository", "Give a clone of the factory's repository, or leave --repository out.")
     if not repository.is_dir():
         raise InputError(
@@ -169,7 +170,7 @@ def _refuse_no_code(repository: Path) -> None:
 
 
 def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | None, repository: Path | None) -> None:
-    """Raises: InputError where an existing workspace does not match ``asked``. Its data and models were made with what it has."""
+    """Raises: InputError if an existing workspace does not match ``asked``: its data and models depend on its present settings."""
     there = workspace.config.recipe
     if (wanted := asked.preset or asked.recipe) not in ("", there):
         raise InputError(
@@ -213,9 +214,9 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
 def plan_workspace(
     asked: InitOptions, given: Tokenizer | None, root: Path, repository: Path, machine: Hardware
 ) -> NewWorkspace:
-    """The files of a new workspace. ``given``: the tokenizer that a person brings. A policy that is already in ``root`` is not changed.
+    """Return the files of a new workspace. ``given``: a person's own tokenizer. A policy that is already in ``root`` is not changed.
 
-    Raises: InputError or ConfigError for files that do not fit together, with file, key and what to do.
+    Raises: InputError or ConfigError if the files do not fit together. The error names file and key, and says what to do.
     """
     shipped = checkout_root() / "policies"
     if asked.preset and asked.preset not in PRESETS:
@@ -295,13 +296,13 @@ def plan_workspace(
 
 
 def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> int:
-    """The number of entries of the embedding. Raises: InputError."""
+    """Return the number of rows of the embedding. Raises: InputError."""
     size = asked.vocabulary or recipe.model.vocab_size
     if given is None:
         if asked.vocabulary and not 300 <= asked.vocabulary <= 1 << 20:
             raise InputError(
                 "presets.vocabulary_range",
-                "--vocabulary: {size} is not between {least} and {most}. The first entries are for the 256 bytes and a "
+                "--vocabulary: {size} is not between {least} and {most}. A vocabulary contains at least the 256 bytes and a "
                 "few special tokens.",
                 size=asked.vocabulary,
                 least=300,
@@ -323,7 +324,7 @@ def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> 
 
 
 def _recipe_file(name: str, root: Path, repository: Path) -> Path:
-    """The file of a recipe, from the workspace, the training code's repository or this checkout. Raises: InputError with near names."""
+    """Find the file of a recipe in the workspace, the training code's repository or this checkout. Raises: InputError that suggests a near name."""
     folders = [folder / "policies" / "recipes" for folder in (root, repository, checkout_root())]
     found = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""The presets of ``factory init``, and whether a recipe's model fits into the memory of this machine."""
+"""Lists the presets of ``factory init``, and checks whether a recipe's model fits into the memory of this machine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Preset:
-    """A size of factory. Its recipe is the file of the same name in ``policies/recipes/``."""
+    """A preset: a model size with the hardware for it. Its recipe is the file of the same name in ``policies/recipes/``."""
 
-    gpus: int  # number of GPUs that its recipe is for; 0: CPU cores
-    size: str  # its size, for a person
+    gpus: int  # number of GPUs that the recipe is made for; 0: it is made for CPUs
+    size: str  # description of the size, for a person
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(  # the smallest first
@@ -63,9 +63,10 @@ class Hardware:
 
 
 def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> float:
-    """Bytes that each of ``ranks`` devices with ``memory`` bytes needs under the recipe's own layout (``trainer.contract.plan.sizing``).
+    """Return the bytes that each of ``ranks`` devices needs. The layout is the recipe's own (``trainer.contract.plan.sizing``).
 
-    All logits of a micro-batch exist at one time. Raises: RecipeError when this number of ranks cannot share the recipe's step.
+    ``memory``: the bytes of one device. All logits of a micro-batch are in memory at one time. Raises: RecipeError if ``ranks`` devices cannot
+    share a step of the recipe.
     """
     data = recipe.parallel.data_ranks(ranks, recipe.model)
     recipe.batch.check_ranks(data)
@@ -78,12 +79,12 @@ def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> f
 
 
 def why_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
-    """Why a recipe cannot be trained on a machine; '' if it can. ``gpus``: the number of GPUs that its preset is for."""
+    """Return why a machine cannot train a recipe; '' if it can. ``gpus``: the number of GPUs that the recipe's preset is made for."""
     if gpus and not machine.gpus:
         size = memory_needed(recipe, gpus, 0.0, 2)
         return Message(
             "presets.needs_gpus",
-            "The recipe needs {gpus:,|GPU|GPUs} with {size:.1f} GB each, and this machine has {machine}.",
+            "The recipe needs {gpus:,|GPU|GPUs} with {size:.1f} GB each, but this machine has {machine}.",
             gpus=gpus,
             size=size / GB,
             machine=str(machine),
@@ -102,7 +103,7 @@ def why_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
         return ""
     return Message(
         "presets.needs_memory",
-        "The recipe needs {size:.1f} GB {where}, and this machine has {machine}.",
+        "The recipe needs {size:.1f} GB {where}, but this machine has {machine}.",
         size=size / GB,
         where="on each GPU" if machine.gpus else "of memory",
         machine=str(machine),
@@ -110,7 +111,7 @@ def why_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
 
 
 def largest_fitting_preset(machine: Hardware, folder: Path) -> str:
-    """The largest preset that fits a machine; '' if none fits. ``folder``: the folder of the recipes."""
+    """Return the name of the largest preset that fits a machine; '' if none fits. ``folder``: the folder of the recipes."""
     found = [
         name
         for name, preset in PRESETS.items()

@@ -18,7 +18,7 @@ POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
 
 
 def newest_report(workspace: Workspace, db: ReadsSql) -> dict[str, Any] | None:
-    """``lines`` of the newest report, ``at``, when it was made, and ``stale``, whether its input changed since. None: no report."""
+    """Return the newest report: its ``lines``, its time ``at``, and ``stale`` (whether its input has changed since). None: no report yet."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
         stale = row["detail"]["key"] != _key(workspace, db)
         lines = [{name: _read(value) for name, value in line.items()} for line in row["detail"]["lines"]]
@@ -27,7 +27,7 @@ def newest_report(workspace: Workspace, db: ReadsSql) -> dict[str, Any] | None:
 
 
 def update_report(plant: Plant) -> None:
-    """Make a new report if its input changed, and print the new lines. An unreadable policy is reported elsewhere."""
+    """Make a new report if its input has changed, and print the lines that are new. Does nothing if the report cannot be made."""
     from factory.ledger.writing import record_event_once
     from factory.releasable.report import make_report, report_lines, summary_line
 
@@ -51,12 +51,12 @@ def update_report(plant: Plant) -> None:
 
 
 def _read(value: Any) -> Any:
-    """A recorded message as a ``Message``; anything else, also the plain text that older versions recorded, as it is."""
+    """Return a recorded message as a ``Message``. Older versions recorded plain text, which is returned unchanged."""
     return Message.from_json(value) if isinstance(value, dict) else value
 
 
 def _key(workspace: Workspace, db: ReadsSql) -> str:
-    """A hash of the report's input that is fast to compute: counts in the ledger, sizes and times of policies, recipe and tasks."""
+    """Return a hash that changes when the report's input does. It covers counts in the ledger, and sizes and times of policies, recipe and tasks."""
     counts = db.read(
         "SELECT (SELECT COUNT(*) FROM shards) AS shards, (SELECT MAX(ingested_at) FROM shards) AS at, (SELECT COUNT(*) FROM verdicts) AS verdicts, "
         "(SELECT COUNT(*) FROM releases) AS releases, (SELECT COUNT(*) FROM relabels) AS relabels, "

@@ -1,6 +1,6 @@
-"""Makes the releasability report: held-out groups, the smallest gain that would be shown, licences, tasks, vocabulary and recipe.
+"""Makes the releasability report: held-out groups, the smallest gain that the gate would detect, licences, tasks, vocabulary and recipe.
 
-``factory.gates.release.releasability`` computes the numbers, on the release gate's own suite. This module gathers its input and writes the lines.
+``factory.gates.release.releasability`` computes the numbers on the release gate's own suite. This module reads the input for it and writes the lines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that is safe inside quot
 
 @dataclass(frozen=True)
 class ReportLine:
-    """A line of the report. ``ok``: False if it holds every release, None for a warning, True if nothing is to do. ``todo``: what to do."""
+    """A line of the report.
+
+    ``ok``: False if the line's problem holds back every release, None for a warning, True if there is no problem. ``todo``: the advice.
+    """
 
     name: str  # a domain, 'gain', 'cloze', 'licences', 'recipe', or a task
     ok: bool | None
@@ -56,7 +59,7 @@ class ReportLine:
 
 
 def make_report(plant: Plant) -> list[ReportLine]:
-    """The report, with the lines that hold releases first. Empty before the first shard. Raises: ConfigError for an unreadable policy."""
+    """Make the report. Lines that hold back releases come first. Empty before the first shard. Raises: ConfigError for an unreadable policy."""
     if not plant.ledger.read("SELECT 1 AS one FROM documents WHERE fate IN ('train', 'held_out') LIMIT 1"):
         return []
     lines = [*_held_out(plant), *_licences(plant), *_recipe(plant)]
@@ -64,7 +67,7 @@ def make_report(plant: Plant) -> list[ReportLine]:
 
 
 def report_lines(lines: list[ReportLine]) -> list[str]:
-    """The report as text lines, each remedy below its line."""
+    """Format the report as text. The advice for a line stands below the line."""
     said = []
     for line in lines:
         mark = {True: "✓", None: "–", False: "✗"}[line.ok]
@@ -74,10 +77,12 @@ def report_lines(lines: list[ReportLine]) -> list[str]:
 
 
 def summary_line(lines: list[ReportLine]) -> str:
-    """One line that names everything that holds releases."""
+    """Return one line that names everything that holds back releases."""
     holding = [line.name for line in lines if line.ok is False]
     if holding:
-        return Message("releasable.held", "A release would be held back by: {names}", names=holding)
+        return Message(
+            "releasable.held", "The release gate would hold back every release because of: {names}", names=holding
+        )
     return Message("releasable.free", "Nothing would hold back a release.")
 
 
@@ -221,8 +226,8 @@ def _small(guard: GuardSize, name: str, todo: str) -> ReportLine:
     )
     text = Message(
         "releasable.informs_only",
-        "is measured, but is not used as a guard. With {items:,|item|items}, {passed:.0%} of equally good models pass, and a guard must let "
-        "80% pass. {size}",
+        "the task is measured, but is not used as a guard. With {items:,|item|items}, {passed:.0%} of equally good models would pass, but a "
+        "guard must let 80% pass. {size}",
         items=guard.have,
         passed=guard.passed,
         size=size,
@@ -231,7 +236,7 @@ def _small(guard: GuardSize, name: str, todo: str) -> ReportLine:
 
 
 def _larger(policy: TasksPolicy, guard: GuardSize) -> str:
-    """What to do to make a task a guard."""
+    """Return the advice how to make a task a guard."""
     if guard.margin is None:
         return Message("releasable.more_items", "Add items to the task.")
     if command := policy.command_to_set(guard.name, "margin", guard.margin):
@@ -249,7 +254,7 @@ def _larger(policy: TasksPolicy, guard: GuardSize) -> str:
 
 
 def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dict[str, str]]:
-    """({name: (task, margin)}, {name: what is wrong with the task}), without tasks that are never measured."""
+    """Return ({name: (task, margin)}, {name: fault of the task}). Tasks that are never measured are left out."""
     policy = TasksPolicy.load(workspace.policy_path("tasks.yaml"))
     found: dict[str, tuple[EvalTask, float]] = {}
     wrong: dict[str, str] = {}
@@ -311,7 +316,7 @@ def _licences(plant: Plant) -> Iterator[ReportLine]:
             )
             todo = Message(
                 "releasable.rewind",
-                "Train the trunk again without this data, from before segment {segment}: 'factory rewind {segment}'",
+                "To train the trunk again without these data, go back to the start of segment {segment}: 'factory rewind {segment}'",
                 segment=spoilt[0],
             )
             yield ReportLine("licences", False, text, todo)
@@ -340,7 +345,7 @@ def _licences(plant: Plant) -> Iterator[ReportLine]:
 
 
 def _allow_or_remove(ledger: Ledger, licence: str) -> Message:
-    """What to do about the documents of a licence that does not allow a release."""
+    """Return the advice for the documents of a licence that does not allow a release."""
     if licence == NONE:
         return Message(
             "releasable.no_licence",

@@ -1,1 +1,1 @@
-"""From a verdict to a champion: releases, the registered model in MLflow, the folder that servers read."""
+"""Releases a judged candidate: approvals, checks, the release itself, the folder that servers read, and GGUF files."""

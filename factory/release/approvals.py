@@ -1,7 +1,7 @@
-"""A person's decision about a promoted candidate.
+"""Records and finds a person's decision about a promoted candidate.
 
-A decision counts for the hash of the judged export only. A person decides with ``factory releases approve | reject``, or with the tag
-``approval`` on the candidate's version in MLflow, which ``factory.show.mlflow.approval_answers`` reads.
+A decision is valid only for the export that the gate judged, by its hash. A person decides with ``factory releases approve | reject``, or with the
+tag ``approval`` on the candidate's version in MLflow, which ``factory.show.mlflow.approval_answers`` reads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def record_approval(ledger: Ledger, verdict_id: int, by: str) -> None:
 
 
 def record_rejection(plant: Plant, verdict_id: int, by: str, why: str) -> None:
-    """Record that a person rejects the candidate of this verdict. Later approvals of this verdict do not count. It can be repeated.
+    """Record that a person rejects the candidate of this verdict. Later approvals of this verdict do not count. Safe to repeat.
 
     Raises: InputError for a verdict that does not promote or is out of date, and for a candidate that is released already.
     """
@@ -59,7 +59,7 @@ def record_rejection(plant: Plant, verdict_id: int, by: str, why: str) -> None:
         if released := ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=verdict.subject_number):
             raise InputError(
                 "approvals.already_released",
-                "candidate {candidate} is release {release} already. "
+                "candidate {candidate} was already released as release {release}. "
                 "To make an older release champion, run 'factory releases rollback N'",
                 candidate=verdict.subject_number,
                 release=released.number,
@@ -71,7 +71,7 @@ def record_rejection(plant: Plant, verdict_id: int, by: str, why: str) -> None:
 
 
 def find_approver(plant: Plant, verdict: VerdictRow) -> str:
-    """Return who approved: 'policy', or the person's name. Raises: ApprovalNeeded; InputError when a person rejected the export."""
+    """Return who approved: 'policy' or a person's name. Raises: ApprovalNeededError if nobody did; InputError if a person rejected the export."""
     _refuse_rejected(plant.ledger, verdict)
     if decision := find_decision(plant.ledger, verdict):
         return decision.by
@@ -84,8 +84,8 @@ def describe_waiting_candidate(candidate: int) -> Message:
     """Return a line for a person about a candidate that waits for approval."""
     return Message(
         "approvals.waits",
-        "candidate {candidate} waits for approval: 'factory releases approve {candidate}' or "
-        "'factory releases reject {candidate} --why …'. In MLflow, set the tag {tag} on its version of {model} to 'approved' or 'rejected'",
+        "candidate {candidate} waits for approval. Run 'factory releases approve {candidate}' or 'factory releases reject {candidate} --why …'. "
+        "Or set the tag {tag} on the candidate's version of {model} in MLflow to 'approved' or 'rejected'",
         candidate=candidate,
         tag=APPROVAL_TAG,
         model=MODEL_NAME,
@@ -104,8 +104,8 @@ def _refuse_rejected(ledger: Ledger, verdict: VerdictRow) -> None:
     if decision and decision.word == REJECTED:
         raise InputError(
             "approvals.rejected",
-            "verdict {verdict} on {subject} was {decision}, so this verdict releases nothing. A new verdict needs other data, another champion "
-            "or another policy",
+            "verdict {verdict} on {subject} cannot release the candidate, because the candidate was {decision}. A new verdict needs other data, "
+            "another champion or another policy",
             verdict=verdict.id,
             subject=verdict.subject,
             decision=str(decision),

@@ -1,4 +1,4 @@
-"""Checks before a release: the verdict promotes the candidate, is up to date, and judged the present bytes of the export."""
+"""Checks before a release that the verdict promotes the candidate, is up to date, and judged the present bytes of the export."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def get_promoting_verdict(ledger: Ledger, verdict_id: int) -> VerdictRow:
 
 
 def get_releasable_verdict(ledger: Ledger, verdict_id: int) -> VerdictRow:
-    """Return a verdict of the release gate that promotes, or that a person overrode. Raises: InputError."""
+    """Return a verdict of the release gate that promotes, or a hold that a person overrode. Raises: InputError."""
     verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
     if verdict is not None and verdict.outcome == "hold" and find_override(ledger, verdict):
         return verdict
@@ -65,7 +65,7 @@ def check_verdict_newest(ledger: Ledger, verdict: VerdictRow) -> None:
 
 
 def check_verdict_current(plant: Plant, verdict: VerdictRow) -> None:
-    """Raises: InputError when the candidate has a newer verdict, its training was rewound, or champion, licences or anomalies changed."""
+    """Raises: InputError if the candidate has a newer verdict, if its training was rewound, or if champion, licences or anomalies have changed."""
     check_verdict_newest(plant.ledger, verdict)
     check_not_rewound(plant.ledger, verdict)
     check_champion_unchanged(plant.ledger, verdict)
@@ -84,7 +84,7 @@ def check_not_rewound(db: ReadsSql, verdict: VerdictRow) -> None:
 
 
 def check_champion_unchanged(ledger: Ledger, verdict: VerdictRow) -> None:
-    """Raises: OutOfDate when the champion has changed since the verdict."""
+    """Raises: OutOfDateError when the champion has changed since the verdict."""
     now = find_champion(ledger)
     subject = str(Subject("candidate", now.candidate)) if now else None
     if verdict.against != subject:
@@ -101,13 +101,13 @@ def check_champion_unchanged(ledger: Ledger, verdict: VerdictRow) -> None:
 
 
 def check_training_unchanged(plant: Plant, verdict: VerdictRow) -> None:
-    """Check the present licences and anomalies of the training: people may have changed both since the verdict.
+    """Check the present licences and anomalies of the training. People may have changed both since the verdict.
 
-    Raises: OutOfDate when they hold the candidate; ConfigError.
+    Raises: OutOfDateError if they would now hold back the candidate; ConfigError.
     """
     now = read_training_evidence(plant, verdict.subject_number)
     if now["releasable"] is None and verdict.evidence(plant.ledger).get("releasable") is None:
-        now["releasable"] = 1.0  # the training data are not recorded, and the verdict did not know them either
+        now["releasable"] = 1.0  # the training data are not recorded, and were not at the verdict either
     policy = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml"))
     if held := training_reasons(policy, ReleaseEvidence(**now)):
         raise OutOfDateError(
@@ -125,7 +125,7 @@ def check_judged_export(ledger: Ledger, verdict: VerdictRow) -> None:
     if row.export_sha256 != verdict.subject_sha256:
         raise InputError(
             "checks.other_export",
-            "verdict {verdict} judged another export of {subject}. Judge the present export with 'factory evaluate {candidate}'",
+            "verdict {verdict} judged another export of {subject}. Judge the current export with 'factory evaluate {candidate}'",
             verdict=verdict.id,
             subject=verdict.subject,
             candidate=verdict.subject_number,
@@ -139,7 +139,7 @@ def get_newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
         CandidateRow.get(ledger, candidate_id)
         raise InputError(
             "checks.not_judged",
-            "candidate {candidate} was not judged yet: run 'factory evaluate {candidate}'",
+            "candidate {candidate} has not been judged yet: run 'factory evaluate {candidate}'",
             candidate=candidate_id,
         )
     return verdict

@@ -1,6 +1,6 @@
-"""The published release: the link ``exports/champion`` points at its export, and ``exports/serving.json`` names the release.
+"""Publishes a release for servers: the link ``exports/champion`` points at its export, and ``exports/serving.json`` names the release.
 
-Publishing replaces one symbolic link: a program that opens the model at any moment finds a whole export. ``factory serve``
+Publishing replaces one symbolic link, so a program that opens the model at any moment finds a complete export. ``factory serve``
 (``factory.serving``) follows the ledger instead.
 """
 
@@ -21,7 +21,7 @@ MODEL_NAME = "factory-lm"
 def publish_export(workspace: Workspace, release: int, export: Path, sha256: str) -> None:
     """Point ``exports/champion`` at ``export``, atomically. A second call changes nothing.
 
-    The note is written before the link changes. If note and link name different targets, ``read_published_note`` knows that a call was interrupted.
+    The note ``serving.json`` is written before the link changes. If note and link name different targets, a call was interrupted.
     """
     folder = workspace.exports
     target = os.path.relpath(export, folder)  # relative, so that the workspace can be moved
@@ -39,7 +39,7 @@ def publish_export(workspace: Workspace, release: int, export: Path, sha256: str
 
 
 def read_published_note(workspace: Workspace) -> dict[str, Any] | None:
-    """Return the note of the published release; None without one, or if note and link disagree."""
+    """Return the content of ``serving.json``; None if it is missing or damaged, or if the link has another target."""
     try:
         note = json.loads((workspace.exports / NOTE).read_text(encoding="utf-8"))
         target = os.readlink(workspace.exports / CHAMPION_LINK)

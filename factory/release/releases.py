@@ -1,13 +1,12 @@
-"""Releases: a recoverable saga, ``decided`` → ``published`` (DESIGN §5).
+"""Releases a candidate in recoverable steps, a saga: ``decided`` → ``published`` (DESIGN §5).
 
-Each step is idempotent, and is recorded when it is done. After a kill ``finish_releases``, or the same ``release_candidate`` again, continues from
-the
+Each step is idempotent, and is recorded when it is done. After a kill, ``finish_releases`` or a second ``release_candidate`` continues from the
 recorded state. The newest ``promoted`` or ``rolled_back`` event in the ledger decides which release is champion. The served link follows
-the ledger, and is repaired after a person or a crash changed it. MLflow's alias follows too (``factory.show``); no release waits for it.
+the ledger. The factory repairs the link if a person or a crash changed it. MLflow's alias follows too (``factory.show``); no release waits for it.
 
-Before a release is public, its export is hashed again and compared with the hash in the verdict and in a person's approval. A verdict is out
+Before a release is published, its export is hashed again and compared with the hashes in the verdict and in a person's approval. A verdict is out
 of date when the champion has changed, or when present licences or anomalies would hold the candidate. A release that is decided but not yet
-public is then withdrawn, and the candidate must be judged again.
+published is then withdrawn, and the candidate must be judged again.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from kernels.contract.message import Message
 
 PUBLISHED = "published"
 
-# A person can override a hold (``factory releases override N --reason "…"``), but only if the reason for the hold is a lack of shown gain
+# A person can override a hold (``factory releases override N --reason "…"``), but only if the hold's only reason is that no gain was shown
 # (``factory.gates.release.reasons.NOTHING_SHOWN``). The judge decides again, with the evidence and the policy that the verdict recorded, and
 # with the present licences and anomalies of the training, which people may have changed.
 LONGEST_REASON = 2000  # characters
@@ -124,8 +123,8 @@ def release_candidate(
 
     ``approved_by``: the person who approves with this call, if the policy requires approval.
 
-    Raises: InputError when the verdict does not promote, is out of date, or judged another export; ApprovalNeeded when the policy requires a
-    person's approval first.
+    Raises: InputError when the verdict does not promote, is out of date, or judged another export; ApprovalNeededError when the policy
+    requires a person's approval first.
     """
     verdict = get_releasable_verdict(plant.ledger, verdict_id)
     candidate = verdict.subject_number
@@ -147,7 +146,7 @@ def release_candidate(
 
 
 def release_held_candidate(plant: Plant, candidate: int, by: str, why: str) -> int:
-    """Release a held candidate by a person's decision. Returns the release's number. A second call finishes an interrupted release.
+    """Release a held candidate because a person overrides the hold. Returns the release's number. A second call finishes an interrupted release.
 
     One transaction records the override and the release, with the hashes of the judged export and of the evidence.
 
@@ -167,7 +166,7 @@ def release_held_candidate(plant: Plant, candidate: int, by: str, why: str) -> i
         elif find_override(plant.ledger, VerdictRow.get(plant.ledger, known.verdict)) is None:
             raise InputError(
                 "releases.was_not_held",
-                "candidate {candidate} is release {release} already, and the gate did not hold it back. Nothing was changed",
+                "candidate {candidate} was already released as release {release}, and the gate had not held the candidate back. Nothing was changed",
                 candidate=candidate,
                 release=known.number,
             )
@@ -181,7 +180,7 @@ def release_held_candidate(plant: Plant, candidate: int, by: str, why: str) -> i
 def finish_releases(plant: Plant) -> list[str]:
     """Finish interrupted releases, and point the served link at the ledger's champion.
 
-    Returns a line for each action, also for a release that cannot be finished (its export has changed).
+    Returns a line for each action, and for each release that cannot be finished, for example because its export has changed.
     """
     if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") is None:
         return []
@@ -218,30 +217,30 @@ def find_replaced_release(ledger: Ledger) -> int:
         ledger, "WHERE candidate = :candidate", candidate=Subject.parse(against).number
     )
     if not now:
-        raise InputError("releases.none", "Nothing was released yet")
+        raise InputError("releases.none", "No candidate has been released yet")
     if not found:
         raise InputError(
             "releases.first",
-            "release {release} replaced no other release, so name the release that shall be champion",
+            "release {release} replaced no other release. Give the number of the release that becomes champion: 'factory releases rollback N'",
             release=now.number,
         )
     return found.number
 
 
 class _Saga:
-    """The steps of a release. The caller holds the lock 'release'."""
+    """Takes the steps of a release. The caller holds the lock 'release'."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant, self.workspace, self.ledger = plant, plant.workspace, plant.ledger
 
     def check_begun(self, number: int) -> None:
-        """Check an interrupted release before it continues. A public release is not undone. Raises: OutOfDate."""
+        """Check an interrupted release before it continues. A published release passes, because it is not undone. Raises: OutOfDateError."""
         row = ReleaseRow.get(self.ledger, number)
         if row.state != PUBLISHED:
             check_training_unchanged(self.plant, VerdictRow.get(self.ledger, row.verdict))
 
     def advance(self, number: int) -> None:
-        """Make a decided release public. Raises: InputError; then the state stays."""
+        """Publish a decided release. Raises: InputError, and then the state does not change."""
         row = ReleaseRow.get(self.ledger, number)
         if row.state == PUBLISHED:
             return
@@ -265,7 +264,7 @@ class _Saga:
         )
 
     def finish_others(self, candidate: int | None) -> list[str]:
-        """Finish the interrupted releases of all other candidates. A release that cannot be finished is reported, and stops no other."""
+        """Finish the interrupted releases of all other candidates. Returns a line for each. One that cannot be finished does not stop the others."""
         done: list[str] = []
         for row in ReleaseRow.select(self.ledger, "WHERE state <> 'published' ORDER BY number"):
             if row.candidate == candidate:
@@ -274,7 +273,11 @@ class _Saga:
                 self.check_begun(row.number)
                 self.advance(row.number)
                 done.append(
-                    Message("releases.finished", "finished the interrupted release {release}", release=row.number)
+                    Message(
+                        "releases.finished",
+                        "the factory finished the interrupted release {release}",
+                        release=row.number,
+                    )
                 )
             except InputError as error:
                 if isinstance(error, OutOfDateError):
@@ -315,7 +318,7 @@ class _Saga:
 
 # -- deciding -----------------------------------------------------------------------------------------------------------
 def _decide(ledger: Ledger, verdict: VerdictRow, by: str, override: dict[str, str] | None = None) -> int:
-    """Add a row to ``releases``, with a person's override: the first step of a release. Returns the release's number."""
+    """Take the first step of a release: add a row to ``releases``, and record a person's override, if any. Returns the release's number."""
     candidate = verdict.subject_number
     values = {"candidate": candidate, "verdict": verdict.id, "state": "decided", "approved_by": by}
     with ledger.begin() as tx:

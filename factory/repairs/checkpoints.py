@@ -1,7 +1,7 @@
 """Checks checkpoints and exports, and makes damaged ones again.
 
-A segment whose last checkpoint is damaged is replayed from its newest good checkpoint, else from its start. The order of data is exact: on a
-CPU the replay gives the same weights to the bit. The manifest of the damaged checkpoint, if it is whole, proves this.
+A segment whose last checkpoint is damaged is replayed from its newest good checkpoint, or else from its start. The replay reads the data in the
+same order, so on a CPU its weights are bit-identical. An undamaged manifest of the damaged checkpoint proves that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trainer.contract.errors import CheckpointError
 
 
 def find_checkpoint_damage(row: dict[str, Any], deep: bool) -> str:
-    """Describe the damage of a checkpoint (its row in the ledger); '' without damage. Its files are hashed only with ``deep``.
+    """Describe the damage of the checkpoint of a ledger row; '' without damage. Its files are hashed only with ``deep``.
 
     Raises: OSError when a fault of the machine prevents reading.
     """
@@ -50,7 +50,9 @@ def find_checkpoint_damage(row: dict[str, Any], deep: bool) -> str:
             return Message("checkpoints.missing", "{path} is missing", path=path)
         if manifest_sha256(path) != row["id"]:
             return Message(
-                "checkpoints.other_manifest", "{path}: manifest.json differs from the recorded file", path=path
+                "checkpoints.other_manifest",
+                "{path}: the SHA-256 of manifest.json differs from the recorded one",
+                path=path,
             )
         for name, expected in read_manifest(path)["files"].items():
             if not (path / name).is_file() or (path / name).stat().st_size != expected["bytes"]:
@@ -68,15 +70,16 @@ def find_checkpoint_damage(row: dict[str, Any], deep: bool) -> str:
 
 
 def replay_checkpoint(plant: Plant, number: int) -> str:
-    """Make the last checkpoint of a segment again; before it the parent's, if that is damaged too. Returns why this is impossible, or ''.
+    """Make the last checkpoint of a segment again. If the parent's checkpoint is damaged too, that is made first.
 
-    The damaged checkpoint stays beside the new one as 'bad-step-…'. Raises: FactoryError when the trainer fails.
+    Returns why this is impossible, or ''. The damaged checkpoint stays beside the new one as 'bad-step-…'.
+    Raises: FactoryError when the trainer fails.
     """
     row, recorded = SegmentRow.get(plant.ledger, number), last_checkpoint(plant.ledger, number)
     if row.kind == "average":
         return Message(
             "checkpoints.average",
-            "segment {segment} is an average of checkpoints, so no training can be replayed. Stop 'factory run', "
+            "segment {segment} is an average of checkpoints, so it has no training to replay. Stop 'factory run', "
             "then run 'factory average'",
             segment=number,
         )
@@ -120,7 +123,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         plant.progress.line(
             Message(
                 "checkpoints.replay",
-                "  segment {segment} is replayed from step {first} to {last} to make its checkpoint again",
+                "  the factory replays segment {segment} from step {first} to {last}, to make its checkpoint again",
                 segment=number,
                 first=start,
                 last=row.last_step,
@@ -144,12 +147,12 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
     if exact is None:
         said = Message(
             "checkpoints.not_comparable",
-            "The former weights cannot be compared, because the former manifest is damaged",
+            "The new weights cannot be compared with the former weights, because the former manifest is damaged",
         )
     elif exact:
-        said = Message("checkpoints.same_weights", "The weights are the same to the bit")
+        said = Message("checkpoints.same_weights", "The new weights equal the former weights bit for bit")
     else:
-        said = Message("checkpoints.other_weights", "The weights are NOT the same to the bit")
+        said = Message("checkpoints.other_weights", "The new weights do NOT equal the former weights bit for bit")
     plant.progress.line(
         Message(
             "checkpoints.replayed",
@@ -162,7 +165,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
 
 
 def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[str, Any]) -> int:
-    """Copy the newest good checkpoint of a segment, from all places where some are kept, to ``target``. Returns its step, else the first."""
+    """Copy the newest good checkpoint of a segment to ``target``. Returns its step; without one, the segment's first step."""
     sources = (
         Path(row.folder) / "checkpoints",
         kept_checkpoints_folder(workspace, row.id),
@@ -183,7 +186,7 @@ def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[s
 
 
 def _same(old: Path, new: Path, recorded: str) -> bool | None:
-    """Return whether two checkpoints have the same weights and optimiser state; None if the old one's manifest is damaged."""
+    """Return whether two checkpoints have the same weights and optimiser state; None if the manifest of the old one is damaged."""
     try:
         if manifest_sha256(old) != recorded:
             return None

@@ -1,6 +1,6 @@
-"""Compares all files that training, judging, releasing or repairs need with the ledger.
+"""Compares the files of a workspace with the ledger: all files that training, judging, releasing or repairs need.
 
-Existence and size are checked for all files. Contents are hashed for the newest of each kind and for a random few, or with ``deep`` for all.
+The existence and size of all files are checked. The newest file of each kind and a few random files are hashed; with ``deep`` all files are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = TypeVar("Row")
 
 
 def _repair(effect: Message) -> Message:
-    """The advice to run 'factory check --repair', with its effect."""
+    """Return the advice to run 'factory check --repair', with the effect of the repair."""
     return Message("examining.repair", "stop 'factory run', then run 'factory check --repair'. {effect}", effect=effect)
 
 
@@ -43,7 +43,7 @@ class Damage:
 
     kind: str  # a key of CHECKS
     subject: str  # number or hash, as in the ledger
-    problem: str  # the damage, as a sentence without an end
+    problem: str  # the damage, as a sentence without a full stop
     remedy: str  # the advice for a person
     is_repairable: bool = False  # whether 'factory check --repair' repairs it
 
@@ -64,11 +64,13 @@ def examine_workspace_files(plant: Plant, deep: bool) -> list[ExaminedKind]:
 
 
 def find_damaged_databases(workspace: Workspace) -> Iterator[Damage]:
-    """Yield the damage of the ledger and of MLflow's database, if they are SQLite files. MLflow's may be missing: it is made when needed.
+    """Yield the damage of the ledger and of MLflow's database, if they are SQLite files.
+
+    A missing MLflow database is no damage: it is made when it is needed.
 
     Raises: sqlite3.OperationalError when the ledger cannot be checked now.
     """
-    ledgers = Message("examining.remake_ledger", "The repair makes the ledger again, as 'factory restore' does")
+    ledgers = Message("examining.remake_ledger", "The repair restores the ledger, as 'factory restore' does")
     mlflows = Message(
         "examining.remake_mlflow",
         "The repair restores MLflow's database from a backup and sends the missing data to MLflow. Training "
@@ -99,7 +101,7 @@ def _look(
     plant: Plant, deep: bool, kind: str, rows: Sequence[Row], subject: Callable[[Row], object], fault: Callable[[Row, bool], str],
     remedy: Message,
 ) -> ExaminedKind:  # fmt: skip
-    """Check each row with ``fault(row, hashed)``, which returns its damage or ''. With ``deep`` all are hashed, else the last and a few."""
+    """Check each row with ``fault(row, hashed)``, which returns the damage or ''. With ``deep``, ``hashed`` is True for all rows, else for a few."""
     every = range(len(rows))
     hashed = set(every) if deep else {*every[-1:], *random.SystemRandom().sample(every, min(DRAWN, len(rows)))}
     faults = []
@@ -123,8 +125,8 @@ def examine_token_shards(plant: Plant, deep: bool) -> ExaminedKind:
     fault = lambda row, hashed: find_token_shard_damage(Path(row["path"]), hashed)
     effect = Message(
         "examining.remake_token_shard",
-        "The repair makes the token shard again from its raw shard. 'factory run' also makes the shard again "
-        "before a pass that needs the shard",
+        "The repair makes the token shard again from its raw shard. Without a repair, 'factory run' does so as soon as "
+        "it needs the token shard",
     )
     return _look(plant, deep, "token shards", rows, lambda row: row["id"], fault, _repair(effect))
 
@@ -199,7 +201,10 @@ def _hashes(plant: Plant, deep: bool) -> ExaminedKind:
             return Message("examining.no_hashes", "{path} is missing", path=file)
         return ""
 
-    effect = Message("examining.remake_hashes", "The repair makes the file again from its raw shard")
+    effect = Message(
+        "examining.remake_hashes",
+        "The repair restores the file from a backup, or makes it again from its raw shard or task",
+    )
     found = _look(
         plant, deep, "hashes", list_hash_sources(plant.ledger), lambda source: source[1], fault, _repair(effect)
     )
@@ -252,19 +257,19 @@ def _served(plant: Plant, deep: bool) -> ExaminedKind:
         return ExaminedKind("served", 1, 1, [])
     what = Message(
         "examining.other_served",
-        "{path} is not the export of the champion, release {release}",
+        "{path} does not lead to the export of the champion, release {release}",
         path=plant.workspace.exports / "champion",
         release=best.number,
     )
     effect = Message(
         "examining.serve_champion",
-        "The repair puts the champion's export in this place. 'factory run' also does this in its next pass",
+        "The repair points this link at the champion's export. 'factory run' also does so in its next pass",
     )
     return ExaminedKind("served", 1, 1, [Damage("served", str(best.number), what, _repair(effect), True)])
 
 
 def _orphans(plant: Plant, deep: bool) -> ExaminedKind:
-    """List segments and token shards without a row in the ledger. Those in the making are hidden, or have a row already."""
+    """List segments and token shards without a row in the ledger. Unfinished ones do not appear: their folders are hidden, or have a row."""
     segments = {Path(row.folder).name for row in SegmentRow.select(plant.ledger)}
     shards = {Path(row["path"]).name for row in plant.ledger.read("SELECT path FROM token_shards")}
     found = [path for path in plant.workspace.segments.iterdir() if path.is_dir() and path.name not in segments]

@@ -64,10 +64,10 @@ LOCKS = ("model-loop", "code-loop", "release")
 
 
 def restore_ledger(root: Path, name: str, progress: Progress) -> list[str]:
-    """Restore the ledger of the workspace ``root`` from the backup ``name``, by default the newest good one. Returns lines for a person.
+    """Restore the ledger of the workspace ``root`` from the backup ``name``, or from the newest good backup if ``name`` is ''.
 
-    Without a backup, the ledger is made from the workspace's folders. The former ledger is moved to ``backups/``. After a kill at any moment
-    the ledger is unchanged, restored or missing. In the last case another restore makes it.
+    Returns lines for a person. Without a backup, the ledger is made from the workspace's folders. The former ledger is moved to ``backups/``.
+    After a kill at any moment, the ledger is unchanged, restored or missing. If it is missing, a second call restores it.
 
     Raises: InputError for an unknown backup; WorkspaceError for a ledger in PostgreSQL, or a workspace that is in use.
     """
@@ -86,7 +86,7 @@ def restore_ledger(root: Path, name: str, progress: Progress) -> list[str]:
         if base is None and not list_factory_files(root):
             raise WorkspaceError(
                 "lost_ledger.empty_workspace",
-                "{folder} has no work from which a ledger could be made: run 'factory init'",
+                "{folder} has no files from which a ledger could be made: run 'factory init'",
                 folder=root,
             )
         if base is None and not find_database_damage(file):
@@ -158,12 +158,12 @@ def _restore_config(root: Path, name: str) -> list[str]:
 
 
 def _newest_good(root: Path, said: list[str]) -> Path | None:
-    """Return the newest backup that is whole and of this schema. Adds a line to ``said`` for each newer one."""
+    """Return the newest undamaged backup of this schema, or None. Adds a line to ``said`` for each newer backup that is skipped."""
     for path in reversed(list_backups(root)):
         fault = find_database_damage(path / LEDGER)
         if not fault and read_backup_info(path)["schema"] == SCHEMA_VERSION:
             return path
-        why = fault or Message("lost_ledger.other_schema", "the backup has another schema than this factory reads")
+        why = fault or Message("lost_ledger.other_schema", "this factory cannot read the schema of the backup")
         said.append(
             Message("lost_ledger.skipped_backup", "backup {backup} is skipped: {why}", backup=path.name, why=why)
         )
@@ -209,7 +209,7 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
 
 
 def describe_start(root: Path) -> Message:
-    """Describe at which step 'factory run' continues in a restored workspace, and how much was set aside."""
+    """Return a line: the step from which 'factory run' continues in a restored workspace, and how many files were set aside."""
     workspace = Workspace.open(root)
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
     trunk = SegmentRow.first(ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
@@ -241,7 +241,7 @@ def describe_start(root: Path) -> Message:
 
 # -- the journal -------------------------------------------------------------------------------------------------------
 def _replay(plant: Plant, base: Path, said: list[str]) -> int:
-    """Write the batches of the journals since a backup. Returns how many. A batch that the backup already has changes nothing."""
+    """Apply the batches that the journals recorded since a backup. Returns their number. A batch that the backup contains changes nothing."""
     own = list_backup_folders(plant.workspace.root)
     journals = [path / NAME for path in own if backup_sort_key(path) >= backup_sort_key(base)]
     # A backup in another folder: start with the journal that was in use when the backup was made.
@@ -261,7 +261,7 @@ def _replay(plant: Plant, base: Path, said: list[str]) -> int:
 
 
 def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
-    """Write a batch's rows unchanged, with their keys, references and counters."""
+    """Write the rows of a batch unchanged, keys included, and delete the rows that the batch deleted."""
     assert ledger.file
     with closing(sqlite3.connect(ledger.file)) as file:
         file.execute("PRAGMA foreign_keys=OFF")
@@ -295,7 +295,7 @@ def _raw(workspace: Workspace) -> tuple[Path, Path]:
 
 
 def _from_nothing(plant: Plant) -> None:
-    """Enter the identity from the segments' folders, and the tokenizer. Both must be in the ledger before shards are ingested."""
+    """Write the ledger's identity (from the segments' folders) and the tokenizer to the ledger. Ingest needs both."""
     owners = [read_owner(folder) for folder in sorted(plant.workspace.segments.iterdir()) if folder.is_dir()]
     with plant.ledger.begin() as tx:
         for owner in owners[-1:]:
@@ -312,7 +312,7 @@ def _from_nothing(plant: Plant) -> None:
 
 
 def _unknown_shards(plant: Plant) -> list[str]:
-    """Ingest filed shards without a row, in the order in which they were filed. Returns lines for a person."""
+    """Ingest the raw shards that have no row in the ledger, in the order in which they arrived. Returns lines for a person."""
     known = {row["sha256"][:16] for row in plant.ledger.read("SELECT sha256 FROM shards")}
     filed = [path for folder in _raw(plant.workspace) if folder.is_dir() for path in folder.iterdir() if path.is_file()]
     said: list[str] = []
@@ -341,7 +341,7 @@ def _unknown_shards(plant: Plant) -> list[str]:
 
 
 def _take_up(plant: Plant) -> list[str]:
-    """Enter segments that their folders identify as planned: the next pass uses their results. Set other folders aside.
+    """Add a planned segment for each folder that records its plan: the next pass uses its results. Set all other folders aside.
 
     Returns lines for a person.
     """
@@ -356,7 +356,7 @@ def _take_up(plant: Plant) -> list[str]:
             said.append(
                 Message(
                     "lost_ledger.segment",
-                    "  segment {segment} was not in the ledger. The factory entered the segment from its folder",
+                    "  segment {segment} was not in the ledger. The factory added the segment to the ledger from its folder",
                     segment=folder.name,
                 )
             )
@@ -382,11 +382,11 @@ def _set_aside(plant: Plant, path: Path, why: str) -> Message:
 
 
 def _plan_again(ledger: Ledger, folder: Path) -> str:
-    """Add the row in a segment's folder to the ledger, as planned. Returns why this is impossible, or ''."""
+    """Add the row that a segment's folder records to the ledger, in the state 'planned'. Returns why this is impossible, or ''."""
     owner = read_owner(folder)
     row, plan = owner.get("row"), owner.get("data_plan")
     if not isinstance(row, dict) or not isinstance(plan, dict) or set(PLANNED.split()) - row.keys():
-        return Message("lost_ledger.no_plan", "the folder does not name the segment's plan")
+        return Message("lost_ledger.no_plan", "the folder does not record the segment's plan")
     if owner.get("ledger") != ledger.identity:
         return Message("lost_ledger.other_ledger", "the folder belongs to another ledger")
     planned = SegmentRow(**{**row, "state": "planned", "attempts": 0, "result": None, "finished_at": None})
@@ -424,8 +424,8 @@ def _plan_again(ledger: Ledger, folder: Path) -> str:
 def _replace(root: Path, file: Path, made: Path, said: list[str]) -> None:
     """Move the new ledger into its place. The files of the old ledger are kept in ``backups/``.
 
-    The old file is moved before its logs: without its log it would look whole but lack the last commits. The new file comes last: SQLite would
-    otherwise read the old logs into it.
+    The old database file is moved before its logs: without its log it would look undamaged but lack the last commits. The new file is moved last:
+    SQLite would otherwise apply the old logs to it.
     """
     new = file.with_name(f".{file.name}.restored")
     shutil.copyfile(made, new)

@@ -1,4 +1,4 @@
-"""Repairs the damage that ``examining`` finds, for the daemon and for ``factory check --repair``."""
+"""Repairs the damage that ``examining`` finds. The daemon and ``factory check --repair`` use it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str]:
     """Examine the workspace and repair all damage that can be repaired. Returns a line for each repair that succeeded or failed.
 
-    A damaged ledger is restored first. The rest is then examined by the restored ledger.
+    A damaged ledger is restored first. The other files are then compared with the restored ledger.
     """
     databases = list(find_damaged_databases(workspace))
     lines = restore_ledger(workspace.root, "", progress) if any(fault.kind == "ledger" for fault in databases) else []
@@ -64,7 +64,12 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
                     lines.append(Message("repairing.not_repaired", "{name}: NOT repaired: {why}", name=name, why=why))
                 else:
                     lines.append(
-                        Message("repairing.repaired", "{name}: repaired ({what})", name=name, what=fault.problem)
+                        Message(
+                            "repairing.repaired",
+                            "{name}: repaired. The damage was: {what}",
+                            name=name,
+                            what=fault.problem,
+                        )
                     )
     return lines
 
@@ -80,7 +85,7 @@ def _mend_checkpoint(plant: Plant, subject: str) -> str:
     whole = not find_checkpoint_damage(last_checkpoint(plant.ledger, int(subject)), deep=True)
     return (
         "" if whole else replay_checkpoint(plant, int(subject))
-    )  # whole: the repair of a later segment already replayed it
+    )  # whole: the repair of a later segment has already repaired it
 
 
 def _mend_hashes(plant: Plant, subject: str) -> str:
@@ -110,8 +115,8 @@ REPAIRS: dict[str, Callable[[Plant, str], str]] = {
 def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
     """Hash all files that a segment reads, and repair those that are damaged. Returns whether any was damaged.
 
-    Without ``every``, only token shards that changed since they were last hashed are checked: the trainer itself hashes its other inputs.
-    Raises: FactoryError with the remedy when a repair fails.
+    Without ``every``, only token shards that changed since they were last hashed are hashed. The trainer itself hashes its other inputs.
+    Raises: FactoryError with the remedy if a repair fails.
     """
     row, known = SegmentRow.get(plant.ledger, number), HashedShardNotes(plant.workspace)
     shards = {shard["id"]: Path(shard["path"]) for shard in read_data_plan(plant.ledger, row)["token_shards"]}
@@ -130,9 +135,9 @@ def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
 
 
 def call_with_repairs(plant: Plant, act: Callable[[], T]) -> T:
-    """Call ``act``. If it fails and the tokenizer, a token shard, a checkpoint or an export is damaged, repair that and call it again.
+    """Call ``act``. If it fails, repair a damaged tokenizer, token shard, checkpoint or export, and call ``act`` again. Returns its result.
 
-    Raises: the error of ``act`` when nothing is damaged, or the same damage occurs again.
+    Raises: the error of ``act`` if no such file is damaged, or if the same damage occurs again.
     """
     seen: set[Damage] = set()
     while True:
@@ -167,5 +172,5 @@ def _mended(plant: Plant, damaged: Sequence[Damage]) -> bool:
                 subject=fault.subject,
             )
         name = f"{fault.kind.removesuffix('s')} {fault.subject}".strip()
-        plant.progress.line(Message("repairing.done", "  {name} is whole again", name=name))
+        plant.progress.line(Message("repairing.done", "  {name} is repaired", name=name))
     return bool(damaged)

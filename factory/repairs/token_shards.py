@@ -1,7 +1,8 @@
 """Checks token shards and the tokenizer. Makes a token shard again from its raw shard, and restores the tokenizer from a copy.
 
-The ledger has the documents of each token shard. Their text is processed again as at ingest: normalise, redact, cut n-grams of documents
-held out at that time, tokenise. The name of a token shard is the hash of its content: the new token shard is the same to the bit, or refused.
+The ledger lists the documents of each token shard. Their text is processed again as at ingest: it is normalised, redacted, cleaned of n-grams of
+documents that were held out at that time, and tokenised. The name of a token shard is the hash of its content, so a new token shard that is not
+bit-identical is noticed and refused.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ TOKENS_FILE = "tokens.bin"
 
 
 def find_token_shard_damage(path: Path, deep: bool) -> str:
-    """Describe the damage of a token shard; '' without damage. The tokens are hashed only with ``deep``, all other files always.
+    """Describe the damage of a token shard; '' without damage. The tokens are hashed only with ``deep``. All other files are always hashed.
 
     Raises: TokenShardError, OSError when a fault of the machine prevents reading.
     """
@@ -108,10 +109,10 @@ def _missing(path: Path) -> Message:
 
 
 class HashedShardNotes:
-    """A note in ``cache/hashed.json`` of the sizes and times of token shards' files when they were last hashed and whole.
+    """Notes, in ``cache/hashed.json``, the sizes and times that the files of a token shard had when their hashes were last found correct.
 
-    A file with the same size and times counts as unchanged: the start of a segment hashes only new and changed files. Damage by the disk itself
-    changes no time. ``factory check`` finds it: it hashes a few files of each kind, and with ``--deep`` all.
+    A file with the noted size and times counts as unchanged, so the start of a segment hashes only new and changed files. A disk that corrupts a
+    file does not change its times. ``factory check`` finds such damage: it hashes a few files of each kind, and all with ``--deep``.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -127,7 +128,7 @@ class HashedShardNotes:
         return self.known.get(folder.name) == _times(folder)
 
     def note_undamaged(self, folders: Iterable[Path]) -> None:
-        """Note the sizes and times of token shards that were hashed and are whole."""
+        """Note the sizes and times of token shards whose hashes were found correct."""
         new = {folder.name: _times(folder) for folder in folders}
         if any(self.known.get(name) != times for name, times in new.items()):
             self.known |= new
@@ -136,7 +137,7 @@ class HashedShardNotes:
 
 
 def _times(folder: Path) -> list[list[int]]:
-    """Return size, time of the content, time of the inode and inode of each file; [] if a file is missing."""
+    """Return [size, mtime, ctime, inode] of each file; [] if a file is missing."""
     found = []
     for name in ("manifest.json", *FILES):
         try:
@@ -148,7 +149,7 @@ def _times(folder: Path) -> list[list[int]]:
 
 
 def find_raw_shard(plant: Plant, sha256: str) -> tuple[Path | None, str]:
-    """Return the present path of a shard's raw file (None if it is missing) and its name at arrival."""
+    """Return the path of a shard's raw file (None if it is missing) and the name that the file had when it arrived."""
     row = plant.ledger.read("SELECT name, path FROM shards WHERE sha256 = :sha256", sha256=sha256)[0]
     folders = (plant.workspace.shards / "raw", plant.workspace.quarantine, plant.workspace.inbox)
     places = [Path(row["path"]), *(path for folder in folders for path in folder.glob(f"{sha256[:16]}-*"))]
@@ -158,7 +159,7 @@ def find_raw_shard(plant: Plant, sha256: str) -> tuple[Path | None, str]:
 def rebuild_token_shard(plant: Plant, number: str) -> str:
     """Make a token shard again from its raw shard. Returns why this is impossible, or ''. The damaged token shard is set aside."""
     row = plant.ledger.read("SELECT shard, path FROM token_shards WHERE id = :id", id=number)[0]
-    # After text was erased, the raw file is another one and gives other tokens.
+    # If text of the shard was erased, the raw file has changed and gives other tokens.
     erased = erased_shards(plant.ledger).get(row["shard"])
     expected = erased["token_shards"].get(number, {}).get("content", number) if erased else number
     raw, why = _whole_raw(plant, row["shard"])
@@ -177,7 +178,7 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
                 vocab_size=max(policy.tokenizer.vocab_size, tokenizer.vocab_size),
                 tokenizer_sha256=tokenizer.sha256,
             )
-        # If the only document of a file was erased, the file is empty and no token shard can be made from it.
+        # If the only document of a raw file was erased, the file is empty, and no token shard can be made from it.
         except ShardProblem as problem:
             return _unreadable_raw(raw, problem)
         found.append(made.id)
@@ -193,7 +194,7 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
             return ""
     return Message(
         "token_shards.differs",
-        "the token shard made from {raw} differs from the recorded token shard ({found}), because "
+        "the token shard made from {raw} ({found}) differs from the recorded token shard, because "
         "policies/data.yaml, the tokenizer or the factory has changed. Undo that change, then repair again",
         raw=raw.name,
         found=found,
@@ -208,8 +209,8 @@ def _unreadable_raw(raw: Path, problem: ShardProblem) -> Message:
 def rebuild_hashes(plant: Plant, subject: str) -> str:
     """Make a file with hashes of documents again (``factory.ingest.hash_index``). Returns why this is impossible, or ''.
 
-    A whole copy in a backup comes first. Without a copy, the new file has all n-grams of a held-out document, also phrases that were common at
-    ingest, and nothing of documents whose text was erased. The damaged file is set aside.
+    An undamaged copy in a backup is used if there is one. Otherwise the new file has all n-grams of each held-out document, also those that were
+    common at ingest, and no n-grams of erased documents. The damaged file is set aside.
     """
     file = hashes_file(plant.workspace.root, subject)
     if file.exists():
@@ -222,7 +223,7 @@ def rebuild_hashes(plant: Plant, subject: str) -> str:
 
 
 def _hashes_from_backup(plant: Plant, subject: str) -> bool:
-    """Restore the file from a backup whose copy has exactly the ledger's documents. Returns whether a backup had one."""
+    """Restore the file from a backup whose copy lists the same documents as the ledger. Returns whether there was such a copy."""
     for backup in reversed(list_backups(plant.workspace.root)):
         try:
             found = read_hashes(backup, subject).select(["key", "held_out"]).to_pylist()
@@ -279,14 +280,14 @@ def _hashes_of_shard(plant: Plant, subject: str) -> str:
             return ""
     return Message(
         "token_shards.read_differently",
-        "{path} now gives other documents than recorded, because policies/data.yaml or the factory has "
-        "changed. Undo that change, then repair again",
+        "the documents that are now read from {path} differ from the recorded documents, because policies/data.yaml or "
+        "the factory has changed. Undo that change, then repair again",
         path=raw,
     )
 
 
 def _hashed_rows(plant: Plant, subject: str) -> tuple[str, dict[str, Any]]:
-    """Return a shard's SHA-256 and the rows of its file of hashes, by key and in order, without erased documents (``store.hashed``)."""
+    """Return a shard's SHA-256 and, by key and in order, the document rows that its file of hashes must have. Erased documents are left out."""
     of = f"{key_prefix(subject)}%"
     shard: str = plant.ledger.read("SELECT sha256 FROM shards WHERE sha256 LIKE :of", of=of)[0]["sha256"]
     sql = (
@@ -300,7 +301,7 @@ def _hashed_rows(plant: Plant, subject: str) -> tuple[str, dict[str, Any]]:
 
 
 def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
-    """Return a shard's raw file, or None and why no unchanged raw file exists."""
+    """Return (raw file of a shard, ''), or (None, why there is no unchanged raw file)."""
     raw, name = find_raw_shard(plant, shard)
     if raw is None:
         return None, Message(
@@ -321,7 +322,10 @@ def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
 
 
 def _asides(plant: Plant, shard: str, raw: Path) -> Iterator[tuple[DataPolicy, Path, str]]:
-    """Yield, for each policy that may have been in force, a folder with the shard's file under its original name, which selects the reader."""
+    """Yield (policy, folder, name) for each data policy that may have been in force at ingest.
+
+    The folder contains the raw file under its original name, which selects the reader.
+    """
     _, name = find_raw_shard(plant, shard)
     aside = plant.workspace.shards / f".again-{os.getpid()}"
     for policy in _policies(plant.workspace):
@@ -368,7 +372,7 @@ def _documents(
 def _again(
     plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, trained: Collection[str]
 ) -> Iterator[tuple[Row, npt.NDArray[np.uint32], Hashes, FinishedDocument]]:
-    """Yield row, signature, n-grams and result of each readable row of a shard. Rows whose keys are in ``trained`` are tokenised."""
+    """Yield (row, signature, n-grams, finished document) for each readable row of a shard. Rows with a key in ``trained`` are tokenised."""
     job = IngestJob(policy, folder / "spool", shard[:16], name, not template_shows_calls(plant.workspace.tokenizer))
     known = _held_out_then(plant, shard, policy.decontamination.ngram)
     with plant.progress.task(f"{name}: tokenise again", total=len(trained)) as task:
@@ -394,7 +398,7 @@ def _again(
 def _with_erased(
     ledger: Ledger, number: str, erased: Mapping[str, Any], others: Iterator[TokenizedDocument]
 ) -> Iterator[TokenizedDocument]:
-    """Yield the documents of a token shard, erased documents included, in the order of their rows."""
+    """Yield the documents of a token shard in the order of their rows, with the erased documents among them."""
     about = erased["token_shards"].get(number, {"fill": 0, "masks": {}})
     rows = set(erased["rows"])
     blank = [
@@ -407,7 +411,9 @@ def _with_erased(
         while blank and blank[0]["row"] < row:
             one = blank.pop(0)
             tokens = np.full(one["tokens"], about["fill"], np.uint32)
-            runs = about["masks"].get(one["key"], [0, one["tokens"]])  # lengths: without loss, with loss, without …
+            runs = about["masks"].get(
+                one["key"], [0, one["tokens"]]
+            )  # alternating run lengths: tokens without loss, with loss, without …
             mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
             own = [one["domain"], one["source"] or "", one["license"] or ""]
             # The labels at ingest: a person may have changed them later.
@@ -421,7 +427,7 @@ def _with_erased(
 
 
 def _held_out_then(plant: Plant, shard: str, n: int) -> contamination.HeldOutNgrams:
-    """Return the n-grams held out when a shard was ingested: of documents of this and earlier shards, and of the tasks' items."""
+    """Return the n-grams that were held out when a shard was ingested: those of held-out documents up to that shard, and of the tasks' items."""
     before = plant.ledger.read(  # ordered by event, since the clock may have gone back
         "SELECT DISTINCT subject FROM events WHERE kind IN ('ingested', :held) AND id <= "
         "(SELECT MIN(id) FROM events WHERE kind = 'ingested' AND subject = :shard)",
@@ -432,7 +438,7 @@ def _held_out_then(plant: Plant, shard: str, n: int) -> contamination.HeldOutNgr
 
 
 def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hashes]]:
-    """Yield key and n-grams of a shard's held-out documents: the recorded n-grams, or all if the record is lost."""
+    """Yield (key, n-grams) of each held-out document of a shard: the recorded n-grams, or all n-grams if the record is lost."""
     try:
         table = read_hashes(plant.workspace.root, subject)
     except WorkspaceError:
@@ -454,7 +460,7 @@ def find_tokenizer_damage(plant: Plant) -> str:
 
 
 def restore_tokenizer(plant: Plant) -> str:
-    """Copy the recorded tokenizer from a backup or an export. Returns why this is impossible, or ''. The damaged one is set aside."""
+    """Copy the recorded tokenizer from a backup or an export. Returns why this is impossible, or ''. A damaged tokenizer is set aside."""
     recorded = plant.ledger.select_first(sa.select(tokenizers))
     assert recorded
     exports = sorted(plant.workspace.exports.glob("segment-*"), reverse=True)

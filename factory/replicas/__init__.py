@@ -1,1 +1,1 @@
-"""Trains an anneal again on another order of its data, and measures how much that changes the model. A replica never becomes a candidate."""
+"""Trains replicas: an anneal is trained again on another order of its data, to measure how much the order changes the model."""

@@ -1,10 +1,10 @@
-"""The noise of the data order: an anneal is trained again several times from the checkpoint before it, and measured.
+"""Measures the noise of the data order: trains an anneal several more times from the checkpoint before it, and compares the models.
 
 A replica has the anneal's recipe, code, precision and steps. Its data plan names the next documents of another permutation of the same token
 shards (``DataPlan.reshuffled``). A replica is not a segment of the ledger, so no training continues from it, and it cannot become a candidate.
 After a kill, the factory continues from the replica's folder below ``replicas/<anneal>/`` (``factory.runs``). One event records the results of all
-replicas, and then the folder is removed. A permutation may bring documents that the trunk saw in this epoch, so with little data the noise is an
-upper estimate.
+replicas, and then the folder is removed. A permutation may repeat documents that the trunk has read in this epoch, so with little data the
+measured noise is an upper estimate.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kernels.contract.message import Message
 def train_next_replica(plant: Plant, anneal: int) -> None:
     """Train the next replica of an anneal. Once all are trained, measure them and record the results. Safe to repeat.
 
-    The folder of an anneal that is not due is removed. Raises: FactoryError if a trainer fails; PausedError.
+    If the anneal's replicas are not due, only its folder of replicas is removed. Raises: FactoryError if a trainer fails; PausedError.
     """
     policy = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml"))
     wanted = find_replica_to_train(plant.workspace, plant.ledger, policy)
@@ -61,7 +61,7 @@ def train_next_replica(plant: Plant, anneal: int) -> None:
 
 
 def find_waiting_anneal(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> int | None:
-    """The anneal whose replicas must be trained, measured or removed. None: no such anneal."""
+    """Return the number of an anneal whose replicas must be trained, measured or removed; None: no such anneal."""
     if wanted := find_replica_to_train(workspace, db, policy):
         return wanted[0].id
     left = sorted(int(path.name) for path in replicas_folder(workspace).glob("*") if path.name.isdigit())
@@ -69,8 +69,10 @@ def find_waiting_anneal(workspace: Workspace, db: ReadsSql, policy: ReleasePolic
 
 
 def find_replica_to_train(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> tuple[SegmentRow, int] | None:
-    """The anneal that is due, and its release. None if its parent's checkpoint is missing, or if its replicas would take more than their share of
-    all steps and none of them has begun."""
+    """Return the anneal whose replicas are due, and its release; None: no such anneal.
+
+    An anneal is skipped if its parent's checkpoint is missing, or if no replica has begun and they would take more than their share of all steps.
+    """
     wanted = find_due_anneal(db, policy.replicas)
     if wanted is None:
         return None
@@ -91,7 +93,7 @@ def replica_runs(plant: Plant, anneal: int) -> TaskRuns:
 
 
 def replica_arm(plant: Plant, row: SegmentRow, number: int) -> Arm:
-    """The arm of a replica: the anneal, on the next documents of another order of the same data."""
+    """Return the arm of a replica: the anneal with a data plan that names the next documents of another order of the same data."""
     spec = segment_spec(plant.ledger, row)
     spec["data_plan"] = with_replaced_token_shards(plant.ledger, spec["data_plan"])
     order = {"reshuffled": spec["data_plan"].get("reshuffled", 0) + number}
@@ -99,7 +101,7 @@ def replica_arm(plant: Plant, row: SegmentRow, number: int) -> Arm:
 
 
 def _fault(runs: TaskRuns, arm: Arm) -> str:
-    """Why a replica is not finished and whole; '': it is."""
+    """Return why a replica is unfinished or damaged; '' if it is neither."""
     from trainer.contract.checkpoint.format import find_fault
 
     try:
@@ -173,7 +175,7 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
 
 
 def noise_line(noise: ReplicaNoise) -> Message:
-    """The noise as a line.
+    """Return the noise as a line for a person.
 
     >>> noise_line(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
     'With another order of the same data, bits per byte change by 0.0042 (code), 0.0050 (docs) (standard deviation of 3 trainings).'

@@ -1,8 +1,8 @@
-"""Removes old files so that a factory can run for months. It keeps all files that pending work needs.
+"""Removes old files, so that a factory can run for months. All files that pending work needs are kept.
 
-``policy``    the keys of ``policies/retention.yaml``
-``needs``     the files that pending work needs, from the ledger
-``stored_folders``    the files of a workspace that could be removed
+``policy``    reads the keys of ``policies/retention.yaml``
+``needs``     finds the files that pending work needs, from the ledger
+``stored_folders``   lists the files of a workspace that may be removed
 ``choosing``  decides which files are removed, and why the others stay; a pure function
 ``cleaning``  removes them
 ``disk``      measures the free space on the disk

@@ -17,7 +17,7 @@ OF_CODE = ("worktree", "compiled")
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """The decision about a folder: whether it ``is_removed`` (is removed), and why, for a person."""
+    """The decision whether a folder is removed, and the reason for a person."""
 
     folder: StoredFolder
     is_removed: bool
@@ -47,7 +47,9 @@ def choose_removals(
             continue
         if what.kind in OF_CODE:
             if what.commit in commits:
-                why = Message("choosing.new_commit", "its commit is one of the newest (worktrees)")
+                why = Message(
+                    "choosing.new_commit", "its commit is one of the newest (worktrees in policies/retention.yaml)"
+                )
                 choices.append(RetentionDecision(what, False, why))
             else:
                 why = Message("choosing.old_commit", "no recent segment has its commit")
@@ -104,7 +106,9 @@ def _of_segment(
     if what.kind == "ladder":
         if row.id in ladders:
             return RetentionDecision(
-                what, False, Message("choosing.new_ladder", "its segment is one of the newest (ladders)")
+                what,
+                False,
+                Message("choosing.new_ladder", "its segment is one of the newest (ladders in policies/retention.yaml)"),
             )
         return RetentionDecision(what, True, Message("choosing.old_ladder", "newer segments have ladders"))
     if what.kind == "log":
@@ -112,19 +116,20 @@ def _of_segment(
     if what.kind == "run":
         return _by_age(what, days, policy.run_days, "run_days", ended)
     if what.kind == "audit":
-        audited = Message("choosing.audited", "segment {segment} was audited and ended", segment=row.id)
+        audited = Message("choosing.audited", "segment {segment}, which was audited, ended", segment=row.id)
         return _by_age(what, days, policy.candidate_days, "candidate_days", audited)
     if row.state != "done":
-        not_done = Message(
-            "choosing.not_done", "segment {segment} is {state} and ended", segment=row.id, state=row.state
-        )
+        not_done = Message("choosing.not_done", "segment {segment} ({state}) ended", segment=row.id, state=row.state)
         return _by_age(what, days, policy.rewound_days, "rewound_days", not_done)
     if what.kind == "runs":
         return RetentionDecision(what, True, Message("choosing.done", "segment {segment} is done", segment=row.id))
     if row.id in candidates:
         return _by_age(what, days, policy.candidate_days, "candidate_days", ended)
     if row.id in trunk:
-        why = Message("choosing.new_trunk", "its segment is one of the newest of the trunk (trunk_segments)")
+        why = Message(
+            "choosing.new_trunk",
+            "its segment is one of the newest of the trunk (trunk_segments in policies/retention.yaml)",
+        )
         return RetentionDecision(what, False, why)
     return RetentionDecision(what, True, Message("choosing.old_trunk", "the trunk has newer segments"))
 

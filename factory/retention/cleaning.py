@@ -1,7 +1,7 @@
-"""Removes folders that the policy no longer keeps: first a record in the ledger, then the folder. After a kill the next call removes it.
+"""Removes folders that the policy no longer keeps. The removal is recorded in the ledger first. After a kill, the next call finishes the removal.
 
-If the disk is too full for the record, the folders are removed first and the record follows. A folder is renamed before it is emptied, so that
-no process finds half a checkpoint.
+If the disk is too full for the record, the folders are removed first and recorded afterwards. A folder is renamed before its files are deleted,
+so that no process finds half a checkpoint.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ class CleaningResult:
 
 
 def list_retention_decisions(plant: Plant, *, hard: bool = False) -> list[RetentionDecision]:
-    """Decide about each stored folder. ``hard``: as when the disk is almost full. Raises: ConfigError, RepositoryError."""
+    """Decide about each stored folder. With ``hard``, keep only needed files, as for a full disk. Raises: ConfigError, RepositoryError."""
     policy = RetentionPolicy.load(plant.workspace.policy_path("retention.yaml"))
-    found = list_stored(plant)  # before the needs, so that folders made later are not in the list
+    found = list_stored(
+        plant
+    )  # listed before the needs are read, so that a folder that is made meanwhile is not in the list
     needs = RetentionNeeds.find(plant)
     last = plant.ledger.read("SELECT segment, MAX(step) AS step FROM checkpoints GROUP BY segment")
     ends = {row["segment"]: row["step"] for row in last}
@@ -60,14 +62,15 @@ def list_retention_decisions(plant: Plant, *, hard: bool = False) -> list[Retent
 
 
 def remove_unneeded(plant: Plant, *, hard: bool = False) -> CleaningResult:
-    """Remove the folders that ``list_retention_decisions`` chooses. The caller holds the lock 'model-loop'. Folders that another process may use
-    stay.
+    """Remove the folders that ``list_retention_decisions`` chooses, except folders that another process may use now.
+
+    The caller holds the lock 'model-loop'.
 
     Raises: ConfigError, RepositoryError.
     """
     for left in _half_removed(plant.workspace):
         remove_path(left)
-    # No process uses these worktrees now: it would hold the lock 'model-loop'.
+    # No process uses these worktrees now: such a process would hold the lock 'model-loop'.
     for left in (path for name in ("diagnosis-*", "audit-*") for path in plant.workspace.worktrees.glob(name)):
         remove_worktree(plant.workspace.repository, left)
     with ExitStack() as held:
@@ -118,7 +121,7 @@ def _tell(plant: Plant, gone: dict[Path, dict[str, Any]]) -> None:
 
 
 def _remove_runs(plant: Plant, choices: list[RetentionDecision]) -> int:
-    """Remove MLflow's runs from the ledger and record that. ``factory.show`` removes them from MLflow later. Returns the freed bytes."""
+    """Remove runs from the ledger's table of MLflow runs. ``factory.show`` removes them from MLflow later. Returns the freed bytes."""
     if not choices:
         return 0
     size = sum(choice.folder.size_on_disk() for choice in choices)
@@ -160,14 +163,14 @@ def describe_cleaning(cleaned: CleaningResult) -> Message:
     kinds = {choice.folder.kind for choice in gone}
     return Message(
         "cleaning.freed",
-        "{megabytes:,.1f} MB freed: {removed} removed",
+        "the factory removed {removed} and freed {megabytes:,.1f} MB",
         megabytes=cleaned.bytes / 1e6,
         removed=[f"{sum(choice.folder.kind == kind for choice in gone)} × {kind}" for kind in sorted(kinds)],
     )
 
 
 def clean_after_segment(plant: Plant) -> None:
-    """Call ``remove_unneeded`` after a segment. An error becomes a line for a person: training never fails because of retention."""
+    """Call ``remove_unneeded`` after a segment. An error is printed and not raised, so retention never stops training."""
     try:
         cleaned = remove_unneeded(plant)
         if cleaned.removed_decisions():

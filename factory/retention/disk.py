@@ -1,4 +1,4 @@
-"""Measures the free space on the workspace's disk, and notes a sample every five minutes."""
+"""Measures the free space on the workspace's disk, and records a sample every five minutes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from factory.core.workspace import Workspace
 
 SAMPLES_FILE = "disk.jsonl"  # in logs/
 EVERY_SECONDS = 300.0  # between two samples
-WINDOW_SECONDS = 6 * 3600.0  # only samples of this time count for the growth
+WINDOW_SECONDS = 6 * 3600.0  # only samples of the last six hours are used to estimate the growth
 KEPT_BYTES = 1 << 16
 FLOOR_BYTES = 1_000_000_000  # the policy's default
 
 
 def note_free_space(workspace: Workspace, now: float | None = None) -> None:
-    """Append a sample, unless the last sample is recent. A long file is cut to its newest half."""
+    """Append a sample of the free space, unless the last sample is recent. A long file is cut to its newer half."""
     now = time.time() if now is None else now
     path = workspace.logs / SAMPLES_FILE
     last = read_free_space_samples(workspace)[-1:]
@@ -46,7 +46,7 @@ def read_free_space_samples(workspace: Workspace) -> list[tuple[float, int]]:
 
 
 def estimate_hours_left(found: list[tuple[float, int]], free: int, floor: int, now: float) -> float | None:
-    """Return in how many hours the free space reaches the floor at the rate of the last hours; None if it does not shrink, or too few samples.
+    """Return in how many hours the free space reaches ``floor`` at the recent rate; None if it does not shrink, or if samples are missing.
 
     >>> estimate_hours_left([(0.0, 100), (3600.0, 90)], free=90, floor=20, now=3600.0)
     7.0

@@ -1,4 +1,4 @@
-"""Reacts to a disk that is almost full: retention removes all files that nothing needs. If that is not enough, training waits."""
+"""Reacts to a disk that is almost full: removes all files that nothing needs. If that is not enough, training waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels.contract.message import Message
 
 
 def is_own_disk_full(workspace: Workspace, error: BaseException) -> bool:
-    """Return whether an error means that the workspace's disk is full. If half of that disk is free, another disk is full."""
+    """Return whether an error means that the workspace's disk is full. If at least half of this disk is free, the error is about another disk."""
     if not is_disk_full(error):
         return False
     try:
@@ -37,7 +37,10 @@ def free_space(plant: Plant) -> None:
 
 
 def must_training_wait(plant: Plant) -> bool:
-    """Return whether the disk has too little space to train. Frees space first, and prints a line when the answer changes. Once a pass."""
+    """Return whether the disk has too little space to train. First frees space. Prints a line if the answer has changed.
+
+    The daemon calls it once in each pass.
+    """
     with suppress(OSError):  # the sample is only for people
         note_free_space(plant.workspace)
     policy = RetentionPolicy.load(plant.workspace.policy_path("retention.yaml"))

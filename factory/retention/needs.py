@@ -25,7 +25,7 @@ Reasons = dict[int, str]
 
 @dataclass
 class RetentionNeeds:
-    """The reason (the first that was found) why a file is needed, by number of its segment, unless noted otherwise."""
+    """Why files are needed: the first reason that was found. Keys are numbers of segments, unless a comment says otherwise."""
 
     segments: Reasons = field(default_factory=dict)  # all files of a segment
     checkpoints: Reasons = field(default_factory=dict)  # all checkpoints of a segment
@@ -38,7 +38,7 @@ class RetentionNeeds:
 
     @classmethod
     def find(cls, plant: Plant) -> RetentionNeeds:
-        """Find the needs at one moment of the ledger. Raises: ConfigError, RepositoryError."""
+        """Find the needs in one snapshot of the ledger. Raises: ConfigError, RepositoryError."""
         kinds = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml")).kinds
         audits = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
         found = cls()
@@ -84,7 +84,7 @@ class RetentionNeeds:
                         self.steps.setdefault((source["segment"], source["step"]), averaged)
 
     def _trunk(self, db: ReadsSql) -> None:
-        """Find the checkpoints from which the next segments and the gates' training start."""
+        """Find the checkpoints from which the next segments start, and from which the gates train."""
         trunk = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
         if trunk is None:
             return
@@ -126,7 +126,7 @@ class RetentionNeeds:
             self.ends.setdefault(row.segment, why)
 
     def _anomalies(self, db: ReadsSql, kinds: Collection[str]) -> None:
-        """Find the whole lineage of each open anomaly: a replay may start at any earlier checkpoint."""
+        """Find all segments of the lineage of each open anomaly: its diagnosis may replay from any earlier checkpoint."""
         counts = {row.id for row in SegmentRow.select(db, "WHERE state <> 'rewound'")}
         open_ = lambda number: Message("needs.open_anomaly", "anomaly {anomaly} is open", anomaly=number)
         for anomaly in open_anomalies(db, kinds):

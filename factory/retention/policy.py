@@ -1,4 +1,4 @@
-"""``policies/retention.yaml``: how long files are kept. Files that pending work needs are kept longer."""
+"""Reads ``policies/retention.yaml``: how long files are kept. Files that pending work needs are kept longer."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ Number = Annotated[int, Field(ge=0)]
 
 
 class RetentionPolicy(StrictPolicy):
-    """Every key is optional."""
+    """The keys of ``policies/retention.yaml``. Every key is optional."""
 
     trunk_segments: Count = 3
-    """How many of the newest finished trunk segments keep their checkpoints: so far back the trunk can be rewound or averaged."""
+    """How many of the newest finished trunk segments keep their checkpoints. The trunk can be rewound to these segments, and they can be averaged."""
     ladders: Number = 4
     """How many of the newest segments keep their ladders of checkpoints, from which a diagnosis replays."""
     candidate_days: Days = 14.0
-    """For how long after its segment ended a judged, unreleased candidate keeps its export, its copy in MLflow and its checkpoints."""
+    """For how many days after the end of its segment a judged, unreleased candidate keeps its export, its copy in MLflow and its checkpoints."""
     rewound_days: Days = 7.0
-    """For how long after its planning a segment that was rewound or replaced keeps its checkpoints and measurements."""
+    """For how many days after its end (its planning, if it never ended) a rewound or replaced segment keeps its checkpoints and measurements."""
     worktrees: Number = 3
     """How many of the newest trained commits keep their worktrees and compiled kernels. Both can be made again."""
     log_days: Days = 90.0
-    """For how long a segment's log is kept after the segment ended, and torchrun's logs and exchanges with language models after writing."""
+    """For how many days logs are kept: a segment's log after the segment's end, torchrun's logs and exchanges with language models after they
+    were written."""
     run_days: Days = 180.0
-    """For how long a segment's run with its curves stays in MLflow after the segment ended. metrics.jsonl keeps the curves."""
+    """For how many days after the segment's end its run with its curves stays in MLflow. metrics.jsonl keeps the curves."""
     floor_bytes: Number = FLOOR_BYTES
-    """The least free space on the workspace's disk. Below it, all unneeded files are removed. If that is not enough, training waits."""
+    """The least free space on the workspace's disk, in bytes. Below it, all unneeded files are removed. If that is not enough, training waits."""
     floor_share: Share = 0.0
-    """The least free space as a share of the disk. The greater of the two floors counts."""
+    """The least free space as a share of the disk. The larger of ``floor_bytes`` and this share is the floor."""
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -46,6 +47,6 @@ class RetentionPolicy(StrictPolicy):
         return max(self.floor_bytes, int(self.floor_share * total))
 
     def for_full_disk(self) -> Self:
-        """Return the policy for a disk that is almost full: keep only needed files and runs in MLflow, whose store does not shrink."""
+        """Return the policy for a disk that is almost full: it keeps only needed files, and the runs in MLflow (their removal frees no space)."""
         nothing = dict.fromkeys(("ladders", "candidate_days", "rewound_days", "worktrees", "log_days"), 0)
         return self.model_copy(update={"trunk_segments": 1} | nothing)

@@ -1,4 +1,4 @@
-"""Lists the folders and files of a workspace that retention may remove, by their names, so that those without a row are found too."""
+"""Lists the folders and files of a workspace that retention may remove. It finds them by name, so a row in the ledger is not necessary."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ RUNS = ("certificate", "preflight", "export")
 
 @dataclass(frozen=True)
 class StoredFolder:
-    """A folder, a file, or a run of MLflow (by the folder of its artifacts, which may not exist).
+    """A folder, a file, or a run of MLflow. The path of a run is the folder of its artifacts, which may not exist.
 
-    ``number``: of its segment, or of a diagnosis's anomaly. ``step``: of a checkpoint; −1 for a damaged one that was put away. ``made_at``: the
-    time of a file without a segment, in seconds since 1970.
+    ``number``: the number of the segment; for a diagnosis, of the anomaly. ``step``: the step of a checkpoint; −1 for a damaged checkpoint that
+    was set aside. ``made_at``: the time of a file without a segment, in seconds since 1970.
     """
 
     kind: Kind
     path: Path
     number: int = 0
     step: int = 0
-    commit: str = ""  # the first twelve digits
+    commit: str = ""  # the first twelve digits of the hash
     made_at: float | None = None
 
     def size_on_disk(self) -> int:
-        """Return its size on the disk."""
+        """Return its size in bytes, with all files below it."""
         if not self.path.is_dir():
             return _size(self.path)
         return sum(_size(Path(folder) / name) for folder, _, names in os.walk(self.path) for name in names)
 
 
 def list_stored(plant: Plant) -> list[StoredFolder]:
-    """Return all of them, in a fixed order."""
+    """Return all stored folders, in a fixed order."""
     kinds = (_of_candidates(plant), _of_nothing(plant), _runs(plant))
     return [*_of_segments(plant.workspace), *_of_commits(plant.workspace), *(what for kind in kinds for what in kind)]
 
@@ -89,7 +89,7 @@ def _of_commits(workspace: Workspace) -> Iterator[StoredFolder]:
 
 
 def _of_nothing(plant: Plant) -> Iterator[StoredFolder]:
-    """Yield logs without a segment, and those exchanges with language models that MLflow has."""
+    """Yield logs that belong to no segment, and the exchanges with language models that MLflow has a copy of."""
     unsent = {
         row["file"] for row in plant.ledger.read("SELECT file FROM exchanges WHERE trace IS NULL AND file IS NOT NULL")
     }

@@ -1,4 +1,4 @@
-"""The wait after each failure, which doubles each time, and the log of tracebacks. The clock is monotonic: a changed date has no effect."""
+"""Waits after failures, each twice as long as the last, and logs tracebacks. The clock is monotonic: a changed date has no effect."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 NUMBERS = re.compile(r"\d+(\.\d+)?")
-LOG_BYTES = 4 << 20  # a larger errors.log is renamed errors.old.log
+LOG_BYTES = 4 << 20  # an errors.log of this size is renamed to errors.old.log
 
 
 @dataclass(frozen=True)
 class FailureWait:
     """The state of work that failed ``failures`` times in a row and is not tried again before ``until``."""
 
-    says: str  # the error
-    about: str  # equal for two failures with the same cause
+    says: str  # text of the error
+    about: str  # the cause: equal for two failures with the same cause
     failures: int
-    since: float  # first failure, in seconds of the clock, as ``until``
+    since: float  # time of the first failure, in seconds of the monotonic clock
     until: float
     seconds: float  # length of this wait
 
 
 class FailureWaits:
-    """Keeps when each failed piece of work, named by a key, may be tried again."""
+    """Remembers when each piece of work that failed may be tried again. A key names the work."""
 
     def __init__(self, first: float, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``first`` and ``longest``: seconds."""
+        """``first`` and ``longest``: the first and the longest wait, in seconds."""
         self.first, self.longest, self.clock = first, longest, clock
         self._rests: dict[str, FailureWait] = {}
 
@@ -39,7 +39,7 @@ class FailureWaits:
     ) -> tuple[FailureWait, bool]:
         """Record a failure; returns (the new state, whether the failure has a new cause).
 
-        ``about`` names the cause. By default it is ``says`` without numbers. ``failures``: the count, where another part counts.
+        ``about`` names the cause. By default it is ``says`` without numbers. ``failures``: the number of failures, if the caller counts them.
         """
         before, now = self._rests.get(key), self.clock()
         count = failures or (before.failures + 1 if before else 1)
@@ -55,11 +55,11 @@ class FailureWaits:
         return rest is not None and self.clock() < rest.until
 
     def waiting_keys(self) -> frozenset[str]:
-        """The keys that it is too early to try again."""
+        """Return the keys of work that must still wait."""
         return frozenset(key for key in self._rests if self.is_waiting(key))
 
     def failure_states(self) -> dict[str, FailureWait]:
-        """The state of each key that failed and has not succeeded since, whether it rests or not."""
+        """Return the state of each key that failed and has not succeeded since, also if its wait is over."""
         return dict(self._rests)
 
     def record_success(self, key: str) -> FailureWait | None:
@@ -67,12 +67,12 @@ class FailureWaits:
         return self._rests.pop(key, None)
 
     def end_all_waits(self) -> None:
-        """End all waits; the failures stay known."""
+        """End all waits. The numbers of failures are kept."""
         self._rests = {key: replace(rest, until=self.clock()) for key, rest in self._rests.items()}
 
 
 def append_traceback(log: Path, what: str, error: BaseException) -> None:
-    """Append the traceback to a log. A long log is renamed first. Raises: OSError."""
+    """Append the traceback of ``error`` to a log. A log that is too long is renamed first. Raises: OSError."""
     if log.exists() and log.stat().st_size > LOG_BYTES:
         os.replace(log, log.with_name("errors.old.log"))
     with open(log, "a", encoding="utf-8", errors="backslashreplace") as file:

@@ -1,9 +1,9 @@
-"""Requests and decisions of a person while the daemon runs. All are events of the ledger.
+"""Records a person's requests and decisions while the daemon runs. All are events of the ledger.
 
-``factory pause`` holds the daemon until ``factory resume``. A request such as 'judge 3' is one duty with one subject, which the daemon does
-once in its next pass. ``factory rewind``, ``factory anomalies accept`` and similar commands are one transaction at any moment. The transaction
-that records work of the daemon checks for such decisions. If one concerns the work, the daemon gives the work up, and its next pass
-starts from the new ledger.
+``factory pause`` holds the daemon until ``factory resume``. A request such as 'judge 3' names one duty and its subject. The daemon
+does it once, in its next pass. ``factory rewind``, ``factory anomalies accept`` and similar commands write a decision in one transaction, at any
+time. Before the daemon records its own work, it checks in the same transaction for such decisions. If one affects the work, the daemon discards
+the work, and its next pass starts from the new state of the ledger.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ TRAINING, EVERYTHING = "training", "everything"
 
 
 class PausedError(WaitingError):
-    """The requested work is paused. It did not fail, and continues after 'factory resume'."""
+    """The work is paused. It did not fail, and continues after 'factory resume'."""
 
     exit_code = 6
 
 
 @dataclass(frozen=True)
 class Pause:
-    """A pause in force: what, by whom, since when and why."""
+    """A pause in force: what is paused, by whom, since when and why."""
 
-    what: str  # TRAINING: all duties that start a trainer; EVERYTHING: also the inbox
+    what: str  # TRAINING: all duties that start a trainer; EVERYTHING: these duties and the inbox
     by: str
     at: float  # seconds since 1970
     why: str
@@ -55,7 +55,7 @@ class Pause:
 
 
 def current_pause(db: ReadsSql) -> Pause | None:
-    """The pause in force, or None."""
+    """Return the pause in force, or None."""
     found = db.read(
         f"SELECT kind, at, detail FROM events WHERE kind IN ('{PAUSED}', '{RESUMED}') ORDER BY id DESC LIMIT 1"
     )
@@ -66,7 +66,7 @@ def current_pause(db: ReadsSql) -> Pause | None:
 
 
 def pause_daemon(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
-    """Pause the daemon; replaces a pause in force. Raises: InputError."""
+    """Pause the daemon. A pause in force is replaced. Returns the pause. Raises: InputError for an unknown ``what``."""
     from factory.ledger.ledger import record_event
 
     if what not in (TRAINING, EVERYTHING):
@@ -82,7 +82,7 @@ def pause_daemon(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
 
 
 def resume_daemon(ledger: Ledger, by: str) -> Pause:
-    """End the pause in force; returns it. Raises: InputError when nothing is paused."""
+    """End the pause in force, and return it. Raises: InputError when nothing is paused."""
     from factory.ledger.ledger import record_event
 
     found = current_pause(ledger)
@@ -109,7 +109,10 @@ def request_actions(ledger: Ledger, actions: Iterable[str], by: str, **how: Any)
 
 
 def open_requests(db: ReadsSql) -> dict[str, dict[str, Any]]:
-    """The requests that are not done yet, by action, oldest first. Each has ``action``, ``by``, ``at`` and ``event``, its newest event."""
+    """Return the requests that are not done yet, by action, oldest first.
+
+    Each has ``action``, ``by``, ``at`` and ``event`` (the number of its newest event).
+    """
     sql = "SELECT id, kind, at, detail FROM events WHERE kind IN (:asked, :answered) ORDER BY id"
     found: dict[str, dict[str, Any]] = {}
     for row in db.read(sql, asked=ASKED, answered=ACTION_DONE):
@@ -117,13 +120,15 @@ def open_requests(db: ReadsSql) -> dict[str, dict[str, Any]]:
         action = detail["action"]
         if row["kind"] == ASKED:
             found[action] = detail | {"event": row["id"], "at": row["at"]}
-        elif action in found and found[action]["event"] == detail["event"]:  # else a newer request came during the work
+        elif (
+            action in found and found[action]["event"] == detail["event"]
+        ):  # otherwise a newer request arrived during the work
             del found[action]
     return found
 
 
 def record_request_done(ledger: Ledger, action: str, event: int) -> None:
-    """Record that the request of the event ``event`` is done."""
+    """Record that the request with the event number ``event`` is done."""
     from factory.ledger.ledger import record_event
 
     with ledger.begin() as tx:
@@ -134,7 +139,7 @@ OVERRIDDEN = "recipe_overridden"  # event: other recipe values for the segment t
 
 
 class RewoundError(WaitingError):
-    """A person or a diagnosis decided meanwhile against the basis of the work. Nothing failed, and nothing of the work is recorded."""
+    """A person or a diagnosis made a decision that invalidates the work. The work did not fail, and none of it is recorded."""
 
 
 def refuse_rewound(db: ReadsSql, segment: int) -> None:
@@ -148,7 +153,7 @@ def refuse_rewound(db: ReadsSql, segment: int) -> None:
 
 
 def newest_decision_event(db: ReadsSql) -> int:
-    """The number of the newest event that changes the start, the documents or the recipe of the next segment; 0 without one."""
+    """Return the number of the newest event that changes the start, the documents or the recipe of the next segment; 0 without one."""
     kinds = ", ".join(
         f"'{kind}'"
         for kind in (CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED, SEGMENT_REWOUND, REMOVED, RETURNED, OVERRIDDEN)

@@ -1,7 +1,7 @@
-"""Decides how a trainer ended, and counts the tries of a segment.
+"""Finds out how a trainer ended, and counts the tries of a segment.
 
-The exit code, the log and the kernel's count of OOM kills show whether a trainer crashed, was killed, ran out of memory, or hung. A trainer
-that died starts again from its newest checkpoint. The count of deaths starts again with each new checkpoint. A segment without progress is
+The exit code, the log and the kernel's count of OOM kills show whether a trainer crashed, was killed, ran out of memory, or hung. After a
+death, the trainer starts again from its newest checkpoint. Each new checkpoint sets the count of deaths to zero. A segment without progress is
 parked. Nothing else is planned while a segment is parked, until a person runs ``factory retry`` or ``factory abandon``.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 HUNG, OUT_OF_MEMORY, KILLED, CRASHED, REFUSED = "hung", "out of memory", "killed", "crashed", "failed"
-# Lines of torchrun, which untrusted code can also write. The number has at most three digits, as signals and exit codes have.
+# Patterns for lines of torchrun. Untrusted code can write such lines too. Signals and exit codes have at most three digits.
 RANK_SIGNAL = re.compile(r"Signal\s(\d{1,3})\s\(SIG\w+\)\sreceived\sby\sPID\s\d+|exitcode\s*: -(\d{1,3}) ")
 RANK_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d{1,3}) ")
 OUT_OF_MEMORY_TEXT = re.compile(
@@ -41,11 +41,11 @@ class TrainerFailure:
     """How a trainer ended."""
 
     kind: str  # HUNG, OUT_OF_MEMORY, KILLED, CRASHED or REFUSED
-    says: str  # a predicate: follows 'the trainer of segment 3'
+    says: str  # a predicate, to follow 'the trainer of segment 3'
 
 
 def count_oom_kills() -> int | None:
-    """The number of processes that the kernel's OOM killer has killed since the machine started; None where the kernel has no count."""
+    """Return how many processes the kernel's OOM killer has killed since the machine started; None if the kernel does not count them."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")
@@ -55,7 +55,10 @@ def count_oom_kills() -> int | None:
 
 
 def classify_ending(code: int, line: str, log: str, kills_before: int | None) -> TrainerFailure:
-    """How a trainer ended. code: its exit code, −n after signal n. line: the most helpful line of its log. log: the log's end.
+    """Return how a trainer ended.
+
+    ``code``: its exit code, −n after signal n. ``line``: the most helpful line of its log. ``log``: the end of its log. ``kills_before``: the
+    result of ``count_oom_kills`` before the trainer started.
 
     >>> classify_ending(1, "trainer: no", "", None)
     TrainerFailure(kind='failed', says='ended with exit 1: trainer: no')
@@ -67,7 +70,7 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
                 KILLED,
                 Message(
                     "retrying.ended.stopped",
-                    "received SIGTERM from another process than this factory, and stopped{cause}",
+                    "received SIGTERM from another process, not from this factory, and stopped{cause}",
                     cause=cause,
                 ),
             )
@@ -77,13 +80,14 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
             REFUSED,
             Message(
                 "retrying.ended.disk_not_full",
-                "reported a full disk, but the disk has room for its checkpoints{cause}",
+                "reported a full disk, but the disk has room for a checkpoint{cause}",
                 cause=cause,
             ),
         )
     if code == -signal.SIGTERM:
         return TrainerFailure(
-            KILLED, Message("retrying.ended.terminated", "was ended by SIGTERM from another process than this factory")
+            KILLED,
+            Message("retrying.ended.terminated", "was ended by SIGTERM from another process, not from this factory"),
         )
     number = _signal(code, log)
     if number == signal.SIGKILL:
@@ -123,7 +127,7 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
 
 
 def _signal(code: int, log: str) -> int:
-    """The signal that ended the trainer, or the first of its ranks in torchrun's report; 0: none."""
+    """Return the signal that ended the trainer, or that ended the first rank in torchrun's report; 0: none."""
     if code < 0:
         return -code
     found = RANK_SIGNAL.search(log) if code == 1 else None
@@ -152,7 +156,7 @@ class TrainerDiedError(SegmentError):
 
 
 def newest_checkpoint_step(row: SegmentRow) -> int | None:
-    """The step of a segment's newest whole checkpoint, or None. A folder with only the name of a checkpoint does not count."""
+    """Return the step of a segment's newest complete checkpoint, or None. An incomplete folder with the name of a checkpoint does not count."""
     found = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in (Path(row.folder) / "checkpoints").glob("step-*"))
     steps = ((int(named.group(1)), path) for named, path in found if named)
     return max(
@@ -161,7 +165,7 @@ def newest_checkpoint_step(row: SegmentRow) -> int | None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether all files of the manifest exist with the right length. Readers of the files check their hashes."""
+    """Return whether all files of the manifest exist with the right length. Code that reads the files checks their hashes."""
     try:
         files = read_json_object(checkpoint / "manifest.json")["files"]
         return bool(files) and all((checkpoint / name).stat().st_size == file["bytes"] for name, file in files.items())
@@ -174,9 +178,9 @@ def _is_whole(checkpoint: Path) -> bool:
 def record_death(
     ledger: Ledger, row: SegmentRow, ending: TrainerFailure, code: int, tries: int, final: bool
 ) -> SegmentRow:
-    """Record how a segment's trainer ended; returns the segment's new row.
+    """Record how a segment's trainer ended. Returns the segment's new row.
 
-    The segment is parked after ``tries`` deaths without progress, or at once if ``final``.
+    The segment is parked after ``tries`` deaths without progress; with ``final``, after this death.
     """
     from factory.ledger.ledger import record_event, segments
     from factory.ledger.snapshot import Snapshot
@@ -196,7 +200,7 @@ def record_death(
 
 
 def _steps_at_deaths(db: ReadsSql, segment: int) -> list[int]:
-    """The step of the newest checkpoint at each death since the last ``factory retry`` of the segment; −1: no checkpoint."""
+    """Return, for each death since the last ``factory retry`` of the segment, the step of the newest checkpoint; −1: no checkpoint."""
     subject = str(Subject("segment", segment))
     rows = db.read("SELECT kind, detail FROM events WHERE subject = :subject ORDER BY id", subject=subject)
     steps: list[int] = []
@@ -210,19 +214,19 @@ def _steps_at_deaths(db: ReadsSql, segment: int) -> list[int]:
 
 
 def find_open_segment(db: ReadsSql) -> int | None:
-    """The oldest segment that is planned and not done, or None."""
+    """Return the number of the oldest segment in the state 'planned', or None."""
     row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
     return row.id if row else None
 
 
 def find_parked_segment(db: ReadsSql) -> SegmentRow | None:
-    """The newest segment that trains, if it is parked. A person must decide about it before another segment trains."""
+    """Return the newest segment (averages do not count) if it is parked, else None. No other segment trains before a person decides about it."""
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     return newest if newest is not None and newest.state == "failed" else None
 
 
 def parked_message(db: ReadsSql, row: SegmentRow) -> Message:
-    """Says which segment is parked, at which step and why."""
+    """Return a line that says which segment is parked, at which step and why."""
     step = newest_checkpoint_step(row)
     begun = Message("retrying.before_first_checkpoint", "before its first checkpoint")
     where = f"at step {step}" if step is not None else begun
@@ -238,12 +242,12 @@ def parked_message(db: ReadsSql, row: SegmentRow) -> Message:
 
 
 def parked_commands(row: SegmentRow) -> Message:
-    """The two commands that a person can choose from for a parked segment."""
+    """Return the two commands for a parked segment: a person chooses one."""
     return Message("retrying.parked_commands", "factory retry {segment}, or factory abandon {segment}", segment=row.id)
 
 
 def parked_instructions(db: ReadsSql, row: SegmentRow) -> Message:
-    """``parked_message``, and what the two commands do."""
+    """Return ``parked_message`` with the two commands and their effects."""
     step = newest_checkpoint_step(row)
     return Message(
         "retrying.parked_to_do", "{parked}. Training waits until a person decides. To continue the segment from {start} with its recipe and data, "
@@ -253,7 +257,7 @@ def parked_instructions(db: ReadsSql, row: SegmentRow) -> Message:
 
 
 def format_start(step: int | None) -> str:
-    """The place from which a segment continues, as words.
+    """Return in words from where a segment continues.
 
     >>> format_start(40), format_start(None)
     ('step 40', 'its beginning')
@@ -268,12 +272,12 @@ def refuse_parked(db: ReadsSql) -> None:
 
 
 def newest_retry_request(db: ReadsSql) -> int:
-    """The number of the newest event that asks for another try; 0 without one."""
+    """Return the number of the newest event in which a person asked for another try; 0 without one."""
     return int(db.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=ASKED)[0]["id"] or 0)
 
 
 def request_retry(ledger: Ledger, segment: int | None, by: str) -> Message:
-    """Make the daemon retry now all work that waits after a failure, and a parked segment; returns a message.
+    """Request that the daemon retries now: all work that waits after a failure, and ``segment`` if it is given. Returns a line for a person.
 
     Raises: InputError for a segment that is neither parked nor planned.
     """
@@ -303,7 +307,7 @@ def request_retry(ledger: Ledger, segment: int | None, by: str) -> Message:
 
 
 def abandon_segment(ledger: Ledger, segment: int, by: str) -> Message:
-    """Give up the steps of a parked segment; returns a message. The next segment starts where this one started. Its folder stays.
+    """Give up the steps of a parked segment. The next segment starts where this one started. Its folder stays. Returns a line for a person.
 
     Raises: InputError for a segment that is not parked.
     """

@@ -1,9 +1,10 @@
 """Notices processes that hang.
 
-A trainer hangs when it makes no more steps: it waits forever for a lost rank, a driver or a lock. Workers of ingest hang when they finish no
-more chunks. A tool of live code (an export, an average, a profile) hangs when it uses no processor and writes nothing; then it is killed.
+A trainer hangs when it makes no more steps, because it waits forever for a lost rank, a driver or a lock. Workers of ingest hang when they
+finish no more chunks. A tool of live code (an export, an average, a profile) hangs when it uses no processor and writes nothing. The factory kills
+such a tool.
 
-The usual time of a step is measured with this process's clock, and before the first step it is taken from earlier segments on this machine.
+The usual time of a step is measured by this process. Before the first step, it is the usual time of earlier segments on this machine.
 Time in which the trainer waited for a core does not count, so a busy machine does not look like a hung trainer. A growing checkpoint counts
 as progress.
 """
@@ -29,9 +30,9 @@ from kernels.contract.message import Message
 from trainer.contract import stopping
 
 TRAINER_BEGUN = "trainer_begun"  # event: a trainer made its first step, with the seconds since its start
-REMEMBERED = 1000  # newest steps whose time is used
-STARTS = 20  # newest starts of earlier trainers that are used
-POLL_SECONDS = 5.0  # between two looks at a tool
+REMEMBERED = 1000  # number of newest steps whose times are used
+STARTS = 20  # number of newest starts of earlier trainers that are used
+POLL_SECONDS = 5.0  # between two measurements of a tool's activity
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class UsualDurations:
 
 
 def measure_usual_times(ledger: Ledger, row: SegmentRow) -> UsualDurations:
-    """The times of earlier trainers with this recipe on the same kind of machine."""
+    """Return the times of earlier trainers with this recipe on the same kind of machine."""
     machine = _machine(row)
     begun = ledger.read(f"SELECT detail FROM events WHERE kind = '{TRAINER_BEGUN}' ORDER BY id DESC LIMIT {STARTS}")
     starts = [one["detail"]["seconds"] for one in begun if one["detail"]["machine"] == machine]
@@ -75,11 +76,14 @@ class Watchdog:
         self, policy: RetryPolicy, usual: UsualDurations, process: int, folder: Path, *, starts_often: bool = False, first_counts: bool = False,
         unit: str = "step", clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """process: the root of the watched processes. folder: grows while a checkpoint is written. starts_often: every step may
-        compile, not only the first. first_counts: the first step takes as long as the others. unit: the name of a step in messages."""
+        """``process``: the root of the watched process tree. ``folder``: a folder that grows while a checkpoint is written.
+
+        ``starts_often``: every step may compile, not only the first. ``first_counts``: the first step takes as long as the others. ``unit``: what
+        messages call a step.
+        """
         self.policy, self.usual, self.process, self.folder = policy, usual, process, folder
         self.starts_often, self.first_counts, self.unit, self.clock = starts_often, first_counts, unit, clock
-        self.steps: int | None = None  # made since the start; None: no step yet
+        self.steps: int | None = None  # number of steps since the start; None: no step yet
         self.idle_seconds = 0.0  # seconds without a step, less the time spent waiting for a core
         self.started = self._looked = self._moved = clock()
         self._took: deque[float] = deque(maxlen=REMEMBERED)
@@ -102,11 +106,11 @@ class Watchdog:
         return statistics.median(self._took) if self._took else self.usual.step
 
     def restart_clock(self) -> None:
-        """Start the clock again: the process had nothing to do since the last look."""
+        """Start the clock again, because the process had nothing to do since the last check."""
         self._looked = self._moved = self.clock()
 
     def check(self, steps: int) -> str:
-        """Compare the number of steps since the start with the last look; returns '' or a message that the process hung."""
+        """Compare ``steps``, the number since the start, with the last check. Returns '', or a message if the process hangs."""
         now = self.clock()
         passed, self._looked = now - self._looked, now
         if steps > (self.steps or 0):
@@ -131,12 +135,12 @@ class Watchdog:
         return Message(
             "retrying.hung", "no {unit} for {idle} ({usual}, the limit is {limit})",
             unit=f"first {self.unit}" if self.steps is None else self.unit, idle=format_duration(self.idle_seconds), seconds=self.idle_seconds,
-            usual=f"{self.usual_step_seconds:.3g} s is usual" if self.usual_step_seconds else "none was timed yet",
+            usual=f"{self.usual_step_seconds:.3g} s is usual" if self.usual_step_seconds else f"no {self.unit} was timed yet",
             limit=format_duration(self.limit_seconds),
         )  # fmt: skip
 
     def _waited_for_a_core(self) -> float:
-        """The longest time, in seconds, that a thread waited for a core since the last call."""
+        """Return the longest time, in seconds, that any thread has waited for a core since the last call."""
         found: dict[int, int] = {}
         for process in _tree(self.process):
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -150,14 +154,14 @@ class Watchdog:
 
 
 def _tree(process: int) -> Iterator[int]:
-    """A process and all its descendants."""
+    """Yield a process and all its descendants."""
     yield process
     for child in stopping.child_processes(process):
         yield from _tree(child)
 
 
 def count_files_and_bytes(folder: Path) -> tuple[int, int]:
-    """(files, bytes) below a folder, which other processes may change meanwhile."""
+    """Return (files, bytes) below a folder. Other processes may change the folder meanwhile."""
     files = size = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -169,7 +173,7 @@ def count_files_and_bytes(folder: Path) -> tuple[int, int]:
 
 @contextmanager
 def kill_when_idle(process: int, seconds: float) -> Iterator[list[str]]:
-    """Kill ``process`` and its descendants after ``seconds`` without activity. Yields a list, which then has a message."""
+    """Kill ``process`` and its descendants after ``seconds`` without activity. Yields a list that gets a message when that happens."""
     over, said = threading.Event(), list[str]()
 
     def watch() -> None:
@@ -200,7 +204,7 @@ def kill_when_idle(process: int, seconds: float) -> Iterator[list[str]]:
 
 
 def measure_activity(process: int) -> tuple[int, ...]:
-    """(number of processes, processor time in ticks, bytes written) of a process and its descendants."""
+    """Return (number of processes, processor time in ticks, bytes written) of a process and its descendants."""
     count = ticks = written = 0
     for one in _tree(process):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it ended

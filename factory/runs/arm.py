@@ -1,4 +1,4 @@
-"""An arm: one way to train some steps. Two arms that train the same have the same key, whoever asks for them.
+"""Describes an arm: one way to train some steps. Two arms whose training is the same have the same key, in whatever task they are.
 
 >>> plan = {"token_shards": [{"id": "a", "path": "shards/a"}], "seed": 1}
 >>> base = {"kind": "trunk", "recipe": {"precision": "fp32", "optimizer": {"lr": 0.1}}, "data_plan": plan, "first_step": 0, "last_step": 20,
@@ -32,22 +32,22 @@ Spec = dict[str, Any]
 class Arm:
     """A segment's specification with some keys changed.
 
-    An arm without changes is the segment itself, from ``base["first_step"]``, or from ``start`` if that is at a later step.
+    An arm without changes is the segment itself. It begins at ``base["first_step"]``, or at the step of ``start`` if that is later.
     """
 
-    name: str  # for people, unique within a task; not a part of the key
-    base: Mapping[str, Any]  # segment.json of the varied segment
-    code: str  # a commit, or a tree if commits of the same tree count as one
-    recipe: Mapping[str, Any] = field(default_factory=dict)  # keys that differ, with dots between their parts
+    name: str  # for people; unique within a task, and not a part of the key
+    base: Mapping[str, Any]  # content of segment.json of the segment that is varied
+    code: str  # a commit; or a tree, where commits with the same tree are equivalent
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # keys that differ from the base, such as optimizer.lr
     plan: Mapping[str, Any] = field(default_factory=dict)  # keys of the data plan that differ
     start: Path | None = None  # the checkpoint to continue from; None: the base's
     until: int | None = None  # the arm ends at the checkpoint of this step; None: at the base's last step
-    seed: int | None = None  # of the data's order, which then starts from its beginning
+    seed: int | None = None  # seed of the order of the data, which is then read from its beginning
     precision: str | None = None
     kernels: str = ""  # the text of kernels.yaml; empty: the code's own
     ranks: int | None = None  # None: the workspace's number
     environment: str = ""  # the interpreter of another environment
-    repeat: int = 0  # above 0: the same arm again, on purpose
+    repeat: int = 0  # above 0: repeats the same arm, with another key
 
     @property
     def first(self) -> int:
@@ -61,11 +61,11 @@ class Arm:
 
     @property
     def resumed_checkpoint(self) -> Path | None:
-        """The checkpoint from which the arm resumes, like a stopped segment; None: it starts."""
+        """The checkpoint from which the arm resumes, as a stopped segment does; None if the arm starts at the base's first step."""
         return self.start if self.first > self.base["first_step"] else None
 
     def spec(self, kernels: Path | str | None = None) -> Spec:
-        """The content of segment.json. ``kernels``: the path of the kernels' text."""
+        """Return the content of segment.json. ``kernels``: the path of a file with the text ``kernels`` of the arm."""
         keys = dict(self.recipe) | ({} if self.precision is None else {"precision": self.precision})
         spec: Spec = json.loads(json.dumps(dict(self.base) | {"kernels": kernels and str(kernels)}))
         spec["recipe"] = with_changed_keys(spec["recipe"], keys)
@@ -78,7 +78,7 @@ class Arm:
 
     @cached_property
     def key(self) -> str:
-        """The hash of everything that decides the training. Files count by content, not by path."""
+        """The hash of everything that determines the training. Files count by their content, not by their path."""
         spec = self.spec(self.kernels or None)
         begins = [_content(path) for path in (spec.pop("initial_checkpoint"), self.resumed_checkpoint)]
         spec["data_plan"]["token_shards"] = [
@@ -88,7 +88,7 @@ class Arm:
         return hashlib.sha256(json.dumps([spec, rest], sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """The arm as the ledger stores it: the hash of the base, and the differences from it."""
+        """Return the arm as the ledger stores it: the hash of the base, and the differences from it."""
         base = hashlib.sha256(json.dumps(dict(self.base), sort_keys=True, default=str).encode()).hexdigest()[:16]
         found = {
             "name": self.name, "base": base, "code": self.code, "recipe": dict(self.recipe), "plan": dict(self.plan),
@@ -101,12 +101,12 @@ class Arm:
 
 
 def recipe_for_one_rank(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe for the sandbox's single rank: nothing is split over ranks. Recomputation stays."""
+    """Return the recipe for the sandbox's single rank: nothing is split over ranks. Activation recomputation stays."""
     return with_changed_keys(recipe, {"parallel.tensor": 1, "parallel.replicas": 1})
 
 
 def check_arms(arms: Sequence[Arm]) -> None:
-    """Raises: InputError for an arm with an unknown key, and for two equal arms."""
+    """Raises: InputError for an arm with an unknown key, or for two equal arms."""
     seen: dict[str, str] = {}
     for arm in arms:
         for path in arm.recipe:
@@ -114,7 +114,7 @@ def check_arms(arms: Sequence[Arm]) -> None:
         for key in arm.plan.keys() - DataPlan.model_fields.keys():
             raise InputError(
                 "runs.unknown_plan_key",
-                "arm {arm!r}: no data plan has the key {key!r}{hint}",
+                "arm {arm!r}: a data plan has no key {key!r}{hint}",
                 arm=arm.name, key=key, hint=suggest_name(key, DataPlan.model_fields),
             )  # fmt: skip
         if (other := seen.setdefault(arm.key, arm.name)) != arm.name:
@@ -135,13 +135,13 @@ def _refuse_unknown(arm: Arm, path: str) -> None:
         if part not in known:
             raise InputError(
                 "runs.unknown_recipe_key",
-                "arm {arm!r}: no recipe has the key {key!r}{hint}",
+                "arm {arm!r}: a recipe has no key {key!r}{hint}",
                 arm=arm.name, key=path, hint=suggest_name(part, known),
             )  # fmt: skip
 
 
 def _content(checkpoint: Path | str | None) -> str | None:
-    """The hash of a checkpoint's manifest, which holds the hashes of its files; the path, if there is no manifest."""
+    """Return the hash of a checkpoint's manifest, which contains the hashes of the files; without a manifest, the path."""
     if checkpoint is None:
         return None
     try:

@@ -1,15 +1,15 @@
-"""The compile cache of a commit of live code, which begins as a copy of an older commit's cache.
+"""Gives each commit of live code a compile cache, which starts as a copy of an older commit's cache.
 
 Each commit has its own folder, ``devices.compiled``: torch.compile's files in ``inductor/`` (graphs with their kernels, the choices of
 autotuning, C++ and the project's own C++ kernels) and Triton's in ``triton/``. Segments, certificates, preflights, exports and profiles of the
-commit use it, and it survives kills and restarts. An entry is found by a hash of its sources (the graph, the compilers' settings and
-versions, the device), independent of commit and folder. So a patch that leaves a graph unchanged finds it compiled.
+commit use it, and it survives kills and restarts. The key of an entry is a hash of its sources (the graph, the compilers' settings and
+versions, the device), independent of commit and folder. So a patch that does not change a graph finds it compiled.
 
 Reading an entry means running it, so a cache is as trustworthy as the code that wrote it. A cache is copied from older approved code to newer
-code that contains the older code, never back. It is a copy, not hard links, through which newer code could change what older code reads. From code
-with agents' patches, a cache is copied only across further judged patches that undo none. A person's commit, or an undoing proposal, may follow a
-hostile patch, whose compiled files are hostile too. Where nothing may be copied, the commit compiles for itself. A candidate is not live code: gates
-give it a private copy.
+code that contains the older code, never in the other direction. Hard links would not do: newer code could change the files that older code reads.
+The cache of code with agents' patches is copied only if all commits between are judged patches that undo no other patch. A person's commit or an
+undoing proposal may remove a hostile patch, but the compiled files of that patch would remain in the copy. Where nothing may be copied, the commit
+starts with an empty cache. A candidate is not live code: gates give it a private copy.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from factory.git import repository
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO_TARGET, ProposalRow, SegmentRow
 
-MOST_BYTES = 2 << 30  # of a copied cache; unused entries are never removed, so a larger cache is not copied
-PATIENCE_SECONDS = 600.0  # wait for another process that copies
+MOST_BYTES = 2 << 30  # a larger cache is not copied, because unused entries are never removed from a cache
+PATIENCE_SECONDS = 600.0  # longest wait for another process that copies
 
 
 def copy_older_cache(plant: Plant, commit: str) -> Path | None:
-    """Before a commit's code first runs here, copy the newest cache that the commit may read. Returns the copied folder.
+    """Copy the newest cache that a commit may read, before the commit's code first runs. Returns the folder that was copied.
 
-    None: the commit has a cache already, or no cache may be copied. Raises: RepositoryError; OSError, which leaves nothing behind.
+    None: the commit has a cache already, or no cache may be copied. Raises: RepositoryError; OSError, and then no copy exists.
     """
     own = devices.compiled_code_folder(plant.workspace.root, commit)
     if own.exists():
@@ -54,7 +54,10 @@ def copy_older_cache(plant: Plant, commit: str) -> Path | None:
 
 
 def find_readable_caches(plant: Plant, commit: str) -> Iterator[Path]:
-    """The caches that ``commit`` may read, newest first: those of code that trained here and that the commit contains. Raises: RepositoryError."""
+    """Yield the caches that ``commit`` may read, newest first: caches of code that trained here and that the commit contains.
+
+    Raises: RepositoryError.
+    """
     code = plant.workspace.repository
     rows = ProposalRow.select(plant.ledger, "WHERE state IN ('approved', 'reverted')")
     patches = {row.commit: row for row in rows if row.commit}
@@ -74,7 +77,7 @@ def find_readable_caches(plant: Plant, commit: str) -> Iterator[Path]:
 
 
 def copy_cache(compiled: Path, cache: Path) -> None:
-    """Give a gate's run a private copy of the cache of approved code. No other process reads what a candidate writes there."""
+    """Copy the cache of approved code to ``cache``, a private folder of a gate's run. No other process reads files that a candidate writes there."""
     if compiled.is_dir():
         shutil.copytree(compiled, cache, symlinks=True)
 

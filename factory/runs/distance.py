@@ -1,12 +1,11 @@
-"""Measures how far apart two runs are: weights and moments tensor by tensor, recorded values number by number.
+"""Measures how far apart two runs are: weights and optimizer moments tensor by tensor, recorded values number by number.
 
-    distance(a, b)                     ‖b − a‖ beside ‖a‖
-    distance(a, b, begun=c)            of weights ‖(b − c) − (a − c)‖ beside how far a moved from c, ‖a − c‖
-    distance(a, b, begun=c, other=d)   as before, where b began with d: (b − d) − (a − c)
+    checkpoint_distance(a, b)                     ‖b − a‖, as a share of ‖a‖
+    checkpoint_distance(a, b, begun=c)            for weights ‖(b − c) − (a − c)‖, as a share of the way of a from c, ‖a − c‖
+    checkpoint_distance(a, b, begun=c, other=d)   the same, if b began from d: ‖(b − d) − (a − c)‖
 
-``save_perturbed_checkpoint`` measures the effect of rounding: it copies a checkpoint with each weight one rounding larger or smaller. A distance is
-meaningful
-only if it is larger than that of a run from the copy.
+``save_perturbed_checkpoint`` helps to measure the effect of rounding: it copies a checkpoint with each weight larger or smaller by one rounding
+error. A distance means something only if it is larger than the distance of a run from that copy.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 
-RANDOM_STATE = "rng"  # a state among the moments, of which any difference counts as whole
+RANDOM_STATE = "rng"  # a state that is stored among the moments and has no distance
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class TensorDistance:
-    """The distance ``tensor_distances`` of one tensor, or of several together, in two runs, and the size that it is a share of."""
+    """The distance ``apart`` of one tensor (or of several together) in two runs, and the norm ``size`` of which it is a share."""
 
     apart: float
     size: float
@@ -46,27 +45,27 @@ class TensorDistance:
 
 @dataclass(frozen=True)
 class Distance:
-    """Distances by name of the tensor. A tensor that only one run has, or of another shape, is infinitely far."""
+    """Distances by name of the tensor. A tensor that only one run has, or that has two shapes, is infinitely far."""
 
     weights: Mapping[str, TensorDistance]
     moments: Mapping[str, TensorDistance]
 
     def shares(self) -> dict[str, float]:
-        """The shares of all tensors, by name."""
+        """Return the share of each tensor, by name."""
         return {name: one.share for name, one in (*self.weights.items(), *self.moments.items())}
 
 
 def checkpoint_distance(
     a: Checkpoint, b: Checkpoint, begun: Tensors | None = None, other: Tensors | None = None
 ) -> Distance:
-    """The distance of ``b`` from ``a``, in fp64. ``begun``: the weights at the start; ``other``: those of ``b``, if they differ."""
+    """Return the distance of ``b`` from ``a``, in fp64. ``begun``: the weights from which ``a`` began; ``other``: those of ``b``, if not the same."""
     return Distance(tensor_distances(a.model, b.model, begun, other), tensor_distances(a.optimizer, b.optimizer))
 
 
 def tensor_distances(
     a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors | None = None
 ) -> dict[str, TensorDistance]:
-    """``checkpoint_distance`` of some tensors."""
+    """Return the distance of each tensor by name, as in ``checkpoint_distance``."""
     found = {}
     other = begun if other is None else other
     for name in sorted((a.keys() | b.keys()) - {RANDOM_STATE}):
@@ -83,7 +82,7 @@ def tensor_distances(
 def tensor_distance(
     one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor | None = None
 ) -> TensorDistance:
-    """``checkpoint_distance`` of two tensors of the same shape."""
+    """Return the distance of two tensors of the same shape, as in ``checkpoint_distance``."""
     way, others = one.double(), two.double()
     if begun is not None and other is not None:
         way, others = way - begun.double(), others - other.double()
@@ -91,7 +90,7 @@ def tensor_distance(
 
 
 def sum_by_kind(moments: Mapping[str, TensorDistance]) -> dict[str, TensorDistance]:
-    """The distances of moments added up by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``), because the sizes of kinds are unrelated."""
+    """Sum the distances of moments by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``): sizes of different kinds are not comparable."""
     kinds = sorted({name.partition(".")[0] for name in moments})
     return {
         kind: sum_distances(one for name, one in moments.items() if name.partition(".")[0] == kind) for kind in kinds
@@ -99,7 +98,7 @@ def sum_by_kind(moments: Mapping[str, TensorDistance]) -> dict[str, TensorDistan
 
 
 def find_unlike_tensor(a: Checkpoint, b: Checkpoint) -> str:
-    """The name of the first tensor without a counterpart of its shape and dtype; '': none."""
+    """Return the name of the first tensor that has no counterpart of the same shape and dtype; '': none."""
     for ours, theirs in ((a.model, b.model), (a.optimizer, b.optimizer)):
         for name in sorted(ours.keys() | theirs.keys()):
             one, two = ours.get(name), theirs.get(name)
@@ -109,7 +108,7 @@ def find_unlike_tensor(a: Checkpoint, b: Checkpoint) -> str:
 
 
 def have_same_bits(a: Checkpoint, b: Checkpoint) -> bool:
-    """True if weights and moments are equal. Recorded values do not count: another memory layout may round a diagnosis differently."""
+    """Return whether weights and moments are equal. Recorded values do not count, because another memory layout may round them differently."""
     pairs = [
         (ours[name], theirs[name])
         for ours, theirs in ((a.model, b.model), (a.optimizer, b.optimizer))
@@ -120,18 +119,18 @@ def have_same_bits(a: Checkpoint, b: Checkpoint) -> bool:
 
 
 def find_different_weights(a: Tensors, b: Tensors) -> list[str]:
-    """The names of weights that differ in some bit."""
+    """Return the names of the weights that are not bit-identical."""
     same = lambda name: name in a and name in b and a[name].equal(b[name])
     return sorted(name for name in a.keys() | b.keys() if not same(name))
 
 
 def tensor_norms(tensors: Tensors) -> dict[str, float]:
-    """The norm of each tensor of floats."""
+    """Return the norm of each floating-point tensor, by name."""
     return {name: float(t.double().norm()) for name, t in tensors.items() if t.is_floating_point()}
 
 
 def sum_distances(parts: Iterable[TensorDistance]) -> TensorDistance:
-    """The distance of several tensors as one long tensor.
+    """Return the distance of several tensors as if they were one long tensor.
 
     >>> sum_distances([TensorDistance(3.0, 1.0), TensorDistance(4.0, 0.0)])
     TensorDistance(apart=5.0, size=1.0)
@@ -141,12 +140,12 @@ def sum_distances(parts: Iterable[TensorDistance]) -> TensorDistance:
 
 
 def vector_norm(parts: Iterable[float]) -> float:
-    """The norm of a vector from the norms of its parts."""
+    """Return the norm of a vector, given the norms of its parts."""
     return math.sqrt(math.fsum(part * part for part in parts))
 
 
 def relative_size(difference: float, size: float) -> float:
-    """A difference as a share of a size; infinite if the size is 0 or the difference is not a number."""
+    """Return ``difference`` / ``size``; 0 if the difference is 0, else infinite if the size is 0 or the difference is not a number."""
     if difference == 0:
         return 0.0
     found = difference / size if size > 0 else math.inf
@@ -156,8 +155,9 @@ def relative_size(difference: float, size: float) -> float:
 def find_value_differences(
     one: Any, other: Any, ignored: Collection[str] = (), where: str = ""
 ) -> Iterator[tuple[str, TensorDistance]]:
-    """(place, distance) of each difference of two JSON values. Floats differ by a share of the larger one, other values wholly or not at all. Of the
-    keys in ``ignored`` only the type counts.
+    """Yield (place, distance) for each difference of two JSON values. The distance of floats is a share of the larger one, of other values infinite.
+
+    For keys in ``ignored`` only the type is compared.
 
     >>> list(find_value_differences({"loss": 2.0, "time": 5.0}, {"loss": 2.5, "time": 9.0}, {"time"}, "line 1"))
     [('line 1: loss', TensorDistance(apart=0.5, size=2.5))]
@@ -204,7 +204,7 @@ def find_value_differences(
 
 
 def relative_differences(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
-    """The distances of ``others`` from ``values`` as shares of these; infinite where a value is missing.
+    """Return the distance of each of ``others`` from its value in ``values``, as a share of the latter; infinite where one is missing.
 
     >>> relative_differences([2.0, 4.0, None], [2.0, 3.0, 1.0])
     [0.0, 0.25, inf]
@@ -218,7 +218,7 @@ def relative_differences(values: Sequence[float | None], others: Sequence[float 
 
 # -- the effect of rounding --------------------------------------------------------------------------------------------
 def save_perturbed_checkpoint(checkpoint: Path, target: Path, unit: float, seed: int) -> Path:
-    """Save, once, a copy of a checkpoint in ``target`` with each weight larger or smaller by the share ``unit``, at random."""
+    """Save a copy of a checkpoint in ``target``, with each weight at random larger or smaller by the share ``unit``. An existing copy is kept."""
     made = target / checkpoint.name
     if not made.exists():
         whole = checkpoints.load(checkpoint)

@@ -1,8 +1,8 @@
 """Runs live code in the sandbox: the trainer and its tools (export, averaging, tuning, the line profiler).
 
-Live code is approved, but an agent may have written it, and no gate executes everything that code can do. So it sees only what it needs. It reads its
-worktree, token shards and a checkpoint. It writes its own folder and its commit's compile cache. It has GPUs, and a private loopback for its
-ranks. ``training_sandbox`` in ``factory.yaml`` decides what happens if no sandbox can be made.
+Live code is approved, but an agent may have written it, and no gate executes all paths of the code. So it can access only the files it needs. It
+reads its worktree, token shards and a checkpoint. It writes to its own folder and its commit's compile cache. It has the GPUs, and a private
+loopback network for its ranks. ``training_sandbox`` in ``factory.yaml`` decides what happens if no sandbox can be made.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class LiveCode:
     """A commit's worktree, and whether its code runs in the sandbox."""
 
     folder: Path
-    cache: Path | None  # of this commit's code alone; None: torch's own
+    cache: Path | None  # compile cache of this commit; None: torch's default
     isolated: bool
     hung_seconds: float = RetryPolicy().hung_seconds  # a tool that is idle for this long is killed
 
     @classmethod
     def of_commit(cls, plant: Plant, commit: str) -> LiveCode:
-        """The live code of a commit. Raises: RepositoryError; IsolationError if the code may not run here without a sandbox."""
+        """Check out the live code of a commit. Raises: RepositoryError; IsolationError if the code needs a sandbox and none can be made."""
         from factory.git.repository import checkout_live_code
 
         isolated, why = choose_isolation(plant)
@@ -71,7 +71,7 @@ class LiveCode:
         stderr: IO[bytes] | int,
         lock: int | None = None,
     ) -> RunningCommand:
-        """Start ``command`` in its folder, as ``live_sandbox.start`` does. The process ends with the factory. Raises: IsolationError; OSError."""
+        """Start ``command`` in the worktree, as ``live_sandbox.start_in_sandbox`` does. It dies with the factory. Raises: IsolationError; OSError."""
         own = {"PYTHONPATH": str(self.folder), **environment}
         if self.isolated:
             assert self.cache is not None
@@ -108,7 +108,9 @@ class LiveCode:
         on_line: Callable[[str], object] = lambda _: None,
         environment: Mapping[str, str] = {},
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``python words`` to its end. ``on_line`` gets each line of its standard error. A hanging process is killed, and the last line says so.
+        """Run ``python`` with ``words``, and wait for its end. ``on_line`` gets each line of its standard error.
+
+        A process that hangs is killed, and the last line of its standard error then says so.
 
         Raises: IsolationError.
         """
@@ -144,7 +146,7 @@ class LiveCode:
 
 
 def choose_isolation(plant: Plant) -> tuple[bool, str]:
-    """(True if live code runs in the sandbox, else the reason). Raises: IsolationError if live code may not run at all."""
+    """Return (True, '') if live code runs in the sandbox, else (False, the reason). Raises: IsolationError if it must not run at all."""
     chosen, where = plant.workspace.config.training_sandbox, plant.workspace.root / "factory.yaml"
     if chosen == "off":
         return False, Message("runs.sandbox_off", "training_sandbox is off in {file}", file=where)
@@ -160,8 +162,8 @@ def choose_isolation(plant: Plant) -> tuple[bool, str]:
         return True, ""
     advice = Message(
         "runs.sandbox_advice",
-        "To see what is missing: 'factory check'. To train without a sandbox, and so trust merged code on this machine, write "
-        "'training_sandbox: off' in {file}.",
+        "To see what is missing: 'factory check'. To train without a sandbox, write 'training_sandbox: off' in {file}. Merged code then runs with "
+        "your permissions.",
         file=where,
     )
     if chosen == "required":
@@ -184,7 +186,7 @@ def choose_isolation(plant: Plant) -> tuple[bool, str]:
 
 
 def find_newest_merged_proposal(ledger: Ledger) -> int | None:
-    """The number of the newest merged proposal, or None."""
+    """Return the number of the newest merged proposal, or None."""
     newest = sa.select(sa.func.max(proposals.c.number).label("newest")).where(proposals.c.state == "approved")
     row = ledger.select_first(newest)
     return row["newest"] if row else None
@@ -192,7 +194,7 @@ def find_newest_merged_proposal(ledger: Ledger) -> int | None:
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
 def list_trainer_read_paths(spec: Mapping[str, Any]) -> list[Path]:
-    """The paths that a trainer reads besides its folder and code: token shards, a checkpoint, ``kernels.yaml``."""
+    """Return the paths that a trainer reads besides its folder and code: token shards, a checkpoint, ``kernels.yaml``."""
     names = [shard["path"] for shard in spec["data_plan"]["token_shards"]]
     return [Path(name) for name in (*names, spec["initial_checkpoint"], spec["kernels"]) if name]
 
@@ -208,18 +210,21 @@ def start_trainer(
     lock: int,
     count: int | None = None,
 ) -> RunningCommand:
-    """Start ``-m trainer …`` of this code, with its output in ``out``. The process holds ``lock`` while it lives.
+    """Start ``python -m trainer`` of this code with ``arguments``. Its output goes to ``out``. The process holds ``lock`` until it ends.
 
-    ``count``: the number of ranks, on this machine; None: the workspace's. A caller that holds one device limits the trainer to that device.
+    ``count``: the number of ranks, all on this machine; None: the number in the workspace's configuration. If the caller holds a device, the
+    trainer uses only that device.
 
     Raises: ConfigError if the launcher cannot be started; IsolationError.
     """
     environment = {
         "PYTHONUNBUFFERED": "1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stopping.GRACE_SECONDS) + 1),  # then it kills its ranks
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(
+            math.ceil(stopping.GRACE_SECONDS) + 1
+        ),  # torchrun kills its ranks after this time
         **devices.device_environment(),
     }
-    if (started := count or count_ranks(workspace)) > 1:  # torchrun would give each rank one thread
+    if (started := count or count_ranks(workspace)) > 1:  # by default, torchrun gives each rank one thread
         threads = str(max(1, len(os.sched_getaffinity(0)) // started))
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
     logs = Path("/tmp") if code.isolated else workspace.logs / "torchrun"
@@ -237,13 +242,13 @@ def start_trainer(
     except OSError as error:
         raise ConfigError(
             "runs.launcher",
-            "{file}: launcher: the program {program} cannot run: {error}",
+            "The program {program} of 'launcher' in {file} cannot be started: {error}",
             file=workspace.root / "factory.yaml", program=words[0], error=error.strerror,
         ) from error  # fmt: skip
 
 
 def wait_for_end(process: RunningCommand, seconds: float) -> bool:
-    """True if the process has ended. Waits at most ``seconds``. Raises: IsolationError if nothing was run."""
+    """Wait at most ``seconds``. Returns whether the process has ended. Raises: IsolationError if nothing was run."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -252,7 +257,7 @@ def wait_for_end(process: RunningCommand, seconds: float) -> bool:
 
 
 def stop_trainer(process: RunningCommand) -> None:
-    """Stop a trainer, and return once it has ended. Code of an older commit may first end its step, which may take long; then it is killed."""
+    """Stop a trainer, and wait for its end. Code of an older commit may finish its step first. If that takes too long, it is killed."""
     process.terminate()
     try:
         if wait_for_end(process, TRAINER_STOP_SECONDS):

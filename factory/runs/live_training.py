@@ -1,7 +1,9 @@
-"""Trains arms with live code. One trainer trains all arms of one commit, with one import, one compilation and one read of the data, and waits for
-each (``python -m trainer --wait``). Arms that need one device each are divided among as many trainers as there are devices.
+"""Trains arms with live code.
 
-A restarted factory continues: an arm with a result is not run again, and an unfinished arm resumes. A pause stops all arms.
+One trainer (``python -m trainer --wait``) trains all arms of one commit in sequence, so it imports, compiles and reads the data once. If each arm
+needs only one device, the arms are divided among as many trainers as there are devices.
+
+A restarted factory continues: an arm with a result is not trained again, and an unfinished arm resumes. A pause stops all arms.
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0
 NO_USUAL_TIMES = UsualDurations()
-POSSIBLE_MACHINE_FAULTS = (HUNG, KILLED, OUT_OF_MEMORY)  # they say nothing about the code, unless they repeat
+POSSIBLE_MACHINE_FAULTS = (HUNG, KILLED, OUT_OF_MEMORY)  # such an end says nothing about the code, unless it repeats
 
 
 @dataclass(frozen=True)
 class TrainerExit:
-    """The end of a trainer: exit code and last line. Code 0: every arm left its result."""
+    """How a trainer ended: its exit code and last line. With code 0, every arm has a result."""
 
     code: int = 0
     line: str = ""
@@ -72,11 +74,11 @@ def train_live(
     title: str,
     usual: UsualDurations = NO_USUAL_TIMES,
 ) -> TrainerExit:
-    """Train ``arms``, each in its folder below ``home``. All have the same number of ranks. Returns the end of the first failed trainer.
+    """Train ``arms``, each in its folder below ``home``. All must have the same number of ranks. Returns how the first failed trainer ended.
 
-    ``usual``: the measured times of such a trainer. Raises: PausedError while training is paused; SegmentError if a trainer was stopped or
-    killed, hung, had too little memory, or the disk is full. After as many such ends without a new result as ``policies/retries.yaml`` has
-    tries, the last end is returned.
+    ``usual``: measured times of earlier trainers. Raises: PausedError while training is paused; SegmentError if a trainer was stopped or killed,
+    hung, had too little memory, or found the disk full. After ``tries`` (``policies/retries.yaml``) such ends without a new result, the last end is
+    returned instead.
     """
     refuse_paused(plant.ledger)
     home.mkdir(parents=True, exist_ok=True)
@@ -99,13 +101,13 @@ def train_live(
 
 
 def _lanes(arms: Mapping[Path, Arm], count: int) -> list[list[Path]]:
-    """The folders of each trainer."""
+    """Divide the arms' folders among ``count`` trainers."""
     folders = list(arms)
     return [lane for number in range(count) if (lane := folders[number::count])]
 
 
 def _on_one(lane: _Lane, task: ProgressTask, lock: int) -> Callable[[], TrainerExit]:
-    """A job that trains on one of the devices."""
+    """Return a job that waits for a free device and trains on it."""
 
     def job() -> TrainerExit:
         with devices.hold_device():
@@ -123,11 +125,11 @@ class _Lane:
     home: Path
     specs: Mapping[Path, Spec]
     title: str
-    count: int | None  # of ranks
+    count: int | None  # number of ranks
     usual: UsualDurations
 
     def train(self, task: ProgressTask, lock: int) -> TrainerExit:
-        """Raises: PausedError, SegmentError."""
+        """Train the arms. Returns how the trainer ended. Raises: PausedError, SegmentError."""
         plant, folders = self.plant, list(self.specs)
         log = self.home / f"{folders[0].name}.log"
         for folder in folders:
@@ -190,7 +192,7 @@ class _Lane:
 
 @contextmanager
 def ignore_machine_faults() -> Iterator[None]:
-    """Ignore faults of the machine: a locked, full or missing ledger or disk does not stop a trainer."""
+    """Ignore faults of the machine in a ``with`` block: a locked, full or missing ledger or disk must not stop a trainer."""
     try:
         yield
     except WaitingError:
@@ -201,7 +203,7 @@ def ignore_machine_faults() -> Iterator[None]:
 
 
 def _count_end(path: Path, folders: Sequence[Path]) -> int:
-    """The number of consecutive ends, with this one, without a new result and possibly by the machine's fault."""
+    """Count one more end that may be the machine's fault. Returns how many such ends in a row brought no new result."""
     results = sum((folder / "result.json").exists() for folder in folders)
     try:
         before = read_json_object(path)
@@ -213,8 +215,10 @@ def _count_end(path: Path, folders: Sequence[Path]) -> int:
 
 
 def prepare_folder(home: Path, folder: Path, arm: Arm) -> Spec:
-    """Make the arm's folder with a copy of the checkpoint from which it resumes, or keep a folder with the same specification. Returns the
-    specification."""
+    """Make the folder of an arm, with a copy of the checkpoint from which it resumes. A folder with the same specification is kept.
+
+    Returns the specification.
+    """
     kernels = home / f"{arm.key}.yaml" if arm.kernels else None
     if kernels is not None:
         write_atomically(kernels, arm.kernels)

@@ -1,12 +1,12 @@
-"""Trains arms in sequence in one sandboxed trainer, with untrusted code, or with code that is replayed.
+"""Trains arms in sequence in one sandboxed trainer: arms of untrusted code, or of code that is replayed.
 
 For a single arm, the folder is ready before the trainer starts, as for a segment. For several arms the trainer starts once with all folders
-(``python -m trainer --wait …``). It marks each folder for which it waits, and gets an arm as ``segment.json`` when the caller requests the
-arm. So start-up and compilation are not timed, and nothing of an arm can be computed before. While the caller reads the files of an arm, the trainer
-waits. Time is taken outside the sandbox, from the clock and from the CPU time of the sandbox's processes.
+(``python -m trainer --wait …``). When it waits for an arm, it marks the folder. It gets the arm as ``segment.json`` when the caller
+requests the arm. So start-up and compilation are not timed, and the trainer cannot compute an arm in advance. While the caller reads the files of
+an arm, the trainer waits. Time is measured outside the sandbox: wall time, and the CPU time of the sandbox's processes.
 
-Code in the sandbox may write in all of its folders at any time. So they are entered through descriptors of folders that were made before the code
-began, and no link in them is followed. The code compiles for itself, because the cache of live code is not trusted.
+Code in the sandbox may write to all arms' folders at any time. So the factory opens these folders before the code starts, reads through the
+descriptors, and follows no link in them. The code starts with an empty compile cache, because the cache of live code is not trusted.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ POLL_SECONDS = 0.003
 
 @dataclass(frozen=True)
 class ArmRunEnd:
-    """The end of an arm. ``failed``: why there is no last checkpoint; '': ``folder`` has one."""
+    """How the training of an arm ended. ``failed``: why there is no last checkpoint; '' if ``folder`` has one."""
 
     folder: Path
-    seconds: float = 0.0  # since the trainer got the arm, or started with it
+    seconds: float = 0.0  # wall time since the trainer got the arm, or started with it
     failed: str = ""
     out_of_time: bool = False  # a time limit ended the arm, which says nothing about its code
-    cpu: CpuSeconds | None = None  # of the sandbox during the same time; None: unknown, or a single arm
-    opened: int = -1  # of one of several arms: the descriptor of ``folder``, until the iterator is closed
+    cpu: CpuSeconds | None = None  # CPU time of the sandbox in this time; None: unknown, or there was only one arm
+    opened: int = -1  # descriptor of ``folder`` if there are several arms, valid until the iterator is closed
 
 
 def train_sandboxed(
     output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
 ) -> Generator[ArmRunEnd, None, None]:
-    """Train ``arms``, each when it is requested, in their folders below ``output``. The trainer may write only there.
+    """Train ``arms`` in their folders below ``output``, each arm when the iterator is asked for it. The trainer may write only there.
 
-    The iterator ends after the first failed arm. Close it, which ends the trainer. If an arm's steps continue after its last checkpoint, the
-    trainer is ended there. ``wall_seconds``: for all arms together. Raises: IsolationError; OSError for a fault of the machine.
+    The iterator ends after the first failed arm. The caller must close it, which ends the trainer. If the base of an arm has steps after the arm's
+    last checkpoint, the trainer is ended at this checkpoint. ``wall_seconds``: the limit for all arms together.
+    Raises: IsolationError; OSError for a fault of the machine.
     """
     with ExitStack() as held:
         waiting = [_Waiting.made(folder, arm, held) for folder, arm in arms.items()]
@@ -73,13 +74,13 @@ def train_sandboxed(
 
 @dataclass(frozen=True)
 class _Waiting:
-    """An arm's folder with everything but its specification."""
+    """An arm's folder that has all files but its specification."""
 
     path: Path
     opened: int
     spec: Spec
     last: int
-    holds: frozenset[str]  # names, with the mark of the waiting trainer
+    holds: frozenset[str]  # names of its files, and of the waiting trainer's mark
 
     @classmethod
     def made(cls, path: Path, arm: Arm, held: ExitStack) -> _Waiting:
@@ -96,7 +97,7 @@ class _Waiting:
 
 
 class _Trainer:
-    """One process tree in the sandbox, and the thread that waits for it."""
+    """Runs one trainer in the sandbox, and the thread that waits for its end."""
 
     def __init__(
         self, held: ExitStack, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
@@ -108,7 +109,7 @@ class _Trainer:
         of_python = [Path(path).parent.parent for path in (python, os.path.realpath(python)) if python]
         limits = _limits(arms.values(), output, wall_seconds)
         self._process = Future[sandbox.SandboxResult]()
-        context = contextvars.copy_context()  # with the held device
+        context = contextvars.copy_context()  # contains the held device
 
         def run() -> None:
             try:
@@ -120,13 +121,13 @@ class _Trainer:
             except BaseException as error:  # raised where the result is requested
                 self._process.set_exception(error)
 
-        thread = threading.Thread(target=run, daemon=True)  # an interrupt does not wait for it
+        thread = threading.Thread(target=run, daemon=True)  # a daemon, so that an interrupt does not wait for it
         held.callback(thread.join)
         held.callback(self._enough.set)
         thread.start()
 
     def train(self, arm: _Waiting, shown: bool) -> ArmRunEnd:
-        """Train an arm. ``shown``: the trainer was started with it. Raises: IsolationError if nothing was run; OSError."""
+        """Train an arm. ``shown``: the trainer was started with this arm. Raises: IsolationError if nothing was run; OSError."""
         used, began = cpu_clock.CpuReading(), time.monotonic()
         if not shown:
             if not self._wait_for(arm.opened, "ready"):
@@ -154,7 +155,7 @@ class _Trainer:
         return ArmRunEnd(arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened)
 
     def _wait_for(self, folder: int, name: str) -> bool:
-        """True once the file exists. Files are renamed into place, so they are whole. The trainer may have ended right after."""
+        """Wait until a file exists (then it is complete) or the trainer has ended. Returns whether it exists."""
         while True:
             over = self._process.done()
             try:
@@ -173,14 +174,14 @@ class _Trainer:
 
 
 def _read_by(arm: Arm) -> list[Path]:
-    """The shards, and the checkpoint at the start. A resumed arm does not read that checkpoint, which may be gone."""
+    """Return the token shards and the initial checkpoint. A resumed arm does not read the initial checkpoint, which may be missing."""
     spec = arm.spec()
     begins = None if arm.resumed_checkpoint else spec["initial_checkpoint"]
     return [Path(path) for path in (*(shard["path"] for shard in spec["data_plan"]["token_shards"]), begins) if path]
 
 
 def _limits(arms: Collection[Arm], output: Path, wall_seconds: float) -> SandboxLimits:
-    """Limits with room for a checkpoint of each arm and a few more, by the size of the checkpoints at the start."""
+    """Return limits that allow a checkpoint of each arm and seven more. The size of a checkpoint is that of the largest one at the start."""
     begins = {Path(path) for arm in arms if (path := arm.resumed_checkpoint or arm.spec()["initial_checkpoint"])}
     size = max(
         (sum(file.stat().st_size for file in path.iterdir()) for path in begins if not path.is_relative_to(output)),

@@ -1,4 +1,4 @@
-"""``TaskRuns``: the arms of one task. Each is trained when it is requested, and has a row in the ledger."""
+"""Trains the arms of one task, each when it is requested, and keeps a row for each in the ledger."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
-PROCESS_PREFIX = "process "  # begins ``ended`` of a running row, with the process and the machine
+PROCESS_PREFIX = "process "  # in the row of a running arm, ``ended`` is this prefix, the process and the machine
 CLOCK_SLACK_SECONDS = 60.0  # a machine's clock may be set back by this much
 SHOWN = ("purpose", "subject", "state", "folder", "started_at", "finished_at", "ended")  # columns of a run's JSON
-MAX_SILENCE_SECONDS = 3600.0  # a run on another machine that wrote nothing for this long counts as stopped
+MAX_SILENCE_SECONDS = 3600.0  # a run on another machine counts as stopped after this time without a write
 
 
 @dataclass(frozen=True)
 class TaskRuns:
-    """The arms of one task, below ``home``, by their keys. An arm that was trained there is not trained again."""
+    """Trains the arms of one task in folders below ``home``, named by the arms' keys. An arm with a result there is not trained again."""
 
     plant: Plant
     home: Path
     purpose: str  # 'certificate', 'preflight', 'audit', 'diagnosis', 'patch gate', 'recipe gate'
-    subject: Subject  # of the task
+    subject: Subject  # subject of the task, such as a segment
 
     def folder(self, arm: Arm) -> Path:
-        """The folder of the arm's trainer."""
+        """Return the folder in which an arm is trained."""
         return self.home / arm.key
 
     def trace(self, arm: Arm) -> Trace:
-        """The trace of an arm that was trained to its end."""
+        """Return the trace of an arm that was trained to its end."""
         return Trace(self.folder(arm), arm.first, arm.last)
 
     def train_live(
@@ -57,7 +57,8 @@ class TaskRuns:
     ) -> TrainerExit:
         """Train arms of one commit and one number of ranks with live code (``factory.runs.live_training``).
 
-        Raises: InputError for impossible arms; PausedError, SegmentError if they were stopped. The same call then continues.
+        Returns how the first failed trainer ended. Raises: InputError for arms that cannot be trained; PausedError or SegmentError if training was
+        stopped. A second call then continues it.
         """
         check_arms(arms)
         folders = {self.folder(arm): arm for arm in arms}
@@ -70,11 +71,11 @@ class TaskRuns:
     def train_sandboxed(
         self, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
     ) -> Generator[ArmRunEnd, None, None]:
-        """Train arms in the sandbox, each when it is requested (``factory.runs.sandboxed_training.train``). Close the iterator.
+        """Train arms in the sandbox, as ``sandboxed_training.train_sandboxed`` does. The caller must close the iterator.
 
-        Raises: InputError for an impossible arm; IsolationError.
+        Raises: InputError for an arm that cannot be trained; IsolationError.
         """
-        check_arms(list(arms.values()))  # computes their keys too, before untrusted code runs
+        check_arms(list(arms.values()))  # this also computes their keys, before untrusted code runs
         with closing(sandboxed_training.train_sandboxed(output, code, arms, wall_seconds)) as trained:
             for folder, arm in arms.items():
                 with self.record_rows({folder: arm}) as ends:
@@ -85,7 +86,7 @@ class TaskRuns:
                     return
 
     def train_alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> ArmRunEnd:
-        """Train an arm in its own sandbox, in a folder of this name, unless it already ended well. Raises: IsolationError."""
+        """Train one arm in a sandbox of its own, in a folder called ``name``, unless it has already ended well. Raises: IsolationError."""
         output, done = self.folder(arm), self.home / f"{arm.key}.json"
         if done.exists():
             return ArmRunEnd(output / name, **json.loads(done.read_text()))
@@ -97,7 +98,10 @@ class TaskRuns:
 
     @contextmanager
     def record_rows(self, arms: Mapping[Path, Arm]) -> Iterator[dict[str, str]]:
-        """Keep the rows of ``arms``: running, then ended as the block sets ('': done), or stopped if the block raises."""
+        """Keep the rows of ``arms`` in the ledger: running during the block, stopped if the block raises.
+
+        Yields a dict. The block sets in it why each arm failed, by key; '' means done.
+        """
         self._note(arms)
         ends: dict[str, str] = {}
         try:
@@ -135,7 +139,7 @@ def _finish(plant: Plant, ends: dict[str, tuple[str, str | None]]) -> None:
 
 # -- for people --------------------------------------------------------------------------------------------------------
 def with_actual_run_state(row: RunRow) -> RunRow:
-    """The row with its real state: a run whose process is gone was stopped. For a process of another machine, the folder decides."""
+    """Return the row with its actual state: a run whose process has ended counts as stopped. On another machine, the times of the files decide."""
     import psutil
 
     if row.state != "running":
@@ -162,7 +166,7 @@ def with_actual_run_state(row: RunRow) -> RunRow:
 
 
 def _last_written(folder: Path) -> float:
-    """The time of the last change in a trainer's folder; 0: the folder is gone."""
+    """Return the time of the last change in a trainer's folder; 0 if the folder is missing."""
     found = [0.0]
     with suppress(OSError):
         for path in (folder, *folder.iterdir()):
@@ -172,13 +176,13 @@ def _last_written(folder: Path) -> float:
 
 
 def list_runs(db: ReadsSql, newest: int | None = None) -> list[dict[str, Any]]:
-    """The newest runs, oldest first, as JSON for lists, pages and MLflow."""
+    """Return the newest runs as JSON, in the order of their start. Lists, pages and MLflow use it."""
     limit = "" if newest is None else f" LIMIT {newest}"
     return [run_to_json(row) for row in reversed(RunRow.select(db, f"ORDER BY started_at DESC, id{limit}"))]
 
 
 def run_to_json(row: RunRow) -> dict[str, Any]:
-    """A run as JSON, with its duration and, while its folder exists, its newest recorded step."""
+    """Return a run as JSON, with its duration and, while its folder exists, the number of its recorded steps."""
     from factory.core.untrusted_trainer_files import count_lines
 
     row = with_actual_run_state(row)
@@ -191,7 +195,7 @@ def run_to_json(row: RunRow) -> dict[str, Any]:
 
 
 def run_line(run: dict[str, Any]) -> Message:
-    """A run as one line of a list.
+    """Return a run as one line of a list.
 
     >>> arm = {"name": "old code, again", "code": "c0ffee" * 6, "first": 20, "last": 40, "repeat": 1}
     >>> run = {"key": "ab12", "purpose": "certificate", "subject": "segment:3", "state": "done", "seconds": 4.25, "ended": None}

@@ -1,4 +1,4 @@
-"""Reads the files of a run on demand and without trust: no link is followed, and sizes are bounded."""
+"""Reads the files of a run when they are needed, as untrusted files: no link is followed, and sizes are limited."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ Series = list[float | None]  # a value per step; None: not finite, or missing
 
 @dataclass(frozen=True)
 class Trace:
-    """The steps [first, last) of a run in ``folder``. Each part raises UntrustedFileError for a missing or wrong file, and OSError for a fault of
-    the machine, which says nothing about the run."""
+    """The steps [first, last) of a run in ``folder``.
+
+    Each property raises UntrustedFileError for a missing or wrong file, and OSError for a fault of the machine, which says nothing about the run.
+    """
 
     folder: Path
     first: int
     last: int
-    ends: bool = True  # the run ends there, so its result names the last checkpoint
+    ends: bool = True  # the run ends at ``last``, so its result names the last checkpoint
     where: Path | None = None  # the last checkpoint, if it is elsewhere
 
     @property
@@ -68,7 +70,7 @@ class Trace:
 
     @cached_property
     def lines(self) -> dict[int, dict[str, Any]]:
-        """The lines of metrics.jsonl by step; of several lines of a step, the last."""
+        """The lines of metrics.jsonl by step. If a step has several lines, the last one."""
         return {line["step"]: line for line in self._lines("metrics.jsonl")}
 
     @cached_property
@@ -77,7 +79,7 @@ class Trace:
         return self._lines("anomalies.jsonl")
 
     def metric_series(self, names: Sequence[str]) -> dict[str, Series]:
-        """The values per step of those ``names`` that metrics.jsonl has."""
+        """Return the values per step of each metric of ``names`` that occurs in metrics.jsonl."""
         found = {}
         for name in names:
             values = {step: line.get(name) for step, line in self.lines.items()}
@@ -111,8 +113,10 @@ class Trace:
 
 
 def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
-    """A whole checkpoint of an ended trainer. ``trainer_folder``: as for ``refuse_links``. Raises: UntrustedFileError; OSError for a fault of the
-    machine."""
+    """Return a complete checkpoint of a trainer that has ended. ``folders``: as for ``refuse_links``.
+
+    Raises: UntrustedFileError; OSError for a fault of the machine.
+    """
     refuse_links(path, folders)
     try:
         return checkpoints.load(path)
@@ -137,8 +141,10 @@ def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
 
 
 def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | None = None) -> Checkpoint:
-    """The checkpoint of ``step`` in an opened folder whose trainer still lives, and may change any file at any moment. So a private copy in ``aside``
-    is read. All files are in memory before any of them is written, so the trainer gets no time to finish them.
+    """Return the checkpoint of ``step`` from an opened folder while its trainer still runs and may change any file at any time.
+
+    All files are read into memory at once, then written to a private copy in ``aside``, and loaded from that copy. So the trainer gains no time to
+    complete them.
 
     Raises: UntrustedFileError if a file differs from the manifest, or if the weights are not finite or have other names, shapes or dtypes than
     ``like``; OSError for a fault of the machine.
@@ -160,10 +166,10 @@ def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | No
                 (copy / file).write_bytes(content)
             left = read_checkpoint(copy)
             held = [{key: tensor.clone() for key, tensor in part.items()} for part in (left.model, left.optimizer)]
-        state = parse_object(stored["state.json"], "state.json")  # read more strictly than by a trainer
+        state = parse_object(stored["state.json"], "state.json")  # parsed more strictly than a trainer parses it
         left = replace(
             left, model=held[0], optimizer=held[1], state=state
-        )  # no tensor is a view of a file that is gone
+        )  # cloned, so that no tensor is a view of a deleted file
     except UntrustedFileError as error:
         raise UntrustedFileError(
             "runs.no_checkpoint",
@@ -184,9 +190,10 @@ def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | No
 
 
 def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
-    """Check, before a trainer's files are opened, that ``trainer_folder`` and the checkpoint are folders, and that the checkpoint has only regular
-    files.
-    A link leads elsewhere, and a pipe blocks. Raises: UntrustedFileError; OSError for a fault of the machine."""
+    """Check that ``folders`` and ``checkpoint`` are folders, and that the checkpoint contains only regular files. Call it before a file is opened.
+
+    A link could lead anywhere, and a pipe would block. Raises: UntrustedFileError; OSError for a fault of the machine.
+    """
     try:
         for folder in (*folders, checkpoint):
             if not stat.S_ISDIR(os.lstat(folder).st_mode):
@@ -208,7 +215,7 @@ def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
 
 
 def read_step_lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The lines of a file with a step each; empty without a file. Raises: UntrustedFileError; OSError for a fault of the machine."""
+    """Return the lines of a JSON Lines file, each with a ``step``; [] if the file is missing. Raises: UntrustedFileError; OSError (machine)."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -220,7 +227,7 @@ def read_step_lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def read_lines_in(folder: int, name: str) -> list[dict[str, Any]]:
-    """``read_step_lines`` of an opened folder."""
+    """Do the same as ``read_step_lines`` for a folder that is given as a descriptor."""
     stored = read_bytes(folder, (name,), LOG_BYTES) if name in os.listdir(folder) else b""
     found = []
     for line in stored.splitlines():

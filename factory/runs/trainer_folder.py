@@ -1,4 +1,4 @@
-"""A trainer's folder: its specification, its lock, the room for a checkpoint, and the trainer's result."""
+"""Functions for a trainer's folder: its specification, its lock, the disk space for a checkpoint, and the trainer's result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kernels.contract.message import Message
 
 RESULT_KEYS = {"last_step": int, "checkpoint": str, "manifest_sha256": str}
 PART_NAME = "segment.json.part"
-LOCK_SECONDS = 3 * TRAINER_STOP_SECONDS  # wait for a trainer whose factory was killed, also on a busy machine
+LOCK_SECONDS = 3 * TRAINER_STOP_SECONDS  # longest wait for a trainer whose factory was killed; enough on a busy machine
 
 
 def write_spec(folder: Path, spec: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ def write_spec(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def write_spec_into_open_folder(folder: int, spec: Mapping[str, Any]) -> None:
-    """Write a run's ``segment.json`` into its folder, given as a descriptor. Code in the sandbox writes there too. Raises: OSError."""
+    """Write a run's ``segment.json`` into its folder, given as a descriptor. Code in the sandbox may write there too. Raises: OSError."""
     handle = os.open(PART_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
     with os.fdopen(handle, "w") as out:
         json.dump(dict(spec), out)
@@ -37,9 +37,9 @@ def write_spec_into_open_folder(folder: int, spec: Mapping[str, Any]) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[int]:
-    """Hold a lock that the trainer's sandbox holds too, so that a restarted factory waits for the end of the old trainer.
+    """Hold a lock that the trainer's sandbox holds too, so that a restarted factory waits for the end of the old trainer. Yields its descriptor.
 
-    The lock's file is beside the folder, where the trainer cannot take its name. Raises: SegmentError.
+    The lock's file is beside the folder, where the trainer cannot write. Raises: SegmentError.
     """
     path = folder.with_name(f"{folder.name}.lock")
     with ExitStack() as held:
@@ -49,7 +49,8 @@ def lock_folder(folder: Path) -> Iterator[int]:
             old = ", ".join(map(str, find_lock_holders(path))) or "of another machine"
             raise SegmentError(
                 "runs.still_training",
-                "{folder}: a trainer of process {holder} still works in this folder (process {trainer}). End that process, then try again.",
+                "{folder}: a trainer (process {trainer}) still works in this folder. Process {holder} started the trainer. End the "
+                "trainer, then try again.",
                 folder=folder,
                 holder=holder,
                 trainer=old,
@@ -58,9 +59,9 @@ def lock_folder(folder: Path) -> Iterator[int]:
 
 
 def check_disk_space(folder: Path, recipe: Mapping[str, Any], title: str, line: str = "") -> None:
-    """Refuse to train where no checkpoint of the recipe fits. ``line``: a trainer's last line, which is repeated in the error.
+    """Check that the disk has space for a checkpoint of the recipe. ``line``: a trainer's last line, which the error then repeats.
 
-    Raises: DiskFullError.
+    Raises: DiskFullError if it has not.
     """
     size = max_checkpoint_bytes(recipe)
     if not has_room_for(folder, size):
@@ -77,7 +78,7 @@ def check_disk_space(folder: Path, recipe: Mapping[str, Any], title: str, line: 
 
 
 def max_checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
-    """The most bytes of a checkpoint: weights and two moments in fp32, plus a third. 1 if only other code can read the recipe."""
+    """Return the most bytes of a checkpoint: weights and two moments in fp32, plus a third. Returns 1 if this code cannot read the recipe."""
     from trainer.contract.errors import RecipeError
     from trainer.contract.recipe import Recipe
 
@@ -88,7 +89,7 @@ def max_checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
 
 
 def remove_links_and_pipes(folder: Path, progress: Progress) -> None:
-    """Remove links and pipes, which no trainer should leave in its folder. Raises: SegmentError (``remove_special_files``)."""
+    """Remove links and pipes, which no trainer should leave in its folder, and print a warning. Raises: SegmentError (``remove_special_files``)."""
     if removed := remove_special_files(folder):
         progress.line(
             Message(
@@ -101,7 +102,7 @@ def remove_links_and_pipes(folder: Path, progress: Progress) -> None:
 
 
 def read_result(folder: Path, last_step: int) -> dict[str, Any]:
-    """The result.json of an ended trainer. Raises: SegmentError if it is not about this folder's last checkpoint."""
+    """Return the content of an ended trainer's result.json. Raises: SegmentError if it does not name this folder's last checkpoint."""
     from trainer.contract.checkpoint.format import checkpoint_name
 
     path = folder / "result.json"

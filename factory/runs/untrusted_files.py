@@ -1,6 +1,6 @@
-"""Reads a file that a candidate wrote, without trust in its type, size or links.
+"""Reads a file that untrusted code wrote: its type, size and links may be hostile.
 
-The folder is entered through a descriptor that was opened before the candidate ran. No link is followed, a pipe does not block, and at most
+The folder is given as a descriptor that was opened before the code ran. No link is followed, a pipe does not block, and at most
 ``limit`` bytes are read.
 """
 
@@ -21,31 +21,31 @@ from kernels.contract.message import CodedError
 
 
 class UntrustedFileError(CodedError):
-    """A wrong file of untrusted code. It has no cause, so that it is never taken for a fault of the machine."""
+    """A file of untrusted code is missing or wrong. ``__cause__`` is None, so that the error is never taken for a fault of the machine."""
 
 
 def unreadable_file_error(name: str, error: BaseException) -> UntrustedFileError:
-    """The error that a file cannot be read."""
+    """Return the error for a file that cannot be read."""
     return UntrustedFileError("runs.unreadable", "{file} cannot be read: {error}", file=name, error=str(error)[:300])
 
 
 def missing_file_error(name: str, error: OSError) -> UntrustedFileError:
-    """The error that a file or folder is missing."""
+    """Return the error for a missing file or folder."""
     return UntrustedFileError("runs.missing", "{file} is missing: {error}", file=name, error=error.strerror)
 
 
 def not_regular_error(name: str) -> UntrustedFileError:
-    """The error that a name is a link, a pipe or the like."""
+    """Return the error for a link, a pipe or another special file."""
     return UntrustedFileError("runs.not_regular", "{file} is not a regular file", file=name)
 
 
 def read_tensors(folder: int, parts: Sequence[str], limit: int) -> dict[str, torch.Tensor]:
-    """The tensors of the safetensors file ``parts`` (``read_bytes``). Raises: UntrustedFileError."""
+    """Return the tensors of the safetensors file at ``parts`` (as in ``read_bytes``), by name. Raises: UntrustedFileError."""
     return parse_tensors(read_bytes(folder, parts, limit), parts[-1])
 
 
 def parse_tensors(stored: bytes, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file's content. ``name``: for the error. Raises: UntrustedFileError."""
+    """Return the tensors in the content of a safetensors file. ``name``: the file's name for the error. Raises: UntrustedFileError."""
     try:
         return load(stored)
     except (SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
@@ -53,12 +53,12 @@ def parse_tensors(stored: bytes, name: str) -> dict[str, torch.Tensor]:
 
 
 def read_object(folder: int, parts: Sequence[str], limit: int) -> dict[str, Any]:
-    """The JSON object in the file ``parts`` (``read_bytes``). Raises: UntrustedFileError."""
+    """Return the JSON object in the file at ``parts`` (as in ``read_bytes``). Raises: UntrustedFileError."""
     return parse_object(read_bytes(folder, parts, limit), parts[-1])
 
 
 def parse_object(stored: bytes, name: str) -> dict[str, Any]:
-    """The JSON object of a file's content. ``name``: for the error. Raises: UntrustedFileError."""
+    """Return the JSON object in the content of a file. ``name``: the file's name for the error. Raises: UntrustedFileError."""
     try:
         return parse_json_object(stored)
     except ValueError as error:
@@ -66,7 +66,10 @@ def parse_object(stored: bytes, name: str) -> dict[str, Any]:
 
 
 def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
-    """The content of ``parts[0]/…/parts[-1]`` below the descriptor's folder. Raises: UntrustedFileError; OSError for a fault of the machine."""
+    """Return the content of the file ``parts[0]/…/parts[-1]`` below the folder of a descriptor. At most ``limit`` bytes are allowed.
+
+    Raises: UntrustedFileError; OSError for a fault of the machine.
+    """
     opened: list[int] = []
     try:
         inner = folder

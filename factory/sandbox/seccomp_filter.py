@@ -1,4 +1,4 @@
-"""The sandbox's seccomp filter denies system calls that training never needs, but escapes often do.
+"""Assembles the sandbox's seccomp filter. It denies system calls that training never needs and that escapes often use.
 
 It is a classic BPF program over ``struct seccomp_data`` (seccomp(2)), assembled without a library. A denied call returns EPERM. Only clone3
 returns ENOSYS: the C library then uses clone, whose flags the filter can read.
@@ -22,7 +22,7 @@ CALLS = {
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
     "unshare": (272, 97), "setns": (308, 268),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    # Their pages belong to no process's memory: the watch would not count them.
+    # The pages of these files belong to no process's memory, so the watch would not count them.
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "perf_event_open": (298, 241), "bpf": (321, 280), "userfaultfd": (323, 282),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
@@ -43,18 +43,18 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
 
 @functools.cache
 def assemble_filter(machine: str = platform.machine()) -> bytes:
-    """Return the assembled filter; b'' for a processor without a table here."""
+    """Return the assembled filter; b'' for a processor that ``CALLS`` does not cover."""
     if machine not in ARCHITECTURES:
         return b""
     column, audit = ARCHITECTURES[machine]
     code: list[tuple[int, int, int, int]] = [
         (LOAD, 0, 0, ARCHITECTURE),
         (JUMP_EQ, 1, 0, audit),
-        (RETURN, 0, 0, KILL),  # 32-bit calls have other numbers
+        (RETURN, 0, 0, KILL),  # kills 32-bit calls, which have other numbers
         (LOAD, 0, 0, NUMBER),
     ]
     if machine == "x86_64":
-        code += [(JUMP_GE, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # the x32 table
+        code += [(JUMP_GE, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # kills calls of the x32 table
     for numbers in CALLS.values():
         code += [(JUMP_EQ, 0, 1, numbers[column]), (RETURN, 0, 0, DENY | errno.EPERM)]
     code += [(JUMP_EQ, 0, 1, CLONE3[column]), (RETURN, 0, 0, DENY | errno.ENOSYS)]

@@ -1,6 +1,6 @@
 """Reads, from outside, how much a running sandbox uses: its processes, their memory, the bytes of its output folder.
 
-It runs during timed work and is cheap: it reads only the ``/proc`` entries of the sandbox's processes.
+The functions run during timed work, so they are cheap: they read only the ``/proc`` entries of the sandbox's processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def read_process_tree(root: int, enough: int) -> tuple[list[int], int]:
-    """Return the processes (``root`` first) and the resident bytes of ``root`` and its descendants. Stops after ``enough`` processes.
+    """Return the processes (``root`` first) and the resident bytes of ``root`` and its descendants. At most ``enough`` processes are read.
 
     No process can leave the tree: in a pid namespace an orphan becomes a child of the namespace's init, which is below ``root``.
     """
@@ -41,7 +41,7 @@ def read_process_tree(root: int, enough: int) -> tuple[list[int], int]:
 def measure_folder(folder: Path) -> tuple[int, int]:
     """Return the bytes on disk and the number of entries of a folder to which processes may write. Links are counted, not followed.
 
-    An inner folder that cannot be read (no permission, or too long a path) counts as more than any limit: it could hide any amount.
+    A folder inside that cannot be read (no permission, or too long a path) counts as more than any limit, because it could hide any amount.
     """
     size = entries = 0
     pending = [str(folder)]
@@ -69,7 +69,7 @@ def free_disk_bytes(folder: Path) -> int:
 def measure_deleted_files(processes: Iterable[int], folder: Path) -> tuple[int, bool]:
     """Return the bytes of deleted files on the folder's disk that ``processes`` have open or mapped, and whether these are all.
 
-    Not all can be measured: files in transit through a socket and, without root, mappings and files of a process that hides them.
+    Not all can be measured: not files in transit through a socket, and without root not the files and mappings of a process that hides them.
     """
     device = os.stat(folder).st_dev
     inside = os.fsencode(folder) + b"/"
@@ -91,7 +91,7 @@ def measure_deleted_files(processes: Iterable[int], folder: Path) -> tuple[int, 
 
 
 def _held(process: int, inside: bytes) -> Iterator[str]:
-    """Yield links in /proc to a process's open files (threads may have tables of their own) and to deleted files that it mapped."""
+    """Yield the links in /proc to a process's open files (each thread may have its own table) and to deleted files that it has mapped."""
     entry = f"/proc/{process}"
     try:
         for thread in os.listdir(f"{entry}/task"):
@@ -99,7 +99,7 @@ def _held(process: int, inside: bytes) -> Iterator[str]:
             try:
                 yield from (f"{table}/{number}" for number in os.listdir(table))
             except PermissionError:
-                yield f"{table}/0"  # unreadable too, so that the caller notices
+                yield f"{table}/0"  # is unreadable too, so that the caller notices that files are missing
         with open(f"{entry}/maps", "rb") as maps:
             gone = [line for line in maps if line.endswith(b"(deleted)\n") and inside in line]
         yield from (f"{entry}/map_files/{line.split()[0].decode()}" for line in gone)

@@ -1,12 +1,12 @@
-"""The file system and the environment that a sandboxed command sees.
+"""Defines the file system and the environment that a sandboxed command sees.
 
-Paths inside are the same as outside, except ``LAUNCHER`` (at ``LAUNCHER_INSIDE``) and paths to which a caller gives another place. The command
+Paths inside are the same as outside, except for ``LAUNCHER`` (at ``LAUNCHER_INSIDE``) and paths that a caller mounts at another place. The command
 sees files of the system, of the interpreter and of the caller, an empty root, ``/proc`` of its pid namespace, ``/dev`` with harmless devices,
 the files ``ETC_FILES``, and ``/tmp`` and ``/dev/shm`` of limited size. Only the last two and the caller's writable folders can be written to.
 
-``/proc`` is read-only: a sandbox that root started is user 0 to the kernel, and could escape by writing core_pattern. With a GPU the folders of
-the command's own processes are writable there: CUDA's driver names its threads in them, and otherwise does not start (cuInit returns 304). The
-folder of the sandbox's init is then hidden, which protects its memory without Landlock too.
+``/proc`` is read-only: a sandbox that root started is user 0 to the kernel, and could escape by writing core_pattern. With a GPU, the folders of
+the command's own processes in ``/proc`` are writable, because CUDA's driver writes the names of its threads there and otherwise does not start
+(cuInit returns 304). The folder of the sandbox's init is then hidden, which protects init's memory even without Landlock.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from factory.core import devices
 
 LAUNCHER = Path(__file__).with_name("launch.py")
 LAUNCHER_INSIDE = "/run/launch.py"
-USER = 1000  # and group
+USER = 1000  # number of the user and of the group
 HOSTNAME = "sandbox"
-# Files made in /etc: ranks look up their own host by name, and the sandbox has no name server.
+# Files that are made in /etc. Ranks look up their own host by name, and the sandbox has no name server.
 ETC_FILES = {
     "/etc/passwd": f"{HOSTNAME}:x:{USER}:{USER}::/tmp:/bin/sh\n",
     "/etc/hosts": f"127.0.0.1 localhost {HOSTNAME}\n",
 }
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 INIT = "/proc/1"  # the folder of a sandbox's init
-HIDDEN_PROC_ENTRIES = {"/proc/locks": "/dev/null"}  # a bound /proc/locks would list processes outside of the sandbox
-GPU_FACTS = ("/sys",)  # a GPU's driver reads about the machine there; visible only with a GPU
+HIDDEN_PROC_ENTRIES = {"/proc/locks": "/dev/null"}  # the host's /proc/locks would list processes outside the sandbox
+GPU_FACTS = ("/sys",)  # a GPU's driver reads facts about the machine there; visible only with a GPU
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 
-# They change which instructions of the processor torch uses, or what it compiles, and so the class of the machine (kernels.contract.machine).
+# Variables that change which instructions torch uses, or how it compiles, and so the class of the machine (kernels.contract.machine).
 MACHINE_CLASS_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", *devices.COMPILER_SETTINGS)
 
 
 def writable_system_paths(nodes: Sequence[str]) -> list[str]:
-    """Return where a command may write besides the caller's folders, for Landlock's rules. ``nodes``: the device files of its GPUs."""
+    """Return the paths to which a command may write besides the caller's folders, for Landlock. ``nodes``: the device files of its GPUs."""
     return ["/tmp", "/dev", *(["/proc"] if nodes else [])]
 
 
@@ -55,7 +55,7 @@ def readonly_system_paths() -> list[str]:
 
 @functools.cache
 def interpreter_paths() -> tuple[str, ...]:
-    """Return the interpreter's folders outside of ``/usr``: its environment, its base, and the targets of its links."""
+    """Return the interpreter's folders outside ``/usr``: its virtual environment, its base, and the targets of its links."""
     folders = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
     paths = [*folders, *map(os.path.realpath, folders)]
     link = sys.executable
@@ -80,7 +80,7 @@ def clean_environment(cache: Path) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONNOUSERSITE": "1",
         **cache_variables(cache),
-        # The class of the machine must be the same inside: code compiled for one class crashes in a process of another class.
+        # The class of the machine must be the same inside, because code that was compiled for one class may crash in another class.
         **{name: os.environ[name] for name in MACHINE_CLASS_VARIABLES if name in os.environ},
     }
 

@@ -1,7 +1,9 @@
-"""Serves the champion at an OpenAI-compatible address, and replaces it by the next champion without losing a request.
+"""Serves the champion at an OpenAI-compatible address, and switches to the next champion without losing a request.
 
-Path of a request: ``router`` (key, retries, metrics) → the current engine, a process of its own, which is vLLM (``vllm``) or ``native``
-(``api`` reads the request, ``engine_loop`` → ``batch`` → ``decoder`` make tokens, ``replies`` formats them). Path of a release: ``champion``
-(read from the ledger) → ``supervisor`` starts an engine (``engines``), checks the export's hash, compares the engine with ``fixture`` (the answers
-of the judge's model), warms the engine up, makes it current, drains the old engine and stops it. ``serve`` runs all of it.
+A request goes to ``router`` (key, retries, metrics), and from there to the current engine. An engine is a separate process: vLLM (``vllm``) or
+``native``, where ``api`` reads the request, ``engine_loop``, ``batch`` and ``decoder`` make tokens, and ``replies`` formats them.
+
+A release is read from the ledger by ``champion``. Then ``supervisor`` starts an engine (``engines``), checks the export's hash, compares the engine
+with the answers of the judge's model (``fixture``), warms the engine up, makes it current, drains the old engine and stops it. ``serve`` runs the
+router and the supervisor.
 """

@@ -1,4 +1,4 @@
-"""The release to serve: the champion of the ledger, which alone decides. A rollback is one more event of the ledger."""
+"""Reads the release to serve from the ledger. Only the ledger decides which release is champion: a rollback is one more event in it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Champion:
 
 
 class ExportWatch:
-    """Notices changes of the served export. The running engine has the old weights in memory, but no new engine can start."""
+    """Notices changes of the served export. After a change, the running engine still has the old weights in memory, but no new engine can start."""
 
     def __init__(self, champion: Champion) -> None:
         self._champion = champion
@@ -43,12 +43,12 @@ class ExportWatch:
         self.problem = ""
 
     def check_export(self) -> None:
-        """Raises: InputError, OSError, as ``Champion.check_export``."""
+        """Raises: InputError or OSError, as ``Champion.check_export`` does."""
         self._seen = _signature(self._champion.export)
         self._champion.check_export()
 
     def has_new_problem(self) -> bool:
-        """Whether there is a new ``problem``. Reads the files only after a change of a size, a time or an inode."""
+        """Return whether there is a new ``problem``. The files are read only if a size, a time or an inode has changed."""
         if _signature(self._champion.export) == self._seen:
             return False
         before, self.problem = self.problem, ""
@@ -74,6 +74,6 @@ def _signature(folder: Path) -> list[tuple[str, int, int, int]]:
 
 
 def read_champion(workspace: Workspace) -> Champion | None:
-    """The champion of the ledger; None before the first release. Raises: WorkspaceError when the ledger cannot be read."""
+    """Return the champion; None before the first release. Raises: WorkspaceError if the ledger cannot be read."""
     row = find_champion(LedgerReader(workspace))
     return Champion(row.number, Path(row.export_path), row.export_sha256) if row else None

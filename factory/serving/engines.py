@@ -1,4 +1,4 @@
-"""An engine: one process that serves one export on its own Unix socket. It uses no port, and other users cannot reach it."""
+"""Runs engines. An engine is one process that serves one export on its own Unix socket, which other users cannot access."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from factory.core.workspace import checkout_root
 from factory.serving.champion import Champion
 from kernels.contract.message import Message
 
-LOG_BYTES = 64 << 10  # the end of a log that is read
+LOG_BYTES = 64 << 10  # how much of the end of a log is read
 POLL_SECONDS = 0.1
 END_SECONDS = 2.0
-STOP_SECONDS = 10.0  # an unused engine that takes longer to end is killed; no request can be lost
+STOP_SECONDS = 10.0  # an engine that takes longer to end is killed; it has no requests that could be lost
 
 
 class EngineError(FactoryError):
@@ -36,17 +36,17 @@ class EngineError(FactoryError):
 
 @dataclass(frozen=True)
 class EngineKind:
-    """How to start engines of one kind."""
+    """Describes how to start the engines of one kind."""
 
     name: str
     command: Callable[[Path, str], list[str]]  # (export, socket) → command line
     environment: dict[str, str]
-    tolerance: float  # nats by which its log-probabilities may differ from the judge's
+    tolerance: float  # the most nats by which its log-probabilities may differ from those of the judge
     adapt: Callable[[str, bytes, Path], bytes]  # (path, body, export) → the body for the engine; raises ApiError
 
 
 def native_engine_kind() -> EngineKind:
-    """The embedded engine: fp32 on a GPU if the machine has one, else on the CPU."""
+    """Return the embedded engine. It computes in fp32, on a GPU if the machine has one, else on the CPU."""
 
     def command(export: Path, socket: str) -> list[str]:
         return [sys.executable, "-m", "factory.serving.native.server", str(export), socket]
@@ -56,7 +56,7 @@ def native_engine_kind() -> EngineKind:
 
 
 class Engine:
-    """A running engine, made by ``start``. Requests go through ``client``; the caller counts each request in ``in_flight``."""
+    """A running engine. ``start`` makes it. Requests go through ``client``. The caller counts requests in progress in ``in_flight``."""
 
     def __init__(
         self, kind: EngineKind, champion: Champion, folder: Path, log: Path, process: asyncio.subprocess.Process
@@ -68,14 +68,14 @@ class Engine:
         )
         self.client = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None, trust_env=False)
         self.in_flight = 0
-        self.problem = ""  # why it can no longer be used
+        self.problem = ""  # why the engine can no longer be used
         self.ended = asyncio.ensure_future(process.wait())
 
     @classmethod
     async def start(cls, kind: EngineKind, champion: Champion, logs: Path) -> Engine:
         """Start an engine whose output goes to a file in ``logs``. Raises: EngineError when its program cannot start; OSError."""
         path = logs / f"serve-{kind.name}-release-{champion.release}.log"
-        # For this user alone, and with a short path: the path of a socket has at most 107 bytes.
+        # The folder is readable for this user only. Its path is short, because the path of a socket has at most 107 bytes.
         folder = Path(tempfile.mkdtemp(prefix="factory-serve-"))
         try:
             command = kind.command(champion.export, str(folder / "socket"))
@@ -103,13 +103,13 @@ class Engine:
         return cls(kind, champion, folder, path, process)
 
     async def send_request(self, method: str, path: str, **parts: Any) -> httpx.Response:
-        """Send a request; returns the answer with its body unread. Raises: httpx.TransportError, also after the engine was stopped."""
+        """Send a request. Returns the response before its body is read. Raises: httpx.TransportError, also if the engine was stopped."""
         if self.client.is_closed:
             raise httpx.ConnectError("the engine was stopped")
         return await self.client.send(self.client.build_request(method, path, **parts), stream=True)
 
     async def wait_ready(self) -> None:
-        """Wait until the engine is healthy. There is no time limit, because a large model needs long. Raises: EngineError when it ends."""
+        """Wait until the engine is healthy. There is no time limit, because a large model loads slowly. Raises: EngineError if it ends."""
         while True:
             if self.ended.done():
                 raise EngineError(self.describe_end())
@@ -118,7 +118,7 @@ class Engine:
             await asyncio.wait([self.ended], timeout=POLL_SECONDS)
 
     async def health_problem(self) -> str:
-        """The problem that the engine itself reports; empty when it is healthy."""
+        """Return the problem that the engine itself reports; '' if it is healthy."""
         try:
             answer = await self.client.get("/health")
         except httpx.HTTPError as error:
@@ -132,7 +132,7 @@ class Engine:
         return f"status {answer.status_code}"
 
     async def is_usable(self) -> bool:
-        """Whether the engine can still be used. Sets ``problem`` when not."""
+        """Return whether the engine can still be used. If not, ``problem`` says why."""
         if not self.problem:
             if self.ended.done():
                 self.problem = self.describe_end()
@@ -141,12 +141,12 @@ class Engine:
         return not self.problem
 
     async def wait_for_end(self) -> str:
-        """How the engine ended; empty when it runs. Waits a moment, because a killed process stops answering before its end is known."""
+        """Return how the engine ended; '' if it runs. Waits a moment, because a killed process stops answering before its end is known."""
         await asyncio.wait([self.ended], timeout=END_SECONDS)
         return self.describe_end() if self.ended.done() else ""
 
     def describe_end(self) -> Message:
-        """Says how the process ended, with the last line of its log."""
+        """Return how the process ended, with the last line of its log."""
         code = self.process.returncode
         how = (
             "ended" if code is None else f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

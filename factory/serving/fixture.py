@@ -1,7 +1,7 @@
-"""The parity fixture: the answers of the judge's own tokenizer and model for an export, with which an engine is compared.
+"""Makes the parity fixture: the answers of the judge's own tokenizer and model for an export. An engine must give the same answers.
 
-``python -m factory.serving.fixture EXPORT OUT`` writes it in a process of its own: token ids of texts and chats, and greedy continuations
-with their log-probabilities and the margin of each likeliest token. The release gate asks the same (``factory.evals.probes.engine``).
+``python -m factory.serving.fixture EXPORT OUT`` writes the fixture in a separate process: token ids of texts and chats, and greedy continuations
+with their log-probabilities and the margin of each likeliest token. The release gate asks the same questions (``factory.evals.probes.engine``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from factory.release.published_link import MODEL_NAME
 
 
 class ParityError(FactoryError):
-    """The engine does not answer like the judged model."""
+    """The engine's answers differ from those of the judged model."""
 
 
 def make_parity_fixture(export: Path) -> dict[str, Any]:
-    """The answers of the judge's model. Raises: InputError for an export that cannot be read."""
+    """Return the answers of the judge's model. Raises: InputError for an export that cannot be read."""
     from factory.evals.reference_model import ReferenceModel
     from factory.ingest.tokenizer import Tokenizer
     from factory.serving.api.defaults import GenerationDefaults
@@ -38,9 +38,9 @@ def make_parity_fixture(export: Path) -> dict[str, Any]:
 
 
 async def check_parity(client: httpx.AsyncClient, fixture: dict[str, Any], tolerance: float) -> None:
-    """Compare an engine with the fixture. ``tolerance``: of log-probabilities, in nats.
+    """Compare an engine's answers with the fixture. ``tolerance``: how much log-probabilities may differ, in nats.
 
-    Raises: ParityError naming the failed checks; httpx.HTTPError.
+    Raises: ParityError that names the failed checks; httpx.HTTPError.
     """
     found = await EngineClient(client, fixture, tolerance, MODEL_NAME).check(typed_texts=False)
     if wrong := [f"{check.name}: {check.detail}" for check in found if not check.ok]:
@@ -52,7 +52,7 @@ async def check_parity(client: httpx.AsyncClient, fixture: dict[str, Any], toler
 
 
 async def make_parity_fixture_in_process(export: Path) -> dict[str, Any]:
-    """Run ``make_parity_fixture`` in a process of its own. Raises: ParityError."""
+    """Run ``make_parity_fixture`` in a separate process. Returns the fixture. Raises: ParityError if that fails."""
     with tempfile.TemporaryDirectory(prefix="factory-fixture-") as folder:
         out = Path(folder) / "fixture.json"
         process = await asyncio.create_subprocess_exec(

@@ -1,13 +1,13 @@
-"""Counters of the server, as Prometheus reads them (text format 0.0.4).
+"""Counts the server's events, and formats the counters for Prometheus (text format 0.0.4).
 
-Apart because its texts are descriptions of metrics, which are no messages.
+Apart because its texts describe metrics and are not messages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-HELP = {  # by metric: (type, description)
+HELP = {  # name of the metric: (type, description)
     "factory_serve_requests_total": ("counter", "Requests answered, by status."),
     "factory_serve_request_seconds_sum": (
         "counter",
@@ -33,18 +33,18 @@ HELP = {  # by metric: (type, description)
 
 
 class Metrics:
-    """Counts events by metric and labels."""
+    """Counts events for each metric and set of labels."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def count(self, name: str, amount: float = 1, **labels: object) -> None:
-        """Add to a counter of ``HELP``."""
+        """Add ``amount`` to a counter that ``HELP`` lists."""
         assert name in HELP, name
         self._counts[name, _labels(labels)] += amount  # type: ignore[assignment]
 
     def format_page(self, gauges: list[tuple[str, dict[str, object], float]]) -> str:
-        """The metrics page: all counters and ``gauges`` (name, labels, value)."""
+        """Return the metrics page: all counters and ``gauges``, each as (name, labels, value)."""
         values = {**self._counts, **{(name, _labels(labels)): value for name, labels, value in gauges}}
         lines = []
         for name, (kind, description) in HELP.items():

@@ -1,7 +1,7 @@
-"""The address for users: checks the key, passes requests to the current engine, retries, counts. Answers are the engine's own bytes.
+"""Answers at the address for users: checks the key, passes requests to the current engine, and counts. The engine's answers are not changed.
 
-If an engine ends before the first byte of an answer was sent, the router sends the request to the next engine. A stream that has begun ends
-with an error event.
+If an engine ends before the first byte of an answer was sent, the router sends the request to the next engine. A stream that has begun then
+ends with an error event.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from factory.serving.supervisor import Supervisor, UnavailableError
 from kernels.contract.message import Message
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
-MOST_BYTES = 16 << 20  # of a request
-MOST_TRIES = 5  # of one request, because the request itself may make engines fail
+MOST_BYTES = 16 << 20  # the largest request
+MOST_TRIES = 5  # tries for one request; limited, because the request itself may make engines fail
 ENDED = Message("serving.engine_ended_in_answer", "The engine ended while it answered. Send the request again.")
 
 
 def make_application(supervisor: Supervisor, key: str) -> Starlette:
-    """The router as an ASGI application. ``key``: the bearer token that each request needs; empty: no token."""
+    """Return the router as an ASGI application. ``key``: the bearer token that each request needs; '' if it needs none."""
     router = _Router(supervisor, key)
     routes = [Route(path, router.guarded(router.generate), methods=["POST"]) for path in PATHS]
     routes += [
@@ -49,14 +49,14 @@ def make_application(supervisor: Supervisor, key: str) -> Starlette:
 class _Router:
     def __init__(self, supervisor: Supervisor, key: str) -> None:
         self.supervisor, self.metrics = supervisor, supervisor.metrics
-        self._key = key.encode(errors="surrogateescape")  # the bytes of the command line or the environment
+        self._key = key.encode(errors="surrogateescape")  # the bytes as given on the command line or in the environment
 
     def guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """``handle`` for requests with the key; its errors become answers."""
+        """Wrap ``handle``: requests without the key are refused, and errors become answers."""
 
         async def answer(request: Request) -> Response:
             try:
-                given = request.headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
+                given = request.headers.get("authorization", "").encode("latin-1")  # the bytes as sent
                 if self._key and not hmac.compare_digest(given, b"Bearer " + self._key):
                     wrong = Message(
                         "serving.wrong_key", "This server needs its key in the header 'Authorization: Bearer KEY'."
@@ -101,11 +101,11 @@ class _Router:
             self.metrics.count("factory_serve_retries_total")
 
     async def _ask(self, engine: Engine, path: str, body: bytes, held: AsyncExitStack) -> _Answer | None:
-        """The answer, whole or up to its first bytes; None when the engine failed and another should be asked."""
+        """Return the answer, complete or up to its first bytes; None if the engine failed and another should be asked."""
         headers = {
             "content-type": "application/json",
             "accept-encoding": "identity",
-        }  # the bytes are passed on unchanged
+        }  # the body's bytes are passed on unchanged
         response = await engine.send_request("POST", path, content=body, headers=headers)
         held.push_async_callback(response.aclose)
         if response.headers.get("content-type", "").startswith("text/event-stream"):
@@ -121,7 +121,7 @@ class _Router:
         return _Answer(response, content, None)
 
     def _passed_on(self, answer: _Answer, engine: Engine, began: float, held: AsyncExitStack) -> Response:
-        """The engine's answer as a response. It releases ``held`` when its last byte is sent, or when sending fails."""
+        """Return the engine's answer as a response, which releases ``held`` when its last byte was sent or sending fails."""
         headers = {"x-factory-release": str(engine.champion.release)}
         kind = answer.response.headers.get("content-type", "application/json")
         bodies = self._bytes_of(answer, engine, began)
@@ -186,7 +186,7 @@ class _Router:
 
 
 class _Holding(StreamingResponse):
-    """A streaming response that releases ``held`` when sending ends in any way, or never begins."""
+    """A streaming response that releases ``held`` when sending ends in any way, or if it never begins."""
 
     def __init__(self, held: AsyncExitStack, *content: Any, **options: Any) -> None:
         super().__init__(*content, **options)
@@ -210,7 +210,7 @@ async def _read_body(request: Request) -> bytes:
         if len(body) > MOST_BYTES:
             raise ApiError(
                 413,
-                Message("serving.request_too_large", "The request has more than {most} MiB.", most=MOST_BYTES >> 20),
+                Message("serving.request_too_large", "The request is larger than {most} MiB.", most=MOST_BYTES >> 20),
             )
     return bytes(body)
 

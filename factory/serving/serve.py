@@ -21,15 +21,15 @@ from factory.serving.router import make_application
 from factory.serving.supervisor import Supervisor
 from kernels.contract.message import Message
 
-CLOSE_SECONDS = 5  # after an interrupt, for requests in flight
+CLOSE_SECONDS = 5  # after an interrupt, requests in flight have this time to end
 
 
 def serve_champion(
     workspace: Workspace, kind: EngineKind, *, host: str, port: int, key: str, say: Callable[[str], None]
 ) -> None:
-    """Serve the champion until interrupted. ``port`` 0: a free port, which ``say`` reports.
+    """Serve the champion until an interrupt. With ``port`` 0, a free port is chosen. ``say`` prints the address.
 
-    Raises: InputError for an address that is not available, or that other machines can reach without a key.
+    Raises: InputError if the address is not available, or if other machines can reach it and ``key`` is empty.
     """
     if not key and not is_loopback(host):
         raise InputError(
@@ -47,7 +47,7 @@ def serve_champion(
     supervisor = Supervisor(kind, lambda: read_champion(workspace), say, workspace.logs, note)
     where = f"[{host}]" if ":" in host else host
     url = f"http://{where}:{listening.getsockname()[1]}/v1"
-    say(Message("serving.open", "{url} is open. Press Ctrl-C to end the server.", url=url))
+    say(Message("serving.open", "The server listens at {url} (Ctrl-C stops the server)", url=url))
     with note_served_address(workspace, url):
         asyncio.run(_run(supervisor, listening, key))
 
@@ -62,7 +62,7 @@ async def _run(supervisor: Supervisor, listening: socket.socket, key: str) -> No
     )
     looking = asyncio.ensure_future(supervisor.run())
     server = uvicorn.Server(options)
-    looking.add_done_callback(lambda _: setattr(server, "should_exit", True))  # only a bug ends it
+    looking.add_done_callback(lambda _: setattr(server, "should_exit", True))  # only a bug ends the supervisor
     try:
         await server.serve(sockets=[listening])
     finally:

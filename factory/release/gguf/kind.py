@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class GgufType(StrEnum):
-    """A format. ``q8_0``: 8 bits for each weight and an fp16 scale for each 32 weights; rows not divisible by 32 are fp16."""
+    """A number format. ``q8_0``: 8 bits for each weight, and an fp16 scale for each 32 weights. Rows whose length is not divisible by 32 are fp16."""
 
     F32 = "f32"
     F16 = "f16"

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file: their names, their order, and the tensors of the export from which each is made.
 
-Names are those of the package ``gguf``. Two differences to the export exist. The matrices of a layer's experts are stacked in one tensor. In
+Names are those of the package ``gguf``. The file differs from the export in two ways. The matrices of a layer's experts are stacked in one tensor. In
 some architectures (``INTERLEAVED_MODEL_TYPES``) llama.cpp rotates neighbouring rows of a head, while transformers rotates row ``i`` with row
 ``i + head_dim / 2``: there the rows of the query and key projections are reordered.
 """
@@ -36,16 +36,16 @@ _ROTATED = {"self_attn.q_proj.weight": "heads", "self_attn.k_proj.weight": "kv_h
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of the file."""
+    """One tensor of a GGUF file."""
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]  # tensors of the export; if there are several, they are stacked
-    rotated_heads: int | None = None  # number of heads if rows are interleaved
+    rotated_heads: int | None = None  # number of heads, if the rows must be interleaved
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is always stored in fp32. Vectors and routers are small, and llama.cpp's operations expect fp32."""
+        """Return whether the tensor is always stored in fp32. Vectors and routers are: they are small, and llama.cpp expects fp32."""
         return len(self.shape) == 1 or ".ffn_gate_inp." in self.name
 
     def build(self, tensors: list[Floats]) -> Floats:
@@ -57,7 +57,7 @@ class FileTensor:
 
 
 def interleave_rows(rows: Floats, heads: int) -> Floats:
-    """Reorder the rows [heads · head_dim, d] of each head: 0, head_dim / 2, 1, head_dim / 2 + 1 ….
+    """Reorder the rows of each head in a matrix [heads · head_dim, d] as 0, head_dim / 2, 1, head_dim / 2 + 1 ….
 
     >>> interleave_rows(np.arange(8, dtype=np.float32).reshape(8, 1), 2).ravel().tolist()
     [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]
@@ -71,7 +71,7 @@ def check_convertible(config: ExportConfig, model_type: str) -> None:
     if model_type not in ARCHITECTURES:
         raise InputError(
             "gguf.no_architecture",
-            "The model type {model_type} has no GGUF architecture. These have one: {known}",
+            "GGUF has no architecture for the model type {model_type}. Model types with an architecture: {known}",
             model_type=model_type,
             known=sorted(ARCHITECTURES),
         )
@@ -113,7 +113,7 @@ def plan_tensors(config: ExportConfig, model_type: str) -> list[FileTensor]:
 
 
 def gguf_architecture(model_type: str) -> gguf.MODEL_ARCH:
-    """Return the package's name of the architecture that computes ``model_type``."""
+    """Return the architecture that computes ``model_type``, as the package ``gguf`` names it."""
     import gguf
 
     return gguf.MODEL_ARCH[ARCHITECTURES[model_type]]

@@ -1,6 +1,6 @@
-"""Writes a release's GGUF file, tensor by tensor, under a temporary name, and renames the whole file. The export is only read.
+"""Writes a release's GGUF file, tensor by tensor. The file has a temporary name until it is complete. The export is not changed.
 
-The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package ``gguf`` of llama.cpp writes the header.
+The format is described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package ``gguf`` of llama.cpp writes the header.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WEIGHTS = "model.safetensors"  # the file of an export with its weights
 LICENCE = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9.+:() -]{1,200}")
 BLOCK = 32  # weights that share a scale in Q8_0
 FP16_MAX = 65504.0
-# The largest weight of each type. For Q8_0 it is 127 times the scale of a block, which is an fp16.
+# The largest weight that each type can store. For Q8_0 it is 127 times the largest fp16 scale of a block.
 LARGEST = {"F16": FP16_MAX, "Q8_0": 127 * FP16_MAX}
 FILE_TYPES = {
     GgufType.F32: "ALL_F32",
@@ -62,10 +62,10 @@ class GgufFile:
 def write_release_gguf(
     ledger: Ledger, number: int, out: Path, progress: Progress, kind: GgufType | None = None, licence: str | None = None
 ) -> GgufFile:
-    """Write the GGUF file of a published release to ``out``. By default (``kind`` None) weights keep the export's type, without rounding.
+    """Write the GGUF file of a published release to ``out``. Without ``kind``, weights keep the export's type and are not rounded.
 
-    ``licence``: the licence of the weights, an SPDX expression; None: the file names no licence.
-    Raises: InputError, and leaves no file, when ``out`` exists, the export has changed, llama.cpp cannot compute the model, a weight is too
+    ``licence``: the licence of the weights, as an SPDX expression; None: the file names no licence.
+    Raises: InputError, and writes no file, when ``out`` exists, the export has changed, llama.cpp cannot compute the model, a weight is too
     large for ``kind``, or the package ``gguf`` is not installed.
     """
     release = ReleaseRow.get(ledger, number)
@@ -78,7 +78,7 @@ def write_release_gguf(
         )
     if licence is not None and not LICENCE.fullmatch(licence):
         raise InputError(
-            "gguf.bad_licence", "{licence!r} is not an SPDX expression, such as Apache-2.0", licence=licence
+            "gguf.bad_licence", "{licence!r} is not an SPDX expression. An example is Apache-2.0", licence=licence
         )
     check_export_unchanged(ledger, release.candidate)
     about: dict[str, str | int] = {
@@ -114,7 +114,7 @@ def write_export_gguf(
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            "gguf.no_folder", "The folder {folder} cannot be made: {why}", folder=out.parent, why=error.strerror
+            "gguf.no_folder", "The folder {folder} cannot be created: {why}", folder=out.parent, why=error.strerror
         ) from error
     for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # left by a killed process
         left.unlink()
@@ -171,7 +171,7 @@ def _write(
                 writer.close()
             with open(aside, "ab") as out, progress.task(f"{path.parent.name} as GGUF", sum(sizes.values())) as task:
                 _pad(out)
-                for part in plan:  # not by the writer: numpy's error for a full disk has no error number
+                for part in plan:  # without the writer of ``gguf``: numpy's error for a full disk has no errno
                     tensors = [file.get_tensor(name).float().numpy() for name in part.sources]
                     out.write(_stored(path, part, part.build(tensors), types[part.name]).data)
                     _pad(out)
@@ -260,8 +260,8 @@ def _add_metadata(writer: gguf.GGUFWriter, config: ExportConfig, about: dict[str
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
-# llama.cpp's code contains the patterns that split text, and the key ``tokenizer.ggml.pre`` names one. llama.cpp's converter finds the name
-# by a hash over the ids of a sample text, and so knows only published vocabularies. The factory's vocabulary is its own; its pattern is Qwen2's.
+# llama.cpp has the patterns that split text in its code, and the key ``tokenizer.ggml.pre`` names one of them. llama.cpp's converter finds the name
+# by a hash of the ids of a sample text, so it knows only published vocabularies. The factory trains its own vocabulary, but uses Qwen2's pattern.
 MODEL, SPLIT_PATTERN_NAME = "gpt2", "qwen2"  # byte-level BPE, and Qwen2's split pattern
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 
@@ -278,7 +278,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
     if (why := _unlike_qwen2(data)) is not None:
         raise InputError(
             "gguf.other_tokenizer",
-            "{file}: {why}. llama.cpp would give other token ids, so no GGUF file is made",
+            "{file}: {why}. llama.cpp would give other token ids, so the factory wrote no GGUF file",
             file=where,
             why=why,
         )
@@ -290,7 +290,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
     if beyond := [number for number in by_id if number >= vocab_size]:
         raise InputError(
             "gguf.token_beyond",
-            "{file}: token {token} is outside of the model's vocabulary of {vocabulary:,} tokens",
+            "{file}: token {token} is outside the model's vocabulary of {vocabulary:,} tokens",
             file=where,
             token=max(beyond),
             vocabulary=vocab_size,
@@ -299,7 +299,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
     writer.add_tokenizer_pre(SPLIT_PATTERN_NAME)
     writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types([kinds.get(number, UNUSED) for number in range(vocab_size)])
-    # a merge is two tokens with a space between; the most frequent merge comes first
+    # a merge is two tokens, joined by a space; the most frequent merge comes first
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
     writer.add_bos_token_id(tokenizer.end_token)
     writer.add_eos_token_id(tokenizer.stop_token)  # the end of a turn; llama.cpp knows <|endoftext|> by its name
@@ -311,7 +311,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
 
 
 def _unlike_qwen2(data: dict[str, Any]) -> str | None:
-    """Return why the tokenizer differs from llama.cpp's for the name ``SPLIT_PATTERN_NAME``; None if it does not."""
+    """Return how the tokenizer differs from the one that llama.cpp uses for ``SPLIT_PATTERN_NAME``; None if it does not differ."""
     model, split = data["model"], data["pre_tokenizer"] or {}
     steps = split.get("pretokenizers", [split])
     patterns = [step["pattern"] for step in steps if step.get("type") == "Split"]
@@ -327,7 +327,7 @@ def _unlike_qwen2(data: dict[str, Any]) -> str | None:
 
 
 def _chat_template(export: Path) -> str | None:
-    """Return the chat template as transformers does: from its file, else from the key of the configuration."""
+    """Return the chat template. As in transformers, its own file comes before the key in ``tokenizer_config.json``. None: no template."""
     if (path := export / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8")
     if (path := export / "tokenizer_config.json").is_file():

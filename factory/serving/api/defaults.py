@@ -1,4 +1,4 @@
-"""Reads the sampling defaults of an export from ``generation_config.json``, as hostile input."""
+"""Reads the sampling defaults of an export from its ``generation_config.json``, which may be hostile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_json
 
 IDLE = {"bos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache"}
-# Keys that can change the generated text, and their values that do not change it.
+# Unsupported keys that can change the generated text, with the values that do not change it.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0, None), "no_repeat_ngram_size": (0, None), "min_p": (0.0, None), "typical_p": (1.0, None),
     "num_beams": (1, None), "num_return_sequences": (1, None), "max_length": (20, None), "min_length": (0, None),
@@ -21,9 +21,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 class Sampling:
     """How tokens are sampled."""
 
-    temperature: float = 0.0  # 0: the likeliest token
+    temperature: float = 0.0  # 0: always the likeliest token
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: all tokens
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, export: Path) -> GenerationDefaults:
-        """Read the file of an export. Raises: ExportError for a key that changes the generated text and is not supported."""
+        """Read the file of an export. Raises: ExportError for an unknown key, an invalid value, or an unsupported key that changes the text."""
         where = export / "generation_config.json"
         data = read_json(where)
         for key, allowed in NEUTRAL_VALUES.items():
@@ -59,7 +59,7 @@ class GenerationDefaults:
                 file=where,
                 value=str(stop)[:40],
             )
-        if not data.get("do_sample", False):  # as in transformers: greedy at any temperature
+        if not data.get("do_sample", False):  # as in transformers, greedy whatever the temperature
             return cls(Sampling(), frozenset(ids))
         temperature, top_p = (_number(where, data, key, 1.0) for key in ("temperature", "top_p"))
         return cls(Sampling(temperature, top_p, int(_number(where, data, "top_k", 0.0))), frozenset(ids))

@@ -1,4 +1,4 @@
-"""Errors that a request gets in place of an answer, in OpenAI's form."""
+"""Errors in OpenAI's form, which answer a request that fails."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kernels.contract.message import CodedError, Message
 
 
 class ApiError(CodedError):
-    """An error that a request gets in place of an answer.
+    """An error that answers a request. ``status``: the HTTP status. ``param``: the parameter that is wrong.
 
-    ``openai_code``: a code that clients of OpenAI's API know. Without one, the body has the code of ``message``.
+    ``openai_code``: a code that clients of OpenAI's API know. Without it, the body has the code of ``message``.
     """
 
     def __init__(self, status: int, message: Message, param: str | None = None, openai_code: str | None = None) -> None:
@@ -18,7 +18,7 @@ class ApiError(CodedError):
         self.status, self.param, self.openai_code = status, param, openai_code
 
     def body(self) -> dict[str, Any]:
-        """The body of the answer: OpenAI's ``{"error": …}``."""
+        """Return the body of the answer: OpenAI's ``{"error": …}``."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 401:
             kind = "authentication_error"

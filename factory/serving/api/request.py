@@ -1,4 +1,4 @@
-"""Reads a request of OpenAI's API as hostile input: returns what it asks for, or raises one clear error. Pure.
+"""Reads a request of OpenAI's API, which may be hostile, and returns its checked content or raises one clear error. It has no side effects.
 
 An unsupported key that would change the answer is refused. A key that changes nothing (``user``, ``metadata``, zero penalties) is ignored.
 """
@@ -36,7 +36,7 @@ IDLE = {
     "stream",
     "stream_options",
 }
-# Unsupported keys, with the values that ask for nothing.
+# Unsupported keys, with the values that have no effect.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None), "presence_penalty": (0, None), "logit_bias": ({}, None), "tools": ([], None), "functions": ([], None),
     "tool_choice": ("none", "auto", None), "response_format": ({"type": "text"}, None), "suffix": ("", None), "echo": (False, None),
@@ -45,7 +45,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 MESSAGE_KEYS, PART_KEYS = ("role", "content"), ("type", "text")
-# Unsupported keys of OpenAI's messages, which may only be empty.
+# Unsupported keys of OpenAI's messages. Only empty values are accepted.
 UNSUPPORTED_MESSAGE_KEYS = frozenset(
     ("name", "refusal", "audio", "annotations", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning")
 )  # fmt: skip
@@ -53,20 +53,20 @@ UNSUPPORTED_MESSAGE_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request."""
+    """The content of a request after all checks."""
 
     chat: bool
-    prompts: tuple[tuple[int, ...], ...]  # token ids; a chat has one
+    prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt; a chat has one prompt
     n: int
     most_tokens: int
     sampling: Sampling
     seed: int | None
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
-    logprobs: int | None  # number of likeliest tokens with each token; None: no log-probabilities
+    logprobs: int | None  # how many of the likeliest tokens to list with each token; None: no log-probabilities
     stream: bool
     usage_in_stream: bool
-    tokens_as_ids: bool  # tokens are written token_id:N, as in vLLM
+    tokens_as_ids: bool  # tokens are written as token_id:N, as in vLLM
 
     @property
     def prompt_tokens(self) -> int:
@@ -84,7 +84,7 @@ class ServedModel:
 
 
 def load_served_model(export: Path) -> ServedModel:
-    """Load these parts. Raises: ExportError for an export that cannot be read, or whose chat template is not this factory's."""
+    """Load the parts of an export. Raises: ExportError if it cannot be read, or if its chat template is not this factory's."""
     config, tokenizer = read_config(export), Tokenizer.load(export)
     path = export / "chat_template.jinja"
     known = (tokenizer.chat_template, *(() if tokenizer.bos else OLDER_TEMPLATES))
@@ -98,7 +98,7 @@ def load_served_model(export: Path) -> ServedModel:
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises: ApiError."""
+    """Return the JSON object in a body. Raises: ApiError."""
     try:
         return parse_json_object(body)
     except ValueError as error:
@@ -108,7 +108,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> CompletionRequest:
-    """Check the body of a request. Raises: ApiError naming the parameter."""
+    """Check the body of a request, and return its content. Raises: ApiError that names the parameter."""
     check_model(body)
     _check_keys(body, chat)
     prompts = (tuple(tokenize_chat(body, served.tokenizer)),) if chat else tokenize_prompts(body, served)
@@ -144,7 +144,7 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
         chat=chat,
         prompts=prompts,
         n=n,
-        most_tokens=wanted or (room if chat else min(room, 16)),  # OpenAI's default of completions
+        most_tokens=wanted or (room if chat else min(room, 16)),  # 16 is OpenAI's default for completions
         sampling=sampling,
         seed=_whole(body, "seed", -(1 << 63), (1 << 63) - 1),
         stops=_stops(body),
@@ -157,7 +157,7 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
 
 
 def check_model(body: dict[str, Any]) -> None:
-    """Raises: ApiError when the request names another model than the served one."""
+    """Raises: ApiError if the request names a model other than the served one."""
     if body.get("model", MODEL_NAME) != MODEL_NAME:
         other = Message(
             "serving.no_such_model",
@@ -169,15 +169,15 @@ def check_model(body: dict[str, Any]) -> None:
 
 
 def tokenize_chat(body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a chat up to its next answer. Special tokens in a message count as plain text. Raises: ApiError."""
+    """Return the token ids of a chat up to its next answer. Special tokens in a message are read as plain text. Raises: ApiError."""
     return [int(number) for number in tokenizer.encode_chat_prompt(check_messages(body))]
 
 
 def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages, with their contents as text.
+    """Return the messages, with their contents as text.
 
-    Raises: ApiError for an unknown role, a content that is not text, or an unsupported key. A role with a line end could make special
-    tokens in a template, so only roles of training documents are allowed.
+    Raises: ApiError for an unknown role, a content that is not text, or an unsupported key. Only the roles of training documents are allowed,
+    because a role with a newline in it could produce special tokens in a template.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -197,7 +197,7 @@ def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
             )
         _check_message_keys(message, MESSAGE_KEYS, where)
         role = message.get("role")
-        if role == "developer":  # OpenAI's newer name
+        if role == "developer":  # OpenAI's newer name of the role
             role = "system"
         if role not in ROLES:
             wrong = Message(
@@ -242,7 +242,7 @@ def _unknown(where: str, nearby: str) -> Message:
 
 
 def _check_message_keys(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
-    """An empty unsupported key passes, because clients send an answer back with all its keys, most of them null."""
+    """Raises: ApiError for an unknown key. An unsupported key passes if it is empty: clients send answers back with all keys, most of them null."""
     for key in sorted(given.keys() - {*known}):
         if not (key in UNSUPPORTED_MESSAGE_KEYS and given[key] in (None, [], {}, "")):
             place = f"{where}.{key[:80]}"
@@ -256,7 +256,7 @@ def _check_message_keys(given: dict[str, Any], known: tuple[str, ...], where: st
 
 
 def tokenize_prompts(body: dict[str, Any], served: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """The ids of each prompt of a completion. Raises: ApiError."""
+    """Return the token ids of each prompt of a completion. Raises: ApiError."""
     prompt = body.get("prompt")
     if isinstance(prompt, str) or isinstance(prompt, list) and prompt and all(type(part) is int for part in prompt):
         prompt = [prompt]

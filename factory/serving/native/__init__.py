@@ -1,1 +1,1 @@
-"""The embedded engine: ``server`` answers requests. ``engine_loop`` steps ``batch``, which lets ``decoder`` compute a token for each sequence."""
+"""The embedded engine. ``server`` answers requests. ``engine_loop`` calls ``batch`` for each step, and ``decoder`` computes the next tokens."""

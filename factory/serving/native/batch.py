@@ -1,8 +1,9 @@
-"""Continuous batching: sequences join and leave between any two steps, and do not influence each other.
+"""Decodes sequences with continuous batching: sequences join and leave between any two steps, and do not influence each other.
 
-Rows of the cache: first the ``_ready`` rows whose prompt is read, which are decoded together; then the rows that still read a prompt. A step
-is one pass of the model: the next token of each ready row, and at most ``CHUNK`` prompt tokens, so that a long prompt does not delay other
-sequences. The last row replaces a row that leaves, so the used rows are always a slice and reading them copies nothing.
+Each sequence has a row of the cache. The first ``_ready`` rows have read their prompts and are decoded together. The other rows still read their
+prompts. A step is one pass of the model: it computes the next token of each ready row and reads at most ``CHUNK`` prompt tokens, so that a long
+prompt does not delay other sequences. When a row leaves, the last row takes its place. So the used rows are always a slice, and reading them
+copies nothing.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ import torch
 from factory.serving.api.defaults import Sampling
 from factory.serving.native.decoder import CachedDecoder
 
-CHUNK = 512  # prompt tokens in a step
+CHUNK = 512  # most prompt tokens in a step
 MOST_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Job:
-    """A sequence to continue. ``prompt`` and ``most_tokens`` together fit into the model's context."""
+    """A sequence to continue. The prompt and ``most_tokens`` new tokens together fit into the model's context."""
 
     key: int
     prompt: list[int]
     most_tokens: int
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
-    top: int = 0  # number of likeliest tokens to return with each token
+    top: int = 0  # how many of the likeliest tokens to return with each token
     seed: int = 0
 
 
 class Token(NamedTuple):
-    """A token that a step computed for a job. ``end``: 'stop' (the token is in ``stop_ids``), 'length' or 'failed'; empty: the job continues."""
+    """A token that a step computed for a job. ``end``: 'stop' (the token is in ``stop_ids``), 'length' or 'failed'; '' if the job continues."""
 
     key: int
     token: int
@@ -47,7 +48,7 @@ class Token(NamedTuple):
 class _Row:
     job: Job
     generator: torch.Generator
-    length: int = 0  # columns written
+    length: int = 0  # number of columns that are written
     written: list[int] = field(default_factory=list)
 
     @property
@@ -56,7 +57,7 @@ class _Row:
 
 
 class RunningBatch:
-    """The sequences that are decoded together. ``room``: the most cache columns (rows × longest row), at least one context."""
+    """The sequences that are decoded together. ``room``: the most cache columns (rows × longest row); at least the model's context."""
 
     def __init__(self, decoder: CachedDecoder, room: int) -> None:
         self.decoder, self.room = decoder, max(room, decoder.config.context)
@@ -71,7 +72,7 @@ class RunningBatch:
         self._waiting.append(job)
 
     def cancel(self, key: int) -> None:
-        """Remove a job, whether it waits or runs."""
+        """Remove a job that waits or runs."""
         self._waiting = deque(job for job in self._waiting if job.key != key)
         for number, row in enumerate(self._rows):
             if row.job.key == key:
@@ -87,7 +88,7 @@ class RunningBatch:
         return len(self._rows)
 
     def step(self) -> list[Token]:
-        """Read prompts and compute a token for each ready row. Empty only without jobs, or while a long prompt is read."""
+        """Read prompts and compute a token for each ready row. Returns these tokens: none without jobs, or while only prompts are read."""
         self._admit()
         found = self._advance()
         ended = {token.key for token in found if token.end}
@@ -102,7 +103,7 @@ class RunningBatch:
             job = self._waiting[0]
             columns = max([len(job.prompt) + job.most_tokens, *(row.columns for row in self._rows)])
             if self._rows and (len(self._rows) + 1) * columns > self.room:
-                break  # jobs start in order of arrival, so a long job does not wait for ever
+                break  # jobs start in order of arrival, so that a long job does not wait forever
             self._waiting.popleft()
             self._rows.append(_Row(job, torch.Generator().manual_seed(job.seed)))
         self._grow(len(self._rows), max((row.columns for row in self._rows), default=0))
@@ -118,7 +119,7 @@ class RunningBatch:
         self._cache[:, :, :kept_rows, :, :kept_columns] = had[:, :, :kept_rows, :, :kept_columns]
 
     def _advance(self) -> list[Token]:
-        """Run one pass: the last token of each ready row, then pieces of prompts."""
+        """Run one pass of the model over the last token of each ready row and over pieces of prompts. Returns the new tokens."""
         tokens, left = [row.written[-1:] for row in self._rows[: self._ready]], CHUNK
         for row in self._rows[self._ready :]:
             if not left:
@@ -131,13 +132,13 @@ class RunningBatch:
         logits_BV = self.decoder.logits(tokens, [row.length for row in rows], self._cache)
         for row, piece in zip(rows, tokens, strict=True):
             row.length += len(piece)
-        if rows[-1].length < len(rows[-1].job.prompt):  # only the last row can be in the middle of its prompt
+        if rows[-1].length < len(rows[-1].job.prompt):  # only the last row can have read a part of its prompt
             rows.pop()
         self._ready = len(rows)
         return self._tokens(rows, logits_BV[: self._ready]) if rows else []
 
     def _tokens(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Token]:
-        most_B, least_B = logits_BV.amax(1), logits_BV.amin(1)  # both are NaN where the row has a NaN
+        most_B, least_B = logits_BV.amax(1), logits_BV.amin(1)  # both are NaN if the row has a NaN
         sound = (most_B.isfinite() & least_B.isfinite()).tolist()
         chosen = logits_BV.argmax(1).tolist()
         for number, row in enumerate(rows):
@@ -157,7 +158,7 @@ class RunningBatch:
         return found
 
     def _leave(self, number: int) -> None:
-        """Remove a row: the last ready row takes its place, and the last row of all takes that row's place."""
+        """Remove a ready row. The last ready row takes its place, and the last of all rows takes the place of that one."""
         if number < self._ready:
             self._ready -= 1
             self._move(self._ready, number)
@@ -176,7 +177,7 @@ class RunningBatch:
 def sample_token(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Sample one token by temperature, top-k and top-p. The result depends on the job's seed, not on the other jobs of the batch.
 
-    ``generator`` is on the CPU. One number is drawn from it even where only one token is possible.
+    ``generator`` is on the CPU. One number is drawn from it for each token, even if only one token is possible.
     """
     at = float(torch.rand(1, generator=generator, dtype=torch.float64))
     sorted_V, order_V = (logits_V.double().cpu() / max(sampling.temperature, 1e-6)).sort(descending=True, stable=True)

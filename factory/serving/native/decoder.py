@@ -1,8 +1,8 @@
-"""The decoders of ``export_config`` with a cache of keys and values, in fp32, on a CPU or a GPU.
+"""Computes the decoder models of ``export_config`` with a cache of keys and values, in fp32, on a CPU or a GPU.
 
-It computes the same as the judge's model (``factory.evals.reference_model``), with which it is compared when a release becomes current, and in
-tests. A token's position is its column in the cache, so rows of any length share a batch without padding. A pass takes the new tokens of all
-rows as one list, [N, D], and only attention uses rows. Matrices with the same input are stored and multiplied as one.
+The results equal those of the judge's model (``factory.evals.reference_model``): tests compare the two, and so does the supervisor before a release
+becomes current. A token's position is its column in the cache, so rows of any length share a batch without padding. A pass treats the new tokens of
+all rows as one list, [N, D]. Only attention distinguishes rows. Matrices with the same input are stored and multiplied as one matrix.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ JOINED_MATRICES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive tokens ``first`` … ``last - 1`` of a pass, all in ``row``; the last is at column ``seen - 1``."""
+    """Consecutive tokens ``first`` … ``last - 1`` of a pass, all of one ``row``. The last of them is at column ``seen - 1``."""
 
     first: int
     last: int
     row: int
     seen: int
-    mask_TS: torch.Tensor | None  # None: the row begins with this piece, so a causal mask is used
+    mask_TS: torch.Tensor | None  # None: a causal mask is used, because the row begins with this piece
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """The positions of a pass's tokens. The first ``singles`` tokens are one for each of the first rows; ``pieces`` are the others."""
+    """The positions of the tokens of a pass. The first ``singles`` tokens belong to the first rows, one to each. ``pieces`` has all others."""
 
     row_N: torch.Tensor
     column_N: torch.Tensor
-    turn_N1K: tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+    turn_N1K: tuple[torch.Tensor, torch.Tensor]  # cosines and sines of RoPE
     singles: int
-    seen: int  # columns that the singles attend to
-    mask_B11S: torch.Tensor | None  # added to the scores of the singles; None: all singles see all columns
+    seen: int  # number of columns that the singles attend to
+    mask_B11S: torch.Tensor | None  # added to the scores of the singles; None: each single attends to all these columns
     pieces: list[_Piece]
 
 
 class CachedDecoder:
-    """An export, loaded onto ``device``."""
+    """A decoder model of an export, loaded onto ``device``."""
 
     def __init__(self, config: ExportConfig, weights: dict[str, torch.Tensor], device: torch.device) -> None:
         self.config, self.device = config, device
@@ -67,7 +67,7 @@ class CachedDecoder:
         return cls(config, read_weights(folder, config), device)
 
     def _join(self) -> dict[str, torch.Tensor]:
-        """Each matrix of ``JOINED_MATRICES`` by the name of its first part. ``weights`` then has views of it, so memory is used once."""
+        """Join the matrices of ``JOINED_MATRICES``. Returns each by the name of its first part. ``weights`` then has views of them."""
         joined = {}
         for first, *others in JOINED_MATRICES:
             for name in [name for name in self.weights if name.endswith(f".{first}.weight")]:
@@ -79,26 +79,26 @@ class CachedDecoder:
         return joined
 
     def _qk_norm(self, layer: int) -> torch.Tensor:
-        """The norm weights of each query head, then of each key head."""
+        """Return the norm weights for each query head, then for each key head."""
         q_K, k_K = (self.weights[f"model.layers.{layer}.self_attn.{part}_norm.weight"] for part in "qk")
         return torch.cat((q_K.expand(self.config.heads, -1), k_K.expand(self.config.kv_heads, -1)))
 
     def new_cache(self, rows: int, columns: int) -> torch.Tensor:
-        """[layers, 2, rows, G, columns, K], zeros: stale columns are masked, and a masked NaN would still spoil its row."""
+        """Return a cache [layers, 2, rows, G, columns, K] of zeros. Unwritten columns are masked, but a NaN in them would still spoil the row."""
         c = self.config
         return torch.zeros(c.layers, 2, rows, c.kv_heads, columns, c.head_dim, device=self.device)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of the cache for each token."""
+        """Return the bytes that the cache needs for each token."""
         return 4 * self.config.layers * 2 * self.config.kv_heads * self.config.head_dim
 
     @torch.inference_mode()
     def logits(self, tokens: list[list[int]], starts: list[int], cache: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] after the last token of each row. ``tokens``: at least one for each of the first B rows of ``cache``.
+        """Return the logits [B, V] after the last token of each row. ``tokens``: one or more for each of the first B rows of ``cache``.
 
-        ``cache``: [layers, 2, rows, G, S, K]. A row's tokens begin at its column in ``starts``. Their keys and values are written to the cache;
-        all earlier columns must be written.
+        ``cache``: [layers, 2, rows, G, S, K]. ``starts``: the column of each row's first token. The keys and values of ``tokens`` are written to the
+        cache. All columns before them must have been written.
         """
         at = self._place([len(row) for row in tokens], starts)
         ids_N = torch.tensor([token for row in tokens for token in row], device=self.device)
@@ -107,7 +107,9 @@ class CachedDecoder:
             block = f"model.layers.{layer}"
             y_ND = self._norm(x_ND, self.weights[f"{block}.input_layernorm.weight"])
             o_ND = self._attention(y_ND, layer, at, cache[layer])
-            if at.pieces and layer == self.config.layers - 1:  # only the last token of a prompt needs the rest
+            if (
+                at.pieces and layer == self.config.layers - 1
+            ):  # in the last layer, only the last token of a prompt needs the rest of the layer
                 ends = [*range(at.singles), *(piece.last - 1 for piece in at.pieces)]
                 x_ND, o_ND = x_ND[ends], o_ND[ends]
             x_ND = x_ND + F.linear(o_ND, self.weights[f"{block}.self_attn.o_proj.weight"])
@@ -148,7 +150,7 @@ class CachedDecoder:
         q_NHK, k_NGK = qk_NHK.split((config.heads, config.kv_heads), 1)
         cache[:, at.row_N, :, at.column_N] = torch.stack((k_NGK, v_NGK), 1)
         outputs = []
-        if at.singles:  # queries that share a key-value head are treated as tokens of one row
+        if at.singles:  # queries that share a key-value head are computed as if they were tokens of one row
             q_BGQK = q_NHK[: at.singles].unflatten(1, (config.kv_heads, -1))
             keys, values = cache[:, : at.singles, :, : at.seen]
             o_BGQK = F.scaled_dot_product_attention(q_BGQK, keys, values, attn_mask=at.mask_B11S)
@@ -184,5 +186,5 @@ class CachedDecoder:
 
 
 def _rotate(x_NHK: torch.Tensor, cos_N1K: torch.Tensor, sin_N1K: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE to the two halves. The sines of the first half are negated."""
+    """Apply RoPE to the two halves of each head. In ``sin_N1K``, the sines of the first half are negated."""
     return torch.addcmul(x_NHK * cos_N1K, x_NHK.roll(x_NHK.shape[-1] // 2, -1), sin_N1K)

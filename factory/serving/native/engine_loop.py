@@ -1,7 +1,7 @@
-"""The thread that steps a ``RunningBatch``. Jobs come from any thread; each job has a listener for its tokens.
+"""Runs the steps of a ``RunningBatch`` in a thread. Any thread may submit jobs. Each job has a listener, which gets its tokens.
 
-A fatal error (log-probabilities that are not finite, an error of the device) ends every job with a reason and makes the engine
-unhealthy for good. Its supervisor then starts another process.
+A fatal error (log-probabilities that are not finite, an error of the device) ends all jobs and makes the engine unhealthy. The engine does not
+recover: the supervisor starts another process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_FINITE = Message(
 
 
 class EngineLoop:
-    """Runs the thread. ``submit`` and ``cancel`` may be called from any thread; listeners are called from this thread and must not block."""
+    """Owns the thread. Any thread may call ``submit`` and ``cancel``. The loop's thread calls the listeners, which must not block."""
 
     def __init__(self, batch: RunningBatch) -> None:
         self._batch = batch
@@ -36,13 +36,13 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._next_key = 0
         self.problem = ""  # why the engine no longer works
-        self._began: float | None = None  # when the running step began
-        self._slowest = 0.0  # seconds of a step
+        self._began: float | None = None  # start of the current step
+        self._slowest = 0.0  # seconds of the slowest step so far
         self.tokens_written = self.prompt_tokens = self.steps = 0
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def submit(self, listener: TokenListener, make: Callable[[int], Job]) -> int | None:
-        """Add the job ``make(key)``; returns its key, or None when too many jobs wait or the engine has a ``problem``."""
+        """Add the job ``make(key)``. Returns its key, or None if too many jobs wait or the engine has a ``problem``."""
         with self._wake:
             if self.problem or len(self._added) + self._batch.waiting >= MOST_WAITING:
                 return None
@@ -54,12 +54,12 @@ class EngineLoop:
 
     @contextmanager
     def submit_together(self) -> Iterator[None]:
-        """The same step takes all jobs that are submitted in the block, so that their batches do not depend on timing."""
+        """In the ``with`` block, collect jobs: one step takes all that were submitted, so that their batches do not depend on timing."""
         with self._wake:
             yield
 
     def cancel(self, key: int) -> None:
-        """End a job that nobody listens to. A job that already ended is ignored."""
+        """End a job whose tokens nobody needs. Does nothing if the job has already ended."""
         with self._wake:
             if self._listeners.pop(key, None):
                 self._cancelled.append(key)
@@ -67,9 +67,9 @@ class EngineLoop:
 
     @property
     def health_problem(self) -> str:
-        """Why the engine does not work; empty when it works.
+        """Return why the engine does not work; '' if it works.
 
-        A step hangs when it takes at least ``HUNG_SECONDS`` and ``HUNG`` times as long as the slowest earlier step.
+        A step counts as hung when it has taken more than ``HUNG_SECONDS``, and more than ``HUNG`` times as long as the slowest earlier step.
         """
         began = self._began
         taken = time.monotonic() - began if began is not None else 0.0
@@ -84,7 +84,7 @@ class EngineLoop:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers for the metrics page."""
+        """The numbers for the metrics page."""
         return {
             "running": self._batch.running,
             "waiting": self._batch.waiting + len(self._added),

@@ -1,4 +1,4 @@
-"""Formats tokens for OpenAI's API: text of whole characters that ends before a stop string, choices, chunks, usage."""
+"""Formats tokens for OpenAI's API: choices, chunks and usage. Text consists of complete characters, and ends before a stop string."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ChoiceTextDecoder:
         self._bytes, self._stops = token_bytes, stops
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
-        self.characters = 0  # decoded so far
-        self.stopped = False  # the text has a stop string and ends before it
+        self.characters = 0  # number of characters decoded so far
+        self.stopped = False  # True once a stop string was found: the text ends before it
 
     def add(self, token: int, last: bool) -> str:
-        """Add a token; returns the text that is final now. ``last``: no token follows."""
+        """Add a token. Returns the text that became final with it. ``last``: no token follows."""
         piece = token_text_bytes(self._bytes, token)
         decoded = self._decoder.decode(piece, last)
         self.characters += len(decoded)
@@ -45,15 +45,15 @@ class ChoiceTextDecoder:
 
 
 def token_text_bytes(token_bytes: TokenBytes, token: int) -> bytes:
-    """The bytes of a token; empty for a special token, or a row that pads the vocabulary."""
+    """Return the bytes of a token; empty for a special token, and for an id that only pads the vocabulary."""
     return bytes(token_bytes.bytes_of_ids(np.array([token]))[0]) if token < len(token_bytes.lengths) else b""
 
 
 def token_name(token_bytes: TokenBytes, token: int) -> str:
-    """The unique name of a token in log-probabilities.
+    """Return the unique name of a token for lists of log-probabilities.
 
-    It is the name of a special token, else the token's text. Bytes that are not UTF-8 are written as in OpenAI's completions:
-    'bytes:\\xe2\\x80'. A row that pads the vocabulary is 'token_id:N'.
+    A special token has its own name. Any other token has its text as its name. Bytes that are not UTF-8 are written as in OpenAI's completions:
+    'bytes:\\xe2\\x80'. An id that only pads the vocabulary is 'token_id:N'.
     """
     if token in token_bytes.special:
         return token_bytes.special[token]
@@ -70,7 +70,7 @@ def token_name(token_bytes: TokenBytes, token: int) -> str:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
@@ -82,11 +82,11 @@ class ChoiceReply:
     decoder: ChoiceTextDecoder
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)  # characters before each token
+    offsets: list[int] = field(default_factory=list)  # number of characters before each token
     finish: str | None = None
 
     def add(self, token: Token) -> str:
-        """Add a token; returns the text that is final now."""
+        """Add a token. Returns the text that became final with it."""
         self.tokens.append(token)
         self.offsets.append(self.decoder.characters)
         ends = token.end == "stop"
@@ -100,7 +100,7 @@ class ChoiceReply:
 
 
 class CompletionReply:
-    """The answer to one request."""
+    """Builds the answer to one request."""
 
     def __init__(self, ask: CompletionRequest, token_bytes: TokenBytes, release: str) -> None:
         self.ask, self._bytes = ask, token_bytes
@@ -115,7 +115,7 @@ class CompletionReply:
         self.choices = [ChoiceReply(number, ChoiceTextDecoder(token_bytes, ask.stops)) for number in range(count)]
 
     def full_answer(self) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the whole answer as one object."""
         choices = []
         for choice in self.choices:
             said: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish}
@@ -128,7 +128,7 @@ class CompletionReply:
         return self._head | {"object": kind, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choice: ChoiceReply, text: str, tokens: list[Token], first: bool) -> dict[str, Any]:
-        """A chunk with the text and tokens since the previous chunk. ``first``: with the role."""
+        """Return a chunk with the text and tokens since the previous chunk. ``first``: the choice's first chunk, which has the role."""
         said: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish}
         said["logprobs"] = self._logprobs(tokens, choice.offsets[len(choice.tokens) - len(tokens) :])
         role = {"role": "assistant"} if first else {}

@@ -1,6 +1,6 @@
-"""``python -m factory.serving.native.server EXPORT SOCKET``: the embedded engine, a process that answers OpenAI's API on a Unix socket.
+"""Runs the embedded engine: ``python -m factory.serving.native.server EXPORT SOCKET`` answers requests of OpenAI's API on a Unix socket.
 
-It listens after it has loaded the weights. It needs no key and no network, because the router is in front of it.
+The process starts to listen when it has loaded the weights. It needs no key and no network, because requests come from the router.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WrittenToken = tuple[ChoiceReply, str, Token]  # (choice, text that is final wit
 
 
 class NativeEngine:
-    """A loaded export, and its requests."""
+    """Reads and answers requests with a loaded export."""
 
     def __init__(self, export: Path, device: torch.device) -> None:
         """Raises: InputError for an export that cannot be served."""
@@ -56,11 +56,11 @@ class NativeEngine:
         self.loop = EngineLoop(RunningBatch(decoder, _free_bytes(device) // decoder.bytes_per_token))
 
     def read_request(self, body: bytes, chat: bool) -> CompletionRequest:
-        """A request, from its body. Raises: ApiError."""
+        """Return the content of a request's body. Raises: ApiError."""
         return read_request(parse_body(body), chat, self._served)
 
     def tokenize(self, body: bytes) -> list[int]:
-        """The token ids of a prompt or of messages, as in vLLM's /tokenize. Raises: ApiError."""
+        """Return the token ids of a prompt or of messages, as vLLM's /tokenize does. Raises: ApiError."""
         data = parse_body(body)
         if "messages" in data:
             return tokenize_chat(data, self._served.tokenizer)
@@ -70,7 +70,7 @@ class NativeEngine:
         return CompletionReply(ask, self._bytes, self.release)
 
     async def generate_tokens(self, ask: CompletionRequest, reply: CompletionReply) -> AsyncIterator[WrittenToken]:
-        """Each token of each choice, as soon as it is computed. Raises: ApiError."""
+        """Yield each token of each choice as soon as it is computed. Raises: ApiError."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
         keys = []
@@ -96,7 +96,9 @@ class NativeEngine:
             while left:
                 number, token = await queue.get()
                 choice = reply.choices[number]
-                if token is None:  # another request or the device caused it; another engine may answer this request
+                if (
+                    token is None
+                ):  # another request or the device caused the failure, so another engine may be able to answer
                     raise ApiError(503, Message.from_json(self.loop.problem), openai_code="engine_failed")
                 if token.end == "failed":
                     raise ApiError(500, NOT_FINITE, openai_code="not_finite")
@@ -113,7 +115,7 @@ class NativeEngine:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """The bytes for the cache: a quarter of the free memory, because the cache is copied when it grows."""
+    """Return the bytes for the cache: a quarter of the free memory, because the cache is copied when it grows."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return int(free) // 4
 
@@ -137,7 +139,9 @@ def make_application(engine: NativeEngine) -> Starlette:
             if not ask.stream:
                 return JSONResponse(await cancel_if_gone(request, _finish(engine, ask, reply)))
             tokens = engine.generate_tokens(ask, reply)
-            first = await cancel_if_gone(request, anext(tokens))  # an earlier failure gives a status, not an event
+            first = await cancel_if_gone(
+                request, anext(tokens)
+            )  # a failure before the first token gives an HTTP status, not an event
             return StreamingResponse(_events(ask, reply, first, tokens), media_type="text/event-stream")
 
         return answering(generate)
@@ -174,7 +178,7 @@ async def _finish(engine: NativeEngine, ask: CompletionRequest, reply: Completio
 async def _events(
     ask: CompletionRequest, reply: CompletionReply, first: WrittenToken, tokens: AsyncIterator[WrittenToken]
 ) -> AsyncIterator[str]:
-    """Server-sent events. A token without final text waits for the next token of its choice."""
+    """Yield server-sent events. A token that adds no final text waits for the next token of its choice."""
     waiting: dict[int, list[Token]] = {}
     begun: set[int] = set()
     try:

@@ -38,7 +38,7 @@ def everything(workspace: Workspace) -> set[str]:
     return {str(path) for path in workspace.root.rglob("*") if not path.name.startswith("ledger.db")}
 
 
-def test_a_file_is_read_as_its_ingest_reads_it_and_nothing_is_stored(
+def test_a_preview_reads_a_file_as_ingest_does_and_stores_nothing(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     use_small_vocabulary(workspace)
@@ -62,7 +62,7 @@ def test_a_file_is_read_as_its_ingest_reads_it_and_nothing_is_stored(
     assert report.counts["train"] + report.counts["held_out"] == mapped["counts"]["train"] == 39
 
 
-def test_a_chat_is_shown_turn_by_turn_with_what_carries_loss(workspace: Workspace, tmp_path: Path) -> None:
+def test_a_preview_shows_each_turn_of_a_chat_and_which_turns_carry_loss(workspace: Workspace, tmp_path: Path) -> None:
     turns = [
         {"from": "human", "value": "Hi\nthere"},
         {"from": "gpt", "value": "Hello", "weight": 0},
@@ -77,7 +77,7 @@ def test_a_chat_is_shown_turn_by_turn_with_what_carries_loss(workspace: Workspac
     assert any(line.startswith("assistant (loss): ") for line in lines)
 
 
-def test_only_the_first_rows_are_read_of_a_long_file(workspace: Workspace, tmp_path: Path) -> None:
+def test_a_preview_of_a_long_file_reads_only_its_first_rows(workspace: Workspace, tmp_path: Path) -> None:
     [found] = previewed(workspace, str(table(tmp_path / "long.csv", 1200)))["files"]
     assert (found["rows"], found["whole"]) == (1000, False)
 

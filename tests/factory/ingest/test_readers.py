@@ -37,7 +37,7 @@ def test_bad_utf8_in_parquet_is_one_bad_row(tmp_path: Path) -> None:
     assert first == {"text": "fine"} and isinstance(second, BadRow) and second.rule == "bad_encoding"
 
 
-def test_a_line_over_the_limit_is_a_row_and_is_not_held(tmp_path: Path) -> None:
+def test_a_line_over_the_limit_is_a_bad_row_and_is_not_kept_in_memory(tmp_path: Path) -> None:
     path = shard(tmp_path, "a.jsonl", b'{"text":"a"}\n' + b"x" * 5_000_000 + b'\n{"text":"b"}\n' + b"y" * 2000)
     first, second, third, fourth = read(path)
     assert first == b'{"text":"a"}' and third == b'{"text":"b"}'
@@ -91,7 +91,7 @@ json_values = st.recursive(
 
 
 @given(st.one_of(st.binary(max_size=60), json_values.map(lambda value: json.dumps(value).encode())))
-def test_any_bytes_are_a_document_or_a_bad_row(line: bytes) -> None:
+def test_any_bytes_give_documents_or_bad_rows(line: bytes) -> None:
     try:
         parsed = parse_document(parse_json(line), "text")
     except BadRow as bad:
@@ -123,16 +123,16 @@ def test_any_bytes_are_a_document_or_a_bad_row(line: bytes) -> None:
         (b'{"messages": [{"role": "user", "content": "x"}]}', "no_supervised"),
     ],
 )
-def test_each_bad_row_has_its_rule(line: bytes, rule: str) -> None:
+def test_each_bad_row_names_the_rule_that_it_breaks(line: bytes, rule: str) -> None:
     with pytest.raises(BadRow) as caught:
         parse_document(parse_json(line), "text")
     assert caught.value.rule == rule
 
 
 @pytest.mark.parametrize("row", [{"text": "x", "id": 7, "extra": [1]}, {"text": "x", "domain": "", "source": None}])
-def test_odd_but_good_rows_are_read(row: dict[str, Any]) -> None:
+def test_unusual_but_valid_rows_are_read(row: dict[str, Any]) -> None:
     assert parse_document(row, "text").domain == "text"
 
 
-def test_a_byte_order_mark_is_no_part_of_the_row() -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_row() -> None:
     assert parse_json(b"\xef\xbb\xbf" + b'{"text": "x"}') == {"text": "x"}

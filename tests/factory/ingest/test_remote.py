@@ -86,7 +86,9 @@ def names(ledger: Ledger) -> list[str]:
     return sorted(row["name"] for row in ledger.select_rows(sa.select(shards.c.name)))
 
 
-def test_a_prefix_is_fetched_ingested_and_not_fetched_again(workspace: Workspace, ledger: Ledger, bucket: Any) -> None:
+def test_files_below_an_address_are_fetched_and_ingested_only_once(
+    workspace: Workspace, ledger: Ledger, bucket: Any
+) -> None:
     use_small_vocabulary(workspace)
     root = put_there(bucket, {
         "in/a.jsonl.gz": compress(rows(0, 20), "gz"), "in/deep/b.zip": zipped({"x.jsonl": rows(20, 10)}), "in/c.png": b"x",
@@ -104,7 +106,7 @@ def test_a_prefix_is_fetched_ingested_and_not_fetched_again(workspace: Workspace
     assert names(ledger) == ["a.jsonl.gz", "a.jsonl.gz", "b.zip#1.jsonl.zst"] and trained_on(ledger) == exactly(30)
 
 
-def test_of_many_small_fetched_files_those_that_cannot_be_read_are_kept(
+def test_fetched_files_that_cannot_be_read_are_kept_in_quarantine(
     workspace: Workspace, ledger: Ledger, bucket: Any
 ) -> None:
     """Each such file is in quarantine/, where it can be tried again without another fetch."""
@@ -156,7 +158,7 @@ def test_an_interrupted_fetch_continues_by_range(
         ("/*.csv", {"ingest.no_remote_file"}),
     ],
 )
-def test_the_error_of_an_empty_address_is_one_line(
+def test_an_address_without_files_gives_an_error_of_one_line(
     workspace: Workspace, ledger: Ledger, bucket: Any, address: str, known: set[str]
 ) -> None:
     with pytest.raises(InputError) as caught:
@@ -164,14 +166,14 @@ def test_the_error_of_an_empty_address_is_one_line(
     assert caught.value.code in known and "\n" not in str(caught.value)
 
 
-def test_a_file_address_is_a_path(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_a_file_url_is_read_as_a_path(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     use_small_vocabulary(workspace)
     (tmp_path / "a.jsonl").write_bytes(rows(0, 20))
     assert command_here("ingest", f"file://{tmp_path}/*.jsonl", home=workspace).exit_code == 0
     assert names(ledger) == ["a.jsonl"] and (tmp_path / "a.jsonl").exists()
 
 
-def test_a_missing_library_is_reported_with_its_extra(
+def test_the_error_for_a_missing_library_names_the_extra_to_install(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)

@@ -92,7 +92,7 @@ wishes = st.builds(
 @example([[("a", 0, True)] * 8 + [("a", 1, True)] * 8], HeldOutTarget(1e-9, 8, 400))
 @example([[("a", 0, True)] * 12 + [("a", 1, True)] * 12], HeldOutTarget(1e-9, 8, 400))
 @example([[("a", None, True)] * 60], HeldOutTarget(1.0, 8, 400))
-def test_whole_groups_one_half_for_ever_and_at_most_half_of_a_domain(
+def test_whole_groups_are_held_out_stay_in_one_half_and_are_at_most_half_of_a_domain(
     shards: list[list[Row]], wanted: HeldOutTarget
 ) -> None:
     past = Past(wanted)
@@ -118,7 +118,7 @@ def test_whole_groups_one_half_for_ever_and_at_most_half_of_a_domain(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 8))
-def test_both_halves_have_a_document_from_the_first_shard_with_two_and_what_is_needed_in_time(
+def test_both_halves_get_a_document_from_the_first_shard_with_two_and_later_the_least_number(
     sizes: list[int], least: int
 ) -> None:
     """If documents are their own groups, the halves differ by at most one, and each has ``least`` after four times as many documents."""
@@ -151,7 +151,7 @@ def test_the_selection_is_the_same_in_every_version() -> None:
     assert digest.hexdigest()[:16] == "0d80bef93c603f91"
 
 
-def test_a_group_without_a_source_is_named_by_its_fact_alone() -> None:
+def test_the_name_of_a_group_without_a_source_is_its_fact_alone() -> None:
     facts = {"url-host": "example.org", "path": "a.py", "conversation": "7"}
     named = {kind: held_out_split.name_document_group(kind, None, facts, "0011") for kind in held_out_split.KINDS}
     assert named == {

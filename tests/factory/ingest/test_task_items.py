@@ -79,7 +79,7 @@ def test_a_benchmark_as_published_is_kept_out_of_training_data(
     assert any("MATH.tar in policies/tasks" in one["what"] for one in list_waiting_for_person(workspace, ledger))
 
 
-def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(
+def test_words_of_task_items_are_cut_from_documents_and_a_repair_cuts_them_again(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path
 ) -> None:
     leaks = [leaking(500, QUESTION), leaking(501, CHOICES[0]), leaking(502, "nothing of it")]
@@ -98,7 +98,7 @@ def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(
         assert rebuild_token_shard(Plant(workspace, ledger), row["id"]) == ""
 
 
-def test_a_shard_that_is_older_than_the_exam_is_rebuilt_without_it(
+def test_a_shard_older_than_a_task_is_rebuilt_without_cutting_the_tasks_words(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path
 ) -> None:
     away = exam.rename(exam.with_suffix(".away"))
@@ -111,7 +111,7 @@ def test_a_shard_that_is_older_than_the_exam_is_rebuilt_without_it(
         assert rebuild_token_shard(Plant(workspace, ledger), row["id"]) == ""
 
 
-def test_items_are_recorded_once_and_again_where_they_were_lost(
+def test_task_items_are_recorded_once_and_recorded_again_if_the_record_is_lost(
     workspace: Workspace, ledger: Ledger, exam: Path
 ) -> None:
     count = lambda: sum(len(grams) for _, grams in HashIndex(ledger).read_held_out_ngrams())
@@ -125,7 +125,7 @@ def test_items_are_recorded_once_and_again_where_they_were_lost(
     assert record_task_ngrams(Plant(workspace, ledger), 13) == 1
 
 
-def test_nothing_is_ingested_while_an_exam_cannot_be_read(
+def test_nothing_is_ingested_while_a_task_file_cannot_be_read(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path
 ) -> None:
     exam.write_text('{"question": ')

@@ -84,7 +84,7 @@ def test_workers_that_hang_are_killed(tmp_path: Path) -> None:
     assert stopped and not [worker for worker in stopped if worker.is_running()]
 
 
-def test_a_result_that_comes_as_the_wait_ends_is_used(tmp_path: Path) -> None:
+def test_a_result_that_arrives_just_after_the_timeout_is_used(tmp_path: Path) -> None:
     """The result comes after ``result`` timed out, and before ``done`` is called."""
 
     class Late(Future[int]):

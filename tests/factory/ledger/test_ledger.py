@@ -93,7 +93,7 @@ def test_a_reader_decodes_json_and_cannot_write(workspace: Workspace, ledger: Le
         LedgerReader(workspace).read("DELETE FROM events")
 
 
-def test_both_databases_store_and_find_a_name_with_a_nul(ledger: Ledger) -> None:
+def test_sqlite_and_postgresql_store_and_find_a_name_with_a_nul_character(ledger: Ledger) -> None:
     with ledger.begin() as tx:
         record_event(tx, "ingested", "a\0b", {"from": "a\0b"})
     assert ledger.select_rows(sa.select(events.c.subject, events.c.detail).where(events.c.subject == "a\0b")) == [
@@ -118,12 +118,12 @@ def test_simultaneous_creations_make_one_ledger(workspace: Workspace) -> None:
         ("postgresql+psycopg2cffi://here", "engine.no_driver"),
     ],
 )
-def test_an_unusable_address_is_a_clear_error(url: str, code: str) -> None:
+def test_an_unusable_ledger_address_is_an_error_with_the_reason(url: str, code: str) -> None:
     with refused(code, WorkspaceError):
         Ledger.create(url)
 
 
-def test_a_password_is_not_in_the_message(postgres: Callable[[], str]) -> None:
+def test_no_error_message_contains_the_ledgers_password(postgres: Callable[[], str]) -> None:
     url = postgres().replace("factory@", "factory:secret@").replace("factory_", "nowhere_")
     with pytest.raises(WorkspaceError, match="nowhere_") as caught:
         Ledger.open(url)

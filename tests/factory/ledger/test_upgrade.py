@@ -115,7 +115,7 @@ def test_an_upgrade_keeps_the_groups_and_halves_of_held_out_documents(old: Works
     assert {half(name) for name in clusters} == {True, False} and noted == (0,)
 
 
-def test_paths_become_relative_and_folders_get_their_owner(tmp_path: Path) -> None:
+def test_an_upgrade_makes_paths_relative_and_writes_owners_into_segment_folders(tmp_path: Path) -> None:
     """This also holds for a workspace that was moved: an older factory wrote its first path into the file ``root``."""
     workspace, made = Workspace.create(tmp_path / "workspace"), "/plant"
     text = SCHEMA_1.read_text().replace("'segments/00001-trunk'", f"'{made}/segments/00001-trunk'")
@@ -157,7 +157,9 @@ def test_an_upgraded_ledger_has_the_columns_of_a_new_one(old: Workspace, tmp_pat
 
 
 @pytest.mark.parametrize("statement", ["ALTER TABLE", "UPDATE meta"])
-def test_after_a_kill_the_ledger_is_unchanged_and_can_be_upgraded(old: Workspace, statement: str) -> None:
+def test_after_a_kill_during_an_upgrade_the_ledger_is_unchanged_and_can_be_upgraded(
+    old: Workspace, statement: str
+) -> None:
     words = [sys.executable, "-c", DIES, str(old.root), statement]
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == -signal.SIGKILL
@@ -178,7 +180,7 @@ def test_a_newer_ledger_is_refused(old: Workspace) -> None:
     assert backups(old) == []
 
 
-def test_a_postgresql_ledger_is_upgraded_only_if_a_person_has_a_backup(
+def test_a_postgresql_ledger_is_upgraded_only_if_a_person_confirms_a_backup(
     postgres: Callable[[], str], tmp_path: Path
 ) -> None:
     workspace = Workspace.create(tmp_path / "workspace", WorkspaceConfig(ledger_url=postgres()))

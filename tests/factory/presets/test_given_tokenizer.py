@@ -1,4 +1,4 @@
-"""A tokenizer that a person brings is used with its own ids, or refused."""
+"""A tokenizer that a person gives is used with its own ids, or refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def changed(ours: Tokenizer, folder: Path, change: Change) -> Path:
     ],
     ids=["GPT-2", "digits", "a blank before", "lower case", "NFC", "an added word", "other ids", "broken"],
 )  # fmt: skip
-def test_a_tokenizer_that_would_be_read_otherwise_is_refused(
+def test_a_tokenizer_that_would_give_other_ids_here_is_refused(
     ours: Tokenizer, tmp_path: Path, change: Change, said: str
 ) -> None:
     path = changed(ours, tmp_path, change)
@@ -86,7 +86,7 @@ def test_a_tokenizer_that_would_be_read_otherwise_is_refused(
     assert said in line and str(path) in line and "\n" not in line and "/tmp/tmp" not in line
 
 
-def test_of_400_texts_an_accepted_tokenizer_gives_its_own_ids(ours: Tokenizer, tmp_path: Path) -> None:
+def test_an_accepted_tokenizer_gives_its_own_ids_for_400_texts(ours: Tokenizer, tmp_path: Path) -> None:
     """A pattern that splits otherwise only where the vocabulary joins nothing gives the same ids, and is accepted."""
     texts = [f"{prose(1000 + i, 30)}\n\n{CODE}  {i * 7919} naïve ☃ it's" for i in range(400)]
     three = r"\p{N}{1,3}"
@@ -105,7 +105,7 @@ def test_of_400_texts_an_accepted_tokenizer_gives_its_own_ids(ours: Tokenizer, t
 
 
 @pytest.mark.parametrize("bos", [True, False])
-def test_it_is_frozen_before_the_first_shard_which_is_made_of_its_ids(
+def test_a_given_tokenizer_is_installed_before_the_first_shard_and_makes_the_shards_ids(
     ours: Tokenizer, plant: Workspace, tmp_path: Path, bos: bool
 ) -> None:
     path = changed(ours, tmp_path, (lambda raw: None) if bos else setting(post_processor=None))

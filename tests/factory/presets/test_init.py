@@ -100,7 +100,7 @@ def test_recipe_vocabulary_and_policy_are_set_together(tmp_path: Path, words: li
     assert own == wanted | ({"recipes/laptop.yaml"} if "--vocabulary" in words else set())
 
 
-def test_shipped_comments_and_rules_stay_in_the_copy(tmp_path: Path) -> None:
+def test_copies_of_shipped_policies_keep_their_comments_and_rules(tmp_path: Path) -> None:
     init("--preset", "laptop", "-w", str(tmp_path / "w"))
     shipped = DataPolicy.load(new_workspace.checkout_root() / "policies" / "data.yaml")
     own = DataPolicy.load(tmp_path / "w" / "policies" / "data.yaml")
@@ -136,7 +136,7 @@ def test_a_model_that_is_too_large_is_refused_with_a_preset_that_fits(tmp_path: 
     assert (way.code, way.data["preset"]) == ("presets.smaller", "laptop")
 
 
-def test_a_policy_that_a_person_put_there_is_kept_or_named(tmp_path: Path) -> None:
+def test_init_keeps_a_persons_own_policy_or_refuses_and_names_it(tmp_path: Path) -> None:
     own = tmp_path / "w" / "policies" / "data.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("tokenizer: {vocab_size: 5000}\n")

@@ -1,4 +1,4 @@
-"""The preset for a laptop, from init over a first shard to a trained step, with nothing edited (in CI: but that nothing is compiled)."""
+"""The laptop preset works unchanged from ``factory init`` to a first trained step. (In CI, compilation is switched off.)"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.json_lines import read_lines
 @pytest.mark.sample("eager")  # g++ takes half a minute
 @pytest.mark.slow("a step of 8,192 tokens and 12.6 million weights")
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "as it is"])
-def test_the_laptop_preset_trains_what_it_is_given(tmp_path: Path, code_repository: Path, eager: bool) -> None:
+def test_the_laptop_preset_trains_a_step_on_a_first_shard(tmp_path: Path, code_repository: Path, eager: bool) -> None:
     workspace = make_workspace(tmp_path / "w", InitOptions("laptop"), code_repository)
     if eager:
         recipe = workspace.recipe_path().read_text()

@@ -26,7 +26,7 @@ def machine(gpus: int, gigabytes: float) -> Hardware:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_presets_recipe_is_a_model_of_its_size_that_can_be_exported(name: str) -> None:
+def test_each_presets_recipe_has_the_stated_size_and_can_be_exported(name: str) -> None:
     recipe = Recipe.load(RECIPES / f"{name}.yaml")
     assert recipe.model.parameters == WEIGHTS[name] and recipe.model.warnings() == [] and recipe.precision == "auto"
     with torch.device("meta"):
@@ -59,7 +59,7 @@ def test_the_plan_of_a_gpu_preset_fits_the_gpus_that_it_is_for(name: str, gpus: 
         (machine(3, 80), ""),  # three GPUs cannot share a step of 256, 128 or 16 rows
     ],
 )
-def test_the_largest_preset_that_fits_a_machine(here: Hardware, fits: str) -> None:
+def test_the_largest_fitting_preset_is_found_for_each_machine(here: Hardware, fits: str) -> None:
     assert largest_fitting_preset(here, RECIPES) == fits
 
 

@@ -1,4 +1,4 @@
-"""The releasability report names what would hold a release, from the first shard on; its advice, once followed, removes the line."""
+"""The releasability report names, from the first shard on, each problem that would hold back a release. Its advice removes the problem."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def commands(todo: str) -> list[str]:
     return re.findall(r"'factory ([^']*)'", todo)
 
 
-def test_before_the_first_shard_there_is_nothing_to_say(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_report_is_empty_before_the_first_shard(workspace: Workspace, ledger: Ledger) -> None:
     assert make_report(Plant(workspace, ledger)) == []
 
 
@@ -96,14 +96,18 @@ def test_an_unlisted_licence_is_allowed_or_removed_by_the_advised_command(
     assert by_name(make_report(Plant(workspace, ledger)))["licences"].ok
 
 
-def test_what_a_file_names_is_never_part_of_a_command(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_a_licence_name_from_a_file_is_never_part_of_an_advised_command(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
     """A person pastes it into a shell."""
     ingest([row | {"license": "$(touch pwned)"} for row in texts(0, 120)])
     todo = by_name(make_report(Plant(workspace, ledger)))["licences"].todo
     assert isinstance(todo, Message) and todo.code == "releasable.odd_licence" and commands(todo) == []
 
 
-def test_a_licence_that_only_copies_name_is_settled(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_a_licence_that_only_copies_of_documents_have_is_settled_by_claims(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
     """No document has this licence in its own row, so no document could be relabelled."""
     ingest(texts(0, 120))
     ingest([row | {"license": "My Own 1.0"} for row in texts(0, 60)], "copies.jsonl")
@@ -111,7 +115,7 @@ def test_a_licence_that_only_copies_name_is_settled(workspace: Workspace, ledger
     assert "data claims" in todo and "relabel" not in todo
 
 
-def test_too_little_data_is_said_with_how_much(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_the_report_says_how_much_data_is_missing(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     ingest(texts(0, 6))
     line = by_name(make_report(Plant(workspace, ledger)))["text"]
     assert line.ok is False and codes([line.text, line.todo]) == [
@@ -122,7 +126,9 @@ def test_too_little_data_is_said_with_how_much(workspace: Workspace, ledger: Led
     assert isinstance(said, Message) and (said.code, said.data["names"]) == ("releasable.held", ["text"])
 
 
-def test_a_small_task_informs_and_the_needed_size_is_told(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_a_small_task_is_no_guard_and_the_report_names_the_needed_size(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
     ingest(texts(0, 60))
     write_task(workspace, "sums", sums(40), kind="maths")
     line = by_name(make_report(Plant(workspace, ledger)))["task sums"]
@@ -163,7 +169,7 @@ def test_the_advised_margin_makes_a_task_a_guard(
     assert TasksPolicy.load(workspace.policy_path("tasks.yaml")).settings_of(name).tier == tier
 
 
-def test_it_is_recorded_once_and_again_when_something_changed(
+def test_the_report_is_recorded_once_and_again_when_its_input_changes(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     ingest(texts(0, 60))

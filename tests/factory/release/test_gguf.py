@@ -1,4 +1,4 @@
-"""A release as a GGUF file: transformers reads the same ids and logits from it, and the package ``gguf`` every weight."""
+"""A release is converted to a GGUF file: transformers gets the same ids and logits from it, and the package ``gguf`` reads every weight."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def expected(export: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("family", FIT)
-def test_a_file_has_every_weight_and_key_of_the_export(tmp_path: Path, family: str) -> None:
+def test_a_gguf_file_has_every_weight_and_key_of_the_export(tmp_path: Path, family: str) -> None:
     export = exported(tmp_path / "export", FIT[family][1])
     before = export_folder_sha256(export)
     made = write(export)
@@ -203,7 +203,7 @@ def test_weights_keep_the_exports_type_or_are_rounded_to_the_given_one(tmp_path:
     assert eighth["blk.1.ffn_up_exps.weight"] == "Q8_0" and eighth["blk.1.ffn_down_exps.weight"] == "F16", "rows of 48"
 
 
-def test_a_tokenizer_without_bos_and_a_padded_vocabulary(tmp_path: Path) -> None:
+def test_a_tokenizer_without_bos_and_a_padded_vocabulary_are_converted(tmp_path: Path) -> None:
     export = make_export(tmp_path / "export", vocab_size=520)
     path = export / "tokenizer.json"
     data = json.loads(path.read_text())
@@ -242,7 +242,7 @@ def test_a_model_that_llama_cpp_would_read_differently_is_refused_without_a_file
     write_export_gguf(large, tmp_path / "large.bf16.gguf", {}, SILENT, GgufType.BF16)
 
 
-def test_the_command_writes_a_release_and_overwrites_nothing(
+def test_the_command_writes_a_gguf_file_and_overwrites_no_file(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_release(workspace, ledger, make_export(workspace.exports / "segment-00001"))

@@ -77,7 +77,7 @@ def test_the_champion_loaded_by_mlflow_writes_the_same_text_as_the_engine(
 
 
 @pytest.mark.long("starts MLflow's server, which loads for half a minute on a busy machine")
-def test_a_server_with_its_own_artifact_store_gets_the_export_and_returns_it(
+def test_an_mlflow_server_with_its_own_artifact_store_gets_the_export_and_returns_it(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,4 @@
-"""A person releases a held candidate: when this is allowed, for which export, where it is recorded, and after a kill."""
+"""A person overrides a hold: when this is allowed, for which export, how it is recorded, and what happens after a kill."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_a_rejected_candidate_cannot_be_overridden(workspace: Workspace, scene: 
 
 
 @pytest.mark.parametrize("name", ["", " ", "\n", "a\x1b[31mda"])
-def test_the_name_of_a_person_is_printable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_name_of_the_overriding_person_is_printable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", name)
     monkeypatch.setenv("LOGNAME", "ada  lovelace")
     assert current_user() == "ada lovelace"

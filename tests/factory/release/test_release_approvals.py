@@ -1,4 +1,4 @@
-"""A person's decision about a candidate, with a real ledger and a real MLflow store. The factory reads, answers and records the decision.
+"""A person's decision about a candidate, with a real ledger and a real MLflow store. The factory reads the decision, answers and records it.
 
 Forged decisions are refused.
 """
@@ -166,7 +166,7 @@ def test_an_approval_after_a_rejection_of_the_same_verdict_is_refused(
     ]
     with refused("approvals.already_released", InputError, candidate=1, release=1):
         record_rejection(Plant(workspace, ledger), again, "bob", "")
-    assert "is release 1 already" in person.says(version, approval="rejected")[0]
+    assert "was already released as release 1" in person.says(version, approval="rejected")[0]
 
 
 def test_forged_approvals_are_refused_with_the_reason(workspace: Workspace, ledger: Ledger, person: Person) -> None:

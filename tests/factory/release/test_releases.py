@@ -131,7 +131,7 @@ def test_an_export_that_differs_from_the_judged_one_is_not_released(workspace: W
     assert ledger.select_rows(releases_table.select()) == [] and kinds(ledger) == []
 
 
-def test_an_interrupted_release_whose_export_changed_is_reported_and_not_shown(
+def test_an_interrupted_release_whose_export_changed_is_reported_and_not_published(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = add_candidate(workspace, ledger)

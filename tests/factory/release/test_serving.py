@@ -51,7 +51,7 @@ def test_an_interrupted_publish_is_noticed(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("note", ["", "[]", "{}", '{"export": 3}'])
-def test_with_a_broken_note_nothing_counts_as_served(workspace: Workspace, note: str) -> None:
+def test_a_release_with_a_damaged_note_does_not_count_as_served(workspace: Workspace, note: str) -> None:
     publish_export(workspace, 1, export(workspace, "segment-1"), "a" * 64)
     (workspace.exports / "serving.json").write_text(note)
     assert read_published_note(workspace) is None

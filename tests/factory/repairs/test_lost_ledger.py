@@ -198,7 +198,7 @@ def test_a_new_ledger_does_not_use_an_old_segments_folder(copied: Copy) -> None:
     assert ledger.read("SELECT subject FROM events WHERE kind = 'set_aside'") == [{"subject": "segment:1"}]
 
 
-def test_a_lost_configuration_is_restored_too(copied: Copy) -> None:
+def test_restore_also_restores_a_lost_configuration(copied: Copy) -> None:
     workspace, _ = copied()
     text = (workspace.root / "factory.yaml").read_text()
     (workspace.root / "factory.yaml").unlink()
@@ -210,7 +210,7 @@ def test_a_lost_configuration_is_restored_too(copied: Copy) -> None:
     assert (workspace.root / "policies" / "recipes" / "tiny.yaml").is_file()
 
 
-def test_a_torn_line_of_the_journal_loses_nothing(copied: Copy) -> None:
+def test_a_half_written_line_of_the_journal_loses_no_commit(copied: Copy) -> None:
     workspace, ledger = copied()
     journal = list_backups(workspace.root)[-1] / NAME
     with ledger.begin() as tx:
@@ -291,7 +291,7 @@ def test_a_damaged_line_of_a_journal_is_reported(copied: Copy) -> None:
     assert the(done, "lost_ledger.damaged_journal").data["damage"].data["journal"] == file
 
 
-def test_a_whole_ledger_without_a_backup_is_not_replaced(copied: Copy) -> None:
+def test_restore_does_not_replace_an_undamaged_ledger_without_a_backup(copied: Copy) -> None:
     workspace, ledger = copied()
     before = rows_of(workspace)
     shutil.rmtree(workspace.root / "backups")
@@ -314,7 +314,7 @@ def test_a_backup_restores_a_workspace_on_a_new_disk(copied: Copy, tmp_path: Pat
     assert "init" not in factory("restore", "--workspace", str(tmp_path / "none")).stdout
 
 
-def test_a_backup_that_cannot_be_written_does_not_call_the_ledger_damaged(copied: Copy, tmp_path: Path) -> None:
+def test_a_backup_that_cannot_be_written_is_not_reported_as_a_damaged_ledger(copied: Copy, tmp_path: Path) -> None:
     workspace, _ = copied()
     done = factory("backup", "/proc/elsewhere", "--workspace", str(workspace.root))
     assert "error[backups.not_made]" in done.stderr and done.returncode == 1

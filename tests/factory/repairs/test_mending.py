@@ -1,4 +1,4 @@
-"""Damaged files are made again, the same to the bit, and a person is told."""
+"""Damaged files are made again, bit-identical to the originals, and a person is told."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def token_shards(ledger: Ledger) -> list[dict[str, Any]]:
     return ledger.read("SELECT id, path FROM token_shards ORDER BY created_at")
 
 
-def test_nothing_is_repaired_while_no_file_handle_is_left(copied: Copy) -> None:
+def test_no_file_is_repaired_while_the_process_has_no_file_handle_left(copied: Copy) -> None:
     workspace, ledger = copied()
     path, said = Path(token_shards(ledger)[0]["path"]), Said()
     shutil.rmtree(path)
@@ -85,7 +85,7 @@ def test_a_damaged_token_shard_is_made_again_from_its_raw_shard(copied: Copy, da
         assert len(list((workspace.root / "set-aside").glob(f"*-{folder.name}"))) == (damage != "gone")
 
 
-def test_a_token_shard_that_cannot_be_made_again_says_why(copied: Copy) -> None:
+def test_the_error_for_a_token_shard_that_cannot_be_made_again_says_why(copied: Copy) -> None:
     workspace, ledger = copied()
     row = token_shards(ledger)[0]
     policy = workspace.root / "policies" / "data.yaml"
@@ -118,11 +118,11 @@ def test_training_continues_after_the_repair_of_a_token_shard(copied: Copy, dama
     shutil.rmtree(folder) if damage == "gone" else flip(folder / damage, -6)  # a byte of the length in the footer
     said = Said()
     number = call_with_repairs(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
-    assert f"token shard {folder.name} is whole again" in said.text
+    assert f"token shard {folder.name} is repaired" in said.text
     shutil.rmtree(folder)
     train_segment(Plant(workspace, ledger, said), number)
     assert SegmentRow.get(ledger, number).state == "done"
-    assert said.text.count(f"token shard {folder.name} is whole again") == 2
+    assert said.text.count(f"token shard {folder.name} is repaired") == 2
 
 
 def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +141,12 @@ def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.M
     before = file_hashes(folders[0])
     flip(folders[0] / "tokens.bin")
     train_segment(Plant(workspace, ledger, said), first)
-    assert f"token shard {folders[0].name} is whole again" in said.text and file_hashes(folders[0]) == before
+    assert f"token shard {folders[0].name} is repaired" in said.text and file_hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
     assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
 
 
-def test_a_changed_export_is_made_again_and_the_action_repeated(copied: Copy) -> None:
+def test_a_changed_export_is_made_again_and_the_failed_action_is_repeated(copied: Copy) -> None:
     workspace, ledger = copied()
     row = CandidateRow.first(ledger, "ORDER BY id")
     assert row is not None
@@ -154,8 +154,7 @@ def test_a_changed_export_is_made_again_and_the_action_repeated(copied: Copy) ->
     said = Said()
     call_with_repairs(Plant(workspace, ledger, said), lambda: refuse_damaged_export(row))
     assert (
-        f"export {row.id} is whole again" in said.text
-        and export_folder_sha256(Path(row.export_path)) == row.export_sha256
+        f"export {row.id} is repaired" in said.text and export_folder_sha256(Path(row.export_path)) == row.export_sha256
     )
 
 
@@ -178,7 +177,7 @@ def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
     assert (export / "chat_template.jinja").read_text() == TEMPLATE_WITHOUT_CALLS
 
 
-def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> None:
+def test_a_flipped_byte_in_a_parents_checkpoint_does_not_stop_training(copied: Copy) -> None:
     workspace, ledger = copied()
     before, path = weights(ledger, 1), Path(last_checkpoint(ledger, 1)["path"])
     flip(path / "model.safetensors", -5)
@@ -243,7 +242,7 @@ def test_check_names_each_fault_and_repairs_it(copied: Copy) -> None:
     assert "segments/00044-trunk is set aside" in repaired
 
 
-def test_every_file_is_checked_and_a_sample_is_hashed(copied: Copy) -> None:
+def test_check_examines_every_file_and_hashes_a_sample(copied: Copy) -> None:
     workspace, ledger = copied()
     kinds = {one.kind: one for one in examine_workspace_files(Plant(workspace, ledger, Said()), False)}
     assert {name: one.count for name, one in kinds.items()} == {

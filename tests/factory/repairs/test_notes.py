@@ -59,7 +59,9 @@ def _no_text(path: Path) -> None:
     "damage", [_gone, _folder, _empty, _torn, _of_another_kind, _no_text], ids=lambda one: one.__name__
 )
 @pytest.mark.slow("a daemon for each note")
-def test_a_damaged_note_stops_nothing(copied: Copy, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_note_of_the_factory_does_not_stop_passes_status_or_check(
+    copied: Copy, damage: Callable[[Path], None]
+) -> None:
     workspace, ledger = copied()
     add_verdict(ledger, 1, "reject")  # nothing is judged here
     run = lambda *words: command_here(*words, home=workspace)

@@ -1,4 +1,4 @@
-"""A tokenizer that is gone or damaged comes back, and no shard is blamed for it."""
+"""A missing or damaged tokenizer is restored, and no shard is held because of it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_daemon_restores_the_tokenizer_and_holds_no_shard(copied: Copy, dama
     pause_daemon(ledger, "training", "ada")
     with pytest.raises(PausedError):
         run_pass(Plant(workspace, ledger, said), settle=0.0)
-    assert "tokenizer  is whole again" not in said.text and "tokenizer is whole again" in said.text
+    assert "tokenizer  is repaired" not in said.text and "tokenizer is repaired" in said.text
     assert not held_files(ledger) and not list(workspace.inbox.iterdir())
     assert ledger.read("SELECT state FROM shards WHERE name = 'later.jsonl'") == [{"state": "ingested"}]
 

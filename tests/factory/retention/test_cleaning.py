@@ -131,7 +131,7 @@ def drawn_policy(workspace: Workspace, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_path_that_an_action_opens_is_removed(tmp_path: Path, code: Path, seed: int) -> None:
+def test_cleaning_removes_no_path_that_a_later_action_opens(tmp_path: Path, code: Path, seed: int) -> None:
     workspace, ledger = make(tmp_path / "w", code, seed)
     drawn_policy(workspace, seed)
     needed = opened_next(workspace, ledger)
@@ -189,7 +189,7 @@ def test_a_worktree_that_a_diagnosis_could_not_remove_is_removed_later(tmp_path:
     assert not left.exists() and left.name not in git(workspace.repository, "worktree", "list")
 
 
-def test_a_folder_without_a_row_is_left_to_a_person(tmp_path: Path, code: Path) -> None:
+def test_cleaning_keeps_a_folder_without_a_row_for_a_person_to_decide(tmp_path: Path, code: Path) -> None:
     workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
     foreign = workspace.segments / "00099-trunk" / "checkpoints" / step_name(5)
     foreign.mkdir(parents=True)
@@ -200,7 +200,7 @@ def test_a_folder_without_a_row_is_left_to_a_person(tmp_path: Path, code: Path) 
 
 
 @pytest.mark.parametrize("point", ["recorded", "renamed", "half removed"])
-def test_after_a_kill_the_next_call_finishes_the_removal(
+def test_after_a_kill_the_next_cleaning_finishes_the_removal(
     tmp_path: Path, code: Path, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = make(tmp_path / "w", code, 5)
@@ -234,7 +234,7 @@ def test_after_a_kill_the_next_call_finishes_the_removal(
     assert not first.exists() and not list(workspace.root.rglob(f"{REMOVED}*"))
 
 
-def test_a_disk_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code: Path) -> None:
+def test_a_disk_without_space_for_the_ledgers_records_is_cleaned(tmp_path: Path, code: Path) -> None:
     """No byte is free. The removed folders make room for their own records."""
     with small_disk(tmp_path / "disk", "64m") as disk:
         workspace, ledger = make(disk / "w", code, 5)
@@ -284,7 +284,7 @@ def test_removals_before_a_failed_one_are_recorded(tmp_path: Path, code: Path, m
     assert len(gone) >= 2 and gone <= list_paths_removed_by_retention(ledger)
 
 
-def test_filled_is_true_only_for_the_workspaces_own_disk(
+def test_only_an_error_of_the_workspaces_own_disk_counts_as_a_full_disk(
     workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A missing mount of the workspace is not an error."""
@@ -316,7 +316,7 @@ def test_a_dry_run_changes_nothing_and_lists_the_reasons(tmp_path: Path, code: P
         == goes
     )
     done = factory("clean", *home)
-    assert done.returncode == 0 and "MB freed: " in done.stdout
+    assert done.returncode == 0 and " and freed " in done.stdout
     assert not any(os.path.lexists(path) for path in goes)
     kinds = ledger.select_rows(events.select().where(events.c.kind == RETIRED))
     assert len(kinds) == len(goes) and all(row["detail"]["why"] and row["detail"]["bytes"] > 0 for row in kinds)
@@ -331,7 +331,7 @@ def test_cleaning_keeps_the_worktrees_of_a_running_code_loop(tmp_path: Path, cod
     assert any(one.folder.kind == "worktree" for one in remove_unneeded(Plant(workspace, ledger)).removed_decisions())
 
 
-def test_checkpoints_from_which_training_continues_stay(tmp_path: Path, code: Path) -> None:
+def test_cleaning_keeps_checkpoints_from_which_training_continues(tmp_path: Path, code: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(repository=str(code)))
     ledger = Ledger.create(workspace.ledger_url)
     history = History(workspace, ledger, 2)

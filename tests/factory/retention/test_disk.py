@@ -1,4 +1,4 @@
-"""A disk with too little free space: the policy's floor is above the size of any disk."""
+"""A disk has too little free space. To test this, the policy's floor is set above the size of any disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plant(tmp_path: Path, code_repository: Path) -> tuple[Workspace, Ledger]:
     return workspace, Ledger.create(workspace.ledger_url)
 
 
-def test_below_the_floor_training_waits_with_one_line(plant: tuple[Workspace, Ledger]) -> None:
+def test_training_waits_below_the_floor_and_prints_one_line(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     said = Said()
     set_floor(workspace, 0)
@@ -52,7 +52,7 @@ def test_below_the_floor_training_waits_with_one_line(plant: tuple[Workspace, Le
     assert find_low_disk(ledger) is None and len(said.lines) == 2
 
 
-def test_the_growth_is_measured_from_samples(plant: tuple[Workspace, Ledger]) -> None:
+def test_the_growth_of_the_used_space_is_measured_from_samples(plant: tuple[Workspace, Ledger]) -> None:
     workspace, _ = plant
     for number in range(4):
         note_free_space(workspace, now=1000.0 + number * EVERY_SECONDS / 2)

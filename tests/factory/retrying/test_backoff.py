@@ -25,7 +25,7 @@ def test_waits_double_up_to_the_longest() -> None:
     assert backoff.record_failure("train 3", "died", failures=2)[0].seconds == 20
 
 
-def test_news_is_what_changed_by_more_than_numbers() -> None:
+def test_a_failure_that_differs_only_in_numbers_is_not_new() -> None:
     backoff = FailureWaits(10, 600)
     told = [
         backoff.record_failure("a pass", says)[1] for says in ("full: 12 bytes", "full: 7 bytes", "locked", "locked")
@@ -37,7 +37,7 @@ def test_news_is_what_changed_by_more_than_numbers() -> None:
     assert backoff.record_failure("a pass", "locked")[1]
 
 
-def test_a_person_ends_all_waits() -> None:
+def test_ending_all_waits_keeps_the_number_of_failures() -> None:
     backoff = FailureWaits(1e6, 1e6)
     backoff.record_failure("export 2", "no")
     backoff.record_failure("export 2", "no")

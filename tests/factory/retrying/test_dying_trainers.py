@@ -174,7 +174,7 @@ def end_group(group: Path) -> None:
 
 
 @pytest.mark.slow("a trainer that eats three gigabytes and is killed for it by the kernel")
-def test_the_oom_killer_is_named(plant: Opened, segment: int) -> None:
+def test_the_report_of_a_death_by_the_oom_killer_names_it(plant: Opened, segment: int) -> None:
     group = limited_group()
     if group is None:
         pytest.skip("no control group with a memory limit can be made here")

@@ -44,7 +44,7 @@ def test_a_tool_that_works_or_writes_is_not_killed(tmp_path: Path, work: str) ->
     assert LiveCode(tmp_path, None, False, hung_seconds=LIMIT_S).run("-c", program).returncode == 0
 
 
-def test_activity_counts_a_process_tree() -> None:
+def test_the_activity_of_a_process_includes_its_descendants() -> None:
     words = [
         "import os, sys",
         "sys.stdin.readline()",

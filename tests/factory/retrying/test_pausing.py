@@ -45,7 +45,7 @@ def test_the_newest_pause_is_in_force_until_a_resume(workspace: Workspace, ledge
     run_daemon(Plant(workspace, ledger), once=True)
 
 
-def test_the_commands(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_commands_pause_and_resume_the_daemon(workspace: Workspace, ledger: Ledger) -> None:
     run = lambda *words: command_here(*words, home=workspace)
     said = run("pause", "--why", "a lunch").stdout
     assert " paused training on " in said and "(a lunch)" in said

@@ -1,5 +1,6 @@
-"""What a trainer says with its exit is held to what the factory sees: merged code that says that the disk is full, or that somebody
-stopped it, is tried again and parked like any other."""
+"""A trainer's own report of its end is compared with the facts that the factory can check.
+
+Merged code that falsely reports a full disk, or that somebody stopped it, is tried again and parked like any other code that fails."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def planned(workspace: Workspace, ledger: Ledger) -> SegmentRow:
     return plan_row(ledger, folder=str(folder), recipe_json=RECIPE)
 
 
-def test_a_disk_that_is_full_counts_no_try(tmp_path: Path) -> None:
+def test_an_end_because_of_a_full_disk_does_not_count_as_a_try(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64m") as disk:
         workspace = Workspace.create(disk / "w", WorkspaceConfig())
         ledger = Ledger.create(workspace.ledger_url)
@@ -115,7 +116,7 @@ def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> No
     )
 
 
-def test_a_folder_is_no_exit_code(tmp_path: Path) -> None:
+def test_a_folder_named_as_an_exit_code_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "exit-2").mkdir()
     (tmp_path / "exit-11").touch()
     assert read_exit_code(1, [tmp_path]) == 11
@@ -123,7 +124,7 @@ def test_a_folder_is_no_exit_code(tmp_path: Path) -> None:
     assert read_exit_code(1, [tmp_path]) == 1
 
 
-def test_what_fits_is_seen_by_taking_it(tmp_path: Path) -> None:
+def test_room_on_a_disk_is_checked_by_reserving_it(tmp_path: Path) -> None:
     need = max_checkpoint_bytes(RECIPE)
     with small_disk(tmp_path / "disk", "64m") as disk:
         assert has_room_for(disk, 1 << 20) and has_room_for(disk, need) and not has_room_for(disk, 65 << 20)
@@ -132,7 +133,7 @@ def test_what_fits_is_seen_by_taking_it(tmp_path: Path) -> None:
         assert not has_room_for(disk, 1)
 
 
-def test_what_this_user_may_not_write_does_not_fit(tmp_path: Path) -> None:
+def test_a_file_larger_than_the_users_limit_does_not_fit_on_the_disk(tmp_path: Path) -> None:
     """Free bytes do not show it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
@@ -142,7 +143,7 @@ def test_what_this_user_may_not_write_does_not_fit(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_no_room_for_another_file_is_no_room(tmp_path: Path) -> None:
+def test_a_disk_without_free_inodes_has_no_room(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64m,nr_inodes=4") as disk:
         for name in "abc":
             (disk / name).touch()
@@ -191,7 +192,7 @@ class Certificate:
         ("echo trainer: CUDA out of memory; exit 1", "ran out of memory and ended with exit 1"),
     ],
 )
-def test_what_may_be_the_machines_fault_fails_a_certificate_only_when_it_comes_again_and_again(
+def test_an_end_by_a_possible_machine_fault_fails_a_certificate_only_after_three_in_a_row(
     workspace: Workspace, does: str, says: str
 ) -> None:
     """No file is removed, and a new result in between counts as progress. ``test_certifying`` has real code of both kinds."""

@@ -1,5 +1,6 @@
-"""Deaths are counted from the newest checkpoint; a person decides about what is parked. Rows and folders are real, trainers are in
-``test_dying_trainers``."""
+"""A segment's deaths are counted from its newest checkpoint, and a person decides about a parked segment.
+
+Rows and folders are real. ``test_dying_trainers`` has real trainers."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_a_segment_with_progress_is_never_parked(ledger: Ledger, tmp_path: Path)
     assert find_parked_segment(ledger) == SegmentRow.get(ledger, row.id)
 
 
-def test_a_removed_checkpoint_is_no_progress(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_removed_checkpoint_does_not_count_as_progress(ledger: Ledger, tmp_path: Path) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     assert die(ledger, row, 20) == (1, "planned")
     (tmp_path / "checkpoints" / "step-00000020").rename(tmp_path / "checkpoints" / "bad-step-00000020")
@@ -89,7 +90,7 @@ def forged(row: SegmentRow, step: int, kind: str) -> None:
         "a step of another segment",
     ],
 )
-def test_a_forged_checkpoint_is_no_progress(ledger: Ledger, tmp_path: Path, kind: str) -> None:
+def test_a_forged_checkpoint_does_not_count_as_progress(ledger: Ledger, tmp_path: Path, kind: str) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     states = []
     for step in (10, 20, 30):
@@ -168,7 +169,7 @@ Root Cause (first observed failure):
         (0, "", "", 0, trainer_deaths.REFUSED, "exit", {"code": 0, "cause": ""}),
     ],
 )  # fmt: skip
-def test_endings_are_distinguished(
+def test_the_ways_in_which_a_trainer_can_end_are_distinguished(
     code: int, line: str, log: str, kills: int | None, kind: str, ended: str, data: dict[str, object]
 ) -> None:
     """``kills``: the OOM killer's count at the start, less its count now; None: unknown."""

@@ -1,4 +1,4 @@
-"""When a trainer counts as hung. The test controls the clock; processes, files and segments are real."""
+"""The watchdog decides when a trainer counts as hung. The test controls the clock; processes, files and segments are real."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Watched:
         return self.dog.check(steps)
 
 
-def test_no_step_for_ten_times_the_usual_time(tmp_path: Path) -> None:
+def test_a_trainer_hangs_after_ten_times_the_usual_time_without_a_step(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     assert watched.after(900, 0) == "" and watched.after(90, 1) == "", "the start takes longer"
     assert watched.dog.limit_seconds == 30, "no step was timed yet"
@@ -61,7 +61,7 @@ def test_no_step_for_ten_times_the_usual_time(tmp_path: Path) -> None:
     assert said.data["usual"] == "7 s is usual" and said.data["limit"] == "70 s"  # type: ignore[attr-defined]
 
 
-def test_several_steps_between_two_looks_and_one_long_one(tmp_path: Path) -> None:
+def test_the_limit_follows_from_the_mean_step_and_the_longest_gap_between_two_checks(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     watched.after(1, 3)
     watched.after(2, 23)
@@ -70,7 +70,7 @@ def test_several_steps_between_two_looks_and_one_long_one(tmp_path: Path) -> Non
     assert watched.dog.limit_seconds == 58.0
 
 
-def test_before_the_first_step_earlier_starts_count(tmp_path: Path) -> None:
+def test_the_limit_before_the_first_step_follows_from_earlier_starts(tmp_path: Path) -> None:
     assert Watched(tmp_path).dog.limit_seconds == 1000
     watched = Watched(tmp_path, UsualDurations(start=200.0, step=40.0))
     assert watched.after(1999, 0) == ""
@@ -86,7 +86,7 @@ def test_before_the_first_step_earlier_starts_count(tmp_path: Path) -> None:
     assert often.dog.limit_seconds == 1000, "each of several runs may compile"
 
 
-def test_a_checkpoint_that_grows_is_a_sign_of_life(tmp_path: Path) -> None:
+def test_a_trainer_whose_checkpoint_grows_does_not_count_as_hung(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     watched.after(1, 1)
     for size in range(1, 20):
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_grows_is_a_sign_of_life(tmp_path: Path) -> None:
     assert watched.after(16, 1) == "" and watched.after(16, 1) != ""
 
 
-def test_waiting_for_a_core_is_not_counted(tmp_path: Path) -> None:
+def test_time_spent_waiting_for_a_core_does_not_count_as_idle(tmp_path: Path) -> None:
     """Two computing programs share one core, so each waits about as long as it runs. A sleeping program does not wait."""
     core = {min(os.sched_getaffinity(0))}
     spin = f"import os\nos.sched_setaffinity(0, {core})\nwhile True: pass"
@@ -127,7 +127,7 @@ def test_a_stopped_or_dead_trainer_counts_as_hung(tmp_path: Path) -> None:
     assert gone.after(31, 1) != ""
 
 
-def test_usual_times_are_those_of_this_machine_and_recipe(ledger: Ledger) -> None:
+def test_usual_times_are_measured_on_this_kind_of_machine_with_the_same_recipe(ledger: Ledger) -> None:
     def row(machine: str, recipe: str = "r", seconds: float | None = None, steps: int = 10) -> SegmentRow:
         result = None if seconds is None else {"seconds": seconds}
         return plan_row(

@@ -40,13 +40,13 @@ ARM = Arm("one", base(), "c0ffee")
         {"repeat": 1},
     ],
 )
-def test_everything_that_decides_the_training_is_in_the_key(keys: dict[str, Any]) -> None:
+def test_the_key_of_an_arm_depends_on_everything_that_determines_the_training(keys: dict[str, Any]) -> None:
     other = replace(ARM, name="other", **keys)
     assert other.key != ARM.key
     check_arms([ARM, other])
 
 
-def test_names_and_places_do_not_decide_it(tmp_path: Path) -> None:
+def test_the_key_of_an_arm_does_not_depend_on_names_and_paths(tmp_path: Path) -> None:
     moved = base()
     moved["data_plan"] |= {"token_shards": [{"id": "a", "path": "there/a", "generation": 0}]}
     assert replace(ARM, name="two", base=moved).key == ARM.key
@@ -57,7 +57,7 @@ def test_names_and_places_do_not_decide_it(tmp_path: Path) -> None:
     assert keys[0] == keys[1] != keys[2] and keys[0] != ARM.key
 
 
-def test_a_start_within_the_segment_is_resumed_and_one_at_its_beginning_is_where_it_branches(tmp_path: Path) -> None:
+def test_an_arm_resumes_from_a_start_within_the_segment_and_begins_at_one_at_its_first_step(tmp_path: Path) -> None:
     within, begins = tmp_path / "step-00000004", tmp_path / "step-00000002"
     arm = replace(ARM, base=base(first_step=2))
     found = replace(arm, start=within)
@@ -92,12 +92,12 @@ def test_a_start_within_the_segment_is_resumed_and_one_at_its_beginning_is_where
         ),
     ],
 )
-def test_impossible_arms_are_refused(arms: list[Arm], code: str, data: dict[str, Any]) -> None:
+def test_arms_with_unknown_keys_and_equal_arms_are_refused(arms: list[Arm], code: str, data: dict[str, Any]) -> None:
     with refused(code, InputError, **data) as raised:
         check_arms(arms)
     assert "\n" not in str(raised.value)
 
 
-def test_keys_that_are_the_users_own_are_not_looked_up() -> None:
+def test_recipe_keys_that_the_user_names_freely_are_accepted() -> None:
     check_arms([replace(ARM, recipe={"mixture.weights": {"code": 1.0}, "schedule.trunk_steps.first": 9})])
     check_arms([replace(ARM, recipe={"mixture.weights.code": 1.0})])

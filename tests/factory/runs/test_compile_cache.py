@@ -1,4 +1,4 @@
-"""The source of a commit's compile cache: code that the commit contains entirely, and never undone code."""
+"""A commit's compile cache is copied only from code that the commit contains entirely, and never from undone code."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def history(tmp_path: Path) -> Iterator[History]:
     yield History(tmp_path)
 
 
-def test_a_merged_patch_begins_with_what_the_code_before_compiled(history: History) -> None:
+def test_a_merged_patch_starts_with_a_copy_of_the_cache_of_the_code_before_it(history: History) -> None:
     first = history.trained(get_live_commit(history.code))
     merged = history.patch()
     LiveCode.of_commit(Plant(history.workspace, history.ledger), merged)
@@ -110,13 +110,13 @@ def test_a_merged_patch_begins_with_what_the_code_before_compiled(history: Histo
     assert history.begins(history.patch()) == own, "the newest"
 
 
-def test_older_code_never_reads_what_newer_code_compiled(history: History) -> None:
+def test_older_code_never_reads_the_cache_of_newer_code(history: History) -> None:
     before = get_live_commit(history.code)
     history.trained(history.patch())
     assert history.begins(before) is None and not history.compiled(before).exists()
 
 
-def test_code_that_takes_a_patch_back_compiles_for_itself(history: History) -> None:
+def test_code_that_takes_a_patch_back_starts_with_an_empty_cache(history: History) -> None:
     hostile = history.patch()
     history.trained(hostile)
     history.reverted(hostile)
@@ -126,13 +126,13 @@ def test_code_that_takes_a_patch_back_compiles_for_itself(history: History) -> N
     assert history.begins(history.patch()) == clean, "its own cache is clean"
 
 
-def test_a_proposal_that_undoes_another_compiles_for_itself(history: History) -> None:
+def test_a_proposal_that_undoes_another_starts_with_an_empty_cache(history: History) -> None:
     history.trained(history.patch())
     history.trained(history.patch())
     assert history.begins(history.patch(target="undo:1", message="Undo proposal 1")) is None
 
 
-def test_a_persons_change_of_agents_code_compiles_for_itself(history: History) -> None:
+def test_a_persons_change_of_agents_code_starts_with_an_empty_cache(history: History) -> None:
     people = history.trained(get_live_commit(history.code))
     assert history.begins(history.commit("By a person")) == people, "all of the code is people's"
     history.trained(history.patch())
@@ -143,7 +143,7 @@ def test_a_persons_change_of_agents_code_compiles_for_itself(history: History) -
     assert history.begins(history.commit("Once more")) is None
 
 
-def test_another_line_of_history_is_not_read(history: History) -> None:
+def test_the_cache_of_code_on_another_branch_is_not_read(history: History) -> None:
     before = get_live_commit(history.code)
     history.trained(history.commit("On a line that is given up"))
     git(history.code, "reset", "-q", "--hard", before)
@@ -174,7 +174,7 @@ def test_large_caches_are_skipped_and_only_plain_files_are_copied(
     }
 
 
-def test_two_processes_do_not_copy_at_once(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_do_not_copy_a_cache_at_the_same_time(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     history.trained(get_live_commit(history.code))
     merged = history.patch()
     monkeypatch.setattr(compile_cache, "PATIENCE_SECONDS", 0.0)

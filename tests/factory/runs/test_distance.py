@@ -1,4 +1,4 @@
-"""The distance of two runs, compared with a computation by hand."""
+"""The distance of two runs equals a separate computation with numpy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def left(seed: int, **more: torch.Tensor) -> Checkpoint:
     return Checkpoint(model | more, optimizer | {"rng": torch.zeros(2, dtype=torch.uint8)}, {"step": 4})
 
 
-def test_weights_are_apart_by_their_ways_and_moments_by_themselves() -> None:
+def test_weights_are_compared_by_their_change_since_the_start_and_moments_directly() -> None:
     one, two, begun, other = (left(seed) for seed in range(4))
     found = checkpoint_distance(one, two, begun.model, other.model)
     a, b, c, d = (x.model["a"].double().numpy() for x in (one, two, begun, other))
@@ -69,7 +69,7 @@ def test_a_tensor_without_counterpart_is_infinitely_far() -> None:
     )
 
 
-def test_one_bit_is_no_longer_the_same() -> None:
+def test_checkpoints_that_differ_in_one_bit_are_not_the_same() -> None:
     one, two = left(0), left(0)
     assert (
         have_same_bits(one, two)
@@ -84,13 +84,13 @@ def test_one_bit_is_no_longer_the_same() -> None:
     assert 0 < checkpoint_distance(one, two).weights["b"].share < 1e-6
 
 
-def test_not_a_number_is_never_near() -> None:
+def test_the_distance_of_a_tensor_with_a_nan_is_infinite() -> None:
     one, two = left(0), left(0)
     two.model["a"][0, 0] = math.nan
     assert not checkpoint_distance(one, two).weights["a"].share <= 1e9 and not have_same_bits(two, two)
 
 
-def test_perturbed_weights_are_one_rounding_off_and_nothing_else_is(tmp_path: Path) -> None:
+def test_a_perturbed_checkpoint_differs_by_one_rounding_in_the_weights_and_in_nothing_else(tmp_path: Path) -> None:
     straight = save(tmp_path / "straight", left(0))
     one, two = (save_perturbed_checkpoint(straight, tmp_path / str(seed), 2.0**-9, seed) for seed in (1, 2))
     held, made = load(straight), load(one)
@@ -107,7 +107,7 @@ def test_perturbed_weights_are_one_rounding_off_and_nothing_else_is(tmp_path: Pa
     )
 
 
-def test_a_share_of_nothing() -> None:
+def test_the_share_of_a_zero_size_is_zero_or_infinite() -> None:
     assert (
         TensorDistance(0.0, 0.0).share == 0.0
         and TensorDistance(1.0, 0.0).share == TensorDistance(math.nan, 1.0).share == math.inf
@@ -124,7 +124,9 @@ def test_a_share_of_nothing() -> None:
         (math.nan, math.nan, []),
     ],
 )
-def test_distances_of_recorded_values(one: object, other: object, found: list[tuple[str, float]]) -> None:
+def test_recorded_values_that_differ_have_the_expected_distances(
+    one: object, other: object, found: list[tuple[str, float]]
+) -> None:
     """A value that is not a finite number is never a small difference. Of clocks only the type counts."""
     sides = ({"loss": value, "time": time} for value, time in ((one, 5.0), (other, 7.0)))
     told = list(find_value_differences(*sides, {"time"}, "x"))

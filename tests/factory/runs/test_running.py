@@ -1,4 +1,4 @@
-"""Real trainers train arms: each arm once, the arms of one code in one process, to the same bits everywhere."""
+"""Real trainers train arms: each arm once, and all arms of one commit in one process. Results are bit-identical everywhere."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     assert Path(rows["straight"]["folder"]) == runs.folder(arm)
 
 
-def test_arms_run_side_by_side_where_there_are_several_devices(
+def test_arms_run_in_parallel_if_there_are_several_devices(
     runs: TaskRuns, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -151,7 +151,7 @@ def test_arms_run_side_by_side_where_there_are_several_devices(
         assert have_same_bits(runs.trace(one).final_checkpoint, here(tmp_path / "here", one).final_checkpoint)
 
 
-def test_an_arm_that_is_stopped_says_so_in_its_row(
+def test_the_row_of_a_stopped_arm_says_that_it_was_stopped(
     runs: TaskRuns, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*_: object) -> None:
@@ -180,7 +180,7 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
     assert f"{arm.key}  audit of segment 3" in command_here("runs", home=home).stdout
 
 
-def test_a_pause_stops_them_and_they_go_on(
+def test_a_pause_stops_the_arms_and_they_continue_afterwards(
     runs: TaskRuns, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger, start = runs.plant.ledger, live_training.start_trainer
@@ -200,7 +200,7 @@ def test_a_pause_stops_them_and_they_go_on(
     assert runs.train_live(code, [arm], "straight").code == 0 and runs.trace(arm).final_checkpoint.step == STEPS
 
 
-def test_a_run_without_its_process_was_stopped(runs: TaskRuns, arm: Arm) -> None:
+def test_a_run_whose_process_is_gone_is_shown_as_stopped(runs: TaskRuns, arm: Arm) -> None:
     """The process was killed, or an older factory recorded none, or another process now has its number."""
     with pytest.raises(SegmentError), runs.record_rows({runs.folder(arm): arm}):
         assert (list_runs(runs.plant.ledger)[0]["state"], list_runs(runs.plant.ledger)[0]["ended"]) == ("running", None)
@@ -215,7 +215,7 @@ def test_a_run_without_its_process_was_stopped(runs: TaskRuns, arm: Arm) -> None
         assert (stopped["state"], stopped["why"]) == ("stopped", ": its process ended")
 
 
-def test_a_run_on_another_machine_lives_while_it_writes(runs: TaskRuns, arm: Arm) -> None:
+def test_a_run_on_another_machine_counts_as_running_while_it_writes(runs: TaskRuns, arm: Arm) -> None:
     with runs.record_rows({runs.folder(arm): arm}) as ends:
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(ended="process 1 of node-7", started_at=1.0))
@@ -230,7 +230,7 @@ def test_a_run_on_another_machine_lives_while_it_writes(runs: TaskRuns, arm: Arm
         ends[arm.key] = ""
 
 
-def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
+def test_a_sandboxed_trainer_waits_for_the_next_arm(
     runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = counted(monkeypatch, sandboxed_training.sandbox, "run_in_sandbox")
@@ -298,7 +298,7 @@ def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: TaskRuns, arm: A
     assert RunRow.get(runs.plant.ledger, arms[output / "2"].key).state == "failed"
 
 
-def test_a_fault_of_the_machine_while_an_arm_is_shown_is_raised_and_not_the_codes(
+def test_a_machine_fault_while_an_arm_is_handed_over_is_raised_and_not_blamed_on_the_code(
     runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without_handles(folder: int, spec: Any) -> None:
@@ -328,7 +328,7 @@ import pathlib, sys
 """
 
 
-def test_the_time_until_a_device_is_free_does_not_count(
+def test_the_wait_for_a_free_device_does_not_count_as_training_time(
     runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, found, code = [0.0], list[ArmRunEnd](), code_of(tmp_path, QUICK)
@@ -346,7 +346,7 @@ def test_the_time_until_a_device_is_free_does_not_count(
     assert [(one.failed, one.seconds) for one in found] == [("", 0.0)]
 
 
-def test_a_slow_arm_is_stopped_and_a_finished_arm_is_kept(
+def test_an_arm_over_its_time_limit_is_stopped_and_a_finished_arm_is_not_trained_again(
     runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = runs.train_alone(arm, ROOT, "00003-trunk", 0.1)

@@ -35,7 +35,7 @@ def pipe(path: Path) -> None:
         ("checkpoints/step-00000004/manifest.json", pipe),
     ],
 )
-def test_no_link_of_a_checkpoint_is_followed_and_no_pipe_waited_for(
+def test_reading_a_checkpoint_follows_no_link_and_waits_for_no_pipe(
     tmp_path: Path, where: str, spoil: Callable[[Path], None]
 ) -> None:
     folder = tmp_path / "run"

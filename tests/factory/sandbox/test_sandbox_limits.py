@@ -75,7 +75,7 @@ def test_the_kernel_limits_threads(tmp_path: Path) -> None:
     assert left == []
 
 
-def test_only_groups_of_ended_threads_are_removed(tmp_path: Path) -> None:
+def test_only_control_groups_of_ended_threads_are_removed(tmp_path: Path) -> None:
     over = threading.Event()
     living, dead = threading.Thread(target=over.wait, args=(PATIENCE,)), threading.Thread(target=int)
     for thread in (living, dead):
@@ -198,7 +198,7 @@ def test_writes_of_other_processes_to_the_disk_do_not_count(tmp_path: Path) -> N
     assert result.ok, result
 
 
-def test_a_log_bomb_is_stopped(tmp_path: Path) -> None:
+def test_a_command_that_floods_its_output_is_stopped(tmp_path: Path) -> None:
     code = "import os\nwhile True: os.write(1, b'x' * 65536); os.write(2, b'y' * 65536)"
     result = inside(tmp_path, code, limits=SandboxLimits(wall_seconds=PATIENCE, log=4 * MIB))
     assert result.stopped == "log"

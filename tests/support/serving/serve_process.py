@@ -54,8 +54,8 @@ def served(workspace: Workspace, *words: str) -> Iterator[Process]:
     )
     process = Process(inner, [], "")
     try:
-        process.until("is open")
-        process.address = process.lines[-1].split()[0]
+        process.until("The server listens at")
+        process.address = process.lines[-1].split()[4]
         yield process
     finally:
         inner.kill()

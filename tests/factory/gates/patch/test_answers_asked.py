@@ -107,7 +107,7 @@ def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[...,
 @pytest.mark.parametrize(
     ("runs", "missing", "died", "late"),
     [
-        ([ended(3)], expect("patch.no_inputs", problem="ended with code 3: last words"), None, False),
+        ([ended(3)], expect("patch.no_inputs", problem="the command ended with code 3: last words"), None, False),
         ([ended(9, "wall")], expect("gates.baseline_stopped", seconds=70.0, key="oracle.wall_seconds"), None, True),
         ([ended(), ended(5)], None, "code 5: last words", False),
         ([ended(), ended(9, "memory")], None, "memory limit", False),
@@ -289,7 +289,7 @@ def test_only_people_may_change_an_ops_tests(
 @pytest.mark.parametrize(
     ("runs", "state", "failures", "expected"),
     [
-        ([ended(4)], "failed", 1, expect("patch.no_tests", problem="ended with code 4: last words")),
+        ([ended(4)], "failed", 1, expect("patch.no_tests", problem="the command ended with code 4: last words")),
         ([ended()], "failed", 1, expect("patch.no_tests", problem="runs.missing", file="given-0.json")),
         (
             [ended(9, "wall")] * 2,

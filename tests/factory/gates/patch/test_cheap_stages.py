@@ -330,7 +330,7 @@ def test_switched_ops_are_timed_by_approved_code_alone(
     ("told", "tries", "state", "late", "expected"),
     [
         (["late"], 3, "missing", True, expect("gates.baseline_stopped", what="timing of swiglu", seconds=70.0, key="isolated.wall_seconds")),
-        ([""], 3, "missing", False, expect("patch.not_timed_alone", op="swiglu", why="ended with code 1: broken")),
+        ([""], 3, "missing", False, expect("patch.not_timed_alone", op="swiglu", why="the command ended with code 1: broken")),
         ([QUICK, "{"], 3, "missing", False, expect("patch.not_timed_alone", op="swiglu")),
         ([QUICK, (1.1, 1.02, 1.2)], 1, "passed", False, expect("patch.alone")),
         ([QUICK, (1.1, 1.03, 1.2)], 1, "missing", False, expect("patch.unlike_itself", tries=1, slower="faster", ratio=1.1)),
