@@ -39,7 +39,7 @@ def vllm_engine_kind(environment: Path | None = None) -> EngineKind:
     program = environment / "bin" / "vllm"
     if not program.exists():
         raise InputError(
-            "serving.no_vllm", "vLLM is not installed: {program} is missing. Run 'make serve-env' (some GB), or use --engine native.",
+            "serving.no_vllm", "vLLM is not installed: {program} is missing. Run 'make serve-env', which downloads some GB, or use --engine native.",
             program=program,
         )  # fmt: skip
     on_gpu = Path("/dev/nvidia0").exists()

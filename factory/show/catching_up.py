@@ -97,7 +97,7 @@ def _alone(plant: Plant, tracking: MlflowTracking, showing: ShowableKind, one: A
             _ = tracking.client  # raises if MLflow does not answer at all
         message = Message(
             "catching_up.not_shown",
-            "  One of the {kind} cannot be shown in MLflow: {reason}",
+            "  The factory cannot show one of the {kind}: {reason}",
             kind=showing.name,
             reason=describe_single_failure(error),
         )

@@ -136,7 +136,7 @@ def _daemon_lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             Message(
                 "status.last_error",
-                "          last error {at} ({ago} ago), {what}: {error}",
+                "          last error: {what} failed at {at} ({ago} ago): {error}",
                 at=format_local_time(error["at"]),
                 ago=format_duration(now - error["at"]),
                 what=error["what"],

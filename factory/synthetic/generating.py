@@ -357,7 +357,7 @@ def _write(
             _delete(aside)
             raise InputError(
                 "synthetic.no_document",
-                "{writer} wrote no document, and nothing was kept: {ends}",
+                "{writer} wrote no document, so there is no shard. Ends of the answers: {ends}",
                 writer=what.writer.name,
                 ends=why,
             )
@@ -463,7 +463,7 @@ def _to_inbox(plant: Plant, made: GeneratedShard) -> str:
     if known:
         return Message(
             "synthetic.known_shard",
-            "the shard was not put into the inbox, because it was {state} before",
+            "the shard was not put into the inbox, because the ledger already has a shard with this content (state: {state})",
             state=known["state"],
         )
     place = plant.workspace.inbox / made.path.name

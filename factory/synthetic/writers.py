@@ -197,14 +197,14 @@ class WriterClient:
             except TimeoutError:
                 why = Message(
                     "synthetic.slow_answer",
-                    "no complete answer within {seconds:g} s (llm.reply_seconds in agents.yaml)",
+                    "no complete answer came within {seconds:g} s (llm.reply_seconds in agents.yaml)",
                     seconds=within,
                 )
             except httpx.HTTPError as error:
                 if self.engine and (how := await self.engine.wait_for_end()):
                     raise WriterError("synthetic.engine_ended", "{how}", how=how) from None
                 why = Message(
-                    "synthetic.no_answer", "no answer: {error}", error=f"{type(error).__name__} {error}".strip()
+                    "synthetic.no_answer", "no answer came: {error}", error=f"{type(error).__name__} {error}".strip()
                 )
             else:
                 if status == 200:

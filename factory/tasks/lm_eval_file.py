@@ -51,7 +51,7 @@ REFUSED = {
     "custom_dataset": Message("lm_eval_file.custom_dataset", "This key loads data with Python code"),
     "unsafe_code": Message(
         "lm_eval_file.unsafe_code",
-        "This key runs code that the model wrote without a sandbox. Write a task of kind 'code', or put the "
+        "This key runs programs that the model writes, and uses no sandbox. Write a task of kind 'code', or put the "
         "benchmark's published file into the folder of tasks",
     ),
     "use_prompt": Message("lm_eval_file.use_prompt", "This key downloads prompts"),

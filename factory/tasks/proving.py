@@ -213,7 +213,7 @@ def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, na
         if one.right:
             raise TaskError(
                 "proving.empty_program",
-                "item {item!r}: {problem}. A program that {program} passes them. Call the function 'check', or run the TestCase with unittest.main()",
+                "item {item!r}: {problem}. A program that {program} passes these tests. The tests must call 'check' or unittest.main()",
                 item=item.key, problem=empty_tests_message(), program=how,
             )  # fmt: skip
     return TaskProof(1.0 if mine == len(items) else None, 0.0, without_solution=len(items) - mine)

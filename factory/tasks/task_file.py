@@ -296,7 +296,7 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
         if data_suffix(path) or path.is_dir():
             return _published_alone(path, policy)
         if not path.exists():
-            raise TaskError("task_file.no_file", "{file}: no such file", file=path)
+            raise TaskError("task_file.no_file", "{file} does not exist", file=path)
         if path.suffix != ".yaml" or path.name.startswith("_") or len(path.stem) > 100:
             raise TaskError(
                 "task_file.odd_name",

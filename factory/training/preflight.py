@@ -158,7 +158,7 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
             missing.append(
                 Message(
                     "training.preflight.copies_unknown",
-                    "Preflight: {both}: the code does not report whether all ranks have equal copies of the weights.",
+                    "Preflight: in the comparison of {both}, the code does not report whether all ranks have equal copies of the weights.",
                     both=way.words,
                 )  # fmt: skip
             )
@@ -166,8 +166,8 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
             wrong.append(
                 Message(
                     "training.preflight.copies_differ",
-                    "Preflight: {both}: after step {step}, {count:,|weight has|weights have} different bits on different "
-                    "ranks, for example {weights}.",
+                    "Preflight: in the comparison of {both}, {count:,|weight has|weights have} different bits on different ranks "
+                    "after step {step}, for example {weights}.",
                     both=way.words,
                     step=evidence.lead + evidence.steps - 1,
                     count=len(copies),

@@ -160,14 +160,14 @@ def decision_tags(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None
         if over := find_override(ledger, VerdictRow.get(ledger, release.verdict)):
             return OVERRIDDEN, Message(
                 "releases.released_overridden",
-                "released as release {release} by {person}, although the gate held the candidate: {reason}",
+                "released by {person} as release {release}, although the gate held the candidate: {reason}",
                 release=release.number,
                 person=over["by"],
                 reason=over["why"],
             )
         approved = Message(
             "releases.released_approved",
-            "released as release {release}, approved by {person}",
+            "approved by {person} and released as release {release}",
             release=release.number,
             person=by,
         )

@@ -50,7 +50,7 @@ def notification_of_event(plant: Plant, event: dict[str, Any]) -> Notification |
     except (InputError, ValueError, TypeError, LookupError) as error:  # its subject is missing or has another form
         said = (
             ("failure",),
-            Message("telling.unknown", "{event}: {subject}", event=event["kind"], subject=event["subject"]),
+            Message("telling.unknown", "event {event} of {subject}", event=event["kind"], subject=event["subject"]),
             Message("telling.unread_event", "The factory cannot read this event: {reason}", reason=error),
         )
     if said is None:
@@ -130,7 +130,10 @@ def _of_release(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
         return ("verdict",), title, Message("telling.approved_by", "{person} approved the proposal.", person=by)
     if kind == REFUSED:
         title = Message(
-            "telling.refused", "{word!r} for {candidate} was refused", word=detail.get("word"), candidate=name
+            "telling.refused",
+            "the answer {word!r} about {candidate} was refused",
+            word=detail.get("word"),
+            candidate=name,
         )
         return ("approval",), title, reason
     return None
