@@ -365,7 +365,7 @@ def _published(
     policy: TasksPolicy,
     shots_said: bool,
 ) -> EvalTask:
-    """The task of a benchmark. Its examples come from ``shown_examples_of_task``, or else from the benchmark's own file."""
+    """The task of a benchmark. Its examples come from ``shown``, or else from the benchmark's own file."""
     if file.kind != benchmark.kind:
         raise TaskError(
             "task_file.other_kind", "{file}: kind is {given}, but {benchmark} has kind {kind}",

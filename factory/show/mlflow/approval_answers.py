@@ -53,7 +53,7 @@ class ApprovalResponder:
         return try_to_show(self.progress.line, self._answer_all) or []
 
     def look_and_ask(self) -> None:
-        """``look``. The first call also prints which candidates already wait; later ones are announced when they are judged."""
+        """Call ``look``. The first call also prints which candidates wait already. The daemon announces later ones when they are judged."""
         self.look()
         for verdict in () if self._asked else list_undecided_verdicts(self.ledger):
             if needs_decision(self.plant, verdict):

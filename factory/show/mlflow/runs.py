@@ -275,7 +275,7 @@ class MlflowTracking:
         return run
 
     def _judged(self, run: str, candidate: CandidateRow, verdict: VerdictRow) -> None:
-        """Log the verdict as tags and gains, so that the table of candidates can be sorted and filtered, and the champion's numbers."""
+        """Log the verdict as tags and gains, by which the table of candidates can be sorted and filtered. Log the champion's numbers too."""
         release = ReleaseRow.first(self.ledger, "WHERE candidate = :candidate", candidate=candidate.id)
         self._tag(run, {"verdict": verdict.outcome, "release": release.number if release else "none"})
         evidence = verdict.evidence(self.ledger)
@@ -463,7 +463,7 @@ class MlflowTracking:
 
 
 def average_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
-    """The tag with the sources of an average; empty for a trained segment."""
+    """The tag that names the checkpoints of an average; {} for a trained segment."""
     from factory.ledger.status import describe_average
 
     averaged = (result or {}).get("averaged")
