@@ -1,4 +1,4 @@
-"""Only the first answer of a reply counts, and only the code in its fences."""
+"""The first answer of a reply counts. Code is taken from the fences of a reply if it has fences."""
 
 from __future__ import annotations
 
