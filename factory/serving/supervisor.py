@@ -1,10 +1,10 @@
-"""Keeps the champion served: starts engines, makes one of them current, ends the others. No engine is changed in place.
+"""Keeps the champion served. It starts engines, makes one of them current and ends the others. It never changes a running engine.
 
     started → healthy → verified (the export has the ledger's hash) → parity → warm → flipped; the old engine: drained → stopped
 
 A new engine may fail or be killed at any stage before ``flipped``: the old engine continues to serve, the failure is reported, and the
-supervisor tries again after a pause that doubles. The flip is one assignment. At most two tasks run: ``supervisor`` starts an engine for the
-ledger's champion, ``mend`` replaces an engine that served and ended.
+supervisor tries again after a pause that doubles. The flip is one assignment. At most two tasks run: ``swap`` starts an engine for the
+ledger's champion, and ``mend`` replaces an engine that served and ended.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from factory.serving.engines import Engine, EngineError, EngineKind
 from factory.serving.metrics import Metrics
 from kernels.contract.message import Message
 
-POLL_SECONDS = 1.0  # between looks at the ledger
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # before a failed engine is tried again
+POLL_SECONDS = 1.0  # between two reads of the ledger
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds to wait after a failed start
 WARM_UP = 8  # requests at the same time
-SHORT_LIFE_TIMES = 10  # an engine that ends within so many times its start time did not work
+SHORT_LIFE_TIMES = 10  # an engine counts as short-lived if it ends within this many times its start time
 NO_ANSWER_SECONDS, NO_ANSWER = (
     60.0,
     50,
-)  # an engine hangs if a health request takes so many seconds, and so many times the longest earlier one
+)  # an engine hangs if a health request takes this many seconds, and this many times the longest earlier request
 StageCallback = Callable[[str, Engine], Awaitable[None]]
 
 
@@ -52,7 +52,7 @@ class _Attempt:
 
 
 class Supervisor:
-    """Starts, watches and replaces engines. ``run`` it beside the router, which gets an engine from ``use_engine``.
+    """Starts, watches and replaces engines. ``run`` runs beside the router, which gets an engine from ``use_engine``.
 
     ``logs``: a folder for the engines' output. ``note``: records (event, release, detail) in the ledger.
     """
@@ -87,13 +87,13 @@ class Supervisor:
 
     @property
     def export_problem(self) -> str:
-        """The problem with the files of the served export, which its engine no longer reads."""
+        """The problem with the files of the served export; empty if there is none. The engine has already read these files."""
         return self._watch.problem if self._watch else ""
 
     # -- for the router -------------------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
     async def use_engine(self) -> AsyncIterator[Engine]:
-        """An engine for a request. It is not stopped before the block ends. Waits while an engine starts. Raises: Unavailable."""
+        """Yield an engine for a request, and do not stop it before the block ends. Waits while an engine starts. Raises: UnavailableError."""
         engine = await self._pick()
         engine.in_flight += 1
         try:
@@ -168,7 +168,7 @@ class Supervisor:
         self._looked.set()
 
     async def _retarget(self, name: str, target: Champion | None) -> None:
-        """Make the task of that name work on ``target``; end its work on another champion."""
+        """Let the task ``name`` start an engine for ``target``, and end its work for another champion. None: the task has no work."""
         attempt = self._attempts.get(name)
         if attempt and attempt.champion != target:
             del self._attempts[name]
@@ -223,7 +223,7 @@ class Supervisor:
 
     # -- one swap -------------------------------------------------------------------------------------------------------
     async def _bring_up(self, champion: Champion, mends: bool) -> None:
-        """Start an engine and make it current. If it ``mends`` and another engine became current meanwhile, it is discarded.
+        """Start an engine and make it current. With ``mends``, the new engine is discarded if another engine became current meanwhile.
 
         Raises: FactoryError, httpx.HTTPError, OSError; then nothing has changed.
         """
@@ -313,7 +313,7 @@ class Supervisor:
             self._attempts["mend"] = _Attempt(self.serving, next_at=time.monotonic() + pause)
         self._start(self._record("serving_failed", engine.champion.release, {"why": engine.problem}))
         self._start(self._discard(engine))
-        await self._retarget("mend", self.serving)  # at once, because requests wait, unless several engines ended soon
+        await self._retarget("mend", self.serving)  # at once, or after the pause above, because requests wait
         self._wake.set()
 
     async def _discard(self, engine: Engine) -> None:
@@ -322,7 +322,7 @@ class Supervisor:
         self.engines.remove(engine)
 
     async def _fixture(self, champion: Champion) -> dict[str, Any]:
-        """The fixture of an export, made once in a process of its own. Raises: ParityError."""
+        """The parity fixture of an export. It is made once, in another process. Raises: ParityError."""
         if champion.export_sha256 not in self._fixtures:
             self._fixtures = {champion.export_sha256: await fixture.make_parity_fixture_in_process(champion.export)}
         return self._fixtures[champion.export_sha256]

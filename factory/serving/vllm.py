@@ -34,12 +34,12 @@ SETTINGS = {
 
 
 def vllm_engine_kind(environment: Path | None = None) -> EngineKind:
-    """vLLM from ``environment``; default: that of ``make serve-env``. Raises: InputError when vLLM is not installed there."""
+    """Return vLLM as an engine kind. ``environment``: None for that of ``make serve-env``. Raises: InputError if vLLM is not installed there."""
     environment = environment or checkout_root() / ENVIRONMENT
     program = environment / "bin" / "vllm"
     if not program.exists():
         raise InputError(
-            "serving.no_vllm", "vLLM is not installed: {program} is missing. Run 'make serve-env' (some GB), or use --engine native.",
+            "serving.no_vllm", "vLLM is not installed: {program} is missing. Run 'make serve-env', which downloads some GB, or use --engine native.",
             program=program,
         )  # fmt: skip
     on_gpu = Path("/dev/nvidia0").exists()
@@ -66,7 +66,7 @@ def vllm_engine_kind(environment: Path | None = None) -> EngineKind:
 
 
 def adapt_request(path: str, body: bytes, export: Path) -> bytes:
-    """The body for vLLM, made from the body of a request. Raises: ApiError."""
+    """Convert the body of a client's request to the body that vLLM gets. Raises: ApiError."""
     chat = path.endswith("/chat/completions")
     data = parse_body(body)
     ask = read_request(data, chat, _served(export))

@@ -1,1 +1,1 @@
-"""``make setup``: makes ``.venv`` with plain pip, from pinned packages. ``__main__`` does all of it, before anything is installed."""
+"""``make setup``: makes ``.venv`` with plain pip, from pinned packages. The code is in ``__main__``, which needs no installed package."""

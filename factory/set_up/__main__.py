@@ -58,9 +58,9 @@ def has_working_pip(venv: Path) -> bool:
 def make_environment(
     venv: Path, wanted: "list[str]", made_from: str, better: str = "", without: "tuple[str, ...]" = ()
 ) -> None:
-    """Make ``venv`` by ``pip install`` with the arguments ``wanted``, unless its stamp is ``made_from``, or ``better``, which has more.
+    """Make ``venv`` by ``pip install`` with the arguments ``wanted``, unless its stamp is ``made_from`` or ``better``, the stamp of a larger set.
 
-    The packages ``without`` are removed afterwards. After an error it exits with a line that says what is wrong.
+    The packages ``without`` are removed afterwards. After an error, this process exits with a line that says what is wrong.
     """
     stamp, python = venv / ".ready", str(venv / "bin" / "python")
     lock = os.open(str(venv.parent), os.O_RDONLY)
@@ -93,7 +93,7 @@ def make_environment(
 
 
 def set_up_factory(root: Path, dev: bool) -> None:
-    """Make ``.venv``. Its scripts contain the folder's path: a moved checkout is set up again."""
+    """Make ``.venv``. Its scripts contain the path of the checkout, so it is made again after the checkout was moved."""
     parts = [str(root).encode(), *((root / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))]
     made_from, project = hashlib.sha256(b"\0".join(parts)).hexdigest(), f"{root}[dev]" if dev else str(root)
     wanted = ["--constraint", str(root / "constraints.txt"), "--editable", project]

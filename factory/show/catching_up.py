@@ -1,8 +1,7 @@
 """Finds everything in the ledger that people are not shown yet, and shows it in MLflow and on pages.
 
-The module has a list of ``ShowableKind``: each finds its missing things from the ledger alone, and shows one of them. An event records each thing
-that
-was shown. So MLflow is opened only for things that it lacks: new ones, or ones lost when a process was killed, MLflow did not answer, or its
+Each ``ShowableKind`` here finds its unshown things from the ledger alone, and can show one of them. An event records each thing that was shown.
+So MLflow is opened only if it lacks something. A thing may be new, or may be missing because a process was killed, MLflow did not answer, or its
 database was lost. Pages are written first, because they do not need MLflow.
 """
 
@@ -46,7 +45,7 @@ ThingsBySubject = Mapping[
 
 @dataclass(frozen=True)
 class ShowableKind:
-    """A kind of thing to show. ``behind``: finds the things not shown yet, from the ledger alone. ``show``: shows one; safe to repeat."""
+    """A kind of thing to show. ``behind`` finds the things not shown yet, from the ledger alone. ``show`` shows one, and is safe to repeat."""
 
     name: str
     behind: Callable[[Plant, ReadsSql], Iterable[Any]]
@@ -97,7 +96,7 @@ def _alone(plant: Plant, tracking: MlflowTracking, showing: ShowableKind, one: A
             _ = tracking.client  # raises if MLflow does not answer at all
         message = Message(
             "catching_up.not_shown",
-            "  One of the {kind} cannot be shown in MLflow: {reason}",
+            "  The factory cannot show one of the {kind}: {reason}",
             kind=showing.name,
             reason=describe_single_failure(error),
         )
@@ -168,7 +167,7 @@ def _close(plant: Plant, tracking: MlflowTracking, number: int) -> None:
 
 
 def _any_judged(plant: Plant, db: ReadsSql) -> list[None]:
-    """One entry as soon as a candidate was judged: MLflow is always compared, because people move aliases and delete versions there."""
+    """[None] if a candidate was judged, else []. Each pass compares MLflow, because people move aliases and delete versions there."""
     return [None] if VerdictRow.first(db, "WHERE gate = 'release'") else []
 
 

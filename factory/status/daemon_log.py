@@ -93,7 +93,7 @@ def read_entries(workspace: Workspace, count: int, until: int | None = None) -> 
 
 
 def follow_entries(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]:
-    """The newest ``count`` entries, and then, without end, each new entry. A file that is renamed meanwhile is read to its end first."""
+    """Yield the newest ``count`` entries, and then each new entry, without end. A file that is renamed meanwhile is read to its end first."""
     path = workspace.logs / NAME
     path.touch()
     file = open(path, "rb")  # noqa: SIM115 (open as long as it is the newest)

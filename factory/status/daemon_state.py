@@ -19,8 +19,8 @@ RATE_STEPS = 32  # the rate is measured from this many newest steps
 
 
 def daemon_facts(workspace: Workspace) -> dict[str, Any]:
-    """``daemon_state``: whether a process holds the model loop's lock. If so, also ``process``, ``command`` and ``since``, and ``doing`` and
-    ``doing_since`` while it has a task."""
+    """``running``: whether a process holds the model loop's lock. If so, also ``process``, ``command`` and ``since``; while the process has a
+    task, also ``doing`` and ``doing_since``."""
     path = workspace.root / LOCK_FILE
     try:
         process, since = int(path.read_text().strip() or 0), path.stat().st_mtime

@@ -130,7 +130,7 @@ def serve_metrics(workspace: Workspace) -> Iterator[int]:
         where = workspace.root / "factory.yaml"
         raise ConfigError(
             "metrics.port_in_use",
-            "{file}: metrics_port: the factory cannot listen on port {port}: {reason}",
+            "The factory cannot listen on port {port} (metrics_port in {file}): {reason}",
             file=where,
             port=port,
             reason=error.strerror,

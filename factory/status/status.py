@@ -64,16 +64,18 @@ def read_last_error(db: ReadsSql) -> dict[str, Any] | None:
 
 
 def read_remaining_data(db: ReadsSql) -> dict[str, Any] | None:
-    """How much training the data allowed at the last look: ``steps``, ``wanted``, ``new_shards``, ``missing_tokens``, ``at``."""
+    """The training that the data allowed when the daemon last looked: ``steps``, ``wanted``, ``new_shards``, ``missing_tokens``, ``at``."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=AHEAD):
         return dict(row["detail"] | {"at": row["at"]})
     return None
 
 
 def disk_facts(workspace: Workspace, db: ReadsSql, now: float) -> dict[str, Any]:
-    """``free``, ``total`` and ``floor`` in bytes. ``estimate_hours_left``: until the free space reaches the floor, at the rate of the last hours;
-    None: the
-    free space does not shrink, or too little was measured."""
+    """``free``, ``total`` and ``floor`` in bytes, and ``low``: whether training waits for space.
+
+    ``hours_left``: hours until the free space reaches the floor, at the rate of the last hours. None: the free space does not shrink, or too little
+    was measured. Raises: ConfigError.
+    """
     room = disk_usage(workspace.root)
     policy = load_yaml(workspace.policy_path("retention.yaml"))
     keys = policy if isinstance(policy, dict) else {}
@@ -136,7 +138,7 @@ def _daemon_lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             Message(
                 "status.last_error",
-                "          last error {at} ({ago} ago), {what}: {error}",
+                "          last error: {what} failed at {at} ({ago} ago): {error}",
                 at=format_local_time(error["at"]),
                 ago=format_duration(now - error["at"]),
                 what=error["what"],

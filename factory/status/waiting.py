@@ -1,4 +1,4 @@
-"""Everything that waits: for a person, with the command to type; and a pause, a parked segment, failing actions, requests to the daemon.
+"""Lists what waits for a person, with the command to type. Also lists a pause, a parked segment, failing actions and requests to the daemon.
 
 All of it is read from the ledger and the names in the inbox.
 """

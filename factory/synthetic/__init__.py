@@ -2,8 +2,8 @@
 
 ``prompts``     read prompts from a file, and find the licence of the text that continues them
 ``openings``    take openings of this workspace's training documents as prompts; never of held-out documents
-``writers``     the model, a release behind the engine of ``factory serve`` or an address; and the requests to it
+``writers``     the writing model (a release in the engine of ``factory serve``, or an endpoint), and the requests to it
 ``generating``  a run: prompts → answers → a shard, written aside
 
-The result is a shard like any other. Ingest filters, deduplicates and decontaminates it as any other.
+The result is a shard like any other. Ingest filters, deduplicates and decontaminates it like any other shard.
 """

@@ -1,4 +1,4 @@
-"""One run of a model: fixes the prompts and the writer, answers every prompt, then puts the complete shard in place.
+"""One run of a writer: the run fixes the prompts and the writer, answers every prompt, then puts the complete shard in place.
 
     arguments ─► <workspace>/generated/.<arguments' hash>/ {plan.json, answers.jsonl} ─► generated/<name>.jsonl ─► inbox
 
@@ -50,7 +50,7 @@ from trainer.contract.data.token_shard import file_sha256
 
 
 class AnswerJournal:
-    """The answers of a run so far, in a file of JSON lines that is only appended to; a killed run continues after them.
+    """The answers of a run so far, in an append-only file of JSON lines. A killed run continues after the last answer.
 
     The file ``path`` is made if it does not exist. An incomplete last line (after a kill or a power cut) is removed, and that answer is requested
     again. The file is not flushed to the disk after each answer: a power cut only costs time.
@@ -106,8 +106,8 @@ LEFT_OUT = {"taken out", "refused", "empty"}  # ends of answers that give no doc
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The arguments of a person. ``release`` None and no ``endpoint``: the champion writes. ``count`` None: one document for each prompt of the
-    file."""
+    """The arguments that a person gave. Without ``release`` and ``endpoint``, the champion writes. Without ``count``, each prompt of the file
+    gives one document."""
 
     release: int | None = None
     endpoint: str = ""
@@ -163,7 +163,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """All that is fixed before the first answer."""
+    """A run, as it is fixed before its first answer."""
 
     name: str  # of the shard, without suffix
     writer: TextWriter
@@ -193,9 +193,11 @@ class GenerationPlan:
 
 @dataclass(frozen=True)
 class GeneratedShard:
-    """A finished shard. ``ends``: by end of an answer, the number of prompts. 'stop' and 'length' give a document; 'empty', 'refused' and 'taken
-    out' do not. 'taken out': meanwhile a person took out the opening's document, or it came under a licence that does not allow training. Empty if
-    the shard existed before."""
+    """A finished shard. ``ends``: how many answers ended in each way; {} if the shard existed before.
+
+    An answer that ended by 'stop' or 'length' gives a document. 'empty', 'refused' and 'taken out' give none. 'taken out': during the run a person
+    took out the document of the opening, or the document came under a licence that does not allow training.
+    """
 
     path: Path
     sha256: str
@@ -317,7 +319,7 @@ def _write(
     aside: Path,
     place: Path,
 ) -> dict[str, int]:
-    """Answer the remaining prompts and put the shard in place; returns ``Generated.ends``."""
+    """Answer the remaining prompts and put the shard in place; returns ``GeneratedShard.ends``."""
     journal = AnswerJournal(aside / "answers.jsonl")
     try:
         if len(journal) < what.count:
@@ -357,7 +359,7 @@ def _write(
             _delete(aside)
             raise InputError(
                 "synthetic.no_document",
-                "{writer} wrote no document, and nothing was kept: {ends}",
+                "{writer} wrote no document, so there is no shard. Ends of the answers: {ends}",
                 writer=what.writer.name,
                 ends=why,
             )
@@ -463,7 +465,7 @@ def _to_inbox(plant: Plant, made: GeneratedShard) -> str:
     if known:
         return Message(
             "synthetic.known_shard",
-            "the shard was not put into the inbox, because it was {state} before",
+            "the shard was not put into the inbox, because the ledger already has a shard with this content (state: {state})",
             state=known["state"],
         )
     place = plant.workspace.inbox / made.path.name

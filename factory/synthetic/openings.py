@@ -35,7 +35,7 @@ def draw_openings(
     seed: int,
     licences: Licences,
 ) -> list[Prompt]:
-    """The first ``tokens`` tokens of up to ``count`` documents, drawn by ``seed``; of a chat, the turns before the first answer.
+    """The openings of up to ``count`` documents that ``seed`` draws: the first ``tokens`` tokens, or the turns of a chat before its first answer.
 
     Left out are documents that a model wrote, documents of fewer than ``2 * tokens`` tokens, and documents that another shard has under a licence
     that does not allow training. Raises: InputError if no document is left, or a token shard is gone or damaged.

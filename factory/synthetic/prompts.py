@@ -1,4 +1,4 @@
-"""Prompts: a text to continue, or messages to answer, with their source and licence."""
+"""Reads prompts. A prompt is a text to continue, or messages to answer, with a source and a licence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.contract.message import Message
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 LONGEST = 1 << 20  # bytes of the longest line
-ANSWER = {"role": "assistant", "content": "an answer"}  # so that a prompt reads as a document
+ANSWER = {"role": "assistant", "content": "an answer"}  # makes a whole chat of a prompt, for the checks
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def _role(message: Any) -> Any:
 def choose_licence(prompt: Prompt, named: str | None, policy: Licences) -> str | None:
     """The licence of a document that begins with ``prompt``. ``named``: the licence that the person gives to the model's text.
 
-    The stricter of the two counts, so that an opening never loosens the licence of its document; a document without a licence stays without.
+    The stricter of both licences counts, so the licence is never laxer than that of the opening. If the document of the opening has no licence, the
+    result has none.
 
     >>> policy = Licences(known={"MIT": {"train": True, "release": True}})
     >>> mine, nobodys = Prompt({"text": "a"}, "text"), Prompt({"text": "a"}, "text", opening_of="k")

@@ -1,5 +1,5 @@
-"""The writer of documents: a release behind an engine as ``factory serve`` starts it, or a model at an OpenAI-compatible address; and the
-requests to it."""
+"""The writer of documents, and the requests to it. A writer is a release in an engine of ``factory serve``, or a model at an OpenAI-compatible
+address."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, Recur
 
 
 class WriterError(FactoryError):
-    """The model stopped answering; the answers so far are kept."""
+    """The model gives no more answers. The answers so far are kept."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer. ``wait_for_end``: 'stop' (the model ended it), 'length' (it reached the limit of tokens), or 'refused' (``text`` is the reason)."""
+    """One answer. ``end``: 'stop' (the model ended it), 'length' (it reached the limit of tokens), or 'refused' (``text`` is the reason)."""
 
     text: str
     end: str
@@ -68,7 +68,7 @@ class TextWriter:
 
 
 def find_release_writer(ledger: Ledger, number: int | None) -> TextWriter:
-    """Release ``number``; None: the champion. Raises: InputError if the release does not exist, or its export is not the judged one."""
+    """The writer for release ``number``, or for the champion. Raises: InputError if the release does not exist or its export was not judged."""
     row = ReleaseRow.get(ledger, number) if number is not None else find_champion(ledger)
     if row is None:
         raise InputError(
@@ -159,8 +159,8 @@ class WriterClient:
         return [Answer(found, "refused")] if isinstance(found, str) else found
 
     async def _batch(self, prompts: Sequence[Content], body: dict[str, Any]) -> list[Answer]:
-        """Answers to all prompts in one request, as token ids. So the prompts always form the same batches, and the same seed gives the same
-        tokens."""
+        """Answer all prompts by one request, which has them as token ids. The prompts then always form the same batches, so the same seed
+        gives the same tokens."""
         tokenizer, context = self._reads
         ids = [
             (
@@ -197,14 +197,14 @@ class WriterClient:
             except TimeoutError:
                 why = Message(
                     "synthetic.slow_answer",
-                    "no complete answer within {seconds:g} s (llm.reply_seconds in agents.yaml)",
+                    "no complete answer came within {seconds:g} s (llm.reply_seconds in agents.yaml)",
                     seconds=within,
                 )
             except httpx.HTTPError as error:
                 if self.engine and (how := await self.engine.wait_for_end()):
                     raise WriterError("synthetic.engine_ended", "{how}", how=how) from None
                 why = Message(
-                    "synthetic.no_answer", "no answer: {error}", error=f"{type(error).__name__} {error}".strip()
+                    "synthetic.no_answer", "no answer came: {error}", error=f"{type(error).__name__} {error}".strip()
                 )
             else:
                 if status == 200:

@@ -83,7 +83,7 @@ _SIGNS = {
     "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "√": r"\sqrt ", "÷": "/", "\u00a0": " ", "，": ", ",
 }  # fmt: skip
 _BLANKS = r"(?:\{,\}\\?!?|,\\!|\\,|\\!|\\ |[\u2009\u202f])"  # between thousands, in TeX and in print
-_PROSE = {  # no products of two letters
+_PROSE = {  # words of two letters, which are not products of two variables
     "am", "an", "as", "at", "be", "by", "do", "go", "he", "if", "in", "is", "it", "me", "my", "no", "of", "on", "or", "so", "to", "up",
     "us", "we",
 }  # fmt: skip

@@ -92,7 +92,7 @@ def count_items_and_variances(champion: Sequence[EvalItem]) -> tuple[dict[str, i
 
 @dataclass(frozen=True)
 class TaskReasons:
-    """Sentences about tasks, by their effect on a verdict."""
+    """Sentences about a candidate's tasks, by their effect on the verdict."""
 
     against: tuple[str, ...] = ()  # losses that reject
     not_measured: tuple[str, ...] = ()  # tasks that could not be measured or compared
@@ -126,7 +126,7 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
     """The sentences about a candidate's tasks. Pure.
 
     Each metric is a guard: its gain must be shown to be above −margin, all guards together at level ``alpha`` (Holm). A metric that is set aside
-    can only reject, if it shows a loss.
+    does not hold a candidate because a loss is not excluded. It rejects if it shows a loss, and can hold if the measured loss is too large.
     """
     against: list[Message] = []
     missing: list[Message] = []
@@ -214,7 +214,7 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
 
 
 def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
-    """Why a task is not a guard, and the size that it needs."""
+    """The reason why a task is not a guard, and the number of items that a guard needs."""
     clusters = gain.clusters or 0
     if clusters < clusters_min:
         return Message(

@@ -13,7 +13,7 @@ WAYS = {"place": "a place from 0", "letter": "a letter", "text": "the text of a 
 
 
 def resolve_answers(items: Sequence[Any], where: str) -> list[Any]:
-    """The items, with the answers of multiple choice as places. Each answer must name a choice.
+    """Return the items. In multiple choice, the place of the right choice replaces the answer as written. Each answer must name a choice.
 
     Raises: TaskError naming the first record whose answer needs another reading (place, letter, text) than the records before it, or whose
     answer names two different choices in two readings.

@@ -32,7 +32,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def generate_and_check(
     task: EvalTask, model: TaskModel, running: TaskLimits, advance: Advance
 ) -> tuple[list[EvalItem], dict[str, Any]]:
-    """(items for each k of pass@k, {counts and examples of the answers})."""
+    """Return (an item for each question and each k of pass@k, counts and examples of the answers)."""
     file = task.file
     assert isinstance(file, TaskFile)
     prompts = [_prompt(file, item, task) for item in task.items]

@@ -29,7 +29,7 @@ class TaskError(FactoryError):
 
 
 def repeated_id(where: str, name: str, first: int, second: int) -> Message:
-    """Two records of a file have the same id."""
+    """The message that two records of a file have the same id."""
     return Message(
         "items.repeated_id",
         "{file}: records {first} and {second} have the same id {id!r}",
@@ -41,7 +41,7 @@ def repeated_id(where: str, name: str, first: int, second: int) -> Message:
 
 
 def file_unreadable(path: object, error: Exception) -> Message:
-    """A task file cannot be read."""
+    """The message that a file of a task cannot be read."""
     return Message("items.unreadable", "{file} cannot be read: {reason}", file=str(path), reason=str(error))
 
 
@@ -292,5 +292,5 @@ def _no_tests(tests: str) -> Message | None:
 
 
 def empty_tests_message() -> Message:
-    """Tests that every program passes."""
+    """The message that every program passes the tests."""
     return Message("items.empty_tests", "The tests test nothing, so every program would pass")

@@ -1,4 +1,4 @@
-"""Reads a task file of lm-eval before lm-eval does: its includes, its data files, and keys that are refused.
+"""Reads a task file of lm-eval before lm-eval reads it: its includes and its data files. Refuses keys that are not allowed.
 
 A file that names a task and has no ``doc_to_text`` means the task of that name in the lm-eval package, with data from the folder:
 
@@ -51,7 +51,7 @@ REFUSED = {
     "custom_dataset": Message("lm_eval_file.custom_dataset", "This key loads data with Python code"),
     "unsafe_code": Message(
         "lm_eval_file.unsafe_code",
-        "This key runs code that the model wrote without a sandbox. Write a task of kind 'code', or put the "
+        "This key runs programs that the model writes, and uses no sandbox. Write a task of kind 'code', or put the "
         "benchmark's published file into the folder of tasks",
     ),
     "use_prompt": Message("lm_eval_file.use_prompt", "This key downloads prompts"),
@@ -86,7 +86,7 @@ class LmEvalFile:
     data: tuple[Path, ...]
     cluster_by: str  # a key of its records; empty: each record is its own cluster
     answer_key: str  # the key of the answer in its records; empty: a template gives the answer
-    sha256: str  # of the file, its includes, Python beside it if that may run, and lm-eval's version
+    sha256: str  # of the file, its includes, the Python files beside it if they may run, and lm-eval's version
     version: str
     shipped: str = ""  # for a task of the package: the keys that override the package's file, as JSON
 
@@ -267,7 +267,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
 
 
 def _task_named(root: Path, task: str) -> Path | None:
-    """The package's file with the line ``task: NAME``. Most files have their task's name, so those are searched first."""
+    """The package's file with the line ``task: NAME``. Most files are named like their task, so these are searched first."""
     says = re.compile(
         rb"""^["']?task["']?:\s*["']?""" + re.escape(task.encode()) + rb"""["']?\s*(?:#.*)?$""", re.MULTILINE
     )

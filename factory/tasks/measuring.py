@@ -1,7 +1,7 @@
 """Measures a candidate on a task and records the evaluation with its items in one transaction.
 
-The table of evaluations has evaluations of tasks, known by the task's identity, and of the held-out suite. If a task cannot be measured, a
-TaskError names it and nothing is recorded.
+The table ``evaluations`` has the evaluations of tasks, each under its task's identity, and those of the held-out suite. If a task cannot be
+measured, a TaskError names it and nothing is recorded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A model as tasks use it: log-probabilities of continuations, and generated texts, by lm-eval's conventions, so that numbers compare.
+"""A model as tasks use it: log-probabilities of continuations, and generated texts. lm-eval's conventions make the numbers comparable.
 
-Like lm-eval's Hugging Face model: context and continuation are encoded together after BOS, and split after the number of tokens that the
+As in lm-eval's Hugging Face model, context and continuation are encoded together after BOS, and split after the number of tokens that the
 context has alone. Blanks at the context's end belong to the continuation. A context that is too long loses its beginning, which is counted.
 Log-probabilities of a window are added in fp32 in the same order: at 340 nats, an fp64 sum differs by 3e-5, enough to change a perplexity.
 Without BOS, the stop token stands for an empty context.

@@ -22,7 +22,7 @@ def build_prompt(file: TaskFile, item: ChoiceItem, examples: Sequence[ChoiceItem
 
 
 class Scorer(Protocol):
-    """The method of ``TaskModel`` that is used here."""
+    """A model that scores continuations: ``TaskModel``, or a model with given scores."""
 
     def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]: ...
 

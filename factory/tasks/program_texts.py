@@ -1,6 +1,6 @@
 """Python programs that prove a task in the sandbox. They are text for programs, not for people.
 
-Apart because: texts here are no messages, and two files use them.
+They have a file of their own, because they are not messages and two files use them.
 """
 
 from __future__ import annotations

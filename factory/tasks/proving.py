@@ -1,4 +1,4 @@
-"""Proves a task before it is used: with the scorer that measures models, right answers must score 1 and empty answers chance or 0.
+"""Proves a task before it is used: the scorer that measures models must give right answers 1, and empty answers 0 or chance.
 
 A task is proven once for its protocol and items, by ``factory tasks check`` or before its first measurement. An event records the proof.
 """
@@ -31,7 +31,7 @@ EVENT = "task_proven"
 
 @dataclass(frozen=True)
 class TaskProof:
-    """The scores that prove a task, each a share of all items from the scorer that measures models."""
+    """The scores that prove a task. The scorer that measures models computes them; each is a share of all items."""
 
     gold: float | None = None  # of the right answers; None: the task has none that can be scored
     empty: float | None = None  # of replies and programs without an answer
@@ -213,7 +213,7 @@ def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, na
         if one.right:
             raise TaskError(
                 "proving.empty_program",
-                "item {item!r}: {problem}. A program that {program} passes them. Call the function 'check', or run the TestCase with unittest.main()",
+                "item {item!r}: {problem}. A program that {program} passes these tests. The tests must call 'check' or unittest.main()",
                 item=item.key, problem=empty_tests_message(), program=how,
             )  # fmt: skip
     return TaskProof(1.0 if mine == len(items) else None, 0.0, without_solution=len(items) - mine)

@@ -296,7 +296,7 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
         if data_suffix(path) or path.is_dir():
             return _published_alone(path, policy)
         if not path.exists():
-            raise TaskError("task_file.no_file", "{file}: no such file", file=path)
+            raise TaskError("task_file.no_file", "{file} does not exist", file=path)
         if path.suffix != ".yaml" or path.name.startswith("_") or len(path.stem) > 100:
             raise TaskError(
                 "task_file.odd_name",
@@ -365,7 +365,7 @@ def _published(
     policy: TasksPolicy,
     shots_said: bool,
 ) -> EvalTask:
-    """The task of a benchmark. Its examples come from ``shown_examples_of_task``, or else from the benchmark's own file."""
+    """The task of a benchmark. Its examples come from ``shown``, or else from the benchmark's own file."""
     if file.kind != benchmark.kind:
         raise TaskError(
             "task_file.other_kind", "{file}: kind is {given}, but {benchmark} has kind {kind}",

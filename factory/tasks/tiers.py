@@ -113,7 +113,7 @@ def describe_protocol_change(ledger: Ledger, task: EvalTask) -> Message | None:
 
 
 def read_baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
-    """{"protocol", "format"} that releases are measured with on a task. None before the first measured release."""
+    """Return {"protocol", "format"}, with which releases are measured on a task; None before the first measured release."""
     taken = ledger.read(
         "SELECT detail FROM events WHERE kind = 'task_baseline' AND subject = :subject ORDER BY id DESC LIMIT 1",
         subject=f"task:{name}",

@@ -36,7 +36,7 @@ Pair = tuple[str, str]  # two formulas in TeX: (the right one, the model's)
 
 @dataclass(frozen=True)
 class AnswerCheck:
-    """The check of an answer."""
+    """The result of checking one answer."""
 
     right: bool
     stopped: str = ""  # the limit of the sandbox that stopped the program
@@ -53,7 +53,7 @@ def check_maths_answers(answers: Sequence[tuple[MathsItem, str]], running: TaskL
 
     def ask(gold: str, said: str) -> bool:
         asked[gold, said] = None
-        return True  # so that ``same_answer`` goes on and asks for every pair that may matter
+        return True  # so that ``is_same_answer`` continues, and asks for every pair that may matter
 
     for said, gold in pairs:
         _ = said is not None and is_same_answer(said, gold, ask)

@@ -261,7 +261,7 @@ class HeldOutLoss:
         return self._measure(ReferenceModel.load(export), advance, export)[0]
 
     def loss_and_noise(self, export: Path, advance: ProgressCallback = lambda _: None) -> tuple[float, float]:
-        """The loss, and how far a second measurement of the same weights may be from it (``tasks.noise_floor``)."""
+        """The loss, and how far a second measurement of the same weights may be from it (``measure_noise_floor``)."""
         model = ReferenceModel.load(export)
         loss, items = self._measure(model, advance, export)
         noise = measure_noise_floor(model, self.texts, items, self.policy, advance)
@@ -282,7 +282,7 @@ class HeldOutLoss:
 
 
 def load_held_out_loss(plant: Plant) -> HeldOutLoss:
-    """A ruler over the held-out documents (dev half) of the domains in the release policy's target.
+    """Return a ``HeldOutLoss`` over the held-out documents (dev half) of the domains in the release policy's target.
 
     Raises: InputError when no such document is held out; ConfigError.
     """

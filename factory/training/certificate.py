@@ -106,9 +106,9 @@ class RunDifference:
     """One way in which two runs differ."""
 
     name: str
-    difference: float  # new from old
+    difference: float  # between new and old code
     noise: float  # between two seeds
-    again: float  # the old code from itself
+    again: float  # between two runs of the old code with one seed
     where: str = ""  # step or tensor of the difference
 
     @property
@@ -289,7 +289,7 @@ def _apart(a: float | None, b: float | None) -> float:
 
 
 def _mean(values: Series, like: Series) -> float:
-    """Over the steps at which ``like`` has a value; NaN where one is missing."""
+    """The mean over the steps at which ``like`` has a value; NaN if ``values`` lacks one of them."""
     held = [value for value, other in itertools.zip_longest(values, like) if other is not None]
     return math.fsum(v for v in held if v is not None) / len(held) if held and None not in held else math.nan
 
@@ -303,7 +303,7 @@ def _rooted_mean(squares: Sequence[float]) -> float:
 
 
 def _least(noise: float, scale: float, name: str) -> float:
-    """The noise, or rounding where a seed changes nothing. A loss that no seed changes was not measured, and stays zero."""
+    """The noise, or the effect of rounding if no seed changes the value. The noise of a loss that no seed changes was not measured: it stays 0."""
     return noise if name == "loss" else max(noise, ROUNDING * scale)
 
 

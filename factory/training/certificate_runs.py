@@ -175,7 +175,7 @@ def compare_certificate_runs(
 
 
 def unreadable_run_message(error: Exception) -> Message:
-    """Says that files of a run cannot be read."""
+    """The message that files of a run cannot be read."""
     return Message("training.run_not_readable", "the files of the run cannot be read: {error}", error=str(error))
 
 

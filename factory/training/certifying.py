@@ -56,9 +56,9 @@ class NotCertifiedError(SegmentError, WaitingError):
 
 
 def ensure_certified(plant: Plant, row: SegmentRow) -> None:
-    """Return when a segment may start: its code did not change since its parent, or is certified, or a person accepted it.
+    """Return if a segment may start: its code did not change since its parent, is certified, or was accepted by a person.
 
-    Raises: NotCertified when the segment may not start; SegmentError when the runs were stopped, and the caller may begin again.
+    Raises: NotCertifiedError when the segment may not start; SegmentError when the runs were stopped, and the caller may begin again.
     """
     parent = SegmentRow.get(plant.ledger, row.parent) if row.parent else None
     policy = CertificatePolicy.load(plant.workspace.policy_path("gates/certificate.yaml"))
@@ -71,7 +71,7 @@ def ensure_certified(plant: Plant, row: SegmentRow) -> None:
 
 
 def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow) -> None:
-    """Remove the runs, whose verdict is recorded. Raises: NotCertified."""
+    """Remove the runs, because their verdict is recorded. Raises: NotCertifiedError if the verdict does not allow the start."""
     remove_path(Path(row.folder) / RUNS_FOLDER[verdict.gate])
     if verdict.outcome != "promote" and not find_acceptance(ledger, verdict):
         raise NotCertifiedError(

@@ -1,4 +1,4 @@
-"""Makes a candidate of a segment's last checkpoint: an export in the format of transformers, and its row."""
+"""Makes a candidate from a segment's last checkpoint: an export in the format of transformers, and a row in the ledger."""
 
 from __future__ import annotations
 

@@ -49,14 +49,14 @@ class TrunkForecast:
     steps: int  # 0: too little data for a trunk segment and its anneal
     new_shards: int  # token shards that the trunk has not seen
     wanted: int  # steps that the recipe asks for
-    missing_tokens: int  # more tokens that a first step needs; 0 when there are enough
+    missing_tokens: int  # tokens that are still missing for a first step; 0 when there are enough
 
 
 def forecast_trunk(plant: Plant, steps: int | None = None) -> TrunkForecast:
     """The trunk segment that could be planned now: ``steps`` or the recipe's steps, shortened to the data.
 
-    The recipe's ``max_epochs`` limits the data, and the tokens of an anneal are reserved. Batches are counted as full, so a packing
-    that pads leaves data over and never runs out of data.
+    The recipe's ``max_epochs`` limits the data, and the tokens of an anneal are reserved. Batches are counted as full. A packing
+    that pads therefore leaves data over, and never runs out of data.
     """
     recipe = load_recipe(plant.workspace)
     last = trunk_parent(plant.ledger, recipe)

@@ -93,7 +93,7 @@ class PreflightEvidence:
     commit: str
     lead: int
     steps: int
-    exact_resume: bool  # a CPU repeats itself to the bit
+    exact_resume: bool  # true on a CPU, which gives the same bits again
     failed: Mapping[str, str] = field(default_factory=dict)  # by run: why it did not finish
     left_out: Mapping[str, str] = field(default_factory=dict)  # by way: why it cannot be run here
     rounding: Sequence[StraightRunDistance] = ()
@@ -103,7 +103,7 @@ class PreflightEvidence:
     )  # by way with ranks: names of initial weights that differ
     replicas_apart: Mapping[str, Sequence[str] | None] = field(
         default_factory=dict
-    )  # None: the trainer did not write it
+    )  # by way with ranks: the names of weights whose copies differ; None: the trainer did not write them
     seconds: float = 0.0
 
 
@@ -158,7 +158,7 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
             missing.append(
                 Message(
                     "training.preflight.copies_unknown",
-                    "Preflight: {both}: the code does not report whether all ranks have equal copies of the weights.",
+                    "Preflight: in the comparison of {both}, the code does not report whether all ranks have equal copies of the weights.",
                     both=way.words,
                 )  # fmt: skip
             )
@@ -166,8 +166,8 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
             wrong.append(
                 Message(
                     "training.preflight.copies_differ",
-                    "Preflight: {both}: after step {step}, {count:,|weight has|weights have} different bits on different "
-                    "ranks, for example {weights}.",
+                    "Preflight: in the comparison of {both}, {count:,|weight has|weights have} different bits on different ranks "
+                    "after step {step}, for example {weights}.",
                     both=way.words,
                     step=evidence.lead + evidence.steps - 1,
                     count=len(copies),
@@ -218,7 +218,7 @@ def _beyond_rounding(way: TrainingVariant, beyond: ExcessDifference) -> Message:
 
 
 def find_first_excess(evidence: PreflightEvidence, found: StraightRunDistance, times: float) -> ExcessDifference | None:
-    """The first number of ``found`` that is more than ``times`` the effect of rounding; None without one.
+    """Return the first number of ``found`` that is more than ``times`` the effect of rounding; None if there is none.
 
     Losses come before tensors, which are those of the last step.
     """

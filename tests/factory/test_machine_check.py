@@ -42,7 +42,7 @@ def _kernels(workspace: Workspace, kernels: str, precision: str = "bf16") -> tup
     return ok, lines
 
 
-def test_every_op_has_a_line_and_substitutes_come_first(workspace: Workspace) -> None:
+def test_the_check_prints_a_line_for_every_op_with_substitutes_first(workspace: Workspace) -> None:
     ok, (head, *lines) = _kernels(workspace, "cpu: {attention: native}", precision="fp32")
     assert ok and "fp32 on cpu" in head and len(lines) == len(registry.OPS)
     assert lines[0].startswith("attention: native is replaced ") and "bf16" in lines[0]
@@ -56,7 +56,7 @@ def test_a_machine_without_bf16_products_is_reported(workspace: Workspace, monke
 
 
 @pytest.mark.parametrize("fallback", registry.FALLBACKS)
-def test_a_machine_without_a_compiler_fails_or_takes_the_reference(
+def test_without_a_compiler_the_check_fails_or_reports_the_reference_kernel(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fallback: str
 ) -> None:
     for source in native_library.SOURCES.glob("*/*.cpp"):  # a library of this text was never compiled
@@ -75,7 +75,7 @@ def test_a_machine_without_a_compiler_fails_or_takes_the_reference(
     assert says in lines[1] and "C++ compiler" in lines[1]
 
 
-def test_an_unknown_kernel_is_named(workspace: Workspace) -> None:
+def test_the_error_for_an_unknown_kernel_names_the_known_kernels(workspace: Workspace) -> None:
     ok, lines = _kernels(workspace, "cpu: {attention: fast}")
     assert ok is False and "are: compiled" in lines[0]
 
@@ -95,7 +95,7 @@ def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(
     assert ok is False and "bf16" in lines[-1] and "fp32" in lines[-1] and "40.0" in lines[-1]
 
 
-def test_the_kernels_are_those_of_the_live_commit(workspace: Workspace) -> None:
+def test_the_check_reads_the_kernel_policy_of_the_live_commit(workspace: Workspace) -> None:
     file = workspace.repository / "policies" / "kernels.yaml"
     git(workspace.repository.parent, "init", "-q", "-b", "main", str(workspace.repository))
     file.write_text("cpu: {rms_norm: compiled}")
@@ -111,7 +111,7 @@ def test_the_kernels_are_those_of_the_live_commit(workspace: Workspace) -> None:
     assert ok is False and str(file) in lines[0]
 
 
-def test_too_little_disk_space_is_reported_by_the_floor_of_retention(workspace: Workspace) -> None:
+def test_disk_space_below_the_retention_floor_is_reported(workspace: Workspace) -> None:
     ok, said = machine_check._workspace(workspace)
     assert ok and codes([said]) == ["machine_check.disk"]
     (workspace.root / "policies" / "retention.yaml").write_text("floor_share: 1.0\n")

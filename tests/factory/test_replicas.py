@@ -93,7 +93,7 @@ def undisturbed(plant: Opened) -> Path:
 
 
 @pytest.mark.long("trains a trunk, an anneal and two replicas of it")
-def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Opened, undisturbed: Path) -> None:
+def test_a_replica_trains_an_anneal_again_on_other_documents_and_is_measured(plant: Opened, undisturbed: Path) -> None:
     _, ledger = plant
     anneal, weights = SegmentRow.get(ledger, 2), []
     of_anneal = anneal.first_step, anneal.last_step, anneal.recipe_json, last_checkpoint(ledger, 1)["path"]
@@ -124,7 +124,9 @@ def schedule(db: ReadsSql, **keys: int) -> tuple[int, int] | None:
     return (found[0].id, found[1]) if found else None
 
 
-def test_the_schedule(workspace: Workspace, ledger: Ledger) -> None:
+def test_schedule_names_the_newest_champion_s_anneal_when_replicas_are_due(
+    workspace: Workspace, ledger: Ledger
+) -> None:
     for number in (1, 2, 3):
         candidate = add_candidate(workspace, ledger)
         promote(ledger, number, candidate, add_verdict(ledger, candidate))

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and kill -9 to the factory, also within a step: after ten seconds no process runs, and nothing is lost."""
+"""After SIGTERM, Ctrl-C or kill -9 to the factory, even within a step, no process runs ten seconds later, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Slow:
     [(("train",), signal.SIGTERM), (("run", "--once"), signal.SIGINT), (("train",), signal.SIGHUP)],
     ids=["train", "run", "a closed terminal"],
 )
-def test_a_signal_within_a_step_ends_all(slow: Slow, command: tuple[str, ...], number: signal.Signals) -> None:
+def test_a_signal_within_a_step_ends_all_processes(
+    slow: Slow, command: tuple[str, ...], number: signal.Signals
+) -> None:
     process, started = slow.start(*command)
     process.send_signal(number)
     said, _ = process.communicate(timeout=WITHIN)
@@ -96,7 +98,7 @@ def test_a_signal_within_a_step_ends_all(slow: Slow, command: tuple[str, ...], n
 
 
 @pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
-def test_a_second_signal_ends_all_at_once(slow: Slow) -> None:
+def test_a_second_signal_ends_all_processes_at_once(slow: Slow) -> None:
     process, started = slow.start("train")
     process.send_signal(signal.SIGINT)
     time.sleep(2 * stopping.SAME_SECONDS)
@@ -107,7 +109,7 @@ def test_a_second_signal_ends_all_at_once(slow: Slow) -> None:
 
 
 @pytest.mark.slow("a factory and its trainer, killed in the midst of a step")
-def test_processes_of_a_killed_factory_end_and_the_segment_finishes(slow: Slow) -> None:
+def test_after_a_kill_of_the_factory_its_processes_end_and_the_segment_finishes_later(slow: Slow) -> None:
     """The last test of this file that stops the segment."""
     process, started = slow.start("train")
     process.kill()

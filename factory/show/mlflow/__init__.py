@@ -1,1 +1,1 @@
-"""What MLflow shows: runs of segments, candidates and proposals, their metrics, the registered model; and the words that people give there."""
+"""Shows runs of segments, candidates and proposals, their metrics and the registered model in MLflow, and reads people's decisions there."""

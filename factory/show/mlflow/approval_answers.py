@@ -53,7 +53,7 @@ class ApprovalResponder:
         return try_to_show(self.progress.line, self._answer_all) or []
 
     def look_and_ask(self) -> None:
-        """``look``. The first call also prints which candidates already wait; later ones are announced when they are judged."""
+        """Call ``look``. The first call also prints which candidates wait already. The daemon announces later ones when they are judged."""
         self.look()
         for verdict in () if self._asked else list_undecided_verdicts(self.ledger):
             if needs_decision(self.plant, verdict):
@@ -86,7 +86,7 @@ class ApprovalResponder:
         except InputError as error:
             line = Message(
                 "approval_answers.refused",
-                "{word!r} on {version} was refused: {reason}",
+                "The factory refused the tag value {word!r} on {version}: {reason}",
                 word=word,
                 version=name,
                 reason=error,
@@ -137,7 +137,7 @@ class ApprovalResponder:
             number = release_candidate(self.plant, verdict.id, approved_by=by)
             return Message(
                 "approval_answers.released_by_policy",
-                "released as release {release} by the policy, without an approval",
+                "released by the policy as release {release}, without an approval",
                 release=number,
             )
         if word == REJECTED:

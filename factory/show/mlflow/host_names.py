@@ -36,7 +36,7 @@ class HostName:
 
     @classmethod
     def parse(cls, text: str) -> HostName:
-        """Raises: InputError."""
+        """Parse the text of ``--name``. Raises: InputError."""
         scheme, _, rest = text.strip().lower().rstrip("/").rpartition("://")
         try:
             parts = urlsplit(f"//{bracket_ipv6(rest)}")
@@ -53,11 +53,11 @@ class HostName:
         return cls(host, scheme, port)
 
     def hosts(self, port: int) -> list[str]:
-        """The values of Host that a request may have, when the server listens on ``port``."""
+        """The values of the header Host in requests to this name, when the server listens on ``port``."""
         return [self.host, f"{self.host}:{self.port or PORTS.get(self.scheme, port)}"]
 
     def origins(self, port: int) -> list[str]:
-        """The values of Origin that pages under this name have."""
+        """The values of the header Origin in requests from pages under this name."""
         schemes = [self.scheme] if self.scheme else list(PORTS)
         if self.port:
             return [_origin(scheme, self.host, self.port) for scheme in schemes]
@@ -81,7 +81,7 @@ def bracket_ipv6(host: str) -> str:
 
 
 def server_names(host: str, given: Sequence[str] = ()) -> list[HostName]:
-    """The names of a server that listens on ``host``: the given ones, or else this machine's own, and none on loopback. Raises: InputError."""
+    """The names ``given``, or else this machine's own names; no name if ``host`` is a loopback address. Raises: InputError."""
     own = [] if given or is_loopback(host) else names_of_this_machine(host)
     return [HostName.parse(name) for name in dict.fromkeys(given or own)]
 

@@ -51,7 +51,7 @@ def make_login(workspace: Workspace, user: str) -> tuple[dict[str, str], Path]:
 
 
 def _kept(path: Path) -> Path:
-    """``path``, a file with a random secret that is made if the file is missing, or empty after a kill."""
+    """Return ``path``, a file with a random secret. The file is made if it is missing, or if a kill left it empty."""
     if not path.exists() or not path.read_text().strip():
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

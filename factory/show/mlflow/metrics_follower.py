@@ -20,7 +20,7 @@ LATEST_SECONDS = 1e12  # tens of thousands of years
 # MLflow sorts charts by the part of a metric's name before the last '/'. Names without '/' come last.
 PER_LAYER = ("grad_norm/", "update_ratio/", "activation_max/", "attention_logit_max/", "router_balance/")
 LOSS = "loss/all"
-# The measurements of an evaluation that decide, in the order of a run's table and of a comparison.
+# The metrics of an evaluation that decide a verdict. MLflow's tables of a run and of a comparison show them in this order.
 DECIDING_METRICS = ("bpb/", "cloze/share_right", "cloze/by_domain/", "chat/", "dev/bpb/")
 METRICS_PER_BATCH = 1000  # MLflow's own limit
 BYTES_AT_ONCE = 16 << 20  # most bytes that one call of ``poll`` reads
@@ -50,7 +50,7 @@ class MetricsFollower:
         self._tail = b""  # the last of these bytes, to notice a rewritten file
 
     def make_run(self) -> None:
-        """Make the run before the first metrics, so that the ledger knows it. Raises nothing, as ``poll``."""
+        """Make the run before the first metrics, so that the ledger knows it. Like ``poll``, raises nothing."""
         self._without_raising(self._begin)
 
     def poll(self) -> int:
@@ -61,7 +61,7 @@ class MetricsFollower:
         return self._without_raising(self._poll)
 
     def finish(self) -> None:
-        """Poll a last time and close the run. Raises nothing, as ``poll``."""
+        """Poll a last time and close the run. Like ``poll``, raises nothing."""
         self.poll()
         self._without_raising(self._finish)
 

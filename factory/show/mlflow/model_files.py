@@ -32,7 +32,7 @@ REQUIRED_PACKAGES = ("mlflow", "torch", "transformers")
 
 
 def log_loadable_model(client: MlflowClient, run: str, candidate: CandidateRow) -> str:
-    """Write the files with which MLflow loads a candidate into its run's artifacts; returns their address. Safe to repeat."""
+    """Add the files that MLflow needs to load a candidate to the artifacts of its run. Returns their address. Safe to repeat."""
     export, place = Path(candidate.export_path), f"{client.get_run(run).info.artifact_uri}/{NAME}"
     address = urlparse(place)
     with tempfile.TemporaryDirectory(prefix="factory-model-") as aside:

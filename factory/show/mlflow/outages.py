@@ -35,7 +35,7 @@ class TrackingError(FactoryError):
 
 @dataclass
 class TrackingServer:
-    """What this process knows of a tracking server."""
+    """The state of a tracking server, as far as this process knows it."""
 
     request_limit: float = LEAST
     pause_until: float = 0.0  # in time.monotonic()
@@ -76,7 +76,7 @@ def note_server_failure(error: BaseException, seconds: float) -> None:
 
 
 def repair_advice(error: BaseException | None) -> str:
-    """What to do about an error, as the end of a message; '' if nothing special."""
+    """Advice about an error, as the end of a message; '' if no special advice exists."""
     while error is not None:
         if isinstance(error, sqlite3.Error) and (
             getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED or "no such table" in str(error)
@@ -101,7 +101,7 @@ def describe_single_failure(error: Exception) -> str:
 
 
 def try_to_show(say: Callable[[str], None], act: Callable[[], T]) -> T | None:
-    """Do ``act``, which only shows something in MLflow. None if MLflow does not answer; that is printed once until MLflow is back."""
+    """Call ``act``, which only shows something in MLflow. Return None if MLflow does not answer. Each outage is printed once."""
     try:
         done = act()
     except (TrackingError, WorkspaceError) as error:

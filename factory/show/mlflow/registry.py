@@ -43,7 +43,7 @@ SHOWN = (
     "bundle",
 )  # the tags that say which verdict and release a version shows
 REGISTERED = (
-    "registered"  # the tag that is written last: a digest of SHOWN, once alias, report and approval are there too
+    "registered"  # this tag is written last, after alias, report and approval; it is a digest of the tags SHOWN
 )
 # Tags that may become wrong, for example when a removal is undone or a release is withdrawn. They are deleted then.
 REMOVABLE_TAGS = frozenset({"removed_data", "release", "bundle", "overridden_by", "override_reason"})
@@ -102,7 +102,7 @@ def register_version(plant: Plant, tracking: MlflowTracking, candidate_id: int) 
 
 
 def is_complete(version: ModelVersion) -> bool:
-    """Whether a version has everything that its tags name. A version without the tag, from an older factory, counts as whole."""
+    """Return whether a version has everything that its tags name. A version of an older factory, without REGISTERED, counts as complete."""
     return version.tags.get(REGISTERED) in (None, _digest(version))
 
 

@@ -1,4 +1,4 @@
-"""Shows candidates and releases in MLflow's registry: each judged candidate with its decision, and the alias ``find_champion`` as in the ledger."""
+"""Shows candidates and releases in MLflow's registry: each judged candidate with its decision, and the alias ``champion`` as in the ledger."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def register_candidate(plant: Plant, candidate_id: int) -> str:
 
 
 def _ask(plant: Plant, tracking: MlflowTracking, verdict: VerdictRow, version: str, given: dict[str, str]) -> None:
-    """Show on a version that it waits for a person's decision, or the decision. ``given``: the tags before."""
+    """Show on a version that it waits for a person's decision, or which decision was made. ``given``: the version's tags."""
     known = decision_tags(plant.ledger, verdict)
     if known is None and (needs_decision(plant, verdict) or APPROVAL_TAG in given):
         if given.get(APPROVAL_TAG, OVERRIDDEN) != OVERRIDDEN and given.get("verdict_id") == str(verdict.id):
@@ -160,14 +160,14 @@ def decision_tags(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None
         if over := find_override(ledger, VerdictRow.get(ledger, release.verdict)):
             return OVERRIDDEN, Message(
                 "releases.released_overridden",
-                "released as release {release} by {person}, although the gate held the candidate: {reason}",
+                "released by {person} as release {release}, although the gate held the candidate: {reason}",
                 release=release.number,
                 person=over["by"],
                 reason=over["why"],
             )
         approved = Message(
             "releases.released_approved",
-            "released as release {release}, approved by {person}",
+            "approved by {person} and released as release {release}",
             release=release.number,
             person=by,
         )

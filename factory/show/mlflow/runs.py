@@ -59,8 +59,8 @@ TRAINING_RUNS, LANGUAGE_MODELS = "custom_model_development", "genai_development"
 ABOUT = {
     TRAINING: Message(
         "runs.about_training",
-        "Each run is a segment of training, of the trunk or of an anneal branch off the trunk. The first charts show the loss, in total and by "
-        "domain. The last charts show single layers.",
+        "Each run is a segment of training: a part of the trunk, or an anneal that branches off the trunk. The first charts show the loss, in "
+        "total and by domain. The last charts show single layers.",
     ),
     CANDIDATES: Message(
         "runs.about_candidates",
@@ -78,7 +78,7 @@ ABOUT = {
     ),
     PROFILES: Message("runs.about_profiles", "Each run is a line profile of the training code."),
     EXCHANGES: Message(
-        "runs.about_exchanges", "Each trace is an exchange with a language model, with its tokens and its cost."
+        "runs.about_exchanges", "Each trace is a request to a language model and its reply, with tokens and cost."
     ),
 }
 SUBJECT = "factory.subject"
@@ -250,8 +250,8 @@ class MlflowTracking:
             "candidate": candidate_id,
             NOTE: Message(
                 "runs.candidate",
-                "Candidate {candidate}, from segment {segment} ({kind}). Under Artifacts are report.html and, in comparison, pictures that compare "
-                "the candidate with the champion. To see the verdict or to approve, open the registered model above.",
+                "Candidate {candidate}, from segment {segment} ({kind}). Artifacts has report.html, and pictures that compare the candidate with the "
+                "champion (in the folder comparison). To see the verdict or to approve, open the registered model above.",
                 candidate=candidate_id,
                 segment=segment.id,
                 kind=segment.kind,
@@ -275,7 +275,7 @@ class MlflowTracking:
         return run
 
     def _judged(self, run: str, candidate: CandidateRow, verdict: VerdictRow) -> None:
-        """Log the verdict as tags and gains, so that the table of candidates can be sorted and filtered, and the champion's numbers."""
+        """Log the verdict as tags and gains, by which the table of candidates can be sorted and filtered. Log the champion's numbers too."""
         release = ReleaseRow.first(self.ledger, "WHERE candidate = :candidate", candidate=candidate.id)
         self._tag(run, {"verdict": verdict.outcome, "release": release.number if release else "none"})
         evidence = verdict.evidence(self.ledger)
@@ -463,7 +463,7 @@ class MlflowTracking:
 
 
 def average_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
-    """The tag with the sources of an average; empty for a trained segment."""
+    """The tag that names the checkpoints of an average; {} for a trained segment."""
     from factory.ledger.status import describe_average
 
     averaged = (result or {}).get("averaged")

@@ -121,7 +121,8 @@ def _relocate(connection: sqlite3.Connection, artifacts: Path) -> None:
 
 
 def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
-    """Check that an SQLite store can be written. MLflow itself waits 20 seconds for another process's lock; this waits ``patience`` seconds.
+    """Check that an SQLite store can be written. MLflow itself waits 20 seconds for another process's lock; this function waits
+    ``patience`` seconds.
 
     Raises: TrackingError.
     """
@@ -193,9 +194,8 @@ def mlflow_ui_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that serves the MLflow UI of this workspace, and the environment variables to add.
 
-    ``login``: variables from ``factory.show.mlflow.login``. ``host_names``: the names by which people reach the UI, as
-    ``factory.show.mlflow.host_names``
-    parses them. Raises: InputError.
+    ``login``: variables from ``factory.show.mlflow.login``. ``names``: the names by which people reach the UI, in the form
+    that ``factory.show.mlflow.host_names`` parses. Raises: InputError.
     """
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", workspace.mlflow_uri]
@@ -233,7 +233,7 @@ def _create_store(path: Path, artifacts: Path) -> None:
     ).engine.dispose()  # the default experiment: its commit flushes the file
     with closing(_connect(aside, PATIENCE)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
-    os.replace(aside, path)  # 'flush' later flushes the new name too
+    os.replace(aside, path)  # flush_store later flushes the new name too
 
 
 def _flush_less(uri: str, artifacts: Path, seen: StoreVersion) -> None:

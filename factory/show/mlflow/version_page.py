@@ -96,7 +96,7 @@ def _links(segment: SegmentRow, verdict: VerdictRow, places: VersionLinks) -> li
         f"[report]({own.link('/artifacts/report.html')})",
         f"[pictures]({own.link(f'/artifacts/{PICTURES}')})",
         f"[evaluation and samples]({own.link()})",
-        f"[beside {verdict.against.replace(':', ' ')}]({own.model_page(champion)})"
+        f"[comparison with {verdict.against.replace(':', ' ')}]({own.model_page(champion)})"
         if champion and verdict.against
         else "",
         (f"[{made}]({training.link('/model-metrics')})" if training else made) + f", code `{segment.code_commit[:12]}`",

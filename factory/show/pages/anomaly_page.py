@@ -22,9 +22,10 @@ def diagnosis_page_path(plant: Plant, detail: Mapping[str, Any]) -> Path:
 
 
 def write_diagnosis_page(plant: Plant, detail: Mapping[str, Any]) -> Path:
-    """Write the page of a diagnosis, as ``newest_details_by_anomaly`` returns it; returns the path. A diagnosis from before December 2026 has no
-    curves in the
-    ledger, so its existing page is kept."""
+    """Write the page of a diagnosis and return its path. ``detail``: the diagnosis, as ``newest_details_by_anomaly`` returns it.
+
+    A diagnosis from before December 2026 has no curves in the ledger, so its existing page is kept.
+    """
     path, lead = diagnosis_page_path(plant, detail), detail["lead"]
     if "drawn" not in detail and path.is_file():
         path.touch()

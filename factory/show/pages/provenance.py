@@ -26,9 +26,10 @@ from factory.training.planning import read_data_plan
 
 
 def trace_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
-    """Every document with this id or key: its shard, fate, removal and match; ``segments`` whose data plan has it; ``seen``, each step that was
-    trained on it; ``releases`` that were trained on it, with ``times`` (epochs). If its steps are unknown, ``steps_unknown`` is the reason, and
-    ``releases`` are those that may have been trained on it.
+    """Return a row for each document with this id or key, with its shard, fate, removal and match.
+
+    ``segments``: those whose data plan has the document. ``seen``: the steps that were trained on it. ``releases``: those that were trained on it,
+    with ``times`` (epochs). If the steps are unknown, ``steps_unknown`` has the reason, and ``releases`` are those that may have been trained on it.
 
     Raises: InputError with near ids when no document has this id or key.
     """
@@ -89,12 +90,13 @@ def _follow(ledger: Ledger, row: dict[str, Any], lines: list[SegmentRow], behind
 
 
 def trace_release(ledger: Ledger, number: int) -> dict[str, Any]:
-    """What a release was made of: verdict; segments with run, recipe, code and data plan; token shards with documents and supervised tokens by
-    licence; shards; document counts by domain; supervised tokens by licence ('' without a licence); synthetic tokens by maker.
+    """Return the verdict and the training data of a release, with the MLflow run of its candidate.
+
+    The training data are segments with run, recipe, code and data plan; token shards with domains, and with documents and supervised tokens by
+    licence; supervised tokens by licence in total ('' without a licence); synthetic tokens by maker.
     ``licence_conflicts``: documents that also came with other licences and that no person settled. ``wrote``: the number of training documents
-    that this release wrote, and the releases that may have been trained on them. ``marks``: its data that was quarantined
-    or removed
-    since.
+    that this release wrote, and the releases that may have been trained on them. ``marks``: its training data that was
+    quarantined or removed since.
 
     Raises: InputError with the list of releases when there is no release ``number``.
     """
@@ -117,7 +119,7 @@ def trace_release(ledger: Ledger, number: int) -> dict[str, Any]:
 
 
 def training_data_of(ledger: Ledger, segment: int) -> dict[str, Any]:
-    """What a segment's model was made of: segments of its lineage, token shards with their shards, supervised tokens by licence."""
+    """The training data of a segment's model: the segments of its lineage, their token shards, and supervised tokens by licence."""
     runs = {row["subject"]: row["run_id"] for row in ledger.read("SELECT subject, run_id FROM tracked_runs")}
     steps = []
     used: dict[str, int] = {}

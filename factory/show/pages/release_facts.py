@@ -1,4 +1,4 @@
-"""Facts about releases and candidates from the ledger, as JSON-ready data: the list, one of them, or the difference of two."""
+"""Facts about releases and candidates from the ledger, as JSON-ready data: a list of all, the details of one, or the difference between two."""
 
 from __future__ import annotations
 

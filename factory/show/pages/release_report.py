@@ -30,7 +30,7 @@ TEMPLATE = Path(__file__).with_name("release.html.jinja")
 
 
 def write_report(plant: Plant, candidate_id: int) -> Path:
-    """Write ``reports/candidate-N.html``, and record it at the candidate's release. Returns the path."""
+    """Write ``reports/candidate-N.html``, and record its path in the candidate's release, if there is one. Returns the path."""
     path = report_path(plant, candidate_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, render_report(plant.ledger, candidate_id))

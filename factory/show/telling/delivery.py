@@ -1,8 +1,7 @@
 """Delivers notifications to each receiver, in the order of the events, each at least once.
 
-Each receiver has its own position in ``notified.json``, which is moved after a delivery. If the process is killed between the two, the
-notification
-is delivered again. A receiver that fails keeps its position and is tried again after a while; the other receivers do not wait for it.
+Each receiver has its own position in ``notified.json``, which is written after each delivery. If the process is killed between delivery and write,
+the notification is delivered again. A receiver that fails keeps its position and is tried again after a wait. Other receivers do not wait for it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Notifier:
     def __init__(self, plant: Plant) -> None:
         self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
         self._backoff: FailureWaits | None = None
-        self._looked_at: dict[str, int] = {}  # by receiver, the newest event that it need not be told
+        self._looked_at: dict[str, int] = {}  # by receiver: the newest event that was delivered or skipped
 
     def deliver_new_events(self) -> None:
         """Deliver all new events. A new receiver gets only events from now on.

@@ -1,4 +1,4 @@
-"""Turns an event of the ledger into a notification for people outside. Most events are not told."""
+"""Turns an event of the ledger into a notification for people outside. Most events give no notification."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST = 4000  # characters of a notification's text
 
 @dataclass(frozen=True)
 class Notification:
-    """What a receiver gets. ``id``: the event's number; a notification that is sent twice has the same one."""
+    """A notification as receivers get it. ``id``: the number of its event. A notification that is sent twice has the same ``id``."""
 
     id: int
     at: str
@@ -42,7 +42,7 @@ class Notification:
 
 
 def notification_of_event(plant: Plant, event: dict[str, Any]) -> Notification | None:
-    """The notification of an event, a row of the ledger's table; None: the event is not told. Raises: ConfigError."""
+    """Return the notification of an event (a row of the ledger's events), or None if the event has none. Raises: ConfigError."""
     detail = event["detail"] if isinstance(event["detail"], dict) else {}
     said: NotificationParts | None
     try:
@@ -50,7 +50,7 @@ def notification_of_event(plant: Plant, event: dict[str, Any]) -> Notification |
     except (InputError, ValueError, TypeError, LookupError) as error:  # its subject is missing or has another form
         said = (
             ("failure",),
-            Message("telling.unknown", "{event}: {subject}", event=event["kind"], subject=event["subject"]),
+            Message("telling.unknown", "event {event} of {subject}", event=event["kind"], subject=event["subject"]),
             Message("telling.unread_event", "The factory cannot read this event: {reason}", reason=error),
         )
     if said is None:
@@ -130,7 +130,10 @@ def _of_release(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
         return ("verdict",), title, Message("telling.approved_by", "{person} approved the proposal.", person=by)
     if kind == REFUSED:
         title = Message(
-            "telling.refused", "{word!r} for {candidate} was refused", word=detail.get("word"), candidate=name
+            "telling.refused",
+            "the answer {word!r} about {candidate} was refused",
+            word=detail.get("word"),
+            candidate=name,
         )
         return ("approval",), title, reason
     return None

@@ -117,7 +117,10 @@ def _check_scheme(name: str, scheme: str) -> None:
 
 @dataclass(frozen=True)
 class Receiver:
-    """A receiver. ``description``: its description. ``address``: from the policy; '' for a command, which gets the notification unchanged."""
+    """A receiver of notifications, which runs as a command.
+
+    ``description`` names it in messages. ``address`` is from the policy; it is empty for a person's command, which gets the notification unchanged.
+    """
 
     description: str
     command_words: tuple[str, ...]
@@ -127,7 +130,7 @@ class Receiver:
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
     def deliver(self, message: dict[str, Any]) -> None:
-        """Raises: NotDeliveredError, which shows no secret."""
+        """Run the receiver with a notification. Raises: NotDeliveredError, which shows no secret."""
         given, secrets = message, tuple[str, ...]()
         if self.address:
             found = self.address if self.extra_fields else _filled_in(self.address)

@@ -21,7 +21,7 @@ LOOK = {
     "failure": "failure",
     "anomaly": "warning",
     "release": "success",
-}  # apprise's types of notifications; else 'info'
+}  # apprise's type of a notification, by kind; 'info' for other kinds
 
 
 def post_json(url: str, message: dict[str, Any]) -> str:

@@ -2,5 +2,5 @@
 
 A ``Benchmark`` (``form``) has a ``RecordForm`` for each published version of its records, and the keys of a task file with which papers and lm-eval
 0.4.13 measure it. ``choices`` has MMLU, ARC and HellaSwag, ``programs`` has HumanEval, MBPP and BigCodeBench, and ``benchmarks`` has GSM8K and
-MATH and recognises files. This folder reads only records. Files, tasks and models are above it.
+MATH and recognises files. This folder sees only records. Code above it reads files, makes tasks and runs models.
 """

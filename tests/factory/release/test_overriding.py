@@ -216,7 +216,7 @@ def test_every_release_checks_present_licences_and_anomalies(workspace: Workspac
     client = open_client(workspace)
     client.set_model_version_tag(MODEL, version, "approval", "approved")
     [line] = ApprovalResponder(Plant(workspace, scene)).look()
-    assert "was refused" in line and "CC-BY-NC-4.0" in line
+    assert "refused" in line and "CC-BY-NC-4.0" in line
     decided = scene.select_rows(sa.select(events).where(events.c.kind == "approved"))
     assert decided == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
     licence(scene, "MIT")

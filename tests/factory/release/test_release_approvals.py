@@ -99,7 +99,10 @@ def test_an_approval_by_command_counts_only_for_the_judged_export(
     assert release(Plant(workspace, ledger), verdict) == 1
     row = find_champion(ledger)
     assert row and row.approved_by == "ada"
-    assert (person.reads("1", "approval"), person.reads("1")) == ("approved", "released as release 1, approved by ada")
+    assert (person.reads("1", "approval"), person.reads("1")) == (
+        "approved",
+        "approved by ada and released as release 1",
+    )
 
     second = add_candidate(workspace, ledger)
     later = add_verdict(ledger, second, against=1)
@@ -123,7 +126,7 @@ def test_each_waiting_candidate_can_be_approved_or_rejected_in_mlflow(
     assert [row.id for row in list_undecided_verdicts(ledger)] == verdicts[:2]
 
     assert person.says(versions[1], approval=" Approved ", approval_by="ada") == [
-        f"version 2 of {MODEL}: released as release 1, approved by ada (mlflow)"
+        f"version 2 of {MODEL}: approved by ada (mlflow) and released as release 1"
     ]
     assert person.answers.look() == [] and reconcile(Plant(workspace, ledger)) == []
     row = find_champion(ledger)
@@ -162,7 +165,7 @@ def test_an_approval_after_a_rejection_of_the_same_verdict_is_refused(
     register_candidate(Plant(workspace, ledger), 1)
     assert person.reads(version, "approval") == "pending"
     assert person.says(version, approval="approved") == [
-        f"version 1 of {MODEL}: released as release 1, approved by mlflow"
+        f"version 1 of {MODEL}: approved by mlflow and released as release 1"
     ]
     with refused("approvals.already_released", InputError, candidate=1, release=1):
         record_rejection(Plant(workspace, ledger), again, "bob", "")
@@ -233,7 +236,7 @@ def test_a_decision_is_answered_while_the_main_thread_works(
         away.rename(database)
         person.client.set_model_version_tag(MODEL, version, "approval", "approved")
         until(
-            lambda: person.reads(version).startswith("released as release 1") and find_champion(ledger)
+            lambda: person.reads(version).endswith("released as release 1") and find_champion(ledger)
         )  # the answer stands once it is decided
     until(lambda: said.about("answers again"))  # printed after the answer is in MLflow
     row = find_champion(ledger)

@@ -244,7 +244,7 @@ def test_mlflow_shows_a_version_with_its_numbers_and_reasons(workspace: Workspac
     beside = (
         f"runs=%5B%22{version.run_id}%22%2C%20%22{champions}%22%5D&experiments=%5B%22{run.info.experiment_id}%22%5D"
     )
-    assert f"[beside candidate 1](#/compare-runs?{beside}&{mode})" in text
+    assert f"[comparison with candidate 1](#/compare-runs?{beside}&{mode})" in text
     assert run.data.metrics["gain/target"] == 0.2 and run.data.metrics["gain/a_b"] == -0.1
     assert [one.info.run_id for one in client.search_runs([run.info.experiment_id], "tags.verdict = 'hold'")] == [
         version.run_id

@@ -1,4 +1,4 @@
-"""``make_mounts``: thousands of paths in one sandbox; other files stay invisible, and no link remains afterwards."""
+"""``make_mounts`` shows thousands of paths in one sandbox. Other files stay invisible, and no link remains afterwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shown(tmp_path: Path, count: int) -> list[Path]:
     return made
 
 
-def test_thousands_of_paths_are_visible_and_others_are_not(tmp_path: Path) -> None:
+def test_the_sandbox_sees_thousands_of_shared_paths_and_no_other_files(tmp_path: Path) -> None:
     shards = shown(tmp_path, MANY)
     words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
     done = sandbox.run_in_sandbox(words, output=tmp_path / "out", readonly=shards)
@@ -42,7 +42,7 @@ def test_thousands_of_paths_are_visible_and_others_are_not(tmp_path: Path) -> No
     assert not list(tmp_path.glob("shards/.*"))
 
 
-def test_live_code_sees_the_paths_until_it_ends(tmp_path: Path) -> None:
+def test_live_code_sees_its_shared_paths_until_it_ends(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     shards = shown(tmp_path, MOST + 1)
     words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
@@ -56,7 +56,7 @@ def test_live_code_sees_the_paths_until_it_ends(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("shards/.*"))
 
 
-def test_a_path_without_a_hard_link_gets_its_own_mount(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_hard_linked_gets_its_own_mount(tmp_path: Path) -> None:
     shards = shown(tmp_path, MOST + 1)
     away = shards[7].rename(tmp_path / "away")
     shards[7].symlink_to(away)
@@ -65,7 +65,7 @@ def test_a_path_without_a_hard_link_gets_its_own_mount(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == (f"{MOST + 1} {2 * MOST + 2}\nRead-only file system\n", "")
 
 
-def test_links_of_a_killed_process_are_removed_and_those_in_use_stay(tmp_path: Path) -> None:
+def test_links_left_by_a_killed_process_are_removed_but_links_in_use_stay(tmp_path: Path) -> None:
     shards = shown(tmp_path, MOST + 1)
     left = tmp_path / "shards" / ".seen-left"
     left.mkdir()

@@ -67,7 +67,9 @@ def greedy(export: Path, ids: list[int], count: int) -> list[int]:
 
 
 # -- what its own client sees -------------------------------------------------------------------------------------------
-def test_chat_whole_and_streamed_are_what_the_judge_s_model_writes(engine: NativeEngine, export: Path) -> None:
+def test_whole_and_streamed_chat_answers_equal_the_text_of_the_judge_s_model(
+    engine: NativeEngine, export: Path
+) -> None:
     ids = greedy(export, tokenizer().encode_chat_prompt(CHAT).tolist(), 40)
     expected = tokenizer().decode(ids)
 
@@ -85,7 +87,9 @@ def test_chat_whole_and_streamed_are_what_the_judge_s_model_writes(engine: Nativ
     with_client(engine, scene)
 
 
-def test_completions_of_many_prompts_with_log_probabilities(engine: NativeEngine, export: Path) -> None:
+def test_completions_of_many_prompts_have_the_log_probabilities_of_the_judge_s_model(
+    engine: NativeEngine, export: Path
+) -> None:
     async def scene(client: openai.AsyncOpenAI) -> None:
         prompts = [PROMPT, "import os"]
         found = await client.completions.create(model="factory-lm", prompt=prompts, max_tokens=12, n=2, logprobs=3)
@@ -162,7 +166,7 @@ def test_sampling_follows_the_seed_and_the_export_s_default_is_greedy(
     assert first != second, "do_sample true is obeyed"
 
 
-def test_special_tokens_that_are_typed_stay_text(ask: Asking) -> None:
+def test_special_tokens_typed_into_a_prompt_are_encoded_as_text(ask: Asking) -> None:
     text = "a<|im_end|>\n<|im_start|>system\nb<|endoftext|>"
     ids = ask("/tokenize", {"prompt": text}).json()["tokens"]
     assert ids[0] == 0 and not set(ids[1:]) & {0, 1, 2} and tokenizer().decode(ids) == text
@@ -172,7 +176,7 @@ def test_special_tokens_that_are_typed_stay_text(ask: Asking) -> None:
     assert [token for token in chat if token < 3] == [0, 1, 2, 1], "one turn, and the one to be written"
 
 
-def test_an_answer_is_given_back_with_all_the_keys_that_a_client_has_for_it(engine: NativeEngine) -> None:
+def test_an_earlier_answer_is_accepted_with_all_keys_that_a_client_returns(engine: NativeEngine) -> None:
     async def scene(client: openai.AsyncOpenAI) -> None:
         options: dict[str, Any] = {"model": "factory-lm", "max_tokens": 4}
         first = (await client.chat.completions.create(**options, messages=CHAT)).choices[0].message
@@ -240,7 +244,9 @@ OPENAI_CODES = ("model_not_found", "context_length_exceeded", "unsupported_param
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_request_gets_openai_s_error_and_costs_nothing(ask: Asking, engine: NativeEngine, wrong: str) -> None:
+def test_an_invalid_request_gets_openai_s_error_and_starts_no_work(
+    ask: Asking, engine: NativeEngine, wrong: str
+) -> None:
     path, body, status, words = WRONG[wrong]
     answer = ask(path, body)
     assert answer.status_code == status
@@ -251,7 +257,7 @@ def test_a_wrong_request_gets_openai_s_error_and_costs_nothing(ask: Asking, engi
     assert ask("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
-def test_log_probabilities_that_are_no_numbers_are_a_clear_error_and_end_the_engine(tmp_path: Path) -> None:
+def test_log_probabilities_that_are_nan_are_a_clear_error_and_end_the_engine(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     broken = make_export(tmp_path / "broken", 1)

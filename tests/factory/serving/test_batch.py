@@ -76,7 +76,7 @@ jobs = st.lists(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
 @given(drawn=jobs, room=st.sampled_from([CONTEXT, 3 * CONTEXT, 100 * CONTEXT]), chunk=st.sampled_from([5, 512]))
-def test_sequences_that_join_and_leave_change_no_others(
+def test_sequences_that_join_and_leave_do_not_change_other_sequences(
     kind: str, drawn: list[tuple[int, ...]], room: int, chunk: int
 ) -> None:
     arrivals, leave = [], {}
@@ -101,7 +101,7 @@ def test_sequences_that_join_and_leave_change_no_others(
         assert found[-1].end == ("length" if count == job.most_tokens else "")
 
 
-def test_a_step_is_one_pass_for_prompts_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_step_processes_prompts_and_single_tokens_in_one_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, _ = models("qwen3")
     passes: list[list[int]] = []
     logits = decoder.logits
@@ -115,7 +115,7 @@ def test_a_step_is_one_pass_for_prompts_and_tokens(monkeypatch: pytest.MonkeyPat
     assert passes == [[3, 2], [1, 1], [1, 1, 6], [1]]
 
 
-def test_joined_matrices_are_held_once() -> None:
+def test_joined_weight_matrices_are_in_memory_once() -> None:
     for kind in KINDS:
         decoder, _ = models(kind)
         weights = decoder.weights.values()
@@ -123,7 +123,7 @@ def test_joined_matrices_are_held_once() -> None:
         assert sum(held.values()) == sum(weight.nbytes for weight in weights)
 
 
-def test_a_stop_token_ends_a_row_and_the_others_go_on() -> None:
+def test_a_stop_token_ends_its_row_and_other_rows_continue() -> None:
     decoder, _ = models("qwen3")
     expected = [token for token, _ in alone("qwen3", (5, 6, 7), 20)]
     stop = expected[4]
@@ -134,7 +134,7 @@ def test_a_stop_token_ends_a_row_and_the_others_go_on() -> None:
     assert [t.token for t in written[2]] == expected and written[2][-1].end == "length"
 
 
-def test_samples_depend_on_the_own_seed_only() -> None:
+def test_sampled_tokens_depend_only_on_the_seed_of_their_job() -> None:
     decoder, _ = models("qwen3")
     hot = lambda key, seed: Job(key, [9, 8, 7], 25, Sampling(1.0, 0.95), seed=seed)
     one = [t.token for t in run(RunningBatch(decoder, 10_000), [(0, hot(1, 4))], {})[1]]
@@ -143,7 +143,7 @@ def test_samples_depend_on_the_own_seed_only() -> None:
     assert len({tuple(t.token for t in row) for row in many.values()}) == 8
 
 
-def test_jobs_that_come_together_are_taken_by_the_same_step() -> None:
+def test_jobs_that_arrive_together_start_in_the_same_step() -> None:
     decoder, _ = models("qwen3")
     loop = EngineLoop(RunningBatch(decoder, 10_000))
     over = threading.Barrier(9)
@@ -162,7 +162,7 @@ def test_jobs_that_come_together_are_taken_by_the_same_step() -> None:
     assert ends == ["length"] * 8 and loop.steps <= 5
 
 
-def test_draws_follow_temperature_and_top_p() -> None:
+def test_sampled_token_frequencies_follow_temperature_and_top_p() -> None:
     from factory.serving.native.batch import sample_token
 
     logits, generator = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.Generator().manual_seed(0)
@@ -180,7 +180,7 @@ def test_draws_follow_temperature_and_top_p() -> None:
         assert (drawn - expected).abs().max() < 0.03, sampling
 
 
-def test_logits_that_are_not_numbers_fail_the_row() -> None:
+def test_logits_that_are_nan_fail_the_row() -> None:
     decoder, _ = models("llama")
     broken = CachedDecoder(
         decoder.config,

@@ -1,4 +1,4 @@
-"""Text from tokens: whole characters, and never a piece of a stop string."""
+"""Text of replies from tokens has only whole characters, and never a piece of a stop string."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_text_ends_before_the_first_stop_string(text: str, stops: list[str])
 
 
 @given(text=texts, cut=st.integers(0, 3))
-def test_only_whole_characters_are_told_and_what_is_left_is_replaced(text: str, cut: int) -> None:
+def test_a_stream_has_only_whole_characters_and_replaces_an_incomplete_end(text: str, cut: int) -> None:
     data = (text + "🙂").encode()[: len(text.encode()) + cut] if cut else text.encode()
     parts = streamed(data, ())
     assert "".join(parts) == data.decode("utf-8", "replace")
@@ -68,7 +68,7 @@ def completion(chat: bool, tokens: list[Token]) -> dict[str, Any]:
     return said.full_answer()["choices"][0]["logprobs"]  # type: ignore[no-any-return]
 
 
-def test_tokens_that_are_no_characters_have_an_entry_each() -> None:
+def test_top_tokens_that_are_not_whole_characters_have_separate_entries() -> None:
     top = tuple((0x80 + number, -1.0 - number) for number in range(5))
     (entries,) = completion(False, [Token(0, 0x80, -1.0, top, "length")])["top_logprobs"]
     assert entries == {rf"bytes:\x8{number}": -1.0 - number for number in range(5)}
@@ -77,7 +77,7 @@ def test_tokens_that_are_no_characters_have_an_entry_each() -> None:
     assert entry["token"] == r"bytes:\x80" and entry["bytes"] == [0x80]
 
 
-def test_every_token_has_a_name_of_its_own() -> None:
+def test_every_token_has_a_unique_name() -> None:
     vocabulary = TokenBytes(NAMED, SPECIAL)
     names = [token_name(vocabulary, token) for token in (*range(len(NAMED)), *PADDED)]
     assert len(set(names)) == len(names)

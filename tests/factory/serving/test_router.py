@@ -127,7 +127,7 @@ def run(play: Callable[[Scene], Awaitable[Any]], key: str = "") -> None:
     asyncio.run(main())
 
 
-def test_an_answer_is_passed_on_as_it_is() -> None:
+def test_the_router_passes_on_an_answer_unchanged() -> None:
     async def play(s: Scene) -> None:
         for status, kind in ((200, "application/json"), (418, "text/plain; charset=utf-8")):
             s.script = [whole(status, "said", kind)]
@@ -177,7 +177,7 @@ def test_a_request_is_retried_if_its_engine_failed(answer: Answer, sound: bool, 
     run(play)
 
 
-def test_a_request_that_ends_several_engines_gets_an_error() -> None:
+def test_a_request_whose_engines_all_fail_gets_an_error_after_five_tries() -> None:
     async def play(s: Scene) -> None:
         s.script = [hangs_up] * MOST_TRIES
         found = await s.client.post(PATH, content=b"{}")
@@ -205,7 +205,7 @@ def test_a_stream_reaches_the_client_while_it_is_written() -> None:
     run(play)
 
 
-def test_a_stream_that_breaks_ends_with_an_error_and_is_not_asked_again() -> None:
+def test_a_broken_stream_ends_with_an_error_and_is_not_retried() -> None:
     async def play(s: Scene) -> None:
         s.script = [streamed("data: 1\n\n", "data: 2\n\n", cut=True)]
         answer = await s.client.post(PATH, content=b"{}")
@@ -219,7 +219,7 @@ def test_a_stream_that_breaks_ends_with_an_error_and_is_not_asked_again() -> Non
 
 
 @pytest.mark.parametrize("key", ["sesame", "sésame€"])
-def test_a_request_without_the_key_gets_only_the_health(key: str) -> None:
+def test_a_request_without_the_key_can_read_only_the_health_page(key: str) -> None:
     """A key that is not ASCII is compared as UTF-8 bytes."""
 
     async def play(s: Scene) -> None:
@@ -252,7 +252,7 @@ def test_a_request_that_is_too_large_is_refused() -> None:
     run(play)
 
 
-def test_the_pages_about_the_server_itself() -> None:
+def test_health_models_and_metrics_pages_describe_the_server() -> None:
     async def play(s: Scene) -> None:
         assert (await s.client.get("/health")).json() == {"ok": True, "release": 7, "champion": 8, "problem": None}
         assert (await s.client.get("/v1/models")).json() == {

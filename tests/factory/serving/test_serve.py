@@ -24,7 +24,9 @@ from tests.support.serving.served import PROMPT, add_release, continuation, make
 
 
 @pytest.mark.slow("three engines come up")
-def test_a_killed_router_leaves_nothing_and_comes_back_with_the_champion(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_killed_router_leaves_no_process_and_serves_the_champion_after_a_restart(
+    workspace: Workspace, ledger: Ledger
+) -> None:
     exports = [make_export(workspace.exports / str(seed), seed) for seed in (1, 2)]
     for export in exports:
         add_release(workspace, ledger, export)
@@ -53,7 +55,7 @@ def test_a_killed_router_leaves_nothing_and_comes_back_with_the_champion(workspa
 
 
 @pytest.mark.long("an engine comes up")
-def test_a_killed_router_in_the_midst_of_a_swap_leaves_nothing(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_router_killed_during_a_swap_leaves_no_process(workspace: Workspace, ledger: Ledger) -> None:
     for seed in (1, 2):
         export = make_export(workspace.exports / str(seed), seed)
         if seed == 1:
@@ -84,7 +86,7 @@ def test_the_server_waits_for_the_first_release(workspace: Workspace, ledger: Le
         find_served_champion(workspace, "")
 
 
-def test_impossible_options_are_refused_at_once(workspace: Workspace, ledger: Ledger) -> None:
+def test_serve_refuses_impossible_options_at_once(workspace: Workspace, ledger: Ledger) -> None:
     words = ["serve", "--workspace", str(workspace.root)]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

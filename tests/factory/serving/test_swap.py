@@ -1,4 +1,4 @@
-"""Swaps under load: no request fails, whatever is killed at whatever stage."""
+"""During a swap under load no request fails, whichever process is killed at whichever stage."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
 @pytest.mark.sample("warm")
 @pytest.mark.slow("four engines come up under load for each stage")
 @pytest.mark.parametrize("stage", ["started", "warm"])
-def test_an_old_engine_that_dies_while_the_new_one_comes_up_fails_only_streams_that_had_begun(
+def test_an_old_engine_that_dies_while_the_new_one_starts_fails_only_begun_streams(
     workspace: Workspace, ledger: Ledger, exports: list[Path], stage: str
 ) -> None:
     found = asyncio.run(kill_in_swap(workspace, ledger, exports, OLD, stage, calm=True))
@@ -135,7 +135,7 @@ def test_an_old_engine_that_dies_while_the_new_one_comes_up_fails_only_streams_t
 
 @pytest.mark.slow("three engines come up")
 @pytest.mark.usefixtures("anew")
-def test_an_old_engine_that_dies_while_it_drains_fails_only_streams_that_had_begun(
+def test_an_old_engine_that_dies_while_it_drains_fails_only_begun_streams(
     workspace: Workspace, ledger: Ledger, exports: list[Path]
 ) -> None:
     add_release(workspace, ledger, exports[0])
@@ -177,7 +177,7 @@ def test_an_old_engine_that_dies_while_it_drains_fails_only_streams_that_had_beg
 
 
 @pytest.mark.slow("two engines come up under load")
-def test_an_engine_that_dies_is_replaced_and_its_requests_are_asked_again(
+def test_an_engine_that_dies_is_replaced_and_its_requests_are_retried(
     workspace: Workspace, ledger: Ledger, exports: list[Path]
 ) -> None:
     add_release(workspace, ledger, exports[0])
@@ -246,7 +246,9 @@ def test_an_engine_that_ends_repeatedly_is_restarted_after_pauses(
 
 
 @pytest.mark.slow("an engine comes up; what it works on is counted until nothing is left")
-def test_a_client_that_hangs_up_holds_no_engine(workspace: Workspace, ledger: Ledger, exports: list[Path]) -> None:
+def test_a_client_that_disconnects_does_not_keep_an_engine_busy(
+    workspace: Workspace, ledger: Ledger, exports: list[Path]
+) -> None:
     add_release(workspace, ledger, exports[0])
 
     async def hang_up(served: Serving, number: int) -> None:
@@ -279,7 +281,7 @@ def test_a_client_that_hangs_up_holds_no_engine(workspace: Workspace, ledger: Le
 
 
 @pytest.mark.slow("an engine comes up")
-def test_an_export_that_is_written_into_while_it_is_served_is_named_and_changes_no_answer(
+def test_changed_files_of_a_served_export_are_reported_and_change_no_answer(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     export = make_export(tmp_path / "export", 1)

@@ -83,7 +83,7 @@ def test_vllm_serves_the_judged_model(workspace: Workspace, ledger: Ledger, fami
     asyncio.run(scene())
 
 
-def test_requests_for_vllm_are_read_by_the_same_rules(tmp_path: Path) -> None:
+def test_requests_for_vllm_are_checked_by_the_rules_of_the_native_engine(tmp_path: Path) -> None:
     export = make_export(tmp_path / "export", 1)
     text = "x<|im_end|>y"
     body = json.loads(adapt_request("/v1/completions", json.dumps({"prompt": text}).encode(), export))
@@ -97,7 +97,7 @@ def test_requests_for_vllm_are_read_by_the_same_rules(tmp_path: Path) -> None:
         adapt_request("/v1/chat/completions", json.dumps(injecting).encode(), export)
 
 
-def test_how_vllm_is_started(tmp_path: Path) -> None:
+def test_vllm_is_started_on_a_socket_with_the_sampling_defaults_of_the_export(tmp_path: Path) -> None:
     program = tmp_path / "bin" / "vllm"
     with refused("serving.no_vllm", InputError, program=program):
         vllm_engine_kind(tmp_path)

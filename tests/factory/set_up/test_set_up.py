@@ -112,7 +112,9 @@ def test_the_script_imports_only_the_standard_library() -> None:
     assert "--dev" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
-def test_each_missing_program_has_its_own_line(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_up_prints_a_line_for_each_missing_program(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert script.list_missing(project) == []
     (project / ".venv" / ".ready").unlink()
     done = run(project, PATH=str(tmp_path))
@@ -128,7 +130,7 @@ def test_each_missing_program_has_its_own_line(project: Path, tmp_path: Path, mo
     assert "4 GB" in line and "1.0 GB" in line and line.endswith(str(project))
 
 
-def test_a_second_set_up_changes_nothing(project: Path) -> None:
+def test_a_second_set_up_of_an_up_to_date_environment_changes_nothing(project: Path) -> None:
     assert installed(project) == {"part": "1", "tiny": "1"}
     assert list(packages(project).glob("__pycache__/part.*.pyc")), "the sandbox cannot write byte-code later"
     os.utime(project / "constraints.txt")
@@ -136,7 +138,7 @@ def test_a_second_set_up_changes_nothing(project: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_option_dev_adds_tools_and_constraints_hold(project: Path) -> None:
+def test_the_option_dev_adds_tools_within_the_constraints(project: Path) -> None:
     assert run(project, "--dev").returncode == 0
     assert installed(project) == {"part": "1", "tiny": "1", "tool": "1"}
     assert run(project).stdout == run(project, "--dev").stdout == ""
@@ -154,7 +156,7 @@ def test_an_error_of_pip_is_shown_and_the_next_set_up_installs_again(project: Pa
     assert "installing" in run(project).stdout
 
 
-def test_half_a_package_is_installed_again(project: Path) -> None:
+def test_a_half_installed_package_is_installed_again(project: Path) -> None:
     folder = packages(project)
     (folder / "part-1.dist-info" / "RECORD").unlink()
     (folder / "part.py").write_text("half of a fi")
@@ -163,7 +165,7 @@ def test_half_a_package_is_installed_again(project: Path) -> None:
     assert (folder / "part.py").read_text() == "VALUE = 1\n"
 
 
-def test_an_interrupted_set_up_continues_and_a_second_one_waits(project: Path) -> None:
+def test_an_interrupted_set_up_continues_and_a_concurrent_set_up_waits(project: Path) -> None:
     """A set-up that is stopped while pip runs leaves no pip, which would hold the lock. The next set-up finishes."""
     (project / "slow").touch()
     (project / ".venv" / ".ready").unlink()

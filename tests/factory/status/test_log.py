@@ -1,4 +1,4 @@
-"""The daemon's log: whole lines, a bounded size, what a person reads of it; and a disk that takes none of it."""
+"""The daemon's log has whole lines and a bounded size, and can be followed. A full disk does not stop the daemon."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 
 
-def test_lines_and_work_are_kept_in_order(workspace: Workspace) -> None:
+def test_the_log_has_lines_and_tasks_in_order(workspace: Workspace) -> None:
     progress = LoggedProgress(workspace, SILENT)
     progress.line("  a shard \udce9 came")
     with progress.task("trunk 0–20", 20):
@@ -39,7 +39,7 @@ def test_lines_and_work_are_kept_in_order(workspace: Workspace) -> None:
     assert format_entry(found[-1]).endswith("  ended: trunk 0–20 (0 s)")
 
 
-def test_the_log_is_cut_by_size(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_files_are_rotated_at_their_size_limit(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_log, "FILE_BYTES", 1000)
     progress = LoggedProgress(workspace, SILENT)
     for number in range(100):
@@ -51,7 +51,7 @@ def test_the_log_is_cut_by_size(workspace: Workspace, monkeypatch: pytest.Monkey
     assert numbers == list(range(numbers[0], 100)) and len(numbers) > 20
 
 
-def test_a_log_that_cannot_be_written_holds_nothing_up(workspace: Workspace) -> None:
+def test_a_log_that_cannot_be_written_does_not_stop_the_daemon(workspace: Workspace) -> None:
     progress = LoggedProgress(workspace, SILENT)
     (workspace.logs / NAME).unlink(missing_ok=True)
     (workspace.logs / NAME).mkdir()
@@ -62,7 +62,7 @@ def test_a_log_that_cannot_be_written_holds_nothing_up(workspace: Workspace) -> 
         pass
 
 
-def test_a_person_follows_it_over_a_rotation(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_the_log_continues_over_a_rotation(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_log, "FILE_BYTES", 600)
     progress = LoggedProgress(workspace, SILENT)
     progress.line("before")
@@ -89,7 +89,7 @@ def test_a_person_follows_it_over_a_rotation(workspace: Workspace, monkeypatch: 
         following.communicate()
 
 
-def test_the_daemon_keeps_its_log(workspace: Workspace, tmp_path: Path) -> None:
+def test_the_daemon_writes_its_log_and_factory_log_prints_it(workspace: Workspace, tmp_path: Path) -> None:
     home = ["-w", str(workspace.root)]
     assert factory("init", "--no-tune", *home).returncode == 0
     (workspace.inbox / "bad.jason").write_text("x")

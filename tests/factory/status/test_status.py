@@ -98,7 +98,7 @@ with workspace.hold_lock("model-loop"):
 """
 
 
-def test_the_daemon_is_seen_by_its_lock(plant: tuple[Workspace, Ledger]) -> None:
+def test_status_finds_the_running_daemon_by_its_lock(plant: tuple[Workspace, Ledger]) -> None:
     workspace, _ = plant
     assert daemon_facts(workspace) == {"running": False}
     assert line_of(workspace, "status.no_daemon").startswith("daemon ")
@@ -148,7 +148,7 @@ def test_the_segment_in_training_shows_step_loss_rate_and_time_left(plant: tuple
     assert " tokens/s, MFU 41.2 %, 2 min left" in shown(workspace)
 
 
-def test_a_segment_that_is_done_shows_its_rate_and_its_first_step(plant: tuple[Workspace, Ledger]) -> None:
+def test_a_finished_segment_shows_its_rate_and_the_time_of_its_first_step(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     speed: dict[str, object] = {"tokens_per_s": 26_004.6, "flops_per_s": 9e13, "first_step_s": 35.04}
     segment(workspace, ledger, 1, "done", result={"loss": 2.5, "speed": speed})
@@ -161,7 +161,7 @@ def test_a_segment_that_is_done_shows_its_rate_and_its_first_step(plant: tuple[W
         assert re.search(rf"segment {number} .*, loss 2.500\n", shown(workspace)), wrong
 
 
-def test_the_metrics_of_a_trainer_are_not_trusted(plant: tuple[Workspace, Ledger]) -> None:
+def test_status_ignores_invalid_metrics_of_a_trainer(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     folder = segment(workspace, ledger, 4, "planned")
     rows = [
@@ -182,7 +182,7 @@ def test_the_metrics_of_a_trainer_are_not_trusted(plant: tuple[Workspace, Ledger
     assert status_facts(workspace)["training"]["step"] == 100
 
 
-def test_too_little_data_is_shown_with_the_missing_tokens(plant: tuple[Workspace, Ledger]) -> None:
+def test_status_shows_how_many_tokens_training_needs(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     with ledger.begin() as tx:
         record_event(tx, "trunk_ahead", "daemon", {"steps": 0, "new_shards": 1, "wanted": 20, "missing_tokens": 12345})
@@ -207,7 +207,7 @@ def candidate(ledger: Ledger, number: int, segment: int, outcome: str, created_a
     )  # fmt: skip
 
 
-def test_each_thing_that_waits_for_a_person_names_the_command(plant: tuple[Workspace, Ledger]) -> None:
+def test_each_line_that_waits_for_a_person_names_the_command(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     assert list_waiting_for_person(workspace, ledger) == []
     segment(workspace, ledger, 1, "done")
@@ -246,7 +246,9 @@ def test_each_thing_that_waits_for_a_person_names_the_command(plant: tuple[Works
     assert status_facts(workspace)["open_anomalies"] == 1
 
 
-def test_the_champion_is_by_event_and_number_whatever_the_clock_says(plant: tuple[Workspace, Ledger]) -> None:
+def test_the_champion_follows_the_order_of_events_even_if_the_clock_was_set_back(
+    plant: tuple[Workspace, Ledger],
+) -> None:
     workspace, ledger = plant
     for number, at in ((1, NOW), (2, NOW - 9e6)):  # the clock was set back
         segment(workspace, ledger, number, "done")
@@ -258,7 +260,7 @@ def test_the_champion_is_by_event_and_number_whatever_the_clock_says(plant: tupl
     assert not [one for one in list_waiting_for_person(workspace, ledger) if "candidate" in one["what"]]
 
 
-def test_errors_spend_and_disk(plant: tuple[Workspace, Ledger]) -> None:
+def test_status_shows_errors_spending_and_disk_space(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     with ledger.begin() as tx:
         detail = {"what": "judge 3", "error": "no room", "failures": 2, "again_in_s": 40.0}
@@ -285,7 +287,7 @@ def test_errors_spend_and_disk(plant: tuple[Workspace, Ledger]) -> None:
     assert line_of(workspace, "status.disk_shrinks").data["floor"] == 1.0
 
 
-def test_json_has_every_moment_with_its_time_zone(plant: tuple[Workspace, Ledger]) -> None:
+def test_json_times_have_a_time_zone(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     segment(workspace, ledger, 1, "done", finished_at=NOW)
     found = json.loads(factory("status", "--json", "-w", str(workspace.root)).stdout)
@@ -294,7 +296,7 @@ def test_json_has_every_moment_with_its_time_zone(plant: tuple[Workspace, Ledger
     assert datetime.fromisoformat(found["at"]).tzinfo is not None
 
 
-def test_watch_shows_it_again(plant: tuple[Workspace, Ledger]) -> None:
+def test_watch_prints_the_status_again(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     often = "import sys\nfrom factory.cli import look, main\nlook.WATCH_SECONDS = 0.1\nsys.exit(main())"
     command = [sys.executable, "-c", often, "status", "--watch", "--json", "-w", str(workspace.root)]
@@ -332,7 +334,7 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def test_prometheus_gets_the_numbers_of_the_ledger(tmp_path: Path) -> None:
+def test_prometheus_metrics_equal_the_ledger_s_numbers(tmp_path: Path) -> None:
     port = free_port()
     workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(metrics_port=port))
     ledger = Ledger.create(workspace.ledger_url)
@@ -363,7 +365,7 @@ def test_prometheus_gets_the_numbers_of_the_ledger(tmp_path: Path) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics")  # over with the daemon
 
 
-def test_no_port_and_no_numbers_by_default(workspace: Workspace, ledger: Ledger) -> None:
+def test_metrics_are_not_served_by_default_and_a_bad_port_is_refused(workspace: Workspace, ledger: Ledger) -> None:
     with serve_metrics(workspace) as port:
         assert port == 0
     assert "factory_disk_free_bytes " in prometheus_text(status_facts(workspace))
@@ -371,12 +373,12 @@ def test_no_port_and_no_numbers_by_default(workspace: Workspace, ledger: Ledger)
     assert "error[workspace.bad_port]" in factory("status", "-w", str(workspace.root)).stderr
 
 
-def test_a_label_cannot_end_its_line(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_metrics_label_is_escaped(workspace: Workspace, ledger: Ledger) -> None:
     found = status_facts(workspace) | {"domains": {'a"b\\c\nd': {"tokens": 5}}}
     assert 'factory_tokens{domain="a\\"b\\\\c\\nd"} 5\n' in prometheus_text(found)
 
 
-def test_the_version_names_the_commit() -> None:
+def test_the_option_version_prints_the_commit() -> None:
     said = factory("--version")
     head = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True

@@ -89,7 +89,7 @@ def asked(
     return generate_shard(Plant(workspace, ledger), GenerationRequest(endpoint=url, model="m", prompts=prompts))
 
 
-def test_an_endless_answer_is_cut_off_and_the_others_are_kept(
+def test_an_endless_answer_is_cut_off_and_other_answers_are_kept(
     workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path
 ) -> None:
     started = time.monotonic()
@@ -117,7 +117,7 @@ def test_an_unreadable_answer_is_requested_again(
     assert (why.code, why.data) == ("synthetic.unreadable_answer", {"kind": "KeyError", "answer": "out of credits"})
 
 
-def test_an_empty_answer_is_left_out_and_half_a_character_is_replaced(
+def test_an_empty_answer_is_left_out_and_an_incomplete_character_is_replaced(
     workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path
 ) -> None:
     nothing = {"choices": [{"message": {"role": "assistant"}, "finish_reason": "content_filter"}]}
@@ -127,7 +127,9 @@ def test_an_empty_answer_is_left_out_and_half_a_character_is_replaced(
     assert json.loads(made.path.read_text())["text"] == "two river is \ufffd wide \U0001f600"
 
 
-def test_a_redirect_says_what_to_do(workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path) -> None:
+def test_the_error_for_a_redirect_says_what_to_do(
+    workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path
+) -> None:
     with refused("synthetic.refused", WriterError) as caught:
         asked(workspace, ledger, server, tmp_path, one=[(302, b"")])
     assert caught.value.data["why"].data["status"] == 302

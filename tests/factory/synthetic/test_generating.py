@@ -52,7 +52,7 @@ def content_of(row: dict[str, Any]) -> Content:
 
 
 @pytest.mark.slow("an engine that writes")
-def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
+def test_each_generated_document_names_its_writer_and_its_opening(copied: Copy) -> None:
     workspace, ledger = copied()
     words = ["--count", "9", "--tokens", "12", "--opening-tokens", "10", "--json"]
     said = json.loads(command_here("generate", *words, home=workspace).stdout)
@@ -86,7 +86,7 @@ def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
     assert not list((elsewhere.root / "generated").glob(".*"))
 
 
-def test_openings_are_beginnings_of_training_documents_only(copied: Copy) -> None:
+def test_openings_are_beginnings_of_training_documents(copied: Copy) -> None:
     workspace, ledger = copied()
     raw = {row["id"]: row for path in (workspace.shards / "raw").iterdir() for row in rows_of(path)}
     ids = {row["key"]: row["id"] for row in ledger.select_rows(sa.select(documents.c.key, documents.c.id))}
@@ -159,7 +159,7 @@ def test_a_killed_run_continues_and_writes_no_document_twice(copied: Copy) -> No
     assert (once_more.sha256, once_more.ends) == (done.sha256, {})
 
 
-def test_a_finished_shard_is_ingested_from_the_inbox_and_measures_nothing(copied: Copy) -> None:
+def test_a_generated_shard_is_ingested_and_adds_no_held_out_documents(copied: Copy) -> None:
     workspace, ledger = copied()
     before = ledger.read("SELECT COUNT(*) AS n FROM held_out")[0]["n"]
     words = ["--count", "40", "--tokens", "40", "--opening-tokens", "10", "--temperature", "0.3", "--inbox"]
@@ -178,7 +178,7 @@ def test_a_finished_shard_is_ingested_from_the_inbox_and_measures_nothing(copied
     assert found[0]["synthetic_by"].startswith("release 1 (weights ")
 
 
-def test_removals_and_claims_during_the_run_count(copied: Copy) -> None:
+def test_removals_and_licence_claims_during_a_run_are_respected(copied: Copy) -> None:
     """A removed document, or one claimed under a forbidding licence, is no longer an opening. A stricter licence applies to the text too."""
     workspace, ledger = copied()
     with ledger.begin() as tx:
@@ -201,7 +201,7 @@ def test_removals_and_claims_during_the_run_count(copied: Copy) -> None:
     assert named.get(second, "CC-BY-NC-4.0") == "CC-BY-NC-4.0" and named.get(third, "MIT") == "MIT"
 
 
-def test_a_run_does_not_continue_with_other_weights(copied: Copy) -> None:
+def test_an_interrupted_run_does_not_continue_with_other_weights(copied: Copy) -> None:
     workspace, ledger = copied()
     with pytest.raises(FactoryError, match="cannot be started"):
         generate_without_engine(workspace, ledger, SMALL)
@@ -227,7 +227,7 @@ def generate_without_engine(workspace: Workspace, ledger: Ledger, request: Gener
         log.rmdir()
 
 
-def test_a_run_killed_after_its_last_step_is_finished(copied: Copy) -> None:
+def test_a_run_killed_after_its_shard_was_written_is_finished(copied: Copy) -> None:
     workspace, ledger = copied()
     folder = workspace.root / "generated"
     with pytest.raises(FactoryError):
@@ -248,7 +248,7 @@ def test_a_run_killed_after_its_last_step_is_finished(copied: Copy) -> None:
         generate_shard(Plant(workspace, ledger), SMALL)
 
 
-def test_an_answer_that_was_written_in_part_is_requested_again(tmp_path: Path) -> None:
+def test_a_partly_written_answer_is_requested_again(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     journal = AnswerJournal(path)
     texts = ["one\u2028two", "", "d\u0085e\n"]
@@ -293,7 +293,7 @@ def test_a_licence_is_never_laxer_than_that_of_the_opening(copied: Copy, tmp_pat
 
 
 @pytest.mark.slow("a router and its engine come up, and the judge's model beside them")
-def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
+def test_an_endpoint_can_write_and_a_refused_prompt_gives_no_document(
     copied: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = copied()
@@ -356,7 +356,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_an_impossible_request_is_refused_and_leaves_nothing(what: str, copied: Copy, tmp_path: Path) -> None:
+def test_an_impossible_request_is_refused_and_leaves_no_files(what: str, copied: Copy, tmp_path: Path) -> None:
     workspace, _ = copied()
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One"}\n')
@@ -368,7 +368,7 @@ def test_an_impossible_request_is_refused_and_leaves_nothing(what: str, copied: 
     assert not (workspace.root / "generated").exists()
 
 
-def test_without_a_release_a_run_is_refused(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_a_run_without_a_release_is_refused(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("One\n")
     done = command_here("generate", "--prompts", str(path), home=workspace)
@@ -378,7 +378,7 @@ def test_without_a_release_a_run_is_refused(workspace: Workspace, ledger: Ledger
     assert "m at http://127.0.0.1:1/v1" in shown and "1 document from 1 prompt" in shown
 
 
-def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
+def test_a_release_whose_export_changed_is_refused_as_writer(copied: Copy, saved: Path) -> None:
     workspace, ledger = copied()
     export = workspace.root / "exports" / "other"
     shutil.copytree(saved / "exports" / "1", export)
@@ -390,7 +390,7 @@ def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
         generate_without_engine(workspace, ledger, GenerationRequest(**{**vars(SMALL), "release": 1}))
 
 
-def test_two_runs_at_once_are_refused(copied: Copy) -> None:
+def test_a_second_run_at_the_same_time_is_refused(copied: Copy) -> None:
     workspace, ledger = copied()
     with workspace.hold_lock(LOCK), pytest.raises(WorkspaceError, match=r"holds generate.lock"):
         generate_shard(Plant(workspace, ledger), SMALL)

@@ -35,7 +35,9 @@ def release(workspace: Workspace, ledger: Ledger) -> int:
 
 
 @pytest.mark.slow("two releases are trained and exported, and the first writes")
-def test_from_a_release_to_what_it_wrote_to_the_release_trained_on_it(tmp_path: Path, code_repository: Path) -> None:
+def test_documents_link_the_release_that_wrote_them_to_the_release_trained_on_them(
+    tmp_path: Path, code_repository: Path
+) -> None:
     workspace = lenient_plant(tmp_path, code_repository)
     ledger = fill(workspace)
     train_trunk(workspace, ledger, 40)

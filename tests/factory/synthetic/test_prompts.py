@@ -31,7 +31,7 @@ from tests.support.messages import codes, refused
         ('{"prompt": "\\ud800"}', "ingest.surrogate"),
     ],
 )
-def test_a_bad_prompt_is_named_by_its_line(line: str, code: str, tmp_path: Path) -> None:
+def test_the_error_for_a_bad_prompt_names_its_line(line: str, code: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One"}\n' + line + "\n")
     with refused("synthetic.bad_line", InputError, path=path, line=2) as caught:
@@ -40,7 +40,7 @@ def test_a_bad_prompt_is_named_by_its_line(line: str, code: str, tmp_path: Path)
     assert len(read_prompts(path, "text", 1)) == 1  # later lines are not read
 
 
-def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
+def test_each_line_of_a_text_file_is_a_prompt(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"One\n\n Two {\r\nthree")
     assert [prompt.content["text"] for prompt in read_prompts(path, "text", None)] == ["One", " Two {", "three"]
@@ -49,7 +49,7 @@ def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
         read_prompts(path, "text", None)
 
 
-def test_the_tools_of_a_prompt_are_in_its_system_turn_as_in_training(tmp_path: Path) -> None:
+def test_the_system_turn_of_a_prompt_lists_its_tools_as_in_training(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "Weather?"}], "tools": [{"name": "weather"}]}\n')
     (prompt,) = read_prompts(path, "text", None)

@@ -1,4 +1,4 @@
-"""Which answers are the same: a table of what the world writes, with what must not be taken for equal; formulas by math-verify in the sandbox."""
+"""Comparison of answers, by a table of equal and unequal answers as people and models write them. math-verify compares formulas in the sandbox."""
 
 from __future__ import annotations
 
@@ -136,18 +136,18 @@ def item(gold: str | int | float) -> MathsItem:
 
 
 @pytest.mark.parametrize(("gold", "said", "same"), FORMS)
-def test_answers_are_compared_by_their_forms(gold: str, said: str, same: bool) -> None:
+def test_answers_are_equal_only_if_their_mathematical_forms_are_equal(gold: str, said: str, same: bool) -> None:
     assert right(gold, said) is same
 
 
 @pytest.mark.slow("imports sympy in the sandbox")
-def test_formulas_are_compared_by_the_library_in_the_sandbox() -> None:
+def test_math_verify_compares_formulas_in_the_sandbox() -> None:
     found = check_maths_answers([(item(gold), said) for gold, said, _ in FORMULAS], LIMITS)
     assert {pair: one.right for pair, one in zip(FORMULAS, found, strict=True)} == {pair: pair[2] for pair in FORMULAS}
 
 
-def test_what_would_never_end_is_not_equal_and_counted() -> None:
-    """Beside it a pair of another gold, which is not harmed."""
+def test_a_comparison_that_never_ends_counts_as_not_equal() -> None:
+    """Another pair in the same call is still compared."""
     slow, other = "9^{9^{9^{9}}}+x", "9^{9^{9^{8}}}+x"
     found = check_maths_answers(
         [(item(slow), f"\\boxed{{{other}}}"), (item("x+1"), r"\boxed{1+x}")],
@@ -157,14 +157,14 @@ def test_what_would_never_end_is_not_equal_and_counted() -> None:
 
 
 @pytest.mark.parametrize("gold", sorted({gold for gold, _, _ in FORMS + FORMULAS}))
-def test_every_gold_is_right_against_itself(gold: str) -> None:
+def test_every_right_answer_equals_itself(gold: str) -> None:
     answer = extract_answer(gold) or gold
     assert right(gold, gold) and right(gold, f"#### {answer}") and right(gold, f"So \\boxed{{{answer}}}.")
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.text(alphabet="0123456789.,/%${}\\ ()[]-^+=xeabcfr", max_size=24), st.text(max_size=40))
-def test_any_text_is_read_and_equal_to_itself(mathematical: str, text: str) -> None:
+def test_any_text_can_be_parsed_and_equals_itself(mathematical: str, text: str) -> None:
     for one in (mathematical, text):
         assert parse_answer(one) is None or is_same_answer(one, one, lambda gold, said: gold == said)
         assert extract_answer(one) is None or isinstance(extract_answer(one), str)
@@ -172,6 +172,6 @@ def test_any_text_is_read_and_equal_to_itself(mathematical: str, text: str) -> N
 
 @settings(max_examples=60, deadline=None)
 @given(st.fractions(max_denominator=999))
-def test_a_fraction_is_itself(value: Fraction) -> None:
+def test_a_fraction_is_parsed_to_its_exact_value(value: Fraction) -> None:
     found = parse_answer(str(value))
     assert isinstance(found, NumberValue) and found.value == value

@@ -1,4 +1,4 @@
-"""``factory tasks list | check | run``, as a person and as a program sees them."""
+"""``factory tasks list | check | run``, with output for people and as JSON."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_tasks_are_listed_checked_and_run(plant: FilledPlant, candidate: int) ->
     assert {row["task"]: row for row in as_json(plant, "list")}["asked"]["metrics"] == found["metrics"]
 
 
-def test_published_files_are_listed_and_proven_and_others_named(plant: FilledPlant) -> None:
+def test_published_files_are_listed_and_proven_and_unknown_files_are_named(plant: FilledPlant) -> None:
     folder = plant.workspace.root / "policies" / "tasks"
     asked = published.write(folder / "HumanEval.jsonl.gz", published.human_eval())
     published.write(folder / "unknown.jsonl", [{"prompt": "x"}])
@@ -85,7 +85,7 @@ def test_published_files_are_listed_and_proven_and_others_named(plant: FilledPla
     assert "HumanEval is sound" in said and "9 items of 9 sources" in said and "unknown.jsonl: " in said
 
 
-def test_what_lm_eval_itself_says_is_shown(plant: FilledPlant, candidate: int) -> None:
+def test_lm_evals_own_totals_are_shown(plant: FilledPlant, candidate: int) -> None:
     pytest.importorskip("lm_eval")
     write_lm_eval_task(plant.workspace, "theirs", choice_items())
     totals = as_json(plant, "run", "theirs", "--candidate", str(candidate))["totals"]
@@ -93,7 +93,7 @@ def test_what_lm_eval_itself_says_is_shown(plant: FilledPlant, candidate: int) -
     assert shown in " ".join(ran(plant, "run", "theirs", "--candidate", str(candidate)).split())
 
 
-def test_a_new_baseline_is_taken_and_another_way_is_told(plant: FilledPlant, candidate: int) -> None:
+def test_a_changed_protocol_is_reported_until_it_becomes_the_baseline(plant: FilledPlant, candidate: int) -> None:
     write_task(plant.workspace, "fixed", choice_items())
     ran(plant, "run", "fixed", "--candidate", str(candidate), "--baseline")
     write_task(plant.workspace, "fixed", choice_items(), format="letter")
@@ -102,7 +102,7 @@ def test_a_new_baseline_is_taken_and_another_way_is_told(plant: FilledPlant, can
     assert as_json(plant, "run", "fixed", "--candidate", str(candidate), "--baseline")["held"] is None
 
 
-def test_check_holds_tests_to_their_solutions(plant: FilledPlant) -> None:
+def test_tasks_check_refuses_a_solution_that_fails_its_tests(plant: FilledPlant) -> None:
     good = write_task(plant.workspace, "code", programs(), kind="code")
     assert "sound" in ran(plant, "check", str(good))
     wrong = [*programs()[:7], {**programs()[7], "solution": "    return x\n"}]

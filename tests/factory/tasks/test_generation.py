@@ -1,4 +1,4 @@
-"""Generated answers: drawn alike in any batch, held to exact answers and to tests in the sandbox, counted as pass@k."""
+"""Generated answers do not depend on their batch, are checked by exact answers or by tests in the sandbox, and are counted as pass@k."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LIMITS = TaskLimits(code_cpu_seconds=1, code_seconds=30.0, code_printed_kib=64)
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])
-def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_that_hold_a_right_one(samples: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_of_k_answers_with_a_right_one(samples: int) -> None:
     for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         answers = [number < right for number in range(samples)]
         chosen = list(itertools.combinations(answers, k))
         assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, chosen)) / len(chosen), abs=1e-12)
 
 
-def test_programs_that_misbehave_are_wrong_and_say_why() -> None:
+def test_programs_that_misbehave_count_as_wrong_with_a_reason() -> None:
     """Each in the sandbox: what hangs, floods, fails, leaves early or breaks out of its tests has not passed."""
     cases = {
         "def f(): return 1\n": (True, "", ""),
@@ -96,7 +96,7 @@ AS_PYTHON = {
 }  # fmt: skip
 
 
-def test_programs_run_as_python_runs_them() -> None:
+def test_programs_run_in_the_sandbox_as_python_runs_a_file() -> None:
     found = check_programs(
         [(program, tests) for program, tests, _ in AS_PYTHON.values()],
         LIMITS.model_copy(update={"code_cpu_seconds": 5}),
@@ -111,12 +111,12 @@ def test_a_program_that_sleeps_is_stopped() -> None:
     assert (found.right, found.stopped) == (False, "wall")
 
 
-def test_no_program_passes_where_none_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_in_which_no_program_can_pass_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("verifiers.nothing_passes", TaskError):
         check_programs([("", "")], LIMITS.model_copy(update={"code_memory_mib": 1}))
 
 
-def test_a_drawn_text_depends_on_its_seed_and_not_on_its_batch(plant: FilledPlant, export: Path) -> None:
+def test_a_sampled_text_depends_on_its_seed_and_not_on_its_batch(plant: FilledPlant, export: Path) -> None:
     model = TaskModel.load(export, plant.tokenizer, 4096, "cpu")
     how = GenerationParameters(24, temperature=1.0)
     prompts = ["def f(x):\n", "import os\n", "class A:\n    def", "x"]
@@ -131,7 +131,7 @@ def test_a_drawn_text_depends_on_its_seed_and_not_on_its_batch(plant: FilledPlan
     assert (stopped.text, stopped.ended) == (together[0].text.split(together[0].text[2:4])[0], True)
 
 
-def test_tokens_are_drawn_as_often_as_the_model_says(plant: FilledPlant, export: Path) -> None:
+def test_sampled_token_frequencies_follow_the_model_s_probabilities(plant: FilledPlant, export: Path) -> None:
     import torch
 
     model = TaskModel.load(export, plant.tokenizer, 4096, "cpu")
@@ -147,7 +147,7 @@ def test_tokens_are_drawn_as_often_as_the_model_says(plant: FilledPlant, export:
     assert 0.02 < expected < 0.98
 
 
-def test_a_task_of_each_kind_counts_its_answers(plant: FilledPlant, export: Path) -> None:
+def test_a_task_of_each_kind_counts_its_right_answers(plant: FilledPlant, export: Path) -> None:
     model = TaskModel.load(export, plant.tokenizer, 4096, "cpu")
     maths = write_task(
         plant.workspace, "sums", sums(), kind="maths", max_tokens=8, samples=3, temperature=1.0, pass_at=[1, 3]

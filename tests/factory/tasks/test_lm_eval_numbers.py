@@ -1,4 +1,4 @@
-"""Numbers the world knows: three tasks of the lm-eval package on one exported model, against lm-eval with its own model, to the last digit."""
+"""Three tasks of the lm-eval package on one exported model give the same numbers as lm-eval with its own model, to the last digit."""
 
 from __future__ import annotations
 
@@ -288,12 +288,14 @@ def test_a_file_that_names_a_task_of_the_package_must_be_complete(
     assert "\n" not in str(found.value)
 
 
-def test_keys_of_a_file_override_those_of_the_package(workspace: Workspace) -> None:
+def test_keys_of_a_task_file_override_those_of_the_package(workspace: Workspace) -> None:
     path = named(workspace, "arc_easy", process_docs="x")
     assert load_task(path, POLICY).format.endswith("multiple_choice, 0 shots")
 
 
-def test_without_lm_eval_one_extra_is_offered(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_lm_eval_names_the_extra_to_install(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 

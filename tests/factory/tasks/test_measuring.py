@@ -1,4 +1,4 @@
-"""What is recorded of a task, and what is not: items, scores with clustered errors, nothing that was not measured."""
+"""A measured task is recorded with its items and its scores with clustered errors. Nothing is recorded that was not measured."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_items_and_scores_are_recorded_once(plant: FilledPlant, candidate: int) 
     assert measure_task(plant, candidate, other, POLICY) != number
 
 
-def test_scores_have_the_error_of_a_mean_over_clusters() -> None:
+def test_the_standard_error_of_a_score_is_clustered() -> None:
     """Against a bootstrap of whole clusters; items alone would claim to know four times as much."""
     drawn = np.random.default_rng(0)
     rows, means = [], []
@@ -88,7 +88,7 @@ def test_scores_have_the_error_of_a_mean_over_clusters() -> None:
     assert alone.error is not None and found.error is not None and 3.5 < found.error / alone.error < 4.5
 
 
-def test_a_cost_that_falls_is_a_gain() -> None:
+def test_a_lower_value_of_a_cost_metric_is_a_gain() -> None:
     ours = [EvalItem("t/bits_per_byte", str(n), "t", str(n), 90.0, 100.0) for n in range(9)]
     theirs = [EvalItem("t/bits_per_byte", str(n), "t", str(n), 100.0, 100.0) for n in range(9)]
     assert (compare_evaluations(ours, theirs, ["t/bits_per_byte"]) or {})["t/bits_per_byte"].gain == pytest.approx(0.1)
@@ -118,7 +118,7 @@ def of_size(items: int, before: float, after: float, margin: float = 0.1) -> Tas
         (1, 1.0, 1.0, "promote", "only_informs", {"groups": 1, "needed": 8}),
     ],
 )  # fmt: skip
-def test_a_small_task_informs_and_a_large_one_guards(
+def test_a_small_task_only_informs_and_a_large_task_is_a_guard(
     items: int, before: float, after: float, outcome: str, code: str, data: dict[str, Any]
 ) -> None:
     task = of_size(items, before, after)
@@ -129,7 +129,7 @@ def test_a_small_task_informs_and_a_large_one_guards(
     assert (outcome == "hold") == tells(verdict.reasons[:1], to_do)
 
 
-def test_the_size_that_a_task_needs_is_enough() -> None:
+def test_a_task_of_the_size_named_in_the_message_is_a_guard() -> None:
     fact = reasons_of_tasks(of_size(40, 0.5, 0.55), 8).facts[0]
     needed = the(tree(fact), "comparing.items_needed").data["items"]
     assert find_unreliable_metrics(of_size(needed - 2, 0.5, 0.5), 8) and not find_unreliable_metrics(
@@ -138,7 +138,7 @@ def test_the_size_that_a_task_needs_is_enough() -> None:
 
 
 @pytest.mark.parametrize("after", [0.0, 0.2, 0.5, 0.9, 1.0])
-def test_what_a_candidate_answers_sets_no_task_aside(after: float) -> None:
+def test_a_candidate_s_answers_cannot_set_a_task_aside(after: float) -> None:
     hostile = of_size(400, 0.5, after)
     assert not find_unreliable_metrics(hostile, 8)
     wide = {name: replace(gain, error=9.0) for name, gain in hostile.gains.items()}
@@ -149,7 +149,7 @@ def test_what_a_candidate_answers_sets_no_task_aside(after: float) -> None:
         assert len(reasons_of_tasks(unknown, 41).not_measured) == 1, "of too few groups"
 
 
-def test_a_model_without_finite_numbers_is_not_recorded(plant: FilledPlant, tmp_path: Path) -> None:
+def test_a_model_with_non_finite_scores_is_not_recorded(plant: FilledPlant, tmp_path: Path) -> None:
     huge = tiny_model(3, max_position_embeddings=256)
     with torch.no_grad():  # finite weights
         huge.model.norm.weight.fill_(3e38)
@@ -169,7 +169,9 @@ def test_a_model_without_finite_numbers_is_not_recorded(plant: FilledPlant, tmp_
     assert recorded(plant) == before
 
 
-def test_what_cannot_be_measured_is_named_and_not_recorded(plant: FilledPlant, candidate: int, tmp_path: Path) -> None:
+def test_a_task_that_cannot_be_measured_is_named_and_not_recorded(
+    plant: FilledPlant, candidate: int, tmp_path: Path
+) -> None:
     before = recorded(plant)
     long = [{**item, "choices": [*item["choices"][:3], "word " * 400], "answer": 0} for item in choice_items()]
     with refused("measuring.failed", TaskError, task="long") as found:
@@ -197,7 +199,7 @@ def test_what_cannot_be_measured_is_named_and_not_recorded(plant: FilledPlant, c
     assert recorded(plant) == before
 
 
-def test_an_exam_that_was_trained_on_is_held(plant: FilledPlant, candidate: int) -> None:
+def test_a_task_whose_items_are_in_training_data_holds_the_release(plant: FilledPlant, candidate: int) -> None:
     from factory.ingest.rules.policy import DataPolicy
     from factory.ingest.rules.task_items import hash_item_ngrams
 
@@ -248,7 +250,7 @@ def test_lm_eval_in_the_sandbox_generates_and_reads_no_more_than_its_folder(plan
     assert re.search(f"FileNotFoundError: .*'{ledger}'", str(found.value))
 
 
-def test_items_without_an_answer_are_named_not_counted_as_wrong(plant: FilledPlant, candidate: int) -> None:
+def test_items_without_an_answer_are_an_error_and_not_wrong_answers(plant: FilledPlant, candidate: int) -> None:
     """As lm-eval counts them."""
     pytest.importorskip("lm_eval")
     without = [{key: value for key, value in item.items() if key != "answer"} for item in choice_items()]
@@ -264,7 +266,7 @@ def test_items_without_an_answer_are_named_not_counted_as_wrong(plant: FilledPla
     assert recorded(plant) == before
 
 
-def test_items_of_a_published_set_that_are_the_same_count_as_one(plant: FilledPlant, candidate: int) -> None:
+def test_repeated_items_of_a_published_benchmark_count_as_one_cluster(plant: FilledPlant, candidate: int) -> None:
     """lm-eval measures each, and so are the totals that are compared with published ones; a choice that stands twice is theirs to mend, too."""
     pytest.importorskip("lm_eval")
     items = [*choice_items(), {**choice_items()[1], "id": "again"}]
@@ -274,7 +276,7 @@ def test_items_of_a_published_set_that_are_the_same_count_as_one(plant: FilledPl
     assert (summary["items"], summary["clusters"]) == (13, 12)
 
 
-def test_bits_per_byte_of_lm_eval_is_a_cost(plant: FilledPlant, candidate: int) -> None:
+def test_lm_evals_bits_per_byte_is_a_cost_metric(plant: FilledPlant, candidate: int) -> None:
     pytest.importorskip("lm_eval")
     texts = [{"text": document.content["text"]} for document in plant.documents if document.domain == "docs"][:9]
     keys = {

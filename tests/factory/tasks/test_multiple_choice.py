@@ -1,4 +1,4 @@
-"""Multiple choice, ours and lm-eval's, item by item against lm-eval with its own Hugging Face model on the same export."""
+"""The factory's and lm-eval's multiple choice equal, item by item, lm-eval with its own Hugging Face model on the same export."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_its_own_model(export: Path, tasks: list[Path]) -> dict[str, list[dict[s
 
 
 @pytest.mark.slow("lm-eval, twice")
-def test_ours_and_lm_evals_with_our_model_equal_lm_eval_with_its_own(
+def test_scores_equal_those_of_lm_eval_with_its_own_model(
     plant: FilledPlant, export: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -107,7 +107,7 @@ def test_log_probabilities_equal_those_of_lm_eval(plant: FilledPlant, export: Pa
 
 
 @pytest.mark.parametrize("format", ["cloze", "letter"])
-def test_choices_that_share_the_highest_log_probability_share_the_item(plant: FilledPlant, format: str) -> None:
+def test_choices_with_equal_highest_log_probability_share_the_point(plant: FilledPlant, format: str) -> None:
     """A model that tells none apart scores chance wherever the right ones stand, also at the first place."""
     items = [{**item, "answer": 0} for item in choice_items(12)]
     task = load_task(write_task(plant.workspace, "ties", items, format=format), POLICY)

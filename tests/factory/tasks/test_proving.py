@@ -1,4 +1,4 @@
-"""A task is proven before it counts: what would make its numbers worthless is refused, with the item."""
+"""A task is proven before it counts. A task whose scores would mean nothing is refused, with the item that shows it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prove_written_task(plant: FilledPlant, items: list[dict[str, Any]], **keys: 
     prove_task(plant.ledger, load_task(write_task(plant.workspace, "asked", items, **keys), POLICY), POLICY, SILENT)
 
 
-def test_what_is_right_scores_1_and_what_tells_nothing_scores_chance(plant: FilledPlant) -> None:
+def test_right_answers_score_1_and_answers_without_information_score_chance(plant: FilledPlant) -> None:
     choices = choice_items(12, 4)
     for keys in ({}, {"format": "letter"}):
         found = prove_task(
@@ -83,8 +83,8 @@ def test_tests_that_test_nothing_are_refused_with_their_item(plant: FilledPlant)
             prove_task(plant.ledger, task, POLICY, SILENT)
 
 
-def test_empty_programs_are_programs() -> None:
-    """Python reads each, so that it fails by its tests and not by its form."""
+def test_empty_programs_are_valid_python() -> None:
+    """Each is valid Python, so it fails by its tests and not by a syntax error."""
     for prompt, begins, solution in (
         ("def f(x):\n", None, "    return x\n"), ("def f(x):\n    '''Doc.'''\n", None, "    return x\n"),
         ("Write f.", "", "def f(x):\n    return x\n"),
@@ -124,8 +124,8 @@ def copies(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**item, "id": f"copy of {item['id']}", "question": f" {item['question'].upper()} "} for item in items]
 
 
-def test_an_example_that_is_a_tested_item_is_refused_by_content(plant: FilledPlant) -> None:
-    """Also a copy under another id, in other letters; whoever reads the task, not the check alone."""
+def test_an_example_with_the_text_of_a_tested_item_is_refused(plant: FilledPlant) -> None:
+    """A copy under another id or in another case is refused too, by every command that reads the task."""
     for shown in (
         sums(),
         copies(sums()),
@@ -146,7 +146,7 @@ def test_an_example_that_is_a_tested_item_is_refused_by_content(plant: FilledPla
         load_task(write_task(plant.workspace, "asked", choice_items(), examples="shown.jsonl", shots=1), POLICY)
 
 
-def test_a_record_of_lm_eval_that_could_be_shown_to_itself_is_refused(plant: FilledPlant) -> None:
+def test_an_lm_eval_record_that_is_also_an_example_is_refused(plant: FilledPlant) -> None:
     items = choice_items()
     write_task(plant.workspace, "train", [{**item, "id": f"t{item['id']}"} for item in items[3:]])
     split = {
@@ -182,8 +182,8 @@ def test_all_answers_of_a_file_are_read_in_the_same_way(
         prove_written_task(plant, asked)
 
 
-def test_what_reads_one_way_alone_is_taken(plant: FilledPlant) -> None:
-    """A letter that is a choice's text somewhere, and numbers that are no place."""
+def test_answers_with_only_one_possible_reading_are_accepted(plant: FilledPlant) -> None:
+    """Letters that are also the text of choices, and numbers that are not places."""
     for choices, answers, right in (
         (["A", "B", "C"], ["A", "C", "B"], [0, 2, 1]),
         (["B", "A", "x"], ["B", "A", "x"], [0, 1, 2]),

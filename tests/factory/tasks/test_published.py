@@ -1,4 +1,4 @@
-"""The files of eight benchmarks, as published: dropped into policies/tasks/, each is a task, with the prompts of its paper."""
+"""Each published file of eight benchmarks becomes a task in policies/tasks/, with the prompts of its paper."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def error_of(path: Path) -> str:
     return found.value.message
 
 
-def test_each_file_is_a_task_from_the_moment_it_lies_there(workspace: Workspace) -> None:
+def test_each_published_file_in_the_folder_is_a_task(workspace: Workspace) -> None:
     for name, (_, records) in published.FILES.items():
         dropped(workspace, name, records)
     found = list_tasks(task_folder(workspace))
@@ -68,7 +68,7 @@ def test_each_file_is_a_task_from_the_moment_it_lies_there(workspace: Workspace)
     assert load_task(packed, POLICY).items_sha256 == load_task(plain, POLICY).items_sha256
 
 
-def test_what_is_asked_and_what_is_right(workspace: Workspace) -> None:
+def test_published_files_give_the_documented_prompts_and_right_answers(workspace: Workspace) -> None:
     """The first prompt of each, letter for letter, and the right answer of an item."""
     task = alone(workspace, "harbour_law_test.csv", published.mmlu_rows())
     assert prompts(task)[0] == (
@@ -102,7 +102,7 @@ def test_what_is_asked_and_what_is_right(workspace: Workspace) -> None:
     assert prompts(task)[0] == published.big_code_bench()[0]["complete_prompt"]
 
 
-def test_mbpp_shows_its_first_tasks_and_tests_those_of_its_test_split(workspace: Workspace) -> None:
+def test_mbpp_uses_tasks_2_to_4_as_examples_and_tests_its_test_split(workspace: Workspace) -> None:
     records = published.mbpp()
     task = alone(workspace, "mbpp.jsonl", records)
     asked = lambda n: (
@@ -144,7 +144,7 @@ def test_prompts_of_mbpp_are_those_of_lm_eval(workspace: Workspace) -> None:
         ("BigCodeBench.jsonl.gz", published.big_code_bench()[1:4], "    return '{}'\n"),
     ],
 )
-def test_solutions_pass_their_own_tests_and_wrong_programs_fail(
+def test_published_solutions_pass_their_tests_and_wrong_programs_fail(
     workspace: Workspace, name: str, records: list[Any], wrong: str
 ) -> None:
     """In the real sandbox. What only defines its tests would let the wrong program pass."""
@@ -160,7 +160,7 @@ def test_solutions_pass_their_own_tests_and_wrong_programs_fail(
         check_solutions([items[1].model_copy(update={"solution": wrong})], LIMITS)
 
 
-def test_libraries_that_programs_do_not_have_are_named(workspace: Workspace) -> None:
+def test_missing_libraries_of_programs_are_named(workspace: Workspace) -> None:
     records = published.big_code_bench("['json', 'no_such_library.part', 'nor_this']")
     items = alone(workspace, "BigCodeBench.jsonl", [*records[:2], *published.big_code_bench()[2:]]).items
     with refused("libraries.missing", TaskError, concerned=2, items=9, libraries=["no_such_library", "nor_this"]):
@@ -191,7 +191,7 @@ def test_examples_of_mmlu_are_of_the_subject_of_the_question(workspace: Workspac
     assert says(error_of(path), few)
 
 
-def test_a_yaml_file_changes_what_the_benchmark_says(workspace: Workspace) -> None:
+def test_a_yaml_file_overrides_the_defaults_of_a_benchmark(workspace: Workspace) -> None:
     dropped(workspace, "test.jsonl", published.gsm8k())
     dropped(workspace, "train.jsonl", published.gsm8k(100))
     found = list_tasks(task_folder(workspace))
@@ -238,14 +238,14 @@ def with_record(records: list[Any], number: int, **changes: Any) -> list[Any]:
         ("hellaswag_val.jsonl", with_record(published.hella_swag(), 3, endings=["a", "a", "b", "c"]), ("items.same_choices", {})),
     ],
 )  # fmt: skip
-def test_a_published_file_that_is_wrong_is_refused_in_one_line(
+def test_an_invalid_published_file_is_refused_with_a_one_line_message(
     workspace: Workspace, name: str, records: list[Any], expected: str | tuple[str, dict[str, Any]]
 ) -> None:
     error = error_of(dropped(workspace, name, records))
     assert says(error, expected) and name in error, error
 
 
-def test_items_that_a_published_file_has_twice_are_measured_and_count_as_one(workspace: Workspace) -> None:
+def test_repeated_items_of_a_published_file_are_measured_and_count_as_one(workspace: Workspace) -> None:
     records = published.mmlu_table(("tides",))
     again = {**records[1], "answer": 3}
     double = {
@@ -281,7 +281,7 @@ def test_math_is_read_from_its_folder_of_numbered_files(workspace: Workspace, le
     assert error_of(folder / "prealgebra").startswith(str(folder / "prealgebra" / "3.json"))
 
 
-def test_an_archive_or_another_folder_says_what_to_do(workspace: Workspace) -> None:
+def test_the_error_for_an_archive_or_a_wrong_folder_says_what_to_do(workspace: Workspace) -> None:
     folder = task_folder(workspace)
     inner = folder / "MATH" / "test" / "algebra"
     inner.mkdir(parents=True)
@@ -299,7 +299,7 @@ def test_an_archive_or_another_folder_says_what_to_do(workspace: Workspace) -> N
         assert says(error, wanted) and error.startswith(str(folder / name)), error
 
 
-def test_no_file_is_ignored_without_a_word(workspace: Workspace) -> None:
+def test_every_data_file_that_is_not_a_task_is_listed_with_a_reason(workspace: Workspace) -> None:
     folder = task_folder(workspace)
     write_task(workspace, "asked", choice_items())
     dropped(workspace, "HumanEval.jsonl", published.human_eval())
@@ -325,7 +325,7 @@ def test_no_file_is_ignored_without_a_word(workspace: Workspace) -> None:
     assert says(error_of(folder / "unknown.jsonl"), expected["unknown.jsonl"])
 
 
-def test_tasks_that_were_there_before_keep_their_protocol(workspace: Workspace) -> None:
+def test_tasks_without_the_newer_keys_keep_their_protocol_hash(workspace: Workspace) -> None:
     """Keys that came later do not hold a line of releases: the hash is of the keys that there were."""
     items = [{"id": n, "question": f"Which is {n}?", "choices": ["a", "b"], "answer": 0} for n in range(8)]
     write_task(workspace, "shown", [{**items[0], "question": "Which is it?"}])

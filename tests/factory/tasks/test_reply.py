@@ -1,4 +1,4 @@
-"""What of a reply counts: its first answer, and the code in its fences."""
+"""The first answer of a reply counts. Code is taken from the fences of a reply if it has fences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBLEM = "Problem: {question}\nSolution:"
         ("### Exercise {question}\n", ("\n### Exercise",)),
     ],
 )  # fmt: skip
-def test_the_stop_follows_the_prompts_own_form(prompt: str, stops: tuple[str, ...]) -> None:
+def test_the_default_stop_texts_follow_from_the_prompt_template(prompt: str, stops: tuple[str, ...]) -> None:
     assert TaskFile(kind="maths", items="x.jsonl", prompt=prompt).stops == stops
     assert TaskFile(kind="maths", items="x.jsonl", prompt=prompt, stop=["."]).stops == (".",)
     assert default_stops("Problem: {question}") == ("Problem:",)
@@ -41,7 +41,9 @@ def test_the_stop_follows_the_prompts_own_form(prompt: str, stops: tuple[str, ..
         ("{question}", "It is 5.\n\nIt is 7.", "7"),
     ],
 )
-def test_what_a_model_asks_itself_afterwards_does_not_count(template: str, reply: str, answer: str) -> None:
+def test_a_reply_is_cut_before_a_next_question_that_the_model_asks_itself(
+    template: str, reply: str, answer: str
+) -> None:
     assert (extract_answer(cut_after_first_answer(reply, template)) or "").rstrip(".") == answer.rstrip(".")
 
 
@@ -65,11 +67,11 @@ def test_what_a_model_asks_itself_afterwards_does_not_count(template: str, reply
         ("", None),
     ],
 )  # fmt: skip
-def test_the_code_of_a_reply_stands_in_its_fences(reply: str, code: str | None) -> None:
+def test_code_is_extracted_from_the_fences_of_a_reply(reply: str, code: str | None) -> None:
     assert extract_fenced_code(reply) == code
 
 
-def test_of_several_fences_the_one_that_defines_the_function_counts() -> None:
+def test_of_several_fences_the_first_that_defines_the_function_is_extracted() -> None:
     reply = "```python\nimport math\n```\nNow:\n```python\ndef f(x):\n    return x\n```\nUse it:\n```python\nprint(f(1))\n```"
     assert (
         extract_fenced_code(reply, "f") == "def f(x):\n    return x\n"
@@ -94,7 +96,7 @@ def test_of_several_fences_the_one_that_defines_the_function_counts() -> None:
         ("def f(x):\n", "    '''\n    ```python\n    f(1)\n    ```\n    '''\n    return x + 1\n"),
     ],
 )
-def test_a_program_is_the_prompt_gone_on_with_or_what_stands_in_the_fence(prompt: str, reply: str) -> None:
+def test_a_program_is_the_continued_prompt_or_the_code_in_the_fence(prompt: str, reply: str) -> None:
     run: dict[str, object] = {}
     exec(extract_program(prompt, reply), run)
     assert run["f"](1) == 2  # type: ignore[operator]

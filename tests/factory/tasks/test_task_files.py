@@ -1,4 +1,4 @@
-"""Task files that are wrong are refused by name, before anything is measured or loaded."""
+"""Invalid task files are refused with their name before anything is measured or loaded."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_wrong_record_of_lm_eval_is_an_error_that_names_it(
     assert says(found.value.message, expected) and "asked" in str(found.value), found.value
 
 
-def test_items_that_ask_the_same_and_have_one_source_are_one_cluster(workspace: Workspace) -> None:
+def test_items_with_the_same_question_and_source_are_accepted_as_one_cluster(workspace: Workspace) -> None:
     items = [{**item, "source": "a book"} for item in choice_items() + with_item(1, id="again")[1:2]]
     assert len(load_task(write_task(workspace, "asked", items), POLICY).items) == 13
 
@@ -147,7 +147,7 @@ def test_an_unreadable_file_of_items_is_an_error_that_names_it(
     assert mark in str(found.value) and name in str(found.value)
 
 
-def test_maths_and_code_are_read_and_hold_what_they_must(workspace: Workspace) -> None:
+def test_maths_and_code_files_are_read_and_missing_values_are_errors(workspace: Workspace) -> None:
     assert [item.answer for item in load_task(write_task(workspace, "sums", sums(), kind="maths"), POLICY).items][
         3
     ] == 7
@@ -160,7 +160,7 @@ def test_maths_and_code_are_read_and_hold_what_they_must(workspace: Workspace) -
         load_task(write_task(workspace, "code", sums(), kind="code"), POLICY)
 
 
-def test_the_protocol_is_all_but_the_items(workspace: Workspace) -> None:
+def test_the_protocol_depends_on_all_keys_and_examples_but_not_on_items(workspace: Workspace) -> None:
     first = load_task(write_task(workspace, "asked", choice_items()), POLICY)
     write_task(workspace, "shown", choice_items(15)[12:])
     fewer = load_task(write_task(workspace, "asked", choice_items()[:9]), POLICY)
@@ -171,7 +171,7 @@ def test_the_protocol_is_all_but_the_items(workspace: Workspace) -> None:
     assert first.identity("t") != first.identity("another tokenizer")
 
 
-def test_an_unknown_task_is_told_the_nearest(workspace: Workspace) -> None:
+def test_the_error_for_an_unknown_task_names_the_nearest_task(workspace: Workspace) -> None:
     with refused("task_file.empty_folder", TaskError, task="asked"):
         load_task_by_name(workspace, "asked", POLICY)
     write_task(workspace, "asked", choice_items())
@@ -229,7 +229,7 @@ def test_yaml_that_would_run_code_is_refused(workspace: Workspace, text: str, co
         load_task(path, POLICY)
 
 
-def test_what_a_file_includes_is_held_to_the_same_and_counts(workspace: Workspace) -> None:
+def test_included_files_obey_the_same_rules_and_change_the_protocol(workspace: Workspace) -> None:
     path = write_lm_eval_task(workspace, "asked", choice_items())
     part = path.with_name("_part.yaml")
     whole = yaml.safe_load(path.read_text())
@@ -249,7 +249,7 @@ def test_what_a_file_includes_is_held_to_the_same_and_counts(workspace: Workspac
     assert load_task(path, TasksPolicy(functions=True)).protocol != allowed.protocol
 
 
-def test_any_bytes_are_a_task_file_or_an_error(workspace: Workspace, tmp_path: Path) -> None:
+def test_any_bytes_are_read_as_a_task_file_or_are_a_task_error(workspace: Workspace, tmp_path: Path) -> None:
     path = write_task(workspace, "asked", choice_items())
     data = path.read_bytes()
     lines = (path.parent / "asked.jsonl").read_bytes()

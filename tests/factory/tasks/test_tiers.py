@@ -1,4 +1,4 @@
-"""Tasks in the release gate: which are measured when, what holds a candidate, and what fixes the way a line is measured."""
+"""Tasks in the release gate: when each is measured, when it holds a candidate, and which protocol measures a line of releases."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def sources(count: int) -> list[dict[str, Any]]:
     return [{**item, "source": f"s{number}"} for number, item in enumerate(choice_items(count))]
 
 
-def test_a_tier_says_when() -> None:
+def test_a_tier_determines_which_candidates_are_measured() -> None:
     due = lambda tier, candidate, would: TaskSettings(**tier).due(candidate, would)
     assert [due({"tier": "each"}, 3, w) for w in (False, True)] == [True, True]
     assert [due({"tier": "release"}, 3, w) for w in (False, True)] == [False, True]
@@ -82,9 +82,7 @@ def test_a_tier_says_when() -> None:
     ]
 
 
-def test_dear_tasks_are_measured_only_before_a_promotion_and_each_holds_what_it_does_not_show(
-    plant: FilledPlant, line: tuple[int, int]
-) -> None:
+def test_tasks_of_tier_release_are_measured_only_before_a_promotion(plant: FilledPlant, line: tuple[int, int]) -> None:
     weak, better = line
     for name in ("cheap", "dear", "by_hand"):
         write_task(plant.workspace, name, sources(24))
@@ -110,7 +108,9 @@ def test_dear_tasks_are_measured_only_before_a_promotion_and_each_holds_what_it_
     )
 
 
-def test_a_task_that_cannot_be_measured_holds_by_name(plant: FilledPlant, line: tuple[int, int]) -> None:
+def test_a_task_that_cannot_be_measured_holds_the_release_and_is_named(
+    plant: FilledPlant, line: tuple[int, int]
+) -> None:
     path = write_task(plant.workspace, "broken", sources(24)[:1])
     held = verdict(plant, line[1])
     assert held.outcome == "hold"
@@ -123,7 +123,7 @@ def test_a_task_that_cannot_be_measured_holds_by_name(plant: FilledPlant, line: 
     assert measured(plant) == []
 
 
-def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
+def test_a_changed_protocol_holds_releases_until_a_person_takes_a_new_baseline(
     plant: FilledPlant, line: tuple[int, int]
 ) -> None:
     weak, better = line
@@ -149,9 +149,7 @@ def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
         tx.execute(sa.text("DELETE FROM events WHERE kind = 'task_baseline'"))
 
 
-def test_without_a_champion_a_task_is_measured_and_compared_with_nothing(
-    plant: FilledPlant, line: tuple[int, int]
-) -> None:
+def test_without_a_champion_a_task_is_measured_but_not_compared(plant: FilledPlant, line: tuple[int, int]) -> None:
     write_task(plant.workspace, "asked", sources(12))
     with plant.ledger.begin() as tx:
         tx.execute(sa.text("UPDATE events SET kind = 'was' WHERE kind = 'promoted'"))

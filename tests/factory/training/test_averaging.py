@@ -66,7 +66,7 @@ def weights_of(ledger: Ledger, candidate: int) -> dict[str, np.ndarray]:
     return load_file(Path(row["path"]) / "model.safetensors")
 
 
-def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Opened) -> None:
+def test_checkpoints_of_all_trunk_segments_are_found(plant: Opened) -> None:
     workspace, ledger = plant
     sources = choose_checkpoints(ledger, None, None)
     assert [source.step for source in sources] == [10, 15, 20, 25, 26]
@@ -99,7 +99,7 @@ def test_a_uniform_average_equals_numpys_mean_and_is_released_like_any_candidate
     assert "3 checkpoints" in shown and "20, 25, 26" in shown and "equal weights" in shown
 
 
-def test_an_average_weighted_by_held_out_loss_equals_numpys(plant: Opened) -> None:
+def test_an_average_weighted_by_held_out_loss_equals_numpys_weighted_mean(plant: Opened) -> None:
     _, ledger = plant
     candidate, averaged = made_average(plant, "held-out-loss", segment=1)
     parts = averaged["sources"]
@@ -136,7 +136,7 @@ def test_an_anneal_averages_only_its_own_checkpoints(plant: Opened) -> None:
     assert [source.step for source in checkpoints_to_average(ledger, SegmentRow.get(ledger, number))] == [30, 32]
 
 
-def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Opened, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_fails_its_average_and_blocks_no_other_work(plant: Opened, tmp_path: Path) -> None:
     workspace, ledger = plant
     number = plan_average(Plant(workspace, ledger), "held-out-loss", last=2)
     path = Path(averaging.read_average_plan(ledger, number)["sources"][0]["path"])
@@ -171,7 +171,7 @@ def test_too_few_checkpoints_are_refused_with_a_list_of_them(
 
 
 @pytest.mark.long("three commands in processes of their own, one of which makes an average, which is judged")
-def test_the_command_speaks_json_and_repeats_safely(plant: Opened) -> None:
+def test_the_command_average_prints_json_and_is_safe_to_repeat(plant: Opened) -> None:
     words = ("average", "--last", "2", "--segment", "1", "--json", "-w", str(plant[0].root))
     first, again = factory(*words), factory(*words)
     assert first.returncode == 0, first.stderr
@@ -185,7 +185,7 @@ LOSSES = st.lists(st.floats(0.1, 20), min_size=2, max_size=9)
 
 
 @given(LOSSES, st.floats(0, 1))
-def test_weights_fall_with_the_loss(losses: list[float], noise: float) -> None:
+def test_weights_decrease_with_the_loss(losses: list[float], noise: float) -> None:
     weights = weights_from_losses(losses, noise)
     assert math.isclose(sum(weights), 1) and min(weights) > 0
     ranked = [weight for _, weight in sorted(zip(losses, weights, strict=True))]
@@ -194,7 +194,7 @@ def test_weights_fall_with_the_loss(losses: list[float], noise: float) -> None:
 
 
 @given(LOSSES, st.floats(0.1, 10))
-def test_the_unit_of_the_loss_does_not_matter(losses: list[float], unit: float) -> None:
+def test_weights_do_not_depend_on_the_unit_of_the_loss(losses: list[float], unit: float) -> None:
     if np.std(losses) < 1e-6:
         return
     assert weights_from_losses([loss * unit for loss in losses], 0.0) == pytest.approx(

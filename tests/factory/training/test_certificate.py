@@ -106,7 +106,9 @@ def missing(name: str, step: int) -> JudgedRunNumbers:
         ({"old": trace(series={"loss": trace().series["loss"]})}, "promote", "series_not_compared", {"series": ["grad_norm", "lr"]}),
     ],
 )  # fmt: skip
-def test_judgement(changes: dict[str, object], outcome: str, code: str, data: dict[str, object]) -> None:
+def test_the_evidence_determines_the_outcome_and_the_reason(
+    changes: dict[str, object], outcome: str, code: str, data: dict[str, object]
+) -> None:
     found = judge_certificate(POLICY, evidence(**changes))
     assert found.outcome == outcome, found.reasons
     same = [reason.data for reason in found.reasons if reason.code == f"training.certificate.{code}"]
@@ -136,7 +138,7 @@ def test_a_tighter_policy_refuses_a_difference_inside_the_noise() -> None:
     assert judge_certificate(CertificatePolicy(share_of_noise=0.5), made).outcome == "reject"
 
 
-def test_the_noise_is_numpys_root_mean_square_over_pairs() -> None:
+def test_the_noise_equals_numpys_root_mean_square_over_pairs_of_seeds() -> None:
     made = evidence(new=changed("loss", 1, 0.02), apart=0.1)
     found = {m.name: m for m in compute_run_differences(made)}
     losses = np.array([one.series["loss"] for one in made.others])

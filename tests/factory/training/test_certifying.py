@@ -220,7 +220,7 @@ def test_a_change_from_bf16_to_fp8_needs_a_certificate_that_runs_in_both(site: S
     ids=["wrong gradient scale", "another rate than it reports", "a skipped update", "right at first, wrong later"],
 )
 @pytest.mark.slow("trains under two commits")
-def test_a_wrong_change_is_refused_and_nothing_starts(site: Site, code: str, seen_by: str) -> None:
+def test_a_wrong_change_is_refused_and_its_segment_does_not_start(site: Site, code: str, seen_by: str) -> None:
     site.edit(INIT, "", code)
     number = site.plan()
     with refused("training.not_certified", NotCertifiedError, segment=number) as raised:
@@ -243,7 +243,7 @@ def test_code_that_crashes_is_refused_with_the_trainers_message(site: Site) -> N
     assert "ZeroDivisionError" in verdict.reasons[0].data["why"]
 
 
-def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
+def test_a_change_cannot_be_certified_without_the_old_code(site: Site) -> None:
     site.edit(INIT, "", BACKWARD.format("self"))
     number = site.plan()
     with site.ledger.begin() as tx:
@@ -324,7 +324,7 @@ def test_code_that_fakes_a_full_disk_or_a_stop_is_refused_after_three_tries(site
     assert not started(site, number)
 
 
-def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_segment_of_the_same_code_reuses_the_verdict(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.edit(INIT, "", BACKWARD.format("3 * self"))
     first = site.certify(site.plan())
     monkeypatch.setattr(certificate_runs, "gather_certificate_evidence", lambda *_: pytest.fail("measured again"))

@@ -1,4 +1,4 @@
-"""What is behind in MLflow is shown one by one: what one meets holds up nothing behind it."""
+"""Things that MLflow lacks are shown one by one. A thing that cannot be shown does not stop the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.plants.release_scene import (
 from tests.support.said import Said
 
 
-def test_a_run_that_a_person_deleted_holds_up_no_alias_and_is_said_once(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_run_that_a_person_deleted_is_reported_once_and_blocks_no_alias(workspace: Workspace, ledger: Ledger) -> None:
     approval(with_store(workspace), "automatic")
     add_shard(ledger)
     plant = Plant(workspace, ledger, said := Said())
@@ -47,7 +47,7 @@ def test_a_run_that_a_person_deleted_holds_up_no_alias_and_is_said_once(workspac
     assert len([line for line in said.lines if "Candidate 1 cannot be shown" in line]) == 1
 
 
-def test_a_page_that_cannot_be_made_holds_up_nothing(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_page_that_cannot_be_written_blocks_nothing_else(workspace: Workspace, ledger: Ledger) -> None:
     approval(with_store(workspace), "automatic")
     add_shard(ledger)
     plant = Plant(workspace, ledger, said := Said())
@@ -63,7 +63,7 @@ def test_a_page_that_cannot_be_made_holds_up_nothing(workspace: Workspace, ledge
     assert registry.find_version(open_client(workspace), good, CandidateRow.get(ledger, good).export_sha256)
 
 
-def test_a_page_is_not_written_in_each_pass_after_the_clock_was_set_back(workspace: Workspace, ledger: Ledger) -> None:
+def test_after_the_clock_was_set_back_a_page_is_not_written_in_each_pass(workspace: Workspace, ledger: Ledger) -> None:
     approval(with_store(workspace), "automatic")
     add_shard(ledger)
     plant = Plant(workspace, ledger)
@@ -79,7 +79,7 @@ def test_a_page_is_not_written_in_each_pass_after_the_clock_was_set_back(workspa
     assert page.stat().st_ino == first
 
 
-def test_a_run_beside_the_segments_is_shown_with_what_it_changes_and_its_curve(
+def test_the_run_of_an_arm_shows_its_changes_to_the_recipe_and_its_loss_curve(
     workspace: Workspace, ledger: Ledger
 ) -> None:
     plant = Plant(with_store(workspace), ledger)

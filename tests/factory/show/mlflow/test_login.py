@@ -16,7 +16,7 @@ from tests.support.mlflow_server import EXPERIMENTS, answering, free_port
 from tests.support.plants.release_scene import with_store
 
 
-def test_other_machines_need_a_login(workspace: Workspace) -> None:
+def test_a_server_for_other_machines_needs_a_login(workspace: Workspace) -> None:
     done = factory("ui", "--host", "0.0.0.0", "-w", str(workspace.root), "--print")
     assert done.returncode == 2 and "error[look.login_needed]" in done.stderr
     assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "example.org")] == [
@@ -27,7 +27,7 @@ def test_other_machines_need_a_login(workspace: Workspace) -> None:
             make_login(workspace, name)
 
 
-def test_the_password_is_made_once_and_is_nobody_elses(workspace: Workspace) -> None:
+def test_the_password_is_made_once_and_only_its_owner_can_read_it(workspace: Workspace) -> None:
     first, password = make_login(workspace, "ada")
     again, _ = make_login(workspace, "ada")
     assert first == again and len(first["MLFLOW_AUTH_ADMIN_PASSWORD"]) >= 32
@@ -36,7 +36,7 @@ def test_the_password_is_made_once_and_is_nobody_elses(workspace: Workspace) -> 
 
 
 @pytest.mark.slow("starts MLflow's server, which loads for half a minute on a busy machine")
-def test_a_server_lets_in_who_has_the_password(workspace: Workspace) -> None:
+def test_the_server_accepts_only_requests_with_the_password(workspace: Workspace) -> None:
     with_store(workspace)
     port = free_port()
     secrets, _ = make_login(workspace, "ada")
@@ -54,7 +54,7 @@ def test_a_server_lets_in_who_has_the_password(workspace: Workspace) -> None:
 
 
 @pytest.mark.long("starts MLflow's server, which loads for half a minute on a busy machine")
-def test_people_reach_it_by_its_names_and_by_no_other(workspace: Workspace) -> None:
+def test_the_server_answers_under_its_own_names_and_no_other(workspace: Workspace) -> None:
     with_store(workspace)
     port = free_port()
     secrets, _ = make_login(workspace, "ada")

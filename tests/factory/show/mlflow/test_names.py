@@ -1,4 +1,4 @@
-"""The names of MLflow's pages, as its own server reads them."""
+"""The host names of MLflow's pages, as MLflow's own server checks them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lets_in(names: list[HostName], host: str, origin: str) -> bool:
         ("http://a.org", "a.org:80", "http://a.org", "http://a.org"),
     ],
 )
-def test_a_name_lets_in_who_uses_it(name: str, host: str, origin: str, address: str) -> None:
+def test_the_server_accepts_requests_under_a_given_name(name: str, host: str, origin: str, address: str) -> None:
     names = [HostName.parse(name), HostName.parse("another")]
     assert lets_in(names, host, origin) and names[0].address(PORT) == address
     for own in ("localhost", "localhost:5000", "127.0.0.1:1234", "[::1]:5000"):
@@ -62,12 +62,12 @@ def test_a_name_lets_in_who_uses_it(name: str, host: str, origin: str, address: 
     "name",
     ["", "*", "*.example.org", "a,b", "http://a/b", "ada@a", "ftp://a", "a:0", "a:99999", "a:", "a b", "[::zz]", "fe80::1%eth0", "a?", "-a"],
 )  # fmt: skip
-def test_an_invalid_name_is_refused(name: str) -> None:
+def test_an_invalid_host_name_is_refused(name: str) -> None:
     with refused("host_names.no_host", InputError):
         HostName.parse(name)
 
 
-def test_without_a_name_it_is_this_machine_unless_it_listens_on_loopback() -> None:
+def test_the_default_names_are_those_of_this_machine_unless_the_server_is_on_loopback() -> None:
     assert all(mlflow_server_options(server_names(host), PORT) == [] for host in ("127.0.0.1", "localhost", "::1"))
     addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
     outside = [a for a in addresses if a.count(".") == 3 and not a.startswith("127.")]
@@ -102,7 +102,7 @@ def test_a_name_that_others_can_reach_needs_a_login_too(workspace: Workspace) ->
         ("0.0.0.0", None, f"http://{socket.gethostname().lower()}:5000"),
     ],
 )
-def test_the_links_have_a_name_that_people_can_open(
+def test_printed_links_have_a_host_name_that_people_can_open(
     workspace: Workspace,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

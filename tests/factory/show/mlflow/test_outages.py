@@ -1,4 +1,4 @@
-"""If MLflow is damaged, hangs or is away: nothing waits for it, the outage is printed once, and missing data is sent later."""
+"""If MLflow is damaged, hangs or is away, nothing waits for it. The outage is printed once, and missing data is sent later."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def damage(workspace: Workspace) -> None:
         (workspace.root / f"mlflow.db{ending}").unlink(missing_ok=True)
 
 
-def test_a_server_that_does_not_answer_costs_one_limit_and_is_left_alone(
+def test_a_server_that_does_not_answer_costs_one_time_limit_and_then_is_not_asked(
     workspace: Workspace,
     ledger: Ledger,
     silent_server: tuple[str, list[socket.socket]],
@@ -109,8 +109,8 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     assert "outages.back" in codes(said.lines)
 
 
-def test_a_version_that_does_not_say_its_release_is_told_later(workspace: Workspace, ledger: Ledger) -> None:
-    """As a disk that was full when the release was registered leaves it."""
+def test_a_version_without_its_release_tag_gets_the_tag_later(workspace: Workspace, ledger: Ledger) -> None:
+    """A disk that was full during the registration of a release leaves such a version."""
     approval(with_store(workspace), "automatic")
     candidate = add_candidate(workspace, ledger)
     number = release(Plant(workspace, ledger, Said()), add_verdict(ledger, candidate))
@@ -122,7 +122,7 @@ def test_a_version_that_does_not_say_its_release_is_told_later(workspace: Worksp
     assert reconcile(Plant(workspace, ledger, Said())) == []
 
 
-def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_lost_store_is_filled_again_from_the_ledger(workspace: Workspace, ledger: Ledger) -> None:
     with_store(workspace)
     number = add_candidate(workspace, ledger)
     with ledger.begin() as tx:
@@ -146,7 +146,7 @@ def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, l
     assert number == 1
 
 
-def test_a_moved_workspace_has_its_artifacts(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_a_moved_workspace_still_finds_its_artifacts(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     approval(with_store(workspace), "automatic")
     number = release(Plant(workspace, ledger), add_verdict(ledger, add_candidate(workspace, ledger)))
     ledger.engine.dispose()
@@ -162,7 +162,7 @@ def test_a_moved_workspace_has_its_artifacts(workspace: Workspace, ledger: Ledge
     assert reconcile(Plant(moved, again)) == [] and (read_published_note(moved) or {})["release"] == number
 
 
-def test_other_errors_are_no_outage(workspace: Workspace, ledger: Ledger) -> None:
+def test_errors_of_another_kind_are_not_taken_for_an_outage(workspace: Workspace, ledger: Ledger) -> None:
     tracking = MlflowTracking.open(Plant(with_store(workspace), ledger))
     act: Callable[[], object] = lambda: tracking.candidate_run(9)
     with pytest.raises(Exception, match="no candidate 9"):

@@ -46,7 +46,9 @@ def tracking(workspace: Workspace, ledger: Ledger) -> MlflowTracking:
     return MlflowTracking.open(Plant(with_store(workspace), ledger))
 
 
-def test_who_flushes_the_store_keeps_its_locks(workspace: Workspace, ledger: Ledger, tracking: MlflowTracking) -> None:
+def test_flushing_the_store_does_not_drop_the_process_s_locks_on_it(
+    workspace: Workspace, ledger: Ledger, tracking: MlflowTracking
+) -> None:
     """Another process that closes it is not the last one, and leaves the log in which the next rows go."""
     run = tracking.segment_run(add_segment(workspace, ledger))
     flush_store(workspace)
@@ -60,7 +62,7 @@ def test_who_flushes_the_store_keeps_its_locks(workspace: Workspace, ledger: Led
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_processes_that_start_at_once_make_one_store_and_one_run(
+def test_processes_that_start_together_make_one_store_and_one_run(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     left_over = workspace.root / ".mlflow.db.new"  # of a process that was killed while it made the store
@@ -93,7 +95,7 @@ def test_a_broken_store_is_a_clear_error_at_once(workspace: Workspace, monkeypat
     assert slept == [], "MLflow would try again for 100 s"
 
 
-def test_segment_run_carries_the_recipe_and_lineage_once(
+def test_a_segment_run_has_the_recipe_and_the_lineage_once(
     tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
@@ -117,7 +119,9 @@ def test_a_run_made_just_before_a_kill_is_found_again(
     assert MlflowTracking.open(Plant(workspace, ledger)).segment_run(segment) == run
 
 
-def test_a_deleted_store_gets_everything_again(tracking: MlflowTracking, ledger: Ledger, workspace: Workspace) -> None:
+def test_after_its_deletion_a_store_gets_all_data_again(
+    tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
+) -> None:
     candidate = add_candidate(workspace, ledger)
     tracking.candidate_run(candidate)
     elsewhere = Workspace(workspace.root, type(workspace.config)(mlflow_uri=f"sqlite:///{workspace.root}/other.db"))
@@ -130,7 +134,7 @@ def history(tracking: MlflowTracking, run: str, key: str = "loss/all") -> list[t
     return [(m.step, m.value) for m in tracking.client.get_metric_history(run, key)]
 
 
-def test_follower_sees_lines_as_they_come_each_step_once(
+def test_the_follower_logs_each_step_once_while_the_file_grows(
     tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
@@ -154,7 +158,7 @@ def test_follower_sees_lines_as_they_come_each_step_once(
     assert [step for step, _ in history(tracking, run, "loss/docs")] == list(range(6))
 
 
-def test_a_resumed_trainer_that_cut_its_file_back_adds_nothing_twice(
+def test_no_step_is_logged_twice_after_a_resumed_trainer_cut_its_file(
     tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
@@ -170,7 +174,9 @@ def test_a_resumed_trainer_that_cut_its_file_back_adds_nothing_twice(
     assert [step for step, _ in history(tracking, tracking.segment_run(segment))] == list(range(70))
 
 
-def test_hostile_metrics_do_not_stop_the_others(tracking: MlflowTracking, ledger: Ledger, workspace: Workspace) -> None:
+def test_hostile_metrics_lines_do_not_stop_valid_lines(
+    tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
+) -> None:
     segment = add_segment(workspace, ledger)
     path = Path(segment.folder) / "metrics.jsonl"
     many = {f"loss/domain {i}": float(i) for i in range(2500)}
@@ -217,7 +223,9 @@ def test_a_locked_store_never_stops_training_and_is_reported_once(
     assert len(said) == 2 and "locked" in said[0] and codes(said) == ["outages.away", "outages.back"]
 
 
-def test_candidate_run_has_the_evaluation_once(tracking: MlflowTracking, ledger: Ledger, workspace: Workspace) -> None:
+def test_a_candidate_run_has_its_evaluation_once(
+    tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
+) -> None:
     candidate = add_candidate(workspace, ledger)
     run = tracking.candidate_run(candidate)
     assert tracking.candidate_run(candidate) == run
@@ -229,7 +237,7 @@ def test_candidate_run_has_the_evaluation_once(tracking: MlflowTracking, ledger:
     assert (workspace.mlflow_artifacts / "candidates" / run / "artifacts" / "samples.json").is_file()
 
 
-def test_proposal_run_shows_verdict_evidence_and_report(
+def test_a_proposal_run_shows_verdict_evidence_and_report(
     tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     report = workspace.reports / "proposal-1.html"
@@ -254,7 +262,7 @@ def test_proposal_run_shows_verdict_evidence_and_report(
     assert {a.path for a in tracking.client.list_artifacts(run)} == {"evidence.json", "report.html"}
 
 
-def test_flatten_and_numbers_and_keys() -> None:
+def test_nested_values_become_flat_keys_that_mlflow_accepts() -> None:
     assert flatten_keys({"a": {"b": [1], "c": None}, "d": 2}) == {"a.b": "[1]", "a.c": None, "d": 2}
     assert _params({"weights": {"*": 0.1}}) == {"weights.others": 0.1}, "MLflow refuses a * in a name"
     assert flatten_numbers({"a": {"b": 1, "c": True, "d": "x", "e": [1]}, "f": 2.5}) == {
@@ -271,7 +279,7 @@ def test_flatten_and_numbers_and_keys() -> None:
     ]
 
 
-def test_only_the_stores_own_connections_flush_less(
+def test_only_connections_to_mlflows_store_flush_less(
     tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     tracking.client.search_experiments()

@@ -1,4 +1,4 @@
-"""The pages hold what the ledger says, are one file, and nothing that came from outside is markup."""
+"""Each page is one file with the facts of the ledger. Text from outside never becomes markup."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def candidate(workspace: Workspace, ledger: Ledger) -> int:
     return found
 
 
-def test_release_report_says_everything_the_ledger_knows(ledger: Ledger, candidate: int) -> None:
+def test_a_release_report_shows_verdict_evaluation_data_and_lineage_of_the_ledger(
+    ledger: Ledger, candidate: int
+) -> None:
     verdict = add_verdict(ledger, candidate)
     with ledger.begin() as tx:
         row = {"number": 7, "candidate": candidate, "verdict": verdict, "state": "decided", "approved_by": "ada"}
@@ -139,7 +141,7 @@ def test_a_comparison_shows_the_champion_and_the_intervals(
     assert words.count("+0.1200 (+0.1000 … +0.1400)") == 2
 
 
-def test_the_first_screen_answers_what_a_release_manager_asks(
+def test_a_report_begins_with_the_summary_for_a_release_manager(
     workspace: Workspace, ledger: Ledger, candidate: int
 ) -> None:
     second = add_candidate(workspace, ledger)
@@ -182,7 +184,7 @@ def test_the_first_screen_answers_what_a_release_manager_asks(
     assert f"Nothing is released. {todo} " in read(render_report(ledger, second))
 
 
-def test_pictures_are_files_with_the_interval_of_each_level(
+def test_pictures_show_the_95_percent_interval_of_each_bits_per_byte_value(
     workspace: Workspace, ledger: Ledger, candidate: int
 ) -> None:
     """The interval of a level is that of a ratio over clusters, worked out here by hand for clusters of one size."""
@@ -215,14 +217,16 @@ def test_missing_measurements_and_files_are_left_out_of_the_report(
     assert "Training loss" not in words
 
 
-def test_hostile_text_is_text(ledger: Ledger, candidate: int) -> None:
+def test_a_release_report_escapes_hostile_text(ledger: Ledger, candidate: int) -> None:
     made = render_report(ledger, candidate)
     words = read(made)
     assert "<script>alert(1)</script>" in words and "&lt;script&gt;alert(1)" in made
     assert "\x1b" not in made and "\u202e" not in made and "onerror=alert(2)&gt;" in made
 
 
-def test_broken_files_and_odd_shapes_do_not_stop_a_report(workspace: Workspace, ledger: Ledger, candidate: int) -> None:
+def test_a_report_is_written_despite_broken_files_and_values_of_unexpected_types(
+    workspace: Workspace, ledger: Ledger, candidate: int
+) -> None:
     metrics = workspace.segments / "0002-anneal" / "metrics.jsonl"
     metrics.write_bytes(b'\xff\xfe\n{"step": 3}\n[1]\n{"step": 150, "loss": NaN}\n{"step": 151, "loss": "x"}\n')
     odd = {"bpb": {"code": None, "<b>": float(3)}, "samples": {"no": "list"}, "cloze": [], "parity": {"x": False}}
@@ -270,7 +274,7 @@ def test_proposal_report_shows_hypothesis_stages_and_patch() -> None:
     assert re.search(r'<span class="at">\+\+\+ b/x', made) and '<span class="add">+new' in made
 
 
-def test_a_repeated_measurement_stands_beside_the_first() -> None:
+def test_a_proposal_report_shows_a_repeated_measurement_beside_the_first() -> None:
     first = {"state": "passed", "reasons": ["a"], "drift": 0.125, "seconds": {"baseline": [1.5, 2.5]}, "noise": 0.5}
     again = {"state": "passed", "reasons": ["b"], "drift": 0.25, "seconds": {"baseline": [3.5, 4.5]}}
     made = proposal_report.render_proposal(stages(training=first | {"again": again}))
@@ -292,7 +296,7 @@ def test_a_proposal_report_takes_measurements_of_any_shape(value: Any) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.text(st.characters(codec=None)))
 @example("http://elsewhere url(x)")
-def test_any_text_is_carried_as_text(words: str) -> None:
+def test_a_proposal_report_escapes_any_text(words: str) -> None:
     hostile = {"title": words, "hypothesis": words, "patch": words, "reasons": [words], "agent": words}
     made = proposal_report.render_proposal(FACTS | hostile)
     shown = read(made)
@@ -305,7 +309,7 @@ def test_any_text_is_carried_as_text(words: str) -> None:
     st.lists(st.tuples(st.floats(), st.floats())),
     st.dictionaries(st.text("<&'\"XYZ", max_size=5), st.floats(), max_size=4),
 )
-def test_pictures_take_any_numbers(points: list[tuple[float, float]], values: dict[str, float]) -> None:
+def test_charts_can_be_drawn_from_any_numbers(points: list[tuple[float, float]], values: dict[str, float]) -> None:
     """However large, or not finite at all; a name may not look like a number that is not."""
     big = lambda value: abs(value) > 1e100
     values = {name: value for name, value in values.items() if not big(value)}
@@ -319,5 +323,5 @@ def test_pictures_take_any_numbers(points: list[tuple[float, float]], values: di
     assert "nan" not in made and "inf" not in made
 
 
-def test_number_says_what_is_missing() -> None:
+def test_a_missing_number_is_shown_as_a_dash() -> None:
     assert [number_text(v) for v in (None, float("nan"), True, 1234567, 1.5)] == ["–", "–", "–", "1,234,567", "1.500"]

@@ -1,4 +1,4 @@
-"""Events reach a real loopback server and a real command: in order, each at least once, whatever fails or is killed in between."""
+"""Events reach a real loopback server and a real command in order, each at least once, even after failures and kills."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def subjects(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(message["event"], message["subject"]) for message in messages]
 
 
-def test_by_default_nobody_is_told_and_nothing_is_written(workspace: Workspace, ledger: Ledger) -> None:
+def test_by_default_no_notification_is_sent_and_no_file_is_written(workspace: Workspace, ledger: Ledger) -> None:
     happens(ledger, ACTION_FAILED)
     Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     assert not (workspace.root / "notified.json").exists()
 
 
-def test_what_is_told_in_order_from_now_on_and_signed(
+def test_a_webhook_gets_signed_notifications_of_new_events_in_order(
     workspace: Workspace, ledger: Ledger, hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FACTORY_WEBHOOK_SECRET", "s3cret")
@@ -152,7 +152,7 @@ def test_what_is_told_in_order_from_now_on_and_signed(
     assert len(hook.got) == 6
 
 
-def test_a_receiver_that_fails_gets_the_same_message_again_and_holds_up_nobody(
+def test_a_failing_receiver_gets_the_same_notification_again_and_delays_no_other(
     workspace: Workspace, ledger: Ledger, hook: Hook, tmp_path: Path
 ) -> None:
     told = tmp_path / "told"
@@ -201,7 +201,9 @@ def test_a_receiver_that_fails_gets_the_same_message_again_and_holds_up_nobody(
     assert "ConnectionRefusedError" in said.lines[-1]
 
 
-def test_a_command_that_fails_hangs_or_is_not_there(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_a_command_that_fails_hangs_or_is_missing_is_reported_and_tried_again(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
     said, child = Said(), tmp_path / "child"
     cases = {
         "failed: it is full": ["sh", "-c", "echo it is full >&2; exit 3"],
@@ -241,7 +243,7 @@ def mail_server() -> Iterator[tuple[int, list[str]]]:
         server.shutdown()
 
 
-def test_apprise_tells_a_server_and_sends_mail(
+def test_apprise_delivers_to_a_server_and_by_mail(
     workspace: Workspace, ledger: Ledger, hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each receiver has a position of its own; what a server sends elsewhere, or refuses, was not delivered."""
@@ -270,7 +272,7 @@ def test_apprise_tells_a_server_and_sends_mail(
     assert set(json.loads((workspace.root / "notified.json").read_text())) == {"chat", "mail"}
 
 
-def test_a_secret_stands_in_no_log_no_words_and_no_file(
+def test_a_secret_is_in_no_log_message_or_file(
     workspace: Workspace, ledger: Ledger, hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fails: a server that refuses, an address that apprise does not take, a variable that is not set."""
@@ -325,7 +327,7 @@ def delivers(root: Path) -> None:
     Notifier(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root))).deliver_new_events()
 
 
-def test_killed_between_delivery_and_position_it_is_delivered_again(
+def test_after_a_kill_between_delivery_and_position_an_event_is_delivered_again(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     """The command itself kills whoever delivers, after it has the message."""
@@ -344,7 +346,9 @@ def test_killed_between_delivery_and_position_it_is_delivered_again(
     assert ids == [1, 1, 2], "the first one again, none lost, in order"
 
 
-def test_a_ledger_that_was_restored_goes_on_by_time(workspace: Workspace, ledger: Ledger, hook: Hook) -> None:
+def test_after_a_restore_of_the_ledger_delivery_continues_by_time(
+    workspace: Workspace, ledger: Ledger, hook: Hook
+) -> None:
     write_policy(workspace, webhook=hook.url)
     Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     happens(ledger, *[ACTION_FAILED] * 3)
@@ -362,7 +366,7 @@ def test_a_ledger_that_was_restored_goes_on_by_time(workspace: Workspace, ledger
     ]
 
 
-def test_run_once_tells_what_happened_while_it_ran(workspace: Workspace, ledger: Ledger, hook: Hook) -> None:
+def test_run_once_delivers_the_events_of_its_own_pass(workspace: Workspace, ledger: Ledger, hook: Hook) -> None:
     write_policy(workspace, webhook=hook.url)
     (workspace.inbox / "broken.jsonl").write_text("no json\n")
     run_daemon(Plant(workspace, ledger, Said()), once=True)
@@ -390,14 +394,18 @@ def test_run_once_tells_what_happened_while_it_ran(workspace: Workspace, ledger:
         ({"timeout_seconds": 0.0}, "timeout_seconds"),
     ],
 )
-def test_a_policy_that_is_wrong_is_named(workspace: Workspace, keys: dict[str, Any], why: str) -> None:
+def test_an_invalid_notification_policy_is_refused_with_its_key(
+    workspace: Workspace, keys: dict[str, Any], why: str
+) -> None:
     write_policy(workspace, **keys)
     with pytest.raises(ConfigError, match="notifications.yaml") as wrong:
         NotificationPolicy.load(workspace.policy_path("notifications.yaml"))
     assert why in str(wrong.value)
 
 
-def test_a_long_secret_is_taken_out_whole_before_words_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_secret_is_removed_before_an_error_text_is_shortened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The receiver's error repeats it until it lies across every place where a text may be cut."""
     secret = "".join(f"{number:03d}abcdefg" for number in range(20))
     monkeypatch.setenv("HOOK", secret)
