@@ -74,7 +74,9 @@ def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:
             )
         if ("new_text" in edit) == ("find" in edit):
             raise DraftError(
-                "kernel_engineer.two_forms", "edit {number}: give either new_text, or find and replace.", number=count
+                "kernel_engineer.two_forms",
+                "edit {number} must have either new_text, or both find and replace.",
+                number=count,
             )
         if "new_text" in edit:
             texts[path] = read_text(edit, "new_text", f"edit {count}: ")

@@ -41,7 +41,8 @@ class KernelEngineer:
         evidence = EvidenceReader(self.profile, self.workbench, target).evidence()
         about = Message(
             "kernel_engineer.target",
-            "target {target}: {share:.1%} of the step; at the roofline, the step would be {aim:.3f}x as fast",
+            "target {target} takes {share:.1%} of the step. If the target ran at the roofline, the step would be "
+            "{aim:.3f}x as fast",
             target=target.name,
             share=target.share,
             aim=target.gain_at_roofline,

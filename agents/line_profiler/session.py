@@ -78,15 +78,15 @@ def measure_profile(
     """
     recipe = with_chosen_precision(recipe, this_device())
     with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
-        report(Message("line_profiler.eager_step", "eager step"))
+        report(Message("line_profiler.eager_step", "preparing the eager step"))
         run = make_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
         device = run.ranks.device
         synchronize = torch.cuda.synchronize if device.type == "cuda" else None
         for _ in range(WARMUP_STEPS):
             run.train_step(make_batch(run.order).to(device))
-        report(Message("line_profiler.data_loader", "lines of the data loader"))
+        report(Message("line_profiler.data_loader", "timing the lines of the data loader"))
         data, making_s = _data_lines(run)
-        report(Message("line_profiler.step", "lines of the step"))
+        report(Message("line_profiler.step", "recording the lines of the step"))
         # One batch for all steps, so that the same step is compared.
         batch = make_batch(run.order).to(device)
         recorder = OperationRecorder()
@@ -95,7 +95,7 @@ def measure_profile(
         rounds = _rounds(run, batch, steps, synchronize, report)
         # The fastest of each: other programs only add time.
         step_s = min(rounds.unwatched) + making_s
-        report(Message("line_profiler.stopwatch", "cost of the stopwatch"))
+        report(Message("line_profiler.stopwatch", "measuring the cost of the stopwatch"))
         crossing_s = _crossing(recipe, kernels, Path(folder))
         events = tuple(
             add_measured_times(
@@ -173,7 +173,11 @@ def _rounds(
             run.train_step(batch)
             rounds.unwatched.append(_timed(run, batch, synchronize))
             rounds.watched.append(time_operations(lambda: run.train_step(batch), make_clock(run.ranks.device)))
-            report(Message("line_profiler.round", "lines of the step: round {number}", number=len(rounds.watched)))
+            report(
+                Message(
+                    "line_profiler.round", "timing the lines of the step: round {number}", number=len(rounds.watched)
+                )
+            )
     return rounds
 
 
@@ -262,13 +266,13 @@ def _isolate(
     report(
         Message(
             "line_profiler.isolation",
-            "single operations: {operations} distinct operations, at most {seconds:.0f} s",
+            "timing {operations} distinct operations outside the step, for at most {seconds:.0f} s",
             operations=len(recorded),
             seconds=budget_s,
         )
     )
     alone = measure_operations(
-        recorded, estimates, device, budget_s, make_progress_reporter(report, "operations alone: ")
+        recorded, estimates, device, budget_s, make_progress_reporter(report, "operations timed outside the step: ")
     )
     why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())
@@ -281,7 +285,7 @@ def _recipe_step(
 ) -> float | None:
     if not recipe.compile:
         return None
-    report(Message("line_profiler.recipe_step", "compiled step of the recipe"))
+    report(Message("line_profiler.recipe_step", "timing the compiled step of the recipe"))
     compiled = make_run(recipe, kernels, folder, steps=WARMUP_STEPS + steps + 3, compile=True)
     synchronize = torch.cuda.synchronize if compiled.ranks.device.type == "cuda" else None
     for _ in range(WARMUP_STEPS):

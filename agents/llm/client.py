@@ -49,7 +49,7 @@ class LlmClient:
                 if not error.again or attempt == policy.attempts:
                     raise LlmError(
                         "llm.no_reply",
-                        "{endpoint}: {problem}. The factory tried {attempts:,|time|times}.",
+                        "The request to {endpoint} failed: {problem}. The factory tried {attempts:,|time|times}.",
                         endpoint=self.endpoint.name,
                         problem=error.message,
                         attempts=attempt,
@@ -58,7 +58,7 @@ class LlmClient:
                 self.say(
                     Message(
                         "llm.again",
-                        "  {endpoint}: {problem}. The next attempt begins in {wait:.1f} s.",
+                        "  The request to {endpoint} failed: {problem}. The next attempt begins in {wait:.1f} s.",
                         endpoint=self.endpoint.name,
                         problem=error.message,
                         wait=wait,
@@ -100,8 +100,8 @@ class LlmClient:
         if error.after > longest:
             raise LlmError(
                 "llm.wait_too_long",
-                "{endpoint}: {problem}. The endpoint asks for a wait of {asked:.0f} s, longer than "
-                "llm.longest_wait_seconds ({longest:g}). Run the same command again later.",
+                "The request to {endpoint} failed: {problem}. The endpoint asks for a wait of {asked:.0f} s, longer "
+                "than llm.longest_wait_seconds ({longest:g}). Run the same command again later.",
                 endpoint=self.endpoint.name,
                 problem=error.message,
                 asked=error.after,

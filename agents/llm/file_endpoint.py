@@ -34,13 +34,15 @@ class FileEndpoint:
         except OSError as error:
             raise LlmError(
                 "llm.no_folder",
-                "endpoint {endpoint}: the folder cannot be made: {problem}",
+                "endpoint {endpoint}: the folder cannot be created ({problem}).",
                 endpoint=self.name,
                 problem=error.strerror,
             ) from None
         if not os.access(folder, os.W_OK | os.X_OK):
             raise LlmError(
-                "llm.not_writable", "endpoint {endpoint}: this user may not write to the folder.", endpoint=self.name
+                "llm.not_writable",
+                "endpoint {endpoint}: the current user may not write to the folder.",
+                endpoint=self.name,
             )
 
     def send(self, request: Request) -> Reply:

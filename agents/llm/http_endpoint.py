@@ -81,7 +81,7 @@ class HttpEndpoint:
                 ) from None
             problem = self._said(str(cause or error))
             raise SendError(
-                "llm.no_connection", "no connection: {problem}", problem=problem, again=True, charged=charged
+                "llm.no_connection", "the connection failed ({problem})", problem=problem, again=True, charged=charged
             ) from None
         except openai.OpenAIError as error:  # an error that the stream itself carried
             raise _failed(self._said(str(error)), charged=True) from None
@@ -214,7 +214,7 @@ class _Reading:
         if time.monotonic() - self.began > policy.reply_seconds:
             raise SendError(
                 "llm.too_slow",
-                "the reply was cut off, because it takes longer than {limit:g} s",
+                "the reply was cut off, because it took longer than {limit:g} s",
                 limit=policy.reply_seconds,
                 again=True,
                 charged=True,

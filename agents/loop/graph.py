@@ -226,14 +226,14 @@ class _Loop:
 
         answer = str(interrupt(_question(state))).strip()
         if answer.lower() in STOP:
-            return {"ended": messages_to_json(Message("loop.stopped", "stopped by the person who runs it"))}
+            return {"ended": messages_to_json(Message("loop.stopped", "the person at the terminal stopped the run"))}
         if answer.lower() in GO:
             return {"problem": state.get("problem", "")}
         if state["rounds"] >= self.policy.rounds or state["exchanges"] >= self.policy.exchanges:
             self.run.say(
                 Message(
                     "loop.nothing_left",
-                    "  the run has reached its limit of rounds or exchanges, so it ends without this instruction",
+                    "  the run ends and ignores this instruction, because it has reached its limit of rounds or exchanges",
                 )
             )
             return {"problem": state.get("problem", "")}

@@ -76,8 +76,8 @@ TABLE: tuple[CauseRule, ...] = (
         (HARDWARE, LAYOUT),
         Message(
             "loss_doctor.not_on_one_rank",
-            "a replay of the same steps from the same checkpoint, on one rank, does not show the anomaly: a device "
-            "or the division among ranks is faulty",
+            "a replay of the same steps from the same checkpoint, on one rank, does not show the anomaly: a "
+            "device is faulty, or the division of the work among ranks is",
         ),
     ),
     (
@@ -215,8 +215,8 @@ TABLE: tuple[CauseRule, ...] = (
         (REPEATED,),
         Message(
             "loss_doctor.repeated",
-            "the loss is as usual without some documents. These documents were not too easy at an older checkpoint, "
-            "so the model learnt them since then",
+            "the loss is as usual without some documents. The loss of these documents was not too low at an "
+            "older checkpoint, so the model has learnt them since then",
         ),
     ),
     (
@@ -241,8 +241,8 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, REPEATED),
         Message(
             "loss_doctor.always_too_easy",
-            "the anomaly is gone without some documents. No second checkpoint shows whether these documents were "
-            "always too easy",
+            "the anomaly is gone without some documents. No second checkpoint shows whether the loss of these "
+            "documents was always too low",
         ),
     ),
     (
@@ -259,7 +259,7 @@ TABLE: tuple[CauseRule, ...] = (
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.other_documents",
-            "the anomaly is gone with other documents of the same shards, but not without the documents that stand out",
+            "the anomaly is gone with other documents of the same shards, but masking documents did not remove it",
         ),
     ),
     (

@@ -126,7 +126,7 @@ class _Consultation:
             step()
             if self.outcomes and all(outcome.failed for outcome in self.outcomes):
                 reason = self.outcomes[0].failed
-                why = Message("loss_doctor.no_replay", "nothing could be replayed: {problem}", problem=reason)
+                why = Message("loss_doctor.no_replay", "no replay could run: {problem}", problem=reason)
                 return DiagnosedCause((UNKNOWN,), why)
             if (naming := choose_cause(self.findings)) is not None:
                 return naming

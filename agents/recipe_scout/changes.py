@@ -165,14 +165,18 @@ def change_schedule(course: TrainingRecord) -> Iterator[RecipeChange]:
     if share < LONG_ENOUGH:
         why = Message(
             "recipe_scout.anneal",
-            "the anneal takes {share:.0%} of a release's steps, and a longer anneal helps, up to about {enough:.0%} of the steps",
+            "the anneal takes {share:.0%} of a release's steps. A longer anneal lowers the loss further, until "
+            "the anneal takes about {enough:.0%} of the steps",
             share=share,
             enough=LONG_ENOUGH,
         )
         new = math.ceil(1.5 * rule.anneal_steps)
         yield RecipeChange(("schedule", "anneal_steps"), rule.anneal_steps, new, course.gain_of_token_worth(1.03), why)
     if rule.shape != "1-sqrt":
-        why = Message("recipe_scout.shape", "1 − sqrt ends lower than other tails (arXiv 2405.18392 §3)")
+        why = Message(
+            "recipe_scout.shape",
+            "an anneal of the shape 1 − sqrt ends with a lower loss than other shapes (arXiv 2405.18392 §3)",
+        )
         yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", course.gain_of_token_worth(1.03), why)
 
 
@@ -182,7 +186,8 @@ def change_regularisers(course: TrainingRecord) -> Iterator[RecipeChange]:
     if course.clipped > 0.5 and not course.trouble:
         why = Message(
             "recipe_scout.clipping",
-            "the gradient is clipped in {clipped:.0%} of the steps, and the run had no anomaly",
+            "the gradient is clipped in {clipped:.0%} of the steps, and the run had no anomaly, so a higher "
+            "limit may be safe",
             clipped=course.clipped,
         )
         gain = course.gain_of_token_worth(1 + 0.1 * course.clipped)
@@ -190,7 +195,7 @@ def change_regularisers(course: TrainingRecord) -> Iterator[RecipeChange]:
     if course.trouble:
         why = Message(
             "recipe_scout.stronger_z_loss",
-            "a stronger z-loss may avoid anomalies, of which the run had {anomalies}",
+            "the run had {anomalies:,|anomaly|anomalies} so far, and a stronger z-loss may avoid further anomalies",
             anomalies=course.trouble,
         )
         new = 10 * stability.z_loss or 1e-4

@@ -215,8 +215,9 @@ def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, ag
         ),
         hypothesis=Message(
             "search_proposer.compile",
-            "torch.compile of each block covers {candidates:,|fusion candidate|fusion candidates} of the profile. "
-            "Together they are {megabytes:,.0f} MB and {share:.0%} of the eager step: {fusions}. {refuted}",
+            "torch.compile of each block covers {candidates:,|fusion candidate|fusion candidates} of the "
+            "profile. Together they would save {megabytes:,.0f} MB of memory traffic and {share:.0%} of the "
+            "eager step: {fusions}. {refuted}",
             candidates=len(fusions),
             megabytes=megabytes,
             share=share,

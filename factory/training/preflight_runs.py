@@ -118,7 +118,7 @@ class PreflightRuns:
         if way.part == "kernels" and not self.row.computing:
             return Message(
                 "training.preflight.kernels_unknown",
-                "an older factory planned the segment and did not record its kernels",
+                "an older version of the factory planned the segment and did not record the segment's kernels",
             )
         if way.part == "kernels" and set((self.row.computing or {})["kernels"].values()) == {"reference"}:
             return Message("training.preflight.all_reference", "every op already runs its reference kernel")

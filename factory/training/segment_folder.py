@@ -208,7 +208,7 @@ def _anomaly(line: str, path: Path, row: SegmentRow) -> dict[str, Any]:
     found = parse_object_of_file(line, path)
     if type(found.get("step")) is not int or not KIND.fullmatch(str(found.get("kind"))):
         raise SegmentError(
-            "training.anomaly_malformed", "{file} has an anomaly without a step or a valid kind.", file=path
+            "training.anomaly_malformed", "{file} lists an anomaly whose step or kind is missing or invalid.", file=path
         )
     if not row.first_step <= found["step"] < row.last_step:
         raise SegmentError(

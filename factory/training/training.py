@@ -83,7 +83,12 @@ def run_segment(
         result = read_result(folder, row.last_step)
         record_segment_done(plant.ledger, row, folder, result)
     except SegmentError as error:
-        said = Message("training.result_refused", "ended with exit {code}: {error}", code=code, error=error)
+        said = Message(
+            "training.result_refused",
+            "ended with exit code {code}, but the factory refused its result: {error}",
+            code=code,
+            error=error,
+        )
         raise_trainer_failure(plant, row, code, kills, TrainerFailure(REFUSED, said))
     return result
 
@@ -143,7 +148,7 @@ def run_trainer(
     if follower:
         follower.poll()
     ending = Message(
-        "training.hung", "hung, so the factory killed its process {process}: {hung}", hung=hung, process=number
+        "training.hung", "hung: {hung}. The factory killed its process {process}", hung=hung, process=number
     )
     return read_exit_code(process.wait(), [folder]), TrainerFailure(HUNG, ending) if hung else None
 

@@ -88,7 +88,7 @@ def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECO
         why = (done.stderr.strip().splitlines() or [""])[-1][:500]
         raise TuningError(
             "training.tuning_failed",
-            "The timing of the kernels failed with exit code {code}: {why}",
+            "The process that times the kernels ended with exit code {code}. The last line of its error output: {why}",
             code=done.returncode,
             why=why,
         )

@@ -152,7 +152,10 @@ def measure_slices(
     if wanted:
         tasks = [SweepTask(item, device.type, attention, limits) for item in wanted]
         results = measure_items_on_workers(
-            start(), tasks, [item.estimated_s for item in wanted], make_progress_reporter(report, "operations ")
+            start(),
+            tasks,
+            [item.estimated_s for item in wanted],
+            make_progress_reporter(report, "operations measured: "),
         )
     seconds = time.perf_counter() - began
     by_item = dict(zip(wanted, results))
@@ -183,7 +186,11 @@ def _swept(item: SweepItem, result: tuple[IsolatedTime, float] | UnmeasuredItem 
     if result is None:
         return missing(item.fits, 0.0)
     if isinstance(result, UnmeasuredItem):
-        died = Message("line_profiler.worker_died", "its worker died {tries:,|time|times}", tries=result.tries)
+        died = Message(
+            "line_profiler.worker_died",
+            "the worker died {tries:,|time|times} while it measured the operation",
+            tries=result.tries,
+        )
         return missing(result.error or died, 0.0)
     one, took = result
     if one.why_not:

@@ -101,14 +101,14 @@ def _sized(item: SweepItem, limits: SweepLimits) -> SweepItem:
     if item.bytes > limits.memory_bytes:
         why = Message(
             "line_profiler.needs_memory",
-            "the operation needs {needs:.1f} GB, and {limit:.1f} GB are allowed",
+            "the operation needs {needs:.1f} GB, but only {limit:.1f} GB are allowed",
             needs=item.bytes / 1e9,
             limit=limits.memory_bytes / 1e9,
         )
     elif least > limits.item_s:
         why = Message(
             "line_profiler.needs_time",
-            "the operation needs about {needs:.1f} s, and {limit:.1f} s are allowed",
+            "the operation needs about {needs:.1f} s, but only {limit:.1f} s are allowed",
             needs=least,
             limit=limits.item_s,
         )

@@ -146,7 +146,7 @@ class RayActors:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise SweepError(
                 "line_profiler.no_cluster",
-                "--ray {address}: Ray cannot start or connect: {problem}",
+                "--ray {address}: Ray cannot start, or cannot connect to the cluster ({problem}).",
                 address=address,
                 problem=str(error).splitlines()[0],
             ) from None

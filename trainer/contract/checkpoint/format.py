@@ -246,7 +246,7 @@ def read_tensors(path: Path, kind: str, wanted: Regions | None = None) -> Tensor
         if count:
             raise CheckpointError(
                 "trainer.missing_elements",
-                "{checkpoint}: {count:,|element|elements} of {kind} {tensor} are missing.",
+                "{checkpoint}: {kind} tensor {tensor} lacks {count:,|element|elements}.",
                 checkpoint=str(path),
                 count=count,
                 kind=kind,
@@ -280,7 +280,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise
         raise CheckpointError(
             "trainer.not_a_checkpoint",
-            "{folder} is not a checkpoint: manifest.json: {problem}",
+            "{folder} is not a checkpoint, because its manifest.json cannot be read: {problem}",
             folder=str(path),
             problem=error.strerror,
         ) from None

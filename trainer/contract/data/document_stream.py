@@ -251,7 +251,8 @@ def _mask(streams: dict[str, DocumentStream], keys: set[str]) -> None:
     if missing:
         raise DataPlanError(
             "document_stream.masked_document",
-            "masked names document {document!r}, but no token shard of the plan has this document.",
+            "The key 'masked' of the data plan names document {document!r}, but no token shard of the plan has "
+            "this document.",
             document=min(missing),
         )
 
