@@ -1,4 +1,4 @@
-"""Profiles a recipe: runs steps of it eagerly, records them, and compares their sum with the clock and with torch.profiler."""
+"""Profiles a recipe: runs its steps eagerly, and compares the sum of the operations' times with the clock and torch.profiler."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def measure_profile(
     isolation_budget_s: float = ISOLATION_BUDGET_S,
     report: Callable[[str], None] = lambda text: None,
 ) -> ProfileSession:
-    """Profile an eager step: its lines from one recorded step, their times from the fastest of at least ``steps`` timed
-    ones, which alternate with steps that nothing watches and steps under torch.profiler.
+    """Profile an eager step. One recorded step gives the lines. The fastest of at least ``steps`` timed steps gives their times. The timed
+    steps alternate with steps that nothing watches and with steps under torch.profiler.
 
     Raises: TrainerError, KernelError.
     """
@@ -141,8 +141,8 @@ def measure_profile(
 
 @dataclass(frozen=True)
 class RepeatedStepTimings:
-    """The same step many times: seconds of the unwatched steps, laps of those under the stopwatch, seconds of operations
-    by torch.profiler."""
+    """Times of one step that was run many times. ``unwatched``: seconds of a step that nothing watches. ``watched``: the operations of a
+    step under the stopwatch. ``torch``: seconds in operations by torch.profiler."""
 
     unwatched: list[float]
     watched: list[list[TimedOperation]]
@@ -157,8 +157,8 @@ class RepeatedStepTimings:
 def _rounds(
     run: SegmentRun, batch: Batch, steps: int, synchronize: Callable[[], None] | None, report: Callable[[str], None]
 ) -> RepeatedStepTimings:
-    """The three kinds of step alternate, so that other programs slow all of them; one step after torch.profiler is not
-    counted, so that none starts with colder caches. At least ``steps`` rounds, until settled or the time is spent."""
+    """Run the three kinds of step in alternation, so that other programs slow all of them. A step that is not counted follows torch.profiler,
+    so that no counted step starts with colder caches. At least ``steps`` rounds run, until they are settled or the time is spent."""
     rounds = RepeatedStepTimings([], [], [])
     began = time.perf_counter()
 
@@ -199,7 +199,7 @@ def _timed(run: SegmentRun, batch: Batch, synchronize: Callable[[], None] | None
 
 @contextmanager
 def _ops_of(run: SegmentRun, ops: Ops) -> Iterator[None]:
-    """The model and the optimiser call ``ops`` within the block."""
+    """Let the model and the optimiser call ``ops`` within the block."""
     before = run.model.ops
 
     def use(ops: Ops) -> None:
@@ -218,8 +218,8 @@ def _ops_of(run: SegmentRun, ops: Ops) -> Iterator[None]:
 
 
 def _data_lines(run: SegmentRun) -> tuple[dict[Line, tuple[float, float]], float]:
-    """(line → (seconds, times) of making one batch, seconds of making one untraced). Scaling the lines to the untraced
-    time removes the tracer's own."""
+    """(line → (seconds, times executed) while one batch is made, seconds to make a batch without the tracer). The lines are scaled to the
+    time without the tracer, which removes the tracer's own time."""
     untraced = []
     for _ in range(2):
         began = time.perf_counter()
@@ -245,7 +245,7 @@ def _calls(run: SegmentRun, batch: Batch, recorder: OperationRecorder) -> dict[L
 
 
 def _torch_profiler_s(run: SegmentRun, batch: Batch) -> float:
-    """Self time of all operations of the step by torch.profiler: on the GPU where there is one."""
+    """Seconds of self time of all operations of the step by torch.profiler: on the GPU if there is one."""
     cuda = run.ranks.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
     with torch_profile(activities=activities, acc_events=True) as found:
@@ -311,9 +311,9 @@ COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # frame
 def trace_line_times(
     folders: tuple[str, ...] = ("trainer",), op: Callable[[], str] = lambda: ""
 ) -> Iterator[dict[Line, list[float]]]:
-    """Time every line of ours that this thread executes in the block: line → [seconds, times entered].
+    """Time every line of ``folders`` that this thread executes in the block. Yields a dictionary: line → [seconds, times executed].
 
-    A line's time excludes that of our lines which it calls. ``op`` returns the kernel op that is running.
+    A line's time excludes the time of lines of ``folders`` that it calls. ``op`` returns the kernel op that is running.
     """
     roots = tuple(f"{ROOT / folder}/" for folder in folders)
     found: dict[Line, list[float]] = {}

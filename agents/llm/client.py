@@ -26,7 +26,7 @@ FIRST_WAIT = 1.0  # seconds before the second attempt, at most; doubled each tim
 
 
 class LlmClient:
-    """Sends requests to an endpoint, by a policy, and keeps the books. ``say`` tells a person what it waits for."""
+    """Sends requests to an endpoint, under a policy, and records them in ``books``. ``say`` tells a person why the client waits."""
 
     def __init__(
         self,
@@ -93,7 +93,10 @@ class LlmClient:
         return self.policy.usd(usage.input_tokens, usage.output_tokens)
 
     def _wait(self, error: SendError, attempt: int) -> float:
-        """Seconds before the next attempt: the endpoint's own, or exponential backoff; with jitter, so that many clients do not return at once."""
+        """Seconds before the next attempt: as the endpoint asks, else exponential backoff. Jitter keeps many clients from returning at once.
+
+        Raises: LlmError if the endpoint asks for too long a wait.
+        """
         longest = self.policy.longest_wait_seconds
         if error.after is None:
             return min(longest, FIRST_WAIT * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)

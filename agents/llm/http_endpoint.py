@@ -1,4 +1,4 @@
-"""Any server that speaks ``/v1/chat/completions``, through the ``openai`` package. Replies are streamed, and limited in bytes, tokens and seconds.
+"""The endpoint for any server with ``/v1/chat/completions``, through the ``openai`` package. Replies are streamed, and limited in bytes, tokens and seconds.
 
 The ``client`` retries, not the package, so that each attempt is in the books. The key goes into the request's header only. If the server's
 answer repeats the key, the key is removed from it.
@@ -107,7 +107,7 @@ class HttpEndpoint:
         return self._client
 
     def _collect(self, stream: Any, request: Request) -> Reply:
-        """The reply that the chunks of a stream make up."""
+        """The reply, joined from the chunks of a stream. Raises: SendError."""
         text: list[str] = []
         calls: dict[int, dict[str, str]] = {}
         finish, usage, chunks = "", None, 0
