@@ -203,14 +203,17 @@ def test_a_large_folder_or_file_is_told() -> None:
         warnings.warn("; ".join(told), stacklevel=1)
 
 
-def is_small_and_alone(path: Path, importers: set[str]) -> bool:
-    """Under 80 lines, read by one file only, which lies beside it: a reader opens two where one would do.
+REASON = ("A separate file, because ", "Apart because ")
 
-    A line of its docstring that begins with "Apart because" says what it gains, as: Apart because it runs in the sandbox, without the rest.
+
+def is_small_and_alone(path: Path, importers: set[str]) -> bool:
+    """True for a file of under 80 lines that only one file imports, which lies beside it: a reader opens two files where one would do.
+
+    A line of the file's docstring that begins with ``REASON`` excuses it, such as: A separate file, because it runs in the sandbox.
     """
     if path.name in ("__init__.py", "__main__.py") or len(importers) != 1 or len(path.read_text().splitlines()) >= 80:
         return False
-    reason = any(line.startswith("Apart because ") for line in (ast.get_docstring(parsed(path)) or "").splitlines())
+    reason = any(line.startswith(REASON) for line in (ast.get_docstring(parsed(path)) or "").splitlines())
     return EVERY[min(importers)].parent == path.parent and not reason
 
 
@@ -225,7 +228,7 @@ def test_a_small_file_has_more_than_one_reader_or_a_reason() -> None:
         if is_small_and_alone(path, importers.get(name, set()))
     }
     assert sorted(alone) == [], (
-        "put it into its one importer, or say why it is apart: 'Apart because …' in its docstring"
+        "put it into its one importer, or say why it is a file of its own: 'A separate file, because …' in its docstring"
     )
 
 

@@ -1,5 +1,6 @@
-"""The endpoint for any server with ``/v1/chat/completions``, through the ``openai`` package. Replies are streamed, and limited in bytes, tokens and seconds.
+"""The endpoint for any server with ``/v1/chat/completions``, through the ``openai`` package.
 
+Replies are streamed, and limited in bytes, tokens and seconds.
 The ``client`` retries, not the package, so that each attempt is in the books. The key goes into the request's header only. If the server's
 answer repeats the key, the key is removed from it.
 """

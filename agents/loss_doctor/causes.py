@@ -20,10 +20,10 @@ SPREAD = 0.4  # if more than this share of a window's documents must be masked, 
 
 @dataclass(frozen=True)
 class ArmFindings:
-    """The findings so far. An arm that is missing in a dictionary was not run. None: the arm neither cleared the anomaly nor showed it."""
+    """The findings so far. An arm that ``fires`` lacks was not run. Its value is None if the arm neither cleared the anomaly nor showed it."""
 
     kind: str
-    low: bool = False
+    low: bool = False  # the anomaly is a loss that is too low
     fires: Mapping[str, bool | None] = field(default_factory=dict)  # by arm
     repeatable: bool | None = None  # two runs of the same replay left the same bits
     kernels_are_reference: bool = False  # then the arm of reference kernels is not run
@@ -53,7 +53,7 @@ class ArmFindings:
 
 @dataclass(frozen=True)
 class DiagnosedCause:
-    """One cause, or two that the arms cannot tell apart, and the reason."""
+    """A cause, or two causes that the arms cannot tell apart, and the reason."""
 
     causes: tuple[str, ...]
     why: str

@@ -84,7 +84,7 @@ class CheckedWording:
 
 
 def ask_for_wording(client: LlmClient, label: str, facts: DiagnosisFacts) -> CheckedWording:
-    """Ask the model once. Raises: LlmError if no answer came; DraftError if it cannot be read."""
+    """Ask the model once. Raises: LlmError if no answer came; DraftError if the answer cannot be read."""
     called = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _task(facts)}]
     reply = client.ask(label, called, TOOLS)
     claims = [call.arguments for call in reply.tool_calls if call.name == EXPLAIN]

@@ -230,8 +230,8 @@ def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, ag
 
 
 def propose_micro_batch(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
-    """A proposal of the recipe's key ``batch.micro_sequences``: how many rows of a step go through the model at once. None if no number gains,
-    or if it cannot be measured.
+    """A proposal of the recipe's key ``batch.micro_sequences``: how many rows of a step go through the model at once. None if no other
+    number of rows gains, or if none can be measured.
 
     The key changes only rounding and the use of caches. The hottest ops are measured with half as many rows and with twice as many; the time of
     the rest of the step is assumed to stay.

@@ -49,7 +49,9 @@ from trainer.contract.recipe import Recipe, with_changed_keys
 
 SERIES = ("loss", "grad_norm")  # of metrics.jsonl
 RANKS = 2
-INITIAL_WEIGHTS_PREFIX = "first weights of "  # names a run of one step, whose learning rate is too small to move a weight
+INITIAL_WEIGHTS_PREFIX = (
+    "first weights of "  # names a run of one step, whose learning rate is too small to move a weight
+)
 FROZEN_RECIPE = {"optimizer.lr": 1e-30, "checkpoint_every": 1}
 
 

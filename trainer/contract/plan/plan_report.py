@@ -1,4 +1,4 @@
-"""A run's plan as text: each number with its formula and its source, and remarks."""
+"""A run's plan as text: each number with its formula and its source, and warnings."""
 
 from __future__ import annotations
 
