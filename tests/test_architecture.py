@@ -178,7 +178,7 @@ def test_no_circle_between_folders() -> None:
     assert not circle(graph)
 
 
-def test_no_decision_shows() -> None:
+def test_code_that_decides_does_not_import_code_that_shows() -> None:
     """MLflow, pages and notifications are made from the ledger, by whoever stands above what decides: it imports nothing of them."""
     may = ("show", "cli", "demo", "duties", "comparing", "__main__")
     found = [
@@ -191,7 +191,7 @@ def test_no_decision_shows() -> None:
     assert not found
 
 
-def test_a_large_folder_or_file_is_told() -> None:
+def test_a_large_folder_or_file_gives_a_warning() -> None:
     """A reader's sense decides: a file is one idea, whole."""
     folders = (*MAY_IMPORT, "tests", "benchmarks", "policies", "docs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
@@ -217,7 +217,7 @@ def is_small_and_alone(path: Path, importers: set[str]) -> bool:
     return EVERY[min(importers)].parent == path.parent and not reason
 
 
-def test_a_small_file_has_more_than_one_reader_or_a_reason() -> None:
+def test_a_small_file_has_more_than_one_importer_or_a_reason() -> None:
     importers: dict[str, set[str]] = {}
     for name, found in the_graph().items():
         for imported in found:
@@ -232,7 +232,7 @@ def test_a_small_file_has_more_than_one_reader_or_a_reason() -> None:
     )
 
 
-def test_every_folder_says_what_lives_there() -> None:
+def test_every_package_has_a_docstring() -> None:
     for folder in MAY_IMPORT:
         for path in (ROOT / folder).rglob("__init__.py"):
             assert ast.get_docstring(parsed(path)), f"{path.relative_to(ROOT)} has no docstring"
@@ -256,7 +256,7 @@ PATCHABLE = {name for name, path in EVERY.items() if POLICY.is_patchable(str(pat
 RUN_PATCHABLE = {f"kernels.contract.{name}" for name in ("registry", "bench", "tune")}
 
 
-def test_the_wall_is_a_folder() -> None:
+def test_agents_may_patch_all_of_kernels_and_trainer_except_contract() -> None:
     """What agents may not patch of kernels/ and trainer/ is contract/, and what importing from it runs."""
     kept = {n for n in EVERY if n.startswith(("kernels", "trainer"))} - PATCHABLE
     assert kept == {n for n in EVERY if n.startswith(("kernels.contract", "trainer.contract"))} | {"kernels", "trainer"}
@@ -271,7 +271,7 @@ def test_the_contract_imports_nothing_that_agents_may_patch(contract: str) -> No
         assert not (found := PATCHABLE & set(ways)), " → ".join(ways[min(found)])
 
 
-def test_what_judges_imports_nothing_that_agents_may_patch() -> None:
+def test_code_that_judges_imports_nothing_that_agents_may_patch() -> None:
     """Not even once it was approved: the live code runs in processes of its own, or in the sandbox."""
     graph = the_graph()
     shown_to_people = (
@@ -296,7 +296,7 @@ def test_what_judges_imports_nothing_that_agents_may_patch() -> None:
         assert not (found := (PATCHABLE | RUN_PATCHABLE) & set(ways)), " → ".join(ways[min(found)])
 
 
-def test_tests_import_no_test() -> None:
+def test_tests_do_not_import_test_files() -> None:
     """What tests share lies in tests/support; tests/chaos, tests/mutants and tests/night are programs of their own."""
     for path in (ROOT / "tests").rglob("*.py"):
         for imported in imports(path):
@@ -305,14 +305,14 @@ def test_tests_import_no_test() -> None:
             assert shared and not last[0].startswith("test_"), f"{path.relative_to(ROOT)} imports {imported}"
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_class_names_are_unique() -> None:
     names = Counter(
         name for path in EVERY.values() for name in re.findall(r"^class ([^_\W]\w*)", path.read_text(), re.MULTILINE)
     )
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_the_repository_holds_regular_files_alone() -> None:
+def test_the_repository_holds_only_regular_files() -> None:
     """A link that is tracked replaces what lies there in every clone: an environment, once."""
     listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:

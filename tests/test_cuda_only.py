@@ -119,11 +119,11 @@ def test_each_row_says_what_covers_it() -> None:
         ("def f():\n    'runs on \"cuda\"'\n    return name('cuda'), other.cuda", set()),
     ],
 )
-def test_what_counts(text: str, names: set[str]) -> None:
+def test_parts_finds_code_that_only_a_gpu_runs(text: str, names: set[str]) -> None:
     assert parts(text, "m") == names
 
 
-def test_a_missing_row_is_told_ready_to_paste(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_failure_prints_a_missing_row_ready_to_paste(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first, *others = sorted(in_code())
     table = tmp_path / "GPU.md"
     table.write_text(

@@ -144,12 +144,12 @@ def test_a_document_names_only_what_exists(name: str) -> None:
         ("`python -m benchmarks.lost`", "there is no module benchmarks.lost"),
     ],
 )  # fmt: skip
-def test_what_does_not_exist_is_named(text: str, wrong: str) -> None:
+def test_the_check_names_things_that_do_not_exist(text: str, wrong: str) -> None:
     (found,) = wrong_of("README.md", text)
     assert wrong in found
 
 
-def test_what_exists_is_not_named() -> None:
+def test_the_check_does_not_name_things_that_exist() -> None:
     text = (
         "# Home\n[home](README.md#home) `factory data remove --source NAME --dry-run` `factory releases list | show N | diff A B` `factory/ingest/` "
         "`my-factory/policies/data.yaml` `make test` 'factory status --json'\n```\npython -m benchmarks.gpu\nfactory run --once   # here\n```\n"

@@ -80,7 +80,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]
     return [(int(code), words) for words, _, code in (one.rpartition("\n") for one in said)]
 
 
-def test_a_mark_that_says_nothing_or_names_no_case_is_refused(collected: list[tuple[int, str]]) -> None:
+def test_a_mark_without_a_reason_or_without_an_existing_case_is_refused(collected: list[tuple[int, str]]) -> None:
     code, said = collected[0]
     assert code == pytest.ExitCode.INTERRUPTED, said
     for words in (
@@ -92,7 +92,7 @@ def test_a_mark_that_says_nothing_or_names_no_case_is_refused(collected: list[tu
         assert words in said, said
 
 
-def test_each_case_is_in_one_tier(collected: list[tuple[int, str]]) -> None:
+def test_each_test_case_is_in_exactly_one_tier(collected: list[tuple[int, str]]) -> None:
     for (words, expected), (_, said) in zip(TIERS.items(), collected[1:], strict=True):
         assert words in (ROOT / "Makefile").read_text()
         assert {line.split("::")[1] for line in said.splitlines() if "::" in line} == expected, said

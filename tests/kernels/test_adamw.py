@@ -28,7 +28,7 @@ def state() -> tuple[list[Tensor], ...]:
 
 @pytest.mark.parametrize("update", [adamw.reference, adamw.fused_adamw, adamw.compiled])
 @pytest.mark.slow("compiles the update")
-def test_ten_steps_are_those_of_torch(update: Callable[..., None]) -> None:
+def test_ten_steps_equal_those_of_torchs_adamw(update: Callable[..., None]) -> None:
     """The fused one to the bit; the plain expression but for the order of roundings."""
     weights, exp_avgs, exp_avg_sqs, steps = state()
     theirs = [torch.nn.Parameter(w.clone()) for w in weights]
@@ -69,7 +69,7 @@ def test_a_skipped_update_changes_no_bit(update: Callable[..., None], poison: fl
     assert all(torch.equal(x.view(torch.int32), kept) for x, kept in zip(every, before))
 
 
-def test_a_changed_rate_is_not_recompiled() -> None:
+def test_a_changed_learning_rate_causes_no_recompilation() -> None:
     """torch.compile takes a number as a constant, and gives up after eight of them."""
     weights, exp_avgs, exp_avg_sqs, steps = state()
     with torch._dynamo.config.patch(error_on_recompile=True):

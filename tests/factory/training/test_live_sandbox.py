@@ -89,7 +89,7 @@ def weights_of(ledger: Ledger, number: int) -> str:
     return hashlib.sha256(blob).hexdigest()
 
 
-def test_hostile_live_code_reaches_nothing_and_its_result_is_the_honest_one(
+def test_hostile_live_code_reaches_nothing_outside_the_sandbox_and_trains_the_same_result(
     tmp_path: Path, server: tuple[int, list[socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, listening = server
@@ -126,7 +126,7 @@ def test_hostile_live_code_reaches_nothing_and_its_result_is_the_honest_one(
     assert not list(workspace.segments.glob("new")) and not Path("/tmp/mine").exists()
 
 
-def test_the_same_code_outside_of_the_sandbox_reaches_all(
+def test_code_reaches_local_servers_only_without_the_sandbox(
     tmp_path: Path, server: tuple[int, list[socket.socket]], workspace: Workspace
 ) -> None:
     """This shows that the sandbox stops the code, and not the test's set-up."""
@@ -183,7 +183,7 @@ def test_processes_of_a_launcher_are_reported_as_not_isolated(workspace: Workspa
     assert not isolated and "launcher" in why
 
 
-def test_a_trainer_s_files_are_read_without_trust(tmp_path: Path) -> None:
+def test_links_and_pipes_that_a_trainer_leaves_are_not_read(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text('{"step": 1}\n')
     (tmp_path / "link").symlink_to(target)

@@ -26,7 +26,7 @@ def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
+def test_transformers_and_the_judge_load_an_export_and_give_the_same_logits(
     tmp_path: Path, make_shard: MakeShard, family: str
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -62,7 +62,7 @@ def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
     assert config.get("n_shared_experts", 1) >= 1, "vLLM's class cannot be without a shared expert"
 
 
-def test_in_bf16_the_routers_bias_is_unchanged(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_an_export_in_bf16_keeps_the_routers_bias_in_fp32(tmp_path: Path, make_shard: MakeShard) -> None:
     from transformers import AutoModelForCausalLM
 
     checkpoint = trained(tmp_path / "segment", make_shard, **FAMILIES["experts"][1], export_dtype="bf16")

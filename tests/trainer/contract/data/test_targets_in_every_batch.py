@@ -98,7 +98,9 @@ def test_the_positions_left_are_those_that_can_be_trained_on(plan: DataPlan, pac
     assert 0.9 * (used + waiting) < left <= used + waiting
 
 
-def test_masks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_with_loss_are_counted_the_same_when_masks_are_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However few tokens are looked at together, the sum is the one that the pieces themselves give."""
     from trainer.contract.data import document_stream
 
