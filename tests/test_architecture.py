@@ -1,4 +1,4 @@
-"""The folder tree is the security model: imports point down only, there is no circle, and the bare-image folders stay light."""
+"""The folder tree is the security model: imports only point down, there is no circle, and folders for bare images import few libraries."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_bare_image_folders_stay_light(folder: str) -> None:
 
 
 def graph_of(every: dict[str, Path]) -> dict[str, set[str]]:
-    """module → the modules of ours that it imports, inside functions too; a name in a package is not the package."""
+    """module → our modules that it imports, also inside functions. An import of a name from a package is not an import of the package."""
     graph = {}
     for name, path in every.items():
         found = {i for i in imports(path) if i in every and i != name}
@@ -102,7 +102,7 @@ def graph_of(every: dict[str, Path]) -> dict[str, set[str]]:
 
 
 def names_beside_modules(path: Path, package: str, every: dict[str, Path]) -> bool:
-    """Does the file take anything of the package itself, and not only modules that lie in it?"""
+    """True if the file imports a name of the package itself, not only modules in it."""
     for node in importing(path):
         if isinstance(node, ast.Import) and any(alias.name == package for alias in node.names):
             return True
@@ -113,7 +113,7 @@ def names_beside_modules(path: Path, package: str, every: dict[str, Path]) -> bo
 
 
 def circle(graph: dict[str, set[str]]) -> str:
-    """One that there is, as ``a → b → a``; empty: none."""
+    """A circle in the graph, as ``a → b → a``; empty if there is none."""
     done: set[str] = set()
     for begin in sorted(graph):
         trail: list[str] = []
@@ -151,12 +151,12 @@ BACKWARD: set[tuple[str, str]] = set()
 
 
 def room(name: str) -> str:
-    """The folder right below a package, with all that lies in it; a file there is a room of its own."""
+    """The room of a module: the folder directly below a package. A file directly below the package is a room of its own."""
     return "/".join(EVERY[name].relative_to(ROOT).with_suffix("").parts[:2])
 
 
 def test_no_circle_between_rooms() -> None:
-    """``__main__`` files apart: they are entrances, which nothing imports."""
+    """``__main__`` files are left out, because nothing imports them."""
     graph: dict[str, set[str]] = {room(name): set() for name in EVERY}
     for name, found in the_graph().items():
         if not name.endswith("__main__"):
@@ -169,7 +169,7 @@ def test_no_circle_between_rooms() -> None:
 
 
 def test_no_circle_between_folders() -> None:
-    """Within a room too."""
+    """Folders within a room are checked too."""
     folder = lambda name: str(EVERY[name].parent.relative_to(ROOT))
     graph: dict[str, set[str]] = {}
     for name, found in the_graph().items():
@@ -179,7 +179,7 @@ def test_no_circle_between_folders() -> None:
 
 
 def test_code_that_decides_does_not_import_code_that_shows() -> None:
-    """MLflow, pages and notifications are made from the ledger, by whoever stands above what decides: it imports nothing of them."""
+    """Code above the deciding code makes MLflow runs, pages and notifications from the ledger. The deciding code imports none of it."""
     may = ("show", "cli", "demo", "duties", "comparing", "__main__")
     found = [
         f"{name} imports {imported}"
@@ -192,7 +192,7 @@ def test_code_that_decides_does_not_import_code_that_shows() -> None:
 
 
 def test_a_large_folder_or_file_gives_a_warning() -> None:
-    """A reader's sense decides: a file is one idea, whole."""
+    """This only warns: a file may be large if it is one idea."""
     folders = (*MAY_IMPORT, "tests", "benchmarks", "policies", "docs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     count = Counter(path.parent for path in files if "__pycache__" not in path.parts)
@@ -239,7 +239,7 @@ def test_every_package_has_a_docstring() -> None:
 
 
 def _reached(module: str, graph: dict[str, set[str]]) -> dict[str, tuple[str, ...]]:
-    """Everything that a module imports, by whatever way, and the way."""
+    """Every module that a module imports, directly or not, with the path of imports to it."""
     ways: dict[str, tuple[str, ...]] = {}
     pending = [(module, (module,))]
     while pending:
@@ -257,7 +257,7 @@ RUN_PATCHABLE = {f"kernels.contract.{name}" for name in ("registry", "bench", "t
 
 
 def test_agents_may_patch_all_of_kernels_and_trainer_except_contract() -> None:
-    """What agents may not patch of kernels/ and trainer/ is contract/, and what importing from it runs."""
+    """Besides contract/, only the ``__init__`` files that an import from contract/ runs are closed to agents."""
     kept = {n for n in EVERY if n.startswith(("kernels", "trainer"))} - PATCHABLE
     assert kept == {n for n in EVERY if n.startswith(("kernels.contract", "trainer.contract"))} | {"kernels", "trainer"}
     assert {"trainer.model.transformer", "trainer.run", "kernels.swiglu"} <= PATCHABLE
@@ -272,7 +272,7 @@ def test_the_contract_imports_nothing_that_agents_may_patch(contract: str) -> No
 
 
 def test_code_that_judges_imports_nothing_that_agents_may_patch() -> None:
-    """Not even once it was approved: the live code runs in processes of its own, or in the sandbox."""
+    """This holds for approved code too: the live code runs in processes of its own, or in the sandbox."""
     graph = the_graph()
     shown_to_people = (
         "factory.cli",
@@ -297,7 +297,7 @@ def test_code_that_judges_imports_nothing_that_agents_may_patch() -> None:
 
 
 def test_tests_do_not_import_test_files() -> None:
-    """What tests share lies in tests/support; tests/chaos, tests/mutants and tests/night are programs of their own."""
+    """Shared code of tests is in tests/support. tests/chaos, tests/mutants and tests/night are programs of their own."""
     for path in (ROOT / "tests").rglob("*.py"):
         for imported in imports(path):
             last = imported.split(".")
@@ -313,7 +313,7 @@ def test_class_names_are_unique() -> None:
 
 
 def test_the_repository_holds_only_regular_files() -> None:
-    """A link that is tracked replaces what lies there in every clone: an environment, once."""
+    """A tracked link replaces whatever is at its path in every clone; this once replaced an environment."""
     listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("this is no git checkout")

@@ -54,7 +54,7 @@ def definitions(tree: ast.Module | ast.ClassDef, within: str = "") -> Iterator[t
 
 
 def decides(node: ast.AST) -> bool:
-    """Does something here depend on whether there is a GPU, or on what device a tensor is?"""
+    """True if something here depends on whether there is a GPU, or on the device of a tensor."""
     if isinstance(node, ast.Attribute):
         of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr == "cuda"
         return of_torch or node.attr in ("is_cuda", "needs_triton")
@@ -69,7 +69,7 @@ def decides(node: ast.AST) -> bool:
 
 
 def rows(text: str) -> dict[str, str]:
-    """The table: what covers each."""
+    """The rows of the table: part → how it is covered."""
     table = text.partition(TITLE)[2].partition("\n#")[0]
     found = re.findall(r"^\| `([^`]+)` \| (.+?) \|$", table, re.MULTILINE)
     assert len({name for name, _ in found}) == len(found), "docs/GPU.md names a function twice"

@@ -1,4 +1,4 @@
-"""What tests keep between runs: made once, whole or not at all, and a copy names its own places."""
+"""Plants that tests keep between runs are made once, whole or not at all, and each copy names its own paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What conftest holds every mark of a tier to. Which test is in which tier is the marks' to say: none of them is in two, or in none."""
+"""The rules of conftest for the marks of tiers. The marks put each test into exactly one tier."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ END = "\n-- end --\n"
 
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
-    """(exit code, words) of WRONG, and of RIGHT in each tier: by a fork of this process, which has imported our conftest."""
+    """(exit code, output) of collecting WRONG, and RIGHT in each tier, by a fork of this process, which has imported our conftest."""
     runs = []
     for name, text in (("wrong", WRONG), ("right", RIGHT)):
         folder = tmp_path_factory.mktemp(name)

@@ -38,7 +38,7 @@ def test_an_implementation_computes_correctly_on_the_gpu(op: Op, implementation:
 
 @pytest.fixture(scope="module")
 def settings() -> Settings:
-    """With the ceilings of this card."""
+    """The settings of the benchmarks, with the measured peaks of this GPU."""
     copy = timing.copy_rate(CUDA, 1 << 30)
     product = timing.product_rate(CUDA, 8192, 20)
     return Settings(CUDA, free=float(torch.cuda.mem_get_info()[0]), copy_rate=copy, product_rate=product)
@@ -48,7 +48,7 @@ def settings() -> Settings:
 def test_the_fastest_registered_implementation_reaches_its_share_of_the_gpus_peak(
     settings: Settings, name: str
 ) -> None:
-    """What is registered, torch's own kernel among them: what a recipe can choose."""
+    """A recipe can choose every registered implementation, and torch's own kernel is one of them."""
     op = OPS[name]
     number = [width.d_model for width in shapes.WIDTHS].index(aims.AIM_WIDTH)
     shape = shapes.shape_for(op, number, fast.free_bytes(settings))
@@ -87,7 +87,7 @@ def test_a_step_of_one_billion_parameters_reaches_its_mfu(one_billion: step.Step
 
 
 def test_a_run_continues_after_sigkill(tmp_path: Path) -> None:
-    """How far two runs are apart, the script says; here, that the resumed one ends, and near the other."""
+    """``benchmarks.gpu`` reports the distance of the two runs. This test checks that the resumed run ends, and near the other."""
     from benchmarks.gpu import chain
 
     recipe = chain.small_recipe(Settings(CUDA))

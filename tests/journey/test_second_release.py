@@ -34,7 +34,7 @@ def said(home: Path, *words: str) -> str:
 
 
 def holding(home: Path) -> list[dict[str, Any]]:
-    """The lines of the report that would hold a release."""
+    """The lines of the report that name a reason to hold a release."""
     return [line for line in json.loads(said(home, "data", "list", "--json"))["releasable"] if line["ok"] is False]
 
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiled for three GPUs, on a machine without one; and the report of a kernel that does not fit."""
+"""Every Triton kernel compiles for three kinds of GPU on a machine without one, and a kernel that does not fit is reported."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_report_names_a_kernel_whose_tile_is_too_large() -> None:
 
 
 def test_compilation_ahead_specialises_a_call_as_a_gpu_would() -> None:
-    """Widths that 16 does not divide, and an address that it does not, are other code."""
+    """Triton compiles other code for a width or an address that 16 does not divide."""
     from kernels.rms_norm.triton import forward_op
 
     aligned, odd = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(257, dtype=torch.bfloat16)[1:].view(4, 64)

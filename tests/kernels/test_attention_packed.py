@@ -114,7 +114,7 @@ def test_a_head_too_large_for_flash_attention_is_reported() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_reference_computes_heads_that_flash_attention_does_not_take(case: OracleCase) -> None:
-    """From the documents, or from what was made of them."""
+    """The documents are given as they are, or prepared."""
     inputs = tuple(x.detach() for x in ATTENTION.inputs(case))
     expected = ATTENTION.reference(*inputs)
     implementation = ATTENTION.implementations["varlen"]

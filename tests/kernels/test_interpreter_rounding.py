@@ -1,4 +1,4 @@
-"""The rounding that Triton's interpreter is given for the tests of kernels: torch's, and so the GPU's."""
+"""The tests of kernels give Triton's interpreter the rounding of torch, which is also the GPU's."""
 
 import numpy as np
 import torch

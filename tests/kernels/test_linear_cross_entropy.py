@@ -50,7 +50,7 @@ def test_autocast_rounds_the_operands_as_linear_does() -> None:
 
 @pytest.mark.parametrize("tokens", [40, 2 * head.ROWS + 300])
 def test_chunks_have_few_shapes_however_many_tokens_carry_loss(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN keeps code for each shape: another one each step was 1.7 MiB a step, up to 600 MiB."""
+    """oneDNN keeps code for each shape. With a new shape at each step, memory grew by 1.7 MiB a step, up to 600 MiB."""
     shapes: set[torch.Size] = set()
     rows = head.rows_eager
     monkeypatch.setattr(head, "rows_eager", lambda logits, *rest: shapes.add(logits.shape) or rows(logits, *rest))
@@ -107,7 +107,7 @@ def test_the_size_of_a_chunk_on_a_gpu_follows_from_its_cost(
 def test_chunks_for_a_gpu_cover_every_token_with_loss(
     tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CPU tensors: what a token without loss holds is in no result, however many chunks there are."""
+    """Run on CPU tensors. A token without loss changes no result, however many chunks there are."""
     monkeypatch.setattr(chunks, "GPU_TOKENS", 16)
     monkeypatch.setattr(chunks, "EVEN", 4)
     generator = torch.Generator().manual_seed(tokens)
@@ -136,7 +136,7 @@ def test_chunks_for_a_gpu_cover_every_token_with_loss(
 
 @pytest.mark.parametrize("tokens", [100, 20000])
 def test_the_host_never_waits_for_the_gpu(tokens: int) -> None:
-    """Traced on tensors without values: what asks for a value, or for a size that values decide, raises."""
+    """The head runs on tensors without values, where an operation that needs a value, or a size that depends on values, raises."""
     with torch.device("meta"):
         x, weight = (torch.empty(n, 64, dtype=torch.bfloat16) for n in (tokens, 131072))
         targets, weights = torch.empty(tokens, dtype=torch.long), torch.empty(tokens)

@@ -1,4 +1,4 @@
-"""What the C++ kernels must do beyond the oracle's cases: any layout of memory, any documents, any threads, NaN, chunks."""
+"""C++ kernels beyond the oracle's cases: any layout of memory, any documents, any threads, NaN, chunks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_native_attention_is_no_further_from_fp64_than_the_reference_for_any_doc
 
 
 def test_native_attention_gives_the_same_bits_for_any_layout_in_memory() -> None:
-    """Views of one joined product, other dimensions outside, rows that begin between two pairs of numbers."""
+    """The layouts are views of one joined product, other orders of dimensions, and rows that begin at an odd element."""
     qkv, do = made()
     plain = gradients(attention.native, qkv, documents("packed"), do)
     joined = torch.cat(qkv, dim=2).split([H, G, G], dim=2)
@@ -98,7 +98,7 @@ def test_the_number_of_threads_changes_no_bit_of_native_attention(threads: Calla
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_native_attention_keeps_non_finite_values_and_keeps_them_in_their_document(value: float) -> None:
-    """The trainer's guard looks for NaN: a kernel that made numbers of it would hide a broken step.
+    """The trainer's guard looks for NaN. A kernel that turned NaN into numbers would hide a broken step.
 
     Inside a block of 64 a masked weight of zero times NaN is NaN, as in the reference; other blocks never meet it.
     """
@@ -152,7 +152,7 @@ def losses(call: Callable[..., tuple[Tensor, Tensor]], inputs: tuple[Tensor, ...
 
 
 def check_against_fp64(inputs: tuple[Tensor, ...], upstream: float) -> list[Tensor]:
-    """No further from fp64 than the reference in the same dtype."""
+    """Check that the native loss head is not further from fp64 than the reference in the same dtype."""
     wide = [x.detach().double().requires_grad_() for x in inputs[:2]]
     exact = losses(linear_cross_entropy.reference, (*wide, *inputs[2:]), upstream)
     theirs = losses(linear_cross_entropy.reference, inputs, upstream)
@@ -173,7 +173,7 @@ def test_chunks_change_the_native_loss_head_by_rounding_only(
 
 
 def test_logits_far_apart_are_neither_slow_nor_wrong() -> None:
-    """Softmax values below the smallest normal number: each product with one took a hundred cycles."""
+    """Such logits give softmax values below the smallest normal number, and a product with one of them took a hundred cycles."""
     inputs = head(torch.bfloat16)
     with torch.no_grad():
         inputs[1].mul_(20)

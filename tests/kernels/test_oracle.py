@@ -1,4 +1,4 @@
-"""Every op × implementation × case against the fp64 oracle; and the oracle against implementations that are wrong."""
+"""The fp64 oracle judges every op × implementation × case, and refuses implementations that are wrong on purpose."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_eager_code_of_a_compiled_implementation_agrees_with_fp64(op: str, i
 
 @pytest.fixture
 def always_compiled() -> Iterator[None]:
-    """Past eight shapes torch would go on uncompiled, and the oracle would judge eager."""
+    """Without this, torch would run uncompiled after eight shapes, and the oracle would judge eager code."""
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         yield
 
@@ -79,7 +79,7 @@ def test_a_compiled_implementation_agrees_with_fp64_for_any_shape(op: str, imple
 
 @pytest.mark.parametrize("case", ["small", "prime", "strided"])
 def test_the_forward_pass_of_flex_attention_equals_the_references(case: str) -> None:
-    """What can be seen of it without a GPU: its mask and its grouping of heads. It has no backward pass on the CPU."""
+    """Without a GPU, only its mask and its grouping of heads can be tested. It has no backward pass on the CPU."""
     op = OPS["attention"]
     flex = op.implementations["flex"].eager
     assert flex is not None and not op.implementations["flex"].can_run_on("cpu")

@@ -128,7 +128,7 @@ def test_kernels_yaml_chooses_the_fallback_and_the_default_is_to_fail(tmp_path: 
 
 @pytest.fixture
 def broken_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """C++ that does not compile, in the place of the native loss head's."""
+    """Replace the C++ of the native loss head by C++ that does not compile."""
     (tmp_path / "linear_cross_entropy").mkdir()
     (tmp_path / "linear_cross_entropy" / "linear_cross_entropy.cpp").write_text("this is no C++;\n")
     monkeypatch.setattr(native_library, "SOURCES", tmp_path)
@@ -247,7 +247,7 @@ COSTS = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_the_cost_of_an_op_is_its_least_bytes_and_flops(name: str) -> None:
-    """The table is counted by hand; products by torch's own counter, of the reference as it runs."""
+    """The table was counted by hand. Torch's own counter counts the products of the reference while it runs."""
     op, shape = OPS[name], Shape(batch=3, context=8, d_model=5, heads=4, kv_heads=2, head_dim=6, d_ff=7, vocab_size=11)
     cost, twice = op.cost(shape, 2), op.cost(shape, 4)
     found = cost.forward_bytes / 2, cost.forward_flops, cost.backward_bytes / 2, cost.backward_flops

@@ -20,7 +20,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def made(dtype: torch.dtype, F: int = 77) -> tuple[Tensor, Tensor, Tensor]:
-    """gate, up and the gradient of the output; 77 leaves a rest of any vector."""
+    """(gate, up, the gradient of the output). A width of 77 is a multiple of no vector's length."""
     generator = torch.Generator().manual_seed(0)
     gate, up, upstream = (torch.randn(3, 5, F, generator=generator).to(dtype) for _ in range(3))
     return gate, up, upstream

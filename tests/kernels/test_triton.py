@@ -33,7 +33,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """Runs a script in the interpreter's process; what it raises fails the test."""
+    """Runs a script in the interpreter's process. An error of the script fails the test."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SERVE]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The tool on a project of one module and two tests: what is changed, who notices, what is remembered."""
+"""The mutation tool, run on a project of one module and two tests: its changes, the tests that notice them, its memory."""
 
 from __future__ import annotations
 

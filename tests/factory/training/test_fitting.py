@@ -1,4 +1,4 @@
-"""A recipe whose model or vocabulary does not fit is refused when a segment is planned, before anything is recorded."""
+"""Planning a segment refuses a recipe whose model or vocabulary does not fit, before anything is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without free file handles, the files of a certificate's or preflight's runs cannot be read. That is no evidence about the runs."""
+"""Without free file handles, the files of a certificate's or preflight's runs cannot be read. Such an error is not evidence about the runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live training in the sandbox: hostile code in the live trainer reaches nothing, and what it leaves in its folder is not trusted."""
+"""Live training in the sandbox: hostile code in the live trainer reaches nothing, and the files that it leaves are not trusted."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ REACHED = {"its folder", "temporary files"}
 
 @pytest.fixture
 def server() -> Iterator[tuple[int, list[socket.socket]]]:
-    """A loopback server of this machine and an abstract socket of the same number, which would take a connection."""
+    """A TCP server on the loopback device and an abstract Unix socket named after its port. Both would accept a connection."""
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as abstract:
         port = tcp.getsockname()[1]
         abstract.bind(f"\0factory-test-{port}")

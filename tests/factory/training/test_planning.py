@@ -1,4 +1,4 @@
-"""Plans of segments in a real ledger over real token shards, while domains arrive one after the other."""
+"""Plans of segments in a real ledger over real token shards, while the data of one domain after the other arrive."""
 
 from __future__ import annotations
 

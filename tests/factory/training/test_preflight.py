@@ -1,4 +1,4 @@
-"""The preflight finds five faults that the loss never shows, each in a real commit. Its judge is a pure function of numbers."""
+"""The preflight finds five faults that the loss does not show, each in a real commit. The judge of its evidence is a pure function of numbers."""
 
 from __future__ import annotations
 

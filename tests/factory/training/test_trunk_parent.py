@@ -19,7 +19,7 @@ from trainer.contract.data.token_shard import write_token_shard
 
 
 def with_schedule(workspace: Workspace, **schedule: Any) -> None:
-    """The tiny recipe of this workspace, its schedule changed."""
+    """Change the schedule of the workspace's recipe."""
     raw = yaml.safe_load(TINY.read_text())
     raw["schedule"] |= schedule
     path = workspace.root / "policies" / "recipes" / "tiny.yaml"

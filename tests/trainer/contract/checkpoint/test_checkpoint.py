@@ -176,7 +176,7 @@ def test_a_save_to_a_full_disk_leaves_older_checkpoints_good_and_no_files(tmp_pa
 
 
 def test_a_save_killed_anywhere_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
-    """A process that saves for ever, killed in the middle of it: whatever has a name is good."""
+    """A process that saves for ever is killed during a save. Every checkpoint with a final name is good."""
     script = (
         "import sys, torch; from pathlib import Path; from trainer.contract.checkpoint.format import *\n"
         "step = 0\n"

@@ -1,4 +1,4 @@
-"""A checkpoint's weights go on only in the function that they were trained in, unless the recipe names the change."""
+"""Training continues from a checkpoint only with the function of its weights, unless the recipe names the change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAME_SHAPES = [
 
 
 def test_the_check_compares_every_key_of_a_model() -> None:
-    """A key that is added to the schema later is compared from then on, whatever it is."""
+    """A key that is later added to the schema is compared too, whatever it means."""
     keys = {*ModelRecipe.model_fields, *(f"experts.{key}" for key in ExpertsRecipe.model_fields)} - {"experts"}
     assert set(OF_TRAINING) | set(ACCEPTABLE) < keys
     before = recipe_with(model__experts=EXPERTS).model.model_dump()
@@ -114,7 +114,7 @@ def test_keys_of_training_may_change_without_accept_changes(tmp_path: Path, plan
 
 
 def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path, plan: DataPlan) -> None:
-    """Such as a hand-made one: planning compares the ledger's recipe of it."""
+    """Such a checkpoint was made by hand. Planning compares the recipe in the ledger instead."""
     made = checkpoints.load(Path(trained(tmp_path, plan, **PLAIN)))
     bare = checkpoints.Checkpoint(made.model, made.optimizer, {k: v for k, v in made.state.items() if k != "recipe"})
     start = {"first_step": 2, "last_step": 4, "initial_checkpoint": str(checkpoints.save(tmp_path / "bare", bare))}
@@ -136,7 +136,7 @@ def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path,
 
 
 def test_a_recipe_without_accept_changes_is_written_without_the_key(tmp_path: Path) -> None:
-    """Code from before ``accept_changes`` reads it, and its hash stays."""
+    """Code older than ``accept_changes`` can read the recipe, and the recipe's hash does not change."""
     plain = recipe_with()
     assert "accept_changes" not in plain.model_dump() and "accept_changes" not in json.loads(plain.model_dump_json())
     named = recipe_with(accept_changes=["rope_theta"])

@@ -36,7 +36,7 @@ def open_order(
 
 
 def drain(order: DataOrder) -> list[list[tuple]]:
-    """Pieces of every step until the data ends."""
+    """The pieces of every step, until the data ends."""
     steps = []
     while True:
         try:
@@ -47,7 +47,7 @@ def drain(order: DataOrder) -> list[list[tuple]]:
 
 
 def changing_plan(make_shard: MakeShard) -> DataPlan:
-    """Two generations, and weights that change at step 6."""
+    """A plan of two generations, whose weights change at step 6."""
     shards = make_shard(1), make_shard(2, {"code": 60, "docs": 30, "chat": 90})
     phases = [{"from_step": 6, "weights": {"chat": 0.7, "docs": 0.3}}]
     return plan_of(*shards, generations=[0, 1], phases=phases, replay=0.3)
@@ -56,7 +56,7 @@ def changing_plan(make_shard: MakeShard) -> DataPlan:
 @every_packing
 @pytest.mark.parametrize("reshuffled", [0, 2])
 def test_a_resumed_order_gives_the_same_batches(make_shard: MakeShard, packing: str, reshuffled: int) -> None:
-    """To the bit, from every step, through the batch's warm-up and a phase's beginning."""
+    """The batches are equal to the bit from every step, through the warm-up of the batch and the start of a phase."""
     plan = changing_plan(make_shard).model_copy(update={"reshuffled": reshuffled})
     order = open_order(plan, rows=16, warmup=WARMUP, packing=packing)
     whole = [(json.loads(json.dumps(order.state_dict())), make_batch(order)) for _ in range(16)]
@@ -74,7 +74,7 @@ def test_a_resumed_order_gives_the_same_batches(make_shard: MakeShard, packing: 
 def test_a_reshuffled_order_continues_from_the_same_state_with_whole_pieces(
     make_shard: MakeShard, packing: str
 ) -> None:
-    """Of pieces that wait and were begun it has others in the same places, none of which was begun."""
+    """In the places of pieces that wait and were begun, it has other pieces, none of which was begun."""
     plan = changing_plan(make_shard)
     order = open_order(plan, context=16, packing=packing)
     for _ in range(5):
@@ -119,7 +119,7 @@ def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
 def test_an_order_uses_every_position_once_an_epoch_wherever_it_is_stopped(
     tmp_path_factory: pytest.TempPathFactory, packing: str, seed: int, context: int, rows: int, cuts: set[int]
 ) -> None:
-    """Walked to its end with stops at any steps, the order holds each position once, but for what is left waiting."""
+    """An order that is stopped at any steps holds each position once by its end, except the pieces that are left waiting."""
     parent = tmp_path_factory.mktemp("shards")
     shard = write_token_shard(
         parent, make_documents(seed, {"code": 60, "docs": 20}), vocab_size=512, tokenizer_sha256="t"
@@ -235,7 +235,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in TINY.parent.glob("*.yaml")))
 def test_the_first_batches_of_each_shipped_recipe_never_change(tmp_path: Path, name: str) -> None:
-    """By no library's random numbers: the same on every machine."""
+    """They depend on no library's random numbers, so they are the same on every machine."""
     recipe = Recipe.load(TINY.with_name(f"{name}.yaml"))
     context, shards = recipe.model.context, []
     for generation, domains in enumerate((("code", "docs", "chat"), ("code", "web"))):
@@ -321,7 +321,7 @@ def test_a_domain_without_new_data_continues_with_the_old_data(make_shard: MakeS
 
 @pytest.mark.parametrize("longest", [20, 90, 700])
 def test_batches_use_99_percent_of_their_positions(make_shard: MakeShard, longest: int) -> None:
-    """From the first batch on, at every step."""
+    """This holds from the first batch on, at every step."""
     shard = make_shard(counts={"code": 2500, "chat": 2500}, longest=longest)
     order = open_order(plan_of(shard, weights={"code": 0.6, "chat": 0.4}), context=128, rows=8)
     used = np.cumsum([make_batch(order).used for _ in range(100)])
@@ -337,7 +337,7 @@ def test_the_documents_of_a_past_step_can_be_found(make_shard: MakeShard) -> Non
 
 @every_packing
 def test_the_state_is_a_few_hundred_bytes_a_stream_and_does_not_grow(tmp_path: Path, packing: str) -> None:
-    """At the demo's shape, over log-normal lengths as text has them."""
+    """The shape is the demo's. The lengths are log-normal, like those of texts."""
     rng = np.random.default_rng(0)
     lengths = {"code": (400, 1.0), "docs": (120, 0.8), "chat": (180, 0.4)}
     documents = [

@@ -1,4 +1,4 @@
-"""Memory and state of a data order do not know how many steps are planned. Fresh processes, through the command."""
+"""The memory and state of a data order do not depend on the number of planned steps. Measured in fresh processes, by the command."""
 
 from __future__ import annotations
 

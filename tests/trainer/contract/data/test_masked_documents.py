@@ -60,7 +60,7 @@ def test_a_document_that_no_shard_holds_is_named(make_shard: MakeShard) -> None:
 
 
 def test_a_run_counts_no_loss_of_masked_documents(tmp_path: Path, make_shard: MakeShard) -> None:
-    """The trainer itself obeys: the losses of a domain all of whose documents are masked are never counted, and others train."""
+    """The trainer never counts the loss of a domain whose documents are all masked, and trains on the other domains."""
     shard = make_shard(counts={"code": 60, "docs": 30})
     plan = plan_of(shard, weights={"code": 0.5, "docs": 0.5})
     docs = [key for key in shard.documents["key"].to_pylist() if key.startswith("docs")]

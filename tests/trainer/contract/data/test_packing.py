@@ -27,7 +27,7 @@ every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 
 
 def pieces_of(documents: Sequence[int]) -> tuple[list[int], list[bool]]:
-    """Lengths of the pieces of documents of so many positions, and whether their documents are longer than a row."""
+    """(lengths of the pieces, True for each piece of a document longer than a row) of documents with these numbers of positions."""
     cuts = [
         (cut_piece(n + 1, CONTEXT, i).positions, n > CONTEXT)
         for n in documents
@@ -180,7 +180,7 @@ def test_fill_gaps_cuts_no_part_smaller_than_a_crumb(gaps: list[int], sizes: lis
 def walk(
     name: str, documents: Sequence[int], rows: int, steps: int, seed: int = 0
 ) -> list[list[list[tuple[int, int]]]]:
-    """(piece, positions) of the rows of some steps, pieces drawn in random order."""
+    """The rows of some steps as (piece, positions), with pieces drawn in random order."""
     sizes, long = pieces_of(documents)
     order = np.random.default_rng(seed).permutation(len(sizes)).tolist()
     strategy = STRATEGIES[name]
@@ -201,7 +201,7 @@ def walk(
 def test_best_fit_uses_99_percent_of_the_positions_from_the_first_batch_on(
     rows: int, spread: float, median: float
 ) -> None:
-    """Log-normal lengths, as text has, with a median of a quarter of a row, of one row and of four."""
+    """The lengths are log-normal, like those of texts, with a median of a quarter of a row, of one row and of four."""
     drawn = np.random.default_rng(1).lognormal(np.log(median * CONTEXT), spread, 20_000)
     made = walk("best-fit", np.maximum(1, drawn.astype(int)).tolist(), rows, 100)
     used = np.cumsum([sum(n for row in step for _, n in row) for step in made])

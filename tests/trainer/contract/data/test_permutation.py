@@ -19,7 +19,7 @@ def test_single_values_equal_the_values_computed_together() -> None:
 
 
 def test_the_order_of_a_key_never_changes() -> None:
-    """A change here would reorder every run that is under way."""
+    """A change here would reorder the data of every run that is under way."""
     assert [Permutation(10, "key")[i] for i in range(10)] == [2, 5, 4, 8, 1, 7, 6, 9, 0, 3]
 
 

@@ -78,7 +78,7 @@ def test_the_needed_data_are_counted_with_the_smaller_batches_of_the_warmup(make
 
 
 def test_padding_is_not_counted_as_needed_data(make_shard: MakeShard) -> None:
-    """Documents of about a third of a row, alone in their rows: three times the steps that full rows would have."""
+    """Documents of about a third of a row lie alone in their rows, which gives three times the steps of full rows."""
     plan = plan_of(make_shard(counts={"code": 400, "docs": 200, "chat": 200}, longest=22), max_epochs=1)
     recipe = recipe_with(batch__packing="document")
     order = order_of(plan, recipe)

@@ -1,4 +1,4 @@
-"""A data sheet is found by the very name that a driver gives, and by no other."""
+"""A data sheet is found only by the exact name that the driver gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``precision: auto``: a pure choice from measured seconds, and a probe that any machine can afford."""
+"""``precision: auto`` is a pure choice from measured seconds. The probe that measures them is short on any machine."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_probe_leaves_random_numbers_and_threads_alone() -> None:
 
 
 def test_probe_of_a_large_model_computes_no_more_than_it_may() -> None:
-    """Counted in this thread's own seconds: a recipe whose step takes minutes is measured in a share of it."""
+    """The time is counted in this thread's own seconds. A recipe whose step takes minutes is measured by a share of its step."""
     large = {"vocab_size": 65536, "d_model": 4096, "layers": 40, "heads": 32, "kv_heads": 8, "head_dim": 128}
     recipe = tiny(model=tiny().model.model_dump() | large | {"d_ff": 14336, "context": 2048})
     began = time.thread_time()
