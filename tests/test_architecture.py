@@ -1,4 +1,4 @@
-"""The folder tree is the security model: imports point down only, there is no circle, and the bare-image folders stay light."""
+"""The folder tree is the security model: imports only point down, there is no circle, and folders for bare images import few libraries."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_bare_image_folders_stay_light(folder: str) -> None:
 
 
 def graph_of(every: dict[str, Path]) -> dict[str, set[str]]:
-    """module → the modules of ours that it imports, inside functions too; a name in a package is not the package."""
+    """module → our modules that it imports, also inside functions. An import of a name from a package is not an import of the package."""
     graph = {}
     for name, path in every.items():
         found = {i for i in imports(path) if i in every and i != name}
@@ -102,7 +102,7 @@ def graph_of(every: dict[str, Path]) -> dict[str, set[str]]:
 
 
 def names_beside_modules(path: Path, package: str, every: dict[str, Path]) -> bool:
-    """Does the file take anything of the package itself, and not only modules that lie in it?"""
+    """True if the file imports a name of the package itself, not only modules in it."""
     for node in importing(path):
         if isinstance(node, ast.Import) and any(alias.name == package for alias in node.names):
             return True
@@ -113,7 +113,7 @@ def names_beside_modules(path: Path, package: str, every: dict[str, Path]) -> bo
 
 
 def circle(graph: dict[str, set[str]]) -> str:
-    """One that there is, as ``a → b → a``; empty: none."""
+    """A circle in the graph, as ``a → b → a``; empty if there is none."""
     done: set[str] = set()
     for begin in sorted(graph):
         trail: list[str] = []
@@ -151,12 +151,12 @@ BACKWARD: set[tuple[str, str]] = set()
 
 
 def room(name: str) -> str:
-    """The folder right below a package, with all that lies in it; a file there is a room of its own."""
+    """The room of a module: the folder directly below a package. A file directly below the package is a room of its own."""
     return "/".join(EVERY[name].relative_to(ROOT).with_suffix("").parts[:2])
 
 
 def test_no_circle_between_rooms() -> None:
-    """``__main__`` files apart: they are entrances, which nothing imports."""
+    """``__main__`` files are left out, because nothing imports them."""
     graph: dict[str, set[str]] = {room(name): set() for name in EVERY}
     for name, found in the_graph().items():
         if not name.endswith("__main__"):
@@ -169,7 +169,7 @@ def test_no_circle_between_rooms() -> None:
 
 
 def test_no_circle_between_folders() -> None:
-    """Within a room too."""
+    """Folders within a room are checked too."""
     folder = lambda name: str(EVERY[name].parent.relative_to(ROOT))
     graph: dict[str, set[str]] = {}
     for name, found in the_graph().items():
@@ -178,8 +178,8 @@ def test_no_circle_between_folders() -> None:
     assert not circle(graph)
 
 
-def test_no_decision_shows() -> None:
-    """MLflow, pages and notifications are made from the ledger, by whoever stands above what decides: it imports nothing of them."""
+def test_code_that_decides_does_not_import_code_that_shows() -> None:
+    """Code above the deciding code makes MLflow runs, pages and notifications from the ledger. The deciding code imports none of it."""
     may = ("show", "cli", "demo", "duties", "comparing", "__main__")
     found = [
         f"{name} imports {imported}"
@@ -191,8 +191,8 @@ def test_no_decision_shows() -> None:
     assert not found
 
 
-def test_a_large_folder_or_file_is_told() -> None:
-    """A reader's sense decides: a file is one idea, whole."""
+def test_a_large_folder_or_file_gives_a_warning() -> None:
+    """This only warns: a file may be large if it is one idea."""
     folders = (*MAY_IMPORT, "tests", "benchmarks", "policies", "docs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     count = Counter(path.parent for path in files if "__pycache__" not in path.parts)
@@ -203,18 +203,21 @@ def test_a_large_folder_or_file_is_told() -> None:
         warnings.warn("; ".join(told), stacklevel=1)
 
 
-def is_small_and_alone(path: Path, importers: set[str]) -> bool:
-    """Under 80 lines, read by one file only, which lies beside it: a reader opens two where one would do.
+REASON = ("A separate file, because ", "Apart because ")
 
-    A line of its docstring that begins with "Apart because" says what it gains, as: Apart because it runs in the sandbox, without the rest.
+
+def is_small_and_alone(path: Path, importers: set[str]) -> bool:
+    """True for a file of under 80 lines that only one file imports, which lies beside it: a reader opens two files where one would do.
+
+    A line of the file's docstring that begins with ``REASON`` excuses it, such as: A separate file, because it runs in the sandbox.
     """
     if path.name in ("__init__.py", "__main__.py") or len(importers) != 1 or len(path.read_text().splitlines()) >= 80:
         return False
-    reason = any(line.startswith("Apart because ") for line in (ast.get_docstring(parsed(path)) or "").splitlines())
+    reason = any(line.startswith(REASON) for line in (ast.get_docstring(parsed(path)) or "").splitlines())
     return EVERY[min(importers)].parent == path.parent and not reason
 
 
-def test_a_small_file_has_more_than_one_reader_or_a_reason() -> None:
+def test_a_small_file_has_more_than_one_importer_or_a_reason() -> None:
     importers: dict[str, set[str]] = {}
     for name, found in the_graph().items():
         for imported in found:
@@ -225,18 +228,18 @@ def test_a_small_file_has_more_than_one_reader_or_a_reason() -> None:
         if is_small_and_alone(path, importers.get(name, set()))
     }
     assert sorted(alone) == [], (
-        "put it into its one importer, or say why it is apart: 'Apart because …' in its docstring"
+        "put it into its one importer, or say why it is a file of its own: 'A separate file, because …' in its docstring"
     )
 
 
-def test_every_folder_says_what_lives_there() -> None:
+def test_every_package_has_a_docstring() -> None:
     for folder in MAY_IMPORT:
         for path in (ROOT / folder).rglob("__init__.py"):
             assert ast.get_docstring(parsed(path)), f"{path.relative_to(ROOT)} has no docstring"
 
 
 def _reached(module: str, graph: dict[str, set[str]]) -> dict[str, tuple[str, ...]]:
-    """Everything that a module imports, by whatever way, and the way."""
+    """Every module that a module imports, directly or not, with the path of imports to it."""
     ways: dict[str, tuple[str, ...]] = {}
     pending = [(module, (module,))]
     while pending:
@@ -253,8 +256,8 @@ PATCHABLE = {name for name, path in EVERY.items() if POLICY.is_patchable(str(pat
 RUN_PATCHABLE = {f"kernels.contract.{name}" for name in ("registry", "bench", "tune")}
 
 
-def test_the_wall_is_a_folder() -> None:
-    """What agents may not patch of kernels/ and trainer/ is contract/, and what importing from it runs."""
+def test_agents_may_patch_all_of_kernels_and_trainer_except_contract() -> None:
+    """Besides contract/, only the ``__init__`` files that an import from contract/ runs are closed to agents."""
     kept = {n for n in EVERY if n.startswith(("kernels", "trainer"))} - PATCHABLE
     assert kept == {n for n in EVERY if n.startswith(("kernels.contract", "trainer.contract"))} | {"kernels", "trainer"}
     assert {"trainer.model.transformer", "trainer.run", "kernels.swiglu"} <= PATCHABLE
@@ -268,8 +271,8 @@ def test_the_contract_imports_nothing_that_agents_may_patch(contract: str) -> No
         assert not (found := PATCHABLE & set(ways)), " → ".join(ways[min(found)])
 
 
-def test_what_judges_imports_nothing_that_agents_may_patch() -> None:
-    """Not even once it was approved: the live code runs in processes of its own, or in the sandbox."""
+def test_code_that_judges_imports_nothing_that_agents_may_patch() -> None:
+    """This holds for approved code too: the live code runs in processes of its own, or in the sandbox."""
     graph = the_graph()
     shown_to_people = (
         "factory.cli",
@@ -293,8 +296,8 @@ def test_what_judges_imports_nothing_that_agents_may_patch() -> None:
         assert not (found := (PATCHABLE | RUN_PATCHABLE) & set(ways)), " → ".join(ways[min(found)])
 
 
-def test_tests_import_no_test() -> None:
-    """What tests share lies in tests/support; tests/chaos, tests/mutants and tests/night are programs of their own."""
+def test_tests_do_not_import_test_files() -> None:
+    """Shared code of tests is in tests/support. tests/chaos, tests/mutants and tests/night are programs of their own."""
     for path in (ROOT / "tests").rglob("*.py"):
         for imported in imports(path):
             last = imported.split(".")
@@ -302,15 +305,15 @@ def test_tests_import_no_test() -> None:
             assert shared and not last[0].startswith("test_"), f"{path.relative_to(ROOT)} imports {imported}"
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_class_names_are_unique() -> None:
     names = Counter(
         name for path in EVERY.values() for name in re.findall(r"^class ([^_\W]\w*)", path.read_text(), re.MULTILINE)
     )
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_the_repository_holds_regular_files_alone() -> None:
-    """A link that is tracked replaces what lies there in every clone: an environment, once."""
+def test_the_repository_holds_only_regular_files() -> None:
+    """A tracked link replaces whatever is at its path in every clone; this once replaced an environment."""
     listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("this is no git checkout")

@@ -54,7 +54,7 @@ def definitions(tree: ast.Module | ast.ClassDef, within: str = "") -> Iterator[t
 
 
 def decides(node: ast.AST) -> bool:
-    """Does something here depend on whether there is a GPU, or on what device a tensor is?"""
+    """True if something here depends on whether there is a GPU, or on the device of a tensor."""
     if isinstance(node, ast.Attribute):
         of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr == "cuda"
         return of_torch or node.attr in ("is_cuda", "needs_triton")
@@ -69,7 +69,7 @@ def decides(node: ast.AST) -> bool:
 
 
 def rows(text: str) -> dict[str, str]:
-    """The table: what covers each."""
+    """The rows of the table: part → how it is covered."""
     table = text.partition(TITLE)[2].partition("\n#")[0]
     found = re.findall(r"^\| `([^`]+)` \| (.+?) \|$", table, re.MULTILINE)
     assert len({name for name, _ in found}) == len(found), "docs/GPU.md names a function twice"
@@ -119,11 +119,11 @@ def test_each_row_says_what_covers_it() -> None:
         ("def f():\n    'runs on \"cuda\"'\n    return name('cuda'), other.cuda", set()),
     ],
 )
-def test_what_counts(text: str, names: set[str]) -> None:
+def test_parts_finds_code_that_only_a_gpu_runs(text: str, names: set[str]) -> None:
     assert parts(text, "m") == names
 
 
-def test_a_missing_row_is_told_ready_to_paste(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_failure_prints_a_missing_row_ready_to_paste(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first, *others = sorted(in_code())
     table = tmp_path / "GPU.md"
     table.write_text(

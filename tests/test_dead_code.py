@@ -1,4 +1,4 @@
-"""Everything public is used by what runs, and not by tests alone.
+"""Every public name is used by product code, not only by tests.
 
 A function, class or constant of a module is used when its module names it outside its own definition, when another file
 imports it, or names it as an attribute of the imported module. What a package re-exports is used when its own name for it
@@ -48,7 +48,7 @@ ALLOWED = {
 
 @dataclass
 class File:
-    """A module: what it defines at its top (name → its node), its methods, and what it names."""
+    """A module: its top-level definitions (name → node), its methods, and the names that it uses."""
 
     path: Path
     name: str
@@ -64,7 +64,7 @@ class File:
         return self.path.name == "__init__.py"
 
     def names_itself(self, name: str) -> bool:
-        """Is it named in its own module, outside its own definition?"""
+        """True if a name is used in its own module, outside its own definition."""
         inside = lambda node: any(d.lineno <= node.lineno <= (d.end_lineno or 0) for d in self.top[name])
         return any(node.id == name and not inside(node) for node in self.names)
 
@@ -147,5 +147,5 @@ def test_nothing_public_is_used_by_tests_alone() -> None:
     assert not found, "remove it, or say in ALLOWED why it stays:\n" + "\n".join(found)
 
 
-def test_what_is_allowed_would_be_found() -> None:
+def test_each_allowed_name_is_still_used_by_tests_alone() -> None:
     assert set(ALLOWED) <= {name for name, _ in dead()}

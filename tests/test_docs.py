@@ -30,7 +30,7 @@ def read(name: str) -> str:
 
 
 def code_of(text: str) -> Iterator[str]:
-    """The lines of code blocks, and what stands between backticks or single quotes."""
+    """The lines of code blocks, and the texts between backticks or single quotes."""
     for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.S | re.M):
         yield from block.splitlines()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
@@ -39,7 +39,7 @@ def code_of(text: str) -> Iterator[str]:
 
 
 def wrong_command(line: str) -> str:
-    """What is wrong with a 'factory …' line of a document; '': nothing, or it is not one."""
+    """The fault of a 'factory …' line of a document; '' if it has none, or is not such a line."""
     line = line.strip().removeprefix("$ ").partition("  #")[0].partition(" # ")[0].strip()
     match = re.match(r"(?:\S*/)?factory\s+(?P<rest>[a-z-].*)", line)
     if not match or not re.fullmatch(r"(?:\S*/)?factory", line.split()[0]):
@@ -73,7 +73,7 @@ def wrong_command(line: str) -> str:
 
 
 def wrong_path(word: str) -> str:
-    """What is wrong with a path that a document names; '': nothing, or it is not one of this repository."""
+    """The fault of a path that a document names; '' if it has none, or is not a path of this repository."""
     word = word.strip().rstrip(".,;:").partition("::")[0]
     first = word.split("/")[0]
     if PLACEHOLDER.search(word) or " " in word or first not in PACKAGES or "/" not in word:
@@ -101,7 +101,7 @@ def wrong_links(name: str, text: str) -> Iterator[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes from the headings of a document."""
     heads = re.findall(r"^#+ (.+)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -144,12 +144,12 @@ def test_a_document_names_only_what_exists(name: str) -> None:
         ("`python -m benchmarks.lost`", "there is no module benchmarks.lost"),
     ],
 )  # fmt: skip
-def test_what_does_not_exist_is_named(text: str, wrong: str) -> None:
+def test_the_check_names_things_that_do_not_exist(text: str, wrong: str) -> None:
     (found,) = wrong_of("README.md", text)
     assert wrong in found
 
 
-def test_what_exists_is_not_named() -> None:
+def test_the_check_does_not_name_things_that_exist() -> None:
     text = (
         "# Home\n[home](README.md#home) `factory data remove --source NAME --dry-run` `factory releases list | show N | diff A B` `factory/ingest/` "
         "`my-factory/policies/data.yaml` `make test` 'factory status --json'\n```\npython -m benchmarks.gpu\nfactory run --once   # here\n```\n"
@@ -179,7 +179,7 @@ def test_the_design_lists_every_room_and_no_other(package: str) -> None:
 
 
 def test_the_design_names_every_library_and_no_other() -> None:
-    """Both ways: a dependency of pyproject.toml, and a library of the table in section 6."""
+    """The dependencies of pyproject.toml and the table in section 6 name the same libraries."""
     project = tomllib.loads(read("pyproject.toml"))["project"]
     lines = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     wanted = {re.match(r"[A-Za-z0-9-]+", line)[0].lower() for line in lines}  # type: ignore[index]

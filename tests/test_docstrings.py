@@ -1,4 +1,4 @@
-"""The examples in docstrings are true: each is executed, and its output compared."""
+"""The examples in docstrings are true: each is executed, and its output is compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_examples_give_what_the_docstring_shows(name: str) -> None:
     assert found.attempted > 0 and found.failed == 0
 
 
-def test_data_has_worked_examples() -> None:
-    """Where data changes form: a chat's mask, packing, the data order, a batch with its loss weights."""
+def test_the_modules_of_training_data_have_worked_examples() -> None:
+    """These modules change the form of data: a chat's mask, packing, the data order, a batch with its loss weights."""
     changing_form = {f"trainer.contract.data.{name}" for name in ("token_shard", "packing", "data_order")}
     assert changing_form | {"trainer.batch"} <= set(WITH_EXAMPLES)

@@ -1,4 +1,4 @@
-"""What tests keep between runs: made once, whole or not at all, and a copy names its own places."""
+"""Plants that tests keep between runs are made once, whole or not at all, and each copy names its own paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return []
 
 
-def test_it_is_made_once_and_each_copy_names_its_own_places(tmp_path: Path, made: list[Path]) -> None:
+def test_a_kept_plant_is_made_once_and_each_copy_names_its_own_paths(tmp_path: Path, made: list[Path]) -> None:
     def make(folder: Path) -> None:
         made.append(folder)
         folder.mkdir()
@@ -35,7 +35,7 @@ def test_it_is_made_once_and_each_copy_names_its_own_places(tmp_path: Path, made
     assert len(made) == 3
 
 
-def test_what_breaks_off_leaves_nothing_to_copy(tmp_path: Path, made: list[Path]) -> None:
+def test_a_plant_whose_making_failed_is_not_kept(tmp_path: Path, made: list[Path]) -> None:
     def make(folder: Path) -> None:
         folder.mkdir()
         (folder / "half").touch()
@@ -50,7 +50,7 @@ def test_what_breaks_off_leaves_nothing_to_copy(tmp_path: Path, made: list[Path]
     assert (tmp_path / "copy" / "half").exists()
 
 
-def test_what_names_its_folder_where_no_copy_can_change_it_is_refused(tmp_path: Path, made: list[Path]) -> None:
+def test_a_plant_that_names_its_folder_in_a_binary_file_is_refused(tmp_path: Path, made: list[Path]) -> None:
     def make(folder: Path) -> None:
         folder.mkdir()
         (folder / "ledger.db").write_bytes(b"\0" + str(folder).encode())

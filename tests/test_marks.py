@@ -1,4 +1,4 @@
-"""What conftest holds every mark of a tier to. Which test is in which tier is the marks' to say: none of them is in two, or in none."""
+"""The rules of conftest for the marks of tiers. The marks put each test into exactly one tier."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ END = "\n-- end --\n"
 
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
-    """(exit code, words) of WRONG, and of RIGHT in each tier: by a fork of this process, which has imported our conftest."""
+    """(exit code, output) of collecting WRONG, and RIGHT in each tier, by a fork of this process, which has imported our conftest."""
     runs = []
     for name, text in (("wrong", WRONG), ("right", RIGHT)):
         folder = tmp_path_factory.mktemp(name)
@@ -80,7 +80,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]
     return [(int(code), words) for words, _, code in (one.rpartition("\n") for one in said)]
 
 
-def test_a_mark_that_says_nothing_or_names_no_case_is_refused(collected: list[tuple[int, str]]) -> None:
+def test_a_mark_without_a_reason_or_without_an_existing_case_is_refused(collected: list[tuple[int, str]]) -> None:
     code, said = collected[0]
     assert code == pytest.ExitCode.INTERRUPTED, said
     for words in (
@@ -92,7 +92,7 @@ def test_a_mark_that_says_nothing_or_names_no_case_is_refused(collected: list[tu
         assert words in said, said
 
 
-def test_each_case_is_in_one_tier(collected: list[tuple[int, str]]) -> None:
+def test_each_test_case_is_in_exactly_one_tier(collected: list[tuple[int, str]]) -> None:
     for (words, expected), (_, said) in zip(TIERS.items(), collected[1:], strict=True):
         assert words in (ROOT / "Makefile").read_text()
         assert {line.split("::")[1] for line in said.splitlines() if "::" in line} == expected, said

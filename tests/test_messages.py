@@ -34,7 +34,7 @@ def test_every_text_has_a_code() -> None:
 
 
 @pytest.mark.parametrize("room", sorted({room_of(path.relative_to(ROOT).as_posix()) for path in files(*ROOMS)}))
-def test_the_texts_of_a_room_are_the_known_ones(room: str, request: pytest.FixtureRequest) -> None:
+def test_the_messages_of_a_room_equal_its_golden_file(room: str, request: pytest.FixtureRequest) -> None:
     texts = sorted({(site.code, site.template) for site in said()[0] if room_of(site.file) == room})
     if texts:
         compare_with_golden(request, f"messages/{room}.txt", "\n".join(f"{code}\n    {text}" for code, text in texts))
@@ -86,7 +86,7 @@ def test_a_text_without_a_code_is_named(source: str) -> None:
         'path = "a/b/c.txt"',
     ],
 )
-def test_what_keeps_the_rules_is_not_named(source: str) -> None:
+def test_source_that_keeps_the_rules_is_not_named(source: str) -> None:
     sites, prose = read_source("factory/ingest/inbox.py", source)
     assert not wrong(sites) and not prose
 

@@ -1,7 +1,7 @@
-"""``python -m trainer FOLDER``: run the segment that FOLDER/segment.json asks for. Also under torchrun.
+"""``python -m trainer FOLDER``: run the segment that FOLDER/segment.json specifies. Works under torchrun too.
 
 ``python -m trainer --wait FOLDER [FOLDER …]``: run one segment after the other in one process, each as soon as its segment.json exists.
-FOLDER/ready says that the trainer waits for it. This way steps can be timed apart from start-up and compilation.
+The file FOLDER/ready says that the trainer waits for segment.json. Steps can then be timed apart from start-up and compilation.
 
 Exit codes: 0 done · 2 the spec, recipe, data or a checkpoint is wrong · 74 the disk is full · 75 stopped by SIGTERM: start it
 again to continue. Under torchrun, which hides exit codes, a rank leaves the file FOLDER/exit-CODE. On SIGTERM the trainer ends its step and
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
     for folder in folders:
         if wait:
-            wait_for_spec(folder)  # run_segment raises Stopped if a signal ended the wait
+            wait_for_spec(folder)  # run_segment raises StoppedBySignal if a signal ended the wait
         code = run_for_exit_code("trainer", functools.partial(run_segment, folder), KernelError, folder)
         if code:
             exit_code(folder, code)
@@ -55,7 +55,7 @@ def segment_folders(arguments: list[str]) -> list[Path]:
 
 
 def exit_code(folder: Path, code: int) -> None:
-    """Under torchrun, leave the exit code as a file in ``folder``."""
+    """Under torchrun, write the exit code as the name of a file in ``folder``; else do nothing."""
     if "RANK" in os.environ:
         with contextlib.suppress(OSError):
             (folder / f"exit-{code}").touch()  # empty: a full disk takes it too

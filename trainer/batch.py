@@ -1,7 +1,7 @@
-"""Batches: rows of pieces as tensors, made ahead in a thread, so that the step does not wait.
+"""Makes batches, which are rows of pieces as tensors. A thread makes them ahead, so that the step does not wait.
 
-A batch is one block of host memory, 40 bytes a token, which a GPU copies at once. For a GPU the thread makes that block in pinned memory: the
-host does not wait for the copy, and only the step's first kernel does. On the step's own stream, 2.6 MB of 65,536 tokens take some 0.1 ms at
+A batch is one block of host memory, 40 bytes a token, which a GPU copies at once. For a GPU the thread makes that block in pinned memory. The
+host then does not wait for the copy; only the step's first kernel does. On the step's own stream, 2.6 MB of 65,536 tokens take some 0.1 ms at
 PCIe 4's 25 GB/s (by the data sheet; no device has run this). A step takes a second, so a second stream would hide little. torch reuses a
 pinned block only after the copies out of it are done.
 """
@@ -59,8 +59,8 @@ class Batch:
         return replace(self, **moved)
 
     def micro_batches(self, rows: int | None) -> list[dict[str, Any]]:
-        """Micro-batches of ``rows`` rows (None: one of all) as the loss takes them: tensors, and ``stretches``, an upper bound of the
-        number of stretches in each."""
+        """Micro-batches of ``rows`` rows (None: one micro-batch of all rows), as the arguments of the loss: tensors, and ``stretches``, an upper
+        bound of the number of stretches in each."""
         tensors = {n: v for n, v in vars(self).items() if isinstance(v, Tensor)}
         size = rows or len(self.tokens_BT)
         parts = {name: value.split(size) for name, value in tensors.items()}
@@ -73,7 +73,7 @@ class Batch:
 
 
 def copy_to_device(device: torch.device, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name, on another device: one copy of each block of memory that they lie in."""
+    """The tensors on another device, by name. Each block of memory that holds some of them is copied once."""
     blocks: dict[int, Tensor] = {}
     moved = {}
     for name, tensor in tensors.items():
@@ -87,7 +87,7 @@ def copy_to_device(device: torch.device, tensors: dict[str, Tensor]) -> dict[str
 
 
 def allocate_in_one_block(shape: tuple[int, int], dtypes: Sequence[torch.dtype], pin: bool) -> list[Tensor]:
-    """A tensor of each dtype, one behind the other in one block of memory."""
+    """A tensor of zeros of each dtype, one after the other in one block of memory."""
     sizes = [-(-shape[0] * shape[1] * dtype.itemsize // ALIGNED) * ALIGNED for dtype in dtypes]
     block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
     block.numpy().fill(0)  # torch would start threads of its own, which take the cores from the step
@@ -106,9 +106,9 @@ def tensor_in_block(
 
 
 def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1, pin: bool = False) -> Batch:
-    """Advance ``order`` by one step and read the rows of ``rank``: every ``ranks``-th, from ``rank`` on. ``pin`` for a GPU.
+    """Advance ``order`` by one step and read the rows of ``rank``: every ``ranks``-th, from ``rank`` on. ``pin``: for a GPU.
 
-    A loss is Σ weight · nll. A weight is 1 / (supervised targets of the global batch), 0 where the target carries no loss,
+    The loss is Σ weight · nll. A weight is 1 / (supervised targets of the global batch), 0 where the target carries no loss,
     so that the sum over rows, micro-batches and ranks is the mean over the batch's supervised tokens. In a batch without any supervised
     token all weights are 0. An example: a text of 5 tokens and a chat of 4, of which only the last two carry loss, in one row of 8 positions:
 

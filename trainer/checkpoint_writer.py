@@ -30,8 +30,8 @@ ALIGNED = 256  # bytes: where each tensor begins in ``HostMemory``
 class CheckpointWriter:
     """Saves checkpoints in a thread, one at a time, and keeps the newest ``keep``.
 
-    ``reserve``: bytes of host memory (``host_bytes``) to make before the first save, and to keep. On a GPU each save uses memory that is
-    kept, which grows if it must. On a CPU, without ``reserve``, a save gives its memory back.
+    ``reserve``: bytes of host memory (``host_bytes``) to allocate before the first save, and to keep. On a GPU all saves use the same memory,
+    which is kept and grows if needed. On a CPU without ``reserve``, each save frees its memory.
     """
 
     def __init__(self, parent: Path, keep: int, rank: int = 0, ranks: int = 1, reserve: int = 0) -> None:
@@ -66,7 +66,7 @@ class CheckpointWriter:
         self._copied.wait()
 
     def raise_finished_save_error(self) -> None:
-        """Raises: the error of a finished save."""
+        """Raise the error of the last save, if that save has finished."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -115,7 +115,7 @@ def set_cuda_device(device: int | None) -> None:
 
 
 def lower_thread_priority(device: int | None) -> None:
-    """Put this thread behind all others: Linux keeps a nice value for each (setpriority(2), notes)."""
+    """Give this thread the lowest priority. Linux keeps a nice value for each thread (setpriority(2), notes)."""
     set_cuda_device(device)
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -131,14 +131,14 @@ def padded_bytes(tensor: Tensor) -> int:
 
 
 def each_tensor(contents: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
-    """Each (kind, name, tensor)."""
+    """Yield (kind, name, tensor) of each tensor."""
     return ((kind, name, tensor) for kind, tensors in contents.items() for name, tensor in tensors.items())
 
 
 def copy_to_host(
     contents: dict[str, Tensors], memory: Tensor | None = None, ready: torch.cuda.Event | None = None
 ) -> dict[str, Tensors]:
-    """Copies of all tensors: one after the other in ``memory``, or each in memory of its own. Copies from a GPU are made on a separate
+    """Copies of all tensors, one after the other in ``memory``, or without ``memory`` each in its own. Copies from a GPU are made on a separate
     stream, after ``ready``."""
     copied: dict[str, Tensors] = {kind: {} for kind in contents}
     start = 0

@@ -22,8 +22,8 @@ class Edit:
 
 @dataclass(frozen=True)
 class Proposal:
-    """``predicted_gain``: the time of a whole step before the patch divided by the time after (1.12: 12 % more work in the same time). For
-    a target of quality: by how many bits per byte the gate's runs end better on held-out documents.
+    """A patch that an agent proposes. ``predicted_gain``: the time of a whole step before the patch divided by the time after it (1.12: 12 %
+    more work in the same time). For a target of quality, it is the gain of the gate's runs on held-out documents, in bits per byte.
 
     The hypothesis names the measurement, its consequence for the whole step, and the result that would refute it.
     """
@@ -58,5 +58,5 @@ def is_quality_target(target: str) -> bool:
 
 
 def gain_with_unit(target: str, gain: float) -> str:
-    """A predicted gain with its unit."""
+    """A predicted gain as text, with its unit."""
     return f"{gain:.4f} bits per byte better" if is_quality_target(target) else f"{gain:.3f}× on the whole step"

@@ -1,4 +1,4 @@
-"""Untrusted text (files, logs, a model's output) is cut to a limit, cleared of control characters, and marked as data.
+"""Makes untrusted text (files, logs, a model's output) harmless: cuts it to a limit, replaces control characters, and marks it as data.
 
 Text for a model stands between two lines that carry the hash of the text, so that no text can contain its own end.
 """
@@ -22,7 +22,7 @@ def replace_invisible(text: str) -> str:
 
 
 def limited_text(text: str, limit: int) -> str:
-    """The text as ``replace_invisible``, cut to ``limit`` characters, with a note of how many characters are left out."""
+    """The text as ``replace_invisible`` returns it, cut to ``limit`` characters. A note says how many characters are left out."""
     cut = replace_invisible(text[:limit])
     if len(text) <= limit:
         return cut
@@ -32,13 +32,13 @@ def limited_text(text: str, limit: int) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """The text as ``limited_text``, on a single line, so that no text can look like a line of its own in a log or a commit message."""
+    """The text on one line of at most ``limit`` characters, so that it cannot add lines to a log or a commit message."""
     words = " ".join(limited_text(text[: 4 * limit], 4 * limit).split())
     return words if len(words) <= limit else words[: limit - 1] + "…"
 
 
 def quote_as_data(what: str, text: str, limit: int = 16_000) -> str:
-    """``text`` as data for a model: cut to a limit, named, and between marks that it cannot contain."""
+    """``text`` as data for a model: cut to a limit, between marks that the text cannot contain. ``what`` names the data."""
     bounded = limited_text(text, limit)
     mark = hashlib.sha256(bounded.encode("utf-8", "replace")).hexdigest()[:16]
     return f"<data {mark}: {one_line(what, 200)}>\n{bounded}\n</data {mark}>"

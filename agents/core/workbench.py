@@ -1,4 +1,4 @@
-"""The workbench: all that an agent can read and do. The factory implements it, in its sandbox."""
+"""The workbench: the protocol by which an agent reads, checks and measures. The factory implements it with its sandbox."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kernels.contract.message import CodedError
 
 @dataclass(frozen=True)
 class Measurement:
-    """One implementation of an op timed against another, without the rest of the step, on the recipe's shapes: seconds of a forward and
-    backward (``kernels.contract.bench``)."""
+    """The times of two implementations of an op, outside the training step, on the recipe's shapes. ``seconds``: of a forward and backward
+    pass (``kernels.contract.bench``)."""
 
     seconds: float
     against_seconds: float
@@ -25,7 +25,7 @@ class Measurement:
 class EarlierProposal:
     """An earlier proposal and its verdict."""
 
-    patch_id: str  # of ``Proposal.patch_id``
+    patch_id: str  # as ``Proposal.patch_id``
     outcome: str  # promote | hold | reject | pending
     reason: str = ""
     title: str = ""
@@ -52,12 +52,12 @@ class ReadError(CodedError):
 
 @dataclass(frozen=True)
 class QuickCheck:
-    """The result of a quick check of edits. It is not a verdict. ``problems``: of the first stage that found any; the gate would find them too."""
+    """The result of a quick check of edits, which is not a verdict. ``problems``: of the first stage that found any. The gate would find them too."""
 
     stage: str  # scope | static | oracle | import
     problems: tuple[str, ...]
     times: tuple[str, ...] = ()
-    """One line for each op whose choice changes: its time alone. The code under test measures it, so only its author gets to see it."""
+    """A line for each op whose choice changes: the op's time outside the step. The code under test measures it, so only its author sees it."""
 
     @property
     def ok(self) -> bool:
@@ -65,10 +65,10 @@ class QuickCheck:
 
 
 class Workbench(Protocol):
-    """What an agent may read, check and measure."""
+    """The operations that an agent may use."""
 
     def files(self, patchable: bool = False) -> list[str]:
-        """Paths, relative to the repository's root, of the files that may be read; ``patchable``: of those that may be patched."""
+        """Paths, relative to the repository's root, of the files that the agent may read; with ``patchable``, of those that it may patch."""
         ...
 
     def read(self, path: str) -> str:
@@ -86,7 +86,7 @@ class Workbench(Protocol):
         ...
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
-        """Time an implementation of an op ``against`` another. ``rows``: of a micro-batch; 0: as in the recipe. Raises: MeasurementError."""
+        """Time an implementation of an op ``against`` another. ``rows``: rows of a micro-batch; 0: as in the recipe. Raises: MeasurementError."""
         ...
 
     def history(self, target: str) -> list[EarlierProposal]:

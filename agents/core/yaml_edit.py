@@ -54,7 +54,8 @@ def yaml_text(value: Scalar) -> str:
 
 
 def _word(text: str) -> str:
-    """
+    """A string as YAML, in quotes only if it needs them.
+
     >>> [_word(text) for text in ("linear", "CC-BY-4.0", "my licence", "a: {b}", "12:30", "no", "")]
     ['linear', 'CC-BY-4.0', 'my licence', '"a: {b}"', '"12:30"', '"no"', '""']
     """
@@ -62,7 +63,7 @@ def _word(text: str) -> str:
 
 
 def _added(text: str, mapping: yaml.MappingNode, rest: Sequence[str], value: Scalar) -> str:
-    """A new key, first in its mapping; a new key of the whole file, last."""
+    """The text with a new key: first in its mapping, or last in the file if the mapping is the whole file."""
     line, at = _line(rest, value), mapping.start_mark.index
     if mapping.flow_style:
         return f"{text[: at + 1]}{line}{', ' if mapping.value else ''}{text[at + 1 :]}"
@@ -80,7 +81,7 @@ def _line(path: Sequence[str], value: Scalar) -> str:
 
 
 def change_recipe(text: str, path: Sequence[str], value: Scalar) -> tuple[str, Recipe]:
-    """The new text, and the recipe in it. Raises: RecipeError when that is no valid recipe."""
+    """The new text, and the recipe in it. Raises: RecipeError if the new text is not a valid recipe."""
     try:
         new = set_value(text, path, value)
     except ValueError as error:

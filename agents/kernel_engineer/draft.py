@@ -17,7 +17,7 @@ LEAST_PREDICTED = 1.005  # no measurement of the gate could refute a smaller gai
 
 
 def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, tried: str = "") -> Proposal:
-    """The proposal that a call of ``propose`` makes, with the edits of the last ``try_patch`` if it has none. Raises: DraftError."""
+    """The proposal that a call of ``propose`` makes, with the edits of the last ``try_patch`` if the call has none. Raises: DraftError."""
     raw = read_object(arguments)
     title, hypothesis = title_and_hypothesis(raw)
     gain, saved, work = (read_number(raw, key) for key in ("predicted_gain", "bytes_saved", "flops_saved"))
@@ -74,7 +74,9 @@ def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:
             )
         if ("new_text" in edit) == ("find" in edit):
             raise DraftError(
-                "kernel_engineer.two_forms", "edit {number}: give either new_text, or find and replace.", number=count
+                "kernel_engineer.two_forms",
+                "edit {number} must have either new_text, or both find and replace.",
+                number=count,
             )
         if "new_text" in edit:
             texts[path] = read_text(edit, "new_text", f"edit {count}: ")

@@ -1,6 +1,6 @@
 """The model's instructions. Everything that comes from files, measurements or other people is marked as data.
 
-Apart because people edit these words without the code around them.
+A separate file, because people edit these words without the code around them.
 """
 
 from __future__ import annotations

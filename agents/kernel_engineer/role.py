@@ -17,7 +17,7 @@ from kernels.contract.message import Message
 
 
 class KernelEngineer:
-    """``agents.loop.role.Role`` over a parsed profile.json. ``asked``: the target that a person named, or ''."""
+    """The ``Role`` of the kernel engineer, for a parsed profile.json. ``asked``: the target that a person named, or ''."""
 
     name = AGENT
     system = prompts.SYSTEM
@@ -41,7 +41,8 @@ class KernelEngineer:
         evidence = EvidenceReader(self.profile, self.workbench, target).evidence()
         about = Message(
             "kernel_engineer.target",
-            "target {target}: {share:.1%} of the step; at the roofline, the step would be {aim:.3f}x as fast",
+            "target {target} takes {share:.1%} of the step. If the target ran at the roofline, the step would be "
+            "{aim:.3f}x as fast",
             target=target.name,
             share=target.share,
             aim=target.gain_at_roofline,
@@ -58,7 +59,7 @@ class KernelEngineer:
         return read_draft(arguments, _target(facts), self.workbench, tried)
 
     def check_proposal(self, facts: JsonObject, draft: Proposal) -> str:
-        """Scope, static, and the changed ops against fp64, in the sandbox."""
+        """The problems that the quick check finds in the sandbox, which also compares the changed ops with fp64; '' if there are none."""
         return quote_problems(self.workbench.check(draft.edits, _target(facts).op))
 
 

@@ -1,4 +1,4 @@
-"""Picks what to work on: the op or file whose distance from the roofline takes the largest share of the step (Amdahl 1967)."""
+"""Chooses the target: the op or file that would save the largest share of the step if it ran at the roofline (Amdahl 1967)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_GAIN = 1.02  # a smaller attainable gain of the whole step is too small fo
 
 @dataclass(frozen=True)
 class ProfileTarget:
-    """An op or a file. ``share``: its part of the eager step's time; ``attainable``: the part that running at the roofline would save."""
+    """An op or a file. ``share``: its part of the eager step's time. ``attainable``: the part of it that is saved at the roofline."""
 
     name: str  # kernel:<op> | file:<path>
     op: str
@@ -37,7 +37,7 @@ class ProfileTarget:
 
 
 def find_targets(profile: Mapping[str, Any], files: Collection[str]) -> list[ProfileTarget]:
-    """Every op and file of a parsed profile.json, as far as its lines are in ``files``, largest attainable gain first."""
+    """The ops and files of a parsed profile.json that have lines in ``files``, largest attainable gain first."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for line in profile["lines"]:
         if line["file"] in files:

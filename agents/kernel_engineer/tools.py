@@ -1,4 +1,4 @@
-"""The kernel engineer's tools: they read, or try edits in the sandbox. Their answers are cut to a limit and marked as data."""
+"""The kernel engineer's tools, which read evidence or try edits in the sandbox. Their answers are cut to a limit and marked as data."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EvidenceReader:
         return tools.answer_call(known, name, arguments)
 
     def try_patch(self, edits: Any) -> str:
-        """Run the quick check of edits, and time the ops that they choose, alone, by the code's own clock."""
+        """Run the quick check of edits, and time the ops whose choice they change, outside the step. The code under test takes the times."""
         try:
             edits = read_edits(edits, self.workbench)
         except DraftError as error:

@@ -36,7 +36,7 @@ ROWS = {"forward": 1, "backward": 2, "optimizer": 3, "data": 4}
 
 def chrome_trace(profile: Profile, events: Sequence[RecordedOperation]) -> str:
     """The step as JSON that opens in Perfetto (ui.perfetto.dev) or chrome://tracing. It has one row each for forward, backward, optimiser and
-    data. Names are lines, arguments are the operations.
+    data. An event is named after its source line, and its arguments describe the operation.
 
     Trace Event Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Times are those of the table. The
     profiler's own cost is subtracted, so that the events lie as close together as without the profiler.

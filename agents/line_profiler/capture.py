@@ -1,8 +1,8 @@
 """Finds the source line that causes each operation: a dispatch mode that records every tensor operation of an eager step.
 
-*Forward*: an operation belongs to the innermost frame in ``trainer/`` or ``kernels/``. *Backward*: the node that autograd
-runs carries the sequence number it got in the forward pass, at the moment its operation was dispatched; that operation's
-line caused it. A hand-written backward has frames of its own and keeps them, for the op that caused it.
+*Forward*: an operation belongs to the innermost frame in ``trainer/`` or ``kernels/``. *Backward*: an autograd node has the sequence
+number that it got when its forward operation was dispatched, so the backward operation belongs to the line of that forward operation. A
+hand-written backward has frames of its own: its operations belong to their own lines, and to the kernel op that made the node.
 
 Recording takes longer than most operations, so their times come from another step (``stopwatch``).
 """
@@ -33,7 +33,7 @@ Line = tuple[str, int, str]  # file relative to the root, line, the kernel op it
 
 @dataclass(frozen=True)
 class RecordedOperation:
-    """One operation of the step, in the order in which they ran. Times are seconds; the recorder's own are rough."""
+    """One operation of the recorded step. Times are in seconds; those that the recorder measures are rough."""
 
     line: Line
     called_from: str  # the line that called the kernel op which it is part of, or empty
@@ -45,7 +45,7 @@ class RecordedOperation:
     bytes: float  # inputs read once, outputs written once; 0 for a view
     reads: tuple[int, ...]  # numbers of the storages it reads and writes; a view does neither
     writes: tuple[int, ...]
-    signature: OperationSignature | None  # None: it cannot be called again alone
+    signature: OperationSignature | None  # None: the operation cannot be called again outside the step
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -93,8 +93,8 @@ class OperationRecorder(TorchDispatchMode):
         return signature
 
     def _numbers(self, tree: Any, fresh: bool = False) -> tuple[int, ...]:
-        """Numbers of the storages of a tree's tensors. ``fresh``: the tensors are results of a call, and their addresses may
-        be those of storages that were freed since (weak references to storages would keep their memory)."""
+        """Numbers of the storages of a tree's tensors. ``fresh``: the tensors are results of a call, so their storages get new numbers.
+        An address may be that of a storage that was freed (weak references to storages would keep their memory)."""
         found = []
         for address in {t.untyped_storage()._cdata: None for t in tree_leaves(tree) if isinstance(t, Tensor)}:
             if fresh or address not in self._storages:
@@ -110,7 +110,7 @@ class OperationRecorder(TorchDispatchMode):
         return self._numbers([given.get(name) for name in written])
 
     def _locate(self, frame: FrameType | None) -> tuple[Line, str, bool]:
-        """(line, line that called the kernel op, is it the backward pass)."""
+        """(the line, the line that called the kernel op, True in the backward pass)."""
         backward = torch._C._current_graph_task_id() != -1
         while frame is not None:
             if backward and frame.f_code.co_filename.endswith("torch/autograd/graph.py"):
@@ -131,7 +131,7 @@ class OperationRecorder(TorchDispatchMode):
         return ("(gradient accumulation)" if backward else "(outside)", 0, ""), "", backward
 
     def _caused_by(self) -> tuple[Line, str] | None:
-        """The forward line, and its call, that made the node which autograd is running."""
+        """The forward line that made the node which autograd is running, and the line that called its kernel op."""
         node = torch._C._current_autograd_node()
         return self._by_sequence.get(node._sequence_nr()) if node is not None else None
 
@@ -157,7 +157,7 @@ class OperationRecorder(TorchDispatchMode):
         return tuple(found)
 
     def watch(self, ops: Ops) -> Ops:
-        """The same ops; operations that run inside one are recorded with its name."""
+        """The ops, wrapped so that the operations inside an op are recorded with its name."""
         return replace(ops, **{name: self._watched(name, getattr(ops, name)) for name in OPS})
 
     def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,19 +175,19 @@ class OperationRecorder(TorchDispatchMode):
 
 
 def is_view_or_empty(func: Any) -> bool:
-    """Is it a view, or a tensor without values yet?"""
+    """True if an operation moves no memory: it returns a view, or a tensor without values."""
     return func.is_view or func._overloadpacket in MOVE_NOTHING
 
 
 def _bytes(args: Any, kwargs: Any, out: Any, func: Any) -> float:
-    """Read once and written once."""
+    """The bytes that an operation moves if it reads each input once and writes each output once; 0 for a view."""
     if is_view_or_empty(func):
         return 0.0
     return float(sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)))
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Of matrix products, attention and the native kernels (torch's FLOP registry and ours); 0 of everything else."""
+    """The FLOPs of matrix products, attention and the native kernels (torch's FLOP registry and ours); 0 for all other operations."""
     if func._overloadpacket in MORE_FLOPS:
         return float(MORE_FLOPS[func._overloadpacket](*args))
     formula = flop_registry.get(func._overloadpacket) or flop_registry.get(func)
@@ -195,17 +195,17 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _grouped_mm_flops(a: Tensor, b: Tensor, *_: Any) -> int:
-    """[M, K] by [E, K, N], each row by its group's matrix; or [K, M] by [M, N], a product a group of M."""
+    """FLOPs of [M, K] × [E, K, N], each row times its group's matrix, or of [K, M] × [M, N], one product for each group of M."""
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
 def _attention_flops(q_BHTK: Tensor, k_BHSK: Tensor, *_: Any) -> int:
-    """Two products of the whole square, as torch counts its other attention kernels."""
+    """FLOPs of two products over the whole square, as torch counts them for its other attention kernels."""
     return 4 * q_BHTK.numel() * k_BHSK.shape[-2]
 
 
 def _attention_backward_flops(grad: Tensor, q_BHTK: Tensor, k_BHSK: Tensor, *_: Any) -> int:
-    """Five products for the forward pass's two."""
+    """FLOPs of five products, where the forward pass has two."""
     return 5 * _attention_flops(q_BHTK, k_BHSK) // 2
 
 

@@ -1,6 +1,6 @@
-"""Relations between the recorded operations: lines that feed others, operations that could be fused, branches that could overlap.
+"""Finds relations between the recorded operations: lines that feed others, lines that could be fused, branches that could overlap.
 
-Pure functions of the storages that the events read and write.
+All functions are pure: they compare the storages that the events read and write.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Callers = Mapping[Line, tuple[tuple[str, int], ...]]
 
 
 def data_flow_edges(events: Sequence[RecordedOperation], callers: Callers) -> list[Edge]:
-    """Edges from the line that last wrote a storage to the line that reads it, in the forward pass and the optimiser; the
-    layers share their lines.
+    """Edges from the line that last wrote a storage to the line that reads it, in the forward pass and the optimiser. All layers of the
+    model run the same lines, so they share edges.
 
-    ``callers``: the lines that called each line; a line also depends on their conditions.
+    ``callers``: the lines that called each line. A line also depends on the conditions of its callers.
     """
     writer: dict[int, Line] = {}
     walked: Counter[tuple[Line, Line]] = Counter()
@@ -50,7 +50,7 @@ def _conditions_above(line: Line, callers: Callers) -> frozenset[tuple[str, int]
 
 @cache
 def conditions_of_lines(file: str) -> dict[int, frozenset[int]]:
-    """Line → the lines of the conditions that it depends on: an ``if`` around it, or one before it that returns."""
+    """For each line, the lines of the conditions on which it depends: an ``if`` around it, or an earlier ``if`` that returns."""
     found: dict[int, frozenset[int]] = {}
 
     def visit(body: Iterable[ast.stmt], outer: frozenset[int]) -> None:
@@ -79,8 +79,8 @@ def fusion_candidates(
 ) -> list[FusionCandidate]:
     """Chains of memory-bound lines with intermediates that no other line reads; largest gain first.
 
-    A line is joined to the next when only that one reads what it writes, in the forward pass and in the backward pass of
-    both: a fused kernel's backward computes the intermediate again. A line of several operations may be a chain by itself.
+    A line is joined to another if no third line reads the tensors that the first writes, in the forward pass or in the backward pass of
+    either: the backward of a fused kernel computes the intermediate again. A line of several operations may be a chain by itself.
     """
     by_line = {(line.file, line.line, line.op): line for line in lines if line.bound == "memory"}
     memory_bound = by_line.keys()
@@ -147,10 +147,10 @@ def _joined(groups: Iterable[Sequence[Line]]) -> dict[Line, Line]:
 
 
 def stream_candidates(events: Sequence[RecordedOperation], step_s: float) -> list[StreamCandidate]:
-    """Pairs of branches from one tensor that do not depend on each other, largest gain first; the layers share their lines.
+    """Pairs of branches that start at one tensor and do not depend on each other, largest gain first. All layers share their lines.
 
-    A branch is what depends on its first operation and not on the other branch's. A kernel op counts for the line that
-    calls it, so that two calls of one op are two branches.
+    A branch is its first operation and all operations that depend on it, without those that depend on the other branch too. A kernel op
+    counts for the line that calls it, so that two calls of one op are two branches.
     """
     working = [event for event in events if event.reads or event.writes]
     places = [event.called_from or line_name(*event.line) for event in working]
@@ -194,7 +194,7 @@ def _united(below: Sequence[int], starts: int) -> int:
 
 
 def _ancestors(events: Sequence[RecordedOperation]) -> tuple[list[int], dict[int, list[int]]]:
-    """(for each event the set of those it depends on, as bits of an integer; event → events that read what it wrote)."""
+    """(for each event, the events on which it depends, as bits of an integer; event → the events that read its output)."""
     writer: dict[int, int] = {}
     above: list[int] = []
     readers: defaultdict[int, list[int]] = defaultdict(list)

@@ -1,9 +1,9 @@
-"""Each operation alone: called repeatedly on fresh tensors of the recorded shapes, strides and dtypes.
+"""Times each operation alone, outside the step: calls it repeatedly on fresh tensors of the recorded shapes, strides and dtypes.
 
-Ten warm-ups, then 100 timed calls; a slow operation gets fewer, so that all fit a time budget, and the profile says how many
-it got. The calls alternate between several sets of inputs, so that an operation does not find in the cache what it would
-it got. The calls alternate between several sets of inputs, so that an operation does not find data in the cache that the step would
-have to fetch. Floating-point inputs are random. Integers, masks and scalars keep their recorded values, because
+An operation gets ten warm-ups, then 100 timed calls. A slow operation gets fewer, so that all fit into a time budget; the profile says how
+many each got. The calls alternate between several sets of inputs, so that an operation does not find data in the cache that the step would
+have to fetch. Floating-point inputs are random. Integers, masks and scalars keep their recorded values, because random ones could be
+invalid, such as an index that is too large.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class IsolatedTime:
     median_s: float
     spread_s: float
     iterations: int
-    why_not: str = ""  # why it could not be called alone; the times are zero then
+    why_not: str = ""  # why the operation could not be called outside the step; the times are zero then
 
 
 def measure_operations(
@@ -45,10 +45,10 @@ def measure_operations(
     budget_s: float,
     report: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[OperationSignature, IsolatedTime]:
-    """Measure each signature once, within ``budget_s`` in all: the fastest first, each with an equal part of the time that is
-    left, so that what they do not use goes to the slow ones.
+    """Measure each signature once, within ``budget_s`` seconds in all. The fastest come first, each with an equal part of the remaining
+    time, so that the time that they do not use is left for the slow ones.
 
-    ``estimates``: seconds of one call in the step. What moves no memory is left out.
+    ``estimates``: seconds of one call in the step. Operations that move no memory are left out.
     """
     wanted = [signature for signature in recorded if not is_view_or_empty(signature.func)]
     wanted.sort(key=lambda signature: estimates.get(signature, 0.0))
@@ -100,9 +100,9 @@ def _measure(
 
 
 def time_repeatedly(call: Callable[[int], float], first: float, ends: float) -> IsolatedTime:
-    """Warm-ups, then timed calls, fewer where the time ``ends`` comes first. ``call(number)`` returns its seconds.
+    """Make warm-up calls, then timed calls; fewer if the time ``ends`` comes first. ``call(number)`` makes one call and returns its seconds.
 
-    ``first``: seconds of one call that was made already.
+    ``first``: the seconds of one call that was made already.
     """
     affordable = int(max(0.0, ends - time.perf_counter()) / max(1e-9, first))
     for number in range(min(WARMUP, max(LEAST_WARMUP, affordable // 10)) - 1):
@@ -115,7 +115,7 @@ def time_repeatedly(call: Callable[[int], float], first: float, ends: float) -> 
 
 
 def make_clock(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """Seconds of one call of a function on a device."""
+    """A function that calls another function on a device and returns the seconds of the call."""
     return _cuda_seconds if device.type == "cuda" else _seconds
 
 
@@ -126,7 +126,7 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 
 def _cuda_seconds(function: Callable[[], Any]) -> float:
-    """Measured by device events around the call: the launch on the host counts only where the device waits for it."""
+    """Seconds of a call by device events around it. The launch on the host counts only if the device waits for it."""
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()
     function()
@@ -136,7 +136,7 @@ def _cuda_seconds(function: Callable[[], Any]) -> float:
 
 
 def _written(signature: OperationSignature) -> list[int]:
-    """Positions among the leaves of the tensors that the operation writes to, by its schema."""
+    """The positions, among the leaves, of the tensors that the operation writes to by its schema."""
     schema = signature.func._schema
     if not schema.is_mutable:
         return []

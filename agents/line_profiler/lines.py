@@ -1,4 +1,4 @@
-"""Events summed by source line: time, calls, bytes, FLOPs, share of the roofline, and what bounds the line."""
+"""Sums events by source line: time, calls, bytes, FLOPs, share of the roofline, and what bounds the line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PeakRates:
     bytes_per_s: float
 
     def seconds(self, flops: float, bytes: float) -> float:
-        """The least time, Williams et al. 2009, doi 10.1145/1498765.1498785."""
+        """The least time by the roofline model (Williams et al. 2009, doi 10.1145/1498765.1498785)."""
         return max(flops / self.flops_per_s, bytes / self.bytes_per_s)
 
     def bound(self, flops: float, bytes: float) -> str:
@@ -42,7 +42,7 @@ def profile_lines(
     roof: PeakRates,
     alone: Mapping[OperationSignature, IsolatedTime] | None = None,
 ) -> list[ProfiledLine]:
-    """The lines of a recorded step. ``calls``: how often it executes each; ``step_s``: its time without a profiler."""
+    """The lines of a recorded step. ``calls``: how often the step executes each line. ``step_s``: its time without a profiler."""
     by_line: defaultdict[Line, list[RecordedOperation]] = defaultdict(list)
     for event in events:
         by_line[event.line].append(event)
@@ -87,7 +87,7 @@ def _line(
 
 
 def phase_of_line(line: Line) -> str:
-    """'optimizer' or 'forward'; not for lines of the data loader."""
+    """The phase of a line, 'optimizer' or 'forward'. Lines of the data loader have no phase of these."""
     file, _, op = line
     return "optimizer" if op in OPTIMIZER_OPS or file in OPTIMIZER_FILES else "forward"
 
@@ -114,7 +114,7 @@ def _isolated(
 
 
 def data_loader_lines(traced: Mapping[Line, tuple[float, float]], step_s: float) -> list[ProfiledLine]:
-    """The data loader's lines, from line → (seconds, times). All of their time is the host's."""
+    """The data loader's lines. ``traced``: line → (seconds, times executed). All of this time is the host's."""
     return [
         ProfiledLine(
             file, line, source_text(file, line), "", "data", 0.0, 0.0, seconds, times, 0.0, 0.0, seconds / step_s, 0.0,
@@ -127,7 +127,7 @@ def data_loader_lines(traced: Mapping[Line, tuple[float, float]], step_s: float)
 def profile_ops(
     events: Iterable[RecordedOperation], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float, device: str
 ) -> list[ProfiledOp]:
-    """The times of each op with what the registry knows of it, so that readers of a profile need not import the kernels."""
+    """The times of each op, with the registry's facts about it, so that readers of a profile need not import the kernels."""
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     for event in events:

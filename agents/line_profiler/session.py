@@ -1,4 +1,4 @@
-"""Profiles a recipe: runs steps of it eagerly, records them, and compares their sum with the clock and with torch.profiler."""
+"""Profiles a recipe: runs its steps eagerly, and compares the sum of the operations' times with the clock and torch.profiler."""
 
 from __future__ import annotations
 
@@ -71,22 +71,22 @@ def measure_profile(
     isolation_budget_s: float = ISOLATION_BUDGET_S,
     report: Callable[[str], None] = lambda text: None,
 ) -> ProfileSession:
-    """Profile an eager step: its lines from one recorded step, their times from the fastest of at least ``steps`` timed
-    ones, which alternate with steps that nothing watches and steps under torch.profiler.
+    """Profile an eager step. One recorded step gives the lines. The fastest of at least ``steps`` timed steps gives their times. The timed
+    steps alternate with steps that nothing watches and with steps under torch.profiler.
 
     Raises: TrainerError, KernelError.
     """
     recipe = with_chosen_precision(recipe, this_device())
     with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
-        report(Message("line_profiler.eager_step", "eager step"))
+        report(Message("line_profiler.eager_step", "preparing the eager step"))
         run = make_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
         device = run.ranks.device
         synchronize = torch.cuda.synchronize if device.type == "cuda" else None
         for _ in range(WARMUP_STEPS):
             run.train_step(make_batch(run.order).to(device))
-        report(Message("line_profiler.data_loader", "lines of the data loader"))
+        report(Message("line_profiler.data_loader", "timing the lines of the data loader"))
         data, making_s = _data_lines(run)
-        report(Message("line_profiler.step", "lines of the step"))
+        report(Message("line_profiler.step", "recording the lines of the step"))
         # One batch for all steps, so that the same step is compared.
         batch = make_batch(run.order).to(device)
         recorder = OperationRecorder()
@@ -95,7 +95,7 @@ def measure_profile(
         rounds = _rounds(run, batch, steps, synchronize, report)
         # The fastest of each: other programs only add time.
         step_s = min(rounds.unwatched) + making_s
-        report(Message("line_profiler.stopwatch", "cost of the stopwatch"))
+        report(Message("line_profiler.stopwatch", "measuring the cost of the stopwatch"))
         crossing_s = _crossing(recipe, kernels, Path(folder))
         events = tuple(
             add_measured_times(
@@ -141,8 +141,8 @@ def measure_profile(
 
 @dataclass(frozen=True)
 class RepeatedStepTimings:
-    """The same step many times: seconds of the unwatched steps, laps of those under the stopwatch, seconds of operations
-    by torch.profiler."""
+    """Times of one step that was run many times. ``unwatched``: seconds of a step that nothing watches. ``watched``: the operations of a
+    step under the stopwatch. ``torch``: seconds in operations by torch.profiler."""
 
     unwatched: list[float]
     watched: list[list[TimedOperation]]
@@ -157,8 +157,8 @@ class RepeatedStepTimings:
 def _rounds(
     run: SegmentRun, batch: Batch, steps: int, synchronize: Callable[[], None] | None, report: Callable[[str], None]
 ) -> RepeatedStepTimings:
-    """The three kinds of step alternate, so that other programs slow all of them; one step after torch.profiler is not
-    counted, so that none starts with colder caches. At least ``steps`` rounds, until settled or the time is spent."""
+    """Run the three kinds of step in alternation, so that other programs slow all of them. A step that is not counted follows torch.profiler,
+    so that no counted step starts with colder caches. At least ``steps`` rounds run, until they are settled or the time is spent."""
     rounds = RepeatedStepTimings([], [], [])
     began = time.perf_counter()
 
@@ -173,7 +173,11 @@ def _rounds(
             run.train_step(batch)
             rounds.unwatched.append(_timed(run, batch, synchronize))
             rounds.watched.append(time_operations(lambda: run.train_step(batch), make_clock(run.ranks.device)))
-            report(Message("line_profiler.round", "lines of the step: round {number}", number=len(rounds.watched)))
+            report(
+                Message(
+                    "line_profiler.round", "timing the lines of the step: round {number}", number=len(rounds.watched)
+                )
+            )
     return rounds
 
 
@@ -195,7 +199,7 @@ def _timed(run: SegmentRun, batch: Batch, synchronize: Callable[[], None] | None
 
 @contextmanager
 def _ops_of(run: SegmentRun, ops: Ops) -> Iterator[None]:
-    """The model and the optimiser call ``ops`` within the block."""
+    """Let the model and the optimiser call ``ops`` within the block."""
     before = run.model.ops
 
     def use(ops: Ops) -> None:
@@ -214,8 +218,8 @@ def _ops_of(run: SegmentRun, ops: Ops) -> Iterator[None]:
 
 
 def _data_lines(run: SegmentRun) -> tuple[dict[Line, tuple[float, float]], float]:
-    """(line → (seconds, times) of making one batch, seconds of making one untraced). Scaling the lines to the untraced
-    time removes the tracer's own."""
+    """(line → (seconds, times executed) while one batch is made, seconds to make a batch without the tracer). The lines are scaled to the
+    time without the tracer, which removes the tracer's own time."""
     untraced = []
     for _ in range(2):
         began = time.perf_counter()
@@ -241,7 +245,7 @@ def _calls(run: SegmentRun, batch: Batch, recorder: OperationRecorder) -> dict[L
 
 
 def _torch_profiler_s(run: SegmentRun, batch: Batch) -> float:
-    """Self time of all operations of the step by torch.profiler: on the GPU where there is one."""
+    """Seconds of self time of all operations of the step by torch.profiler: on the GPU if there is one."""
     cuda = run.ranks.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
     with torch_profile(activities=activities, acc_events=True) as found:
@@ -262,13 +266,13 @@ def _isolate(
     report(
         Message(
             "line_profiler.isolation",
-            "single operations: {operations} distinct operations, at most {seconds:.0f} s",
+            "timing {operations} distinct operations outside the step, for at most {seconds:.0f} s",
             operations=len(recorded),
             seconds=budget_s,
         )
     )
     alone = measure_operations(
-        recorded, estimates, device, budget_s, make_progress_reporter(report, "operations alone: ")
+        recorded, estimates, device, budget_s, make_progress_reporter(report, "operations timed outside the step: ")
     )
     why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())
@@ -281,7 +285,7 @@ def _recipe_step(
 ) -> float | None:
     if not recipe.compile:
         return None
-    report(Message("line_profiler.recipe_step", "compiled step of the recipe"))
+    report(Message("line_profiler.recipe_step", "timing the compiled step of the recipe"))
     compiled = make_run(recipe, kernels, folder, steps=WARMUP_STEPS + steps + 3, compile=True)
     synchronize = torch.cuda.synchronize if compiled.ranks.device.type == "cuda" else None
     for _ in range(WARMUP_STEPS):
@@ -307,9 +311,9 @@ COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # frame
 def trace_line_times(
     folders: tuple[str, ...] = ("trainer",), op: Callable[[], str] = lambda: ""
 ) -> Iterator[dict[Line, list[float]]]:
-    """Time every line of ours that this thread executes in the block: line → [seconds, times entered].
+    """Time every line of ``folders`` that this thread executes in the block. Yields a dictionary: line → [seconds, times executed].
 
-    A line's time excludes that of our lines which it calls. ``op`` returns the kernel op that is running.
+    A line's time excludes the time of lines of ``folders`` that it calls. ``op`` returns the kernel op that is running.
     """
     roots = tuple(f"{ROOT / folder}/" for folder in folders)
     found: dict[Line, list[float]] = {}

@@ -1,4 +1,4 @@
-"""The arguments of an operation without the tensors' data: enough to call it again on fresh data of the same kind."""
+"""Describes the arguments of an operation without the tensors' data, so that it can be called again on fresh data of the same kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TensorSpec:
 
     @property
     def storage_elements(self) -> int:
-        """Elements of the smallest storage that holds it."""
+        """Elements of the smallest storage that holds the tensor."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
@@ -34,7 +34,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class OperationSignature:
-    """An operation and its arguments: tensors as specs, everything else by value. Equal ones are measured once."""
+    """An operation and its arguments: tensors as specs, everything else by value. Equal signatures are measured once."""
 
     func: Any  # torch._ops.OpOverload
     leaves: tuple[Any, ...]  # TensorSpec in place of tensors
@@ -82,7 +82,7 @@ def signature_of(func: Any, args: Any, kwargs: Any) -> OperationSignature:
 
 
 def copy_nonrandom_inputs(args: Any, kwargs: Any) -> Samples:
-    """Copies of what random numbers must not replace: indices, masks, scalars such as a loss scale."""
+    """By leaf, copies of the inputs that random numbers must not replace: indices, masks, scalars such as a loss scale."""
     leaves, _ = tree_flatten((args, kwargs))
     return tuple(leaf.detach().clone() if _is_kept(leaf) else None for leaf in leaves)
 

@@ -1,7 +1,7 @@
 """``python -m agents.line_profiler.step_rate --recipe FILE --kernels FILE``: times a recipe's start and its steps.
 
-On random documents, with the trainer's own step. Prints one JSON object: {"first_step_s", "step_s", "steps", "tokens_per_s",
-"whole_s"}. The first step compiles what no cache has; the time to import Python packages is in none of the numbers.
+It runs the trainer's own step on random documents, and prints one JSON object: {"first_step_s", "step_s", "steps", "tokens_per_s",
+"whole_s"}. The first step compiles all that no cache has. No number includes the time to import Python packages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS, SECONDS = 8, 6.0
 
 
 def measure_step_rate(recipe: Recipe, kernels: Path, steps: int = STEPS) -> dict[str, float]:
-    """Seconds to the end of the first step, and of a later step: the median of ``steps``, or of as many as fit into ``SECONDS``.
+    """Measure seconds to the end of the first step, and of a later step: the median of ``steps``, or of as many as fit into ``SECONDS``.
 
     Raises: TrainerError, KernelError.
     """

@@ -1,4 +1,4 @@
-"""Times each operation of a step: a dispatch mode that only reads the clock.
+"""Times each operation of a step, by a dispatch mode that only reads the clock.
 
 A dispatch mode makes each operation cross into Python and back, which takes some microseconds. The cost of a crossing is
 measured on a separate run, the recipe's step over tensors so small that crossings are a large part of it, and subtracted
@@ -30,12 +30,12 @@ SETTLING_S = 2.0  # the longest wait for a quiet machine
 
 @dataclass(frozen=True)
 class TimedOperation:
-    """One operation. Seconds, as the stopwatch saw them."""
+    """The times of one operation, in seconds, as the stopwatch measured them."""
 
     operation: str
-    gap: float  # since the one before it ended
+    gap: float  # since the operation before it ended
     seconds: float
-    after: float = 0.0  # of the last one: until the step ended
+    after: float = 0.0  # for the last operation, until the step ended
 
 
 class HostClock:
@@ -67,7 +67,7 @@ def make_clock(device: torch.device) -> HostClock:
 
 
 class Stopwatch(TorchDispatchMode):
-    """Laps of every operation between ``__enter__`` and ``__exit__``, on the thread that entered."""
+    """Times every operation between ``__enter__`` and ``__exit__``, on the thread that entered."""
 
     def __init__(self, clock: HostClock | None = None) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def time_operations(step: Callable[[], object], clock: HostClock | None = None) 
 
 
 def make_progress_reporter(report: Callable[[str], None], what: str) -> Callable[[int, int], None]:
-    """A function of (done, of all) that reports ``what`` and the numbers, at most every two seconds and at the end."""
+    """A function of (number done, number of all) that reports ``what`` and the numbers, at most every two seconds and at the end."""
     last = time.perf_counter()
 
     def heard(done: int, of: int) -> None:
@@ -132,9 +132,9 @@ def is_fastest_time_confirmed(times: Sequence[float], alike: float = ALIKE) -> b
 
 
 def stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
-    """Seconds that the stopwatch adds to an operation: of ``turns`` steps, the fastest watched minus the fastest unwatched.
+    """Seconds that the stopwatch adds to an operation: the fastest step with it minus the fastest step without it, for each operation.
 
-    On a busy machine there are more steps, until both are settled or the time for that is spent.
+    ``turns`` steps of each kind run. On a busy machine more run, until both fastest times are confirmed or ``SETTLING_S`` is over.
     """
     plain: list[float] = []
     watched: list[float] = []
@@ -156,9 +156,9 @@ def stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
 def add_measured_times(
     events: Sequence[RecordedOperation], laps: Sequence[TimedOperation], crossing_s: float, on_host: bool = True
 ) -> list[RecordedOperation]:
-    """The events with the times of the same step's laps, each reduced by one crossing: from the gap before the operation
-    first, then from the operation; what exceeds both is taken from the next. What Python does after the last operation
-    counts for that operation's line. Not ``on_host``: by a device's clock, where a crossing lengthens gaps alone."""
+    """The events with the times of ``laps``, which are the same step's. Each lap is reduced by one crossing: first the gap before the operation,
+    then the operation's own time; the rest is taken from the next lap. The time after the last operation counts for that operation's line. If
+    not ``on_host``, the times are a device's, where a crossing lengthens only the gaps."""
     assert [event.operation for event in events] == [lap.operation for lap in laps], "not the same step"
     found, owed = [], 0.0
     for event, lap in zip(events, laps):

@@ -40,7 +40,7 @@ class ProfiledLine:
 
     @property
     def name(self) -> str:
-        """Its name in edges, fusion candidates and stream candidates."""
+        """The line's name in edges, fusion candidates and stream candidates."""
         return line_name(self.file, self.line, self.op)
 
 
@@ -51,7 +51,7 @@ def line_name(file: str, line: int, op: str) -> str:
 
 @dataclass(frozen=True)
 class ProfiledOp:
-    """One kernel op, all of its lines."""
+    """One kernel op: the sum of its lines."""
 
     op: str
     implementation: str
@@ -66,7 +66,7 @@ class ProfiledOp:
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """Time in operations by ``torch.profiler`` and by the lines, for the same batch."""
+    """Seconds in operations, by ``torch.profiler`` and by the lines, for the same batch."""
 
     torch_s: float  # self time of all operations, summed
     lines_s: float  # forward_s + backward_s of all lines but the data loader's, of the step recorded beside it
@@ -78,7 +78,7 @@ class CrossCheck:
 
 @dataclass(frozen=True)
 class IsolationStatistics:
-    """How each operation was measured alone."""
+    """How the operations were measured outside the step."""
 
     signatures: int  # different (operation, shapes, strides, dtypes); each measured once
     full: int  # those that got all of their iterations
@@ -91,20 +91,20 @@ class IsolationStatistics:
 
 @dataclass(frozen=True)
 class Edge:
-    """``target`` reads what ``source`` wrote. ``conditional``: the target stands in a branch that the source does not."""
+    """``target`` reads what ``source`` wrote. ``conditional``: the target is in a conditional branch in which the source is not."""
 
     source: str  # ``ProfiledLine.name``
     target: str
     conditional: bool
-    bytes: float  # read along it
+    bytes: float  # that the target reads
 
 
 @dataclass(frozen=True)
 class FusionCandidate:
     """Memory-bound lines that pass tensors to one another which no other line reads, forward or backward.
 
-    One kernel could keep those tensors on the chip: ``bytes_saved`` counts their writes and reads, ``gain_s`` is the time of
-    that traffic at the measured bandwidth, or at the chain's own where caches make it higher. An upper bound.
+    One kernel could keep those tensors on the chip. ``bytes_saved`` counts their writes and reads. ``gain_s`` is the time of that traffic
+    at the measured bandwidth, or at the chain's own bandwidth if caches make it higher. It is an upper bound.
     """
 
     lines: tuple[str, ...]  # in the order in which they run
@@ -116,9 +116,9 @@ class FusionCandidate:
 
 @dataclass(frozen=True)
 class StreamCandidate:
-    """Two branches that start at one tensor and do not depend on each other: they could run on two streams.
+    """Two branches that start at one tensor and do not depend on each other. They could run on two streams.
 
-    ``gain_s``: the time of the shorter branch, which the longer one could hide. An upper bound.
+    ``gain_s``: the time of the shorter branch, which the longer one could hide. It is an upper bound.
     """
 
     fork: str  # the line that made the tensor
@@ -131,7 +131,7 @@ class StreamCandidate:
 
 @dataclass(frozen=True)
 class Profile:
-    """What ``profile.json`` holds. The batch of a step is made in the step, not ahead of it."""
+    """The content of ``profile.json``. A step's time includes the time to make its batch."""
 
     format: int
     recipe: dict[str, Any]
@@ -143,12 +143,12 @@ class Profile:
     recipe_step_s: float | None  # as the recipe runs it: compiled where it says so; None when not measured
     covered_s: float  # sum over the lines
     coverage: float  # covered_s / eager_step_s
-    overhead_s: float  # what the stopwatch added to the step, measured separately and subtracted from every line's time
+    overhead_s: float  # added to the step by the stopwatch; measured separately and subtracted from every line's time
     matmul_flops_per_s: float
     memory_bytes_per_s: float
     steps: int
     cross_check: CrossCheck
-    isolation: IsolationStatistics | None  # None when it was not asked for
+    isolation: IsolationStatistics | None  # None if no operation was measured outside the step
     lines: tuple[ProfiledLine, ...]  # hottest first
     ops: tuple[ProfiledOp, ...]
     edges: tuple[Edge, ...]  # of the forward pass and the optimiser, in the order in which they are first walked
@@ -160,7 +160,7 @@ class Profile:
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Profile:
-        """From parsed ``profile.json``. Raises: ValueError for another format or other fields."""
+        """The profile in a parsed ``profile.json``. Raises: ValueError for another format or other fields."""
         if raw.get("format") != FORMAT:
             raise ValueError(f"profile.json: format {raw.get('format')!r}, this code reads {FORMAT}")
         return TypeAdapter(cls).validate_python(raw)

@@ -1,7 +1,7 @@
-"""A run to profile: the recipe's own model, optimiser and data order, on a token shard of random documents.
+"""Makes a run to profile: the recipe's own model, optimiser and data order, on a token shard of random documents.
 
-The time of a step depends on the lengths of documents and on how many tokens carry loss, not on the tokens: lengths are
-log-normal with a median of 250 tokens, and in a third of the documents, the chats, the first 60 % carry no loss.
+The time of a step depends on the lengths of documents and on how many tokens carry loss, not on the tokens. The lengths are log-normal with
+a median of 250 tokens. A third of the documents are chats, whose first 60 % carry no loss.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MEDIAN_TOKENS = 250
 def make_run(
     recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile: bool, whole_rows: bool = False
 ) -> SegmentRun:
-    """A fresh run of ``steps`` steps with its token shard in ``folder``. ``compile`` overrides the recipe; without it every
-    step executes its lines, and no CUDA graph is replayed. ``precision: auto`` is the fastest on this device. ``whole_rows``: a
-    document is a row, and every token carries loss, as in most published measurements: attention has its whole triangle to compute.
+    """A fresh run of ``steps`` steps with its token shard in ``folder``. ``compile`` overrides the recipe. Without
+    compilation, every step executes its Python lines and replays no CUDA graph. ``precision: auto`` means the fastest precision on this
+    device. ``whole_rows``: each document fills a row and every token carries loss, as in most published measurements.
 
     Raises: TrainerError, KernelError.
     """
@@ -55,7 +55,7 @@ def smallest_recipe(recipe: Recipe) -> Recipe:
 
 
 def random_documents(recipe: Recipe, tokens: int, whole_rows: bool = False) -> Iterator[TokenizedDocument]:
-    """Random documents, ``tokens`` tokens of them or a little more. A document of T + 1 tokens fills a row of T positions."""
+    """Random documents with ``tokens`` tokens in all, or a little more. A document of T + 1 tokens fills a row of T positions."""
     generator = np.random.default_rng(recipe.seed)
     made = number = 0
     while made < tokens:

@@ -1,6 +1,6 @@
 """How agents ask a language model, wherever it runs.
 
-A ``Request`` (``exchange``) goes through the ``client``, which reserves its worst case in the ``BudgetBooks``, sends it to an endpoint
-(``http_endpoint``: any OpenAI-compatible server; ``file_endpoint``: a person or a program that answers with files), tries again where
-that can help, and gives the exchange to the books. ``policy`` has the model, the limits and the budgets.
+The ``client`` reserves the worst case of a ``Request`` (``exchange``) in the ``BudgetAccount``, and sends the request to an endpoint. An
+endpoint is any OpenAI-compatible server (``http_endpoint``), or a person or program that answers with files (``file_endpoint``). The client
+tries again if that can help, and records each exchange in the account. ``policy`` has the model, the limits and the budgets.
 """

@@ -26,7 +26,7 @@ FIRST_WAIT = 1.0  # seconds before the second attempt, at most; doubled each tim
 
 
 class LlmClient:
-    """Sends requests to an endpoint, by a policy, and keeps the books. ``say`` tells a person what it waits for."""
+    """Sends requests to an endpoint, under a policy, and records them in ``books``. ``say`` tells a person why the client waits."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LlmClient:
                 if not error.again or attempt == policy.attempts:
                     raise LlmError(
                         "llm.no_reply",
-                        "{endpoint}: {problem}. The factory tried {attempts:,|time|times}.",
+                        "The request to {endpoint} failed: {problem}. The factory tried {attempts:,|time|times}.",
                         endpoint=self.endpoint.name,
                         problem=error.message,
                         attempts=attempt,
@@ -58,7 +58,7 @@ class LlmClient:
                 self.say(
                     Message(
                         "llm.again",
-                        "  {endpoint}: {problem}. The next attempt begins in {wait:.1f} s.",
+                        "  The request to {endpoint} failed: {problem}. The next attempt begins in {wait:.1f} s.",
                         endpoint=self.endpoint.name,
                         problem=error.message,
                         wait=wait,
@@ -93,15 +93,18 @@ class LlmClient:
         return self.policy.usd(usage.input_tokens, usage.output_tokens)
 
     def _wait(self, error: SendError, attempt: int) -> float:
-        """Seconds before the next attempt: the endpoint's own, or exponential backoff; with jitter, so that many clients do not return at once."""
+        """Seconds before the next attempt: as the endpoint asks, else exponential backoff. Jitter keeps many clients from returning at once.
+
+        Raises: LlmError if the endpoint asks for too long a wait.
+        """
         longest = self.policy.longest_wait_seconds
         if error.after is None:
             return min(longest, FIRST_WAIT * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
         if error.after > longest:
             raise LlmError(
                 "llm.wait_too_long",
-                "{endpoint}: {problem}. The endpoint asks for a wait of {asked:.0f} s, longer than "
-                "llm.longest_wait_seconds ({longest:g}). Run the same command again later.",
+                "The request to {endpoint} failed: {problem}. The endpoint asks for a wait of {asked:.0f} s, longer "
+                "than llm.longest_wait_seconds ({longest:g}). Run the same command again later.",
                 endpoint=self.endpoint.name,
                 problem=error.message,
                 asked=error.after,

@@ -29,7 +29,7 @@ class BudgetError(LlmError):
 
 class SendError(LlmError):
     """One attempt failed. ``again``: another attempt may succeed, after ``after`` seconds if the endpoint says so.
-    ``charged``: the endpoint may bill for this one."""
+    ``charged``: the endpoint may bill for this attempt."""
 
     def __init__(
         self, code: str, template: str = "", /, *, again: bool, charged: bool, after: float | None = None, **data: Any
@@ -88,7 +88,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """The model's answer. ``finish``: why it ended, in the API's words ('stop', 'tool_calls', 'length'). ``usage`` None: not reported."""
+    """The model's answer. ``finish``: why it ended, in the API's words ('stop', 'tool_calls', 'length'). ``usage``: None if it was not reported."""
 
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
@@ -138,7 +138,7 @@ class BudgetAccount(Protocol):
         ...
 
     def settle(self, entry: int, exchange: Exchange) -> None:
-        """Replace the reservation by what the request cost. An entry that is never settled counts in full."""
+        """Replace a reservation by the cost of the request. An entry that is never settled counts in full."""
         ...
 
 

@@ -1,8 +1,8 @@
 """A folder in place of a server. Each request is written as a file, and each reply is read from a file. A person can be the model.
 
 ``NAME.request.json`` is the body that a server would get. The reply goes to ``NAME.reply.json``; write the file under another name first, then
-rename it. It holds the API's whole answer, its message, or ``{"content": "…", "tool_calls": [{"name": "…", "arguments": {…}}]}``. The same
-request gets the same name, so that a run that was killed finds the reply that came meanwhile.
+rename it. It holds the API's whole answer, only the answer's message, or ``{"content": "…", "tool_calls": [{"name": "…", "arguments": {…}}]}``. The
+same request gets the same name. Therefore a run that continues after a kill finds a reply that came in the meantime.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ class FileEndpoint:
         except OSError as error:
             raise LlmError(
                 "llm.no_folder",
-                "endpoint {endpoint}: the folder cannot be made: {problem}",
+                "endpoint {endpoint}: the folder cannot be created ({problem}).",
                 endpoint=self.name,
                 problem=error.strerror,
             ) from None
         if not os.access(folder, os.W_OK | os.X_OK):
             raise LlmError(
-                "llm.not_writable", "endpoint {endpoint}: this user may not write to the folder.", endpoint=self.name
+                "llm.not_writable",
+                "endpoint {endpoint}: the current user may not write to the folder.",
+                endpoint=self.name,
             )
 
     def send(self, request: Request) -> Reply:
@@ -86,7 +88,7 @@ class FileEndpoint:
 
 
 def _read(path: Path, limit: int) -> Reply:
-    """Raises: FileNotFoundError, OSError, ValueError that says what is wrong with the file."""
+    """The reply in a file. Raises: FileNotFoundError; OSError; ValueError that says what is wrong with the file."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
         status = os.fstat(handle)

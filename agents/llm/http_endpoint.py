@@ -1,5 +1,6 @@
-"""Any server that speaks ``/v1/chat/completions``, through the ``openai`` package. Replies are streamed, and limited in bytes, tokens and seconds.
+"""The endpoint for any server with ``/v1/chat/completions``, through the ``openai`` package.
 
+Replies are streamed, and limited in bytes, tokens and seconds.
 The ``client`` retries, not the package, so that each attempt is in the books. The key goes into the request's header only. If the server's
 answer repeats the key, the key is removed from it.
 """
@@ -81,7 +82,7 @@ class HttpEndpoint:
                 ) from None
             problem = self._said(str(cause or error))
             raise SendError(
-                "llm.no_connection", "no connection: {problem}", problem=problem, again=True, charged=charged
+                "llm.no_connection", "the connection failed ({problem})", problem=problem, again=True, charged=charged
             ) from None
         except openai.OpenAIError as error:  # an error that the stream itself carried
             raise _failed(self._said(str(error)), charged=True) from None
@@ -107,7 +108,7 @@ class HttpEndpoint:
         return self._client
 
     def _collect(self, stream: Any, request: Request) -> Reply:
-        """The reply that the chunks of a stream make up."""
+        """The reply, joined from the chunks of a stream. Raises: SendError."""
         text: list[str] = []
         calls: dict[int, dict[str, str]] = {}
         finish, usage, chunks = "", None, 0
@@ -214,7 +215,7 @@ class _Reading:
         if time.monotonic() - self.began > policy.reply_seconds:
             raise SendError(
                 "llm.too_slow",
-                "the reply was cut off, because it takes longer than {limit:g} s",
+                "the reply was cut off, because it took longer than {limit:g} s",
                 limit=policy.reply_seconds,
                 again=True,
                 charged=True,

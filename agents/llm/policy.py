@@ -13,7 +13,7 @@ class Budget(Strict):
     """Hard limits: a request whose worst case would exceed either is not sent."""
 
     tokens: int = Field(gt=0)
-    """Input and output together."""
+    """Input and output tokens together."""
     usd: float = Field(ge=0, allow_inf_nan=False)
     """At the prices of this policy."""
 
@@ -39,7 +39,7 @@ class LlmPolicy(Strict):
     reply_bytes: int = Field(default=4_000_000, gt=0)
     """The most bytes of a reply, as received."""
     reply_seconds: float = Field(default=1200.0, gt=0)
-    """From the request to the reply's last byte."""
+    """The longest time from the request to the reply's last byte."""
     silence_seconds: float = Field(default=300.0, gt=0)
     """The longest time without a byte. A large prompt on a small machine takes minutes to the first byte."""
     attempts: int = Field(default=5, ge=1, le=20)
@@ -60,7 +60,7 @@ class LlmPolicy(Strict):
     diagnosis_seconds: float = Field(default=300.0, gt=0)
     """The longest time that the factory waits for that explanation."""
     diagnosis_documents: int = Field(default=0, ge=0, le=10)
-    """How many of the documents to blame the model sees the beginning of. That text goes to the endpoint."""
+    """The number of documents to blame whose beginning is sent to the model's endpoint."""
 
     def with_diagnosis_limits(self) -> LlmPolicy:
         """The policy with the limits of a diagnosis: one attempt, which ends within ``diagnosis_seconds`` whatever the endpoint does."""

@@ -1,11 +1,11 @@
-"""The loop as a LangGraph graph that saves its state after every node: after a kill at any moment the run continues.
+"""The loop as a LangGraph graph. It saves its state after every node, so that a run can continue after a kill at any moment.
 
     aim ─► steer ─► think ─► act ─┬─► think          (it read something)
                       ▲           ├─► steer ─► think (its proposal did not pass, and rounds are left; or a person wants more)
                       └───────────┘   └─► end        (its proposal passed the quick check, or nothing is left to spend)
 
-``choose_task`` asks the role what there is to do; ``think`` is one exchange with the model; ``act`` answers the tools that it called; ``steer`` asks
-the person, if there is one. The state holds plain JSON values only.
+``aim`` asks the role what to do. ``think`` is one exchange with the model. ``act`` answers the tools that the model called. ``steer`` asks the
+person, if there is one. The state holds plain JSON values only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ FORMAT = 2  # of ``AgentGraphState``: a run that an older format saved starts ag
 
 
 class AgentGraphState(TypedDict, total=False):
-    """``make_proposal``: the last proposal that could be read, as ``_packed``; ``taken``: it passed the quick check; ``tried``: the model
-    has just proposed; ``about`` and ``facts``: the aim's; ``problem``, ``ended``: texts, or messages as ``Message.to_json``."""
+    """The state between nodes. ``draft``: the last proposal that could be read, as ``_packed`` returns it. ``taken``: True if that proposal
+    passed the quick check. ``tried``: True if the model has just proposed. ``about`` and ``facts``: those of the ``AgentTask``. ``problem`` and
+    ``ended``: texts, or messages as ``messages_to_json`` returns them."""
 
     about: str
     facts: JsonObject
@@ -62,7 +63,7 @@ class LoopRun:
 def run_agent(run: LoopRun) -> tuple[Proposal | None, str]:
     """(the proposal or None, the reason why the run ended). After a kill, a call with the same number continues the run.
 
-    Raises: TargetError; LlmError; CheckpointError; what the workbench's sandbox raises. The run can be continued after each.
+    Raises: TargetError; LlmError; SavedRunError; errors of the workbench's sandbox. After each of them the run can be continued.
     """
     from langgraph.types import Command
 
@@ -138,7 +139,7 @@ class _Loop:
         return {"messages": [*state["messages"], reply.message()], "exchanges": number}
 
     def act(self, state: AgentGraphState) -> AgentGraphState:
-        """Answer the tools that the model called; a proposal is read and checked."""
+        """Answer the tools that the model called. A call of ``propose`` is read and checked."""
         answers: list[ChatMessage] = []
         update: AgentGraphState = {"tried": False}
         for call in state["messages"][-1].get("tool_calls", []):
@@ -189,7 +190,7 @@ class _Loop:
         return update | {"problem": messages_to_json(problem), "taken": not problem}  # type: ignore[return-value]
 
     def spent(self, rounds: int, exchanges: int, update: AgentGraphState, state: AgentGraphState) -> AgentGraphState:
-        """The reason why the run ends now, if it does."""
+        """An update with the reason why the run ends now; empty if it goes on."""
         problem = str(Message.from_json(update.get("problem", state.get("problem", ""))))
         last = one_line(problem, 300) if problem else Message("loop.no_proposal", "the model proposed nothing")
         if rounds >= self.policy.rounds:
@@ -219,21 +220,21 @@ class _Loop:
         return "steer" if state["tried"] else "think"
 
     def steer(self, state: AgentGraphState) -> AgentGraphState:
-        """Ask the person: continue, stop, or an instruction. Without a person, continue."""
+        """Ask the person whether to continue or stop, or for an instruction. Without a person, continue."""
         if self.run.person is None:
             return {"problem": state.get("problem", "")}
         from langgraph.types import interrupt
 
         answer = str(interrupt(_question(state))).strip()
         if answer.lower() in STOP:
-            return {"ended": messages_to_json(Message("loop.stopped", "stopped by the person who runs it"))}
+            return {"ended": messages_to_json(Message("loop.stopped", "the person at the terminal stopped the run"))}
         if answer.lower() in GO:
             return {"problem": state.get("problem", "")}
         if state["rounds"] >= self.policy.rounds or state["exchanges"] >= self.policy.exchanges:
             self.run.say(
                 Message(
                     "loop.nothing_left",
-                    "  the run has reached its limit of rounds or exchanges, so it ends without this instruction",
+                    "  the run ends and ignores this instruction, because it has reached its limit of rounds or exchanges",
                 )
             )
             return {"problem": state.get("problem", "")}

@@ -1,4 +1,4 @@
-"""The protocol of a role, which makes the loop one agent or another, and functions that parse the arguments of a model's tool call.
+"""The protocol of a role, which defines an agent of the loop, and functions that parse the arguments of a model's tool call.
 
 A role holds no state of a run: the aim and the messages hold that. The arguments are untrusted: each error is a ``DraftError`` on which
 the model can act.
@@ -40,11 +40,11 @@ class Role(Protocol):
     """One agent: its task, its tools, and how its drafts are checked."""
 
     name: str
-    """The agent's, as in ``Proposal.agent``."""
+    """The agent's name, as in ``Proposal.agent``."""
     system: str
-    """The system message: the task, how a proposal is judged, what is data."""
+    """The system message. It gives the task, says how a proposal is judged, and says which text is data."""
     tools: Sequence[JsonObject]
-    """As of the chat completions API; ``tools.PROPOSE`` is one of them."""
+    """Definitions of tools for the chat completions API. ``tools.PROPOSE`` is one of them."""
 
     def choose_task(self, rounds: int) -> AgentTask | str:
         """What to work on with ``rounds`` proposals, or the reason why there is nothing to do. Raises: TargetError."""
@@ -67,7 +67,7 @@ LARGEST = 1e30
 
 
 def read_object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call. Raises: DraftError, as all functions here."""
+    """The arguments of a call, parsed. Raises: DraftError, as the other reading functions here do."""
     try:
         raw = json.loads(arguments)
     except (ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def read_object(arguments: str) -> dict[str, Any]:
 
 
 def title_and_hypothesis(raw: dict[str, Any]) -> tuple[str, str]:
-    """One line each, not empty."""
+    """(title, hypothesis), each of one line and not empty."""
     title, hypothesis = (one_line(read_text(raw, key), limit) for key, limit in (("title", 80), ("hypothesis", 2000)))
     if not title or not hypothesis:
         raise DraftError("loop.empty", "title and hypothesis must not be empty.")

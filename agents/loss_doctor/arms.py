@@ -31,7 +31,7 @@ class ReplayArm:
     start: Start = "newest"
 
 
-# A change that cannot have acted before the onset starts there. One that may have (a kernel, a commit, the rate) starts at the checkpoint.
+# An arm starts at the onset if its change cannot have acted before. Else (a kernel, a commit, the rate) it starts at the newest checkpoint.
 AGAIN = (ReplayArm("same again", start="onset"), ReplayArm("same again, twice", start="newest"))
 FP32 = ReplayArm("fp32", {"precision": "fp32"})
 KERNELS = ReplayArm("reference kernels", reference_kernels=True)
@@ -48,7 +48,7 @@ LOWER_RATE = 0.1  # of the rate
 
 @dataclass(frozen=True)
 class ArmOutcome:
-    """The result of a replay. ``fires``: the anomaly is there; None: unclear, or not run for the reason in ``failed``."""
+    """The result of a replay. ``fires``: True if the anomaly is there; None if that is unclear, or if ``failed`` says why the arm did not run."""
 
     arm: str
     fires: bool | None
@@ -84,7 +84,9 @@ class NewShardsComparison:
     )
     supervised: float  # share of the new documents' tokens that carry loss
     supervised_before: float
-    begins_alike: float = 1.0  # share of them whose loss begins after a token that it began after in earlier documents
+    begins_alike: float = (
+        1.0  # share of these documents whose loss begins after a token after which it began in earlier ones too
+    )
 
 
 @dataclass(frozen=True)
@@ -114,17 +116,17 @@ class AnomalyCase:
 
 
 class ReplayBudgetSpentError(CodedError):
-    """The budget in replayed steps is spent, and no replay may begin."""
+    """The budget of replayed steps is spent, so no replay may begin."""
 
 
 class ReplayBench(Protocol):
-    """All that the doctor can ask for."""
+    """Gives the doctor the facts of an anomaly, and runs its replays."""
 
     def case(self) -> AnomalyCase:
         """The facts of the anomaly."""
 
     def run(self, arm: ReplayArm) -> ArmOutcome:
-        """Replay the window. Raises: BudgetSpent."""
+        """Replay the window. Raises: ReplayBudgetSpentError."""
 
     def score_documents_at(self, start: Start) -> Sequence[DocumentScore]:
         """Scores of each document of the window, and of samples of the shards that joined last and of the earlier shards."""
@@ -134,9 +136,9 @@ class ReplayBench(Protocol):
 
 
 def arms_against_large_steps(case: AnomalyCase) -> list[ReplayArm]:
-    """Changes that may tame a step that the optimiser makes too large. A change that was made last comes first.
+    """Arms with smaller steps of the optimiser. If the optimiser's keys changed since the previous segment, the old values come first.
 
-    A warm-up of twice the length halves the rate at the anomaly, about; a longer one lowers it further.
+    A warm-up of twice the length about halves the rate at the anomaly. A longer one lowers it further.
     """
     optimizer, stability, schedule = (case.recipe[key] for key in ("optimizer", "stability", "schedule"))
     arms = [ReplayArm(AS_BEFORE, dict(case.was_otherwise))] if case.was_otherwise else []
@@ -152,6 +154,6 @@ def arms_against_large_steps(case: AnomalyCase) -> list[ReplayArm]:
 
 
 def remove_gradient_accumulation(recipe: Mapping[str, Any]) -> ReplayArm | None:
-    """The same batch without accumulation; None if the recipe does not accumulate."""
+    """The arm with the same batch without accumulation; None if the recipe does not accumulate."""
     micro = recipe["batch"].get("micro_sequences")
     return ReplayArm(MICRO, {"batch.micro_sequences": None}) if micro else None

@@ -20,10 +20,10 @@ SPREAD = 0.4  # if more than this share of a window's documents must be masked, 
 
 @dataclass(frozen=True)
 class ArmFindings:
-    """The findings so far. An arm that is missing in a dictionary was not run. None: the arm neither cleared the anomaly nor showed it."""
+    """The findings so far. An arm that ``fires`` lacks was not run. Its value is None if the arm neither cleared the anomaly nor showed it."""
 
     kind: str
-    low: bool = False
+    low: bool = False  # the anomaly is a loss that is too low
     fires: Mapping[str, bool | None] = field(default_factory=dict)  # by arm
     repeatable: bool | None = None  # two runs of the same replay left the same bits
     kernels_are_reference: bool = False  # then the arm of reference kernels is not run
@@ -53,7 +53,7 @@ class ArmFindings:
 
 @dataclass(frozen=True)
 class DiagnosedCause:
-    """One cause, or two that the arms cannot tell apart, and the reason."""
+    """A cause, or two causes that the arms cannot tell apart, and the reason."""
 
     causes: tuple[str, ...]
     why: str
@@ -76,8 +76,8 @@ TABLE: tuple[CauseRule, ...] = (
         (HARDWARE, LAYOUT),
         Message(
             "loss_doctor.not_on_one_rank",
-            "a replay of the same steps from the same checkpoint, on one rank, does not show the anomaly: a device "
-            "or the division among ranks is faulty",
+            "a replay of the same steps from the same checkpoint, on one rank, does not show the anomaly: a "
+            "device is faulty, or the division of the work among ranks is",
         ),
     ),
     (
@@ -215,8 +215,8 @@ TABLE: tuple[CauseRule, ...] = (
         (REPEATED,),
         Message(
             "loss_doctor.repeated",
-            "the loss is as usual without some documents. These documents were not too easy at an older checkpoint, "
-            "so the model learnt them since then",
+            "the loss is as usual without some documents. The loss of these documents was not too low at an "
+            "older checkpoint, so the model has learnt them since then",
         ),
     ),
     (
@@ -241,8 +241,8 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, REPEATED),
         Message(
             "loss_doctor.always_too_easy",
-            "the anomaly is gone without some documents. No second checkpoint shows whether these documents were "
-            "always too easy",
+            "the anomaly is gone without some documents. No second checkpoint shows whether the loss of these "
+            "documents was always too low",
         ),
     ),
     (
@@ -259,7 +259,7 @@ TABLE: tuple[CauseRule, ...] = (
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.other_documents",
-            "the anomaly is gone with other documents of the same shards, but not without the documents that stand out",
+            "the anomaly is gone with other documents of the same shards, but masking documents did not remove it",
         ),
     ),
     (

@@ -27,16 +27,16 @@ OF_LAYER = {
     "attention_logits": "attention_logit_max",
     "update_jump": "update_ratio",
 }
-LOW = ("loss_drop", "domain_drop")  # of a loss that is too low to be true
+LOW = ("loss_drop", "domain_drop")  # kinds whose loss is too low to be true
 PARTS = (
     "loss",
     *OF_LAYER.values(),
-)  # of domains and layers, as metrics.jsonl names them: loss/code, activation_max/blocks.1
+)  # metrics of domains and layers, as metrics.jsonl names them: loss/code, activation_max/blocks.1
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step of a run; what is not finite is ``math.inf``. ``parts``: of domains and of the layer that was measured, by their key."""
+    """The metrics of one step; a value that is not finite is ``math.inf``. ``parts``: metrics of domains and of the measured layer, by key."""
 
     step: int
     loss: float
@@ -54,7 +54,7 @@ class StepMetrics:
         return self.grad_norm if quantity == "grad_norm" else self.parts.get(quantity)
 
     def to_row(self) -> list[Any]:
-        """As JSON has it; ``StepMetrics(*row)`` is the point again."""
+        """The metrics as a JSON list, from which ``StepMetrics(*row)`` makes them again."""
         return [self.step, self.loss, self.grad_norm, dict(self.parts)]
 
 
@@ -67,7 +67,7 @@ class UsualValue:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> UsualValue:
-        """Of the finite ones; without any, 0 and infinite: nothing is unusual then.
+        """The usual value of the finite values. Without any, the center is 0 and the deviation infinite, so that nothing is unusual.
 
         >>> UsualValue.of([2.0, 2.1, 1.9, 2.0, 50.0]).center
         2.0
@@ -97,7 +97,7 @@ def quantity_of_anomaly(kind: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class Symptom:
-    """What the live run showed in its window: which quantity, in which direction, and how far from the usual."""
+    """The deviation of the live run in its window: the quantity, the direction, and the distance from the usual value."""
 
     kind: str  # of the anomaly
     quantity: str
@@ -109,7 +109,7 @@ class Symptom:
     def from_live_run(
         cls, kind: str, before: Sequence[StepMetrics], window: Sequence[StepMetrics], where: str = ""
     ) -> Symptom:
-        """From the live run's own steps. ``where``: the domain or layer that it is about.
+        """The symptom in a ``window`` of the live run, compared with the steps ``before``. ``where``: the anomaly's domain or layer.
 
         >>> calm = [StepMetrics(step, 2.0, 0.5) for step in range(8)]
         >>> Symptom.from_live_run("loss_spike", calm, [StepMetrics(8, 5.0, 0.6), StepMetrics(9, 2.1, 0.5)]).excess
@@ -151,7 +151,7 @@ class Symptom:
         return self.is_present(window) is False and excess <= UNNOTICED * self.usual.deviation
 
     def largest_difference(self, shown: Sequence[StepMetrics], without: Sequence[StepMetrics]) -> float:
-        """The largest distance of one replay beyond another at the same step, in the symptom's direction: the effect of what the other leaves out.
+        """The largest excess of one replay over another at the same step, in the symptom's direction: the effect of what ``without`` leaves out.
 
         >>> spike = Symptom("loss_spike", "loss", False, UsualValue(2.0, 0.1), 3.0)
         >>> spike.largest_difference([StepMetrics(8, 6.0, 1.0), StepMetrics(9, 2.2, 1.0)], [StepMetrics(8, 3.5, 1.0), StepMetrics(9, 2.1, 1.0)])
@@ -170,12 +170,12 @@ class Symptom:
 
 
 def values_by_step(points: Sequence[StepMetrics], quantity: str) -> list[float]:
-    """The quantity at each step that has it."""
+    """The values of a quantity, at the steps that have it, in the order of ``points``."""
     return [value for point in points if (value := point.value(quantity)) is not None]
 
 
 def read_step_metrics(lines: Sequence[Mapping[str, Any]]) -> list[StepMetrics]:
-    """The points of lines of metrics.jsonl, by step. If a step was done twice, the later line counts. A step without a loss has no point.
+    """The metrics of each step from the lines of metrics.jsonl, sorted. The later line of a step counts. A line without a loss is left out.
 
     >>> read_step_metrics([{"step": 4, "loss": 2.0, "grad_norm": None, "loss/code": 1.5, "time": 9.0}])
     [StepMetrics(step=4, loss=2.0, grad_norm=inf, parts={'loss/code': 1.5})]
@@ -193,7 +193,7 @@ def read_step_metrics(lines: Sequence[Mapping[str, Any]]) -> list[StepMetrics]:
 def find_anomaly_onset(lines: Sequence[StepMetrics], step: int, reach: int = 16, deviations: float = 4.0) -> int:
     """The step at which an anomaly began that was noticed at ``step``. Norms may climb before the loss does (BLOOM's did for five steps).
 
-    Goes back over at most ``reach`` steps, as long as loss or gradient norm is ``deviations`` above its earlier usual value.
+    The search goes back over at most ``reach`` steps, as long as loss or gradient norm is ``deviations`` above its earlier usual value.
 
     >>> calm = [StepMetrics(s, 2.0, 0.5) for s in range(40)]
     >>> find_anomaly_onset([*calm, StepMetrics(40, 2.0, 3.0), StepMetrics(41, 2.0, 9.0), StepMetrics(42, 7.0, 30.0)], 42)

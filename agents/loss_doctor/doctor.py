@@ -58,7 +58,7 @@ OTHER_MASK = 0.2  # difference of the share of tokens that carry loss, from whic
 ALIKE, UNLIKE = (
     0.5,
     0.2,
-)  # their effect at another checkpoint as a share of that at the newest: above the first they are bad, below the second not
+)  # effect of documents at another checkpoint, as a share of that at the newest: from the first on they are bad, up to the second not
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Diagnosis:
     suspects: tuple[str, ...]
     outcomes: tuple[ArmOutcome, ...]
     steps: int  # replayed in all
-    remedy: str = ""  # the arm of the rate that cleared it
+    remedy: str = ""  # the arm of ``arms_against_large_steps`` that cleared the anomaly
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, without the curves."""
@@ -126,7 +126,7 @@ class _Consultation:
             step()
             if self.outcomes and all(outcome.failed for outcome in self.outcomes):
                 reason = self.outcomes[0].failed
-                why = Message("loss_doctor.no_replay", "nothing could be replayed: {problem}", problem=reason)
+                why = Message("loss_doctor.no_replay", "no replay could run: {problem}", problem=reason)
                 return DiagnosedCause((UNKNOWN,), why)
             if (naming := choose_cause(self.findings)) is not None:
                 return naming
@@ -167,7 +167,7 @@ class _Consultation:
         return outcome
 
     def _again(self) -> None:
-        """Replay unchanged. Once is enough if the curve equals the live run's to the last digit; else twice."""
+        """Replay the window unchanged: once if the curve equals the live run's to the last digit, else twice."""
         first = self._tried(AGAIN[0])
         if not first.failed and first.curve == self.case.live:
             self.findings = replace(self.findings, repeatable=True)
@@ -213,7 +213,7 @@ class _Consultation:
         self.findings = replace(self.findings, strange=bool(find_odd_documents(scores)))
         if math.isinf(self.case.symptom.excess):
             odd, common = rank_documents(scores), set()  # any document may make a value that is not finite
-        # First the documents that stand out among their own kind, then all that stand out.
+        # Mask first the documents that stand out among their own kind, then all that stand out.
         rare = [key for key in odd if key not in common]
         self.ranked = rare if rare and self._cleared_without(rare) else odd
         if not self.findings.masked_clears and not (odd and self._cleared_without(odd)):
@@ -299,7 +299,7 @@ class _Consultation:
         return True if odd == set(triggers) else None if odd else False
 
     def _gone(self, masked: tuple[str, ...]) -> bool:
-        """Raises: _TooMany."""
+        """True if the anomaly is gone when these documents are masked. Raises: _TooMany."""
         if sum("documents masked" in outcome.arm for outcome in self.outcomes) >= MOST_MASKS:
             raise _TooMany
         outcome = self._masked(masked)
@@ -331,7 +331,7 @@ class _Consultation:
 
 
 def cause_of_odd_documents(joined: NewShardsComparison) -> str:
-    """The cause that an oddity of new documents would be; '' if they are not odd.
+    """The cause to which an oddity of the new documents points; '' if they are not odd.
 
     >>> cause_of_odd_documents(NewShardsComparison("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
     'loss mask'
@@ -344,6 +344,6 @@ def cause_of_odd_documents(joined: NewShardsComparison) -> str:
 
 
 def _named(masked: Sequence[str]) -> str:
-    """The arm's name, '3 documents masked (ab12cd34)': the same for the same documents."""
+    """The name of the arm that masks these documents, such as '3 documents masked (ab12cd34)'."""
     digest = hashlib.sha256("\n".join(sorted(masked)).encode()).hexdigest()[:8]
     return f"{len(masked)} documents masked ({digest})"

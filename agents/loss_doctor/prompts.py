@@ -1,6 +1,6 @@
 """The instructions of a language model that words a diagnosis. Everything that comes from the record is marked as data.
 
-Apart because people edit these words without the code around them.
+A separate file, because people edit these words without the code around them.
 """
 
 from __future__ import annotations

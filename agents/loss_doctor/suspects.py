@@ -23,9 +23,10 @@ FAR_BETTER = 0.8  # of the loss of a predictor that knows only the tokens' frequ
 
 
 def find_suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
-    """Keys of the window's documents that stand out among all that were scored, the worst first; at most the share ``most`` of them.
+    """Keys of the window's documents that stand out, the worst first; at most the share ``most`` of the window.
 
-    A document stands out by the norm of its own gradient or by its loss, too high or too low: a leaked or repeated document is too easy.
+    A document is compared with the window and the earlier samples. It stands out if its loss, or the norm of its own gradient, is too high or
+    too low: a leaked or repeated document is too easy.
     With ``excuse``, a document that is as odd as some earlier ones is left out: it is hard, not bad.
 
     >>> calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(9)]
@@ -55,7 +56,7 @@ def rank_documents(scores: Sequence[DocumentScore]) -> list[str]:
 def find_odd_documents(scores: Sequence[DocumentScore]) -> list[str]:
     """Keys of all of the window's documents that stand out among the earlier documents, by the rule of ``find_suspects``.
 
-    In a window that is mostly bad, a comparison within the window fails. Without earlier documents every document is a stranger.
+    In a window that is mostly bad, a comparison within the window fails. Without earlier documents, every document counts as odd.
 
     >>> before = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100, in_window=False) for n in range(9)]
     >>> window = [DocumentScore("fair", 2.0, 1.0), *(DocumentScore(f"bad{n}", 9.0, 30.0) for n in range(20))]
@@ -81,9 +82,9 @@ def select_new_shard_samples(scores: Sequence[DocumentScore]) -> list[DocumentSc
 
 
 def find_documents_typical_of_shards(scores: Sequence[DocumentScore]) -> set[str]:
-    """Keys of the window's odd documents that are like many others of the shards that joined: the oddity is the shards' kind.
+    """Keys of the window's odd documents that are like many others of the shards that joined.
 
-    The shards have a new form, or are mostly bad. Single documents are not at fault in either case.
+    The oddity belongs to the kind of the shards. The shards have a new form, or are mostly bad. Single documents are not at fault in either case.
 
     >>> window = [DocumentScore("odd", 6.0, 60.0, joined=True), DocumentScore("fair", 2.0, 20.0)]
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
@@ -101,7 +102,7 @@ def find_documents_typical_of_shards(scores: Sequence[DocumentScore]) -> set[str
 
 
 def has_learnt_odd_documents(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> bool:
-    """True if the model learnt the odd documents of the shards that joined between two checkpoints, whose scores are given.
+    """True if the model learnt the odd documents of the new shards between two checkpoints, whose scores are given.
 
     Most odd documents of the sample must be predicted better than before, and far better than by token frequency alone (all that can be
     learnt of garbage). They must not be so easy that they were learnt by heart.
@@ -131,7 +132,7 @@ def has_similar_documents(
 ) -> bool:
     """True if a ``share`` of ``among``, and at least ``least``, are about as odd in the same direction, by loss and by gradient.
 
-    Odd: as far from the usual values of ``before``, or of ``among`` if that is None.
+    The oddity is the distance from the usual values of ``before``, or of ``among`` if ``before`` is None.
 
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, 16, in_window=False) for n in range(150)]
     >>> before += [DocumentScore(f"hard{n}", 6.0, 60.0, 16, in_window=False) for n in range(3)]
@@ -170,7 +171,7 @@ def largest_deviation(score: DocumentScore, among: Sequence[DocumentScore]) -> f
 
 
 def smallest_masked_set(ranked: Sequence[str], gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
-    """A smallest set of documents whose masking makes the anomaly go: without any one of them it stays.
+    """A smallest set of documents whose masking clears the anomaly: if any one of them is not masked, the anomaly stays.
 
     First a search by halves finds the shortest beginning of the ranking that is enough: more masked documents cannot bring the anomaly
     back. Then QuickXplain (Junker, AAAI 2004) runs within it. ``gone`` tells whether masking a set clears the anomaly, and is true of all

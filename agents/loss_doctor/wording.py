@@ -84,7 +84,7 @@ class CheckedWording:
 
 
 def ask_for_wording(client: LlmClient, label: str, facts: DiagnosisFacts) -> CheckedWording:
-    """Ask the model once. Raises: LlmError if no answer came; DraftError if it cannot be read."""
+    """Ask the model once. Raises: LlmError if no answer came; DraftError if the answer cannot be read."""
     called = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _task(facts)}]
     reply = client.ask(label, called, TOOLS)
     claims = [call.arguments for call in reply.tool_calls if call.name == EXPLAIN]
@@ -99,7 +99,7 @@ def read_wording(arguments: str, facts: DiagnosisFacts) -> CheckedWording:
     >>> true = {"says": "It stays in fp32.", "rests_on": "fp32", "shows": "there"}
     >>> found = read_wording(json.dumps({"claims": [true, {"says": "It is the disk.", "rests_on": "me", "shows": "gone"}]}), facts)
     >>> found.claims, found.dropped
-    ((Claim(says='It stays in fp32.', rests_on='fp32', shows='there'),), ('the record has no arm or fact of the name that it rests on',))
+    ((Claim(says='It stays in fp32.', rests_on='fp32', shows='there'),), ('the claim rests on an arm or a fact that the record does not have',))
     """
     raw = read_object(arguments).get("claims")
     if not isinstance(raw, list):
@@ -125,7 +125,9 @@ def _claim(raw: object, facts: DiagnosisFacts) -> Claim | Message:
     except DraftError as error:
         return Message.from_json(error.message)
     if (known := facts.look_up_fact(name)) is None:
-        return Message("loss_doctor.no_such_evidence", "the record has no arm or fact of the name that it rests on")
+        return Message(
+            "loss_doctor.no_such_evidence", "the claim rests on an arm or a fact that the record does not have"
+        )
     shows, words = known
     if _same(shown) != _same(shows):
         return Message("loss_doctor.other_value", "the claim's outcome of '{name}' differs from the record", name=name)
@@ -168,7 +170,9 @@ def _claim(raw: object, facts: DiagnosisFacts) -> Claim | Message:
 
 
 def _beyond(most: int) -> Message:
-    return Message("loss_doctor.beyond", "the claim is not used, because only {most} claims are", most=most)
+    return Message(
+        "loss_doctor.beyond", "the claim comes after the limit of {most} claims, so it is not used", most=most
+    )
 
 
 def _same(value: str) -> str:

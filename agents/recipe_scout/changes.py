@@ -1,7 +1,7 @@
 """The changes that the scout may try, each with a reason from the record and a predicted gain in bits per byte.
 
-A prediction is a guess that the gate may refute. For rates, batch and schedule it is "a token is worth φ tokens", and the loss's slope gives
-the gain. For the mixture the domains' slopes give the gain. The gate's paired runs decide.
+A prediction is a guess that the gate may refute. For rates, batch and schedule, it says that each token is worth φ tokens, and the slope of
+the loss turns φ into a gain. For the mixture, the slopes of the domains give the gain. The gate's paired runs decide.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def all_changes(course: TrainingRecord, tried_rate: RejectedDirections) -> list[
 
 
 def change_rates(course: TrainingRecord, tried: RejectedDirections) -> Iterator[RecipeChange]:
-    """Rates towards DeepSeek's rule (arXiv 2401.02954 §3.2), lower after anomalies, and away from a rejected change."""
+    """Yield rates towards DeepSeek's rule (arXiv 2401.02954 §3.2), lower after anomalies, and away from a rejected direction."""
     rate = course.recipe.optimizer.lr
     tokens = course.tokens + course.judged_tokens
     rule = deepseek_rule_lr(course.recipe.model, tokens)
@@ -106,7 +106,7 @@ def change_rates(course: TrainingRecord, tried: RejectedDirections) -> Iterator[
 
 
 def change_mixture(course: TrainingRecord) -> Iterator[RecipeChange]:
-    """One domain's weight times 1.5 or 2/3. Each domain's loss follows its own slope in its own tokens.
+    """Yield each domain's weight times 1.5 and times 2/3. Each domain's loss follows its own slope in its own tokens.
 
     The shares of supervised tokens that are best for the mean over domains are proportional to the slopes.
     """
@@ -142,7 +142,7 @@ def change_mixture(course: TrainingRecord) -> Iterator[RecipeChange]:
 
 
 def change_batch(course: TrainingRecord) -> Iterator[RecipeChange]:
-    """Half the batch, where the noise scale allows it: the tokens needed grow as 1 + batch / scale (arXiv 1812.06162 §2.3)."""
+    """Yield half the batch, if the noise scale was measured: the tokens needed grow as 1 + batch / scale (arXiv 1812.06162 §2.3)."""
     sequences, scale = course.recipe.batch.sequences, course.noise_scale
     if scale and course.supervised and sequences % 2 == 0 and not course.recipe.batch.warmup:
         share = course.supervised / scale
@@ -159,30 +159,35 @@ def change_batch(course: TrainingRecord) -> Iterator[RecipeChange]:
 
 
 def change_schedule(course: TrainingRecord) -> Iterator[RecipeChange]:
-    """A longer anneal if it is short, and the shape 1 − sqrt."""
+    """Yield a longer anneal if the anneal is short, and the shape 1 − sqrt."""
     rule = course.recipe.schedule
     share = rule.anneal_steps / (rule.anneal_steps + rule.trunk_steps.later)
     if share < LONG_ENOUGH:
         why = Message(
             "recipe_scout.anneal",
-            "the anneal takes {share:.0%} of a release's steps, and a longer anneal helps, up to about {enough:.0%} of the steps",
+            "the anneal takes {share:.0%} of a release's steps. A longer anneal lowers the loss further, until "
+            "the anneal takes about {enough:.0%} of the steps",
             share=share,
             enough=LONG_ENOUGH,
         )
         new = math.ceil(1.5 * rule.anneal_steps)
         yield RecipeChange(("schedule", "anneal_steps"), rule.anneal_steps, new, course.gain_of_token_worth(1.03), why)
     if rule.shape != "1-sqrt":
-        why = Message("recipe_scout.shape", "1 − sqrt ends lower than other tails (arXiv 2405.18392 §3)")
+        why = Message(
+            "recipe_scout.shape",
+            "an anneal of the shape 1 − sqrt ends with a lower loss than other shapes (arXiv 2405.18392 §3)",
+        )
         yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", course.gain_of_token_worth(1.03), why)
 
 
 def change_regularisers(course: TrainingRecord) -> Iterator[RecipeChange]:
-    """Clipping, z-loss and weight decay, if the record shows that they have an effect. The predicted gains are guesses."""
+    """Yield changes of clipping and z-loss if the record gives a reason, and of weight decay. The predicted gains are guesses."""
     stability, decay = course.recipe.stability, course.recipe.optimizer.weight_decay
     if course.clipped > 0.5 and not course.trouble:
         why = Message(
             "recipe_scout.clipping",
-            "the gradient is clipped in {clipped:.0%} of the steps, and the run had no anomaly",
+            "the gradient is clipped in {clipped:.0%} of the steps, and the run had no anomaly, so a higher "
+            "limit may be safe",
             clipped=course.clipped,
         )
         gain = course.gain_of_token_worth(1 + 0.1 * course.clipped)
@@ -190,7 +195,7 @@ def change_regularisers(course: TrainingRecord) -> Iterator[RecipeChange]:
     if course.trouble:
         why = Message(
             "recipe_scout.stronger_z_loss",
-            "a stronger z-loss may avoid anomalies, of which the run had {anomalies}",
+            "the run had {anomalies:,|anomaly|anomalies} so far, and a stronger z-loss may avoid further anomalies",
             anomalies=course.trouble,
         )
         new = 10 * stability.z_loss or 1e-4

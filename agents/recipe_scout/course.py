@@ -1,4 +1,4 @@
-"""The trunk's course: facts from its metrics, on which the scout's predictions rest."""
+"""Makes the record of a trunk's training: facts from its metrics, on which the scout's predictions rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Lines = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """Losses in bits per byte. A slope is the fall of the loss for e times the tokens, over the later half of the record."""
+    """The record of a trunk's training. Losses are in bits per byte. A slope is the fall of the loss for e times the tokens, over the later
+    half of the metrics."""
 
     recipe: Recipe
     path: str  # of the recipe in the repository
@@ -57,7 +58,8 @@ def make_record(
     least_gain: float,
     may_change: Callable[[str], bool] = lambda key: True,
 ) -> TrainingRecord:
-    """``lines``: of metrics.jsonl, oldest first; ``anomalies``: how many by kind; ``bytes_per_token``: of the tokenizer's text."""
+    """Make the record of a trunk. ``lines``: of metrics.jsonl, oldest first. ``anomalies``: the number of each kind. ``bytes_per_token``: bytes
+    of text for each token. ``judged_steps``: the steps of one of the gate's runs."""
     step = int(lines[-1]["step"]) + 1
     later = lines[len(lines) // 2 :]
     bits = 1 / math.log(2) / bytes_per_token
@@ -98,7 +100,7 @@ def sample_metrics(lines: Lines) -> tuple[str, ...]:
 
 
 def fit_log_step_slope(lines: Lines, key: str) -> float:
-    """−d value / d ln(step) by least squares, at least ``LEAST_SLOPE``. All steps of a trunk have about as many tokens."""
+    """−d value / d ln(step) by least squares, at least ``LEAST_SLOPE``. All steps have about as many tokens, so it holds for tokens too."""
     points = [(math.log(line["step"] + 1), line[key]) for line in lines if line.get(key) is not None]
     if len(points) < 3:
         return LEAST_SLOPE

@@ -1,6 +1,6 @@
 """The instructions of the recipe scout's language model, its tools, and its view of the record.
 
-Apart because people edit these words without the code around them.
+A separate file, because people edit these words without the code around them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The recipe scout as a language model. It gets the same record, edits and gate as the scout without one. Its answer, which is untrusted,
-is read as a ``Proposal`` that changes the recipe.
+"""The recipe scout as a language model. It gets the same record and changes as the scout without one, and the same gate judges its proposal.
+The model's answer, which is untrusted, is read as a ``Proposal`` that changes the recipe.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_IDEAS = 12
 
 
 class RecipeScout:
-    """The role for ``agents.loop``, on a trunk's course. ``asked``: a key that a person named, or ''."""
+    """The ``Role`` of the recipe scout, for the record of a trunk. ``asked``: a key that a person named, or ''."""
 
     name = AGENT
     system = prompts.SYSTEM

@@ -1,1 +1,1 @@
-"""The proposer that needs no language model: it has registered implementations measured, and reads fusion candidates."""
+"""The proposer that needs no language model: it lets the workbench measure registered implementations, and reads fusion candidates."""

@@ -215,8 +215,9 @@ def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, ag
         ),
         hypothesis=Message(
             "search_proposer.compile",
-            "torch.compile of each block covers {candidates:,|fusion candidate|fusion candidates} of the profile. "
-            "Together they are {megabytes:,.0f} MB and {share:.0%} of the eager step: {fusions}. {refuted}",
+            "torch.compile of each block covers {candidates:,|fusion candidate|fusion candidates} of the "
+            "profile. Together they would save {megabytes:,.0f} MB of memory traffic and {share:.0%} of the "
+            "eager step: {fusions}. {refuted}",
             candidates=len(fusions),
             megabytes=megabytes,
             share=share,
@@ -229,8 +230,8 @@ def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, ag
 
 
 def propose_micro_batch(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
-    """A proposal of the recipe's key ``batch.micro_sequences``: how many rows of a step go through the model at once. None if no number gains,
-    or if it cannot be measured.
+    """A proposal of the recipe's key ``batch.micro_sequences``: how many rows of a step go through the model at once. None if no other
+    number of rows gains, or if none can be measured.
 
     The key changes only rounding and the use of caches. The hottest ops are measured with half as many rows and with twice as many; the time of
     the rest of the step is assumed to stay.

@@ -1,7 +1,7 @@
-"""Runs that a preflight needs, with the new commit, below the segment's folder. ``preflight`` describes them.
+"""Makes the runs that a preflight compares, with the segment's commit, in a folder of the segment. ``preflight`` describes and judges them.
 
-Three trainers run one after the other. The first makes the straight run. The second makes the one-rank runs that start from its
-checkpoint. The third has two ranks, over gloo where there is no GPU. Nothing here judges.
+Three trainers run one after the other. The first makes the straight run. The second makes the runs on one rank, which start from a
+checkpoint of the straight run. The third makes the runs on two ranks, over gloo if there is no GPU.
 """
 
 from __future__ import annotations
@@ -49,15 +49,17 @@ from trainer.contract.recipe import Recipe, with_changed_keys
 
 SERIES = ("loss", "grad_norm")  # of metrics.jsonl
 RANKS = 2
-INITIAL_WEIGHTS_PREFIX = "first weights of "  # a run of one step whose rate is too small to move a weight
+INITIAL_WEIGHTS_PREFIX = (
+    "first weights of "  # names a run of one step, whose learning rate is too small to move a weight
+)
 FROZEN_RECIPE = {"optimizer.lr": 1e-30, "checkpoint_every": 1}
 
 
 def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> PreflightEvidence:
-    """Make all runs that the policy asks for with a segment's code; returns their evidence.
+    """Make all runs that the policy asks for, with the segment's code. Returns their evidence.
 
-    Raises: SegmentError when a trainer was stopped or the disk is full; CheckoutError; any error that a fault of the machine causes.
-    After each of them the caller may begin again.
+    Raises: SegmentError if a trainer was stopped or the disk is full; CheckoutError; any error that a fault of the machine causes.
+    After any of these errors the caller may try again.
     """
     began = time.monotonic()
     flight = PreflightRuns(plant, row, policy)
@@ -91,7 +93,7 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
 
 
 class PreflightRuns:
-    """The runs of one preflight, each by its name."""
+    """The runs of one preflight. Each run has a name."""
 
     def __init__(self, plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> None:
         self.row, self.last = row, LEAD_STEPS + policy.steps
@@ -114,11 +116,11 @@ class PreflightRuns:
         return LEAD_STEPS + (1 + len(PERTURBED_RUNS) + len(self.ways)) * (self.last - LEAD_STEPS)
 
     def _impossible(self, way: TrainingVariant) -> str:
-        """Why a way cannot be run here, as a clause; empty: it can."""
+        """The reason why this machine cannot run a way, as a clause; '' if it can."""
         if way.part == "kernels" and not self.row.computing:
             return Message(
                 "training.preflight.kernels_unknown",
-                "an older factory planned the segment and did not record its kernels",
+                "an older version of the factory planned the segment and did not record the segment's kernels",
             )
         if way.part == "kernels" and set((self.row.computing or {})["kernels"].values()) == {"reference"}:
             return Message("training.preflight.all_reference", "every op already runs its reference kernel")
@@ -140,7 +142,7 @@ class PreflightRuns:
         return ""
 
     def arms_by_trainer(self) -> Iterator[tuple[str, list[Arm]]]:
-        """(name, its arms) of each trainer, in order. Later arms start from the checkpoint of the first."""
+        """Yield (name, arms) of each trainer, in order. The arms of later trainers start from a checkpoint of the first."""
         yield "straight", [self.arm("straight")]
         ranks = [way.name for way in self.ways if way.ranks > 1]
         alone = [way.name for way in self.ways if way.ranks == 1]
@@ -155,6 +157,7 @@ class PreflightRuns:
             yield f"{RANKS} ranks", [self.arm(name) for way in ranks for name in (INITIAL_WEIGHTS_PREFIX + way, way)]
 
     def arm(self, name: str) -> Arm:
+        """The arm of a run. ``name``: 'straight', a name in ``WAYS`` or ``PERTURBED_RUNS``, or a name after ``INITIAL_WEIGHTS_PREFIX``."""
         way = next((way for way in WAYS if way.name == name.removeprefix(INITIAL_WEIGHTS_PREFIX)), None)
         born, kernels = name.startswith(INITIAL_WEIGHTS_PREFIX), self.row.computing
         if way and way.reference_kernels and kernels:
@@ -167,18 +170,18 @@ class PreflightRuns:
         )  # fmt: skip
 
     def trace(self, name: str) -> Trace:
-        """The trace of an arm from step LEAD, where the runs separate."""
+        """The trace of a run from step ``LEAD_STEPS`` on, where the runs separate."""
         return replace(
             self.runs.trace(self.arm(name)), first=0 if name.startswith(INITIAL_WEIGHTS_PREFIX) else LEAD_STEPS
         )
 
     @cached_property
     def branch_checkpoint(self) -> Path:
-        """The straight run's checkpoint at step LEAD, where the runs separate."""
+        """The straight run's checkpoint at step ``LEAD_STEPS``, where the runs separate."""
         return self.runs.folder(self.arm("straight")) / "checkpoints" / checkpoint_name(LEAD_STEPS)
 
     def start_checkpoint(self, name: str) -> Path:
-        """The checkpoint from which an arm starts: that of the straight run, or a perturbed copy."""
+        """The checkpoint from which a run starts: the straight run's checkpoint, or a perturbed copy of it."""
         if name not in PERTURBED_RUNS:
             return self.branch_checkpoint
         target = self.runs.home / "perturbed" / name.replace(" ", "-")
@@ -195,11 +198,10 @@ def compare_preflight_runs(
     began: Callable[[str], Path],
     trace: Callable[[str], Trace],
 ) -> PreflightEvidence:
-    """Add how far each run is from the straight run. Holds four checkpoints in memory.
+    """The evidence ``found``, with the distance of each run from the straight run. Holds four checkpoints in memory.
 
-    ``start_checkpoint``, ``trace``: by a run's name, its first checkpoint and its trace. Raises: any error that a fault of the machine causes; such
-    an
-    error is no evidence about the runs.
+    ``parted``: the straight run's checkpoint where the runs separate. ``began`` and ``trace``: functions from a run's name to its first
+    checkpoint and to its trace. Raises: any error that a fault of the machine causes, because such an error is no evidence about the runs.
     """
     ranks, run = [way.name for way in ways if way.ranks > 1], "straight"
     try:
@@ -227,6 +229,6 @@ def compare_preflight_runs(
 
 
 def read_metric_series(trace: Trace) -> dict[str, Series]:
-    """All of ``SERIES``, with None where the trainer wrote nothing."""
+    """The values of each of ``SERIES`` by step, with None where the trainer wrote nothing."""
     nothing: Series = [None] * (trace.last - trace.first)
     return dict.fromkeys(SERIES, nothing) | trace.metric_series(SERIES)

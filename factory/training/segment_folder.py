@@ -1,4 +1,4 @@
-"""A segment's folder and row: its specification, its owner, and how it ends."""
+"""Writes a segment's folder and its ledger row: the specification, the owner, and how the segment ended."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a
 
 
 def segment_spec(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
-    """The content of segment.json, without its kernels (``computing.write_kernels``)."""
+    """The content of segment.json. ``kernels`` is None here; ``compute_settings.write_kernels`` returns its value."""
     parent = SegmentRow.get(ledger, row.parent) if row.parent else None
     spec = {
         "kind": row.kind, "recipe": row.recipe_json, "data_plan": read_data_plan(ledger, row), "first_step": row.first_step,
@@ -94,7 +94,7 @@ def mark_owner(ledger: Ledger, row: SegmentRow) -> None:
 
 
 def read_owner(folder: Path) -> dict[str, Any]:
-    """The owner that a segment's folder names; empty when it names none."""
+    """The owner that a segment's folder names; empty if the folder names none."""
     try:
         return read_json_object(folder / OWNER_FILE)
     except SegmentError:
@@ -106,7 +106,7 @@ def is_owner(owner: Mapping[str, Any], ledger: Ledger, row: SegmentRow) -> bool:
 
 
 def segment_plan_sha256(row: SegmentRow) -> str:
-    """The hash of what a segment computes and of the segment from which it starts."""
+    """The SHA-256 of all columns that determine what a segment computes, and of the segment from which it starts."""
     plan = row.select_fields(PLAN_COLUMNS)
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
@@ -122,10 +122,11 @@ def move_to_set_aside(root: Path, path: Path) -> Path:
 def raise_trainer_failure(
     plant: Plant, row: SegmentRow, code: int, kills_before: int | None, why: TrainerFailure | None = None
 ) -> NoReturn:
-    """Record how a segment's trainer ended: ``why``, or what its exit and log show. ``kills_before``: ``count_oom_kills`` at its start.
+    """Record how a segment's trainer ended, and raise the error. ``why``: the ending, if the caller knows it; otherwise the exit code and
+    the log show it. ``kills_before``: the value of ``count_oom_kills`` when the trainer started.
 
-    Raises: SegmentError, always; TrainerDiedError for an end that counts as a try; DiskFullError when the trainer reports a full disk, and
-    the disk is full.
+    Raises: TrainerDiedError; instead, DiskFullError if the trainer reports a full disk and the disk is full; RewoundError if the segment
+    was rewound.
     """
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"
     line = find_failure_line(log)
@@ -155,7 +156,7 @@ def raise_trainer_failure(
 
 
 def mark_failed(ledger: Ledger, row: SegmentRow, why: str) -> None:
-    """Mark a segment as failed when another try would not help."""
+    """Mark a segment as failed, because another try would not help."""
     with ledger.begin() as tx:
         refuse_rewound(Snapshot(tx, ledger.root), row.id)
         tx.execute(segments.update().where(segments.c.id == row.id).values(state="failed", finished_at=time.time()))
@@ -163,7 +164,7 @@ def mark_failed(ledger: Ledger, row: SegmentRow, why: str) -> None:
 
 
 def record_segment_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
-    """Record a segment's end, its checkpoint and its anomalies in one transaction.
+    """Record that a segment is done, with its checkpoint and its anomalies, in one transaction.
 
     Raises: SegmentError for files that contradict the result; RewoundError.
     """
@@ -204,11 +205,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def _anomaly(line: str, path: Path, row: SegmentRow) -> dict[str, Any]:
-    """Raises: SegmentError, also for a step outside the segment, which no diagnosis could find."""
+    """The anomaly in a line of a file. Raises: SegmentError, also if no diagnosis could find the step, because it is outside the segment."""
     found = parse_object_of_file(line, path)
     if type(found.get("step")) is not int or not KIND.fullmatch(str(found.get("kind"))):
         raise SegmentError(
-            "training.anomaly_malformed", "{file} has an anomaly without a step or a valid kind.", file=path
+            "training.anomaly_malformed", "{file} lists an anomaly whose step or kind is missing or invalid.", file=path
         )
     if not row.first_step <= found["step"] < row.last_step:
         raise SegmentError(

@@ -1,7 +1,8 @@
 """Runs the trainer of a segment from the worktree of the live code (DESIGN §2, §5).
 
 The ledger row of a segment is written before its folder, and has all values that the folder needs. After a kill, the factory runs the
-same segment again, and the trainer resumes from its newest good checkpoint. The trainer's files give the results; its exit ends the segment.
+same segment again, and the trainer resumes from its newest good checkpoint. The segment ends when the trainer exits. The results are in
+the trainer's files.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ KILL_SECONDS = 120.0  # a killed trainer frees its memory in this time, however 
 
 
 class SegmentFollower(Protocol):
-    """Reads metrics while they are written (MLflow)."""
+    """Reads the metrics of a segment while the trainer writes them, to send them to MLflow."""
 
     def poll(self) -> object: ...
 
@@ -45,13 +46,13 @@ def run_segment(
     follower: SegmentFollower | None = None,
     mend: Callable[[bool], bool] = lambda every: False,
 ) -> dict[str, Any]:
-    """Run or resume a planned segment to its end; returns the content of result.json. An average (``factory.training.averaging``) is made.
+    """Run or resume a planned segment to its end; returns the content of result.json. An average is made by ``factory.training.averaging``.
 
-    ``mend(every)``: repairs the trainer's inputs, and returns whether any was damaged. ``every`` is False at the start (look at files that
+    ``mend(every)``: repairs the trainer's inputs, and returns True if any was damaged. ``every`` is False at the start (look at files that
     changed), and True after the trainer failed (look at all files). After a repair the trainer runs again.
 
-    Raises: NotCertified when the code changed and no certificate allows it (nothing was started); PausedError while training is paused;
-    RewoundError when the segment was rewound meanwhile; SegmentError, naming the log, when the trainer fails. A segment whose trainer dies
+    Raises: NotCertifiedError if the code changed and no certificate allows it (nothing was started); PausedError while training is paused;
+    RewoundError if the segment was rewound meanwhile; SegmentError, naming the log, if the trainer fails. A segment whose trainer dies
     repeatedly without a new checkpoint is parked: its state is 'failed'.
     """
     row = SegmentRow.get(plant.ledger, number)
@@ -83,7 +84,12 @@ def run_segment(
         result = read_result(folder, row.last_step)
         record_segment_done(plant.ledger, row, folder, result)
     except SegmentError as error:
-        said = Message("training.result_refused", "ended with exit {code}: {error}", code=code, error=error)
+        said = Message(
+            "training.result_refused",
+            "ended with exit code {code}, but the factory refused its result: {error}",
+            code=code,
+            error=error,
+        )
         raise_trainer_failure(plant, row, code, kills, TrainerFailure(REFUSED, said))
     return result
 
@@ -91,9 +97,9 @@ def run_segment(
 def run_trainer(
     plant: Plant, row: SegmentRow, folder: Path, follower: SegmentFollower | None
 ) -> tuple[int, TrainerFailure | None]:
-    """Run a segment's trainer in ``folder``, from the newest checkpoint there; returns (its exit code, its ending if it hung).
+    """Run a segment's trainer in ``folder``, from the newest checkpoint there; returns (exit code, the ending if the trainer hung, else None).
 
-    A trainer that hangs is killed. Raises: PausedError when a pause stopped the trainer; RewoundError when the segment was rewound.
+    A trainer that hangs is killed. Raises: PausedError if a pause stopped the trainer; RewoundError if the segment was rewound.
     """
     code = LiveCode.of_commit(plant, row.code_commit)
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"
@@ -143,13 +149,13 @@ def run_trainer(
     if follower:
         follower.poll()
     ending = Message(
-        "training.hung", "hung, so the factory killed its process {process}: {hung}", hung=hung, process=number
+        "training.hung", "hung: {hung}. The factory killed its process {process}", hung=hung, process=number
     )
     return read_exit_code(process.wait(), [folder]), TrainerFailure(HUNG, ending) if hung else None
 
 
 def _kill(process: RunningCommand, row: SegmentRow, number: int, hung: str) -> None:
-    """Kill a trainer that hung. Raises: SegmentError when it does not end."""
+    """Kill a trainer that hung. Raises: SegmentError if the process does not end."""
     try:
         process.kill(KILL_SECONDS)
     except subprocess.TimeoutExpired:

@@ -39,7 +39,7 @@ class TuningError(FactoryError):
 
 
 def tune_if_needed(workspace: Workspace, progress: Progress) -> None:
-    """Tune when this machine, torch and precision have no tuning. A failure is a line of progress; nothing is raised."""
+    """Tune the kernels if there is no tuning for this machine, torch and precision. A failure is reported as a line of progress, not raised."""
     try:
         text = (_live_code(workspace) / KERNELS).read_text("utf-8")
         automatic_here = auto_ops(device_section(text, devices.device_kind()))
@@ -88,7 +88,7 @@ def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECO
         why = (done.stderr.strip().splitlines() or [""])[-1][:500]
         raise TuningError(
             "training.tuning_failed",
-            "The timing of the kernels failed with exit code {code}: {why}",
+            "The process that times the kernels ended with exit code {code}. The last line of its error output: {why}",
             code=done.returncode,
             why=why,
         )
@@ -100,7 +100,7 @@ def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECO
 
 
 def next_trunk_precision(workspace: Workspace) -> str:
-    """The precision in which the kernels of the next trunk segment would compute."""
+    """The precision in which the kernels of the next trunk segment will compute."""
     recipe = load_recipe(workspace)
     last = trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
     return precision_of_values(measure_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])

@@ -30,7 +30,7 @@ IMPLEMENTATIONS = [pytest.param(op, i.name, id=f"{op.name}-{i.name}") for op, i 
 
 
 @pytest.mark.parametrize(("op", "implementation"), IMPLEMENTATIONS)
-def test_right_on_the_device(op: Op, implementation: str) -> None:
+def test_an_implementation_computes_correctly_on_the_gpu(op: Op, implementation: str) -> None:
     found = right.verdict(op, implementation, CUDA)
     assert not found.wrong, "\n".join(f"{what}: {why}" for what, why in found.wrong)
     assert found.right
@@ -38,15 +38,17 @@ def test_right_on_the_device(op: Op, implementation: str) -> None:
 
 @pytest.fixture(scope="module")
 def settings() -> Settings:
-    """With the ceilings of this card."""
+    """The settings of the benchmarks, with the measured peaks of this GPU."""
     copy = timing.copy_rate(CUDA, 1 << 30)
     product = timing.product_rate(CUDA, 8192, 20)
     return Settings(CUDA, free=float(torch.cuda.mem_get_info()[0]), copy_rate=copy, product_rate=product)
 
 
 @pytest.mark.parametrize("name", aims.SHARES)
-def test_the_best_of_ours_reaches_its_share_of_the_card(settings: Settings, name: str) -> None:
-    """What is registered, torch's own kernel among them: what a recipe can choose."""
+def test_the_fastest_registered_implementation_reaches_its_share_of_the_gpus_peak(
+    settings: Settings, name: str
+) -> None:
+    """A recipe can choose every registered implementation, and torch's own kernel is one of them."""
     op = OPS[name]
     number = [width.d_model for width in shapes.WIDTHS].index(aims.AIM_WIDTH)
     shape = shapes.shape_for(op, number, fast.free_bytes(settings))
@@ -67,12 +69,12 @@ def one_billion(tmp_path_factory: pytest.TempPathFactory) -> step.Stepper:
     return made
 
 
-def test_a_step_waits_for_the_device_once(one_billion: step.Stepper) -> None:
+def test_a_step_waits_for_the_gpu_only_once(one_billion: step.Stepper) -> None:
     waiting = waits(one_billion.step)
     assert len(waiting) <= aims.HOST_WAITS, waiting
 
 
-def test_the_step_of_one_billion_reaches_its_mfu(one_billion: step.Stepper) -> None:
+def test_a_step_of_one_billion_parameters_reaches_its_mfu(one_billion: step.Stepper) -> None:
     card = torch.cuda.get_device_name()
     gpu, aim = gpu_named(card), aims.mfu_aim("1b", card)
     if gpu is None or aim is None:
@@ -84,8 +86,8 @@ def test_the_step_of_one_billion_reaches_its_mfu(one_billion: step.Stepper) -> N
     assert mfu >= aim
 
 
-def test_a_run_killed_with_9_goes_on_where_it_was(tmp_path: Path) -> None:
-    """How far two runs are apart, the script says; here, that the resumed one ends, and near the other."""
+def test_a_run_continues_after_sigkill(tmp_path: Path) -> None:
+    """``benchmarks.gpu`` reports the distance of the two runs. This test checks that the resumed run ends, and near the other."""
     from benchmarks.gpu import chain
 
     recipe = chain.small_recipe(Settings(CUDA))

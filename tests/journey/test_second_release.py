@@ -34,7 +34,7 @@ def said(home: Path, *words: str) -> str:
 
 
 def holding(home: Path) -> list[dict[str, Any]]:
-    """The lines of the report that would hold a release."""
+    """The lines of the report that name a reason to hold a release."""
     return [line for line in json.loads(said(home, "data", "list", "--json"))["releasable"] if line["ok"] is False]
 
 
@@ -58,7 +58,7 @@ def begin(home: Path, data: OwnData) -> None:
 @pytest.mark.slow("trains, measures and judges two candidates: a minute of a core")
 @pytest.mark.sample("one-source chat")
 @pytest.mark.parametrize("name", DATA)
-def test_own_data_reach_a_second_release(name: str, tmp_path: Path) -> None:
+def test_a_teams_own_data_reach_a_second_release_with_commands_only(name: str, tmp_path: Path) -> None:
     data, home = DATA[name], tmp_path / "factory"
     begin(home, data)
     first, second = write_shards(tmp_path, data)

@@ -1,4 +1,4 @@
-"""AdamW in place over many tensors: torch's optimiser, bit for bit, and what a skipped update may touch: nothing."""
+"""AdamW in place over many tensors equals torch's optimiser, and a skipped update changes no bit."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def state() -> tuple[list[Tensor], ...]:
 
 @pytest.mark.parametrize("update", [adamw.reference, adamw.fused_adamw, adamw.compiled])
 @pytest.mark.slow("compiles the update")
-def test_ten_steps_are_those_of_torch(update: Callable[..., None]) -> None:
-    """The fused one to the bit; the plain expression but for the order of roundings."""
+def test_ten_steps_equal_those_of_torchs_adamw(update: Callable[..., None]) -> None:
+    """The fused implementation equals torch's to the bit; the plain expression differs only by the order of roundings."""
     weights, exp_avgs, exp_avg_sqs, steps = state()
     theirs = [torch.nn.Parameter(w.clone()) for w in weights]
     optimizer = torch.optim.AdamW(theirs, betas=SETTINGS[:2], eps=SETTINGS[2], weight_decay=SETTINGS[3], fused=True)
@@ -69,7 +69,7 @@ def test_a_skipped_update_changes_no_bit(update: Callable[..., None], poison: fl
     assert all(torch.equal(x.view(torch.int32), kept) for x, kept in zip(every, before))
 
 
-def test_a_changed_rate_is_not_recompiled() -> None:
+def test_a_changed_learning_rate_causes_no_recompilation() -> None:
     """torch.compile takes a number as a constant, and gives up after eight of them."""
     weights, exp_avgs, exp_avg_sqs, steps = state()
     with torch._dynamo.config.patch(error_on_recompile=True):

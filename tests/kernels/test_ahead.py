@@ -1,4 +1,4 @@
-"""Every Triton kernel compiled for three GPUs, on a machine without one; and the report of a kernel that does not fit."""
+"""Every Triton kernel compiles for three kinds of GPU on a machine without one, and a kernel that does not fit is reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPILLS: dict[tuple[str, str], tuple[int, str]] = {}  # (op, kernel) → bytes a 
     "target",
     [90, *(pytest.param(n, marks=pytest.mark.slow("thirty kernels are compiled")) for n in TARGETS if n != 90)],
 )
-def test_every_triton_kernel_fits(target: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_triton_kernel_compiles_and_fits_on_each_gpu(target: int, capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[CompiledKernel] = []
     for op, implementation in TRITON:
         shapes = SHAPES if target == 90 else SHAPES[2:]  # the widest, and the vocabulary: seconds
@@ -46,7 +46,7 @@ def test_every_triton_kernel_fits(target: int, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "qk_norm_rope", "swiglu"])
-def test_rows_are_read_and_written_sixteen_bytes_at_a_time(op: str) -> None:
+def test_kernels_read_and_write_rows_sixteen_bytes_at_a_time(op: str) -> None:
     inputs = OPS[op].inputs(OracleCase("ahead", SHAPES[1]), dtype=torch.bfloat16)
     with compile_launches(90) as seen:
         outputs_and_gradients(OPS[op], OPS[op].implementations["triton"].function, inputs, seed=0)
@@ -57,7 +57,7 @@ def test_rows_are_read_and_written_sixteen_bytes_at_a_time(op: str) -> None:
         assert not any(f"{way}.global.b{bits}" in code for way in ("ld", "st") for bits in (8, 16)), name
 
 
-def test_a_tile_that_is_too_large_is_reported() -> None:
+def test_the_report_names_a_kernel_whose_tile_is_too_large() -> None:
     from kernels.rms_norm.triton import backward_kernel
 
     x, scale, partial = torch.empty(2, 4096, dtype=torch.bfloat16), torch.empty(2), torch.empty(1, 4096)
@@ -70,8 +70,8 @@ def test_a_tile_that_is_too_large_is_reported() -> None:
     assert not CompiledKernel("an op", "triton", "a kernel", 1, 80, 4, 100, 0, TARGETS[80] + 1).fits
 
 
-def test_a_call_is_specialised_as_it_would_be_on_a_device() -> None:
-    """Widths that 16 does not divide, and an address that it does not, are other code."""
+def test_compilation_ahead_specialises_a_call_as_a_gpu_would() -> None:
+    """Triton compiles other code for a width or an address that 16 does not divide."""
     from kernels.rms_norm.triton import forward_op
 
     aligned, odd = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(257, dtype=torch.bfloat16)[1:].view(4, 64)
@@ -82,7 +82,7 @@ def test_a_call_is_specialised_as_it_would_be_on_a_device() -> None:
     assert codes[0] == codes[1] and len(set(codes)) == 3
 
 
-def test_nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_launches_restores_triton_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -96,7 +96,7 @@ def test_nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--target", "90", "--op", "swiglu", "--width", "1024"]) == 0
     text = capsys.readouterr().out.splitlines()
     assert text[0].split()[:3] == ["op", "kernel", "width"] and len(text) == 3

@@ -24,7 +24,7 @@ ATTENTION = OPS["attention"]
 
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(0, 5))
-def test_bounds_are_where_documents_begin(lengths_of_rows: list[list[int]], spare: int) -> None:
+def test_bounds_of_stretches_are_where_documents_begin(lengths_of_rows: list[list[int]], spare: int) -> None:
     T = max(map(sum, lengths_of_rows)) + 1  # each row is padded
     rows, begins = [], []
     for number, lengths in enumerate(lengths_of_rows):
@@ -58,7 +58,9 @@ def by_stretch(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("values", ["normal", "outlier"])
-def test_stretches_compute_the_same_as_the_mask(case: OracleCase, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_by_stretches_equals_attention_with_the_mask(
+    case: OracleCase, values: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward and every gradient against fp64: heads of any size, strided inputs, no row at all."""
     called = []
     stood_in = lambda *inputs, **options: called.append(1) or by_stretch(*inputs, **options)
@@ -73,7 +75,7 @@ def test_stretches_compute_the_same_as_the_mask(case: OracleCase, values: str, m
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_prepared_documents_give_the_same_results_as_documents(
+def test_attention_over_prepared_documents_equals_attention_over_documents(
     case: OracleCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", by_stretch)
@@ -90,7 +92,7 @@ def test_prepared_documents_give_the_same_results_as_documents(
                 torch.testing.assert_close(function(*given_inputs), expected)
 
 
-def test_other_implementations_take_the_documents_as_they_are() -> None:
+def test_other_implementations_take_the_documents_unprepared() -> None:
     assert bind_ops({"attention": "native"}).prepare_attention is return_documents_unchanged
     documents = torch.zeros(1, 4, dtype=torch.int32)
     assert return_documents_unchanged(documents, 1) is documents
@@ -98,7 +100,7 @@ def test_other_implementations_take_the_documents_as_they_are() -> None:
 
 
 @pytest.mark.long("a compilation; the fast tier makes the same blocks eager")
-def test_blocks_are_made_compiled() -> None:
+def test_flex_attention_makes_its_blocks_with_compiled_code() -> None:
     assert flex.make_blocks(lambda b, h, i, j: j <= i, 1, None, 4, 4, device="cpu").shape == (1, 1, 4, 4)
 
 
@@ -112,7 +114,7 @@ def test_a_head_too_large_for_flash_attention_is_reported() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_reference_computes_heads_that_flash_attention_does_not_take(case: OracleCase) -> None:
-    """From the documents, or from what was made of them."""
+    """The documents are given as they are, or prepared."""
     inputs = tuple(x.detach() for x in ATTENTION.inputs(case))
     expected = ATTENTION.reference(*inputs)
     implementation = ATTENTION.implementations["varlen"]

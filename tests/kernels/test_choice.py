@@ -1,4 +1,4 @@
-"""``kernels.yaml`` as data: what ``auto`` stands for."""
+"""How ``kernels.yaml`` is read as data, and which implementation ``auto`` stands for."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_non_finite_values_become_null_at_any_depth() -> None:
 
 
 def test_a_tree_is_flushed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file and each folder once, a folder after what is in it; a link is not followed."""
+    """Each file and folder is flushed once, and a folder after its contents. A link is not followed."""
     (tmp_path / "tree" / "inner").mkdir(parents=True)
     (tmp_path / "tree" / "a").write_text("a")
     (tmp_path / "tree" / "inner" / "b").write_text("b")

@@ -1,4 +1,4 @@
-"""The rounding that Triton's interpreter is given for the tests of kernels: torch's, and so the GPU's."""
+"""The tests of kernels give Triton's interpreter the rounding of torch, which is also the GPU's."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ import torch
 from tests.support.interpreter_rounding import to_bf16
 
 
-def test_rounds_as_torch_does() -> None:
+def test_the_interpreter_rounds_to_bf16_as_torch_does() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
     ties = (np.arange(1 << 16, dtype=np.uint32) << 16) | 0x8000
     x = np.concatenate([bits, ties]).view(np.float32)

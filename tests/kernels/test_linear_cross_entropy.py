@@ -11,14 +11,14 @@ from kernels import linear_cross_entropy as head
 from kernels.linear_cross_entropy import chunks
 
 
-def test_custom_op_registration_is_sound() -> None:
+def test_the_custom_op_is_registered_soundly() -> None:
     x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     targets, weights = torch.arange(5), torch.tensor([1.0, 0.0, 2.0, 0.5, 0.0])
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(head.chunked_op, (x, weight, targets, weights, 1e-3, True, False), test_utils=tests)
 
 
-def test_nothing_carries_loss() -> None:
+def test_loss_and_gradients_are_zero_if_no_token_carries_loss() -> None:
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     loss, nll = head.chunked(x, weight, torch.arange(3), torch.zeros(3), 1e-3)
     loss.backward()
@@ -26,7 +26,7 @@ def test_nothing_carries_loss() -> None:
     assert x.grad is not None and not x.grad.any()
 
 
-def test_several_chunks_and_a_ragged_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_chunks_with_a_shorter_last_one_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "ROWS", 16)
     x, weight = torch.randn(53, 8, requires_grad=True), torch.randn(31, 8, requires_grad=True)
     arguments = (torch.randint(31, (53,)), torch.rand(53) / 53, 1e-3)
@@ -49,8 +49,8 @@ def test_autocast_rounds_the_operands_as_linear_does() -> None:
 
 
 @pytest.mark.parametrize("tokens", [40, 2 * head.ROWS + 300])
-def test_however_many_tokens_carry_loss_chunks_have_few_shapes(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN keeps code for each shape: another one each step was 1.7 MiB a step, up to 600 MiB."""
+def test_chunks_have_few_shapes_however_many_tokens_carry_loss(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps code for each shape. With a new shape at each step, memory grew by 1.7 MiB a step, up to 600 MiB."""
     shapes: set[torch.Size] = set()
     rows = head.rows_eager
     monkeypatch.setattr(head, "rows_eager", lambda logits, *rest: shapes.add(logits.shape) or rows(logits, *rest))
@@ -88,7 +88,9 @@ GIB = 1 << 30
         (5, 1 << 40, 2, 80 * GIB, 1),
     ],
 )
-def test_a_chunk_on_a_gpu_follows_from_its_cost(N: int, V: int, itemsize: int, memory: int, chunk: int) -> None:
+def test_the_size_of_a_chunk_on_a_gpu_follows_from_its_cost(
+    N: int, V: int, itemsize: int, memory: int, chunk: int
+) -> None:
     assert chunks.gpu_chunk(N, V, itemsize, memory) == chunk
     assert chunk * V * itemsize <= max(V * itemsize, min(2 * GIB, memory // 16))
     if chunk < N:
@@ -102,8 +104,10 @@ def test_a_chunk_on_a_gpu_follows_from_its_cost(N: int, V: int, itemsize: int, m
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 16, 17, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_gpus_chunks_take_every_token(tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU tensors: what a token without loss holds is in no result, however many chunks there are."""
+def test_chunks_for_a_gpu_cover_every_token_with_loss(
+    tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run on CPU tensors. A token without loss changes no result, however many chunks there are."""
     monkeypatch.setattr(chunks, "GPU_TOKENS", 16)
     monkeypatch.setattr(chunks, "EVEN", 4)
     generator = torch.Generator().manual_seed(tokens)
@@ -131,8 +135,8 @@ def test_the_gpus_chunks_take_every_token(tokens: int, dtype: torch.dtype, monke
 
 
 @pytest.mark.parametrize("tokens", [100, 20000])
-def test_nothing_waits_for_a_gpu(tokens: int) -> None:
-    """Traced on tensors without values: what asks for a value, or for a size that values decide, raises."""
+def test_the_host_never_waits_for_the_gpu(tokens: int) -> None:
+    """The head runs on tensors without values, where an operation that needs a value, or a size that depends on values, raises."""
     with torch.device("meta"):
         x, weight = (torch.empty(n, 64, dtype=torch.bfloat16) for n in (tokens, 131072))
         targets, weights = torch.empty(tokens, dtype=torch.long), torch.empty(tokens)

@@ -1,4 +1,4 @@
-"""The class of a machine says what torch uses, so that the same processor is several classes under emulation."""
+"""The class of a machine names the instructions that torch uses, so one processor has several classes under emulation."""
 
 from __future__ import annotations
 

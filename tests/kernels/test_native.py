@@ -1,4 +1,4 @@
-"""What the C++ kernels must do beyond the oracle's cases: any layout of memory, any documents, any threads, NaN, chunks."""
+"""C++ kernels beyond the oracle's cases: any layout of memory, any documents, any threads, NaN, chunks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", ["one", "packed", "each token its own", "padded", "scattered"])
-def test_no_further_from_fp64_than_the_reference_whatever_the_documents(kind: str) -> None:
+def test_native_attention_is_no_further_from_fp64_than_the_reference_for_any_documents(kind: str) -> None:
     qkv, do = made()
     exact = gradients(attention.reference, [x.double() for x in qkv], documents(kind), do)
     theirs = gradients(attention.reference, qkv, documents(kind), do)
@@ -71,8 +71,8 @@ def test_no_further_from_fp64_than_the_reference_whatever_the_documents(kind: st
         assert error(mine, right) <= 1.1 * error(other, right) + 1e-3
 
 
-def test_any_layout_in_memory_gives_the_same_bits() -> None:
-    """Views of one joined product, other dimensions outside, rows that begin between two pairs of numbers."""
+def test_native_attention_gives_the_same_bits_for_any_layout_in_memory() -> None:
+    """The layouts are views of one joined product, other orders of dimensions, and rows that begin at an odd element."""
     qkv, do = made()
     plain = gradients(attention.native, qkv, documents("packed"), do)
     joined = torch.cat(qkv, dim=2).split([H, G, G], dim=2)
@@ -87,7 +87,7 @@ def test_any_layout_in_memory_gives_the_same_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, plain))
 
 
-def test_the_number_of_threads_changes_no_bit(threads: Callable[[int], None]) -> None:
+def test_the_number_of_threads_changes_no_bit_of_native_attention(threads: Callable[[int], None]) -> None:
     qkv, do = made()
     found = []
     for count in (1, 2, 5):
@@ -97,8 +97,8 @@ def test_the_number_of_threads_changes_no_bit(threads: Callable[[int], None]) ->
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_non_finite_values_remain_and_stay_in_their_document(value: float) -> None:
-    """The trainer's guard looks for NaN: a kernel that made numbers of it would hide a broken step.
+def test_native_attention_keeps_non_finite_values_and_keeps_them_in_their_document(value: float) -> None:
+    """The trainer's guard looks for NaN. A kernel that turned NaN into numbers would hide a broken step.
 
     Inside a block of 64 a masked weight of zero times NaN is NaN, as in the reference; other blocks never meet it.
     """
@@ -113,7 +113,7 @@ def test_non_finite_values_remain_and_stay_in_their_document(value: float) -> No
         assert x[0, 128:].isfinite().all() and x[1:].isfinite().all()
 
 
-def test_inside_a_compiled_block_it_is_the_same() -> None:
+def test_native_attention_gives_the_same_results_inside_a_compiled_block() -> None:
     qkv, do = made()
 
     def block(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def test_inside_a_compiled_block_it_is_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, compiled))
 
 
-def test_another_dtype_is_left_to_the_other_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_attention_leaves_another_dtype_to_the_other_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv, do = made()
     wide = [x.float() for x in qkv]
     ours, theirs = (gradients(f, wide, documents("packed"), do) for f in (attention.native, attention.recompute))
@@ -152,7 +152,7 @@ def losses(call: Callable[..., tuple[Tensor, Tensor]], inputs: tuple[Tensor, ...
 
 
 def check_against_fp64(inputs: tuple[Tensor, ...], upstream: float) -> list[Tensor]:
-    """No further from fp64 than the reference in the same dtype."""
+    """Check that the native loss head is not further from fp64 than the reference in the same dtype."""
     wide = [x.detach().double().requires_grad_() for x in inputs[:2]]
     exact = losses(linear_cross_entropy.reference, (*wide, *inputs[2:]), upstream)
     theirs = losses(linear_cross_entropy.reference, inputs, upstream)
@@ -164,7 +164,7 @@ def check_against_fp64(inputs: tuple[Tensor, ...], upstream: float) -> list[Tens
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [131 * 301, 131 * 100, 131 * 7, 1])
-def test_chunks_change_the_loss_by_rounding_only(
+def test_chunks_change_the_native_loss_head_by_rounding_only(
     dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_cross_entropy_native, "CHUNK", chunk)
@@ -173,7 +173,7 @@ def test_chunks_change_the_loss_by_rounding_only(
 
 
 def test_logits_far_apart_are_neither_slow_nor_wrong() -> None:
-    """Softmax values below the smallest normal number: each product with one took a hundred cycles."""
+    """Such logits give softmax values below the smallest normal number, and a product with one of them took a hundred cycles."""
     inputs = head(torch.bfloat16)
     with torch.no_grad():
         inputs[1].mul_(20)
@@ -183,7 +183,7 @@ def test_logits_far_apart_are_neither_slow_nor_wrong() -> None:
     assert logits[logits != 0].abs().min() > torch.finfo(torch.float32).tiny
 
 
-def test_a_target_outside_the_vocabulary_is_an_error_and_no_token_is_no_loss() -> None:
+def test_a_target_outside_the_vocabulary_is_an_error_and_a_batch_without_tokens_has_no_loss() -> None:
     x, weight, targets, weights = head(torch.bfloat16)
     for wrong in (-1, 131):
         with pytest.raises(IndexError, match="vocabulary of 131"):
@@ -211,7 +211,7 @@ def test_a_poisoned_token_makes_the_loss_nan_and_no_other_tokens_gradient() -> N
     assert x.grad is not None and x.grad[kept].isnan().all() and int(x.grad.isnan().any(-1).sum()) == 1
 
 
-def test_shapes_that_do_not_fit_are_refused_and_not_read_past_their_end() -> None:
+def test_inputs_whose_shapes_do_not_match_are_refused_and_not_read_past_their_end() -> None:
     (q, k, v), do = made()
     document = documents("one")
     for wrong in (
@@ -231,7 +231,7 @@ def test_shapes_that_do_not_fit_are_refused_and_not_read_past_their_end() -> Non
             linear_cross_entropy.native(x, weight, *few, 0.0)
 
 
-def test_a_pair_with_one_query_takes_nothing_from_the_block_before() -> None:
+def test_a_lone_last_query_takes_nothing_from_the_block_before() -> None:
     (q, k, v), do = (([x[:, :71] for x in given] if isinstance(given, list) else given[:, :71]) for given in made())
     q = q.clone()
     q[0, 7] = float("nan")
@@ -248,7 +248,7 @@ def test_an_error_of_the_matrix_units_does_not_end_the_process() -> None:
         attention_native.backward_op(*qkv, documents("one"), o)
 
 
-def test_who_needs_a_library_that_another_compiles_waits_for_it(
+def test_loading_waits_for_a_library_that_another_rank_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, compiled = Path(native.load_library("attention")._name), []

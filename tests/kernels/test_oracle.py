@@ -1,4 +1,4 @@
-"""Every op × implementation × case against the fp64 oracle; and the oracle against implementations that are wrong."""
+"""The fp64 oracle judges every op × implementation × case, and refuses implementations that are wrong on purpose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ EAGER = [pair for pair in COMPILED if OPS[pair[0]].implementations[pair[1]].eage
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("case", "values"), JUDGED)
 @pytest.mark.parametrize(("op", "implementation"), UNCOMPILED)
-def test_implementation_is_right(op: str, implementation: str, case: str, values: str, dtype: torch.dtype) -> None:
+def test_an_implementation_agrees_with_fp64(
+    op: str, implementation: str, case: str, values: str, dtype: torch.dtype
+) -> None:
     result = compare_with_fp64(OPS[op], implementation, CASES[case], dtype=dtype, values=values, seed=3)
     assert result.ok, result.failures()
 
@@ -36,7 +38,7 @@ def test_implementation_is_right(op: str, implementation: str, case: str, values
 @pytest.mark.portable
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("op", "implementation"), EAGER)
-def test_an_op_is_correct_before_it_is_compiled(op: str, implementation: str, case: str) -> None:
+def test_the_eager_code_of_a_compiled_implementation_agrees_with_fp64(op: str, implementation: str, case: str) -> None:
     eager = Implementation("eager", OPS[op].implementations[implementation].eager, "as written")  # type: ignore[arg-type]
     for dtype in (torch.float32, torch.bfloat16):
         result = compare_with_fp64(
@@ -47,7 +49,7 @@ def test_an_op_is_correct_before_it_is_compiled(op: str, implementation: str, ca
 
 @pytest.fixture
 def always_compiled() -> Iterator[None]:
-    """Past eight shapes torch would go on uncompiled, and the oracle would judge eager."""
+    """Without this, torch would run uncompiled after eight shapes, and the oracle would judge eager code."""
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         yield
 
@@ -57,7 +59,9 @@ def always_compiled() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("op", "implementation"), COMPILED)
 @pytest.mark.slow("compiles an op for each dtype")
-def test_compiled_implementation_is_right_of_hostile_values(op: str, implementation: str, dtype: torch.dtype) -> None:
+def test_a_compiled_implementation_agrees_with_fp64_on_hostile_values(
+    op: str, implementation: str, dtype: torch.dtype
+) -> None:
     for values in HOSTILE:  # one compilation serves them all
         result = compare_with_fp64(OPS[op], implementation, CASES["small"], dtype=dtype, values=values)
         assert result.ok, (values, result.failures())
@@ -67,15 +71,15 @@ def test_compiled_implementation_is_right_of_hostile_values(op: str, implementat
 @pytest.mark.usefixtures("always_compiled")
 @pytest.mark.parametrize("case", [case for case in CASES if case != "small"])
 @pytest.mark.parametrize(("op", "implementation"), COMPILED)
-def test_compiled_implementation_is_right_of_any_shape(op: str, implementation: str, case: str) -> None:
+def test_a_compiled_implementation_agrees_with_fp64_for_any_shape(op: str, implementation: str, case: str) -> None:
     for values in ("normal", "outlier"):
         result = compare_with_fp64(OPS[op], implementation, CASES[case], dtype=torch.bfloat16, values=values)
         assert result.ok, (values, result.failures())
 
 
 @pytest.mark.parametrize("case", ["small", "prime", "strided"])
-def test_flex_attention_forward_is_that_of_the_reference(case: str) -> None:
-    """What can be seen of it without a GPU: its mask and its grouping of heads. It has no backward pass on the CPU."""
+def test_the_forward_pass_of_flex_attention_equals_the_references(case: str) -> None:
+    """Without a GPU, only its mask and its grouping of heads can be tested. It has no backward pass on the CPU."""
     op = OPS["attention"]
     flex = op.implementations["flex"].eager
     assert flex is not None and not op.implementations["flex"].can_run_on("cpu")

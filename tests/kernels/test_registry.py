@@ -31,7 +31,7 @@ from tests.support.paths import ROOT
 SHIPPED = ROOT / "policies" / "kernels.yaml"
 
 
-def test_the_shipped_choice_names_every_op_and_binds() -> None:
+def test_the_shipped_kernels_yaml_names_every_op_and_binds() -> None:
     for device in ("cpu", "cuda"):
         choice = load_choice(SHIPPED, device)
         assert choice.keys() == OPS.keys()
@@ -79,7 +79,7 @@ def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:
         ("cpu: [attention]", "kernels.not_a_section", {}),
     ],
 )
-def test_a_wrong_key_is_refused_with_its_file(
+def test_a_wrong_key_of_kernels_yaml_is_refused_and_the_file_named(
     tmp_path: Path, text: str, code: str, data: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -92,7 +92,7 @@ def test_a_wrong_key_is_refused_with_its_file(
 
 
 @pytest.mark.parametrize(("text", "code"), [("[", "kernels.not_yaml"), ("", "kernels.not_a_map")])
-def test_a_file_that_is_not_a_map_is_refused(tmp_path: Path, text: str, code: str) -> None:
+def test_a_kernels_yaml_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str, code: str) -> None:
     (tmp_path / "kernels.yaml").write_text(text)
     with refused(code) as found:
         load_choice(tmp_path / "kernels.yaml")
@@ -119,7 +119,7 @@ def test_a_missing_device_is_an_error_that_lists_the_present_ones() -> None:
             compare_implementations("swiglu", "compiled", device="cuda")
 
 
-def test_the_fallback_is_a_choice_and_to_fail_is_the_default(tmp_path: Path) -> None:
+def test_kernels_yaml_chooses_the_fallback_and_the_default_is_to_fail(tmp_path: Path) -> None:
     path = tmp_path / "kernels.yaml"
     path.write_text("fallback: reference\ncpu: {attention: native}\n")
     assert load_fallback(path) == "reference" and load_fallback(SHIPPED) == "fail"
@@ -128,7 +128,7 @@ def test_the_fallback_is_a_choice_and_to_fail_is_the_default(tmp_path: Path) -> 
 
 @pytest.fixture
 def broken_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """C++ that does not compile, in the place of the native loss head's."""
+    """Replace the C++ of the native loss head by C++ that does not compile."""
     (tmp_path / "linear_cross_entropy").mkdir()
     (tmp_path / "linear_cross_entropy" / "linear_cross_entropy.cpp").write_text("this is no C++;\n")
     monkeypatch.setattr(native_library, "SOURCES", tmp_path)
@@ -247,7 +247,7 @@ COSTS = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_the_cost_of_an_op_is_its_least_bytes_and_flops(name: str) -> None:
-    """The table is counted by hand; products by torch's own counter, of the reference as it runs."""
+    """The table was counted by hand. Torch's own counter counts the products of the reference while it runs."""
     op, shape = OPS[name], Shape(batch=3, context=8, d_model=5, heads=4, kv_heads=2, head_dim=6, d_ff=7, vocab_size=11)
     cost, twice = op.cost(shape, 2), op.cost(shape, 4)
     found = cost.forward_bytes / 2, cost.forward_flops, cost.backward_bytes / 2, cost.backward_flops

@@ -20,7 +20,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def made(dtype: torch.dtype, F: int = 77) -> tuple[Tensor, Tensor, Tensor]:
-    """gate, up and the gradient of the output; 77 leaves a rest of any vector."""
+    """(gate, up, the gradient of the output). A width of 77 is a multiple of no vector's length."""
     generator = torch.Generator().manual_seed(0)
     gate, up, upstream = (torch.randn(3, 5, F, generator=generator).to(dtype) for _ in range(3))
     return gate, up, upstream
@@ -33,7 +33,7 @@ def results(function: Callable[[Tensor, Tensor], Tensor], gate: Tensor, up: Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_views_of_a_joined_product_and_threads_change_no_bit(
+def test_native_swiglu_gives_the_same_bits_for_joined_views_and_any_number_of_threads(
     dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
     gate, up, upstream = made(dtype)
@@ -47,7 +47,7 @@ def test_views_of_a_joined_product_and_threads_change_no_bit(
             assert all(torch.equal(a, b) for a, b in zip(results(swiglu.native, *views), plain))
 
 
-def test_registration_is_sound() -> None:
+def test_the_custom_op_of_swiglu_is_registered_soundly() -> None:
     gate, up, _ = made(torch.float32)
     arguments = (gate.requires_grad_(), up.requires_grad_())
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
@@ -55,7 +55,7 @@ def test_registration_is_sound() -> None:
 
 
 @pytest.mark.long("a compilation; the fast tier has the registration alone, and attention's in a compiled block")
-def test_inside_a_compiled_block_it_is_the_same() -> None:
+def test_native_swiglu_gives_the_same_results_inside_a_compiled_block() -> None:
     inputs = made(torch.bfloat16)
 
     def block(gate: Tensor, up: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_inside_a_compiled_block_it_is_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results(block, *inputs), results(compiled, *inputs)))
 
 
-def test_nan_stays_nan_and_another_dtype_is_the_reference() -> None:
+def test_native_swiglu_keeps_nan_and_leaves_another_dtype_to_the_reference() -> None:
     gate, up, upstream = made(torch.bfloat16)
     gate[0, 0, 3] = up[1, 1, 4] = float("nan")
     for found in results(swiglu.native, gate, up, upstream)[:2]:

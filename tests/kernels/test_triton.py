@@ -33,7 +33,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """Runs a script in the interpreter's process; what it raises fails the test."""
+    """Runs a script in the interpreter's process. An error of the script fails the test."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SERVE]
     with subprocess.Popen(
@@ -77,7 +77,7 @@ assert not wrong, "\\n".join(wrong)
 
 @pytest.mark.parametrize("op", [name for name, op in OPS.items() if "triton" in op.implementations])
 @pytest.mark.slow("Triton's interpreter, kernel by kernel")
-def test_triton_in_the_interpreter(run: Run, op: str) -> None:
+def test_a_triton_kernel_agrees_with_fp64_in_the_interpreter(run: Run, op: str) -> None:
     run(ORACLE, op)
 
 
@@ -130,7 +130,7 @@ for rows in (0, 1, 15, 16, 17, 4096, 16384, 100_003):
 """
 
 
-def test_rows_that_fill_no_tile_and_any_layout(run: Run) -> None:
+def test_kernels_take_rows_that_do_not_fill_a_tile_and_any_layout(run: Run) -> None:
     run(ROWS)
 
 
@@ -162,7 +162,7 @@ for case in (c for c in CASES if c.name in ("prime", "empty")):
 """
 
 
-def test_registrations_are_sound(run: Run) -> None:
+def test_the_triton_ops_are_registered_soundly(run: Run) -> None:
     run(REGISTRATION)
 
 
@@ -230,7 +230,7 @@ assert gradient.data_ptr() == buffer.data_ptr() and not gradient[4].isfinite().a
 """
 
 
-def test_the_loss_head_over_pieces_of_a_row_chunks_and_poison(run: Run) -> None:
+def test_the_loss_head_takes_pieces_of_a_row_chunks_and_poisoned_tokens(run: Run) -> None:
     run(LOSS_HEAD)
 
 
@@ -279,7 +279,7 @@ assert all(torch.equal(x, y) for a, b in zip(mine, before) for x, y in zip(a, b)
 """
 
 
-def test_the_optimisers_ops_over_tiles_blocks_and_a_skipped_update(run: Run) -> None:
+def test_the_optimisers_ops_take_partial_tiles_and_blocks_and_skip_an_update(run: Run) -> None:
     run(OPTIMISER)
 
 

@@ -1,4 +1,4 @@
-"""The tool on a project of one module and two tests: what is changed, who notices, what is remembered."""
+"""The mutation tool, run on a project of one module and two tests: its changes, the tests that notice them, its memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_borders():
 """
 
 
-def test_each_operator_changes_one_place_of_code_and_no_words() -> None:
+def test_each_mutation_changes_one_place_of_code_and_no_docstring() -> None:
     found = mutants("factory/thing.py", MODULE)
     assert {(m.inside, m.kind, m.change) for m in found} == {
         ("", "constant", "3 → 4"),
@@ -65,7 +65,7 @@ def test_each_operator_changes_one_place_of_code_and_no_words() -> None:
 
 
 @pytest.mark.slow("a fork for each of 14 mutants, and one more for those that its own test does not notice")
-def test_survivors_are_told_and_what_is_known_is_not_run_again(tmp_path: Path) -> None:
+def test_surviving_mutants_are_reported_and_known_mutants_are_not_run_again(tmp_path: Path) -> None:
     root = tmp_path / "project"
     for path, text in {"factory/thing.py": MODULE, "tests/factory/test_thing.py": TEST,
                        "tests/factory/test_far.py": "from factory import far\n\ndef test_far():\n    assert far.far == 2\n",
@@ -108,7 +108,7 @@ def test_survivors_are_told_and_what_is_known_is_not_run_again(tmp_path: Path) -
     assert "factory/thing.py:11 in allowed, dropped statement: count += more → pass" in again and "s of" not in again
 
 
-def test_each_mutant_of_no_effect_has_a_reason_and_is_still_there() -> None:
+def test_each_listed_equivalent_mutant_has_a_reason_and_still_exists() -> None:
     listed = equivalents()
     for path in sorted({path for path, _, _ in listed}):
         there = {(path, m.inside, m.change) for m in mutants(path, (ROOT / path).read_text())}

@@ -48,7 +48,7 @@ class TokenShardError(TrainerError):
 
 
 class StoppedBySignal(TrainerError):
-    """SIGTERM stopped the run. A checkpoint of its last whole step, if it made one, is on disk."""
+    """SIGTERM stopped the run. The run can continue from its newest checkpoint on disk."""
 
     exit_code = EXIT_STOPPED
 
@@ -56,9 +56,9 @@ class StoppedBySignal(TrainerError):
 def run_for_exit_code(
     program: str, work: Callable[[], object], wrong: type[Exception] = TrainerError, where: Path | None = None
 ) -> int:
-    """Do the work. Returns 0, or the exit code of an error that a user can correct, after printing it to stderr in one line.
+    """Call ``work``. Returns 0, or the exit code of an error that a user can correct, which is printed to stderr in one line.
 
-    ``wrong``: another package's error that a user can cause. ``where``: the folder that is written, named if the disk is full.
+    ``wrong``: another package's error that a user can cause. ``where``: the folder that ``work`` writes, for the message about a full disk.
     """
     try:
         work()

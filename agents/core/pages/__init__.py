@@ -1,4 +1,4 @@
-"""HTML pages for people: ``base.html.jinja`` with the one stylesheet, ``parts.html.jinja`` with the parts of a page's layout.
+"""Renders HTML pages for people. ``base.html.jinja`` has the stylesheet of all pages, ``parts.html.jinja`` the parts of a page's layout.
 
 The values on a page (documents, samples, patches, source lines, model output) are untrusted text. Jinja escapes every value,
 ``replace_invisible`` replaces invisible control characters, and the page's content policy allows no script, image or address.
@@ -25,13 +25,13 @@ MARGIN, SCALE = (
 
 
 def render_page(template: Path, **values: object) -> str:
-    """A page from a template that extends ``base.html.jinja``. Only what a template marks as ``safe`` is not escaped."""
+    """A page from a template that extends ``base.html.jinja``. Values are escaped unless the template marks them as ``safe``."""
     return _environment(template.parent).get_template(template.name).render(values)
 
 
 @functools.cache
 def _environment(folder: Path) -> Environment:
-    """The templates of a folder, cached with the compiled ones."""
+    """The Jinja environment of a folder's templates, cached because it holds the compiled templates."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -64,7 +64,7 @@ def html_text(value: object) -> str:
 
 
 def number_text(value: object, digits: int = 3) -> str:
-    """A number for a person, ``–`` for what was not measured."""
+    """A number as text for a person; ``–`` if it was not measured or is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"

@@ -16,7 +16,7 @@ def profile_table(profile: Profile, top: int = 20) -> RenderableType:
     lines = Table(
         title=Message(
             "line_profiler.lines",
-            "the training step, line by line (slowest {shown} of {lines})",
+            "the {shown} slowest of the {lines} lines of the training step",
             shown=min(top, len(profile.lines)),
             lines=len(profile.lines),
         ),
@@ -63,7 +63,7 @@ def candidates_table(profile: Profile, top: int = 5) -> RenderableType:
     """The ``top`` fusion and stream candidates."""
     title = Message(
         "line_profiler.candidates",
-        "lines that could be fused, branches that could overlap (the gains are upper bounds)",
+        "lines that could be fused, and branches that could run at the same time (the gains are upper bounds)",
     )
     found = Table(title=title, title_justify="left")
     found.add_column("what")

@@ -45,9 +45,9 @@ def profile_summary(profile: Profile) -> str:
         parts.append(
             Message(
                 "line_profiler.alone",
-                "{operations} distinct operations were measured outside the step: {full} with {warmup} warm-ups and "
-                "{calls} calls, and the others with fewer calls, to end within {budget:.0f} s. {failed} could not be "
-                "called outside the step.",
+                "{operations} distinct operations were timed outside the step. {full} of them had {warmup} warm-ups "
+                "and {calls} timed calls each, and the others had fewer, because the time limit was {budget:.0f} s. "
+                "{failed:,|operation|operations} could not be called outside the step.",
                 operations=alone.signatures,
                 full=alone.full,
                 warmup=alone.warmup,

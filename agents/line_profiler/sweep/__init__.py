@@ -1,1 +1,1 @@
-"""Thousands of operations timed alone by several workers, for many widths and depths."""
+"""Times thousands of operations, each alone, on several workers, for models of many widths and depths."""

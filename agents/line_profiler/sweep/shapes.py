@@ -27,6 +27,6 @@ SHAPES: dict[str, ModelRecipe] = {
 
 
 def make_one_layer_model(model: ModelRecipe, sequence: int) -> ModelRecipe:
-    """The model with one layer, of experts where it has any, and rows of ``sequence`` positions."""
+    """The model with only one layer (with experts, if the model has any) and rows of ``sequence`` positions."""
     experts = model.experts and model.experts.model_copy(update={"dense_layers": 0})
     return model.model_copy(update={"layers": 1, "context": sequence, "experts": experts})

@@ -1,6 +1,6 @@
-"""One layer of a model, forward and backward, as operations: recorded on torch's meta device, where nothing is computed.
+"""Records one layer of a model, forward and backward, as operations, on torch's meta device, where nothing is computed.
 
-Attention is not a list of operations here but one registry op with its cost model: its operations depend on the device.
+Attention is one op with its cost model, not a list of operations, because its operations depend on the device.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class LayerSlice:
 
 @cache
 def record_slice_operations(of: LayerSlice) -> tuple[RecordedOperation, ...]:
-    """The operations of the layer without attention's; those of the backward pass at the lines that caused them.
+    """The operations of the layer, without those of attention. An operation of the backward pass has the line that caused it.
 
-    Their times mean nothing; their signatures, bytes and FLOPs are real.
+    The times mean nothing. The signatures, bytes and FLOPs are real.
     """
     shape = make_one_layer_model(SHAPES[of.model], of.sequence)
     recorder = OperationRecorder()

@@ -1,7 +1,7 @@
-"""``python -m agents.line_profiler.sweep.sweep --out DIR``: batch × sequence × model shapes, one layer of each, line by line.
+"""``python -m agents.line_profiler.sweep.sweep --out DIR``: times one layer for each batch, sequence and model, by line.
 
-Every distinct operation is measured once, on any free worker. An operation that does not fit in memory or time is estimated by its roofline;
-every line says which. Writes DIR/sweep.json (``SweepResult``).
+Every distinct operation is measured once, on any free worker. The time of an operation that does not fit in memory or time is estimated by
+its roofline; every line of the result says which. The program writes DIR/sweep.json (``SweepResult``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MEMORY_SHARE = 0.5  # of the free memory, for all workers together
 
 @dataclass(frozen=True)
 class SweepLineResult:
-    """Seconds of one forward and backward of one layer. ``how``: measured, roofline, or both for parts of it."""
+    """Seconds of one forward and backward of one layer. ``how``: 'measured', 'roofline' (estimated), or 'both'."""
 
     name: str
     source: str
@@ -87,7 +87,7 @@ class SweepItemResult:
     """One distinct operation: its measurement, or the reason why there is none."""
 
     what: str
-    seconds: float  # median of one call; the roofline's where there is a ``why_not``
+    seconds: float  # median of one call; the roofline's if there is a ``why_not``
     spread_s: float
     iterations: int
     roof_s: float
@@ -113,7 +113,7 @@ class SweepResult:
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> SweepResult:
-        """From parsed ``sweep.json``. Raises: ValueError for another format or other fields."""
+        """The result in a parsed ``sweep.json``. Raises: ValueError for another format or other fields."""
         if raw.get("format") != FORMAT:
             raise ValueError(f"sweep.json: format {raw.get('format')!r}, this code reads {FORMAT}")
         return TypeAdapter(cls).validate_python(raw)
@@ -152,7 +152,10 @@ def measure_slices(
     if wanted:
         tasks = [SweepTask(item, device.type, attention, limits) for item in wanted]
         results = measure_items_on_workers(
-            start(), tasks, [item.estimated_s for item in wanted], make_progress_reporter(report, "operations ")
+            start(),
+            tasks,
+            [item.estimated_s for item in wanted],
+            make_progress_reporter(report, "operations measured: "),
         )
     seconds = time.perf_counter() - began
     by_item = dict(zip(wanted, results))
@@ -183,7 +186,11 @@ def _swept(item: SweepItem, result: tuple[IsolatedTime, float] | UnmeasuredItem 
     if result is None:
         return missing(item.fits, 0.0)
     if isinstance(result, UnmeasuredItem):
-        died = Message("line_profiler.worker_died", "its worker died {tries:,|time|times}", tries=result.tries)
+        died = Message(
+            "line_profiler.worker_died",
+            "the worker died {tries:,|time|times} while it measured the operation",
+            tries=result.tries,
+        )
         return missing(result.error or died, 0.0)
     one, took = result
     if one.why_not:
@@ -194,7 +201,7 @@ def _swept(item: SweepItem, result: tuple[IsolatedTime, float] | UnmeasuredItem 
 
 
 def _slice(of: LayerSlice, swept: Mapping[object, SweepItemResult], roof: PeakRates) -> SweepSliceResult:
-    """Each line is the sum of its operations, each measured or estimated by the roofline."""
+    """The result of a slice. A line is the sum of its operations, each measured or estimated by the roofline."""
     parts: defaultdict[tuple[str, str], list[tuple[SweepItemResult, float, float]]] = defaultdict(list)
     for event in record_slice_operations(of):
         if event.signature is not None and not is_view_or_empty(event.signature.func):

@@ -21,7 +21,7 @@ from kernels.contract.registry import OPS, find_implementation
 
 FILL_BYTES_PER_S = 4e8  # making random inputs on one core
 LEAST_CALLS = 4  # one warm-up and three timed calls
-SLOWER = 3.0  # than the roofline, for estimates
+SLOWER = 3.0  # an operation is estimated to take this many times its roofline time
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SweepItem:
 
 @dataclass(frozen=True)
 class SweepLimits:
-    """What a worker may use: memory, seconds an item, threads; seconds for all items of one worker."""
+    """The limits of a worker: memory, seconds for one item, seconds for all its items, threads."""
 
     memory_bytes: float
     item_s: float
@@ -73,7 +73,7 @@ def attention_shape_key(of: LayerSlice) -> object:
 
 
 def select_measurable_items(items: Sequence[SweepItem], limits: SweepLimits, workers: int) -> list[SweepItem]:
-    """The items with their estimates; those that do not fit, with the reason. The shortest are measured first."""
+    """All items with their estimates; ``fits`` of an item that is not measured gives the reason. The shortest items get the time first."""
     sized = [_sized(item, limits) for item in items]
     spent = 0.0
     done: dict[int, SweepItem] = {}
@@ -101,14 +101,14 @@ def _sized(item: SweepItem, limits: SweepLimits) -> SweepItem:
     if item.bytes > limits.memory_bytes:
         why = Message(
             "line_profiler.needs_memory",
-            "the operation needs {needs:.1f} GB, and {limit:.1f} GB are allowed",
+            "the operation needs {needs:.1f} GB, but only {limit:.1f} GB are allowed",
             needs=item.bytes / 1e9,
             limit=limits.memory_bytes / 1e9,
         )
     elif least > limits.item_s:
         why = Message(
             "line_profiler.needs_time",
-            "the operation needs about {needs:.1f} s, and {limit:.1f} s are allowed",
+            "the operation needs about {needs:.1f} s, but only {limit:.1f} s are allowed",
             needs=least,
             limit=limits.item_s,
         )

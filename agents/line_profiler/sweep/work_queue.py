@@ -26,14 +26,14 @@ class SweepError(CodedError):
 
 @dataclass(frozen=True)
 class UnmeasuredItem:
-    """In place of a result: the item's worker died each time, or the item raised ``error``."""
+    """Stands in place of a result: the worker died at each of ``tries`` tries, or the measurement raised ``error``."""
 
     tries: int
     error: str = ""
 
 
 class Workers(Protocol):
-    """Called by ``count`` threads at once, each with a worker number of its own."""
+    """``count`` workers. As many threads call ``measure`` at once, each with a worker number of its own."""
 
     count: int
 
@@ -59,7 +59,7 @@ def measure_items_on_workers(
     costs: Sequence[float],
     report: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Any]:
-    """The result of each item, or ``UnmeasuredItem``. ``costs``: estimated, in any unit."""
+    """The result of each item, or ``UnmeasuredItem``. ``costs``: the items' estimated costs, in any unit."""
     idle: SimpleQueue[int] = SimpleQueue()
     for worker in range(workers.count):
         idle.put(worker)
@@ -133,7 +133,7 @@ def require_ray() -> None:
 class RayActors:
     """``count`` actors of a Ray cluster, with one GPU each if the cluster has GPUs. Only this class imports Ray.
 
-    Raises: SweepError when Ray is missing or the cluster cannot be reached.
+    Raises: SweepError if Ray is missing or the cluster cannot be reached.
     """
 
     def __init__(self, function: Callable[[Any], Any], count: int, address: str) -> None:
@@ -146,7 +146,7 @@ class RayActors:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise SweepError(
                 "line_profiler.no_cluster",
-                "--ray {address}: Ray cannot start or connect: {problem}",
+                "--ray {address}: Ray cannot start, or cannot connect to the cluster ({problem}).",
                 address=address,
                 problem=str(error).splitlines()[0],
             ) from None

@@ -1,4 +1,4 @@
-"""A recipe whose model or vocabulary does not fit is refused when a segment is planned, before anything is recorded."""
+"""Planning a segment refuses a recipe whose model or vocabulary does not fit, before anything is recorded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def trained(plant: Workspace) -> tuple[Workspace, Ledger]:
     return plant, ledger
 
 
-def test_a_changed_shape_of_a_live_trunk_is_refused_with_instructions(trained: tuple[Workspace, Ledger]) -> None:
+def test_a_recipe_that_changes_the_shape_of_a_live_trunk_is_refused_with_instructions(
+    trained: tuple[Workspace, Ledger],
+) -> None:
     workspace, ledger = trained
     own = workspace.own_recipe_path()
     before = own.read_text()
@@ -80,7 +82,7 @@ def test_a_changed_shape_of_a_live_trunk_is_refused_with_instructions(trained: t
     [{"rope_theta": 5e5, "norm_eps": 0.1}, {"heads": 8, "kv_heads": 8, "head_dim": 8}],
     ids=["numbers", "heads"],
 )
-def test_another_function_of_the_same_shape_trains_only_if_the_recipe_accepts_it(
+def test_a_model_with_equal_shapes_but_another_function_trains_only_if_the_recipe_accepts_it(
     trained: tuple[Workspace, Ledger], model: dict
 ) -> None:
     """The old values come from the ledger's row of the segment, because an old checkpoint may lack them."""
@@ -118,7 +120,9 @@ def accept(workspace: Workspace, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("size", "fits"), [(500, True), (384, False), (640, False)])
-def test_the_first_segment_needs_the_vocabulary_of_the_data_policy(plant: Workspace, size: int, fits: bool) -> None:
+def test_the_first_segments_vocabulary_is_that_of_the_data_policy_or_its_padded_size(
+    plant: Workspace, size: int, fits: bool
+) -> None:
     """The recipe's vocabulary of 512 may exceed the policy's only by padding to a multiple of 128."""
     ledger = Ledger.open(plant.ledger_url)
     ingested(plant, ledger, code=40 * STEP)
@@ -137,7 +141,7 @@ def test_the_first_segment_needs_the_vocabulary_of_the_data_policy(plant: Worksp
     assert ledger.select_rows(sa.select(segments)) == []
 
 
-def test_the_size_of_a_frozen_tokenizer_is_required(plant: Workspace) -> None:
+def test_a_recipe_with_fewer_embeddings_than_the_frozen_tokenizer_is_refused(plant: Workspace) -> None:
     ledger = Ledger.open(plant.ledger_url)
     ingested(plant, ledger, code=40 * STEP)
     with ledger.begin() as tx:

@@ -1,4 +1,4 @@
-"""Without free file handles, the files of a certificate's or preflight's runs cannot be read. That is no evidence about the runs."""
+"""Without free file handles, the files of a certificate's or preflight's runs cannot be read. Such an error is not evidence about the runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.checkpoint import format as checkpoints
 assert checkpoints.load, "what is imported only when it is needed needs a handle, too"
 
 
-def test_a_certificate(tmp_path: Path) -> None:
+def test_a_certificate_raises_without_file_handles_instead_of_judging(tmp_path: Path) -> None:
     evidence, nothing = CertificateEvidence("a", "b", ["trainer"]), Trace(tmp_path / "run", 0, 4)
     compare = lambda: certificate_runs.compare_certificate_runs(
         evidence, tmp_path / "start", nothing, nothing, [nothing] * 3, nothing
@@ -29,7 +29,7 @@ def test_a_certificate(tmp_path: Path) -> None:
     assert "is not a checkpoint" in compare().old_failed
 
 
-def test_a_preflight(tmp_path: Path) -> None:
+def test_a_preflight_raises_without_file_handles_instead_of_judging(tmp_path: Path) -> None:
     evidence, nothing = PreflightEvidence("a", 10, 4, True), Trace(tmp_path / "run", 0, 4)
     compare = lambda: preflight_runs.compare_preflight_runs(
         evidence, [], tmp_path / "step", lambda _: tmp_path, lambda _: nothing

@@ -1,4 +1,4 @@
-"""Live training in the sandbox: hostile code in the live trainer reaches nothing, and what it leaves in its folder is not trusted."""
+"""Live training in the sandbox: hostile code in the live trainer reaches nothing, and the files that it leaves are not trusted."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ REACHED = {"its folder", "temporary files"}
 
 @pytest.fixture
 def server() -> Iterator[tuple[int, list[socket.socket]]]:
-    """A loopback server of this machine and an abstract socket of the same number, which would take a connection."""
+    """A TCP server on the loopback device and an abstract Unix socket named after its port. Both would accept a connection."""
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as abstract:
         port = tcp.getsockname()[1]
         abstract.bind(f"\0factory-test-{port}")
@@ -89,7 +89,7 @@ def weights_of(ledger: Ledger, number: int) -> str:
     return hashlib.sha256(blob).hexdigest()
 
 
-def test_hostile_live_code_reaches_nothing_and_its_result_is_the_honest_one(
+def test_hostile_live_code_reaches_nothing_outside_the_sandbox_and_trains_the_same_result(
     tmp_path: Path, server: tuple[int, list[socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, listening = server
@@ -126,7 +126,7 @@ def test_hostile_live_code_reaches_nothing_and_its_result_is_the_honest_one(
     assert not list(workspace.segments.glob("new")) and not Path("/tmp/mine").exists()
 
 
-def test_the_same_code_outside_of_the_sandbox_reaches_all(
+def test_code_reaches_local_servers_only_without_the_sandbox(
     tmp_path: Path, server: tuple[int, list[socket.socket]], workspace: Workspace
 ) -> None:
     """This shows that the sandbox stops the code, and not the test's set-up."""
@@ -183,7 +183,7 @@ def test_processes_of_a_launcher_are_reported_as_not_isolated(workspace: Workspa
     assert not isolated and "launcher" in why
 
 
-def test_a_trainer_s_files_are_read_without_trust(tmp_path: Path) -> None:
+def test_links_and_pipes_that_a_trainer_leaves_are_not_read(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text('{"step": 1}\n')
     (tmp_path / "link").symlink_to(target)

@@ -1,4 +1,4 @@
-"""Plans of segments in a real ledger over real token shards, while domains arrive one after the other."""
+"""Plans of segments in a real ledger over real token shards, while the data of one domain after the other arrive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def planned(plant: Workspace) -> tuple[Workspace, Ledger]:
     return plant, Ledger.open(plant.ledger_url)
 
 
-def test_the_row_of_a_segment_has_its_computing_and_a_slow_precision_gives_a_warning(
+def test_a_segments_row_records_its_precision_and_kernels_and_a_slow_precision_warns(
     planned: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = planned
@@ -54,7 +54,7 @@ def test_domains_that_have_not_arrived_are_left_out_and_recorded(planned: tuple[
     assert last_event(ledger) == planned_so | {"notes": last_event(ledger)["notes"]}
 
 
-def test_all_that_has_arrived_is_in_the_plan(planned: tuple[Workspace, Ledger]) -> None:
+def test_a_plan_has_every_domain_of_the_mixture_once_all_have_arrived(planned: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = planned
     ingested(workspace, ledger, code=40 * STEP)
     ingested(workspace, ledger, docs=40 * STEP, chat=40 * STEP, wiki=STEP)
@@ -79,7 +79,7 @@ def test_a_mixture_without_documents_is_refused(planned: tuple[Workspace, Ledger
     assert last_event(ledger)["domains_not_arrived"] == ["maths"]
 
 
-def test_steps_are_counted_through_the_batchs_warmup(planned: tuple[Workspace, Ledger]) -> None:
+def test_the_forecast_counts_steps_with_the_smaller_batches_of_the_warmup(planned: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = planned
     change_recipe(
         workspace,
@@ -92,7 +92,7 @@ def test_steps_are_counted_through_the_batchs_warmup(planned: tuple[Workspace, L
     assert (trunk.steps, trunk.missing_tokens) == (8 + 4, 0)
 
 
-def test_the_missing_tokens_are_those_of_one_step_and_its_anneal(planned: tuple[Workspace, Ledger]) -> None:
+def test_the_forecast_misses_the_tokens_of_one_step_and_an_anneal(planned: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = planned
     change_recipe(
         workspace,

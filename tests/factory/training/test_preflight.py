@@ -1,4 +1,4 @@
-"""The preflight finds five faults that the loss never shows, each in a real commit. Its judge is a pure function of numbers."""
+"""The preflight finds five faults that the loss does not show, each in a real commit. The judge of its evidence is a pure function of numbers."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_difference_that_rounding_explains_passes() -> None:
         ),
     ],
 )
-def test_a_fault_is_refused_and_a_missing_measurement_holds(
+def test_the_judge_rejects_a_fault_and_holds_if_a_measurement_is_missing(
     evidence: PreflightEvidence, outcome: str, code: str, data: dict[str, Any]
 ) -> None:
     found = judge_preflight(PreflightPolicy(), evidence)
@@ -129,7 +129,7 @@ def test_a_fault_is_refused_and_a_missing_measurement_holds(
     assert {name: found.reasons[0].data[name] for name in data} == data
 
 
-def test_a_part_that_is_turned_off_is_not_asked_for_and_a_way_that_cannot_be_run_is_named() -> None:
+def test_the_judge_ignores_a_part_that_is_turned_off_and_names_a_way_that_cannot_run() -> None:
     bad = beside(apart={"accumulated": StraightRunDistance({"loss": [1.0, 1.0]}, {})})
     assert judge_preflight(PreflightPolicy(parts=["resume", "kernels"]), bad).outcome == "promote"
     apart = {name: found for name, found in HONEST.apart.items() if name != "compiled"}
@@ -138,7 +138,7 @@ def test_a_part_that_is_turned_off_is_not_asked_for_and_a_way_that_cannot_be_run
     assert the(found.reasons, "training.preflight.left_out").data == {"both": WORDS["compiled"], "why": "it is not"}
 
 
-def test_a_single_step_with_a_small_effect_of_rounding_is_no_fault() -> None:
+def test_one_step_with_a_small_effect_of_rounding_does_not_reject_an_honest_way() -> None:
     lucky = StraightRunDistance({"loss": [2e-7, 0.0]}, {"w": 0.0, "v": 3e-6})
     rounding = [lucky, lucky]
     honest = StraightRunDistance({"loss": [2e-7, 1.5e-6]}, {"w": 2e-6, "v": 3e-6})
@@ -147,7 +147,7 @@ def test_a_single_step_with_a_small_effect_of_rounding_is_no_fault() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "policies" / "recipes").glob("*.yaml")))
-def test_every_recipe_has_a_small_one_with_the_same_switches(name: str) -> None:
+def test_the_small_recipe_of_every_shipped_recipe_has_the_same_switches(name: str) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml")
     small = Recipe.parse(make_small_recipe(recipe.model_dump(), 20))
     assert small.model.parameters <= recipe.model.parameters and not small.compile
@@ -257,7 +257,7 @@ def test_an_honest_commit_passes_all_parts(hangar: Hangar) -> None:
 
 
 @pytest.mark.long("two ranks, and five other ways to train the same")
-def test_fp8_passes_all_parts(hangar: Hangar) -> None:
+def test_an_honest_commit_in_fp8_passes_all_parts(hangar: Hangar) -> None:
     """Scales are powers of two, so that micro-batches, joined matrices and ranks round elements alike."""
     recipe = hangar.workspace.own_recipe_path()
     before = recipe.read_text()
@@ -289,7 +289,7 @@ def test_a_wrong_backward_of_a_kernel_is_found(hangar: Hangar) -> None:
 @pytest.mark.sample("moments")
 @SLOW
 @pytest.mark.parametrize("fault", [REPEATED, FORGOTTEN], ids=["data that are read again", "moments"])
-def test_state_that_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, str]) -> None:
+def test_state_that_is_lost_on_resume_is_found(hangar: Hangar, fault: tuple[str, str, str]) -> None:
     hangar.edit(*fault)
     outcome, reason = hangar.run_preflight("resume")
     assert outcome == "reject" and reason.code == "training.preflight.bits_differ", reason
@@ -306,7 +306,9 @@ def test_state_that_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, 
     ],
 )
 @SLOW
-def test_a_fault_of_a_rank_is_found(hangar: Hangar, fault: tuple[str, str, str], code: str, way: str) -> None:
+def test_a_fault_that_only_shows_on_several_ranks_is_found(
+    hangar: Hangar, fault: tuple[str, str, str], code: str, way: str
+) -> None:
     hangar.edit(*fault)
     policy = PreflightPolicy(parts=["ranks"], steps=STEPS)
     evidence = preflight_runs.run_preflight(Plant(hangar.workspace, hangar.ledger), hangar.plan(), policy)

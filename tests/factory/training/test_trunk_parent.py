@@ -19,7 +19,7 @@ from trainer.contract.data.token_shard import write_token_shard
 
 
 def with_schedule(workspace: Workspace, **schedule: Any) -> None:
-    """The tiny recipe of this workspace, its schedule changed."""
+    """Change the schedule of the workspace's recipe."""
     raw = yaml.safe_load(TINY.read_text())
     raw["schedule"] |= schedule
     path = workspace.root / "policies" / "recipes" / "tiny.yaml"
@@ -79,7 +79,7 @@ def put_segment(ledger: Ledger, number: int, kind: str, parent: int | None, stat
         ("trunk", [("trunk", None, "done"), ("anneal", 1, "done")], 1),
     ],
 )
-def test_the_parent_of_the_next_trunk_segment(
+def test_the_next_trunk_segments_parent_follows_from_continue_from_and_the_history(
     plant: Workspace, continue_from: str, history: list[tuple[str, int | None, str]], parent: int | None
 ) -> None:
     ledger = Ledger.open(plant.ledger_url)
@@ -93,7 +93,7 @@ def test_the_parent_of_the_next_trunk_segment(
 
 
 @pytest.mark.slow("three segments, each by its own trainer")
-def test_wsd_s_continues_from_the_annealed_weights(plant: Workspace, tmp_path: Path) -> None:
+def test_with_wsd_s_the_trunk_continues_from_the_annealed_weights(plant: Workspace, tmp_path: Path) -> None:
     """Trunk, anneal, trunk, anneal: the step count continues, no piece is drawn twice, and the rate rises again."""
     ledger = Ledger.open(plant.ledger_url)
     steps = {"first": 8, "later": 6}

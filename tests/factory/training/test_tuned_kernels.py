@@ -51,7 +51,7 @@ def put(workspace: Workspace, **changes: Any) -> Path:
     return path
 
 
-def test_kernels_of_fp8_are_those_of_bf16(workspace: Workspace) -> None:
+def test_fp8_uses_the_tuning_of_bf16(workspace: Workspace) -> None:
     assert tuning_path(workspace, MACHINE.name, "fp8") == tuning_path(workspace, MACHINE.name, "bf16")
     assert tuning_path(workspace, MACHINE.name, "fp32") != tuning_path(workspace, MACHINE.name, "bf16")
 
@@ -104,12 +104,14 @@ def test_a_tuning_of_another_class_of_machine_is_refused(workspace: Workspace) -
         ([("fused", 2.0, 1.9, 2.1), ("compiled", 2.5, 2.4, 2.6)], "fused", "compiled"),
     ],
 )
-def test_best(timed: list[tuple[str, Any, Any, Any]], untuned: str, chosen: str) -> None:
+def test_tuning_chooses_the_fastest_implementation_that_beats_the_reference_beyond_noise(
+    timed: list[tuple[str, Any, Any, Any]], untuned: str, chosen: str
+) -> None:
     rows = [TimedImplementation("an op", name, ratio, low, high, 0.001) for name, ratio, low, high in timed]
     assert fastest_implementation(rows, untuned) == chosen
 
 
-def test_a_plan_takes_what_is_tuned_and_leaves_names_alone(plant: Workspace) -> None:
+def test_a_plan_uses_tuned_kernels_for_auto_and_keeps_named_kernels(plant: Workspace) -> None:
     put(plant)
     text = (checkout_root() / tuned_kernels.KERNELS).read_text()
     recipe, decided, notes = compute_settings.decide_computing(
@@ -122,7 +124,7 @@ def test_a_plan_takes_what_is_tuned_and_leaves_names_alone(plant: Workspace) -> 
     assert set(decided["precision"]["probe"]["rates"]) == {"fp32", "bf16"}
 
 
-def test_tune_times_what_there_is_and_the_command_shows_it(plant: Workspace) -> None:
+def test_tune_times_the_kernels_of_this_machine_and_the_command_shows_the_times(plant: Workspace) -> None:
     """Real kernels at the tiny recipe's sizes with 2 seconds: an op that was not timed keeps its untuned kernel."""
     path = tuning.tune_kernels(plant, SILENT, seconds=2.0)
     found = tuned_kernels.read_tuning(path)
@@ -136,7 +138,7 @@ def test_tune_times_what_there_is_and_the_command_shows_it(plant: Workspace) -> 
     assert find_tuning(plant, MACHINE, "fp32", SHAPE).note == ""
 
 
-def test_the_daemon_tunes_once(plant: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_if_needed_tunes_only_once(plant: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
         tuning, "_live_code", lambda workspace: checkout_root()

@@ -21,7 +21,7 @@ class Architecture:
     class_name: str
     can_hold: Callable[
         [ModelRecipe], bool
-    ]  # True if the trainer's model of this shape has its maths; true for one entry only
+    ]  # True if it computes what the trainer's model of this shape computes; for each shape, of one entry only
     own_keys: Callable[[ModelRecipe], dict[str, Any]] = lambda shape: {}  # keys of config.json besides the common ones
     tied_embeddings: bool = True  # as the trainer exports it
     # What config.json may say.
@@ -108,6 +108,6 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(  # by model_type
 
 
 def model_type_of(shape: ModelRecipe) -> str:
-    """The key of ``ARCHITECTURES`` whose maths a model of this shape has."""
+    """The key in ``ARCHITECTURES`` of the architecture that computes what a model of this shape computes."""
     (found,) = (model_type for model_type, architecture in ARCHITECTURES.items() if architecture.can_hold(shape))
     return found

@@ -50,7 +50,7 @@ def convert_tensors(model: dict[str, Tensor], recipe: Recipe) -> Iterator[tuple[
 
 
 def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
-    """config.json of the class whose maths a model of this shape has."""
+    """The content of config.json for a model of this shape."""
     model_type = model_type_of(shape)
     architecture = ARCHITECTURES[model_type]
     return {
@@ -84,7 +84,7 @@ def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
 
 
 def generation_config() -> dict[str, Any]:
-    """Greedy, in transformers (``do_sample``) and in vLLM (``temperature``); generation stops at the end of a document or of a turn."""
+    """The content of generation_config.json: greedy (``do_sample`` of transformers, ``temperature`` of vLLM), to the end of a document or turn."""
     return {"do_sample": False, "temperature": 0.0, "eos_token_id": [END_TOKEN, END_OF_TURN], "pad_token_id": END_TOKEN}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: written aside, fsynced, hashed in a manifest, then renamed. Loading verifies the hashes. Pickle is never used.
+"""The checkpoint format. A checkpoint is written aside, fsynced, hashed in a manifest, then renamed. Loading verifies the hashes.
 
     step-00000120/model.safetensors      fp32 weights, the model's own names
                   optimizer.safetensors  exp_avg.*, exp_avg_sq.*, step.*, momentum.*, and the random number generator
@@ -6,7 +6,7 @@
                   manifest.json          size and SHA-256 of the others
 
 Each of several ranks writes the tensors that it holds, as ``model-00001-of-00004.safetensors`` and so on. The file's metadata names the
-region of each tensor. Any number of ranks reads the regions that it needs.
+region of each tensor. Any number of ranks can load a checkpoint; each reads the regions that it needs. Pickle is never used.
 
 A folder with the final name is complete, because the rename comes last. A writer that is killed earlier leaves a folder whose name
 starts with a dot. The next run removes it.
@@ -246,7 +246,7 @@ def read_tensors(path: Path, kind: str, wanted: Regions | None = None) -> Tensor
         if count:
             raise CheckpointError(
                 "trainer.missing_elements",
-                "{checkpoint}: {count:,|element|elements} of {kind} {tensor} are missing.",
+                "{checkpoint}: {kind} tensor {tensor} lacks {count:,|element|elements}.",
                 checkpoint=str(path),
                 count=count,
                 kind=kind,
@@ -280,7 +280,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise
         raise CheckpointError(
             "trainer.not_a_checkpoint",
-            "{folder} is not a checkpoint: manifest.json: {problem}",
+            "{folder} is not a checkpoint, because its manifest.json cannot be read: {problem}",
             folder=str(path),
             problem=error.strerror,
         ) from None
@@ -331,7 +331,7 @@ def mark_as_bad(path: Path, reason: str) -> SkippedCheckpoint:
 def safetensors_bytes(
     tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """A safetensors file in pieces, so that it can be hashed while it is written, and a full disk is an OSError.
+    """The bytes of a safetensors file in pieces, so that it can be hashed while it is written, and a full disk is an OSError.
 
     Format: 8 bytes little-endian header length, JSON header padded with spaces to a multiple of 8, then the tensors.
     """
@@ -353,7 +353,7 @@ def safetensors_bytes(
 
 
 def _await_share(path: Path) -> dict[str, Any]:
-    """Another rank's files. Waits without a limit: a rank that fails ends its process, and torchrun then ends all ranks."""
+    """The files of another rank. The function waits without a limit: a rank that fails ends its process, and torchrun then ends all ranks."""
     while not path.exists():
         time.sleep(POLL_SECONDS)
     files = dict(json.loads(path.read_bytes()))

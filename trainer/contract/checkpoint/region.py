@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def is_split(tensor: Tensor) -> bool:
-    """True for a DTensor. Found out without importing DTensor, for callers that only read tensors."""
+    """True for a DTensor. The test does not import DTensor, which callers that only read tensors do not need."""
     return hasattr(tensor, "placements")
 
 
 @dataclass(frozen=True)
 class Region:
-    """The part of a tensor that a rank holds: ``shape`` from ``offset`` on, in a whole of ``whole``."""
+    """The part of a tensor that a rank holds: it has ``shape`` and begins at ``offset`` of a tensor of shape ``whole``."""
 
     whole: tuple[int, ...]
     offset: tuple[int, ...]
@@ -23,6 +23,7 @@ class Region:
 
     @classmethod
     def region_of_tensor(cls, tensor: Any) -> Region:
+        """The region of a tensor that this rank holds; the whole tensor if it is not split."""
         whole = tuple(tensor.shape)
         if not is_split(tensor):
             return cls(whole, (0,) * len(whole), whole)

@@ -28,7 +28,7 @@ Changes = dict[str, tuple[Any, Any]]
 def find_function_changes(before: Mapping[str, Any], after: ModelRecipe) -> Changes:
     """``{key below model: (before, after)}`` of the keys that change the function, by name.
 
-    ``before``: ``recipe.model`` of a checkpoint or of the ledger. A key that an older one lacks has the schema's default.
+    ``before``: ``recipe.model`` of a checkpoint or of the ledger. A key that an older checkpoint lacks has the schema's default.
     """
     now = after.model_dump()
     defaults = {name: field.default for name, field in ModelRecipe.model_fields.items() if not field.is_required()}

@@ -2,7 +2,7 @@
 
 Each step draws pieces of documents until its rows can be filled. It draws from the stream (see document_stream) that is furthest behind its
 share of the supervised tokens. The recipe's packing makes rows of the pieces; the rest waits for the next step. Every rank plans the whole
-global batch and reads its rows.
+global batch and reads its own rows.
 
 The state is a position and a credit for each stream, and the waiting pieces, a few bytes each. It holds nothing of other steps, so its size
 does not grow with them.
@@ -356,7 +356,7 @@ class DataOrder:
 
 
 def document_indices_at(order: DataOrder, step: int) -> list[str]:
-    """Keys of the documents in a step's global batch. ``order`` must be at or before that step, and is moved past it."""
+    """Sorted keys of the documents in a step's global batch. ``order`` must be at or before that step, and is moved past it."""
     assert order.step <= step
     while order.step < step:
         order.next_rows()
@@ -371,7 +371,7 @@ def document_keys(order: DataOrder, rows: list[Row]) -> list[str]:
 def stream_shares(
     plan: DataPlan, streams: Mapping[str, DocumentStream], weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """Domain weight × share of the generation within the domain, over the streams that hold data; sums to one."""
+    """The share of each stream that holds data: the domain's weight × the generation's share of the domain. The shares sum to one."""
     size = dict.fromkeys((stream.domain for stream in streams.values()), 0)
     for stream in streams.values():
         size[stream.domain] += stream.supervised_tokens
@@ -422,7 +422,7 @@ def decode_pending(text: str, places: Mapping[str, int]) -> list[tuple[str, int]
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits a byte, lowest first; the top bit means that more follow (LEB128)."""
+    """A number in LEB128: seven bits a byte, lowest first; the top bit means that more follow."""
     assert number >= 0
     found = bytearray()
     while number >= 0x80:

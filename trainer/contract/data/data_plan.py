@@ -29,7 +29,7 @@ class PlannedShard(Strict):
         ""  # id of the content at ``path`` if it replaced the shard's own: the same documents, some of them overwritten
     )
     moved: dict[str, Annotated[str, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")]] = {}
-    """Domain → rows of the shard's documents that belong to it, in place of the domain in the shard itself: '0-12,40'."""
+    """For each domain, rows of documents that belong to it instead of to the domain in the shard itself, such as '0-12,40'."""
 
 
 @dataclass(frozen=True)

@@ -189,15 +189,17 @@ def count_positions_with_loss(path: str, domain: str, context: int, moved: tuple
 
 
 def shard_domain(stream: str) -> str:
+    """The domain in a stream's name, ``domain/generation``."""
     return stream.rpartition("/")[0]
 
 
 def shard_generation(stream: str) -> int:
+    """The generation in a stream's name, ``domain/generation``."""
     return int(stream.rpartition("/")[2])
 
 
 def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, DocumentStream]:
-    """Streams by name, ``domain/generation``. Raises: DataPlanError, also for weights that no shard has; TokenShardError."""
+    """The streams of a plan by name, ``domain/generation``. Raises: DataPlanError, also for a weight without documents; TokenShardError."""
     groups: dict[str, tuple[list[TokenShard], list[dict[str, Any]], list[str]]] = {}
     for planned in sorted(plan.token_shards, key=lambda shard: (shard.generation, shard.id)):
         shard = TokenShard(planned.path, planned.moved)
@@ -251,7 +253,8 @@ def _mask(streams: dict[str, DocumentStream], keys: set[str]) -> None:
     if missing:
         raise DataPlanError(
             "document_stream.masked_document",
-            "masked names document {document!r}, but no token shard of the plan has this document.",
+            "The key 'masked' of the data plan names document {document!r}, but no token shard of the plan has "
+            "this document.",
             document=min(missing),
         )
 

@@ -18,7 +18,7 @@ of 4, two rows wanted (``.`` is padding; the pieces that are left wait for the n
     truncate-and-concatenate  a a a b | b c c c          left  c, d d          b and c are cut where their rows end
 
 Only the last cuts a document that would fit a row; best-fit may cut pieces of longer ones once more, to fill gaps.
-No strategy loses a position or holds one twice. As calls:
+No strategy loses a position or uses it twice. The same example as calls:
 
     >>> cut_piece(4, context=4, piece=0), cut_piece(7, context=4, piece=0), cut_piece(7, context=4, piece=1)
     (DocumentPart(start=0, positions=3), DocumentPart(start=0, positions=4), DocumentPart(start=4, positions=2))
@@ -70,7 +70,7 @@ Count = TypeVar("Count", int, npt.NDArray[Any])
 
 
 def count_pieces(tokens: Count, context: int) -> Count:
-    """How many pieces a document of ``tokens`` tokens has: 0 for a single token, which has no pair. Also of an array.
+    """The number of pieces of a document of ``tokens`` tokens; 0 for a single token, which has no pair. ``tokens`` may be an array.
 
     >>> [count_pieces(tokens, context=4) for tokens in (1, 2, 5, 6)]
     [0, 1, 1, 2]
@@ -89,12 +89,12 @@ def cut_piece(tokens: int, context: int, piece: int) -> DocumentPart:
 
 
 def pack_one_per_row(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
-    """Every piece alone, in the order drawn."""
+    """Put each piece into a row of its own, in the order drawn."""
     return _whole(lengths, ([i] for i in range(min(rows, len(lengths)))))
 
 
 def pack_next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
-    """Next-fit: pieces in the order drawn. A piece that does not fit begins the next row."""
+    """Put pieces into rows in the order drawn (next-fit). A piece that does not fit begins the next row."""
     found: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -109,14 +109,14 @@ def pack_next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
 
 
 def pack_concatenated(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
-    """Pieces end to end in the order drawn. A piece that does not fit is cut, and its rest begins the next row."""
+    """Put pieces end to end in the order drawn. A piece that does not fit is cut, and its rest begins the next row."""
     found: Rows = [[] for _ in range(min(rows, -(-sum(lengths) // context)))]
     fill_gaps(found, lengths, range(len(lengths)), context)
     return found, _left(found, lengths)
 
 
 def pack_length_bucketed(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
-    """The oldest piece and those nearest to it in length, best-fit into rows until a piece finds no room.
+    """Put the oldest piece and those nearest to it in length into rows by best-fit, until a piece finds no room.
 
     As in Dataset Decomposition (arXiv 2405.13226 §3.2), a batch holds sequences of one length bucket. There, documents
     are cut into powers of two so that the buckets fill rows without padding; here nothing that fits is cut, and the bucket
@@ -128,7 +128,7 @@ def pack_length_bucketed(lengths: Sequence[int], long: Sequence[bool], context: 
 
 
 def pack_best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
-    """The fullest rows of a best-fit-decreasing packing (arXiv 2404.10830), their gaps filled from long documents.
+    """Choose the fullest rows of a best-fit-decreasing packing (arXiv 2404.10830), and fill their gaps from long documents.
 
     A piece of at least half a row may have no partner. If many pieces are so long, no packing of whole pieces fills the rows. But a document
     longer than a row is cut anyway, and it may be cut anywhere. Therefore, once there are no more full rows, such pieces are poured into
@@ -275,12 +275,12 @@ def has_full_rows(pieces: int, positions: int, context: int, rows: int) -> bool:
 
 
 def has_spare_row(pieces: int, positions: int, context: int, rows: int) -> bool:
-    """Enough that the last row ends because the next piece does not fit, not because there is none."""
+    """True if the last row ends because the next piece does not fit, not because there is none."""
     return positions >= (rows + 1) * context
 
 
 def has_spare_pieces(pieces: int, positions: int, context: int, rows: int) -> bool:
-    """Enough to fill the rows and to have ``SPARE_ROWS`` or ``SPARE_PIECES`` left."""
+    """True if the pieces fill the rows, and ``SPARE_ROWS`` rows' worth or ``SPARE_PIECES`` pieces are left."""
     spare = positions - rows * context
     return spare >= SPARE_ROWS * context or spare * pieces >= SPARE_PIECES * positions > 0
 

@@ -5,8 +5,8 @@
 ``documents.parquet``  id, key, start, length, supervised_tokens, domain, source, license; one row a document
 ``manifest.json``   counts, SHA-256 of the three files, tokenizer hash; its canonical JSON's SHA-256 is the shard's id
 
-Immutable and memory-mapped: written aside, renamed, then only read. Below: a chat, of which the assistant's tokens and the
-``<|im_end|>`` after them carry loss, and a text, of which every token does (0 is the end token):
+A token shard is immutable and memory-mapped: it is written aside, renamed, then only read. In the example, the assistant's tokens of the
+chat and the ``<|im_end|>`` after them carry loss, and so does every token of the text (0 is the end token):
 
     >>> from tempfile import TemporaryDirectory
     >>> #                  <|im_start|> user  \\n  Hi <|im_end|> <|im_start|> assistant \\n Hello <|im_end|> <|endoftext|>
@@ -224,7 +224,7 @@ class TokenShard:
 
 
 def format_row_ranges(rows: Iterable[int]) -> str:
-    """Rows as text, ascending.
+    """Row numbers as text: ranges in ascending order.
 
     >>> format_row_ranges([7, 0, 1, 2, 9, 8]), format_row_ranges([])
     ('0-2,7-9', '')
@@ -239,7 +239,8 @@ def format_row_ranges(rows: Iterable[int]) -> str:
 
 
 def parse_row_ranges(text: str) -> list[int]:
-    """
+    """The row numbers in a text that ``format_row_ranges`` made.
+
     >>> parse_row_ranges("0-2,7-9")
     [0, 1, 2, 7, 8, 9]
     """

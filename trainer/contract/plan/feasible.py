@@ -1,4 +1,4 @@
-"""Checks before the first step: the data is enough for the planned steps, and packing stays under the allowed padding."""
+"""Checks before the first step that the data is enough for the planned steps, and that packing stays under the allowed padding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PackingRehearsal:
 def rehearse_packing(order: DataOrder, step: int, last_step: int) -> PackingRehearsal | None:
     """Pack the steps from ``step`` on as if they came next, without moving ``order``. Only the later half is counted.
 
-    None if the data ends before.
+    None if the data ends before that half.
     """
     order, stop = order.copy_at_step(step), min(step + REHEARSED, last_step)
     positions = used = 0
@@ -46,7 +46,7 @@ def rehearse_packing(order: DataOrder, step: int, last_step: int) -> PackingRehe
 
 
 def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_step: int) -> None:
-    """Raises: DataPlanError that names the key, if the plan cannot feed or fill the steps from ``order`` on."""
+    """Raises: DataPlanError that names the key, if the steps from ``order`` on have too little data or too much padding."""
     if (
         order.step == first_step
     ):  # a segment that was begun is not refused when it continues, although other steps are rehearsed then

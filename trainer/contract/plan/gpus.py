@@ -1,4 +1,4 @@
-"""GPU models by their makers' data sheets: one table, for plans (by short name) and for MFU (by the driver's name).
+"""The table of GPU models, by their makers' data sheets. A plan names a GPU by its short name. For MFU it is found by the driver's name.
 
 All peaks are of dense products, without the sparsity that the larger number of a data sheet needs.
 """

@@ -100,7 +100,7 @@ def read_config(path: Path, context: int | None = None) -> PublicModel:
     except (ValueError, RecursionError) as error:
         raise not_json(file, error, RecipeError) from None
     if not isinstance(raw, dict):
-        raise RecipeError("plan.not_a_mapping", "{file}: expected a mapping.", file=str(file))
+        raise RecipeError("plan.not_a_mapping", "{file} must contain a JSON object.", file=str(file))
     return shape_of_config(
         raw | (raw["text_config"] if isinstance(raw.get("text_config"), dict) else {}), str(file), context
     )
@@ -112,7 +112,8 @@ def shape_of_config(config: dict[str, Any], where: str, context: int | None = No
         kind = config.get("model_type", "this model")
         raise RecipeError(
             "plan.other_blocks",
-            "{where}: {kind} has {key!r}. Only decoders with attention and a gated MLP can be planned.",
+            "{where}: {kind} has the key {key!r}. Only decoders whose blocks are attention and a gated MLP can "
+            "be planned.",
             where=where,
             kind=kind,
             key=odd,
@@ -131,7 +132,7 @@ def shape_of_config(config: dict[str, Any], where: str, context: int | None = No
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise RecipeError(
                 "plan.not_a_whole_number",
-                "{where}: {key}: expected a whole number, not {value!r}.",
+                "{where}: the value of {key} must be a whole number, not {value!r}.",
                 where=where,
                 key=key,
                 value=value,
@@ -161,7 +162,7 @@ def shape_of_config(config: dict[str, Any], where: str, context: int | None = No
         if not isinstance(alone, list):
             raise RecipeError(
                 "plan.not_a_list",
-                "{where}: mlp_only_layers: expected a list, not {value!r}.",
+                "{where}: the value of mlp_only_layers must be a list, not {value!r}.",
                 where=where,
                 value=alone,
             )

@@ -1,4 +1,4 @@
-"""A run's plan as text: each number with its formula and its source, and remarks."""
+"""A run's plan as text: each number with its formula and its source, and warnings."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _shape_source(plan: RunPlan) -> str:
         return "config.json"
     if plan.ask.batch is not None:
         return "the recipe"
-    return Message("plan.proportions", "proportions of {source} Table 3", source=LLAMA)
+    return Message("plan.proportions", "proportions of the models in {source}, Table 3", source=LLAMA)
 
 
 def _layout_lines(plan: RunPlan) -> list[PlanLine]:
@@ -214,7 +214,7 @@ def _mfu_source(plan: RunPlan) -> Message:
         )
     if plan.layout.recompute == "block":
         return Message(
-            "plan.recomputing", "{mfu}; recomputation adds a third more work (arXiv 2205.05198 §5)", mfu=found
+            "plan.recomputing", "{mfu}; recomputation adds a third to the work (arXiv 2205.05198 §5)", mfu=found
         )
     return found
 

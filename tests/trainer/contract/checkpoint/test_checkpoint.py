@@ -49,7 +49,7 @@ def test_a_saved_checkpoint_is_loaded_unchanged(tmp_path: Path) -> None:
         assert torch.equal(load_file(path / "model.safetensors")[name], made.model[name])
 
 
-def test_tensors_of_many_ranks_are_read_back_in_any_region(tmp_path: Path) -> None:
+def test_tensors_that_many_ranks_saved_can_be_read_in_any_region(tmp_path: Path) -> None:
     whole = {"a": torch.arange(20.0).view(5, 4), "b": torch.arange(6, dtype=torch.bfloat16), "c": torch.tensor(7)}
     parts = [{"a": Region((5, 4), (0, 0), (3, 4)), "b": Region((6,), (2,), (4,))}]
     parts.append({"a": Region((5, 4), (3, 0), (2, 4)), "b": Region((6,), (0,), (2,))})
@@ -90,7 +90,9 @@ def test_tensors_of_many_ranks_are_read_back_in_any_region(tmp_path: Path) -> No
     assert codes([checkpoints.find_fault(path)]) == ["trainer.checkpoint_format"]
 
 
-def test_too_few_file_handles_damage_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_counts_as_undamaged_if_file_handles_run_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = checkpoints.save(tmp_path, make(12))
     for read in (checkpoints.load, checkpoints.find_fault, checkpoints.read_manifest, checkpoints.read_state):
         with few_handles(), pytest.raises(OSError) as raised:
@@ -109,7 +111,9 @@ def test_too_few_file_handles_damage_no_checkpoint(tmp_path: Path, monkeypatch: 
     name=st.sampled_from(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]),
     torn=st.booleans(),
 )
-def test_a_flipped_bit_or_a_torn_end_anywhere_is_found(tmp_path: Path, seed: int, name: str, torn: bool) -> None:
+def test_loading_finds_a_flipped_bit_or_a_truncated_file_anywhere(
+    tmp_path: Path, seed: int, name: str, torn: bool
+) -> None:
     path = checkpoints.save(tmp_path, make(3))
     blob = bytearray((path / name).read_bytes())
     at = random.Random(seed).randrange(len(blob))
@@ -143,7 +147,7 @@ def test_a_run_starts_from_the_newest_good_checkpoint_and_renames_bad_ones(
     assert find_start_checkpoint(tmp_path, spec, alone) == (found, [])
 
 
-def test_a_writer_keeps_the_newest_and_its_copy_is_not_changed_by_later_steps(tmp_path: Path) -> None:
+def test_a_writer_keeps_the_newest_checkpoints_unchanged_by_later_steps(tmp_path: Path) -> None:
     weight = torch.zeros(1000)
     writer = CheckpointWriter(tmp_path, keep=2)
     for step in range(1, 5):
@@ -156,7 +160,7 @@ def test_a_writer_keeps_the_newest_and_its_copy_is_not_changed_by_later_steps(tm
     assert float(checkpoints.load(tmp_path / "step-00000003").model["w"][0]) == 3
 
 
-def test_a_full_disk_leaves_the_older_ones_good_and_nothing_behind(tmp_path: Path) -> None:
+def test_a_save_to_a_full_disk_leaves_older_checkpoints_good_and_no_files(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, make(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     big = Checkpoint({"w": torch.zeros(1 << 16)}, {}, {"step": 2})
@@ -172,7 +176,7 @@ def test_a_full_disk_leaves_the_older_ones_good_and_nothing_behind(tmp_path: Pat
 
 
 def test_a_save_killed_anywhere_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
-    """A process that saves for ever, killed in the middle of it: whatever has a name is good."""
+    """A process that saves for ever is killed during a save. Every checkpoint with a final name is good."""
     script = (
         "import sys, torch; from pathlib import Path; from trainer.contract.checkpoint.format import *\n"
         "step = 0\n"

@@ -18,7 +18,7 @@ from trainer.model.transformer import Decoder
 
 
 def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
-    """A checkpoint after a few real steps, so that norms are not all one and the router's biases not all zero."""
+    """A checkpoint after a few real steps, so that not all norms are one and not all biases of the router are zero."""
     write_spec(folder, plan_of(make_shard()), recipe_with(**changes), last_step=10)
     code, said = train_here(folder)
     assert code == 0 and all(line.startswith("recipe: ") for line in said.splitlines()), said
@@ -26,7 +26,7 @@ def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
+def test_transformers_and_the_judge_load_an_export_and_give_the_same_logits(
     tmp_path: Path, make_shard: MakeShard, family: str
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -62,7 +62,7 @@ def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
     assert config.get("n_shared_experts", 1) >= 1, "vLLM's class cannot be without a shared expert"
 
 
-def test_in_bf16_the_routers_bias_is_unchanged(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_an_export_in_bf16_keeps_the_routers_bias_in_fp32(tmp_path: Path, make_shard: MakeShard) -> None:
     from transformers import AutoModelForCausalLM
 
     checkpoint = trained(tmp_path / "segment", make_shard, **FAMILIES["experts"][1], export_dtype="bf16")

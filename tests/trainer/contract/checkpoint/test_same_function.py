@@ -1,4 +1,4 @@
-"""A checkpoint's weights go on only in the function that they were trained in, unless the recipe names the change."""
+"""Training continues from a checkpoint only with the function of its weights, unless the recipe names the change."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SAME_SHAPES = [
 ]  # fmt: skip
 
 
-def test_every_key_of_a_model_is_compared() -> None:
-    """A key that is added to the schema later is compared from then on, whatever it is."""
+def test_the_check_compares_every_key_of_a_model() -> None:
+    """A key that is later added to the schema is compared too, whatever it means."""
     keys = {*ModelRecipe.model_fields, *(f"experts.{key}" for key in ExpertsRecipe.model_fields)} - {"experts"}
     assert set(OF_TRAINING) | set(ACCEPTABLE) < keys
     before = recipe_with(model__experts=EXPERTS).model.model_dump()
@@ -42,7 +42,7 @@ def test_every_key_of_a_model_is_compared() -> None:
         assert list(find_function_changes(other, recipe_with(model__experts=EXPERTS).model)) == [key]
 
 
-def test_a_checkpoint_older_than_a_key_has_its_default() -> None:
+def test_a_key_that_an_older_checkpoint_lacks_has_its_default() -> None:
     before = recipe_with().model.model_dump()
     for key in ("nope_every", "across_documents", "experts", "base_d_model", "rope_theta"):
         del before[key]
@@ -69,7 +69,7 @@ def trained(folder: Path, plan: DataPlan, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("first", "change", "new", "old"), SAME_SHAPES, ids=[new.split()[0] for _, _, new, _ in SAME_SHAPES]
 )
-def test_the_same_shapes_in_another_function_are_refused_unless_it_is_named(
+def test_a_change_of_function_with_equal_shapes_is_refused_unless_the_recipe_names_it(
     tmp_path: Path, plan: DataPlan, first: dict[str, Any], change: dict[str, Any], new: str, old: str
 ) -> None:
     start = {"first_step": 2, "last_step": 4, "initial_checkpoint": trained(tmp_path, plan, **first)}
@@ -88,7 +88,7 @@ def test_the_same_shapes_in_another_function_are_refused_unless_it_is_named(
     assert train_here(write_spec(tmp_path / "on", plan, recipe_with(**(first | change)), **on))[0] == 0
 
 
-def test_other_shapes_are_refused_by_name_and_cannot_be_accepted(tmp_path: Path, plan: DataPlan) -> None:
+def test_a_change_of_shapes_is_refused_by_key_and_cannot_be_accepted(tmp_path: Path, plan: DataPlan) -> None:
     start = {"first_step": 2, "last_step": 4, "initial_checkpoint": trained(tmp_path, plan)}
     wide = write_spec(tmp_path / "wide", plan, recipe_with(model__d_ff=96), **start)
     code, errors = train_here(wide)
@@ -114,7 +114,7 @@ def test_keys_of_training_may_change_without_accept_changes(tmp_path: Path, plan
 
 
 def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path, plan: DataPlan) -> None:
-    """Such as a hand-made one: planning compares the ledger's recipe of it."""
+    """Such a checkpoint was made by hand. Planning compares the recipe in the ledger instead."""
     made = checkpoints.load(Path(trained(tmp_path, plan, **PLAIN)))
     bare = checkpoints.Checkpoint(made.model, made.optimizer, {k: v for k, v in made.state.items() if k != "recipe"})
     start = {"first_step": 2, "last_step": 4, "initial_checkpoint": str(checkpoints.save(tmp_path / "bare", bare))}
@@ -136,7 +136,7 @@ def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path,
 
 
 def test_a_recipe_without_accept_changes_is_written_without_the_key(tmp_path: Path) -> None:
-    """Code from before ``accept_changes`` reads it, and its hash stays."""
+    """Code older than ``accept_changes`` can read the recipe, and the recipe's hash does not change."""
     plain = recipe_with()
     assert "accept_changes" not in plain.model_dump() and "accept_changes" not in json.loads(plain.model_dump_json())
     named = recipe_with(accept_changes=["rope_theta"])

@@ -36,7 +36,7 @@ def open_order(
 
 
 def drain(order: DataOrder) -> list[list[tuple]]:
-    """Pieces of every step until the data ends."""
+    """The pieces of every step, until the data ends."""
     steps = []
     while True:
         try:
@@ -47,7 +47,7 @@ def drain(order: DataOrder) -> list[list[tuple]]:
 
 
 def changing_plan(make_shard: MakeShard) -> DataPlan:
-    """Two generations, and weights that change at step 6."""
+    """A plan of two generations, whose weights change at step 6."""
     shards = make_shard(1), make_shard(2, {"code": 60, "docs": 30, "chat": 90})
     phases = [{"from_step": 6, "weights": {"chat": 0.7, "docs": 0.3}}]
     return plan_of(*shards, generations=[0, 1], phases=phases, replay=0.3)
@@ -56,7 +56,7 @@ def changing_plan(make_shard: MakeShard) -> DataPlan:
 @every_packing
 @pytest.mark.parametrize("reshuffled", [0, 2])
 def test_a_resumed_order_gives_the_same_batches(make_shard: MakeShard, packing: str, reshuffled: int) -> None:
-    """To the bit, from every step, through the batch's warm-up and a phase's beginning."""
+    """The batches are equal to the bit from every step, through the warm-up of the batch and the start of a phase."""
     plan = changing_plan(make_shard).model_copy(update={"reshuffled": reshuffled})
     order = open_order(plan, rows=16, warmup=WARMUP, packing=packing)
     whole = [(json.loads(json.dumps(order.state_dict())), make_batch(order)) for _ in range(16)]
@@ -71,10 +71,10 @@ def test_a_resumed_order_gives_the_same_batches(make_shard: MakeShard, packing: 
 
 
 @every_packing
-def test_another_permutation_continues_from_the_same_state_with_whole_pieces(
+def test_a_reshuffled_order_continues_from_the_same_state_with_whole_pieces(
     make_shard: MakeShard, packing: str
 ) -> None:
-    """Of pieces that wait and were begun it has others in the same places, none of which was begun."""
+    """In the places of pieces that wait and were begun, it has other pieces, none of which was begun."""
     plan = changing_plan(make_shard)
     order = open_order(plan, context=16, packing=packing)
     for _ in range(5):
@@ -116,10 +116,10 @@ def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
 @every_packing
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), context=st.integers(8, 60), rows=st.integers(1, 6), cuts=st.sets(st.integers(0, 60)))
-def test_every_position_is_trained_on_once_an_epoch_whatever_the_stops(
+def test_an_order_uses_every_position_once_an_epoch_wherever_it_is_stopped(
     tmp_path_factory: pytest.TempPathFactory, packing: str, seed: int, context: int, rows: int, cuts: set[int]
 ) -> None:
-    """Walked to its end with stops at any steps, the order holds each position once, but for what is left waiting."""
+    """An order that is stopped at any steps holds each position once by its end, except the pieces that are left waiting."""
     parent = tmp_path_factory.mktemp("shards")
     shard = write_token_shard(
         parent, make_documents(seed, {"code": 60, "docs": 20}), vocab_size=512, tokenizer_sha256="t"
@@ -153,7 +153,7 @@ def positions_of(piece: DocumentPiece) -> list[tuple[str, int, int]]:
 
 
 @every_packing
-def test_tensors_hold_neighbouring_tokens_of_one_document_and_its_mask(make_shard: MakeShard, packing: str) -> None:
+def test_batches_hold_neighbouring_tokens_of_one_document_and_its_mask(make_shard: MakeShard, packing: str) -> None:
     shard = make_shard()
     order = open_order(plan_of(shard), packing=packing)
     held = {row["key"]: row for row in shard.documents.to_pylist()}
@@ -234,8 +234,8 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in TINY.parent.glob("*.yaml")))
-def test_the_first_batches_of_each_recipe_are_these(tmp_path: Path, name: str) -> None:
-    """By no library's random numbers: the same on every machine."""
+def test_the_first_batches_of_each_shipped_recipe_never_change(tmp_path: Path, name: str) -> None:
+    """They depend on no library's random numbers, so they are the same on every machine."""
     recipe = Recipe.load(TINY.with_name(f"{name}.yaml"))
     context, shards = recipe.model.context, []
     for generation, domains in enumerate((("code", "docs", "chat"), ("code", "web"))):
@@ -260,7 +260,7 @@ def test_the_first_batches_of_each_recipe_are_these(tmp_path: Path, name: str) -
     assert hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16] == GOLDEN.get(name), drawn[:3]
 
 
-def test_weights_count_supervised_tokens(make_shard: MakeShard) -> None:
+def test_mixture_weights_are_shares_of_supervised_tokens(make_shard: MakeShard) -> None:
     weights = {"code": 0.5, "docs": 0.2, "chat": 0.3}
     order = open_order(plan_of(make_shard(counts={"code": 600, "docs": 600, "chat": 600}), weights=weights), rows=16)
     seen: Counter[str] = Counter()
@@ -272,7 +272,7 @@ def test_weights_count_supervised_tokens(make_shard: MakeShard) -> None:
         assert seen[domain] / seen.total() == pytest.approx(weight, abs=0.01)
 
 
-def test_phases_change_the_weights_at_their_step(make_shard: MakeShard) -> None:
+def test_a_phase_changes_the_mixture_weights_at_its_step(make_shard: MakeShard) -> None:
     shard = make_shard(counts={"code": 900, "docs": 900})
     phases = [{"from_step": 30, "weights": {"docs": 1.0}}]
     order = open_order(plan_of(shard, weights={"code": 1.0}, phases=phases), rows=8)
@@ -281,7 +281,7 @@ def test_phases_change_the_weights_at_their_step(make_shard: MakeShard) -> None:
     assert all(found == {"docs"} for found in domains[55:])  # what was drawn before waits its turn
 
 
-def test_a_star_shares_its_weight_among_domains_not_named(make_shard: MakeShard) -> None:
+def test_the_weight_of_a_star_is_shared_among_the_domains_that_are_not_named(make_shard: MakeShard) -> None:
     order = open_order(plan_of(make_shard(), weights={"code": 0.5, "*": 0.5}))
     shares = order.domain_shares()
     assert shares["code/0"] == pytest.approx(0.5)
@@ -289,7 +289,7 @@ def test_a_star_shares_its_weight_among_domains_not_named(make_shard: MakeShard)
     assert shares["docs/0"] / shares["chat/0"] == pytest.approx(size["docs/0"] / size["chat/0"])
 
 
-def test_a_new_generation_joins_with_replay_and_the_old_cursor_continues(make_shard: MakeShard) -> None:
+def test_a_new_generation_joins_with_replay_and_the_old_streams_continue(make_shard: MakeShard) -> None:
     old, new = make_shard(1, {"code": 500}), make_shard(2, {"code": 500})
     order = open_order(plan_of(old, weights={"code": 1.0}))
     before = [(p.stream, p.document, p.start) for _ in range(20) for row in order.next_rows() for p in row]
@@ -320,15 +320,15 @@ def test_a_domain_without_new_data_continues_with_the_old_data(make_shard: MakeS
 
 
 @pytest.mark.parametrize("longest", [20, 90, 700])
-def test_positions_are_used_to_99_percent(make_shard: MakeShard, longest: int) -> None:
-    """From the first batch on, at every step."""
+def test_batches_use_99_percent_of_their_positions(make_shard: MakeShard, longest: int) -> None:
+    """This holds from the first batch on, at every step."""
     shard = make_shard(counts={"code": 2500, "chat": 2500}, longest=longest)
     order = open_order(plan_of(shard, weights={"code": 0.6, "chat": 0.4}), context=128, rows=8)
     used = np.cumsum([make_batch(order).used for _ in range(100)])
     assert (used >= 0.99 * 8 * 128 * np.arange(1, 101)).all()
 
 
-def test_documents_of_a_past_step(make_shard: MakeShard) -> None:
+def test_the_documents_of_a_past_step_can_be_found(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     order = open_order(plan)
     named = [sorted({order.streams[p.stream].key(p.document) for r in order.next_rows() for p in r}) for _ in range(9)]
@@ -336,8 +336,8 @@ def test_documents_of_a_past_step(make_shard: MakeShard) -> None:
 
 
 @every_packing
-def test_state_is_a_few_hundred_bytes_a_stream_and_does_not_grow(tmp_path: Path, packing: str) -> None:
-    """At the demo's shape, over log-normal lengths as text has them."""
+def test_the_state_is_a_few_hundred_bytes_a_stream_and_does_not_grow(tmp_path: Path, packing: str) -> None:
+    """The shape is the demo's. The lengths are log-normal, like those of texts."""
     rng = np.random.default_rng(0)
     lengths = {"code": (400, 1.0), "docs": (120, 0.8), "chat": (180, 0.4)}
     documents = [
@@ -359,7 +359,7 @@ names = st.sampled_from(["a/0", "b/0", "b/12"])
 
 
 @given(st.lists(names, max_size=300), st.data())
-def test_pending_pieces_are_encoded_by_their_places(streams: list[str], data: st.DataObject) -> None:
+def test_encoded_pending_pieces_are_decoded_to_the_same_places(streams: list[str], data: st.DataObject) -> None:
     at = dict.fromkeys(["a/0", "b/0", "b/12"], 0)
     pieces = []
     for name in streams:
@@ -369,7 +369,7 @@ def test_pending_pieces_are_encoded_by_their_places(streams: list[str], data: st
     assert decode_pending(encoded, at) == [(piece.stream, piece.place) for piece in pieces]
 
 
-def test_a_fork_does_not_move_the_original(make_shard: MakeShard) -> None:
+def test_a_copy_of_an_order_does_not_move_the_original(make_shard: MakeShard) -> None:
     order = open_order(plan_of(make_shard()))
     order.next_rows()
     before = order.state_dict()
@@ -379,7 +379,7 @@ def test_a_fork_does_not_move_the_original(make_shard: MakeShard) -> None:
     assert [order.next_rows() for _ in range(5)] == walked
 
 
-def test_it_ends_when_every_epoch_is_used_up(make_shard: MakeShard) -> None:
+def test_an_order_ends_when_every_epoch_is_used_up(make_shard: MakeShard) -> None:
     order = open_order(plan_of(make_shard(), max_epochs=2))
     capacity = order.positions_left() // (8 * 32)
     assert capacity * 0.9 <= len(drain(order)) <= capacity
@@ -387,7 +387,7 @@ def test_it_ends_when_every_epoch_is_used_up(make_shard: MakeShard) -> None:
         order.next_rows()
 
 
-def test_an_order_that_does_not_fit_is_refused_by_key(make_shard: MakeShard) -> None:
+def test_a_plan_or_state_that_does_not_fit_is_refused_by_key(make_shard: MakeShard) -> None:
     shard, other = make_shard(1), make_shard(2)
     with refused("data_plan.absent_domain", DataPlanError, key="weights.web", near="; known: chat, code, docs"):
         open_order(plan_of(shard, weights={"web": 1.0}))

@@ -1,4 +1,4 @@
-"""Memory and state of a data order do not know how many steps are planned. Fresh processes, through the command."""
+"""The memory and state of a data order do not depend on the number of planned steps. Measured in fresh processes, by the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.recipe import Recipe
 
 
 @pytest.mark.long("four fresh processes: memory is a whole process's")
-def test_memory_and_state_do_not_grow_with_the_planned_steps() -> None:
+def test_the_memory_and_state_of_an_order_do_not_grow_with_the_planned_steps() -> None:
     command = [sys.executable, "-m", "benchmarks.training.data_order", "--documents", "500", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -31,7 +31,7 @@ def test_memory_and_state_do_not_grow_with_the_planned_steps() -> None:
         assert max(values) <= most * min(values), (key, values)
 
 
-def test_state_does_not_grow_with_the_planned_steps(tmp_path: Path) -> None:
+def test_the_state_of_an_order_does_not_grow_with_the_planned_steps(tmp_path: Path) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     shard = shard_in(tmp_path, recipe.model.vocab_size, 100).path
     few, many = (measure(recipe, shard, planned, resumed=True).state_bytes for planned in (10**3, 10**7))

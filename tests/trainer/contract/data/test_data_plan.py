@@ -57,7 +57,7 @@ def test_a_mixture_without_documents_is_refused(held: set[str], first: int, last
         MATHS_LATER.without_missing_domains(held, first, last)
 
 
-def test_a_star_stands_for_any_domain_not_named() -> None:
+def test_a_star_stands_for_every_domain_that_is_not_named() -> None:
     open_plan = plan({"code": 0.9, "*": 0.1})
     assert open_plan.without_missing_domains({"wiki"}, 0, 10) == (plan({"*": 0.1}), ["code"])
     assert open_plan.without_missing_domains({"code"}, 0, 10) == (open_plan, [])
@@ -71,7 +71,7 @@ def test_a_domain_without_weight_may_be_missing() -> None:
         plan({"cod": 1.0}).refuse_missing_domains({"code", "chat"})
 
 
-def test_a_plan_takes_all_of_a_recipes_mixture() -> None:
+def test_a_plan_copies_every_key_of_a_recipes_mixture() -> None:
     raw = {
         "weights": {"code": 1.0},
         "phases": [{"from_step": 4, "weights": {"docs": 1.0}}],

@@ -55,7 +55,7 @@ def test_a_mapped_shard_holds_no_descriptor_and_cannot_be_written(tmp_path: Path
         tokens[0] = 1
 
 
-def test_a_file_of_too_few_tokens_is_named(tmp_path: Path) -> None:
+def test_a_tokens_file_that_is_too_short_is_named(tmp_path: Path) -> None:
     (shard,) = small_shards(tmp_path, 1)
     with open(shard.path / "tokens.bin", "r+b") as file:
         file.truncate(46)
@@ -63,7 +63,7 @@ def test_a_file_of_too_few_tokens_is_named(tmp_path: Path) -> None:
         _ = TokenShard(shard.path).tokens
 
 
-def test_rows_as_text_and_back() -> None:
+def test_row_ranges_are_formatted_and_parsed() -> None:
     rows = [0, 3, 4, 5, 9, 11, 12]
     assert format_row_ranges(reversed(rows)) == "0,3-5,9,11-12" and parse_row_ranges("0,3-5,9,11-12") == rows
     assert format_row_ranges([]) == "" and parse_row_ranges("") == []

@@ -24,7 +24,7 @@ def order_of(plan: DataPlan, state: dict[str, object] | None = None) -> DataOrde
     )
 
 
-def test_only_the_weights_of_masked_documents_change(make_shard: MakeShard) -> None:
+def test_a_mask_changes_only_the_weights_of_the_masked_documents(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(counts={"code": 60, "docs": 20, "chat": 20}), weights={"*": 1.0})
     whole, first = order_of(plan), order_of(plan)
     keys = {first.streams[p.stream].key(p.document) for row in first.next_rows() for p in row}
@@ -47,7 +47,7 @@ def test_only_the_weights_of_masked_documents_change(make_shard: MakeShard) -> N
     assert touched > 0
 
 
-def test_a_plan_without_masks_is_the_plan_that_it_always_was(make_shard: MakeShard) -> None:
+def test_the_json_of_a_plan_without_masked_documents_lacks_the_key_masked(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     assert "masked" not in json.loads(plan.to_json()) and plan.with_masked([]).id == plan.id
     some = plan.with_masked(["code-0-1"])
@@ -59,8 +59,8 @@ def test_a_document_that_no_shard_holds_is_named(make_shard: MakeShard) -> None:
         order_of(plan_of(make_shard()).with_masked(["nobody"]))
 
 
-def test_masked_documents_leave_no_trace_in_a_run(tmp_path: Path, make_shard: MakeShard) -> None:
-    """The trainer itself obeys: the losses of a domain all of whose documents are masked are never counted, and others train."""
+def test_a_run_counts_no_loss_of_masked_documents(tmp_path: Path, make_shard: MakeShard) -> None:
+    """The trainer never counts the loss of a domain whose documents are all masked, and trains on the other domains."""
     shard = make_shard(counts={"code": 60, "docs": 30})
     plan = plan_of(shard, weights={"code": 0.5, "docs": 0.5})
     docs = [key for key in shard.documents["key"].to_pylist() if key.startswith("docs")]

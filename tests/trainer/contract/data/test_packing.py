@@ -27,7 +27,7 @@ every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 
 
 def pieces_of(documents: Sequence[int]) -> tuple[list[int], list[bool]]:
-    """Lengths of the pieces of documents of so many positions, and whether their documents are longer than a row."""
+    """(lengths of the pieces, True for each piece of a document longer than a row) of documents with these numbers of positions."""
     cuts = [
         (cut_piece(n + 1, CONTEXT, i).positions, n > CONTEXT)
         for n in documents
@@ -56,7 +56,7 @@ def test_pieces_cover_every_pair_once_and_cut_nothing_that_fits(tokens: int, con
 
 @every_strategy
 @given(pieces=documents, rows=st.integers(1, 20), step=st.integers(0, 40))
-def test_no_strategy_loses_or_doubles_a_position_or_overfills_a_row(
+def test_no_strategy_loses_or_repeats_a_position_or_overfills_a_row(
     name: str, pieces: tuple[list[int], list[bool]], rows: int, step: int
 ) -> None:
     sizes, long = pieces
@@ -85,7 +85,7 @@ def test_only_a_cutting_strategy_cuts_pieces_that_fit_a_row(
         assert all(part.positions >= CONTEXT // SMALL_PIECES for row in found[0] for part in row if part.piece in split)
 
 
-def test_the_example_of_the_docstring() -> None:
+def test_each_strategy_packs_the_docstrings_example_as_shown() -> None:
     sizes = [3, 2, 4, 2]
     expected = {
         "document": ("aaa bb", "cccc dd"),
@@ -108,13 +108,13 @@ def test_best_fit_places_every_piece_once_and_overfills_no_row(sizes: list[int])
     assert len(rows) <= max(1, 2 * -(-sum(sizes) // CONTEXT))  # never worse than twice the least possible
 
 
-def test_best_fit_takes_the_fullest_row_that_fits() -> None:
+def test_best_fit_puts_a_piece_into_the_fullest_row_that_can_hold_it() -> None:
     # 60 and 50 open rows with 4 and 14 of room; 10 fits only the second, 4 fits the first exactly
     assert find_best_fit_rows([60, 50, 10, 4], 64, range(4)) == [[0, 3], [1, 2]]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9))
-def test_a_row_is_completed_as_well_as_it_can_be(sizes: list[int]) -> None:
+def test_choose_best_fitting_pieces_fills_a_row_as_far_as_possible(sizes: list[int]) -> None:
     row = choose_best_fitting_pieces(sizes, 40, 0, range(1, len(sizes)))
     every = itertools.chain.from_iterable(itertools.combinations(sizes[1:], n) for n in range(len(sizes)))
     assert row[0] == 0 and len(set(row)) == len(row)
@@ -122,7 +122,7 @@ def test_a_row_is_completed_as_well_as_it_can_be(sizes: list[int]) -> None:
 
 
 @given(documents, st.integers(1, 20), st.integers(0, 15))
-def test_best_fit_takes_the_fullest_rows_when_there_is_a_choice(
+def test_best_fit_chooses_the_fullest_rows_or_the_oldest_piece_in_its_turn(
     pieces: tuple[list[int], list[bool]], rows: int, step: int
 ) -> None:
     sizes, _ = pieces
@@ -135,13 +135,13 @@ def test_best_fit_takes_the_fullest_rows_when_there_is_a_choice(
         assert [sum(part.positions for part in row) for row in found] == fills[:rows]
 
 
-def test_a_piece_without_a_partner_goes_only_in_its_turn() -> None:
+def test_best_fit_packs_a_piece_without_a_partner_only_in_its_turn() -> None:
     waiting = [40, *[64] * 8]  # fuller rows may come in for ever
     alone = lambda step: [(0, 0, 40)] in STRATEGIES["best-fit"].pack(waiting, [False] * 9, 64, 4, step)[0]
     assert [alone(step) for step in range(OLDEST_EVERY + 1)] == [False] * (OLDEST_EVERY - 1) + [True, False]
 
 
-def test_long_documents_fill_the_gaps_that_short_ones_leave() -> None:
+def test_best_fit_fills_the_gaps_between_short_documents_from_long_ones() -> None:
     # no two of 40 share a row of 64: without the long documents' pieces the rows would be 62.5 % full
     sizes, long = [40] * 6 + [64] * 2, [False] * 6 + [True] * 2
     rows, left = STRATEGIES["best-fit"].pack(sizes, long, 64, 6, 0)
@@ -152,14 +152,14 @@ def test_long_documents_fill_the_gaps_that_short_ones_leave() -> None:
 
 
 @pytest.mark.parametrize(("crumb", "filled"), [(2, True), (3, False)])
-def test_a_gap_of_a_crumb_stays(crumb: int, filled: bool) -> None:
+def test_a_gap_smaller_than_a_crumb_is_not_filled(crumb: int, filled: bool) -> None:
     rows = [[RowPart(0, 0, 6)]]
     fill_gaps(rows, [6, 2], [1], context=8, crumb=crumb)
     assert rows == [[RowPart(0, 0, 6), *([RowPart(1, 0, 2)] if filled else [])]]
 
 
 @given(st.lists(st.integers(0, CONTEXT), max_size=12), lengths, st.integers(1, 8))
-def test_pouring_makes_no_crumbs(gaps: list[int], sizes: list[int], crumb: int) -> None:
+def test_fill_gaps_cuts_no_part_smaller_than_a_crumb(gaps: list[int], sizes: list[int], crumb: int) -> None:
     held = [size for size in sizes if size >= 2 * crumb]
     solid = len(held)
     rows = [[RowPart(solid, 0, CONTEXT - gap)] if gap < CONTEXT else [] for gap in gaps]
@@ -180,7 +180,7 @@ def test_pouring_makes_no_crumbs(gaps: list[int], sizes: list[int], crumb: int) 
 def walk(
     name: str, documents: Sequence[int], rows: int, steps: int, seed: int = 0
 ) -> list[list[list[tuple[int, int]]]]:
-    """(piece, positions) of the rows of some steps, pieces drawn in random order."""
+    """The rows of some steps as (piece, positions), with pieces drawn in random order."""
     sizes, long = pieces_of(documents)
     order = np.random.default_rng(seed).permutation(len(sizes)).tolist()
     strategy = STRATEGIES[name]
@@ -198,15 +198,17 @@ def walk(
 @pytest.mark.parametrize("rows", [8, 16])
 @pytest.mark.parametrize("spread", [0.5, 0.8, 1.2])
 @pytest.mark.parametrize("median", [0.25, 1, 4])
-def test_best_fit_uses_99_percent_from_the_first_batch_on(rows: int, spread: float, median: float) -> None:
-    """Log-normal lengths, as text has, with a median of a quarter of a row, of one row and of four."""
+def test_best_fit_uses_99_percent_of_the_positions_from_the_first_batch_on(
+    rows: int, spread: float, median: float
+) -> None:
+    """The lengths are log-normal, like those of texts, with a median of a quarter of a row, of one row and of four."""
     drawn = np.random.default_rng(1).lognormal(np.log(median * CONTEXT), spread, 20_000)
     made = walk("best-fit", np.maximum(1, drawn.astype(int)).tolist(), rows, 100)
     used = np.cumsum([sum(n for row in step for _, n in row) for step in made])
     assert (used >= 0.99 * rows * CONTEXT * np.arange(1, 101)).all()
 
 
-def test_length_buckets_are_narrower_than_the_data() -> None:
+def test_batches_of_length_buckets_vary_less_in_length_than_the_data() -> None:
     documents = np.random.default_rng(2).integers(4, CONTEXT, 8000).tolist()
     spread = lambda step: np.std([n for row in step for _, n in row]) / np.mean([n for row in step for _, n in row])
     mixed, alike = (

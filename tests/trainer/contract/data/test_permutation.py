@@ -8,18 +8,18 @@ from trainer.contract.data.permutation import Permutation
 
 
 @given(n=st.integers(1, 700), key=st.text(max_size=10))
-def test_every_value_once(n: int, key: str) -> None:
+def test_a_permutation_has_every_value_once(n: int, key: str) -> None:
     assert sorted(Permutation(n, key).values_at(np.arange(n, dtype=np.uint64)).tolist()) == list(range(n))
 
 
-def test_one_at_a_time_is_the_same_as_many_at_once() -> None:
+def test_single_values_equal_the_values_computed_together() -> None:
     whole = Permutation(3000, "a").values_at(np.arange(3000, dtype=np.uint64)).tolist()
     single = Permutation(3000, "a")
     assert [single[i] for i in (2999, 0, 1024, 1023, 5)] == [whole[i] for i in (2999, 0, 1024, 1023, 5)]
 
 
-def test_the_order_of_a_key_is_fixed() -> None:
-    """A change here would reorder every run that is under way."""
+def test_the_order_of_a_key_never_changes() -> None:
+    """A change here would reorder the data of every run that is under way."""
     assert [Permutation(10, "key")[i] for i in range(10)] == [2, 5, 4, 8, 1, 7, 6, 9, 0, 3]
 
 

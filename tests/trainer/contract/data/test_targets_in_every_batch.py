@@ -1,4 +1,4 @@
-"""Chats whose loss lies at their start or their end alone: cut into rows, some rows hold nothing that is learned."""
+"""Chats that carry loss only at their start or end. After they are cut into rows, some rows hold no target."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def order_of(plan: DataPlan, packing: str, state: dict | None = None) -> DataOrd
 
 
 def targets(order: DataOrder) -> list[int]:
-    """Of every batch until the data ends; no weight is NaN, and those of a batch sum to one where it has targets."""
+    """The targets of every batch until the data ends. No weight may be NaN, and the weights of a batch with targets must sum to one."""
     found = []
     while True:
         try:
@@ -56,7 +56,7 @@ def test_every_batch_of_a_new_plan_has_targets_and_no_target_is_lost(plan: DataP
 
 
 def test_the_order_of_an_older_plan_is_unchanged(plan: DataPlan) -> None:
-    """SHA-256 of 200 batches as code from before ``targets_in_every_batch`` made them."""
+    """The expected SHA-256 is that of 200 batches from code older than ``targets_in_every_batch``."""
     assert "targets_in_every_batch" not in json.loads(plan.to_json())
     order, digest = order_of(plan, "truncate-and-concatenate"), hashlib.sha256()
     for _ in range(200):
@@ -98,8 +98,10 @@ def test_the_positions_left_are_those_that_can_be_trained_on(plan: DataPlan, pac
     assert 0.9 * (used + waiting) < left <= used + waiting
 
 
-def test_masks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few tokens are looked at together, the sum is the one that the pieces themselves give."""
+def test_positions_with_loss_are_counted_the_same_when_masks_are_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few tokens are read at once, the sum equals that of the single pieces."""
     from trainer.contract.data import document_stream
 
     documents = one_sided_chats(80) + [

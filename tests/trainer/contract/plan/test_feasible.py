@@ -17,7 +17,7 @@ def order_of(plan: DataPlan, recipe: Recipe) -> DataOrder:
     return DataOrder(plan, context=recipe.model.context, batch=recipe.batch, vocab_size=512)
 
 
-def test_a_context_longer_than_any_document_without_padding_is_refused_by_name(make_shard: MakeShard) -> None:
+def test_a_context_longer_than_any_document_is_refused_if_no_padding_is_allowed(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(longest=60))
     recipe = recipe_with(model__context=128, batch__packing="document", batch__max_padding=0.0)
     with refused_with("plan.padding", DataPlanError, most=0.0, longest=58, context=128):
@@ -36,7 +36,7 @@ def test_a_context_longer_than_any_document_without_padding_is_refused_by_name(m
         ("document", None, False),
     ],
 )
-def test_padding_is_refused_where_it_is_more_than_allowed(
+def test_a_packing_that_pads_more_than_allowed_is_refused(
     make_shard: MakeShard, packing: str, most: float | None, refused: bool
 ) -> None:
     plan = plan_of(make_shard(counts={"code": 900, "docs": 400, "chat": 400}))
@@ -67,7 +67,7 @@ def test_a_later_phase_or_batch_size_that_pads_too_much_is_refused(make_shard: M
         refuse_impossible(order_of(plan, recipe), recipe, 0, 41)
 
 
-def test_data_is_counted_through_the_batchs_warmup(make_shard: MakeShard) -> None:
+def test_the_needed_data_are_counted_with_the_smaller_batches_of_the_warmup(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(), max_epochs=1)
     recipe = recipe_with(batch__warmup=[{"until_step": 20, "sequences": 1}])
     order = order_of(plan, recipe)
@@ -77,8 +77,8 @@ def test_data_is_counted_through_the_batchs_warmup(make_shard: MakeShard) -> Non
         refuse_impossible(order, recipe, 0, steps + 2)
 
 
-def test_padding_needs_no_data(make_shard: MakeShard) -> None:
-    """Documents of about a third of a row, alone in their rows: three times the steps that full rows would have."""
+def test_padding_is_not_counted_as_needed_data(make_shard: MakeShard) -> None:
+    """Documents of about a third of a row lie alone in their rows, which gives three times the steps of full rows."""
     plan = plan_of(make_shard(counts={"code": 400, "docs": 200, "chat": 200}, longest=22), max_epochs=1)
     recipe = recipe_with(batch__packing="document")
     order = order_of(plan, recipe)
@@ -99,7 +99,7 @@ def test_a_rehearsal_counts_the_rows_that_come_next(make_shard: MakeShard) -> No
     assert found.used == sum(piece.positions for batch in rows for row in batch for piece in row)
 
 
-def test_the_trainer_refuses_before_a_step(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_the_trainer_refuses_an_impossible_plan_before_its_first_step(tmp_path: Path, make_shard: MakeShard) -> None:
     recipe = recipe_with(batch__packing="document", batch__max_padding=0.0)
     folder = write_spec(tmp_path / "segment", plan_of(make_shard()), recipe)
     code, errors = train_here(folder)
@@ -111,7 +111,9 @@ def test_the_trainer_refuses_before_a_step(tmp_path: Path, make_shard: MakeShard
     ("first", "then", "feeds"),
     [("docs", "chat", False), ("chat", "docs", True)],  # little of chat: enough for its three steps, not for forty
 )
-def test_data_is_counted_mixture_by_mixture(make_shard: MakeShard, first: str, then: str, feeds: bool) -> None:
+def test_the_needed_data_are_counted_mixture_by_mixture(
+    make_shard: MakeShard, first: str, then: str, feeds: bool
+) -> None:
     shard = make_shard(counts={"docs": 900, "chat": 40})
     recipe = recipe_with(batch__sequences=8)
     phases = [{"from_step": 3 if feeds else 20, "weights": {then: 1.0}}]

@@ -1,4 +1,4 @@
-"""A data sheet is found by the very name that a driver gives, and by no other."""
+"""A data sheet is found only by the exact name that the driver gives."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("name", SHEETS)
-def test_a_known_card_has_the_dense_peak_of_its_sheet(name: str) -> None:
+def test_a_known_gpu_has_the_dense_peak_of_its_data_sheet(name: str) -> None:
     gpu = gpu_named(name)
     assert gpu is not None and gpu.peak_flops == pytest.approx(SHEETS[name] * 1e12, rel=0.013)
     assert gpu.fp32_flops is None or gpu.fp32_flops < gpu.peak_flops
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_card_that_is_only_named_alike_is_unknown(name: str) -> None:
+def test_a_gpu_with_only_a_similar_name_is_unknown(name: str) -> None:
     assert gpu_named(name) is None
 
 
-def test_no_name_and_no_source_is_given_twice() -> None:
+def test_each_name_and_each_source_is_in_the_table_once() -> None:
     names = Counter(name for gpu in GPUS.values() for name in gpu.names)
     sources = Counter(gpu.source for gpu in GPUS.values())
     assert set(names) == set(SHEETS) and {*names.values(), *sources.values()} == {1}

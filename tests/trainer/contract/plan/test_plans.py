@@ -61,7 +61,7 @@ def lines_now() -> Iterator[str]:
         yield from (f"  · {remark}" for remark in plan_warnings(plan))
 
 
-def test_each_line_of_a_plan_is_the_accepted_one() -> None:
+def test_each_line_of_a_plan_equals_the_accepted_line() -> None:
     assert list(lines_now()) == KEPT.read_text().splitlines()
 
 
@@ -81,7 +81,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_an_alternative(ask: PlanReque
     assert {name: found.value.data[name] for name in data} == data | {"needed": pytest.approx(data["needed"], abs=0.05)}
 
 
-def test_one_gpu_gathers_nothing() -> None:
+def test_a_single_gpu_gathers_no_weights() -> None:
     assert (
         weight_traffic_bytes(ASKS["one node"], GpuLayout(1))
         == 0.0

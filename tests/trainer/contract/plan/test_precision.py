@@ -1,4 +1,4 @@
-"""``precision: auto``: a pure choice from measured seconds, and a probe that any machine can afford."""
+"""``precision: auto`` is a pure choice from measured seconds. The probe that measures them is short on any machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_a_part_that_would_exceed_the_time_limit_is_not_timed() -> None:
         ("bf16", 1.0, 40.0, "", "bf16", True),
     ],
 )
-def test_choice(asked: str, fp32: float, bf16: float, before: str, chosen: str, warned: bool) -> None:
+def test_the_chosen_precision_follows_from_the_measured_seconds(
+    asked: str, fp32: float, bf16: float, before: str, chosen: str, warned: bool
+) -> None:
     found = decide_from_probe(asked, PrecisionTimings("cpu", {"fp32": fp32, "bf16": bf16}, {}), before)
     assert found.precision == chosen
     assert bool(found.warning) == warned
@@ -92,7 +94,7 @@ def test_probe_leaves_random_numbers_and_threads_alone() -> None:
 
 
 def test_probe_of_a_large_model_computes_no_more_than_it_may() -> None:
-    """Counted in this thread's own seconds: a recipe whose step takes minutes is measured in a share of it."""
+    """The time is counted in this thread's own seconds. A recipe whose step takes minutes is measured by a share of its step."""
     large = {"vocab_size": 65536, "d_model": 4096, "layers": 40, "heads": 32, "kv_heads": 8, "head_dim": 128}
     recipe = tiny(model=tiny().model.model_dump() | large | {"d_ff": 14336, "context": 2048})
     began = time.thread_time()
@@ -101,7 +103,7 @@ def test_probe_of_a_large_model_computes_no_more_than_it_may() -> None:
     assert min(found.seconds.values()) > 10 * spent
 
 
-def test_flops_of_the_parts_are_those_of_the_recipe() -> None:
+def test_the_flops_of_the_timed_parts_sum_to_those_of_the_recipe() -> None:
     model = tiny().model
     tokens = tiny().tokens_per_step
     found = timed_parts(tiny(), CPU, torch.float32)
@@ -151,7 +153,7 @@ def test_fp8_is_measured_where_a_recipe_asks_for_it_and_never_chosen() -> None:
     }
 
 
-def test_a_torch_without_fp8_products_refuses_it_when_a_run_starts(
+def test_a_run_in_fp8_is_refused_at_its_start_if_torch_lacks_fp8_products(
     tmp_path: Path, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*arguments: Any, **keywords: Any) -> None:
@@ -168,7 +170,7 @@ def test_an_explicit_precision_is_not_measured() -> None:
     assert with_chosen_precision(recipe, CPU) is recipe
 
 
-def test_a_segment_names_its_precision(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_a_segments_spec_with_precision_auto_is_refused(tmp_path: Path, make_shard: MakeShard) -> None:
     folder = write_spec(tmp_path / "segment", plan_of(make_shard()), tiny(precision="auto"))
     with refused("strict.wrong_value", SpecError) as found:
         SegmentSpec.load(folder)

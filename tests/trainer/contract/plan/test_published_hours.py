@@ -32,7 +32,7 @@ def test_a_config_gives_the_published_number_of_parameters(name: str) -> None:
 @pytest.mark.parametrize(("kind", "said", "tied"), [
     ("llama", None, False), ("gemma2", None, True), ("smollm3", None, True), ("gemma2", False, False), ("llama", True, True),
 ])  # fmt: skip
-def test_a_config_that_does_not_say_whether_the_head_is_tied_is_read_as_its_class_does(
+def test_a_config_without_tie_word_embeddings_has_the_default_of_its_class(
     kind: str, said: bool | None, tied: bool
 ) -> None:
     shape = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -54,7 +54,7 @@ def test_published_gpu_hours_lie_within_the_stated_spread(name: str) -> None:
 
 
 # -- reading a config.json -----------------------------------------------------------------------------------------------
-def test_a_folder_or_a_file_is_read(tmp_path: Path) -> None:
+def test_read_config_takes_a_folder_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(QWEN3_30B | {"architectures": ["Qwen3MoeForCausalLM"], "rope_scaling": None})
     )
@@ -78,7 +78,7 @@ def test_a_folder_or_a_file_is_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_config_that_is_not_a_decoders_is_refused_by_key(
+def test_a_config_of_another_kind_of_model_is_refused_by_key(
     change: dict[str, Any], code: str, data: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B | change))
