@@ -155,7 +155,7 @@ class GraphReplayer(Generic[GraphOutput]):
             self._give_up(
                 Message(
                     "trainer.replay_differs",
-                    "the replay of a graph gave other results than the computation without a graph",
+                    "the replay of a recorded graph and the computation without a graph gave different results",
                 )
             )
         return left
@@ -163,7 +163,7 @@ class GraphReplayer(Generic[GraphOutput]):
     def _give_up(self, why: str) -> None:
         self.why_not = why
         self.recorded.clear()
-        said = Message("trainer.no_graphs", "CUDA graphs are not used any more: {why}", why=why)
+        said = Message("trainer.no_graphs", "the run continues without CUDA graphs: {why}", why=why)
         print(said, file=sys.stderr, flush=True)
 
 

@@ -391,7 +391,7 @@ class SegmentRun:
         except KeyError as missing:
             raise CheckpointError(
                 "trainer.other_optimizer",
-                "recipe.optimizer does not fit the checkpoint, which has no {name}.",
+                "recipe.optimizer does not fit the checkpoint: the checkpoint has no tensor {name}.",
                 name=str(missing),
             ) from None
         for hook in self.hooks:
@@ -399,7 +399,10 @@ class SegmentRun:
                 hook.load_state_dict(state[hook.key])
             elif hook.required:
                 raise CheckpointError(
-                    "trainer.no_hook_state", "{file}: state.json has no key '{key}'.", file=str(start), key=hook.key
+                    "trainer.no_hook_state",
+                    "state.json of checkpoint {file} has no key '{key}'.",
+                    file=str(start),
+                    key=hook.key,
                 )
         self.counters = dict(state["counters"])
         same_segment = (state["kind"], state["first_step"]) == (self.spec.kind, self.spec.first_step)

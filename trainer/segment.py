@@ -84,7 +84,7 @@ def find_start_checkpoint(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tupl
             return path, skipped
         if ranks.is_leader:
             skipped.append(checkpoints.mark_as_bad(path, fault))
-            said = Message("trainer.checkpoint_skipped", "checkpoint skipped: {fault}", fault=fault)
+            said = Message("trainer.checkpoint_skipped", "a bad checkpoint is skipped: {fault}", fault=fault)
             print(said, file=sys.stderr, flush=True)
         ranks.wait()
     if spec.initial_checkpoint is None:

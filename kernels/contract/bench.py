@@ -49,7 +49,7 @@ class BenchSetting:
         except (KeyError, TypeError) as error:
             raise KernelError(
                 "kernels.not_a_recipe",
-                "{file}: this file is not a recipe. {problem} is missing or has the wrong type.",
+                "{file} is not a recipe. A key is missing or has the wrong type: {problem}",
                 file=str(path),
                 problem=str(error),
             ) from error

@@ -24,7 +24,7 @@ class KernelError(CodedError):
 def unreadable_file(path: object, problem: Exception) -> KernelError:
     """The error for a file that cannot be read."""
     return KernelError(
-        "kernels.unreadable_file", "{file}: cannot be read: {problem}", file=str(path), problem=str(problem)
+        "kernels.unreadable_file", "{file} cannot be read: {problem}", file=str(path), problem=str(problem)
     )
 
 

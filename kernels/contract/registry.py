@@ -128,7 +128,9 @@ def _read(path: Path | str) -> dict[str, Any]:
     document = read_yaml(text, str(path), KernelError)
     if not isinstance(document, dict):
         raise KernelError(
-            "kernels.not_a_map", "{file}: expected a map: device class → (op → implementation).", file=str(path)
+            "kernels.not_a_map",
+            "{file}: expected a map of device classes. Each device class has a map of ops to implementations.",
+            file=str(path),
         )
     for key, value in document.items():
         try:
@@ -138,14 +140,18 @@ def _read(path: Path | str) -> dict[str, Any]:
             if key not in DEVICE_CLASSES:
                 raise unknown_device_class(key)
             if not isinstance(value, dict):
-                raise KernelError("kernels.not_a_section", "Expected a map: op → implementation.")
+                raise KernelError("kernels.not_a_section", "Expected a map of ops to implementations.")
             for name, implementation in value.items():
                 find_op(str(name))
                 for one in implementation_names(str(implementation)) if implementation != AUTO else ():
                     find_implementation(str(name), one, key)
         except KernelError as error:
             raise KernelError(
-                "kernels.wrong_key", "{file}: {key}: {problem}", file=str(path), key=str(key), problem=error.message
+                "kernels.wrong_key",
+                "{file}, key {key!r}: {problem}",
+                file=str(path),
+                key=str(key),
+                problem=error.message,
             ) from error
     return document
 
@@ -178,7 +184,7 @@ def find_implementation(name: str | Op, implementation: str, device_class: str) 
         runs = sorted(i.name for i in op.implementations.values() if i.can_run_on(device_class))
         raise KernelError(
             "kernels.wrong_device",
-            "{op}: {implementation} does not run on {device}. These do: {known}.",
+            "{op}: {implementation} does not run on {device}. Implementations that run on {device}: {known}.",
             op=op.name,
             implementation=implementation,
             device=device_class,
@@ -204,7 +210,7 @@ def find_implementation_failure(
             if found.ok:
                 return None
             return Message(
-                "kernels.wrong_results", "its results are wrong on this machine: {tensors}", tensors=found.failures()
+                "kernels.wrong_results", "its results on this machine are wrong ({tensors})", tensors=found.failures()
             )
         outputs_and_gradients(op, function, op.inputs(CASES[0], device=device_class, dtype=dtype), seed=0)
     except Exception as error:  # compilers raise what they like
@@ -271,7 +277,7 @@ class ChosenImplementation:
                 "kernels.not_replaced", "{op}: {chosen} cannot run on this machine, and kernels.yaml allows no replacement: {why}", **data
             )  # fmt: skip
         if self.why:
-            return Message("kernels.replaced", "{op}: {chosen} is replaced by {by}: {why}", **data)
+            return Message("kernels.replaced", "{op}: {chosen} is replaced by {by}, because {why}", **data)
         return Message("kernels.computes", "{op}: {chosen}", **data)
 
 
@@ -298,7 +304,7 @@ def find_implementations_in_use(
         by, _, reason = implementation.fallback(shape, dtype).partition(": ")
         if not by and implementation.eager is not None and not compile:
             by = f"{implementation.name}, uncompiled"
-            reason = Message("kernels.uncompiled", "the recipe says compile: false")
+            reason = Message("kernels.uncompiled", "the recipe sets 'compile: false'")
         first = implementation_names(chosen)[0]
         if implementation.name == first and len(implementation_names(chosen)) > 1:
             chosen = first  # the others stand by
@@ -334,7 +340,7 @@ def bind_ops(
         if found is None and fallback == "fail":
             raise KernelError(
                 "kernels.none_works",
-                "{op}: {problems}\n"
+                "{op}: no chosen implementation works: {problems}\n"
                 "Choose another implementation ({known}), or set 'fallback: reference' in kernels.yaml.",
                 op=name,
                 problems=problems,
@@ -344,7 +350,7 @@ def bind_ops(
             taken = found.name if found is not None and found.name != "reference" else "the reference"
             said = Message(
                 "kernels.falls_back",
-                "{op}: {problems}; {taken} is used instead",
+                "{op}: {taken} is used, because {problems}",
                 op=name,
                 problems=problems,
                 taken=taken,

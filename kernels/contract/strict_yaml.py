@@ -28,7 +28,8 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor or getattr(event, "tag", None):
             what = Message(
-                "kernels.yaml_anchor", "anchors, aliases and tags ('&', '*', '!') are not allowed: write the value out"
+                "kernels.yaml_anchor",
+                "anchors, aliases and tags ('&', '*', '!') are not allowed (write the value itself)",
             )
             raise yaml.constructor.ConstructorError(None, None, what, event.start_mark)
         return super().compose_node(parent, index)
@@ -39,7 +40,7 @@ class _Loader(yaml.SafeLoader):
             if value.tag == _LEADING_ZERO:
                 self._refuse_leading_zero(value, f"key {key.value!r}: ")
             if key.tag == "tag:yaml.org,2002:merge":
-                what = Message("kernels.yaml_merge", "'<<' is not allowed: write the keys out")
+                what = Message("kernels.yaml_merge", "'<<' is not allowed (write the keys themselves)")
                 raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
             if key.value in seen:
                 what = Message("kernels.yaml_double_key", "key {key!r} appears twice", key=key.value)
@@ -47,7 +48,7 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         if len(found) < len(seen):  # 1 and 0x1, yes and true
-            what = Message("kernels.yaml_two_spellings", "one key appears twice, in two spellings such as 1 and 0x1")
+            what = Message("kernels.yaml_two_spellings", "the same key appears in two spellings (such as 1 and 0x1)")
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         return found
 
@@ -55,8 +56,8 @@ class _Loader(yaml.SafeLoader):
         bare = re.sub(r"(?<![0-9])0+(?=[0-9])", "", node.value)
         what = Message(
             "kernels.yaml_leading_zero",
-            "{where}YAML 1.1 and YAML 1.2 read {value} as different numbers. Write {bare} for a number, or '{value}' "
-            "in quotes for text",
+            "{where}YAML 1.1 and YAML 1.2 read {value} as different numbers (write {bare} for a number, or '{value}' "
+            "in quotes for text)",
             where=where,
             value=node.value,
             bare=bare,
@@ -96,7 +97,7 @@ def read_yaml(text: str, where: str, error: type[Exception]) -> object:
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as broken:  # a date that is none, a list as a key
         said = Message(
             "kernels.not_yaml",
-            "{where}: cannot be read as YAML: {problem}",
+            "{where} cannot be read as YAML: {problem}",
             where=where,
             problem=" ".join(str(broken).split()),
             reason=getattr(broken, "problem", None),

@@ -146,19 +146,21 @@ def _time(
     """Raises nothing: an implementation that does not compile, run or pass the oracle on this machine is reported and not chosen."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
-        why: str = Message("kernels.no_seconds", "not timed: too little of the tuning time is left")
+        why: str = Message("kernels.no_seconds", "not timed because too little of the tuning time is left")
         return TimedImplementation(op.name, name, why=why)
     if fallback := implementation.fallback(setting.shape, dtype):
         reason = fallback.partition(": ")[2] or fallback
         return TimedImplementation(
-            op.name, name, why=Message("kernels.other_computes", "not timed: {reason}", reason=reason)
+            op.name, name, why=Message("kernels.other_computes", "not timed because {reason}", reason=reason)
         )
     try:
         checked = compare_with_fp64(op, name, CASES[0], dtype=dtype, device=device)
         if not checked.ok:
             tensors = checked.failures()
             why = Message(
-                "kernels.wrong_here", "not timed: its results are wrong on this machine: {tensors}", tensors=tensors
+                "kernels.wrong_here",
+                "not timed because its results on this machine are wrong ({tensors})",
+                tensors=tensors,
             )
             return TimedImplementation(op.name, name, why=why)
         with bf16_matmul(dtype):
@@ -168,7 +170,10 @@ def _time(
     except Exception as error:  # compilers raise what they like
         lines = str(error).strip().splitlines() or ["no message"]
         why = Message(
-            "kernels.raised", "not timed: {error}: {problem}", error=type(error).__name__, problem=lines[0][:200]
+            "kernels.raised",
+            "not timed because it raised {error}: {problem}",
+            error=type(error).__name__,
+            problem=lines[0][:200],
         )
         return TimedImplementation(op.name, name, why=why)
     return TimedImplementation(op.name, name, found.ratio, found.ratio_low, found.ratio_high, found.seconds)

@@ -69,7 +69,7 @@ def load_library(name: str) -> ctypes.CDLL:
     except OSError as error:
         raise KernelError(
             "kernels.unloadable",
-            "{file}: the library cannot be loaded: {problem}",
+            "the compiled library {file} cannot be loaded: {problem}",
             file=str(target),
             problem=str(error),
         ) from error
@@ -177,7 +177,7 @@ def call_cpp(name: str, function: str, *arguments: Tensor | int | float) -> int:
         raise MemoryError(
             Message(
                 "kernels.no_memory",
-                "{function}: too little memory is left for the function's scratch space",
+                "the C++ function {function} has too little memory for its scratch space",
                 function=function,
             )
         )

@@ -94,7 +94,7 @@ HIDING = {
 
 @pytest.mark.parametrize("text", HIDING.values(), ids=HIDING.keys())
 def test_yaml_that_hides_is_refused_by_the_loader(text: str) -> None:
-    with pytest.raises(RecipeError, match="recipe: cannot be read as YAML: .*line"):
+    with pytest.raises(RecipeError, match="recipe cannot be read as YAML: .*line"):
         read_yaml(text, "recipe", RecipeError)
 
 

@@ -43,13 +43,18 @@ LATER: dict[str, Any] = {"accept_changes": [], "cuda_graphs": "auto", "stability
 
 
 def _must_rise(key: str, step: str) -> Message:
-    return Message("recipe.must_rise", "{key}: {step} must rise from entry to entry", key=key, step=step)
+    return Message(
+        "recipe.must_rise",
+        "each {step} in {key} must be larger than the {step} of the entry before it",
+        key=key,
+        step=step,
+    )
 
 
 def _only_with(key: str, kind: str) -> Message:
     return Message(
         "recipe.only_with",
-        "{key} is required with kind {kind}, and not allowed with any other kind",
+        "{key} is required if schedule.kind is {kind}, and is not allowed with any other kind",
         key=key,
         kind=kind,
     )
@@ -103,8 +108,8 @@ class ModelRecipe(Strict):
             raise ValueError(
                 Message(
                     "recipe.nope",
-                    "model.nope_every: no serving engine supports this key together with QK-norm or experts. Set "
-                    "model.qk_norm: false",
+                    "no serving engine supports model.nope_every together with QK-norm or experts. Remove "
+                    "model.nope_every, or write 'qk_norm: false' and remove model.experts",
                 )
             )
         if not (self.qk_norm or self.experts or self.nope_every) and self.d_model % self.heads:
@@ -122,7 +127,7 @@ class ModelRecipe(Strict):
             raise ValueError(
                 Message(
                     "recipe.experts_width",
-                    "model.d_model ({d_model}) is not a multiple of {multiple}, which a model with experts needs",
+                    "model.d_model ({d_model}) is not a multiple of {multiple}. A model with experts needs such a width",
                     d_model=self.d_model,
                     multiple=GROUPED_MULTIPLE,
                 )
@@ -140,7 +145,8 @@ class ModelRecipe(Strict):
             raise ValueError(
                 Message(
                     "recipe.dense_layers",
-                    "model.experts.dense_layers ({dense_layers}) leaves none of the {layers} layers with experts",
+                    "model.experts.dense_layers ({dense_layers}) must be smaller than model.layers ({layers}), so that some "
+                    "layer has experts",
                     dense_layers=experts.dense_layers,
                     layers=self.layers,
                 )
@@ -251,7 +257,7 @@ class MixtureRecipe(Strict):
         for key, weights in named:
             if sum(weights.values()) <= 0:
                 raise ValueError(
-                    Message("recipe.no_weight", "mixture.{key}: no domain has a weight above zero", key=key)
+                    Message("recipe.no_weight", "mixture.{key} gives no domain a weight above zero", key=key)
                 )
         steps = [phase.from_step for phase in self.phases]
         if steps != sorted(set(steps)):
@@ -302,7 +308,8 @@ class BatchRecipe(Strict):
             if self.micro_sequences is not None and sequences // ranks % self.micro_sequences:
                 raise RecipeError(
                     "recipe.micro_sequences",
-                    "batch.micro_sequences ({micro}) does not divide the {sequences} sequences that each rank gets of {key}.",
+                    "batch.micro_sequences ({micro}) does not divide {sequences}, the number of sequences that each rank gets "
+                    "from {key}.",
                     micro=self.micro_sequences,
                     sequences=sequences // ranks,
                     key=key,
@@ -430,14 +437,14 @@ class ParallelRecipe(Strict):
         if ranks % self.tensor:
             raise RecipeError(
                 "recipe.tensor_ranks",
-                "parallel.tensor ({tensor}) does not divide the {ranks} ranks",
+                "parallel.tensor ({tensor}) does not divide the number of ranks ({ranks})",
                 tensor=self.tensor,
                 ranks=ranks,
             )
         if ranks // self.tensor % self.replicas:
             raise RecipeError(
                 "recipe.replicas",
-                "parallel.replicas ({replicas}) does not divide the {ranks} ranks of the batch",
+                "parallel.replicas ({replicas}) does not divide the number of ranks that split the batch ({ranks})",
                 replicas=self.replicas,
                 ranks=ranks // self.tensor,
             )
@@ -500,7 +507,7 @@ class Recipe(Strict):
                 raise ValueError(
                     Message(
                         "recipe.graphs",
-                        "cuda_graphs: on is not possible with {key}; set cuda_graphs: auto or off",
+                        "'cuda_graphs: on' is not possible with {key}. Write 'cuda_graphs: auto' or 'cuda_graphs: off'",
                         key=key,
                     )
                 )
@@ -526,15 +533,15 @@ class Recipe(Strict):
             ranks = 1 if key in ("context", "d_model") else split
             if size % (16 * ranks):
                 share = (
-                    Message("recipe.split_over", " split over parallel.tensor ({ranks})", ranks=ranks)
+                    Message("recipe.split_over", " divided by parallel.tensor ({ranks})", ranks=ranks)
                     if ranks > 1
                     else ""
                 )
                 raise ValueError(
                     Message(
                         "recipe.fp8_size",
-                        "precision: fp8 needs sizes that are multiples of 16, but model.{key} ({size}){share} is not a multiple "
-                        "of 16. Change the size, or write bf16",
+                        "'precision: fp8' needs sizes that are multiples of 16, but model.{key} ({size}){share} is not a "
+                        "multiple of 16. Change the size, or write 'precision: bf16'",
                         key=key,
                         size=size,
                         share=share,
@@ -560,7 +567,7 @@ class Recipe(Strict):
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(
-                "recipe.unreadable", "{file}: cannot be read: {problem}", file=str(path), problem=str(error)
+                "recipe.unreadable", "{file} cannot be read: {problem}", file=str(path), problem=str(error)
             ) from None
         return cls.parse(read_yaml(text, str(path), RecipeError), str(path))
 

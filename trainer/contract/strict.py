@@ -64,7 +64,7 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
 
 def not_json(file: object, problem: Exception, error: type[CodedError]) -> CodedError:
     """The error for a file that is not JSON."""
-    return error("strict.not_json", "{file}: not valid JSON: {problem}", file=str(file), problem=str(problem))
+    return error("strict.not_json", "{file} is not valid JSON: {problem}", file=str(file), problem=str(problem))
 
 
 def fields_at(annotation: Any, path: list[str]) -> list[str]:

@@ -44,7 +44,8 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
     if len({path.resolve() for path in sources}) < len(sources):
         raise AverageError(
             "trainer.checkpoint_twice",
-            "A checkpoint is given twice. Give each checkpoint once, and a larger weight in --weights.",
+            "A checkpoint is given twice. Give each checkpoint once. To make one count more, raise its weight in "
+            "--weights.",
         )
     weights = check_weights(weights if weights is not None else [1.0] * len(sources), len(sources))
     total = sum(weights)
@@ -71,7 +72,7 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(
                 "trainer.not_finite",
-                "{tensor} is not finite in one of the checkpoints. Leave that checkpoint out.",
+                "Tensor {tensor} is not finite in one of the checkpoints. Leave that checkpoint out.",
                 tensor=name,
             )
     return Checkpoint(model, newest.optimizer, newest.state | {"averaged_from": used})
@@ -89,7 +90,8 @@ def check_weights(weights: Sequence[float], count: int) -> Sequence[float]:
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
         raise AverageError(
             "trainer.wrong_weight",
-            "--weights: each weight must be a finite number of at least zero, and one must be above zero.",
+            "--weights: each weight must be a finite number of at least zero, and at least one weight must be above "
+            "zero.",
         )
     return weights
 
@@ -118,7 +120,7 @@ def refuse_different_model(
                 tensor=name,
                 found=str(held.get(name, "missing")),
                 other=str(other),
-                expected=str(wanted.get(name, "none")),
+                expected=str(wanted.get(name, "missing")),
             )
 
 

@@ -164,7 +164,7 @@ def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
     if left_out:
         said = Message(
             "trainer.domains_left_out",
-            "domains left out, because no shard has documents of them: {domains}",
+            "these domains are left out, because no shard has documents of them: {domains}",
             domains=left_out,
         )
         print(said, file=sys.stderr)
@@ -179,7 +179,7 @@ def token_shards_in(folder: Path) -> list[Path]:
     if not found:
         raise SpecError(
             "trainer.no_token_shard",
-            "{folder} is not a token shard and contains none. A token shard has a manifest.json.",
+            "{folder} is not a token shard and contains no token shard. A token shard has a manifest.json.",
             folder=str(folder),
         )
     return found
@@ -215,7 +215,7 @@ def main(arguments: list[str]) -> int:
     print(
         Message(
             "trainer.packing",
-            "{recipe}: batches of {rows} × {context} positions, {shards:,|token shard|token shards}",
+            "recipe {recipe} packs {shards:,|token shard|token shards} into batches of {rows} × {context} positions:",
             recipe=recipe.name,
             rows=rows,
             context=context,

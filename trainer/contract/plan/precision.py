@@ -73,7 +73,7 @@ class PrecisionTimings:
         ]
         return Message(
             "plan.probe",
-            "time of the matrix products, attention and loss head of one step: {times}",
+            "the matrix products, attention and loss head of one step take, by precision: {times}",
             times="; ".join(by_precision),
             seconds=self.seconds,
         )
@@ -118,12 +118,12 @@ def refuse_unsupported_precision(recipe: Recipe, device: torch.device) -> None:
     if device.type == "cuda":
         name: str = repr(torch.cuda.get_device_name(device))
     else:
-        name = Message("plan.this_torch", "with this torch")
+        name = Message("plan.this_torch", "under this version of PyTorch")
     needed = Message("plan.fp8_gpu", " (fp8 needs a GPU of compute capability 8.9 or higher)") if asked == FP8 else ""
     raise RecipeError(
         "plan.no_precision",
-        "recipe {recipe}: precision: {device} device {name} cannot compute in {precision}{needed}. Write {other} "
-        "or {auto}.",
+        "recipe {recipe}: the {device} device {name} does not support precision {precision}{needed}. Write "
+        "'precision: {other}' or 'precision: {auto}'.",
         recipe=recipe.name,
         device=device.type,
         name=name,

@@ -132,8 +132,8 @@ def _search(ask: PlanRequest) -> tuple[GpuLayout, int]:
         assert ask.batch is not None, "one sequence a rank always divides"
         raise RecipeError(
             "plan.indivisible_batch",
-            "batch.sequences ({sequences}) and batch.warmup cannot be divided evenly among {gpus} GPUs, nor among "
-            "groups of 2, 4 or {node} GPUs that share each sequence. (The size of a group must divide "
+            "{gpus} GPUs cannot divide the batches of batch.sequences ({sequences}) and batch.warmup evenly, neither "
+            "as single GPUs nor in tensor-parallel groups of 2, 4 or {node} GPUs. (The size of a group must divide "
             "model.kv_heads.) Change batch.sequences or the number of GPUs.",
             sequences=ask.batch.sequences,
             gpus=ask.gpus,

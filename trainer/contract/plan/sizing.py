@@ -158,8 +158,8 @@ def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> Mem
         elements = model.layers * model.d_model / layout.tensor + most
         how: str = Message(
             "plan.kept_recomputed",
-            "{layers} layers × an input of {width:,} / {tensor} (tensor parallel), plus {layer:,.0f} elements of one "
-            "whole layer",
+            "{layers} layers × {width:,} elements of input / {tensor} (tensor parallel) + {layer:,.0f} elements of "
+            "one whole layer",
             layers=model.layers,
             width=model.d_model,
             tensor=layout.tensor,
@@ -181,7 +181,7 @@ def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> Mem
         ),
         Message(
             "plan.activations_source",
-            "{source}, counted for this block (trainer.contract.plan.sizing.activation_elements)",
+            "the count of {source}, applied to this model's blocks (trainer.contract.plan.sizing.activation_elements)",
             source=KORTHIKANTI,
         ),
     )
@@ -238,7 +238,7 @@ def memory_parts(
             if itemsize < 4
             else Message("plan.no_copies", "none: the computation is in fp32")
         )
-        what = Message("plan.autograd_copies", "rounded weights of the forward pass, which autograd keeps")
+        what = Message("plan.autograd_copies", "autograd keeps the rounded weights of the forward pass")
     rows = tokens if logit_rows is None else min(logit_rows, tokens)
     logits = LOGIT_BYTES * rows * model.vocab_size / t + 10 * head + 6 * tokens * model.d_model
     return [
@@ -273,7 +273,7 @@ def memory_parts(
             Message(
                 "plan.logits",
                 "{logit_bytes} bytes × {rows:,} rows × {vocab:,} logits / {tensor} (tensor parallel) + 10 bytes × "
-                "{head:,} of the embedding's gradients + 6 bytes × {tokens:,} tokens × {width:,}",
+                "{head:,} gradients of the embedding + 6 bytes × {tokens:,} tokens × {width:,} (width)",
                 logit_bytes=LOGIT_BYTES,
                 rows=rows,
                 vocab=model.vocab_size,
