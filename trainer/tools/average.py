@@ -26,14 +26,14 @@ from trainer.contract.errors import CheckpointError, TrainerError, run_for_exit_
 
 
 class AverageError(TrainerError):
-    """An argument is wrong. The message names it."""
+    """An argument of ``average`` is wrong. The message names the argument."""
 
 
 def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> Checkpoint:
     """The weighted mean of checkpoints. The weights are scaled to sum to one.
 
-    Raises: AverageError for a wrong list of sources or weights; CheckpointError for a checkpoint that does not verify or does not fit the
-    first one: the message names the first key or tensor that differs.
+    Raises: AverageError if the list of sources or weights is wrong. CheckpointError if a checkpoint cannot be verified, or does not fit the first
+    one. Its message names the first key or tensor that differs.
     """
     if len(sources) < 2:
         raise AverageError(
@@ -79,7 +79,7 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
 
 
 def check_weights(weights: Sequence[float], count: int) -> Sequence[float]:
-    """The weights. Raises: AverageError unless they can be used for an average."""
+    """Return the weights. Raises: AverageError if there are not ``count`` weights, or they cannot be used for an average."""
     if len(weights) != count:
         raise AverageError(
             "trainer.weight_count",
@@ -125,7 +125,7 @@ def refuse_different_model(
 
 
 def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """The first key, with dots between its levels, in which two recipes differ; '' if they are equal.
+    """The first key in which two recipes differ, with dots between its parts; '' if they are equal.
 
     >>> first_difference({"model": {"layers": 2}}, {"model": {"layers": 3}})
     'model.layers'
