@@ -1,7 +1,8 @@
-"""Strict YAML: no anchors, merges or tags; a key that appears twice is an error; a value is what is written.
+"""Reads YAML strictly. Anchors, merges and tags are errors, and so is a key that appears twice. Values are read as they are written.
 
-Plain values are read as in YAML 1.2 (its core schema, yaml.org/spec/1.2.2, section 10.3), not as in PyYAML's YAML 1.1, which reads 12:30 as 750,
-010 as 8, ``off`` as false and 2026-11-26 as a date. Numbers of a leading zero are refused, as the two differ; ``1_000`` and ``0b1`` are numbers.
+Plain values are read as in YAML 1.2 (its core schema, yaml.org/spec/1.2.2, section 10.3). PyYAML reads YAML 1.1, in which 12:30 is 750, 010 is 8,
+``off`` is false and 2026-11-26 is a date. A number with a leading zero is refused, because the two versions read it differently. ``1_000`` and
+``0b1`` are numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from kernels.contract.message import Message
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads plain values as ``_PLAIN`` says and refuses doubled keys.
+    """A SafeLoader that reads plain values as ``_PLAIN`` says, and refuses duplicate keys.
 
-    It refuses anchors too: a few lines of them can stand for more values than a machine can hold.
+    It also refuses anchors: a few lines with anchors can stand for more values than fit in memory.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as PyYAML has it: none of YAML 1.1's
@@ -86,15 +87,15 @@ _Loader.add_constructor(_LEADING_ZERO, _Loader._refuse_leading_zero)
 
 @functools.lru_cache(64)
 def _parsed(text: str) -> object:
-    """Cached, because a policy is read for each file that is ingested, and parsing one takes milliseconds. Callers get a copy."""
+    """The parsed text. It is cached, because a policy is read for each ingested file and parsing takes milliseconds. Callers must copy it."""
     return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
 
 
 def read_yaml(text: str, where: str, error: type[Exception]) -> object:
-    """The parsed text. Raises: ``error`` that names ``where`` and the line that cannot be read."""
+    """Parse YAML text. Raises: ``error`` that names ``where`` and the line that cannot be read."""
     try:
         return copy.deepcopy(_parsed(text))
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as broken:  # a date that is none, a list as a key
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as broken:  # an impossible date, a list as a key
         said = Message(
             "kernels.not_yaml",
             "{where} cannot be read as YAML: {problem}",
