@@ -91,7 +91,7 @@ def test_averages_are_summed_in_double_precision(tmp_path: Path) -> None:
         ({"recipe": {"name": "x", "model": {"layers": 2, "d_model": 4}, "optimizer": {"lr": 0.2}}},
          "error[trainer.other_recipe]: | recipe.optimizer.lr"),
         ({"recipe": {"name": "x", "model": {"layers": 2}, "optimizer": {"lr": 0.1}}}, "error[trainer.other_recipe]: | recipe.model.d_model"),
-        ({"model": {"a": torch.full((2, 3), float("nan"))}}, "error[trainer.not_finite]: a"),
+        ({"model": {"a": torch.full((2, 3), float("nan"))}}, "error[trainer.not_finite]: Tensor a"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(
