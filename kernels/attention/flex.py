@@ -2,7 +2,7 @@
 
 ``document_blocks`` is called once for each batch. All layers share its result in their forward pass, backward pass and recomputation.
 
-Apart because each backend of an op is one file, which a patch replaces as a whole.
+A separate file, because each backend of an op is one file, which a patch replaces as a whole.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The forward pass computes the gradient by the logits in place of the logits, for a bounded number of tokens at a time.
 
-Apart because each backend of an op is one file, which a patch replaces as a whole.
+A separate file, because each backend of an op is one file, which a patch replaces as a whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism by DTensor, for several ranks that split each matrix.
 
-Apart because DTensor takes a while to import, and one rank needs none of it.
+A separate file, because importing DTensor takes a while, and a run with one rank does not need it.
 """
 
 from __future__ import annotations
