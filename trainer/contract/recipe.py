@@ -482,7 +482,7 @@ class Recipe(Strict):
     seed: Annotated[int, Field(ge=0)] = 1
     # The precision of forward and backward; weights and optimiser are fp32. auto: the fastest on this machine, measured when a segment is
     # planned. fp8: as bf16, but the products of attention and of dense MLPs have operands of eight bits (``trainer/model/fp8.py``). It needs
-    # compute capability 8.9, and auto never chooses it. docs/GPU.md says how exact it is, and that no GPU has run it yet.
+    # compute capability 8.9, and auto never chooses it. docs/GPU.md says how exact it is and on which GPUs it has run.
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     compile: bool = True  # torch.compile each block
     # Replay the kernel launches of a micro-batch's forward and backward pass, on one GPU. This helps small models, whose GPU waits for its
