@@ -1,4 +1,4 @@
-"""How Triton kernels divide rows: rows and warps of a tile, and the number of programs of a backward pass.
+"""Divides rows among the programs of Triton kernels: the rows and warps of a tile, and the number of programs of a backward pass.
 
 The speed of a memory-bound kernel depends on the number of bytes that it keeps in flight. At 3.35 TB/s and about 0.8 µs from a load
 to its value, an H100 needs about 20 KB in flight on each of its 132 multiprocessors. These tiles keep about 64 KB in flight:
@@ -37,16 +37,14 @@ WIDEST = (
 )
 FORWARD, BACKWARD = 32, 16  # elements for each thread
 WARPS = 16  # of a multiprocessor in a backward pass; also the most that one program has
-LEAST_ROWS = (
-    16  # of a program of a backward pass: with fewer rows, its partial sum would move as many bytes as its rows
-)
+LEAST_ROWS = 16  # of a backward program: with fewer rows its partial sum would move about as many bytes as the rows
 SHARED = 96 << 10  # bytes that a backward pass may keep in flight: every GPU since 2020 has 99 KiB for a block
 MULTIPROCESSORS = 132  # assumed without a GPU: an H100's, so that the interpreter's sums are the same everywhere
 
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-    """The launch of a backward pass: ``programs`` programs, each of ``rows_each`` rows (whole tiles), and the kernel's constants."""
+    """The launch of a backward pass: the number of programs, the rows of each program (whole tiles), and the settings of the kernel."""
 
     programs: int
     rows_each: int
@@ -55,7 +53,7 @@ class BackwardLaunch:
 
 @functools.cache
 def tile_settings(columns: int, a_thread: int = FORWARD) -> dict[str, int]:
-    """A tile's ROWS, BLOCK (the length of a row, rounded up to a power of two) and ``num_warps``.
+    """The settings of a tile: ROWS, BLOCK (the length of a row, rounded up to a power of two) and num_warps. ``a_thread``: elements of a thread.
 
     >>> tile_settings(1000), tile_settings(8192)
     ({'ROWS': 4, 'BLOCK': 1024, 'num_warps': 4}, {'ROWS': 1, 'BLOCK': 8192, 'num_warps': 8})

@@ -1,20 +1,19 @@
 """CUDA graphs: the launches of a micro-batch's forward and backward, recorded once for each shape and replayed after that.
 
-A launch takes the host some 4 µs, and a step of a 16-layer model has about 1,500: if a kernel takes less time than its launch, the
-GPU waits for the host. A replay is one launch. It repeats the same kernels on the same addresses, and runs no Python:
+A launch takes the host about 4 µs, and a step of a 16-layer model has about 1,500 launches. If kernels take less time than their launches, the
+GPU waits for the host. A replay is one launch. It repeats the same kernels on the same addresses, and runs no Python. Therefore:
 
-- The function's inputs are copied into tensors that stay (``Recorded.inputs``); numbers that are no tensors are part of what a
-- The function's inputs are copied into tensors that stay (``Recorded.inputs``). A recording is found by the inputs' shapes, and by inputs that
-  are not tensors.
+- The function's inputs are copied into tensors that stay (``GraphRecording.inputs``). The key of a recording is the inputs' shapes, and the
+  values of inputs that are not tensors.
 - The function adds its results to tensors that stay: gradients, which are zeroed in place between two steps, and the sums of the step.
-- It returns the other tensors that are read after a replay. Each replay writes them anew.
-- It draws no random numbers and waits for nothing. What does wait (``nonzero``, ``item``) makes the recording fail.
+- The function returns the other tensors that are read after a replay. Each replay overwrites them.
+- The function draws no random numbers and does not wait for the device. A call that waits (``nonzero``, ``item``) makes the recording fail.
 
-The first micro-batches of a shape run without a graph, on a second stream, so that kernels are compiled and workspaces made. The next one is
-recorded, and run both ways. A recording is used only if a replay with other inputs gave the function's own results. If recording fails, or
-a replay differs, no graph is used any more, and one line says so.
+The first micro-batches of a shape run without a graph, on a second stream, so that kernels are compiled and workspaces are allocated. The next
+micro-batch is recorded, and is computed both with and without the graph. The recording is used only if both give the same results. If a
+recording fails or its results differ, the run continues without graphs and prints one line that says why.
 
-On a CPU nothing is launched. All but ``CudaGraphCapture`` is tested there, with a capture that calls the function again.
+A CPU launches nothing. There, tests cover everything but ``CudaGraphCapture``, with a capture that calls the function again.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
 
-LAUNCH_SECONDS = 4e-6  # of the host, a kernel
-BYTES_PER_SECOND = 2e12  # that a small kernel reaches on an H100 (3.35e12 by its data sheet)
+LAUNCH_SECONDS = 4e-6  # the host's time to launch a kernel
+BYTES_PER_SECOND = 2e12  # the memory rate of a small kernel on an H100 (its data sheet says 3.35e12)
 WARM_UPS = 3  # as torch.cuda.make_graphed_callables has it
-MOST = 8  # shapes that are recorded: each holds memory
+MOST = 8  # number of shapes that are recorded: each recording holds memory
 ALIKE = 0.05  # share of a tensor's norm that a replay may differ by: atomic additions change the order of sums
 
 GraphOutput = TypeVar("GraphOutput")
@@ -43,17 +42,17 @@ Key = tuple[Any, ...]
 
 
 class Capture(Protocol):
-    """How a function is warmed up and recorded."""
+    """A way to warm up and to record a function: CUDA graphs, or a stand-in for tests on a CPU."""
 
     def warm_up(self, function: Callable[[], GraphOutput]) -> GraphOutput: ...
 
     def record(self, function: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
-        """Returns a function that replays. Raises: RuntimeError if it cannot be recorded; nothing was changed then."""
+        """Record ``function``. Returns a function that replays it. Raises: RuntimeError if it cannot be recorded. Then nothing has changed."""
         ...
 
 
 class CudaGraphCapture:
-    """Records CUDA graphs, as torch's notes "CUDA semantics" describe. The graphs share memory, because none reads the results of another."""
+    """Records CUDA graphs as torch's notes "CUDA semantics" describe. The graphs share memory: no graph reads the results of another."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -69,7 +68,7 @@ class CudaGraphCapture:
 
     def record(self, function: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: threads that fetch batches and write checkpoints go on
+        # thread_local: the threads that fetch batches and write checkpoints may continue
         recording = torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local")
         try:
             # torch.cuda.graph stays on its own stream if it cannot end
@@ -99,16 +98,16 @@ class GraphRecording(Generic[GraphOutput]):
 
 
 class GraphReplayer(Generic[GraphOutput]):
-    """Calls ``function`` with inputs by name, tensors and numbers, or replays it."""
+    """Calls ``function``, or replays it if these inputs have a recording. Inputs are tensors and other values, by name."""
 
     def __init__(
         self, function: Callable[[dict[str, Any]], GraphOutput], adds_to: Sequence[Tensor], capture: Capture
     ) -> None:
-        """``adds_to``: every tensor that the function adds to, always the same ones."""
+        """``adds_to``: all tensors to which the function adds its results. They must be the same tensors in every call."""
         self.function, self.adds_to, self.capture = function, list(adds_to), capture
         self.recorded: dict[Key, GraphRecording[GraphOutput]] = {}
         self.replays = 0
-        self.why_not = ""  # the reason why no graph is used any more
+        self.why_not = ""  # the reason why graphs are not used; '' while they are used
 
     def __call__(self, inputs: Mapping[str, Any]) -> GraphOutput:
         key = recording_key(inputs)
@@ -129,7 +128,7 @@ class GraphReplayer(Generic[GraphOutput]):
         return found.replay()
 
     def _record(self, found: GraphRecording[GraphOutput], inputs: Mapping[str, Any]) -> GraphOutput:
-        """Record with the previous inputs, then compare a replay with the function itself, both with these inputs."""
+        """Record the function with the previous inputs, then compare a replay with a call, both with ``inputs``. Returns one of their results."""
         run = lambda: self.function(dict(found.inputs))
         replay: Callable[[], GraphOutput] | None = None
         try:
@@ -155,7 +154,7 @@ class GraphReplayer(Generic[GraphOutput]):
             self._give_up(
                 Message(
                     "trainer.replay_differs",
-                    "the replay of a graph gave other results than the computation without a graph",
+                    "the replay of a recorded graph and the computation without a graph gave different results",
                 )
             )
         return left
@@ -163,7 +162,7 @@ class GraphReplayer(Generic[GraphOutput]):
     def _give_up(self, why: str) -> None:
         self.why_not = why
         self.recorded.clear()
-        said = Message("trainer.no_graphs", "CUDA graphs are not used any more: {why}", why=why)
+        said = Message("trainer.no_graphs", "the run continues without CUDA graphs: {why}", why=why)
         print(said, file=sys.stderr, flush=True)
 
 
@@ -183,7 +182,7 @@ def fill_recording(held: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
 
 
 def are_nearly_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
-    """True if the tensors are the same but for rounding, each by its own norm. None if the expected values are not finite."""
+    """True if each tensor differs from the expected one by at most ``ALIKE`` of its norm. None if the expected values are not finite."""
     norms = torch.stack(torch._foreach_norm(list(expected)))
     apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(found), list(expected))))
     finite, within = torch.stack((norms.isfinite().all(), (apart <= ALIKE * norms).all())).tolist()
@@ -191,10 +190,10 @@ def are_nearly_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> boo
 
 
 def is_launch_bound(tokens: int, width: int, bytes_each: int) -> bool:
-    """True if launches take longer than kernels. A kernel between two products reads and writes a micro-batch's activations.
+    """True if launching a kernel takes longer than running it. The kernel is one that reads and writes the activations of a micro-batch once.
 
-    In bf16 the bound is 2 million activations: 4 µs · 2 TB/s / (2 · 2 bytes). Products take longer than that, and the backward pass has more
-    kernels that read two tensors. Therefore there is less to gain near the bound than far below it.
+    ``bytes_each``: bytes of an activation. In bf16 the bound is 2 million activations: 4 µs · 2 TB/s / (2 · 2 bytes). Matrix products, and
+    kernels of the backward pass that read two tensors, take longer. Therefore graphs save less near the bound than far below it.
 
     >>> is_launch_bound(2048, 768, 2), is_launch_bound(4096, 768, 2)
     (True, False)
@@ -203,7 +202,7 @@ def is_launch_bound(tokens: int, width: int, bytes_each: int) -> bool:
 
 
 def uses_graphs(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
-    """True if this run uses graphs, by its recipe and device. ``bytes_each``: bytes of an activation."""
+    """True if a run with this recipe on these ranks uses CUDA graphs. ``bytes_each``: bytes of an activation."""
     rows = recipe.batch.micro_sequences or recipe.batch.sequences
     small = is_launch_bound(rows * recipe.model.context, recipe.model.d_model, bytes_each)
     possible = ranks.size == 1 and recipe.model.experts is None and recipe.parallel.recompute == "none"

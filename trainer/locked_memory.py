@@ -1,9 +1,9 @@
-"""Page-locked host memory, to which a GPU copies while the host works on.
+"""Page-locked host memory, to which a GPU can copy while the host continues to work.
 
-Locking some GB takes the host seconds, so it is done once. torch's own pinned memory is allocated for every tensor of a first save, in
-blocks of powers of two: 16 GB for 12.
+Locking a few GB takes the host seconds. Therefore memory is locked once and used for every save. torch's own pinned memory would be allocated
+tensor by tensor in the first save, in blocks whose sizes are powers of two: 16 GB for 12 GB of tensors.
 
-Apart because only a GPU executes it; it has not run on one yet.
+A separate file, because only a GPU executes it. It has not run on one yet.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the pr
 
 
 class HostMemory:
-    """Host memory that stays at one place from save to save, page-locked where there is a GPU."""
+    """Host memory that all saves share. It is page-locked if there is a GPU."""
 
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.locked = False
 
     def reserve(self, size: int) -> Tensor:
-        """At least ``size`` bytes of memory; the present memory if it is large enough. Nobody may read it meanwhile.
+        """Return at least ``size`` bytes of memory. The present memory is kept if it is large enough. Nothing may be reading it during this call.
 
-        Raises: OSError if the system lacks the memory.
+        Raises: OSError if the system has too little memory.
         """
         if size > len(self.bytes):
             self.release()
@@ -62,7 +62,7 @@ class HostMemory:
 
 
 def lock_pages(memory: Tensor) -> int:
-    """Returns CUDA's error code, 0 for success. CUDA reports a failed call's error again at the next kernel of the same thread."""
+    """Page-lock ``memory``. Returns CUDA's error code, 0 for success. After a failure, the thread's next kernel reports the same error again."""
     return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), PORTABLE))
 
 

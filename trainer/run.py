@@ -1,5 +1,5 @@
-"""The state of a segment between two steps, and the step: ``launch_step`` gives its work to the device, ``read_finished_steps`` fetches the numbers
-of steps."""
+"""The state of a running segment, and its training step: ``launch_step`` launches a step's work on the device, and ``read_finished_steps`` fetches
+the numbers of launched steps."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from trainer.parallel.replicas import find_differing_tensors
 
 
 class BatchSums:
-    """Sums over rows of a batch: views of one fp32 tensor on the device, so that one message adds them over the ranks."""
+    """Sums over the rows of a batch. They are views of one fp32 tensor on the device, so that a single all-reduce sums them over the ranks."""
 
     def __init__(self, all: Tensor) -> None:
         """``all``: [loss, nll by domain…, supervised tokens by domain…, supervised tokens of the first half]."""
         domains = (len(all) - 2) // 2
         self.all = all
-        self.loss = all[0]  # with the auxiliary losses
+        self.loss = all[0]  # auxiliary losses included
         self.nll_D = all[1 : 1 + domains]
         self.supervised_D = all[1 + domains : -1]
         self.supervised_in_half = all[-1]  # 0 unless the monitor keeps the first half's gradients
@@ -56,7 +56,7 @@ class BatchSums:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step whose work was given to the device. Its numbers stay there until they are read."""
+    """A step whose work was launched. Its numbers stay on the device until they are read."""
 
     step: int
     rows: list[Row]  # of the global batch
@@ -68,7 +68,7 @@ class LaunchedStep:
 
 
 class SegmentRun:
-    """A segment's state. ``start``: the folder of the checkpoint to resume from; None: newly initialised weights."""
+    """The state of a running segment. ``start``: the folder of the checkpoint to resume from; None: the weights are initialised."""
 
     def __init__(self, spec: SegmentSpec, ranks: Ranks, start: Path | None) -> None:
         self.spec, self.ranks = spec, ranks
@@ -78,7 +78,7 @@ class SegmentRun:
         ops = bind_ops(choice, ranks.device, dtype, recipe.compile, fallback)
         shape = BenchSetting.of_mapping(recipe.model_dump()).shape
         self.kernels = find_implementations_in_use(choice, ranks.device, dtype, recipe.compile, fallback, shape)
-        # by way of meta only where it is distributed: leaving it, torch imports sympy, half a second of the start
+        # on the meta device only if the model is distributed: leaving it, torch imports sympy, which takes half a second
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
         if ranks.mesh is not None:
@@ -103,7 +103,7 @@ class SegmentRun:
         self.at_start = dict(self.counters)
         self.skipped: list[SkippedCheckpoint] = []  # checkpoints of this segment that could not be loaded
         self.stop_asked = False
-        self.writer: CheckpointWriter | None = None  # an update waits for its copy
+        self.writer: CheckpointWriter | None = None  # an update waits until the writer has copied the tensors
         torch.manual_seed(recipe.seed)
         state = self._restore(start) if start is not None else None
         if state is None:
@@ -121,7 +121,7 @@ class SegmentRun:
             self.counters["documents"] = self.at_start["documents"] = 0
         self.step = self.order.step
         self.sampler = self.order.state_dict()
-        self.launched: list[LaunchedStep] = []  # and not read yet
+        self.launched: list[LaunchedStep] = []  # steps whose numbers are not read yet
         self.sums = BatchSums(
             torch.zeros(2 + 2 * len(self.order.domains), device=ranks.device)
         )  # of the step under way
@@ -140,13 +140,13 @@ class SegmentRun:
             self.use_graphs(CudaGraphCapture())
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
-        """Make one update. Returns its record, as ``read_finished_steps`` does."""
+        """Train one step and wait for it. Returns its record, as ``read_finished_steps`` does."""
         self.launch_step(batch)
         ((_, record),) = self.read_finished_steps()
         return record
 
     def launch_step(self, batch: Batch) -> None:
-        """Launch one update without waiting for the device. A batch without targets makes no update."""
+        """Launch one step without waiting for the device. A batch without targets changes no weight."""
         recipe, spec = self.recipe, self.spec
         lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
         self.signals.begin_step(self.monitor.layer_at(batch.step))
@@ -171,9 +171,10 @@ class SegmentRun:
         )
 
     def read_finished_steps(self) -> Iterator[tuple[LaunchedStep, dict[str, Any]]]:
-        """Each step launched since the last reading, with its record (without rates and times). One transfer fetches all; nothing else waits.
+        """Yields each step launched since the last call, with its record (without rates and times). One transfer fetches the numbers of all steps.
+        It is the only wait for the device.
 
-        The records are made one by one: call ``Hook.after_step`` of each before taking the next. A step without targets has no loss.
+        The records are made one by one: call ``StepHook.after_step`` with a record before taking the next one. A step without targets has no loss.
         """
         steps, self.launched = self.launched, []
         return self._records(steps, copy_to_host(*(numbers for step in steps for numbers in step.numbers)))
@@ -215,9 +216,9 @@ class SegmentRun:
         return record | {"lr": step.lr, "skipped": skipped, "memory": memory_bytes(self.ranks.device)}
 
     def _over_ranks(self, sums: BatchSums, squares_P: Tensor) -> tuple[BatchSums, Tensor, Tensor]:
-        """Sum both, and ``stop_asked`` (above 0: some rank was asked to stop), over all ranks in one message.
+        """Sum over all ranks, in one message: ``sums``, ``squares_P``, ``stop_asked`` and each rank's measurements for ``signals``.
 
-        The message also has each rank's measurements for ``signals``.
+        Returns (the sums, the squares, a number that is above 0 if some rank was asked to stop).
         """
         stop = sums.all.new_full((1,), float(self.stop_asked))
         by_rank = self.signals.by_rank
@@ -228,7 +229,7 @@ class SegmentRun:
         return BatchSums(summed), squares_P, stop
 
     def _backward(self, batch: Batch) -> tuple[BatchSums, Tensor | None]:
-        """Compute the gradients of this rank's rows. Returns (sums of its rows, tokens [expert layers, experts] or None)."""
+        """Compute the gradients of this rank's rows. Returns (sums over its rows, its tokens at each expert [expert layers, experts] or None)."""
         sums, load = self.sums, None
         sums.all.zero_()
         experts = self.recipe.model.experts
@@ -248,7 +249,8 @@ class SegmentRun:
         return sums, load
 
     def _micro_batch(self, part: dict[str, Any], router_z_share: float = 0.0) -> Tensor | None:
-        """Add a micro-batch's gradients to those of the parameters, and its sums to ``sums``. Returns tokens [expert layers, experts] or None."""
+        """Add a micro-batch's gradients to those of the parameters, and its sums to ``sums``. Returns the number of tokens at each expert
+        [expert layers, experts], or None."""
         part_of, sums = self.model.tensor.part, self.sums
         domains_BS = part_of(part.pop("domains_BT"))
         loss, nll_BS, load = self.model.loss(**part, z_loss=self.recipe.stability.z_loss, router_z_share=router_z_share)
@@ -262,7 +264,7 @@ class SegmentRun:
         return load
 
     def use_graphs(self, capture: Capture) -> None:
-        """Replay micro-batches from now on (``trainer.cuda_graphs``). Only for one rank of a dense model."""
+        """Compute micro-batches by replaying CUDA graphs from now on (``trainer.cuda_graphs``). Only for a dense model on one rank."""
 
         def kept(part: dict[str, Any]) -> LayerInputs:
             """Run a micro-batch. Returns the tensors that its layers left for ``signals``."""
@@ -274,7 +276,7 @@ class SegmentRun:
         self.graphs = GraphReplayer(kept, [*self.optimizer.keep_gradients(), self.sums.all], capture)
 
     def _rows_at_once(self, batch: Batch) -> tuple[int, bool]:
-        """(rows of a micro-batch, True if a sole micro-batch is split in two to measure the noise scale)."""
+        """(number of rows of a micro-batch, True if the only micro-batch is split in two to measure the noise scale)."""
         rows = len(batch.tokens_BT)
         micro = self.recipe.batch.micro_sequences or rows
         every = self.recipe.stability.noise_scale_every
@@ -282,7 +284,7 @@ class SegmentRun:
         return (rows // 2 if split else micro), split
 
     def _balance(self, load: Tensor | None, skip: Tensor) -> None:
-        """Move the routers' biases by the tokens that each expert got in the whole batch."""
+        """Update the biases of the routers from the number of tokens that each expert got in the global batch."""
         if load is None:
             return
         assert self.recipe.model.experts is not None
@@ -294,7 +296,7 @@ class SegmentRun:
             update_bias(bias_E, load_E, self.recipe.model.experts.bias_rate, skip)
 
     def save(self) -> None:
-        """Begin a checkpoint. Further steps may be launched meanwhile."""
+        """Begin to save a checkpoint. The caller may launch further steps while it is written."""
         assert self.writer is not None
         state = {
             "step": self.step,
@@ -315,7 +317,8 @@ class SegmentRun:
     def checkpoint_contents(self) -> tuple[dict[str, Tensors], Regions]:
         """This rank's part of a checkpoint: (tensors by kind, the region of each in its whole tensor).
 
-        The leader also writes tensors that no rank shares. The tensors are not copies: they are the ones that train.
+        The leader's part also has the tensors that are not split: buffers, counts of steps and the random state. Parameters and moments are not
+        copied: they are the tensors that training changes.
         """
         model: Tensors = {}
         optimizer: Tensors = {}
@@ -333,8 +336,8 @@ class SegmentRun:
         return {"model": model, "optimizer": optimizer}, regions
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of host memory that copies of ``checkpoint_contents`` take once every parameter has its moments. AdamW's moments exist after one
-        step."""
+        """Bytes of host memory that a copy of ``checkpoint_contents`` takes once every parameter has its moments. (Before the first step AdamW has
+        none.)"""
         moments = {"adamw": 2, "muon": 1}
         held: list[Tensor] = []
         for row in self.optimizer.table:
@@ -356,7 +359,7 @@ class SegmentRun:
         return found
 
     def differing_replicas(self) -> list[str]:
-        """Names of weights and moments whose bits differ between two ranks that should be equal. Every rank must call it."""
+        """The names of weights and moments whose copies on two ranks differ. The copies should be equal. Every rank must call it."""
         held = {name: local_part(parameter) for name, parameter in self.optimizer.parameters.items()}
         held |= self.optimizer.state_tensors()
         return find_differing_tensors(
@@ -391,7 +394,7 @@ class SegmentRun:
         except KeyError as missing:
             raise CheckpointError(
                 "trainer.other_optimizer",
-                "recipe.optimizer does not fit the checkpoint, which has no {name}.",
+                "recipe.optimizer does not fit the checkpoint: the checkpoint has no tensor {name}.",
                 name=str(missing),
             ) from None
         for hook in self.hooks:
@@ -399,7 +402,10 @@ class SegmentRun:
                 hook.load_state_dict(state[hook.key])
             elif hook.required:
                 raise CheckpointError(
-                    "trainer.no_hook_state", "{file}: state.json has no key '{key}'.", file=str(start), key=hook.key
+                    "trainer.no_hook_state",
+                    "state.json of checkpoint {file} has no key '{key}'.",
+                    file=str(start),
+                    key=hook.key,
                 )
         self.counters = dict(state["counters"])
         same_segment = (state["kind"], state["first_step"]) == (self.spec.kind, self.spec.first_step)

@@ -1,8 +1,8 @@
-"""One segment: from a checkpoint (or nothing) to the checkpoint at ``last_step``, leaving files in its folder.
+"""Runs one segment, from its first checkpoint (or from initialised weights) to the checkpoint at ``last_step``. It writes files to its folder:
 
     metrics.jsonl  anomalies.jsonl  checkpoints/step-…/  result.json
 
-Started again on the same folder, it resumes from its newest good checkpoint (on a CPU with the same bits). If it is done, it returns.
+If a segment is started again, it resumes from its newest good checkpoint (on a CPU with the same bits). A finished segment is not run again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from trainer.optim.optimizer import format_table
 from trainer.parallel.ranks import Ranks
 from trainer.run import SegmentRun
 
-LAST_STEPS = 20  # the result's loss is the mean over so many steps
+LAST_STEPS = 20  # the result's loss is the mean over this many last steps
 
 
 def run_segment(folder: Path) -> None:
-    """Run the segment of a folder to its end. Raises: TrainerError, KernelError, OSError; Stopped after SIGTERM."""
+    """Run the segment of a folder to its end. Raises: TrainerError, KernelError, OSError; StoppedBySignal after SIGTERM."""
     if stopping.is_stop_requested():
         raise StoppedBySignal("trainer.stopped_before", "Stopped before the segment began, as requested.")
     spec = SegmentSpec.load(folder)
@@ -69,9 +69,10 @@ def run_segment(folder: Path) -> None:
 
 
 def find_start_checkpoint(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tuple[Path | None, list[SkippedCheckpoint]]:
-    """The checkpoint to continue from: this segment's newest good one, else the initial one, else none.
+    """(the checkpoint to continue from, the bad checkpoints that were skipped). It is this segment's newest good checkpoint, else the initial
+    checkpoint, else None.
 
-    Each rank hashes its share of the files. All ranks get the same answer.
+    Each rank hashes a share of the files. All ranks return the same checkpoint.
     """
     own = folder / "checkpoints"
     skipped: list[SkippedCheckpoint] = []
@@ -84,7 +85,7 @@ def find_start_checkpoint(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tupl
             return path, skipped
         if ranks.is_leader:
             skipped.append(checkpoints.mark_as_bad(path, fault))
-            said = Message("trainer.checkpoint_skipped", "checkpoint skipped: {fault}", fault=fault)
+            said = Message("trainer.checkpoint_skipped", "a bad checkpoint is skipped: {fault}", fault=fault)
             print(said, file=sys.stderr, flush=True)
         ranks.wait()
     if spec.initial_checkpoint is None:
@@ -114,7 +115,7 @@ def find_fault_by_ranks(path: Path, ranks: Ranks) -> str:
 
 
 def train_steps(folder: Path, run: SegmentRun) -> None:
-    """Run the loop, and write its files."""
+    """Train all steps of a segment, and write its metrics, anomalies, checkpoints and result."""
     recipe, spec, ranks = run.recipe, run.spec, run.ranks
     on_gpu = ranks.device.type == "cuda"
     reserve = run.checkpoint_bytes() * on_gpu  # on a CPU a save gives its memory back, because the step needs it
@@ -178,7 +179,7 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
 
 
 def write_result(folder: Path, run: SegmentRun, apart: list[str], speed: SpeedMeter) -> None:
-    """Write result.json atomically: its presence says that the segment is done. ``apart``: the value of ``Run.differing_replicas``."""
+    """Write result.json atomically. The file exists only if the segment is done. ``apart``: what ``SegmentRun.differing_replicas`` returned."""
     path = folder / "checkpoints" / checkpoints.checkpoint_name(run.spec.last_step)
     every = read_lines(folder / "metrics.jsonl")
     lines = every[-LAST_STEPS:]
@@ -206,5 +207,5 @@ def write_result(folder: Path, run: SegmentRun, apart: list[str], speed: SpeedMe
 
 
 def mean_or_none(values: list[float]) -> float | None:
-    """The mean; None without values (no step's loss was finite)."""
+    """The mean of the values; None if there are none, because no step had a finite value."""
     return sum(values) / len(values) if values else None

@@ -1,7 +1,7 @@
 """AdamW over many tensors at once, in place (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2).
 
-The update is that of torch's fused AdamW, with the two inputs of its gradient scaler: gradients are divided by ``divide_by``, and if ``skip``
-is one nothing changes, whatever the gradients hold.
+The update is that of torch's fused AdamW with the two inputs of a gradient scaler: gradients are divided by ``divide_by``, and nothing changes if
+``skip`` is one, even if the gradients are not finite.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def reference(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Changes weights, moments and steps in place. The lists have the same order, and tensors of one dtype. ``steps``: the number of updates so
-    far, a floating-point scalar for each weight. ``divide_by`` and ``skip`` (0 or 1) are scalars."""
+    """Update weights, moments and steps in place. All lists have the same order. Their tensors have one dtype. ``steps``: the number of updates
+    so far, a floating-point scalar for each weight. ``divide_by`` and ``skip`` (0 or 1) are scalars."""
     skipped = skip > 0
     for weight, gradient, exp_avg, exp_avg_sq, step in zip(weights, gradients, exp_avgs, exp_avg_sqs, steps):
         gradient = gradient / divide_by.to(gradient.dtype)
@@ -58,7 +58,7 @@ def reference(
 
 @contextmanager
 def with_dense_copies(lists: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """The lists with a dense copy of each tensor that is not dense. The copies are written back at the end."""
+    """Yields the lists with a dense copy in place of each tensor that is not dense. At the end the copies are written back."""
     copies = [[x.contiguous() for x in tensors] for tensors in lists]
     yield copies
     for tensors, changed in zip(lists, copies):
@@ -81,10 +81,10 @@ def fused_adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Computes what ``reference`` does, by torch's fused kernel. Tensors that are not dense are updated as dense copies."""
+    """The same update as ``reference``, by torch's fused kernel. Tensors that are not dense are updated through dense copies."""
     if not weights:
         return
-    # torch's optimiser does this itself: the count rises first, and falls again if the kernel changed nothing
+    # as torch's optimiser does: the counts rise first, and fall again if the kernel changed nothing
     torch._foreach_add_(steps, 1.0)
     with with_dense_copies((weights, gradients, exp_avgs, exp_avg_sqs)) as (held, grads, means, squares):
         torch._fused_adamw_(
@@ -121,26 +121,26 @@ def compiled(
     lr: float,
     *rest: float,
 ) -> None:
-    """Computes what ``reference`` does, through torch.compile. The rate is passed as a tensor: a number that changes with every step would
-    be compiled again each time."""
+    """The same update as ``reference``, through torch.compile. The rate is passed as a tensor: torch would compile again for each new value of
+    a number."""
     rate = torch.full((), lr, dtype=torch.float64, device=skip.device)
     one_region(weights, gradients, exp_avgs, exp_avg_sqs, steps, divide_by, skip, rate, *rest)
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:
-    """Reads weight, gradient and both moments, writes all but the gradient."""
+    """The update reads weight, gradient and both moments, and writes weight and moments."""
     elements = sum(torch.Size(size).numel() for size in tensor_sizes(shape))
     return Cost(7 * elements * itemsize, 15 * elements, 0, 0)
 
 
 def tensor_sizes(shape: Shape) -> list[tuple[int, ...]]:
-    """A layer's MLP, a norm and the embedding."""
+    """The shapes of the test tensors: a layer's MLP, a norm, the embedding, and one matrix that depends on the batch."""
     D, F = shape.d_model, shape.d_ff
     return [(F, D), (F, D), (D, F), (D,), (shape.vocab_size, D), (shape.batch, D)]
 
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Inputs after three updates, with moments as from gradients of size 0.1."""
+    """Inputs as after three updates, with moments as from gradients of size 0.1."""
     made = [[normal_tensor(generator, size, device, dtype, 0.1) for size in tensor_sizes(shape)] for _ in range(3)]
     exp_avg_sqs = [normal_tensor(generator, size, device, dtype, 0.03).square() for size in tensor_sizes(shape)]
     steps = [torch.tensor(3.0, device=device) for _ in exp_avg_sqs]

@@ -1,12 +1,13 @@
-"""AdamW in Triton: one launch over all tensors, each program 2,048 elements of one. Tables hold the tensors' addresses and the owner of each program.
+"""AdamW in Triton: one launch updates all tensors. Each program updates 2,048 elements of one tensor. One table holds the addresses of the tensors,
+and another one says which tensor each program updates.
 
-A table is copied to the device from pinned memory without a wait, and is kept. The table of addresses is used again while the addresses stay
-(gradients are allocated anew in every step, mostly at the same places), the table of owners while the sizes stay. Numbers that follow from a
-tensor's count of steps are computed in the kernel, in fp64: this needs no launches, and 1 - beta^t keeps its digits. A step has two further
-small launches, which increase the counts.
+The tables are copied to the device from pinned memory without a wait, and are cached. The table of addresses can be used again while the addresses
+stay the same (gradients are allocated anew in every step, but mostly at the same places), the other table while the sizes stay the same. The
+kernel computes the numbers that depend on a tensor's count of steps, in fp64: this needs no launches, and 1 - beta^t keeps its digits. Two more
+small launches increase the counts.
 
-Bytes an element in fp32: 28 (weight and moments read and written, gradient read); of 1e9 elements at 90 % of 3.35 TB/s:
-9.3 ms on an H100 (predicted, not measured).
+The kernel moves 28 bytes for each element in fp32 (weight and moments are read and written, the gradient is read). For 1e9 elements that takes
+9.3 ms on an H100, at 90 % of 3.35 TB/s (predicted, not measured).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from kernels.adamw import with_dense_copies
 
-BLOCK, WARPS = 2048, 8  # elements and warps of a program: two loads of 16 bytes a thread of each fp32 tensor
-KEPT = 16  # tables: number of tables that are kept: for a few groups of parameters, and for gradients that alternate between places
+BLOCK, WARPS = 2048, 8  # elements and warps of a program: each thread has two loads of 16 bytes of each fp32 tensor
+KEPT = 16  # number of cached tables: for a few groups of parameters, and for gradients that alternate between places
 
 
 @triton.jit
@@ -30,8 +31,8 @@ def update_kernel(  # type: ignore[no-untyped-def]
     like, owners, table, divide_by, skip, tensors, lr, log_beta1, beta1, rest1, log_beta2, beta2, rest2, eps, keep,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``table``: rows of ``tensors`` int64: addresses of weights, gradients, both moments and steps; numbers of elements; first
-    programs. ``map_programs_to_tensors``: the tensor of each program."""
+    """``table``: int64 [7, ``tensors``]. Its rows are the addresses of weights, gradients, both moments and steps; then the number of elements and
+    the first program of each tensor. ``owners``: the tensor of each program, from ``map_programs_to_tensors``."""
     if tl.load(skip) > 0:
         return
     program = tl.program_id(0)
@@ -63,13 +64,13 @@ def update_kernel(  # type: ignore[no-untyped-def]
 
 @functools.lru_cache(KEPT)
 def numbers_on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """The numbers on the device, int64. Copied from pinned memory, which torch keeps until the copy is done."""
+    """Copy the numbers to the device, as int64. They are copied from pinned memory, which torch keeps until the copy is done."""
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 @functools.lru_cache(KEPT)
 def map_programs_to_tensors(blocks: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 [programs]: the tensor whose block each program has.
+    """int32 [programs]: the index of the tensor that each program updates. ``blocks``: the number of programs of each tensor.
 
     >>> map_programs_to_tensors((2, 0, 1), torch.device("cpu")).tolist()
     [0, 0, 2]
@@ -96,7 +97,7 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Computes what ``kernels.adamw.reference`` does, for fp32 steps. Tensors that are not dense are updated as dense copies."""
+    """The same update as ``kernels.adamw.reference``, for fp32 steps. Tensors that are not dense are updated through dense copies."""
     counts = [x.numel() for x in weights]
     blocks = tuple(-(-count // BLOCK) for count in counts)
     begins = [0]
@@ -133,4 +134,4 @@ def adamw(
         )
     torch._foreach_add_(
         steps, [1 - skip] * len(steps)
-    )  # one tensor for all would be read on the host first, which waits
+    )  # a list, because torch would read a single tensor on the host, which waits for the device

@@ -1,7 +1,7 @@
-"""The residual stream's addition and the RMSNorm that follows it, in one op: s = x + y, n = RMSNorm(s) · weight.
+"""The addition to the residual stream and the RMSNorm that follows it, in one op: s = x + y, n = RMSNorm(s) · weight.
 
-Both are returned, because the stream continues with the sum. The sum is rounded to the stream's dtype before it is normalised, as two
-ops would round it.
+The op returns s and n, because the residual stream continues with the sum s. The sum is rounded to the stream's dtype before it is normalised,
+as two separate ops would do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def reference(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tuple
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:
-    """Backward reads the sum and both gradients, and writes the one gradient that x and y share."""
+    """The backward pass reads the sum and both gradients, and writes the one gradient that x and y share."""
     elements = shape.tokens * shape.d_model
     return Cost(4 * elements * itemsize, 5 * elements, 4 * elements * itemsize, 10 * elements)
 

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm in Triton: like ``kernels.rms_norm.triton``, but it also computes and stores the sum."""
+"""Residual addition and RMSNorm in Triton. The kernels are those of ``kernels.rms_norm.triton``, but they also compute and store the sum."""
 
 from __future__ import annotations
 
@@ -109,5 +109,5 @@ forward_op.register_autograd(gradients, setup_context=save_inputs)
 
 
 def add_rms_norm(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Computes what ``kernels.add_rms_norm.reference`` does, in fp32 and bf16 (statistics in fp32)."""
+    """The same as ``kernels.add_rms_norm.reference``, in fp32 and bf16 (statistics in fp32)."""
     return forward_op(x_XD, y_XD, weight_D, eps)[:2]

@@ -35,7 +35,7 @@ def document_mask(document_BT: Tensor) -> Tensor:
 
 
 def attend_no_rows(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
-    """Attention over no rows, with a gradient for each argument. (torch 2.11 returns None on a GPU.)"""
+    """The result for a batch without rows, with a gradient for each argument. (On a GPU torch 2.11 would return None.)"""
     return q_BTHK + k_BTGK.sum() + v_BTGK.sum()
 
 
@@ -49,7 +49,7 @@ def reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tenso
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:
-    """Half of the square is masked away; the backward pass recomputes the scores (5 products for 2)."""
+    """Half of the score matrix is masked. The backward pass recomputes the scores: it has 5 products, the forward pass 2."""
     queries = shape.tokens * shape.heads * shape.head_dim
     keys = shape.tokens * shape.kv_heads * shape.head_dim
     flops = 2 * queries * shape.context  # two products, half of the square each
@@ -63,15 +63,15 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return q, k, v, starts.cumsum(1).to(device)
 
 
-BLOCK = 64  # least queries of a block (else an eighth of the row); a block's scores leave out later keys
+BLOCK = 64  # queries of a block, at least (else an eighth of the row). The scores of a block leave out later keys
 
 
 class Recompute(torch.autograd.Function):
-    """SDPA's own forward for the CPU; backward by matrix products on softmax computed again (arXiv 2205.14135 §3.1).
+    """torch's SDPA forward on the CPU, and a backward pass of matrix products that computes the softmax again (arXiv 2205.14135 §3.1).
 
-    torch's CPU backward leaves the matrix units idle. Here scores and their gradients are fp32 products, so that softmax can still distinguish
-    large scores; the three products after them are in the inputs' dtype. The logsumexp of the forward pass is not used: if scores are in the
-    millions, scores summed in another order no longer fit it.
+    torch's own backward pass on the CPU does not use the matrix units. Here the scores and the gradients of the weights are fp32 products, so that
+    softmax can distinguish large scores. The three products after them are in the inputs' dtype. The logsumexp of the forward pass is not used:
+    if scores are in the millions, scores that are summed in another order do not fit it.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ class Recompute(torch.autograd.Function):
 
 
 def recompute(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """Computes what ``reference`` does, with a backward pass of matrix products."""
+    """The same as ``reference``, with a backward pass of matrix products (``Recompute``)."""
     return Recompute.apply(q_BTHK, k_BTGK, v_BTGK, document_BT)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -134,14 +134,17 @@ RECOMPUTE = Implementation(
 
 
 def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """Computes what ``reference`` does, in C++ for bf16; by ``recompute`` in other dtypes, or on a CPU that does not multiply bf16."""
+    """The same as ``reference``, in C++ for bf16. ``recompute`` computes it in other dtypes, or on a CPU that cannot multiply bf16."""
     if q_BTHK.dtype == torch.bfloat16 and attention_native.is_usable(q_BTHK.shape[-1]):
         return attention_native.forward_op(q_BTHK, k_BTGK, v_BTGK, document_BT)
     return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)
 
 
 def find_native_fallback(shape: Shape, dtype: torch.dtype) -> str:
-    """What ``native`` hands the work to for such a call; "" if its C++ computes. Raises: KernelError if the C++ cannot be compiled."""
+    """ "NAME: reason" of the implementation that computes instead of the C++ of ``native``, for this shape and dtype; "" if the C++ computes.
+
+    Raises: KernelError if the C++ cannot be compiled.
+    """
     if dtype != torch.bfloat16:
         dtype_name = str(dtype).removeprefix("torch.")
         return Message(
@@ -167,11 +170,11 @@ NATIVE = Implementation(
 )
 
 
-MOST_HEAD_DIM = 256  # of FlashAttention
+MOST_HEAD_DIM = 256  # the largest head that FlashAttention supports
 
 
 def supports_head_dim(head_dim: int, dtype: torch.dtype) -> bool:
-    """True if FlashAttention takes such heads."""
+    """True if FlashAttention supports heads of this size and dtype."""
     return head_dim <= MOST_HEAD_DIM and dtype == torch.bfloat16
 
 

@@ -1,6 +1,6 @@
-"""Attention in C++ for CPUs that multiply bf16 (AVX-512 bf16, AMX; ``attention.cpp``), as torch.library ops.
+"""Attention in C++ (``attention.cpp``), as torch.library ops, for bf16 on CPUs that multiply bf16 (AVX-512 bf16 or AMX).
 
-Used for bf16 on such a machine. Otherwise ``attention.recompute`` has the same maths in torch's own ops.
+For other dtypes and CPUs, ``kernels.attention.recompute`` computes the same with torch's own ops.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.native import call_cpp, cpu_op, load_library
 
 
 def is_usable(head_dim: int) -> bool:
-    """True if this CPU multiplies bf16 (AVX-512 bf16 or AMX) and heads of that size can be packed for it."""
+    """True if this CPU multiplies bf16 (AVX-512 bf16 or AMX) and the C++ supports heads of this size."""
     return head_dim % 2 == 0 and _multiplies_bf16()
 
 
@@ -30,9 +30,9 @@ is_usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run_attention(function: str, inputs: list[Tensor], document_BT: Tensor, outputs: list[Tensor]) -> None:
-    """Call the C++. Inputs: q, k, v and tensors of q's shape, with a dense last dimension. Outputs are contiguous.
+    """Call a C++ function. ``inputs``: q, k, v, then tensors of q's shape, all with a dense last dimension. ``outputs`` must be contiguous.
 
-    Raises: ValueError for shapes or dtypes that do not fit: the C++ would read past their ends.
+    Raises: ValueError for shapes or dtypes that do not fit, because the C++ would read past the ends of the tensors.
     """
     (B, T, H, K), G = inputs[0].shape, inputs[1].shape[2]
     shapes = [(B, T, H, K), (B, T, G, K), (B, T, G, K), *[(B, T, H, K)] * len(inputs[3:])]
@@ -47,7 +47,7 @@ def run_attention(function: str, inputs: list[Tensor], document_BT: Tensor, outp
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """The tensor, dense in its last dimension and with rows that begin at a pair, because pairs of neighbours are moved as one."""
+    """The tensor with a dense last dimension and even strides, copied if necessary. The C++ moves pairs of neighbouring elements."""
     return x if x.stride(-1) == 1 and not any(step % 2 for step in x.stride()[:-1]) else x.contiguous()
 
 
@@ -92,13 +92,13 @@ forward_op.register_autograd(gradients, setup_context=save_inputs)
 
 @register_flop_formula(torch.ops.factory.attention)
 def forward_flops(q: Any, k: Any, v: Any, document: Any, **_: Any) -> int:
-    """Two products, as SDPA's formula counts them: the whole square, because shapes do not say what is masked."""
+    """FLOPs of two products over the whole score matrix, as torch counts SDPA: shapes do not say what is masked."""
     B, T, H, K = q
     return int(4 * B * H * T * T * K)
 
 
 @register_flop_formula(torch.ops.factory.attention_backward)
 def backward_flops(q: Any, k: Any, v: Any, document: Any, do: Any, **_: Any) -> int:
-    """Five products: the scores are computed again."""
+    """FLOPs of five products: the backward pass computes the scores again."""
     B, T, H, K = q
     return int(10 * B * H * T * T * K)

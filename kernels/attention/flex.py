@@ -1,8 +1,8 @@
-"""Attention by FlexAttention over blocks of queries and keys; blocks in which no token sees another are left out.
+"""Attention by FlexAttention over blocks of queries and keys. Blocks in which no query may see a key are left out.
 
-``document_blocks`` is made once a batch, and shared by all layers in their forward pass, backward pass and recomputation.
+``document_blocks`` is called once for each batch. All layers share its result in their forward pass, backward pass and recomputation.
 
-Apart because each backend of an op is one file, which a patch replaces as a whole.
+A separate file, because each backend of an op is one file, which a patch replaces as a whole.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from kernels.contract.op import lazily_compiled
 
-LEAST_HEAD_DIM = 16  # of torch's template (NotImplementedError below it, torch 2.11)
+LEAST_HEAD_DIM = 16  # the smallest head that torch's template supports (torch 2.11 raises NotImplementedError below it)
 
 make_blocks = lazily_compiled(create_block_mask)  # the eager function writes the whole [B, T, T]
 
 
 def document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask | Tensor:
-    """The blocks of queries and keys that see one another in part or wholly. For no rows, the documents themselves."""
+    """The blocks of queries and keys in which some query may see some key. For a batch without rows, the documents themselves."""
     B, T = document_BT.shape
     if not B:
         return document_BT
@@ -34,9 +34,9 @@ def document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask | Tensor:
 
 
 def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Any) -> Tensor:
-    """Computes what ``kernels.attention.reference`` does, by FlexAttention (Dong et al. 2024, arXiv 2412.05496), without masked blocks.
+    """The same as ``kernels.attention.reference``, by FlexAttention (Dong et al. 2024, arXiv 2412.05496). Masked blocks are not computed.
 
-    ``documents``: [B, T], or their ``document_blocks``.
+    ``documents``: the documents [B, T], or the result of ``document_blocks`` for them.
     """
     if not q_BTHK.numel():
         return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # an empty result with a gradient for each argument

@@ -1,7 +1,8 @@
-"""Attention by FlashAttention over stretches: runs of neighbouring tokens of one document in one row. Padding is a stretch too.
+"""Attention by FlashAttention over stretches. A stretch is a run of neighbouring tokens of one document in one row. Padding is a stretch too.
 
-A dense mask [B, 1, T, T] keeps torch's flash kernels from running, and costs T bytes a token. ``document_run_bounds`` carries the same
-information. It is made once a batch, and shared by all layers in their forward pass, backward pass and recomputation.
+torch's flash kernels do not support a dense mask [B, 1, T, T], which would also take T bytes for each token. The result of
+``document_run_bounds`` has the same information. It is computed once for each batch. All layers share it in their forward pass, backward pass
+and recomputation.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from torch.nn.attention.varlen import varlen_attn
 from kernels.attention import attend_no_rows, reference, supports_head_dim
 
 HEAD_MULTIPLE = 8
-MOST_STRETCHES = 65535  # FlashAttention lays them along the second side of its grid, which CUDA bounds
-# torch 2.11 accepts fewer heads of keys; later versions need this argument
+MOST_STRETCHES = 65535  # CUDA's bound for the second dimension of a grid, which FlashAttention uses for the stretches
+# torch 2.11 accepts fewer heads of keys than of queries. Later versions need this argument for that.
 GQA: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def mark_document_starts(document_BT: Tensor) -> Tensor:
-    """[B, T] bool: the first token of each stretch."""
+    """[B, T] bool: True for the first token of each stretch."""
     first_BT = torch.ones_like(document_BT, dtype=torch.bool)
     first_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
     return first_BT
 
 
 def document_run_bounds(document_BT: Tensor, most: int) -> Tensor:
-    """The start of each stretch in the rows laid end to end, then the end of all: int32 [most + 1], without a wait for the device.
+    """The position of the first token of each stretch, if the rows are laid end to end, and last the end of the last row: int32 [most + 1].
 
-    ``most``: an upper bound of the number of stretches; with 0 they are counted, which waits for the device. Unused entries are empty stretches.
+    ``most``: an upper bound of the number of stretches. With 0 they are counted, which waits for the device. Unused entries are empty stretches.
 
     >>> document_run_bounds(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]), 5).tolist()
     [0, 2, 3, 4, 8, 8]
@@ -55,10 +56,10 @@ def number_document_runs(bounds: Tensor, B: int, T: int) -> Tensor:
 
 
 def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) -> Tensor:
-    """Computes what ``kernels.attention.reference`` does, by FlashAttention (Dao 2023, arXiv 2307.08691) over stretches.
+    """The same as ``kernels.attention.reference``, by FlashAttention (Dao 2023, arXiv 2307.08691) over stretches.
 
-    ``documents``: [B, T], a document's tokens together; or their ``document_run_bounds``. For what FlashAttention does not take (dtypes other
-    than bf16, larger heads) the reference computes.
+    ``documents``: [B, T], with the tokens of a document next to each other; or the result of ``document_run_bounds`` for them. The reference
+    computes what FlashAttention does not support: dtypes other than bf16, and large heads.
     """
     B, T, _, K = q_BTHK.shape
     if not supports_head_dim(K, q_BTHK.dtype):
@@ -75,7 +76,7 @@ def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) ->
 
 
 def _whole_heads(x_BTHK: Tensor) -> Tensor:
-    """Makes the values contiguous and pads K with zeros to a multiple of eight. Zeros change no score and no gradient."""
+    """Make the last dimension contiguous, and pad it with zeros to a multiple of eight. Zeros change no score and no gradient."""
     x = x_BTHK if x_BTHK.stride(-1) == 1 else x_BTHK.contiguous()
     missing = -x.shape[-1] % HEAD_MULTIPLE
     return F.pad(x, (0, missing)) if missing else x

@@ -1,8 +1,8 @@
-"""Compile Triton kernels for a GPU on a machine that has none, and read from the machine code what they take.
+"""Compiles Triton kernels for a GPU on a machine without one, and reads from the machine code which resources they need.
 
-An implementation runs once, forward and backward, on small CPU tensors, and each of its launches is a compilation: what a
-call on a device would specialise (widths, alignment, dtypes, constants, warps) is what is compiled. No kernel runs, so the
-results are what was in memory, and are thrown away. Nothing here knows an op: the registry says which there are.
+An implementation is called once, forward and backward, on small CPU tensors. Each of its launches compiles the kernel for the arguments of the
+launch (widths, alignment, dtypes, constants, warps), as a launch on a GPU would. No kernel runs, so the results are arbitrary and are
+discarded. The registry says which ops there are.
 
     python -m kernels.contract.ahead --target 90 --op rms_norm
 
@@ -35,8 +35,8 @@ from kernels.contract.registry import OPS, find_op
 
 # Compute capability → bytes of shared memory that one block can have (CUDA C++ programming guide, table of capabilities).
 TARGETS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-REGISTERS = 255  # of a thread; what does not fit is spilled to memory
-# Three widths of a model at few tokens, for a kernel's code follows from its widths alone; and a large vocabulary.
+REGISTERS = 255  # of a thread; values that do not fit are spilled to memory
+# Three widths of a model with few tokens, because the code of a kernel depends only on widths; and a model with a large vocabulary.
 SHAPES = (
     *(
         Shape(
@@ -50,7 +50,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """The resources that one kernel takes on one target. ``width`` is the d_model of the shape that needed it first."""
+    """The resources that one kernel needs on one target. ``width``: d_model of the first shape for which the kernel was compiled."""
 
     op: str
     implementation: str
@@ -58,9 +58,9 @@ class CompiledKernel:
     width: int
     target: int  # compute capability: 90 is 9.0
     warps: int
-    registers: int  # a thread
-    spilled: int  # bytes of memory a thread, for registers that it lacks
-    shared: int  # bytes a block
+    registers: int  # of a thread
+    spilled: int  # bytes of memory for each thread, for values that do not fit into registers
+    shared: int  # bytes of shared memory of a block
 
     @property
     def fits(self) -> bool:
@@ -69,10 +69,10 @@ class CompiledKernel:
 
 @contextmanager
 def compile_launches(target: int) -> Iterator[list[tuple[str, Any]]]:
-    """In this context Triton's launches compile for ``target`` and run nothing. Yields (kernel's name, compiled kernel),
-    one for each launch, as they come.
+    """Within this context a Triton launch compiles the kernel for ``target`` and does not run it. Yields a list to which each launch adds (name of
+    the kernel, compiled kernel).
 
-    Raises: KernelError where Triton is missing or its interpreter was asked for.
+    Raises: KernelError if Triton is missing, or TRITON_INTERPRET is set.
     """
     try:
         from triton.backends.compiler import GPUTarget
@@ -99,7 +99,9 @@ def compile_launches(target: int) -> Iterator[list[tuple[str, Any]]]:
 
     device = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", target, 32),
-        get_current_device=lambda: f"sm_{target}",  # kernels are kept by device: never beside those of a real one
+        get_current_device=lambda: (
+            f"sm_{target}"
+        ),  # Triton caches kernels by device: these must not mix with a real device's
         get_current_stream=lambda device: 0,
         # For triton.autotune: every configuration is compiled, and none is faster than another.
         get_benchmarker=lambda: lambda call, quantiles: (call(), [0.0] * len(quantiles))[1],
@@ -120,9 +122,9 @@ def compile_op(
     dtype: torch.dtype = torch.bfloat16,
     implementation: str = "triton",
 ) -> list[CompiledKernel]:
-    """Every kernel that the implementation launches at these shapes, each specialisation once.
+    """Compile every kernel that an implementation launches at these shapes. Returns each compiled kernel once.
 
-    Raises: KernelError for an unknown implementation or target, and what Triton raises for code that it cannot compile.
+    Raises: KernelError for an unknown implementation or target. Triton's own error for code that it cannot compile.
     """
     if target not in TARGETS:
         raise KernelError(
@@ -159,9 +161,9 @@ def compile_op(
 
 
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack and local memory) of a thread, read by ``cuobjdump``, which comes with Triton.
+    """(number of registers, bytes of stack or local memory) of a thread, read with ``cuobjdump``, which comes with Triton.
 
-    Its line of a kernel: ``Function forward_kernel: REG:32 STACK:0 SHARED:64 LOCAL:0 CONSTANT[0]:596 …``.
+    cuobjdump prints for a kernel: ``Function forward_kernel: REG:32 STACK:0 SHARED:64 LOCAL:0 CONSTANT[0]:596 …``.
     """
     from triton import knobs
 
@@ -177,7 +179,7 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
 
 
 def compiled_table(rows: Sequence[CompiledKernel]) -> str:
-    """A table for people: one line for each kernel."""
+    """The kernels as a table: a heading and one line for each kernel."""
     head = ("op", "kernel", "width", "sm", "warps", "registers", "spilled B", "shared B")
     cells = [(r.op, r.kernel, *map(str, (r.width, r.target, r.warps, r.registers, r.spilled, r.shared))) for r in rows]
     widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head))]
@@ -189,14 +191,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.contract.ahead",
         description="""
-Compiles every Triton kernel of the registry for GPUs that this machine need not have, and prints the resources that each kernel takes.
+Compiles every Triton kernel of the registry for GPUs that this machine need not have, and prints the resources that each kernel needs.
 
-  registers   of a thread, at most 255. A multiprocessor has 65,536: registers x 32 x warps determines how many blocks share it.
-  spilled B   bytes of memory a thread for registers that it lacks. They cost time; 0 is right.
-  shared B    bytes of a block; a kernel with more than 163 KiB (sm_80) or 227 KiB (sm_90, sm_100) cannot be launched.
-  width       d_model of the first shape that needed this code; the same code serves every width that it fits.
+  registers   registers of a thread, at most 255. A multiprocessor has 65,536: registers x 32 x warps determines how many blocks share it.
+  spilled B   bytes of memory for each thread, for values that do not fit into registers. Spilling costs time, so 0 is best.
+  shared B    bytes of shared memory of a block. A kernel with more than 163 KiB (sm_80) or 227 KiB (sm_90, sm_100) cannot be launched.
+  width       d_model of the first shape for which the kernel was compiled. Other widths may use the same code.
 
-Exits with 1 if a kernel spills, or does not fit its target. Takes seconds for each kernel the first time; Triton keeps what it compiled.
+Exits with 1 if a kernel spills, or does not fit its target. Each kernel takes seconds the first time. Triton caches compiled kernels.
 """,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

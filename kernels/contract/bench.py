@@ -1,7 +1,8 @@
 """Times one implementation of an op against another: ``python -m kernels.contract.bench --op attention --implementation recompute``.
 
-Runs of both alternate in one process. Prints one JSON object: seconds of a forward and backward on the recipe's shapes, and
-the median of the paired ratios, because machines are noisy. Where the recipe compiles its blocks, both sides are compiled.
+Runs of both implementations alternate in one process. The command prints one JSON object: the seconds of a forward and backward pass at the
+recipe's shapes, and the median of the paired ratios, because machines are noisy. If the recipe compiles its blocks, both implementations are
+compiled.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from kernels.contract.strict_yaml import read_yaml
 
 @dataclass(frozen=True)
 class BenchSetting:
-    """Where an op runs: the shapes, dtype and compilation of a recipe."""
+    """The setting in which a recipe runs an op: shapes, precision, and whether blocks are compiled."""
 
     shape: Shape = Shape()
     precision: str = "bf16"
     compile: bool = False
-    layers: int = 1  # calls in a step of an op that is part of a block
+    layers: int = 1  # number of layers: how often a step calls an op that is part of a block
 
     @classmethod
     def of_recipe(cls, path: Path | str) -> BenchSetting:
@@ -49,7 +50,7 @@ class BenchSetting:
         except (KeyError, TypeError) as error:
             raise KernelError(
                 "kernels.not_a_recipe",
-                "{file}: this file is not a recipe. {problem} is missing or has the wrong type.",
+                "{file} is not a recipe. A key is missing or has the wrong type: {problem}",
                 file=str(path),
                 problem=str(error),
             ) from error
@@ -68,8 +69,8 @@ class BenchSetting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``ratio``: time of ``against`` over time of ``implementation``; above one is faster. Seconds are of one
-    forward and backward."""
+    """The times of two implementations. ``ratio``: the time of ``against`` divided by that of ``implementation``, so above one means faster.
+    ``seconds`` and ``against_seconds``: one forward and backward pass."""
 
     op: str
     implementation: str
@@ -96,9 +97,9 @@ def compare_implementations(
     warmup: int = 3,
     seconds: float = math.inf,
 ) -> Comparison:
-    """``pairs`` of runs, or as many as ``seconds`` allow, compilation included; one at least.
+    """Time two implementations in ``pairs`` of runs: fewer if ``seconds``, which include compilation, are over, but at least one.
 
-    Raises: KernelError for an op or implementation that does not exist or does not run on the device, or a missing device.
+    Raises: KernelError if the op or an implementation does not exist or does not run on the device, or if there is no such device.
     """
     op = find_op(name) if isinstance(name, str) else name
     deadline = time.monotonic() + seconds
@@ -154,7 +155,7 @@ def compare_implementations(
 def _step(
     function: Callable[..., Any], inputs: tuple[Any, ...], gradients: tuple[int, ...], device: str
 ) -> Callable[[], None]:
-    """One forward and backward that ends when the device has finished. Upstream gradients are dense, made beforehand."""
+    """A function that runs one forward and backward pass and waits for the device. Upstream gradients are dense and made beforehand."""
     leaves = [inputs[p] for p in gradients]
     upstream = [torch.ones_like(o) if o.ndim == 0 else torch.randn_like(o) for o in _wanted(function(*inputs))]
 

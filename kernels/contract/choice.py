@@ -1,12 +1,12 @@
-"""``kernels.yaml`` as data: which implementation of each op runs, by device class, and what ``auto`` stands for.
+"""Reads ``kernels.yaml``, which chooses an implementation of each op for each device class, and resolves ``auto``.
 
     cpu:
-      attention: auto                       # what tuning found fastest on this machine
-      swiglu: reference                     # by name: on every machine
+      attention: auto                       # the implementation that tuning found fastest on this machine
+      swiglu: reference                     # one name: this implementation on every machine
     cuda:
-      attention: varlen, flex, reference    # several names: the first that works on the device
+      attention: varlen, flex, reference    # several names: the first implementation that works on the device
 
-Nothing here imports an op, so that the factory can resolve the choice of code that it may not import.
+This module imports no op. Therefore the factory can resolve a choice whose code it must not import.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 import yaml
 
 AUTO = "auto"
-Choice = dict[str, str]  # op → implementation, or several names in order of preference (see ``names_in``)
+Choice = dict[str, str]  # op → implementation, or several names in order of preference (see ``implementation_names``)
 
-PLAIN = {"adamw": "fused"}  # the plain expression of every op; AdamW's is torch's own kernel
+PLAIN = {"adamw": "fused"}  # plain implementations other than the reference: AdamW's is torch's own kernel
 
-# What ``auto`` runs before tuning; an op that is not listed runs its reference. On a GPU these are the fused kernels: they hold neither
-# the logits of a whole batch nor a mask [T, T], and attention's blocks are made once a batch. ``python -m benchmarks.gpu`` compares each
-# kernel with the others; its results are the reason to change a row.
+# The implementations that ``auto`` runs before tuning. An op that is not listed runs its reference. On a GPU these are the fused kernels. They
+# store neither the logits of a whole batch nor a mask [T, T], and make the blocks of attention once for each batch. ``python -m benchmarks.gpu``
+# compares each kernel with the others. Change a row only because of its results.
 _SM80 = {
     "rms_norm": "triton, reference",
     "add_rms_norm": "triton, reference",
     "qk_norm_rope": "triton, reference",
     "swiglu": "triton, reference",
-    "attention": "varlen, flex, reference",  # varlen is FlashAttention: bf16 alone
+    "attention": "varlen, flex, reference",  # varlen is FlashAttention, which is only for bf16
     "linear_cross_entropy": "triton, chunked_compiled, reference",
     "embedding": "triton, reference",
     "newton_schulz": "reference",  # cuBLAS's batched products
@@ -61,7 +61,7 @@ def untuned_implementation(op: str, machine: str = "cpu") -> str:
 
 
 def implementation_names(choice: str) -> list[str]:
-    """The implementations of a choice, the preferred one first.
+    """The names of the implementations in a choice, the preferred one first.
 
     >>> implementation_names("varlen, flex, reference")
     ['varlen', 'flex', 'reference']
@@ -70,7 +70,7 @@ def implementation_names(choice: str) -> list[str]:
 
 
 def replace_auto(section: Mapping[str, str], tuned: Mapping[str, str] | None = None, machine: str = "cpu") -> Choice:
-    """A section of ``kernels.yaml`` with every ``auto`` replaced: by ``tuned``, else by what runs untuned on ``machine``."""
+    """A section of ``kernels.yaml`` with each ``auto`` replaced: by the op's entry in ``tuned``, else by ``untuned_implementation``."""
     chosen = tuned or {}
     return {
         op: chosen.get(op, untuned_implementation(op, machine)) if implementation == AUTO else implementation
@@ -84,7 +84,7 @@ def auto_ops(section: Mapping[str, str]) -> list[str]:
 
 
 def device_section(text: str | bytes | None, device: str) -> Choice:
-    """A device's section of ``kernels.yaml``, as written. A value that is not a map reads as empty; ``load_choice`` refuses it."""
+    """The section of a device class in the text of ``kernels.yaml``. It is empty if the value is not a map, which ``load_choice`` refuses."""
     found = yaml.safe_load(text or "")
     section = found.get(device) if isinstance(found, dict) else None
     return {str(op): str(name) for op, name in section.items()} if isinstance(section, dict) else {}

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and JSON without NaN."""
+"""Writes files that are either complete or absent, and JSON without NaN."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Replace or create ``path`` with ``data`` (text as UTF-8, line ends as they are). Its folder must exist. Raises: OSError.
+    """Replace or create ``path`` with ``data`` (text as UTF-8, line ends unchanged). Its folder must exist. Raises: OSError.
 
-    Readers see the old content or the new one, never a part. After a crash or a power cut at any moment ``path`` has the old
-    content or the new one; once this returns it has the new one. A crash may leave ``.<name>.<random>.part`` in the folder;
-    an error does not. Of several writers the last one wins. A symbolic link at ``path`` is replaced, not followed.
+    Readers see the whole old content or the whole new content. After a crash or a power cut at any moment, ``path`` has the old or the new
+    content. Once this function has returned, it has the new content. A crash may leave ``.<name>.<random>.part`` in the folder, but an error does
+    not. If there are several writers, the last one wins. A symbolic link at ``path`` is replaced, not followed.
     """
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
@@ -30,7 +30,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return once the folder's entries (files made, renamed or removed in it), or a file's content, are on disk. Raises: OSError."""
+    """Return once the entries of a folder (files made, renamed or removed in it) are on disk, or the content of a file. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -39,7 +39,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Return once a folder, and all files and folders in it, are on disk. Links are not followed. Raises: OSError."""
+    """Return once a folder and everything in it is on disk. Symbolic links are not followed. Raises: OSError."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             sync_tree(path)
@@ -49,9 +49,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def rename_into_place(made: Path, place: Path) -> None:
-    """Rename a file or a folder that was written aside to ``place``, of the same file system; a file there is replaced.
+    """Rename a complete file or folder ``made`` to ``place`` in the same file system. A file at ``place`` is replaced.
 
-    Once this returns, it is there with all of its content, also after a power cut. Raises: OSError.
+    Once this function has returned, ``place`` has the whole content, even after a power cut. Raises: OSError.
     """
     if made.is_dir() and not made.is_symlink():
         sync_tree(made)
@@ -62,9 +62,9 @@ def rename_into_place(made: Path, place: Path) -> None:
 
 
 def finite_values(value: Any) -> Any:
-    """``value`` as JSON has it: every NaN and infinity is None, keys are strings, tuples are lists, at any depth.
+    """``value`` in a form that JSON can represent: NaN and infinity become None, keys become strings, tuples become lists, at any depth.
 
-    JSON has no number for NaN and infinity, and judges read None as "not measured".
+    JSON has no number for NaN or infinity. The judges read None as "not measured".
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -76,5 +76,5 @@ def finite_values(value: Any) -> Any:
 
 
 def finite_json(value: Any, indent: int | None = None) -> str:
-    """``finite_values(value)`` as JSON. Raises: TypeError for what JSON has no form for."""
+    """``finite_values(value)`` as JSON text. Raises: TypeError for a value that JSON cannot represent."""
     return json.dumps(finite_values(value), indent=indent, allow_nan=False)

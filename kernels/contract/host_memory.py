@@ -1,7 +1,7 @@
-"""Keep freed host memory, instead of returning it to the kernel after every tensor.
+"""Keeps freed host memory in the process, instead of returning it to the operating system after every tensor.
 
-glibc maps each block above 32 MiB and unmaps it when freed, so that on a CPU every step pays for the page faults of its
-activations. From a heap that is never trimmed, the same pages serve every step.
+glibc maps each block above 32 MiB and unmaps it when it is freed. On a CPU every step would then pay for the page faults of its activations. If
+the heap is never trimmed, every step uses the same pages again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory for the next tensors. Call it before the first tensor is made. Returns False where the C library is not glibc."""
+    """From now on keep freed memory for the next tensors. Call it before the first tensor is made. Returns False if the C library is not glibc."""
     library = _glibc()
     if library is None:
         return False
@@ -22,7 +22,7 @@ def keep_freed_memory() -> bool:
 
 
 def release_freed_memory() -> None:
-    """Return the memory that is free now to the kernel. Call it after compiling, which leaves some 100 MiB that no step would use."""
+    """Return memory that is now free to the operating system. Call it after compiling, which leaves about 100 MiB that no step would use."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

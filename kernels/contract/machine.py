@@ -1,7 +1,7 @@
-"""The machine as data: the class of its processor or GPU, and the versions that a measurement depends on.
+"""Describes the machine: the class of its processor or GPU, and the versions on which a measurement depends.
 
-Kernel tuning, benchmark baselines and the revalidation of merged patches all name machines by ``Machine.name``. A class
-says what torch *uses*, not what is built in: ``ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2`` makes any x86 machine
+Kernel tuning, benchmark baselines and the revalidation of merged patches name machines by their class, ``Machine.name``. The class says which
+instructions torch *uses*, not which ones the processor has: ``ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2`` makes any x86 machine
 ``cpu-avx2``.
 
     cpu-amx            bf16 products in matrix units (Sapphire Rapids and later)
@@ -33,8 +33,8 @@ class Machine:
 
     name: str  # the class, as above
     device: str  # 'cpu' or 'cuda'
-    processor: str  # what its maker calls it
-    threads: int  # that torch computes with; 0 on a GPU
+    processor: str  # its maker's name for it
+    threads: int  # number of threads in which torch computes; 0 on a GPU
     torch: str
     driver: str  # of a GPU: the kernel's driver and CUDA; empty on a CPU
 
@@ -47,7 +47,7 @@ class Machine:
 
 
 def this_machine(device: str | None = None) -> Machine:
-    """The machine that this process computes on; ``device``: 'cpu' or 'cuda', by default the GPU where there is one."""
+    """The machine on which this process computes. ``device``: 'cpu' or 'cuda'; by default the GPU if there is one."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
@@ -65,12 +65,12 @@ def this_machine(device: str | None = None) -> Machine:
 
 
 def fast_bf16() -> bool:
-    """True if this CPU multiplies bf16 in hardware and torch may use that."""
+    """True if this CPU can multiply bf16 in hardware and torch's settings allow it."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _cpu_class() in CPU_CLASSES[:2]
 
 
 def fast_precision(device: str) -> str:
-    """The precision in which a device of this class multiplies fastest: ``bf16`` or ``fp32``. Nothing is measured."""
+    """The precision in which a device multiplies fastest, ``bf16`` or ``fp32``, by its class. Nothing is measured."""
     return "bf16" if device != "cpu" or fast_bf16() else "fp32"
 
 

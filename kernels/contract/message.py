@@ -1,6 +1,6 @@
-"""What a person is told, with a code and data for programs. Every package uses it; it stands in the lowest one.
+"""Messages: text for people, with a code and data for programs. All packages use this module, so it is in the lowest package.
 
-A ``Message`` is a ``str``: code that prints, joins or stores text needs no change. It also has ``code`` and ``data``:
+A ``Message`` is a ``str``, so it can be printed, joined and stored like text. It also has ``code`` and ``data``:
 
     >>> said = Message("release.guard_not_met", "{domain}: {change:+.3f} bits per byte in {groups:,|group|groups}.",
     ...                domain="code", change=-0.02, groups=1)
@@ -9,8 +9,8 @@ A ``Message`` is a ``str``: code that prints, joins or stores text needs no chan
     >>> said.code, said.data["change"]
     ('release.guard_not_met', -0.02)
 
-The text is written where it is said, as a template with plain names. ``tests/test_messages.py`` checks that each code has one text, that
-each text has a code, and that the names of a template are the names of its data.
+The text is written at the place that uses it, as a template with plain names. ``tests/test_messages.py`` checks that each code has one text,
+that each text has a code, and that the names in a template are the names of its data.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, Self
 
 
 class Message(str):
-    """Text that a person reads, the ``code`` that names it in all versions, and the ``data`` from which it was made.
+    """Text for a person, with the ``code`` that identifies it in all versions, and the ``data`` from which it was made.
 
-    Templates are ``str.format`` templates. Three things are added: a list is joined with ", "; a number with a sign uses "−";
+    Templates are ``str.format`` templates with three additions: a list is joined with ", ", a number with a sign uses "−", and
     "{count:,|file|files}" is a number with its noun. Raises: KeyError for a name without data.
     """
 
@@ -37,7 +37,7 @@ class Message(str):
 
     @classmethod
     def from_parts(cls, code: str, text: str, data: Mapping[str, Any]) -> Self:
-        """A message from its parts, for example from the ledger. ``code`` is '' where an older version stored text alone."""
+        """A message from its parts, for example from the ledger. ``code`` is '' if an older version stored only the text."""
         self = super().__new__(cls, text)
         self.code, self.data = code, data
         return self
@@ -56,7 +56,7 @@ class Message(str):
         return cls.from_parts("", str(value), {})
 
     def to_json(self) -> dict[str, Any]:
-        """``code``, ``text`` and ``data``, as JSON-ready values."""
+        """The message as a JSON object with ``code``, ``text`` and ``data``."""
         return {
             "code": self.code,
             "text": str(self),
@@ -90,7 +90,7 @@ class CodedError(Exception):
 
 
 def format_error_with_code(error: BaseException) -> str:
-    """An error as a command prints it.
+    """The text that a command prints for an error: its code and its message.
 
     >>> format_error_with_code(CodedError("ingest.no_file", "{file}: no such file.", file="a.csv"))
     'error[ingest.no_file]: a.csv: no such file.'
@@ -116,7 +116,7 @@ _TEMPLATES = _Templates()
 
 
 def messages_to_json(value: Any) -> Any:
-    """``value`` with its messages as JSON objects, at any depth; all else JSON-ready.
+    """``value`` as JSON values, at any depth. Messages become JSON objects. Values that JSON cannot represent become text.
 
     >>> messages_to_json({"reasons": [Message("data.none", "No data.")], "at": float("nan")})
     {'reasons': [{'code': 'data.none', 'text': 'No data.', 'data': {}}], 'at': 'nan'}

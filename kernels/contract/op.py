@@ -1,4 +1,4 @@
-"""What an op is: a reference, implementations, a cost model, and inputs made from the sizes of a training step."""
+"""Defines an op: a reference, implementations, a cost model, and test inputs that follow from the sizes of a training step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kernels.contract.message import CodedError
 
 
 class KernelError(CodedError):
-    """An unknown op or implementation, or one that cannot run here. The message lists the known ones."""
+    """An op, an implementation or a file of the kernels is unknown, wrong or cannot be used on this machine."""
 
 
 def unreadable_file(path: object, problem: Exception) -> KernelError:
     """The error for a file that cannot be read."""
     return KernelError(
-        "kernels.unreadable_file", "{file}: cannot be read: {problem}", file=str(path), problem=str(problem)
+        "kernels.unreadable_file", "{file} cannot be read: {problem}", file=str(path), problem=str(problem)
     )
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a training step. Every op's inputs follow from them. The defaults are a small model's."""
+    """The sizes of a training step, from which the inputs of every op follow. The defaults are those of a small model."""
 
     batch: int = 4
     context: int = 256
@@ -57,7 +57,7 @@ class OracleCase:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that one call moves and computes: bytes of inputs read once and outputs written once, and FLOPs."""
+    """The least work of one call: the bytes of its inputs, read once, and of its outputs, written once; and its FLOPs."""
 
     forward_bytes: float
     forward_flops: float
@@ -70,7 +70,7 @@ LEAST_STRETCHES = 64
 
 
 def max_document_runs(stretches: int) -> int:
-    """An upper bound of a micro-batch's number of stretches (runs of one document): a power of two, so that few values are compiled.
+    """An upper bound of the number of stretches (runs of one document) in a micro-batch. It is a power of two, so that few values are compiled.
 
     >>> max_document_runs(3), max_document_runs(64), max_document_runs(65)
     (64, 64, 128)
@@ -80,21 +80,23 @@ def max_document_runs(stretches: int) -> int:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op, and the device classes that it runs on. One that ``needs_triton`` runs anywhere in Triton's interpreter."""
+    """One way to compute an op, and the device classes on which it runs. If it ``needs_triton``, it runs on every device in Triton's interpreter."""
 
     name: str
     function: Callable[..., Any]
     description: str
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs_triton: bool = False
-    eager: Callable[..., Any] | None = None  # the same maths without torch.compile, where ``function`` compiles
-    # For attention: turns the documents into the argument that the function takes, once a batch (``Ops.prepare_attention``).
+    eager: Callable[..., Any] | None = (
+        None  # the same computation without torch.compile; None: ``function`` does not compile
+    )
+    # For attention: turns the documents into the argument that ``function`` takes, once for each batch (``Ops.prepare_attention``).
     prepare: Callable[[Tensor, int], Any] | None = None
     # Returns "NAME: reason" if another implementation computes instead on this machine, for this shape and dtype; else "".
     fallback: Callable[[Shape, torch.dtype], str] = lambda shape, dtype: ""
 
     def prepare_inputs(self, inputs: Inputs) -> Inputs:
-        """An op's arguments as a layer of the model passes them. For attention, the documents are prepared first."""
+        """The arguments as a layer of the model passes them, from an op's inputs. For attention, the documents are prepared."""
         if self.prepare is None:
             return inputs
         *others, document_BT = inputs
@@ -110,11 +112,11 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Op:
-    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments: tensors, lists of tensors, numbers.
+    """An op. ``make_inputs(shape, generator, device, dtype)`` returns its positional arguments: tensors, lists of tensors, numbers.
 
-    ``gradients``: positions that get a gradient, none for an op of the optimiser. ``writes``: positions that the op changes
-    in place; they are its outputs, and it returns None. ``clobbers``: positions that it may overwrite, because they are not
-    read afterwards.
+    ``gradients``: positions of arguments that get a gradient; none for an op of the optimiser. ``writes``: positions of arguments that the op
+    changes in place. They are its outputs, and it returns None. ``clobbers``: positions of arguments that the op may overwrite, because nothing
+    reads them afterwards.
     """
 
     name: str
@@ -123,8 +125,10 @@ class Op:
     make_inputs: Callable[[Shape, torch.Generator, torch.device, torch.dtype], Inputs]
     gradients: tuple[int, ...]
     implementations: Mapping[str, Implementation] = field(default_factory=dict)
-    in_block: bool = True  # part of a layer: compiled with it where the recipe compiles its blocks
-    hostile: tuple[int, ...] = ()  # positions that hostile values replace; empty: those that get a gradient
+    in_block: bool = True  # part of a layer, and compiled with the layer if the recipe compiles its blocks
+    hostile: tuple[
+        int, ...
+    ] = ()  # positions of arguments that the oracle replaces with extreme values (``oracle.HOSTILE``)
     writes: tuple[int, ...] = ()
     clobbers: tuple[int, ...] = ()
 
@@ -133,7 +137,7 @@ class Op:
         return CASES
 
     def implementation(self, name: str) -> Implementation:
-        """The implementation of that name. Raises: KernelError that lists the known ones."""
+        """The implementation called ``name``. Raises: KernelError that lists the known implementations."""
         if name not in self.implementations:
             raise KernelError(
                 "kernels.no_implementation",
@@ -147,7 +151,7 @@ class Op:
     def inputs(
         self, case: OracleCase, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
     ) -> Inputs:
-        """Fresh arguments for a case; those that get a gradient are leaves that require one."""
+        """New arguments for a case. Arguments that get a gradient are leaf tensors that require one."""
         device = torch.device(device)
         generator = torch.Generator("cpu").manual_seed(seed)
         made = list(self.make_inputs(case.shape, generator, device, dtype))
@@ -159,7 +163,7 @@ class Op:
 
 
 def strided_view(x: Tensor) -> Tensor:
-    """The same values as a view with a step of two in the last dimension: not contiguous."""
+    """The same values as a view that is not contiguous: its stride is two in the last dimension."""
     wide = x.new_zeros((*x.shape, 2))
     wide[..., 0] = x
     return wide[..., 0]
@@ -168,15 +172,15 @@ def strided_view(x: Tensor) -> Tensor:
 def normal_tensor(
     generator: torch.Generator, size: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
-    """Normal values drawn on the CPU, so that every device gets the same ones."""
+    """Normally distributed values, drawn on the CPU so that every device gets the same values."""
     return (torch.randn(size, generator=generator) * scale).to(device=device, dtype=dtype)
 
 
 def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
-    """``torch.compile`` at the first call. Loading the compiler takes a second; a run that never calls the function does not wait for it.
+    """``function``, compiled by ``torch.compile`` at its first call. Loading the compiler takes a second, for which other runs need not wait.
 
-    Inside a region that is being compiled, the function becomes part of it. Without ``dynamic`` the sizes are fixed, which gives the
-    fastest code; a training run has few sizes.
+    If code that calls the function is being compiled, the function becomes part of that code. With ``dynamic`` False the sizes are fixed. That
+    gives the fastest code, and a training run has few sizes.
     """
     made: list[Callable[..., Any]] = []
 
@@ -192,9 +196,9 @@ def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) 
 
 
 class ImportedAtFirstCall:
-    """A function whose module is imported at the first call, because that import is slow.
+    """A function whose module is imported at its first call, because the import is slow.
 
-    A region that is being compiled cannot import: call ``registry.bind`` or ``load`` before.
+    Code that is being compiled cannot import a module. Call ``registry.bind_ops`` or ``load`` before.
     """
 
     def __init__(self, module: str, function: str) -> None:
@@ -210,7 +214,7 @@ class ImportedAtFirstCall:
 
 
 def triton_implementation(module: str, function: str, about: str = "") -> Implementation:
-    """The implementation ``triton``: ``function`` of ``module``, on GPUs."""
+    """The implementation called ``triton``: ``function`` of ``module``, on GPUs."""
     return Implementation(
         "triton",
         ImportedAtFirstCall(module, function),
@@ -221,8 +225,7 @@ def triton_implementation(module: str, function: str, about: str = "") -> Implem
 
 
 def compiled_implementation(reference: Callable[..., Any]) -> Implementation:
-    """The implementation ``compiled_implementation``: the reference as one region of torch.compile. Inside a compiled block it becomes part of that
-    block."""
+    """The implementation called ``compiled``: the reference through torch.compile. If the block is compiled, the reference becomes part of it."""
     return Implementation(
         "compiled", lazily_compiled(reference), description="the reference through torch.compile", eager=reference
     )
@@ -241,7 +244,7 @@ def make_op(
     writes: tuple[int, ...] = (),
     clobbers: tuple[int, ...] = (),
 ) -> Op:
-    """An op with these implementations, and its reference as the implementation ``reference``."""
+    """An op with these implementations, and with its reference as the implementation called ``reference``."""
     everything = (Implementation("reference", reference, description="the plain eager expression"), *implementations)
     by_name = {i.name: i for i in everything}
     return Op(name, reference, cost, make_inputs, gradients, by_name, in_block, hostile or gradients, writes, clobbers)

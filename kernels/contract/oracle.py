@@ -1,10 +1,9 @@
-"""Checks an implementation: its error against the reference in fp64, forward and every gradient, next to the eager op's.
+"""Checks an implementation: its error from the reference in fp64, for the outputs and every gradient, compared with the error of the eager reference.
 
-An implementation passes when, for every output and gradient, its error is at most twice that of the eager reference at the
-same dtype, and it is finite wherever eager is. Two norms are compared: the root mean square of the error, and its largest
-element, both relative to the size of the exact result. An error below the dtype's own rounding always passes (eager's may
-be zero by luck), and so does one below sixteen roundings of fp32, by which sums of a thousand terms differ when taken in
-another order.
+An implementation passes if, for every output and gradient, its error is at most twice the error of the eager reference in the same dtype, and it
+is finite wherever the eager reference is. Two norms of the error are compared, the root mean square and the largest element. Both are relative
+to the size of the exact result. An error below the rounding of the dtype always passes, because the error of the eager reference may be zero by
+luck. An error below sixteen roundings of fp32 also passes: sums of a thousand terms differ by as much if their order changes.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ FACTOR = 2.0
 
 @dataclass(frozen=True)
 class TensorError:
-    """One output or gradient: relative errors of the implementation and of eager."""
+    """The relative errors of one output or gradient, of the implementation and of the eager reference."""
 
     name: str
     rms: float
     eager_rms: float
     largest: float
     eager_largest: float
-    finite: bool  # finite wherever eager is
+    finite: bool  # True if the implementation is finite wherever the eager reference is
     ok: bool
 
 
 @dataclass(frozen=True)
 class OracleResult:
-    """The errors of one implementation on one case. ``ok``: every tensor passes."""
+    """The errors of one implementation on one case. ``ok`` is True if every tensor passes."""
 
     op: str
     implementation: str
@@ -53,7 +52,7 @@ class OracleResult:
         return all(t.ok for t in self.tensors)
 
     def failures(self) -> str:
-        """The tensors that are off, one line."""
+        """One line with the errors of the tensors that do not pass."""
         return "; ".join(
             Message(
                 "kernels.wrong_tensor",
@@ -80,7 +79,7 @@ HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
     "tiny": lambda x: x * 1e-12,
     "zero": torch.zeros_like,
     "constant": _constant_rows,
-    # where eager and fp64 stay finite, so must the implementation
+    # the implementation must be finite wherever the eager reference and fp64 are
     "infinite": lambda x: torch.where(_every_61st(x), float("inf"), x),
     "outlier": lambda x: torch.where(_every_61st(x), x * 1e4, x),
 }
@@ -96,7 +95,10 @@ def compare_with_fp64(
     values: str = "normal",
     seed: int = 0,
 ) -> OracleResult:
-    """Run implementation and eager at ``dtype`` and the reference in fp64 on the same inputs and upstream gradients."""
+    """Compare an implementation and the eager reference, both in ``dtype``, with the reference in fp64. All get the same inputs and gradients.
+
+    ``values``: the kind of values in the inputs, a key of ``HOSTILE``.
+    """
     function = op.implementation(implementation).function
     inputs = list(op.inputs(case, device=device, dtype=dtype, seed=seed))
     for position in op.hostile:
@@ -123,9 +125,9 @@ def _detached(x: Any) -> Any:
 
 
 def outputs_and_gradients(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dict[str, Tensor]:
-    """Run once: outputs and gradients by name, for an upstream gradient of normal values drawn from the seed.
+    """Run a function once. Returns its outputs and gradients by name. The upstream gradients are normal values drawn from the seed.
 
-    Arguments that the op writes in place are copied first, and are its outputs.
+    Arguments that the op changes in place are copied first. The changed copies are its outputs.
     """
     arguments = list(_detached(inputs))
     for position in op.writes:

@@ -1,4 +1,4 @@
-"""The precisions of a recipe, and which units of a CPU compute fp32 products of bf16 values."""
+"""The precisions of a recipe, and a setting that lets a CPU's bf16 matrix units compute fp32 products."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 
 FP8 = "fp8"
-# Of the values between the layers' products. ``fp8`` is bf16 but for the operands of these products (``trainer/model/fp8.py``).
+# The dtype of values between the layers' products. With ``fp8`` only the operands of these products are in fp8 (``trainer/model/fp8.py``).
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, FP8: torch.bfloat16}
 
 
 def precision_of_values(precision: str) -> str:
-    """The precision that ops and kernels compute in.
+    """The precision in which ops compute, for a precision of a recipe.
 
     >>> precision_of_values("fp8"), precision_of_values("fp32")
     ('bf16', 'fp32')
@@ -23,11 +23,11 @@ def precision_of_values(precision: str) -> str:
 
 @contextmanager
 def bf16_matmul(dtype: torch.dtype) -> Iterator[None]:
-    """Within this context, for bf16, fp32 products may use the bf16 matrix units, which sum in fp32.
+    """Within this context, and if ``dtype`` is bf16, fp32 products may use bf16 matrix units, which sum in fp32.
 
-    Attention's scores and a router's logits are fp32 products of bf16 values, which this does not round. On a CPU with such
-    units a batch of scores takes a third of the time (``python -m kernels.contract.bench --op attention``). The setting is the
-    process's; it is restored at the end.
+    The scores of attention and the logits of a router are fp32 products of bf16 values. These units do not round such values. On a CPU that has
+    them, the scores of a batch take a third of the time (``python -m kernels.contract.bench --op attention``). The setting holds for the whole
+    process, and is restored at the end.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium" if dtype == torch.bfloat16 else before)

@@ -1,4 +1,4 @@
-"""The registry of ops, and the choice in ``policies/kernels.yaml``: which implementation of each op the model runs, by device class."""
+"""The registry of ops. It also reads ``policies/kernels.yaml``, which chooses the implementation of each op for each device class."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ FALLBACKS = ("fail", "reference")  # what happens if a chosen kernel cannot be c
 
 
 def return_documents_unchanged(document_BT: Tensor, stretches: int) -> Any:
-    """The documents unchanged: for attention that takes the documents themselves."""
+    """The ``prepare_attention`` of implementations of attention that take the documents themselves."""
     return document_BT
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The ops that the model calls. The signatures and shapes are described at each op's ``reference``. The op of this name is ``OP`` in
-    ``kernels/<name>/__init__.py``."""
+    """The functions that the model calls, one for each op. Each op is ``OP`` of ``kernels/<name>/__init__.py``. Its ``reference`` there describes the
+    arguments and shapes."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -64,13 +64,13 @@ class Ops:
     embedding: Callable[[Tensor, Tensor], Tensor]
     newton_schulz: Callable[[Tensor, int], Tensor]
     adamw: Callable[..., None]
-    # (documents [B, T], upper bound of the number of stretches of one document) → the documents as ``attention`` takes them. Made once a
-    # batch, and shared by all layers in their forward pass, backward pass and recomputation.
+    # (documents [B, T], upper bound of the number of stretches, see ``max_document_runs``) → the documents as ``attention`` takes them. It is
+    # called once for each batch. All layers share the result in their forward pass, backward pass and recomputation.
     prepare_attention: Callable[[Tensor, int], Any] = field(default=return_documents_unchanged)
 
 
 class _Registered(Mapping[str, Op]):
-    """The ops that ``Ops`` names, each imported from its folder at first use: importing this module runs no op's code."""
+    """The ops that ``Ops`` names. Each is imported from its folder at its first use, so that importing this module runs no code of an op."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Op] = {}
@@ -94,20 +94,20 @@ OPS: Mapping[str, Op] = _Registered()
 
 
 class KernelWarning(UserWarning):
-    """A chosen implementation does not work here, and ``fallback: reference`` replaces it with the reference."""
+    """A chosen implementation does not work on this machine, and another one replaces it."""
 
 
 def find_op(name: str) -> Op:
-    """The op of that name. Raises: KernelError that lists the known ones."""
+    """The op called ``name``. Raises: KernelError that lists the known ops."""
     if name not in OPS:
         raise KernelError("kernels.no_op", "There is no op {op!r}. The ops are: {known}.", op=name, known=list(OPS))
     return OPS[name]
 
 
 def load_choice(path: Path | str, device: str = "cpu", tuned: Mapping[str, str] | None = None) -> Choice:
-    """Read ``kernels.yaml``, which has for each device class a map op → implementation. Returns the map for ``device`` with every op.
-    An op that the file does not name runs its reference. ``auto`` runs what ``tuned`` names, else what runs untuned.
+    """Read ``kernels.yaml``, which has a map of ops to implementations for each device class. Returns the map for ``device``, with every op.
 
+    An op that the file does not name gets its reference. ``auto`` becomes the op's entry in ``tuned``, else ``untuned_implementation``.
     Raises: KernelError that names the file and the key, and lists the allowed values.
     """
     kind = torch.device(device).type
@@ -116,7 +116,7 @@ def load_choice(path: Path | str, device: str = "cpu", tuned: Mapping[str, str] 
 
 
 def load_fallback(path: Path | str) -> str:
-    """The key ``fallback`` of ``kernels.yaml``, one of FALLBACKS. Raises: KernelError, as ``load_choice``."""
+    """The value of ``fallback`` in ``kernels.yaml``, one of ``FALLBACKS``. Raises: KernelError, as ``load_choice`` does."""
     return str(_read(path).get("fallback", FALLBACKS[0]))
 
 
@@ -128,7 +128,9 @@ def _read(path: Path | str) -> dict[str, Any]:
     document = read_yaml(text, str(path), KernelError)
     if not isinstance(document, dict):
         raise KernelError(
-            "kernels.not_a_map", "{file}: expected a map: device class → (op → implementation).", file=str(path)
+            "kernels.not_a_map",
+            "{file}: expected a map of device classes. Each device class has a map of ops to implementations.",
+            file=str(path),
         )
     for key, value in document.items():
         try:
@@ -138,14 +140,18 @@ def _read(path: Path | str) -> dict[str, Any]:
             if key not in DEVICE_CLASSES:
                 raise unknown_device_class(key)
             if not isinstance(value, dict):
-                raise KernelError("kernels.not_a_section", "Expected a map: op → implementation.")
+                raise KernelError("kernels.not_a_section", "Expected a map of ops to implementations.")
             for name, implementation in value.items():
                 find_op(str(name))
                 for one in implementation_names(str(implementation)) if implementation != AUTO else ():
                     find_implementation(str(name), one, key)
         except KernelError as error:
             raise KernelError(
-                "kernels.wrong_key", "{file}: {key}: {problem}", file=str(path), key=str(key), problem=error.message
+                "kernels.wrong_key",
+                "{file}, key {key!r}: {problem}",
+                file=str(path),
+                key=str(key),
+                problem=error.message,
             ) from error
     return document
 
@@ -171,14 +177,14 @@ def _check_fallback(value: object) -> None:
 
 
 def find_implementation(name: str | Op, implementation: str, device_class: str) -> Implementation:
-    """The implementation. Raises: KernelError unless the op has it and it runs on that device class."""
+    """The implementation of an op by its name. Raises: KernelError if the op does not have it or it does not run on ``device_class``."""
     op = find_op(name) if isinstance(name, str) else name
     found = op.implementation(implementation)
     if not found.can_run_on(device_class):
         runs = sorted(i.name for i in op.implementations.values() if i.can_run_on(device_class))
         raise KernelError(
             "kernels.wrong_device",
-            "{op}: {implementation} does not run on {device}. These do: {known}.",
+            "{op}: {implementation} does not run on {device}. Implementations that run on {device}: {known}.",
             op=op.name,
             implementation=implementation,
             device=device_class,
@@ -191,9 +197,9 @@ def find_implementation(name: str | Op, implementation: str, device_class: str) 
 def find_implementation_failure(
     name: str, implementation: str, device_class: str, dtype: torch.dtype, compile: bool = True
 ) -> str | None:
-    """Run an implementation once, forward and backward, on small sizes. Returns what goes wrong; None if nothing does.
+    """Run an implementation once, forward and backward, at small sizes. Returns the failure as text; None if it works.
 
-    A kernel is compiled when it is first called: without a trial it would fail during a training step.
+    A kernel is compiled at its first call. Without this trial a failure would come in a training step.
     """
     op = find_op(name)
     function = _function(op.implementation(implementation), compile)
@@ -204,7 +210,7 @@ def find_implementation_failure(
             if found.ok:
                 return None
             return Message(
-                "kernels.wrong_results", "its results are wrong on this machine: {tensors}", tensors=found.failures()
+                "kernels.wrong_results", "its results on this machine are wrong ({tensors})", tensors=found.failures()
             )
         outputs_and_gradients(op, function, op.inputs(CASES[0], device=device_class, dtype=dtype), seed=0)
     except Exception as error:  # compilers raise what they like
@@ -219,9 +225,9 @@ def _function(implementation: Implementation, compile: bool) -> Callable[..., An
 def _working(
     name: str, chosen: str, device_class: str, dtype: torch.dtype, compile: bool
 ) -> tuple[Implementation | None, list[str]]:
-    """The first implementation of a choice that works here, and what is wrong with each before it.
+    """(the first implementation of a choice that works on this machine, or None; the failures of the implementations before it).
 
-    Raises: KernelError for an implementation that does not exist, and for a sole implementation that is not for that device class.
+    Raises: KernelError for an implementation that does not exist. Also for one that is not for this device class, if it is the only choice.
     """
     names = implementation_names(chosen)
     problems: list[str] = []
@@ -256,8 +262,8 @@ def _working(
 
 @dataclass(frozen=True)
 class ChosenImplementation:
-    """What computes an op on this machine. ``by``: the chosen implementation, the first of several that works, or a replacement;
-    empty where no replacement is allowed."""
+    """The implementation that computes an op on this machine. ``by``: the chosen implementation, the first of several that works, or a replacement.
+    It is empty if ``chosen`` does not work and no replacement is allowed. ``why``: the reason for a replacement."""
 
     op: str
     chosen: str
@@ -271,7 +277,7 @@ class ChosenImplementation:
                 "kernels.not_replaced", "{op}: {chosen} cannot run on this machine, and kernels.yaml allows no replacement: {why}", **data
             )  # fmt: skip
         if self.why:
-            return Message("kernels.replaced", "{op}: {chosen} is replaced by {by}: {why}", **data)
+            return Message("kernels.replaced", "{op}: {chosen} is replaced by {by}, because {why}", **data)
         return Message("kernels.computes", "{op}: {chosen}", **data)
 
 
@@ -283,9 +289,9 @@ def find_implementations_in_use(
     fallback: str,
     shape: Shape,
 ) -> list[ChosenImplementation]:
-    """What computes each op for tensors of these sizes, as ``bind_ops`` would choose. Each choice is tried once.
+    """The implementations that compute the ops for tensors of these sizes, as ``bind_ops`` would choose them. Each choice is tried once.
 
-    Raises: KernelError for an implementation that does not exist, or is not for that device class.
+    Raises: KernelError for an implementation that does not exist or is not for this device class.
     """
     device_class = torch.device(device).type
     found = []
@@ -298,10 +304,10 @@ def find_implementations_in_use(
         by, _, reason = implementation.fallback(shape, dtype).partition(": ")
         if not by and implementation.eager is not None and not compile:
             by = f"{implementation.name}, uncompiled"
-            reason = Message("kernels.uncompiled", "the recipe says compile: false")
+            reason = Message("kernels.uncompiled", "the recipe sets 'compile: false'")
         first = implementation_names(chosen)[0]
         if implementation.name == first and len(implementation_names(chosen)) > 1:
-            chosen = first  # the others stand by
+            chosen = first  # the other names are not needed
         found.append(ChosenImplementation(name, chosen, by or implementation.name, reason or why))
     return found
 
@@ -313,10 +319,10 @@ def bind_ops(
     compile: bool = True,
     fallback: str = FALLBACKS[0],
 ) -> Ops:
-    """The callables of a choice on a device. Each is tried once. Without ``compile`` none of them starts torch.compile.
+    """The functions of a choice on a device. Each is tried once. If ``compile`` is False, none of them uses torch.compile.
 
-    If one fails, ``fallback`` decides: "fail" raises; "reference" warns (KernelWarning) and takes the op's reference.
-    Raises: KernelError for an implementation that does not exist, does not run on the device, or fails.
+    If no implementation of an op works, ``fallback`` decides: "fail" raises KernelError, "reference" warns (KernelWarning) and uses the reference.
+    Raises: KernelError also for an implementation that does not exist or does not run on the device.
     """
     if not dtype.is_floating_point:
         raise KernelError(
@@ -334,7 +340,7 @@ def bind_ops(
         if found is None and fallback == "fail":
             raise KernelError(
                 "kernels.none_works",
-                "{op}: {problems}\n"
+                "{op}: no chosen implementation works: {problems}\n"
                 "Choose another implementation ({known}), or set 'fallback: reference' in kernels.yaml.",
                 op=name,
                 problems=problems,
@@ -344,7 +350,7 @@ def bind_ops(
             taken = found.name if found is not None and found.name != "reference" else "the reference"
             said = Message(
                 "kernels.falls_back",
-                "{op}: {problems}; {taken} is used instead",
+                "{op}: {taken} is used, because {problems}",
                 op=name,
                 problems=problems,
                 taken=taken,

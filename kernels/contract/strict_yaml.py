@@ -1,7 +1,8 @@
-"""Strict YAML: no anchors, merges or tags; a key that appears twice is an error; a value is what is written.
+"""Reads YAML strictly. Anchors, merges and tags are errors, and so is a key that appears twice. Values are read as they are written.
 
-Plain values are read as in YAML 1.2 (its core schema, yaml.org/spec/1.2.2, section 10.3), not as in PyYAML's YAML 1.1, which reads 12:30 as 750,
-010 as 8, ``off`` as false and 2026-11-26 as a date. Numbers of a leading zero are refused, as the two differ; ``1_000`` and ``0b1`` are numbers.
+Plain values are read as in YAML 1.2 (its core schema, yaml.org/spec/1.2.2, section 10.3). PyYAML reads YAML 1.1, in which 12:30 is 750, 010 is 8,
+``off`` is false and 2026-11-26 is a date. A number with a leading zero is refused, because the two versions read it differently. ``1_000`` and
+``0b1`` are numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from kernels.contract.message import Message
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads plain values as ``_PLAIN`` says and refuses doubled keys.
+    """A SafeLoader that reads plain values as ``_PLAIN`` says, and refuses duplicate keys.
 
-    It refuses anchors too: a few lines of them can stand for more values than a machine can hold.
+    It also refuses anchors: a few lines with anchors can stand for more values than fit in memory.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as PyYAML has it: none of YAML 1.1's
@@ -28,7 +29,8 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor or getattr(event, "tag", None):
             what = Message(
-                "kernels.yaml_anchor", "anchors, aliases and tags ('&', '*', '!') are not allowed: write the value out"
+                "kernels.yaml_anchor",
+                "anchors, aliases and tags ('&', '*', '!') are not allowed (write the value itself)",
             )
             raise yaml.constructor.ConstructorError(None, None, what, event.start_mark)
         return super().compose_node(parent, index)
@@ -39,7 +41,7 @@ class _Loader(yaml.SafeLoader):
             if value.tag == _LEADING_ZERO:
                 self._refuse_leading_zero(value, f"key {key.value!r}: ")
             if key.tag == "tag:yaml.org,2002:merge":
-                what = Message("kernels.yaml_merge", "'<<' is not allowed: write the keys out")
+                what = Message("kernels.yaml_merge", "'<<' is not allowed (write the keys themselves)")
                 raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
             if key.value in seen:
                 what = Message("kernels.yaml_double_key", "key {key!r} appears twice", key=key.value)
@@ -47,7 +49,7 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         if len(found) < len(seen):  # 1 and 0x1, yes and true
-            what = Message("kernels.yaml_two_spellings", "one key appears twice, in two spellings such as 1 and 0x1")
+            what = Message("kernels.yaml_two_spellings", "the same key appears in two spellings (such as 1 and 0x1)")
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         return found
 
@@ -55,8 +57,8 @@ class _Loader(yaml.SafeLoader):
         bare = re.sub(r"(?<![0-9])0+(?=[0-9])", "", node.value)
         what = Message(
             "kernels.yaml_leading_zero",
-            "{where}YAML 1.1 and YAML 1.2 read {value} as different numbers. Write {bare} for a number, or '{value}' "
-            "in quotes for text",
+            "{where}YAML 1.1 and YAML 1.2 read {value} as different numbers (write {bare} for a number, or '{value}' "
+            "in quotes for text)",
             where=where,
             value=node.value,
             bare=bare,
@@ -85,18 +87,18 @@ _Loader.add_constructor(_LEADING_ZERO, _Loader._refuse_leading_zero)
 
 @functools.lru_cache(64)
 def _parsed(text: str) -> object:
-    """Cached, because a policy is read for each file that is ingested, and parsing one takes milliseconds. Callers get a copy."""
+    """The parsed text. It is cached, because a policy is read for each ingested file and parsing takes milliseconds. Callers must copy it."""
     return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
 
 
 def read_yaml(text: str, where: str, error: type[Exception]) -> object:
-    """The parsed text. Raises: ``error`` that names ``where`` and the line that cannot be read."""
+    """Parse YAML text. Raises: ``error`` that names ``where`` and the line that cannot be read."""
     try:
         return copy.deepcopy(_parsed(text))
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as broken:  # a date that is none, a list as a key
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as broken:  # an impossible date, a list as a key
         said = Message(
             "kernels.not_yaml",
-            "{where}: cannot be read as YAML: {problem}",
+            "{where} cannot be read as YAML: {problem}",
             where=where,
             problem=" ".join(str(broken).split()),
             reason=getattr(broken, "problem", None),

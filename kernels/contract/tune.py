@@ -1,9 +1,9 @@
-"""Which registered implementation of each op is the fastest here: ``python -m kernels.contract.tune --recipe FILE --precision fp32``.
+"""Finds the fastest implementation of each op on this machine: ``python -m kernels.contract.tune --recipe FILE --precision fp32``.
 
-Every implementation that runs on the device and passes the oracle is timed against the op's reference, forward and backward,
-on the recipe's shapes, in pairs (``kernels.contract.bench``). The ops that a step spends most of its work in come first, so that what
-``--seconds`` cut off is what matters least. Prints progress to standard error, a line each, and one JSON object to standard
-output. What it chooses is approved code: choosing needs no proposal.
+Every implementation that runs on the device and passes the oracle is timed against the op's reference, forward and backward, at the recipe's
+shapes, in pairs (``kernels.contract.bench``). Ops with more work in a step are timed first. If ``--seconds`` are too few, the least important
+implementations are not timed. The command prints a line for each implementation to standard error, and one JSON object to standard output. All
+registered implementations are approved code, so a choice among them needs no proposal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kernels.contract.registry import OPS
 
 SECONDS = 60.0
 PAIRS = 7
-WORTH = 1.02  # times as fast as the reference that another implementation must be: less is noise of one process
+WORTH = 1.02  # an implementation is chosen only if it is this many times as fast as the reference: less can be noise
 Report = Callable[[str], None]
 
 
@@ -42,16 +42,16 @@ class TimedImplementation:
 
     op: str
     implementation: str
-    ratio: float | None = None  # the reference's time over this one's, the median of pairs; None where it was not timed
-    low: float | None = None  # quartiles of the pairs
+    ratio: float | None = None  # the reference's time / this one's, the median of the pairs; None: not timed
+    low: float | None = None  # quartiles of the ratios of the pairs
     high: float | None = None
     seconds: float | None = None
-    why: str = ""  # why it was not timed
+    why: str = ""  # the reason why it was not timed
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The measurements, and the choice that follows from them."""
+    """The measurements of ``tune``, and the choice that follows from them."""
 
     setting: BenchSetting
     choice: Choice  # every op, by name
@@ -59,9 +59,9 @@ class Tuning:
 
 
 def implementations_to_time(op: Op, setting: BenchSetting, device: str) -> Iterator[Implementation]:
-    """The implementations of an op besides its reference, as the recipe would run them.
+    """Yields the implementations of an op other than its reference, as the recipe would run them.
 
-    ``compiled`` is the reference itself inside a block that is compiled anyway, and where nothing is compiled at all.
+    ``compiled`` is left out where it is the same as the reference: in a block that is compiled anyway, or if the recipe compiles nothing.
     """
     for implementation in op.implementations.values():
         same = implementation.name == "reference"
@@ -75,9 +75,9 @@ def implementations_to_time(op: Op, setting: BenchSetting, device: str) -> Itera
 def tune(
     setting: BenchSetting, device: str, seconds: float = SECONDS, ops: tuple[str, ...] = (), say: Report = print
 ) -> Tuning:
-    """Time all implementations within ``seconds``. An op that could not be timed keeps the implementation that runs untuned.
+    """Time all implementations within ``seconds``. An op whose implementations were not timed gets ``untuned_implementation``.
 
-    Raises: KernelError for a device that is not here.
+    Raises: KernelError if this machine does not have the device.
     """
     deadline = time.monotonic() + seconds
     there = machine.this_machine(device).name if device != "cpu" else device
@@ -85,11 +85,14 @@ def tune(
     wanted = [OPS[name] for name in OPS if not ops or name in ops]
     every = timing_order(wanted, setting, device)
     timed: list[TimedImplementation] = []
-    last = {True: 0.0, False: 0.0}  # seconds of the last, by whether a compiler starts: that cannot be cut short
+    last = {
+        True: 0.0,
+        False: 0.0,
+    }  # seconds of the last implementation that starts a compiler (which cannot be stopped), and that does not
     for number, (op, implementation) in enumerate(every):
         began = time.monotonic()
         left, compiles = deadline - began, implementation.eager is not None
-        fair = 2 * left / (len(every) - number)  # most take less than their share
+        fair = 2 * left / (len(every) - number)  # twice an equal share, because most take less
         op = replace(op, implementations={**op.implementations, implementation.name: implementation})
         one = _time(op, implementation, setting, device, min(left, fair) if left > last[compiles] else 0.0)
         last[compiles] = time.monotonic() - began
@@ -102,8 +105,8 @@ def tune(
 
 
 def timing_order(wanted: Sequence[Op], setting: BenchSetting, device: str) -> list[tuple[Op, Implementation]]:
-    """The implementations to time, in order. Those that start no compiler come first. Then ops take turns: an op with more work comes more
-    often (Sainte-Laguë's divisors)."""
+    """The implementations in the order in which to time them. Those that start no compiler come first. Within both kinds, ops alternate, and an op
+    with more work comes more often (Sainte-Laguë's divisors)."""
     turn: Counter[tuple[str, bool]] = Counter()
     every = []
     for op in wanted:
@@ -117,8 +120,8 @@ def timing_order(wanted: Sequence[Op], setting: BenchSetting, device: str) -> li
 
 
 def fastest_implementation(timed: Sequence[TimedImplementation], plain: str) -> str:
-    """The implementation to run: the fastest of those that three pairs in four show faster than the reference; else ``plain``,
-    what runs untuned, unless it was slower.
+    """The implementation to run: the fastest of those that were faster than the reference in three of four pairs. If there is none, ``plain`` (the
+    untuned implementation), or the reference if ``plain`` was slower.
 
     >>> fastest_implementation([TimedImplementation("swiglu", "native", 1.3, 1.2, 1.4, 0.01), TimedImplementation("swiglu",
     ...     "compiled", 1.5, 0.9, 2.1, 0.01)], "reference")
@@ -134,7 +137,7 @@ def fastest_implementation(timed: Sequence[TimedImplementation], plain: str) -> 
 
 
 def min_flops_of_op(op: Op, setting: BenchSetting) -> float:
-    """The least work of a step's calls of the op, in FLOPs. A machine computes about eight FLOPs while it moves one byte."""
+    """The least work of all calls of the op in a step, in FLOPs. A byte counts as eight FLOPs, about as many as a machine computes in that time."""
     calls = setting.layers if op.in_block else 1
     cost = op.cost(setting.shape, DTYPES[setting.precision].itemsize)
     return calls * (cost.forward_flops + cost.backward_flops + 8 * (cost.forward_bytes + cost.backward_bytes))
@@ -143,22 +146,24 @@ def min_flops_of_op(op: Op, setting: BenchSetting) -> float:
 def _time(
     op: Op, implementation: Implementation, setting: BenchSetting, device: str, seconds: float
 ) -> TimedImplementation:
-    """Raises nothing: an implementation that does not compile, run or pass the oracle on this machine is reported and not chosen."""
+    """Time one implementation. If it does not compile, run or pass the oracle on this machine, the result says why. Raises nothing."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
-        why: str = Message("kernels.no_seconds", "not timed: too little of the tuning time is left")
+        why: str = Message("kernels.no_seconds", "not timed because too little of the tuning time is left")
         return TimedImplementation(op.name, name, why=why)
     if fallback := implementation.fallback(setting.shape, dtype):
         reason = fallback.partition(": ")[2] or fallback
         return TimedImplementation(
-            op.name, name, why=Message("kernels.other_computes", "not timed: {reason}", reason=reason)
+            op.name, name, why=Message("kernels.other_computes", "not timed because {reason}", reason=reason)
         )
     try:
         checked = compare_with_fp64(op, name, CASES[0], dtype=dtype, device=device)
         if not checked.ok:
             tensors = checked.failures()
             why = Message(
-                "kernels.wrong_here", "not timed: its results are wrong on this machine: {tensors}", tensors=tensors
+                "kernels.wrong_here",
+                "not timed because its results on this machine are wrong ({tensors})",
+                tensors=tensors,
             )
             return TimedImplementation(op.name, name, why=why)
         with bf16_matmul(dtype):
@@ -168,7 +173,10 @@ def _time(
     except Exception as error:  # compilers raise what they like
         lines = str(error).strip().splitlines() or ["no message"]
         why = Message(
-            "kernels.raised", "not timed: {error}: {problem}", error=type(error).__name__, problem=lines[0][:200]
+            "kernels.raised",
+            "not timed because it raised {error}: {problem}",
+            error=type(error).__name__,
+            problem=lines[0][:200],
         )
         return TimedImplementation(op.name, name, why=why)
     return TimedImplementation(op.name, name, found.ratio, found.ratio_low, found.ratio_high, found.seconds)
@@ -194,7 +202,7 @@ def _progress(one: TimedImplementation) -> Message:
 
 
 def ops_of_training(recipe: Path) -> tuple[str, ...]:
-    """The ops that training with a recipe calls. Only Muon calls Newton–Schulz, which takes the longest to time."""
+    """The ops that training with a recipe calls. Newton–Schulz, which takes the longest to time, is left out unless the optimiser is Muon."""
     optimizer = (yaml.safe_load(recipe.read_text("utf-8")).get("optimizer") or {}).get("name", "adamw")
     return tuple(name for name in OPS if name != "newton_schulz" or optimizer == "muon")
 

@@ -1,7 +1,7 @@
-"""The embedding table: row t of the weight for token t; backward sums the gradients of each token's places.
+"""The embedding: row t of the weight for each token t. The backward pass sums the gradients of all places that have the same token.
 
-Eager sums in the weight's dtype, on a GPU by atomic additions in any order. ``triton`` sorts the places by token and sums each token's
-gradients in fp32, in the order of their places: the same bits every time.
+The eager op sums in the weight's dtype. On a GPU it uses atomic additions, whose order can change. ``triton`` sorts the places by token and sums
+the gradients of each token in fp32, in the order of their places. Therefore it always gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kernels.contract.op import (
 
 
 def reference(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:
-    """tokens of any shape, integers in [0, V); weight [V, D]. Returns [..., D] of the weight's dtype."""
+    """tokens: any shape, integers in [0, V). weight: [V, D]. Returns [..., D] in the weight's dtype."""
     return F.embedding(tokens_X, weight_VD)
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:
-    """Forward moves one row for each token. Backward reads as much, and writes the whole table's gradient."""
+    """The forward pass moves one row for each token. The backward pass reads one row for each token, and writes the gradient of the whole table."""
     elements, table = shape.tokens * shape.d_model, shape.vocab_size * shape.d_model
     return Cost(2 * elements * itemsize, 0, (elements + table) * itemsize, elements)
 

@@ -1,8 +1,8 @@
 """The output head and its loss in one op: logits = x weightᵀ, loss = Σ weights · (nll + z_loss · logsumexp²).
 
-Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` computes the gradients in the
-forward pass, a thousand tokens at a time: the logits of the batch are never all in memory, and not computed for tokens
-without loss. The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 2022, arXiv:2204.02311 §5).
+The eager op keeps the logits [N, V] in fp32, and reads and writes them about ten times. ``chunked`` computes the gradients in the forward pass, a
+thousand tokens at a time. Therefore the logits of the whole batch are never in memory, and are not computed for tokens without loss. The z-loss
+term keeps the normaliser of the softmax near one (PaLM, Chowdhery et al. 2022, arXiv:2204.02311 §5).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
 
 Z_LOSS = 1e-4
 ROWS = 1024  # tokens of a chunk: smaller chunks would read the weight and its gradient too often
-PADDED_TO = 128  # a divisor of ROWS: the last chunk is padded to a multiple of it
+PADDED_TO = 128  # the last chunk is padded to a multiple of this divisor of ROWS
 
 
 def reference(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """x [N, D], weight [V, D], targets [N] integers, weights [N] fp32 that already hold mask and normaliser.
+    """x [N, D], weight [V, D], targets [N] integers, weights [N] fp32. The weights include the mask and the division by their sum.
 
-    Returns (loss: scalar, nll [N] detached, zero where the weight is zero), both fp32 (fp64 for fp64 inputs).
+    Returns (the loss, a scalar; nll [N], detached, zero where the weight is zero), both in fp32 (in fp64 for fp64 inputs).
     """
     logits_NV = F.linear(x_ND, weight_VD)
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
@@ -50,14 +50,14 @@ def reference(
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:
-    """The least traffic is x, the weight and their gradients: logits need not be in memory."""
+    """The least traffic is x, the weight and their gradients, because the logits need not be in memory."""
     operands = (shape.tokens + shape.vocab_size) * shape.d_model * itemsize
     flops = 2 * shape.tokens * shape.d_model * shape.vocab_size
     return Cost(operands, flops, 2 * operands, 2 * flops)
 
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """A quarter of the tokens carry no loss, as in chat data."""
+    """Inputs in which a quarter of the tokens carry no loss, as in chat data."""
     N = shape.tokens
     x = normal_tensor(generator, (N, shape.d_model), device, dtype)
     weight = normal_tensor(generator, (shape.vocab_size, shape.d_model), device, dtype, shape.d_model**-0.5)
@@ -69,8 +69,8 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
 def rows_eager(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token: weights · (nll + z_loss · logsumexp²), nll, and (if asked) that term's gradient by its logits, in
-    their dtype."""
+    """For each token: (the term weights · (nll + z_loss · logsumexp²), nll, the gradient of the term by the logits). The gradient is in the logits'
+    dtype. It is empty unless ``gradients``."""
     logits = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     lse = torch.logsumexp(logits, dim=-1)
     nll = lse - logits.gather(1, targets_C.unsqueeze(1)).squeeze(1)
@@ -87,7 +87,7 @@ def rows_eager(
 def rows_without_targets_zeroed(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes what ``rows_eager`` does, with zeros for tokens without loss, whatever their logits are."""
+    """The same as ``rows_eager``, but with zeros for tokens without loss, even if their logits are not finite."""
     term, nll, dlogits = rows_eager(logits_CV, targets_C, weights_C, z_loss, gradients)
     silent = weights_C == 0
     dlogits = dlogits.masked_fill(silent.unsqueeze(1), 0.0) if gradients else dlogits
@@ -104,7 +104,7 @@ def chunked_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty.
 
-    On a GPU the chunks are larger and take every token: only the device knows which tokens carry loss.
+    On a GPU the chunks are larger and include tokens without loss, because only the device knows which tokens carry loss.
     """
     if x_ND.is_cuda:
         rows = all_rows_compiled if fuse else rows_without_targets_zeroed
@@ -114,7 +114,7 @@ def chunked_op(
     loss = torch.zeros((), dtype=wide, device=x_ND.device)
     nll_N = torch.zeros(x_ND.shape[0], dtype=wide, device=x_ND.device)
     dx_ND = x_ND.new_zeros(x_ND.shape) if gradients else x_ND.new_empty(0)
-    # The weight's gradient is a sum over chunks: kept in fp32, or each addition would round it.
+    # The weight's gradient is a sum over chunks. It is kept in fp32, because in bf16 each addition would round it.
     dweight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=x_ND.device) if gradients else x_ND.new_empty(0)
     kept = weights_N.nonzero().squeeze(1)
     for index in kept.split(ROWS):
@@ -142,7 +142,7 @@ def chunked_op(
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    in_fp32: chunks.ChunkSize = lambda x, weight: -1  # a CPU's sum over chunks, of however few tokens
+    in_fp32: chunks.ChunkSize = lambda x, weight: -1  # a CPU keeps its sum over chunks in fp32 for any number of tokens
     return chunks.fake_outputs(chunks.chunk_tokens_on_gpu if x.is_cuda else in_fp32, x, weight, weights, gradients)
 
 
@@ -175,21 +175,21 @@ def _chunked(
 def chunked(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes what ``reference`` does, a chunk of tokens at a time, with the gradients made in the forward pass."""
+    """The same as ``reference``, computed in chunks of tokens, with the gradients made in the forward pass."""
     return _chunked(x_ND, weight_VD, targets_N, weights_N, z_loss, fuse=False)
 
 
 def chunked_compiled(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes what ``chunked`` does, with all work on a chunk's logits compiled into one region."""
+    """The same as ``chunked``, with all work on the logits of a chunk compiled into one kernel."""
     return _chunked(x_ND, weight_VD, targets_N, weights_N, z_loss, fuse=True)
 
 
 class SavedLogits(torch.autograd.Function):
-    """Keeps the logits in the inputs' dtype; the backward pass makes their gradient from them in one pass.
+    """Keeps the logits in the inputs' dtype. The backward pass computes their gradient in one pass over memory.
 
-    Autograd's own gradient of the reference reads and writes [N, V] in fp32 five times.
+    Autograd's backward pass of the reference would read and write [N, V] in fp32 five times.
     """
 
     @staticmethod
@@ -226,14 +226,14 @@ class SavedLogits(torch.autograd.Function):
 def saved_logits(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes what ``reference`` does, with the gradient of the logits written out."""
+    """The same as ``reference``, with an explicit backward pass (``SavedLogits``)."""
     return SavedLogits.apply(x_ND, weight_VD, targets_N, weights_N, z_loss)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def native(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes what ``reference`` does, with the pointwise work in C++; by ``saved_logits`` in dtypes other than fp32 and bf16."""
+    """The same as ``reference``, with the pointwise work in C++. In dtypes other than fp32 and bf16, ``saved_logits`` computes it."""
     if x_ND.dtype not in native_library.NAMES or x_ND.dtype != weight_VD.dtype:
         return saved_logits(x_ND, weight_VD, targets_N, weights_N, z_loss)
     gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)

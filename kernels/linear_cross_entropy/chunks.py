@@ -1,10 +1,10 @@
-"""The loss head a chunk of tokens at a time: code shared by all implementations that never hold the batch's logits.
+"""The loss head in chunks of tokens: code that is shared by all implementations that never hold the logits of the whole batch.
 
-The size of a chunk follows from its costs besides its products, which take 6 · C · D · V FLOPs. On a CPU its logits should stay in cache. On a
-GPU each chunk reads the weight twice, and reads and writes the fp32 sum of the weight's gradient: 12 · V · D bytes in all. This traffic takes a
-share 2 · r / C of the products' time for all D and V, where r is the FLOPs that the card computes while it moves a byte: about 300 in bf16
-(an H100's data sheet: 989 TFLOP/s, 3.35 TB/s). At 8,192 tokens that would be 7 % without overlap; a matrix product overlaps its own reads and
-writes.
+The matrix products of a chunk of C tokens take 6 · C · D · V FLOPs. Its other costs determine the size of a chunk. On a CPU its logits should stay
+in cache. On a GPU each chunk reads the weight twice, and reads and writes the fp32 sum of the weight's gradient: 12 · V · D bytes in all. Compared
+with the time of the products, this traffic takes 2 · r / C for all D and V, where r is the number of FLOPs that the GPU computes while it moves
+a byte: about 300 in bf16 (an H100's data sheet: 989 TFLOP/s, 3.35 TB/s). For 8,192 tokens that would be 7 % if nothing overlapped, but a matrix
+product overlaps its own reads and writes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RowsFunction = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Ten
 
 
 def gpu_chunk(N: int, V: int, itemsize: int, memory: int) -> int:
-    """Tokens of a chunk on a card with ``memory`` bytes. It does not depend on free memory, so that equal sizes give equal sums.
+    """Number of tokens of a chunk on a GPU with ``memory`` bytes. It does not depend on free memory, so that equal sizes give equal sums.
 
     >>> gpu_chunk(16384, 131072, 2, 80 << 30), gpu_chunk(16384, 151936, 2, 80 << 30), gpu_chunk(9000, 32768, 2, 80 << 30)
     (8192, 4096, 4608)
@@ -47,7 +47,7 @@ def chunk_tokens_on_gpu(x_ND: Tensor, weight_VD: Tensor) -> int:
 
 @functools.cache
 def _memory(device: torch.device) -> int:
-    """Bytes of a card; without a card (tracing, the interpreter) so many that they are no limit."""
+    """Bytes of memory of a GPU. Without a GPU (in tracing or in the interpreter), so many bytes that memory is no limit."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return MEMORY_SHARE * GPU_BYTES
     return int(torch.cuda.get_device_properties(device).total_memory)
@@ -64,10 +64,10 @@ def compute_in_chunks(
     size: int,
     align: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one; without ``gradients`` the last two are empty.
+    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty.
 
-    ``rows`` does the pointwise work of a chunk and returns (terms, nll, gradient by the logits), whose memory may be the
-    logits'. The logits are a view [C, V] whose rows begin at multiples of ``align`` elements. Nothing waits for the device.
+    ``rows`` does the pointwise work of a chunk. It returns (terms, nll, gradient by the logits). The gradient may overwrite the logits, which are a
+    view [C, V] whose rows begin at multiples of ``align`` elements. ``size``: tokens of a chunk. Nothing waits for the device.
     """
     (N, D), V = x_ND.shape, weight_VD.shape[0]
     if weight_VD.shape != (V, D) or targets_N.shape != (N,) or weights_N.shape != (N,):
@@ -97,11 +97,11 @@ def compute_in_chunks(
 
 
 def add_product(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
-    """``sum`` + a b, in at least fp32 and in place; only a b if ``sum`` is None.
+    """Add a b to ``sum_VD`` in place, in at least fp32. If ``sum_VD`` is None, return a b.
 
-    On a GPU one product, whose bf16 operands are summed in fp32 and added as such: ``aten::addmm.dtype_out`` takes a
-    ``self`` in ``out_dtype`` that is ``out`` itself (PyTorch 2.11, ``_addmm_dtype_out_cuda`` in aten/native/cuda/Blas.cpp). It
-    has no CPU kernel; there the product is rounded once, before it is added.
+    On a GPU this is one product, which sums bf16 operands in fp32 and adds them without rounding: ``aten::addmm.dtype_out`` accepts a ``self`` in
+    ``out_dtype`` that is also ``out`` (PyTorch 2.11, ``_addmm_dtype_out_cuda`` in aten/native/cuda/Blas.cpp). It has no CPU kernel. On a CPU
+    the product is rounded once before it is added.
     """
     if a_VC.is_cuda:
         wide = torch.promote_types(a_VC.dtype, torch.float32)
@@ -133,7 +133,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 
 def scale_saved_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-    """The kept gradients times the loss's gradient, and a None for each further argument of the operator."""
+    """The kept gradients times the upstream gradient of the loss, and a None for each further argument of the operator."""
     return tuple(_times(kept, upstream[0], dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes)) + (None,) * 4
 
 
@@ -146,5 +146,5 @@ def _times(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
 def count_flops(
     x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, *_: Any, **__: Any
 ) -> int:
-    """Three products, as if every token carried loss (the shapes do not say how many do)."""
+    """FLOPs of three products (one without ``gradients``), as if every token carried loss: the shapes do not say how many do."""
     return int(2 * x[0] * x[1] * weight[0] * (3 if gradients else 1))

@@ -1,8 +1,8 @@
 """The loss head with its pointwise work in C++ (``linear_cross_entropy.cpp``), for CPUs.
 
-The gradient by the logits is made in the forward pass, in the logits' own place, a bounded number of tokens at a time.
+The forward pass computes the gradient by the logits in place of the logits, for a bounded number of tokens at a time.
 
-Apart because each backend of an op is one file, which a patch replaces as a whole.
+A separate file, because each backend of an op is one file, which a patch replaces as a whole.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CHUNK = 1 << 24  # logits at a time: 32 MiB in bf16
 
 
 def tokens_that_fit_cache(x_ND: Tensor, weight_VD: Tensor) -> int:
-    """The number of tokens of a chunk."""
+    """The number of tokens of a chunk whose logits stay in cache."""
     return max(1, min(x_ND.shape[0], CHUNK // max(1, weight_VD.shape[0])))
 
 
 def loss_rows(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights · (nll + z_loss · logsumexp²), nll), both [C], and ``logits``, which become their gradient, if asked, or stay.
+    """(weights · (nll + z_loss · logsumexp²) [C], nll [C], ``logits_CV``). With ``gradients`` the logits are overwritten by their gradient.
 
     Raises: IndexError for a target that is not a token.
     """

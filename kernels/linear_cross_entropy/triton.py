@@ -1,7 +1,7 @@
-"""The loss head with its pointwise work in Triton: one program for each row of logits, which becomes its gradient in place.
+"""The loss head with its pointwise work in Triton: one program for each row of logits. It overwrites the row with its gradient.
 
-Tokens are processed in chunks (``chunks``), and gradients are made in the forward pass. A row is read twice and written once: 3 · C · V
-elements, of which the second reading finds a part in the cache.
+Tokens are processed in chunks (``chunks``), and gradients are made in the forward pass. A row is read twice and written once: 3 · C · V elements,
+part of which the second read finds in the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOGITS_PER_THREAD = 16  # logits of a block that a thread holds: two loads of 16
 ALIGN = 16  # a row begins at a multiple of this many logits, so that every load of it is 16 bytes wide
 LEAST = tl.constexpr(
     -3.4028234663852886e38
-)  # the lowest finite number in fp32: minus infinity has no distance from itself
+)  # the lowest finite number in fp32, because minus infinity minus itself is NaN
 
 
 @triton.jit
@@ -75,16 +75,15 @@ def rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def block_size(V: int) -> int:
-    """Number of logits of a row that a program takes at a time: a power of two, all of a short row."""
+    """Number of logits of a row that a program processes at a time: a power of two, at least as long as a short row."""
     return min(BLOCK, max(SMALLEST, triton.next_power_of_2(V)))
 
 
 def loss_rows(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights · (nll + z_loss · logsumexp²), nll), both [C], and ``logits``, which become their gradient, if asked, or stay.
-
-    The gap between the end of a row and the next row is written too.
+    """(weights · (nll + z_loss · logsumexp²) [C], nll [C], ``logits_CV``). With ``gradients`` the logits are overwritten by their gradient, and the
+    gap between the end of a row and the next row is written too.
     """
     C, V = logits_CV.shape
     terms_C, nll_C = weights_C.new_empty(C), weights_C.new_empty(C)
@@ -109,7 +108,7 @@ def loss_rows(
 def triton_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one; without ``gradients`` the last two are empty."""
+    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty."""
     size = chunk_tokens_on_gpu(x_ND, weight_VD)
     return compute_in_chunks(loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size, ALIGN)
 
@@ -128,7 +127,7 @@ register_flop_formula(torch.ops.factory.linear_cross_entropy_triton)(count_flops
 def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes what ``kernels.linear_cross_entropy.reference`` does, for fp32 and bf16."""
+    """The same as ``kernels.linear_cross_entropy.reference``, for fp32 and bf16."""
     gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     loss, nll_N, _, _ = triton_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients)
     return loss, nll_N.detach()

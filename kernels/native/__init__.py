@@ -1,7 +1,6 @@
-"""Compile an op's C++ on first use, for this machine's processor, and caches the libraries.
+"""Compiles the C++ of an op at its first use, for the processor of this machine, and caches the libraries.
 
-Not by torch.compile's loader: that imports the compiler and probes the processor's vectors in each process, which takes
-three to five seconds.
+torch.compile has a loader for C++ too, but it imports torch's compiler and probes the processor in each process. That takes three to five seconds.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from kernels.contract.op import KernelError, Shape
 
 HEADERS = Path(__file__).parent
 SOURCES = HEADERS.parent  # <op>/<op>.cpp
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of the dtypes, as functions end in them
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # dtype → suffix of the names of C++ functions
 OUT_OF_MEMORY, FAILED = -1, -2  # in_parallel.h
 FLAGS = ("-O3", "-DNDEBUG", "-std=c++20", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-w")
 LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10", "-lgomp")
 
 
 def cpu_op(name: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
-    """``torch.library.custom_op`` for a function of CPU tensors that changes none of them.
+    """Like ``torch.library.custom_op``, for a function of CPU tensors that changes none of them.
 
-    The dispatcher calls the function itself, not torch's wrapper, which imports the compiler at the first call: a second
-    of the start of every trainer that compiles nothing.
+    The dispatcher calls the function directly. torch's wrapper would import the compiler at the first call, which takes a second in a trainer that
+    compiles nothing.
     """
 
     def define(function: Callable[..., Any]) -> torch.library.CustomOpDef:
@@ -50,12 +49,12 @@ def cpu_op(name: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDe
 
 @functools.cache
 def load_library(name: str) -> ctypes.CDLL:
-    """The shared library of ``<name>/<name>.cpp``. Its calls release the interpreter's lock.
+    """The shared library of ``<name>/<name>.cpp``. Calls of its functions release Python's global lock.
 
-    Raises: KernelError without a C++ compiler, or with one that fails.
+    Raises: KernelError if there is no C++ compiler, if it fails, or if the library cannot be loaded.
     """
     text = (SOURCES / name / f"{name}.cpp").read_text(encoding="utf-8")
-    for header in HEADERS.glob("*.h"):  # in place, so that the key holds it too
+    for header in HEADERS.glob("*.h"):  # headers are inserted into the text, so that the key depends on them
         text = text.replace(f'#include "{header.name}"', header.read_text(encoding="utf-8").replace("#pragma once", ""))
     words = compiler_words()
     key = hashlib.sha256("\0".join((text, *words, torch.__version__, processor_features())).encode()).hexdigest()
@@ -69,7 +68,7 @@ def load_library(name: str) -> ctypes.CDLL:
     except OSError as error:
         raise KernelError(
             "kernels.unloadable",
-            "{file}: the library cannot be loaded: {problem}",
+            "the compiled library {file} cannot be loaded: {problem}",
             file=str(target),
             problem=str(error),
         ) from error
@@ -77,7 +76,7 @@ def load_library(name: str) -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While this process compiles, the machine's other ranks wait. If the folder cannot be locked, each rank compiles."""
+    """Within this context the other ranks on this machine wait. If the folder cannot be locked, each rank compiles."""
     lock = None
     try:
         with contextlib.suppress(OSError):
@@ -90,7 +89,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def compiler_words() -> list[str]:
-    """The compiler's arguments without its input and output, for the vectors that torch itself would use here."""
+    """The arguments of the compiler, except input and output. They select the vector instructions that torch itself uses on this machine."""
     torch_folder = Path(torch.__file__).parent
     vectors = torch.backends.cpu.get_cpu_capability()
     vectors = vectors if vectors in ("AVX2", "AVX512") else "DEFAULT"
@@ -100,7 +99,7 @@ def compiler_words() -> list[str]:
 
 
 def processor_features() -> str:
-    """The lines of /proc/cpuinfo that ``-march=native`` depends on."""
+    """The lines of /proc/cpuinfo on which the result of ``-march=native`` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -109,8 +108,8 @@ def processor_features() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled libraries: beside torch.compile's own cache if that is named, else the user's cache; a temporary folder if
-    neither can be written."""
+    """The folder of compiled libraries. It is in TORCHINDUCTOR_CACHE_DIR if that is set, else in the user's cache. It is a temporary folder if that
+    place cannot be written."""
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         folder = Path(given).expanduser() / "factory-kernels"
@@ -128,7 +127,7 @@ def _own_folder() -> Path:
 
 
 def compile_library(target: Path, text: str, words: list[str]) -> None:
-    """Compile into a folder of its own and rename: two processes may do it at once. Raises: KernelError."""
+    """Compile ``text`` in a temporary folder and rename the library to ``target``, so that two processes may compile at once. Raises: KernelError."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise KernelError(
@@ -162,9 +161,9 @@ def compile_library(target: Path, text: str, words: list[str]) -> None:
 
 
 def call_cpp(name: str, function: str, *arguments: Tensor | int | float) -> int:
-    """Call a function of ``<name>/<name>.cpp``: tensors as addresses, numbers as int64 and float, and last the number of threads.
+    """Call a function of ``<name>/<name>.cpp``. Tensors are passed as addresses, numbers as int64 or float. The number of threads is passed last.
 
-    Returns its result. Raises: MemoryError, RuntimeError as its code says.
+    Returns its result. Raises: MemoryError or RuntimeError if the result is one of the error codes.
     """
     passed = [
         ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_float(x) if isinstance(x, float) else x
@@ -177,7 +176,7 @@ def call_cpp(name: str, function: str, *arguments: Tensor | int | float) -> int:
         raise MemoryError(
             Message(
                 "kernels.no_memory",
-                "{function}: too little memory is left for the function's scratch space",
+                "the C++ function {function} has too little memory for its scratch space",
                 function=function,
             )
         )
@@ -187,7 +186,7 @@ def call_cpp(name: str, function: str, *arguments: Tensor | int | float) -> int:
 
 
 def fallback_for_other_dtypes(other: str) -> Callable[[Shape, torch.dtype], str]:
-    """A value of ``Implementation.fallback``: the C++ is for the dtypes of NAMES, and ``other`` computes in all other dtypes."""
+    """A function for ``Implementation.fallback``. The C++ computes in the dtypes of ``NAMES``, the implementation ``other`` in all others."""
 
     def say(shape: Shape, dtype: torch.dtype) -> str:
         if dtype in NAMES:
@@ -203,6 +202,6 @@ def fallback_for_other_dtypes(other: str) -> Callable[[Shape, torch.dtype], str]
 
 
 def as_rows(x_XD: Tensor) -> Tensor:
-    """[N, D] with a dense last dimension: a view of x wherever one step leads from row to row."""
+    """x as [N, D] with a dense last dimension. It is a view if a constant stride leads from row to row, else a copy."""
     x_ND = x_XD.reshape(x_XD.shape[:-1].numel(), x_XD.shape[-1])
     return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()

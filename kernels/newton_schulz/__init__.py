@@ -1,8 +1,7 @@
-"""Newton–Schulz: a matrix → nearly its orthogonal factor U Vᵀ, by matrix products alone. Muon's step (Jordan 2024,
+"""Newton–Schulz: approximates the orthogonal factor U Vᵀ of a matrix, by matrix products alone. Muon uses it (Jordan 2024,
 kellerjordan.github.io/posts/muon).
 
-Each step is x ← a x + (b g + c g²) x with g = x xᵀ: two of its three products are symmetric, and ``triton`` computes
-only half of each.
+Each step is x ← a x + (b g + c g²) x with g = x xᵀ. Two of its three products are symmetric. ``triton`` computes only half of each of these.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LEAST_NORM = 1e-7
 
 
 def round_and_normalise(matrices: Tensor) -> tuple[Tensor, bool]:
-    """(the matrices rounded, with at most as many rows as columns, of norm one; True if they were tall and got transposed)"""
+    """(the matrices in bf16 (or fp64), of norm one, transposed if they had more rows than columns; True if they were transposed)."""
     x = matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -34,10 +33,10 @@ def round_and_normalise(matrices: Tensor) -> tuple[Tensor, bool]:
 
 
 def reference(matrices: Tensor, steps: int) -> Tensor:
-    """[rows, columns] or [E, rows, columns] → nearly U Vᵀ of each, in bf16 (in fp64 for fp64).
+    """[rows, columns] or [E, rows, columns] → approximately U Vᵀ of each matrix, in bf16 (in fp64 for fp64).
 
-    After five steps singular values of at least 0.3 % of the matrix's norm lie in about [0.68, 1.21]; a smaller one has
-    grown 3.4445⁵ ≈ 485 times.
+    After five steps, singular values that were at least 0.3 % of the matrix's norm lie in about [0.68, 1.21]. Smaller ones have grown by a factor of
+    3.4445⁵ ≈ 485.
     """
     a, b, c = COEFFICIENTS
     multiply = torch.addmm if matrices.ndim == 2 else torch.baddbmm  # each product is rounded once
@@ -49,7 +48,7 @@ def reference(matrices: Tensor, steps: int) -> Tensor:
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:
-    """One matrix [d_ff, d_model] for each sequence of the batch, its products whole; a step reads x twice, writes it."""
+    """The cost for one matrix [d_ff, d_model] for each sequence of the batch, with all products in full. A step reads x twice and writes it once."""
     short, long = sorted((shape.d_ff, shape.d_model))
     bytes_each = STEPS * (3 * short * long + 4 * short * short) * 2 + short * long * (itemsize + 2)
     flops = STEPS * (4 * short * short * long + 2 * short**3)
@@ -57,7 +56,7 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """A stack of MLP matrices, as of experts."""
+    """A stack of matrices of the size of an MLP's, as experts have them."""
     return normal_tensor(generator, (shape.batch, shape.d_ff, shape.d_model), device, dtype), STEPS
 
 

@@ -1,13 +1,14 @@
 """Newton–Schulz in Triton: one kernel for both symmetric products of a step. It computes the tiles on and below the diagonal,
 and stores each tile twice. The third product is computed by cuBLAS.
 
-Half a product here is faster than a whole product of cuBLAS; this is computed, not measured. A whole step on a matrix of s × l,
-s ≤ l, takes 4 s² l + 2 s³ FLOPs. Here cuBLAS computes 2 s² l and the kernel (s² l + s³) (1 + 1/t), with t tiles of 128 in a row.
-For five steps of 4,096 × 4,096, cuBLAS at 700 TFLOP/s of bf16 on an H100 (of 989) and the kernel at 450:
+Half a product by this kernel should be faster than a whole product by cuBLAS. This is an estimate, not a measurement. If all products are computed
+whole, a step on a matrix of s × l (s ≤ l) takes 4 s² l + 2 s³ FLOPs. Here cuBLAS computes 2 s² l of them, and the kernel computes
+(s² l + s³) (1 + 1/t), with t tiles of 128 in a row. For five steps on 4,096 × 4,096, with cuBLAS at 700 TFLOP/s of bf16 on an H100 (of 989) and
+the kernel at 450:
 
     whole    2.06e12 FLOPs, 2.94 ms        half    0.69e12 at 700 + 0.71e12 at 450, 2.56 ms
 
-Thus the kernel must reach (1 + 1/t) / 2 of cuBLAS's rate, for every shape; the 450 is a guess. A single matrix of fewer than about
+Thus the kernel must reach (1 + 1/t) / 2 of cuBLAS's rate, for every shape. The 450 TFLOP/s are a guess. A single matrix of fewer than about
 1,024 rows fills too few multiprocessors (1,024 rows: 36 tiles for 132 multiprocessors). Therefore Muon makes stacks of matrices.
 A tile of 128 x 128 computes 64 FLOPs for each byte that it loads. Tiles that share rows follow one another, so that these bytes come
 from L2.
@@ -39,7 +40,7 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
     a, out, rows, columns, alpha, beta,
     ADD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out = alpha · a aᵀ, and if ADD (then ``a`` is symmetric) + beta · a. EVEN: DEPTH divides the number of columns."""
+    """out = alpha · a aᵀ, and with ADD also + beta · a, for a symmetric ``a``. EVEN: DEPTH divides the number of columns."""
     tiles = tl.cdiv(rows, BLOCK)
     matrix = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
     program = tl.program_id(0) % (tiles * tiles)
@@ -75,7 +76,7 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
 
 
 def symmetric_product(a: Tensor, alpha: float = 1.0, beta: float | None = None) -> Tensor:
-    """alpha · a aᵀ (+ beta · a, for a symmetric a) for contiguous matrices [E, rows, columns]; sums in fp32."""
+    """alpha · a aᵀ for contiguous matrices [E, rows, columns]. If ``beta`` is given, beta · a is added, for a symmetric a. Sums are in fp32."""
     E, rows, columns = a.shape
     dtype = a.dtype
     a = a.float() if INTERPRETED else a
@@ -89,7 +90,7 @@ def symmetric_product(a: Tensor, alpha: float = 1.0, beta: float | None = None) 
 
 @torch.library.custom_op("factory::newton_schulz_triton", mutates_args=())
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """Computes what ``kernels.newton_schulz.reference`` does."""
+    """The same as ``kernels.newton_schulz.reference``, in bf16."""
     a, b, c = COEFFICIENTS
     x, tall = round_and_normalise(matrices)
     x = x.reshape(-1, *x.shape[-2:]).contiguous()

@@ -1,7 +1,7 @@
-"""QK-norm then rotary position embedding, for queries or keys: RMSNorm over each head, then rotate the halves.
+"""QK-norm and then rotary position embedding (RoPE), for queries or keys: RMSNorm over each head, then a rotation of its two halves.
 
-QK-norm: Henry et al. 2020, arXiv:2010.04245; RoPE: Su et al. 2021, arXiv:2104.09864, in the rotate-half layout of
-Hugging Face models: pairs are (k, k + K/2), and cos, sin [B, T, K] repeat their first half.
+QK-norm: Henry et al. 2020, arXiv:2010.04245. RoPE: Su et al. 2021, arXiv:2104.09864, in the rotate-half layout of Hugging Face models: element k is
+paired with k + K/2, and cos and sin [B, T, K] repeat their first half.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ THETA = 10_000.0
 
 
 def reference(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> Tensor:
-    """x [B, T, heads, K], weight [K]; cos and sin already gathered by position. Keeps the dtype of x."""
+    """x [B, T, heads, K], weight [K], cos and sin [B, T, K] of each token's position. The result has the dtype of x."""
     return apply_rope(rms_norm(x_BTHK, weight_K, eps), cos_BTK, sin_BTK)
 
 
 def apply_rope(x_BTHK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
-    """RoPE alone. Keeps the dtype of x."""
+    """RoPE alone. The result has the dtype of x."""
     first, second = x_BTHK.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
     return (x_BTHK * cos_BTK.unsqueeze(2) + rotated * sin_BTK.unsqueeze(2)).to(x_BTHK.dtype)
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:
-    """One call on the queries."""
+    """The cost of one call for the queries."""
     elements = shape.tokens * shape.heads * shape.head_dim
     return Cost(2 * elements * itemsize, 7 * elements, 3 * elements * itemsize, 13 * elements)
 

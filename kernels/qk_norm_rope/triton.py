@@ -1,8 +1,8 @@
-"""QK-norm and RoPE in Triton. A row is a head of a token. The heads of a token follow one another, so that its cos and sin are read
-from memory once, and from the cache for the other heads.
+"""QK-norm and RoPE in Triton. A row is one head of one token. The heads of a token follow one another. Therefore a token's cos and sin are read from
+memory once, and come from the cache for its other heads.
 
-The two halves of a head are two tiles: a rotation pairs the elements at the same place of both. The number of heads and their size are
-constants of a model, and also of the compiled code, so that a row's token and head are found by multiplications.
+The two halves of a head are two tiles, because a rotation pairs the elements at the same place of both halves. The number of heads and their size
+are constants of a model, and also of the compiled code. Therefore the token and head of a row are computed by multiplications.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def dense_heads(x_BTHK: Tensor) -> Tensor:
-    """The kernels take every layout in which a head's values are neighbours, such as a part of a joined product."""
+    """x, copied if a head's values are not neighbours in memory. The kernels support all other layouts, such as a part of a joined product."""
     return x_BTHK if x_BTHK.stride(-1) == 1 else x_BTHK.contiguous()
 
 
 def kernel_sizes(x_BTHK: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
-    """The sizes of x that both kernels take: rows; T and the strides of sequences, tokens and heads; constants."""
+    """Arguments for both kernels: (number of rows, (T and the strides of sequences, tokens and heads), the constants HEADS and HALF)."""
     B, T, heads, K = x_BTHK.shape
     assert K % 2 == 0, K
     return B * T * heads, (T, *x_BTHK.stride()[:3]), {"HEADS": heads, "HALF": K // 2}
@@ -156,5 +156,5 @@ forward_op.register_autograd(gradients, setup_context=save_inputs)
 
 
 def qk_norm_rope(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> Tensor:
-    """Computes what ``kernels.qk_norm_rope.reference`` does, in fp32 and bf16. All sums are in fp32 and rounded once."""
+    """The same as ``kernels.qk_norm_rope.reference``, in fp32 and bf16. All computation is in fp32, and results are rounded once."""
     return forward_op(x_BTHK, weight_K, cos_BTK, sin_BTK, eps)[0]

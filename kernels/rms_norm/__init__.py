@@ -19,7 +19,7 @@ EPS = 1e-6
 
 
 def reference(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x has any leading shape and any float dtype, which the result keeps; weight [D]."""
+    """x [..., D] of any float dtype, weight [D]. The result has the shape and the dtype of x."""
     x = x_XD if x_XD.dtype == torch.float64 else x_XD.float()
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * weight_D).to(x_XD.dtype)

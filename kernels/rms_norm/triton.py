@@ -1,7 +1,7 @@
-"""RMSNorm in Triton: tiles of rows forward; backward programs that stay, each over many rows, so that the weight's
-gradient is summed in registers. ``kernels.rows_in_triton`` says how large both are.
+"""RMSNorm in Triton. A forward program computes one tile of rows. A backward program computes many tiles, so that it can sum the weight's gradient
+in registers. ``kernels.rows_in_triton`` says how large tiles are and how many programs there are.
 
-One launch forward; backward one, and one sum over the programs' parts.
+The forward pass is one launch. The backward pass is one launch, and a sum over the parts of its programs.
 """
 
 from __future__ import annotations
@@ -105,5 +105,5 @@ forward_op.register_autograd(gradients, setup_context=save_inputs)
 
 
 def rms_norm(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Computes what ``kernels.rms_norm.reference`` does, for every leading shape, in fp32 and bf16 (statistics in fp32)."""
+    """The same as ``kernels.rms_norm.reference``, for every leading shape, in fp32 and bf16 (statistics in fp32)."""
     return forward_op(x_XD, weight_D, eps)[0]

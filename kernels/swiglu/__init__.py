@@ -21,7 +21,7 @@ from kernels.swiglu import cpp as swiglu_native
 
 
 def reference(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
-    """gate, up and the result have the same shape and dtype."""
+    """silu(gate) · up. gate, up and the result have the same shape and dtype."""
     return F.silu(gate_XF) * up_XF
 
 
@@ -39,7 +39,7 @@ TRITON = triton_implementation("kernels.swiglu.triton", function="swiglu")
 
 
 def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
-    """Computes what ``reference`` does, in C++ for fp32 and bf16; ``reference`` computes in other dtypes."""
+    """The same as ``reference``, in C++ for fp32 and bf16. In other dtypes ``reference`` computes it."""
     if gate_XF.dtype in NAMES and up_XF.dtype == gate_XF.dtype:
         return swiglu_native.forward_op(gate_XF, up_XF)
     return reference(gate_XF, up_XF)

@@ -1,4 +1,4 @@
-"""Registers shapes of results and gradients for both the C++ and the Triton op."""
+"""Registers the gradient and the shapes of results with torch, for the C++ op and for the Triton op."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.library import CustomOpDef
 
 
 def register_gradient(forward_op: CustomOpDef, backward_op: CustomOpDef) -> None:
-    """Register fakes of both, and ``backward_op`` (dout, gate, up) → (dgate, dup) as the gradient of ``forward_op``."""
+    """Register ``backward_op``, (dout, gate, up) → (dgate, dup), as the gradient of ``forward_op``, and fake implementations of both."""
 
     def keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)

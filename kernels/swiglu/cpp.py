@@ -1,6 +1,6 @@
 """silu(gate) · up in C++ (``swiglu.cpp``), for CPUs, as torch.library ops.
 
-Apart because each backend of an op is one file, which a patch replaces as a whole.
+A separate file, because each backend of an op is one file, which a patch replaces as a whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """silu(gate) · up in Triton. The backward pass recomputes the sigmoid instead of reading a stored one.
 
-Bytes an element in bf16: 6 forward, 10 backward; 16,384 x 24,576 elements at 90 % of 3.35 TB/s: 0.80 and 1.34 ms
-(predicted, not measured). A thread has 16 elements of each tensor, two loads of 16 bytes.
+For each bf16 element the forward pass moves 6 bytes and the backward pass 10. For 16,384 x 24,576 elements that takes 0.80 and 1.34 ms, at 90 % of
+3.35 TB/s (predicted, not measured). A thread has 16 elements of each tensor: two loads of 16 bytes.
 """
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ register_gradient(forward_op, backward_op)
 
 
 def swiglu(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
-    """Computes what ``kernels.swiglu.reference`` does, in fp32 and bf16."""
+    """The same as ``kernels.swiglu.reference``, in fp32 and bf16."""
     return forward_op(gate_XF, up_XF)

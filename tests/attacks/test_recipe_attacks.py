@@ -94,7 +94,7 @@ HIDING = {
 
 @pytest.mark.parametrize("text", HIDING.values(), ids=HIDING.keys())
 def test_the_loader_refuses_yaml_that_hides_a_value(text: str) -> None:
-    with pytest.raises(RecipeError, match="recipe: cannot be read as YAML: .*line"):
+    with pytest.raises(RecipeError, match="recipe cannot be read as YAML: .*line"):
         read_yaml(text, "recipe", RecipeError)
 
 

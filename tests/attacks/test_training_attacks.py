@@ -189,7 +189,7 @@ def test_a_checkpoint_that_cannot_continue_training_is_rejected(
     assert found["state"] == "failed" and tells(found["reasons"], expect("patch.checkpoint_differs", difference=difference))
 
 
-LINE = '    """Run the loop, and write its files."""\n'
+LINE = '    """Train all steps of a segment, and write its metrics, anomalies, checkpoints and result."""\n'
 
 
 def dawdling(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A batch's memory, and its way to another device."""
+"""The memory of a batch, and its copy to another device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_batch_lies_in_one_block_of_memory(make_shard: MakeShard) -> None:
     assert all(start + size <= after for (start, size), (after, _) in zip(places, places[1:]))
 
 
-def test_each_block_is_copied_once_and_every_tensor_is_found_in_it(make_shard: MakeShard) -> None:
+def test_a_batch_is_moved_with_one_copy_for_each_block_of_memory(make_shard: MakeShard) -> None:
     batch = make_batch(order_of(make_shard))
     changed = replace(batch, tokens_BT=batch.tokens_BT.clone(), weights_BT=batch.weights_BT[1:])
     for made, blocks in ((batch, 1), (changed, 2)):

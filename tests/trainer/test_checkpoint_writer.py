@@ -1,4 +1,4 @@
-"""Saves beside the training: where copies lie, when their memory may be written again, and what is in the files."""
+"""Saving checkpoints during training: where copies are, when their memory may be overwritten, and what the files contain."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def test_reserved_memory_is_used_by_every_save_and_changes_no_byte_of_the_files(
         assert all(torch.equal(tensor, loaded.model[name]) for name, tensor in contents_of(step)["model"].items())
 
 
-def test_a_save_that_fails_leaves_the_memory_to_the_next(tmp_path: Path, written: list[list[tuple[int, int]]]) -> None:
+def test_the_next_save_uses_the_memory_of_a_save_that_failed(
+    tmp_path: Path, written: list[list[tuple[int, int]]]
+) -> None:
     writer = CheckpointWriter(tmp_path / "checkpoints", keep=2, reserve=1 << 16)
     (tmp_path / "checkpoints").touch()  # where a folder would be made
     submit(writer, 1)
@@ -134,7 +136,7 @@ def test_memory_grows_for_a_save_that_needs_more(tmp_path: Path, written: list[l
 
 
 @pytest.mark.parametrize("changes", [{}, {"optimizer__name": "muon", "model__experts": EXPERTS}], ids=["adamw", "muon"])
-def test_a_run_knows_how_much_its_checkpoints_take_before_its_first_step(
+def test_checkpoint_bytes_before_the_first_step_is_the_size_of_every_checkpoint(
     tmp_path: Path, make_shard: MakeShard, written: list[list[tuple[int, int]]], changes: dict[str, Any]
 ) -> None:
     run = run_of(tmp_path, make_shard, **changes)

@@ -1,4 +1,4 @@
-"""Micro-batches by the path of CUDA graphs, with a replay that calls the function again: all but the recording itself."""
+"""Micro-batches computed through CUDA graphs, with a stand-in whose replay calls the function again. Only the recording itself is not tested."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_replayed_micro_batches_give_the_same_run(
 def test_a_segment_with_graphs_leaves_the_same_files(
     tmp_path: Path, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With numbers that are read every third step, and a resume in the midst."""
+    """Numbers are read every third step, and the run is resumed in between."""
     plan, recipe = plan_of(make_shard()), recipe_with(**CHANGES, stability__read_every=3, batch__micro_sequences=2)
     plain, replayed = (write_spec(tmp_path / name, plan, recipe, last_step=20) for name in ("plain", "replayed"))
     assert train_here(plain) == (0, "")
@@ -119,7 +119,7 @@ def graphs_of(function: Squares, form: Any) -> GraphReplayer[Tensor]:
     return GraphReplayer(function, function.sums, form)
 
 
-def test_shapes_and_numbers_are_recorded_apart_and_only_so_many() -> None:
+def test_each_shape_and_number_has_its_own_recording_up_to_a_limit() -> None:
     ours, theirs = Squares(), Squares()
     graphs = graphs_of(ours, Called())
     for number in range(200):
@@ -173,11 +173,11 @@ def test_a_function_that_cannot_be_replayed_runs_without_a_graph_and_is_reported
         assert all(torch.allclose(mine, other, rtol=1e-6) for mine, other in zip(ours.sums, theirs.sums)), number
     assert graphs.replays == 0 and not graphs.recorded
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("CUDA graphs are not used")
-    assert ("operation not permitted when stream" in line) if fails else ("gave other results" in line)
+    assert line.startswith("the run continues without CUDA graphs: ")
+    assert ("operation not permitted when stream" in line) if fails else ("gave different results" in line)
 
 
-def test_a_batch_that_is_not_finite_does_not_judge_a_replay() -> None:
+def test_a_recording_is_not_judged_by_a_batch_that_is_not_finite() -> None:
     ours = Squares()
     graphs = graphs_of(ours, Called())
     for number in range(WARM_UPS):
@@ -214,7 +214,7 @@ def test_graphs_are_used_for_small_models_on_one_gpu(
     assert uses_graphs(recipe_with(**changes), Ranks(0, ranks, torch.device(device)), 2) == expected
 
 
-def test_graphs_on_with_several_ranks_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cuda_graphs_on_with_several_ranks_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert not uses_graphs(recipe_with(cuda_graphs="on"), Ranks(0, 2, torch.device("cuda")), 2)
     assert "this run has 2" in capsys.readouterr().err
     assert not uses_graphs(recipe_with(cuda_graphs="on"), Ranks(1, 2, torch.device("cuda")), 2)
@@ -224,8 +224,8 @@ def test_graphs_on_with_several_ranks_are_reported(capsys: pytest.CaptureFixture
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_graphs_on_a_device_give_the_same_run(tmp_path: Path, make_shard: MakeShard, precision: str) -> None:
-    """But for rounding: additions of the embedding's gradient come in any order there."""
+def test_graphs_on_a_real_gpu_give_the_same_run(tmp_path: Path, make_shard: MakeShard, precision: str) -> None:
+    """The runs are equal except for rounding: a GPU adds the gradients of the embedding in any order."""
     plan, found = plan_of(make_shard(counts={"code": 600, "docs": 200, "chat": 200})), {}
     for graphs in ("off", "on"):
         recipe = recipe_with(**CHANGES, batch__micro_sequences=2, cuda_graphs=graphs, precision=precision, compile=True)

@@ -1,4 +1,4 @@
-"""kill -9 in runs that use everything at once: the end is that of a run that nothing disturbed, to the bit."""
+"""kill -9 in runs that use everything at once: a killed run ends with the same bits as a run that nothing disturbed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tokens_by_step(lines: list[dict[str, Any]]) -> list[int]:
     return [after - before for before, after in zip(counted, counted[1:])]
 
 
-def test_what_is_killed_below_has_batches_that_grow_phases_and_a_monitor(straight: Path) -> None:
+def test_the_run_to_be_killed_has_growing_batches_phases_and_a_noise_scale(straight: Path) -> None:
     recipe = recipe_with(**EVERYTHING)
     for step, tokens in enumerate(tokens_by_step(records(straight))):
         positions = recipe.batch.sequences_at(step) * recipe.model.context
@@ -65,10 +65,10 @@ def test_what_is_killed_below_has_batches_that_grow_phases_and_a_monitor(straigh
 
 
 @pytest.mark.parametrize("steps", [(14,), pytest.param((3, 9, 15, 21), marks=pytest.mark.slow("four trainers killed"))])
-def test_batch_warm_up_phases_muon_and_experts_go_on_to_the_bit(
+def test_a_killed_run_with_batch_warm_up_phases_muon_and_experts_resumes_bit_for_bit(
     tmp_path: Path, plan: DataPlan, straight: Path, steps: tuple[int, ...]
 ) -> None:
-    """Killed in each size of batch, and on both sides of the phases' border."""
+    """The run is killed at each batch size, and before and after the change of the phase."""
     killed, _ = everything(tmp_path / "killed", plan)
     chance = random.Random(3)
     assert [die(killed, step, chance.randrange(CALLS)) for step in steps] == [-9] * len(steps)
@@ -77,10 +77,10 @@ def test_batch_warm_up_phases_muon_and_experts_go_on_to_the_bit(
 
 
 @pytest.mark.parametrize("lost", ["monitor", "detector"])
-def test_a_checkpoint_without_some_state_would_be_noticed(
+def test_a_checkpoint_that_lacks_a_hooks_state_gives_another_run(
     tmp_path: Path, plan: DataPlan, straight: Path, lost: str
 ) -> None:
-    """What the test above compares does depend on what the monitor and the detectors remember."""
+    """The comparison of the test above would notice if the state of the monitor or of the detector were lost."""
     kept = [path for step, path in checkpoints.saved_steps(straight / "checkpoints") if step < 32][-1]
     whole = checkpoints.load(kept)
     forgetful, _ = everything(tmp_path / "forgetful", plan)

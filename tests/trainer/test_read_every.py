@@ -1,4 +1,4 @@
-"""Numbers that stay on the device and are read every few steps: the same run, the same lines, and the same end after any kill."""
+"""Numbers that stay on the device and are read every few steps: the run, its lines and its end after a kill are the same as with every step read."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def assert_alike(ours: Path, theirs: Path) -> None:
     assert records(ours) == records(theirs) and anomalies(ours) == anomalies(theirs)
 
 
-def test_a_run_that_is_read_every_fourth_step_is_the_same_run(tmp_path: Path, plan: DataPlan) -> None:
-    """Checkpoints at steps that are no multiples of four, sizes of batch that change between, an end that is no multiple."""
+def test_a_run_with_read_every_four_trains_the_same_as_with_one(tmp_path: Path, plan: DataPlan) -> None:
+    """Checkpoints, changes of the batch size and the end of the run are at steps that are not multiples of four."""
     often = spec_of(tmp_path / "often", plan, 1, **EVERYTHING, **UNLIMITED)
     seldom = spec_of(tmp_path / "seldom", plan, 4, **EVERYTHING, **UNLIMITED)
     assert train_here(often) == train_here(seldom) == (0, "")
@@ -138,7 +138,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory, plan: DataPlan) -> Path:
 
 
 def test_a_killed_run_continues_bit_for_bit_with_the_same_limit(tmp_path: Path, plan: DataPlan, limited: Path) -> None:
-    """SIGKILL after the checkpoint of step 6, SIGTERM in step 13: the step after it is ended, read, and saved as step 15."""
+    """The run is killed after the checkpoint of step 6, and gets SIGTERM in step 13. It then ends the next step, reads it and saves step 15."""
     assert 4 < sum(line["skipped"] for line in records(limited)) < 16
     killed = spec_of(tmp_path / "killed", plan, 4, **EVERYTHING, **LIMITED)
     assert die(killed, 10, 300) == -9
@@ -149,8 +149,8 @@ def test_a_killed_run_continues_bit_for_bit_with_the_same_limit(tmp_path: Path, 
     assert anomalies(limited) == anomalies(killed)
 
 
-def test_the_limit_in_force_is_part_of_a_checkpoint(tmp_path: Path, plan: DataPlan, limited: Path) -> None:
-    """One without it, of a run that was read at every step, goes on as well; one with another skips other updates."""
+def test_a_checkpoint_has_the_gradient_norm_limit_in_force(tmp_path: Path, plan: DataPlan, limited: Path) -> None:
+    """A run continues from a checkpoint without a limit, of a run that was read at every step. With another limit it skips other updates."""
     kept = next(path for step, path in checkpoints.saved_steps(limited / "checkpoints") if step == 18)
     whole = checkpoints.load(kept)
     older = {key: value for key, value in whole.state["detector"].items() if key != "limit"}
@@ -164,7 +164,7 @@ def test_the_limit_in_force_is_part_of_a_checkpoint(tmp_path: Path, plan: DataPl
         assert (skipped[:2] == [True, True] and skipped != [x["skipped"] for x in records(limited)[18:]]) == changed
 
 
-def test_steps_without_targets(tmp_path: Path) -> None:
+def test_steps_without_targets_are_the_same_for_any_read_every(tmp_path: Path) -> None:
     shard = write_token_shard(tmp_path / "shards", one_sided_chats(150), vocab_size=512, tokenizer_sha256="test")
     plan = plan_of(shard, weights={"chat": 1.0}, max_epochs=1)
     changes: dict[str, Any] = {"batch__packing": "truncate-and-concatenate", "batch__sequences": 1} | UNLIMITED
@@ -192,7 +192,7 @@ def test_anomalies_name_their_own_step_and_documents(tmp_path: Path, plan: DataP
 
 @pytest.mark.slow("three trainers of two ranks")
 def test_two_ranks_stop_at_the_next_reading_and_go_on_to_the_bit(tmp_path: Path, plan: DataPlan) -> None:
-    """One of them is asked to stop in step 9, and both find it out after step 12. What is right, a run says that reads at each step."""
+    """One rank is asked to stop in step 9, and both learn of it after step 12. The run is compared with one that reads every step."""
     changes: dict[str, Any] = {"checkpoint_every": 7} | UNLIMITED
     often, stopped = (spec_of(tmp_path / n, plan, k, 18, **changes) for n, k in (("a", 1), ("b", 4)))
     assert run_trainer(often, *TORCHRUN)[0] == 0

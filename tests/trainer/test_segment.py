@@ -59,7 +59,7 @@ def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shar
 
 
 def test_a_run_that_compiles_nothing_does_not_load_the_compiler(tmp_path: Path, make_shard: MakeShard) -> None:
-    """To import it takes a second and a half: most of the time of a short segment."""
+    """Importing the compiler takes a second and a half: most of the time of a short segment."""
     plan, folders = plan_of(make_shard()), []
     for precision in ("fp32", "bf16"):
         folders.append(str(write_spec(tmp_path / precision, plan, recipe_with(precision=precision), last_step=2)))

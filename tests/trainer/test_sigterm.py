@@ -1,4 +1,4 @@
-"""SIGTERM to a real trainer: the step is ended and saved where that is quick, else the process ends in its midst; no child is left."""
+"""SIGTERM to a real trainer: a quick step is finished and saved, otherwise the process ends within the step. No child process is left."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_a_second_signal_ends_the_run_at_once_and_a_repeated_one_counts_once(
 
 
 @pytest.mark.long("a trainer, stopped in the midst of a step")
-def test_sigterm_within_a_step_of_two_ranks(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_sigterm_within_a_step_ends_two_ranks_and_a_restart_resumes_bit_for_bit(
+    tmp_path: Path, make_shard: MakeShard
+) -> None:
     plan, recipe = plan_of(make_shard()), recipe_with(checkpoint_every=3)
     straight, stopped = (write_spec(tmp_path / name, plan, recipe, last_step=8) for name in ("straight", "stopped"))
     assert run_trainer(straight, *TORCHRUN)[0] == 0
@@ -99,7 +101,7 @@ def test_sigterm_within_a_step_of_two_ranks(tmp_path: Path, make_shard: MakeShar
     assert_same_run(straight, stopped)
 
 
-def test_a_quick_step_is_ended_and_saved(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_sigterm_lets_a_quick_step_finish_and_saves_it(tmp_path: Path, make_shard: MakeShard) -> None:
     counts = {"code": 500, "docs": 200, "chat": 200}
     recipe = recipe_with(checkpoint_every=10)
     folder = write_spec(tmp_path / "segment", plan_of(make_shard(counts=counts)), recipe, last_step=60)

@@ -1,4 +1,4 @@
-"""How often a step waits for the device, counted where there is none: by what would wait on a GPU."""
+"""Counts how often a step waits for the device. Without a GPU it counts the operations that would wait on a GPU."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield waits.found
 
 
-def test_a_wait_for_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operation_that_would_wait_for_a_gpu_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(6.0)
     with counted(monkeypatch) as found:
         bool(x[0]), float(x[1]), x[2].item(), x.tolist(), x.numpy(), x.cpu(), torch.equal(x, x), x[x > 2], x.unique()
@@ -113,10 +113,10 @@ def make_run(folder: Path, make_shard: MakeShard, kernels: str, device: str, cha
 
 
 @pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
-def test_a_step_waits_once(
+def test_a_step_waits_for_the_device_once(
     tmp_path: Path, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch, kernels: str, changes: dict[str, Any]
 ) -> None:
-    """Among the steps are some of a layer's turn, and some that are split for the noise scale."""
+    """Some of the steps measure a layer, and some are split for the noise scale."""
     run = make_run(tmp_path, make_shard, kernels, "cpu", changes)
     measured = []
     for _ in range(5):
@@ -148,8 +148,8 @@ class HostTensors(TorchDispatchMode):
 def test_a_step_touches_nothing_in_host_memory_but_its_batch(
     tmp_path: Path, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch, kernels: str, changes: dict[str, Any]
 ) -> None:
-    """On torch's ``meta`` device, whose tensors are as far from host memory as a GPU's: a number that a step took from there, or a
-    tensor that it made there, would be a copy that waits. The batch is one copy. Values there are none, so the record is of ones."""
+    """The step runs on torch's ``meta`` device, which like a GPU does not share host memory. A tensor that the step read or made in host memory would
+    be a copy that waits. The batch is one copy. Tensors on ``meta`` have no values, so the record consists of ones."""
     for name, usual in (("bind_ops", bind_ops), ("find_implementations_in_use", find_implementations_in_use)):
         on_cpu = lambda choice, device, *rest, usual=usual: usual(choice, "cpu", *rest)
         monkeypatch.setattr(trainer.run, name, on_cpu)
@@ -167,7 +167,7 @@ def test_a_step_touches_nothing_in_host_memory_but_its_batch(
 
 
 def test_waits_are_reported_with_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own test warning, raised in C++ as the one that a GPU's waits raise; without a GPU there is no mode to set."""
+    """torch's test warning is raised in C++, like the warning about a wait for a GPU. Without a GPU the debug mode cannot be set."""
     modes: list[str | int] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)

@@ -1,4 +1,4 @@
-"""Steps whose batch holds no token that carries loss: of an older plan, or of documents that are all masked."""
+"""Steps whose batch has no token that carries loss, because of an older plan or because all documents are masked."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_step_without_targets_has_no_loss_and_is_no_anomaly(tmp_path: Path, pl
     assert done["loss"] > 1.0 and done["first_loss"] == next(line["loss"] for line in lines if "loss" in line)
 
 
-def test_a_new_plan_has_no_such_step(tmp_path: Path, plan: DataPlan) -> None:
+def test_a_new_plan_has_no_step_without_targets(tmp_path: Path, plan: DataPlan) -> None:
     plan = plan.model_copy(update={"targets_in_every_batch": True})
     folder = write_spec(tmp_path / "new", plan, recipe(), last_step=STEPS)
     assert train_here(folder) == (0, "")

@@ -1,4 +1,4 @@
-"""The recipe: model, mixture, batch, optimiser, schedule. One strict schema, which refuses impossible values and names the key."""
+"""The recipe of a run: model, mixture, batch, optimiser, schedule. Its strict schema refuses impossible values and names their key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AUTO = "auto"
 GROUPED_MULTIPLE = 8  # torch's grouped_mm needs rows of 16 bytes, which are 8 values of bf16
 
 
-# Keys of ``model`` that change the function but no weight's shape: alone, or as the two numbers of a pair.
+# Keys of ``model`` that can change the function without changing a weight's shape, alone or together with a second key.
 Acceptable = Literal[
     "rope_theta",
     "norm_eps",
@@ -38,25 +38,30 @@ Acceptable = Literal[
 ACCEPTABLE: tuple[str, ...] = get_args(Acceptable)
 
 
-# Keys that older recipes lack, with the value of each if it is not written.
+# Keys that older recipes lack, with their default values.
 LATER: dict[str, Any] = {"accept_changes": [], "cuda_graphs": "auto", "stability.read_every": 1}
 
 
 def _must_rise(key: str, step: str) -> Message:
-    return Message("recipe.must_rise", "{key}: {step} must rise from entry to entry", key=key, step=step)
+    return Message(
+        "recipe.must_rise",
+        "each {step} in {key} must be larger than the {step} of the entry before it",
+        key=key,
+        step=step,
+    )
 
 
 def _only_with(key: str, kind: str) -> Message:
     return Message(
         "recipe.only_with",
-        "{key} is required with kind {kind}, and not allowed with any other kind",
+        "{key} is required if schedule.kind is {kind}, and is not allowed with any other kind",
         key=key,
         kind=kind,
     )
 
 
 class ExpertsRecipe(Strict):
-    """Mixture of experts in place of the dense SwiGLU: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as in ``Glm4Moe``."""
+    """Experts that replace the dense SwiGLU: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4Moe`` computes it."""
 
     count: Annotated[int, Field(ge=2)]  # routed experts
     per_token: Positive  # experts that each token goes to
@@ -70,7 +75,7 @@ class ExpertsRecipe(Strict):
 
 
 class ModelRecipe(Strict):
-    """The shape of a decoder with tied embeddings; ``trainer.contract.checkpoint.export`` names the equivalent public class."""
+    """The shape of a decoder with tied embeddings. ``trainer.contract.checkpoint.export`` names the equivalent class of ``transformers``."""
 
     vocab_size: Positive
     d_model: Positive
@@ -103,8 +108,8 @@ class ModelRecipe(Strict):
             raise ValueError(
                 Message(
                     "recipe.nope",
-                    "model.nope_every: no serving engine supports this key together with QK-norm or experts. Set "
-                    "model.qk_norm: false",
+                    "no serving engine supports model.nope_every together with QK-norm or experts. Remove "
+                    "model.nope_every, or write 'qk_norm: false' and remove model.experts",
                 )
             )
         if not (self.qk_norm or self.experts or self.nope_every) and self.d_model % self.heads:
@@ -122,7 +127,7 @@ class ModelRecipe(Strict):
             raise ValueError(
                 Message(
                     "recipe.experts_width",
-                    "model.d_model ({d_model}) is not a multiple of {multiple}, which a model with experts needs",
+                    "model.d_model ({d_model}) is not a multiple of {multiple}. A model with experts needs such a width",
                     d_model=self.d_model,
                     multiple=GROUPED_MULTIPLE,
                 )
@@ -140,7 +145,8 @@ class ModelRecipe(Strict):
             raise ValueError(
                 Message(
                     "recipe.dense_layers",
-                    "model.experts.dense_layers ({dense_layers}) leaves none of the {layers} layers with experts",
+                    "model.experts.dense_layers ({dense_layers}) must be smaller than model.layers ({layers}), so that some "
+                    "layer has experts",
                     dense_layers=experts.dense_layers,
                     layers=self.layers,
                 )
@@ -149,7 +155,7 @@ class ModelRecipe(Strict):
 
     @property
     def mup_width_ratio(self) -> float:
-        """The width for which the rates were found, divided by this width: 1/m of muP (arXiv 2203.03466)."""
+        """The width at which the learning rates were found, divided by this model's width: 1/m of muP (arXiv 2203.03466)."""
         return self.base_d_model / self.d_model if self.base_d_model else 1.0
 
     def is_expert_layer(self, layer: int) -> bool:
@@ -157,12 +163,12 @@ class ModelRecipe(Strict):
 
     @property
     def matmul_parameters(self) -> int:
-        """Number of weights that a position is multiplied with, the output head included; of the experts, those that it goes to."""
+        """Number of weights that a position is multiplied with, the output head included. Of the experts, only those that it goes to count."""
         return self._matmul_parameters(lambda experts: experts.per_token)
 
     @property
     def parameters(self) -> int:
-        """All weights; the tied embedding is counted once."""
+        """Number of all weights. The tied embedding counts once."""
         norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
         return self._matmul_parameters(lambda experts: experts.count) + self.layers * norms + self.d_model
 
@@ -173,7 +179,7 @@ class ModelRecipe(Strict):
 
     @property
     def attention_width(self) -> float:
-        """Multiplications for one score and its value, of all heads: the mean of both widths."""
+        """Width of attention for FLOPs: the mean of the widths of all keys and of all values."""
         return self.heads * self.head_dim
 
     def _matmul_parameters(self, routed: Callable[[ExpertsRecipe], int]) -> int:
@@ -188,7 +194,7 @@ class ModelRecipe(Strict):
         return total
 
     def warnings(self) -> list[str]:
-        """Costs without a benefit, one line each: sizes that matrix units pad, a router without a gradient."""
+        """Warnings about settings that cost and do not help, one line each: sizes that matrix units pad, a router without a gradient."""
         sizes = {"vocab_size": 64, "d_model": 16, "head_dim": 16, "d_ff": 16}
         found = {f"model.{key}": (getattr(self, key), multiple) for key, multiple in sizes.items()}
         if self.experts is not None:
@@ -220,22 +226,22 @@ class ModelRecipe(Strict):
         return lines
 
     def flops_per_token(self) -> float:
-        """FLOPs forward and backward, with a multiply and an add as two: 6 N + 6 L H K T, for the causal half of the score matrix.
+        """FLOPs of one token, forward and backward: 6 N + 6 L H K T. A multiplication and an addition count as two FLOPs.
 
-        PaLM (arXiv 2204.02311) appendix B, with the masked half of attention left out.
+        This is PaLM's formula (arXiv 2204.02311, appendix B) without the masked half of attention.
         """
         return 6.0 * self.matmul_parameters + 6.0 * self.layers * self.attention_width * self.context
 
 
 class Phase(Strict):
-    """The mixture from a step on."""
+    """The weights of a mixture from a step of the trunk on."""
 
     from_step: Annotated[int, Field(ge=0)]
     weights: dict[str, Annotated[float, Field(ge=0)]]
 
 
 class MixtureRecipe(Strict):
-    """Shares of *supervised* tokens by domain. ``"*"`` stands for every domain not named, by their size."""
+    """Shares of *supervised* tokens by domain. ``"*"`` stands for all domains that are not named, in proportion to their size."""
 
     weights: dict[str, Annotated[float, Field(ge=0)]]
     phases: list[Phase] = []  # weights that take over from a step of the trunk on
@@ -251,7 +257,7 @@ class MixtureRecipe(Strict):
         for key, weights in named:
             if sum(weights.values()) <= 0:
                 raise ValueError(
-                    Message("recipe.no_weight", "mixture.{key}: no domain has a weight above zero", key=key)
+                    Message("recipe.no_weight", "mixture.{key} gives no domain a weight above zero", key=key)
                 )
         steps = [phase.from_step for phase in self.phases]
         if steps != sorted(set(steps)):
@@ -260,17 +266,19 @@ class MixtureRecipe(Strict):
 
 
 class WarmupBatch(Strict):
-    """A batch of the warm-up."""
+    """A smaller batch at the beginning of a run: ``sequences`` rows before ``until_step``."""
 
     until_step: Positive
     sequences: Positive
 
 
 class BatchRecipe(Strict):
-    """One optimiser step."""
+    """The batch of one optimiser step."""
 
     sequences: Positive  # rows of ``model.context`` positions, over all ranks
-    warmup: list[WarmupBatch] = []  # smaller batches first; the rate falls with the square root of their share
+    warmup: list[
+        WarmupBatch
+    ] = []  # smaller batches at first; the learning rate scales with the square root of their share
     micro_sequences: Positive | None = None  # rows of one forward and backward on one rank; null: all at once
     packing: Literal["best-fit", "document", "token-budget", "truncate-and-concatenate", "length-bucketed"] = "best-fit"
     max_padding: Share | None = None  # the largest allowed share of empty positions; null: no limit
@@ -283,7 +291,7 @@ class BatchRecipe(Strict):
         return self
 
     def sequences_at(self, step: int) -> int:
-        """Rows of the global batch of a step."""
+        """Number of rows in the global batch of a step."""
         return next((smaller.sequences for smaller in self.warmup if step < smaller.until_step), self.sequences)
 
     def check_ranks(self, ranks: int) -> None:
@@ -302,7 +310,8 @@ class BatchRecipe(Strict):
             if self.micro_sequences is not None and sequences // ranks % self.micro_sequences:
                 raise RecipeError(
                     "recipe.micro_sequences",
-                    "batch.micro_sequences ({micro}) does not divide the {sequences} sequences that each rank gets of {key}.",
+                    "batch.micro_sequences ({micro}) does not divide {sequences}, the number of sequences that each rank gets "
+                    "from {key}.",
                     micro=self.micro_sequences,
                     sequences=sequences // ranks,
                     key=key,
@@ -310,7 +319,7 @@ class BatchRecipe(Strict):
 
 
 class MuonRecipe(Strict):
-    """Muon, for the matrices inside the layers: https://kellerjordan.github.io/posts/muon; scaled as arXiv 2502.16982 §2.2."""
+    """Muon, for the matrices inside the layers (https://kellerjordan.github.io/posts/muon), scaled as in arXiv 2502.16982 §2.2."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     nesterov: bool = True
@@ -333,24 +342,24 @@ class OptimizerRecipe(Strict):
 
 
 class TrunkSteps(Strict):
-    """Steps of a trunk segment."""
+    """Number of steps of a trunk segment: of the first one, and of each later one."""
 
     first: Positive
     later: Positive
 
 
 class LrMilestone(Strict):
-    """From a step of the trunk on, the rate is this share of the peak."""
+    """From ``from_step`` of the trunk on, the learning rate is ``share`` of the peak."""
 
     from_step: Positive
     share: Share
 
 
 class ScheduleRecipe(Strict):
-    """The rate: a trunk, and anneal branches that decay off it.
+    """The learning rate: that of the trunk, and that of the anneals, which branch off the trunk and decay.
 
-    ``wsd``: the trunk stays at the peak without an end (arXiv 2405.18392). ``cosine``: it falls to ``final_lr_share``
-    over ``cosine_steps`` and stays there. ``multi-step``: it falls at ``milestones`` (DeepSeek, arXiv 2401.02954 §2.3).
+    ``wsd``: the trunk's rate stays at the peak (arXiv 2405.18392). ``cosine``: the rate falls to ``final_lr_share`` over ``cosine_steps``
+    and stays there. ``multi-step``: the rate falls at each of the ``milestones`` (DeepSeek, arXiv 2401.02954 §2.3).
     """
 
     kind: Literal["wsd", "cosine", "multi-step"] = "wsd"
@@ -397,7 +406,7 @@ class ScheduleRecipe(Strict):
 
 
 class StabilityRecipe(Strict):
-    """Clipping, skipping of updates, and the limits that make an anomaly."""
+    """Clipping, skipping of updates, and the limits beyond which a value is an anomaly."""
 
     grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest global gradient norm
     z_loss: Annotated[float, Field(ge=0)] = 1e-5  # weight of logsumexp², PaLM §5
@@ -409,16 +418,17 @@ class StabilityRecipe(Strict):
     throughput_drop: Annotated[float, Field(gt=0, lt=1)] = 0.5  # recent tokens/s below this share of the usual
     noise_scale_every: Annotated[int, Field(ge=0)] = 32  # steps: a lone micro-batch is split to measure it; 0: never
     embedding_grad_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the input embedding; GLM-130B, 2210.02414 §3.3
-    # Numbers of so many steps are read from the device together, so that the host can run ahead: useful for steps of few milliseconds on a
-    # GPU. Checkpoints and the last step are read too. Only then is the limit of ``skip_deviations`` renewed, and do several ranks stop.
+    # The numbers of this many steps are read from the device together, so that the host can run ahead. This helps if a step takes a few
+    # milliseconds on a GPU. They are also read before a checkpoint and after the last step. The limit of ``skip_deviations`` changes, and
+    # several ranks stop, only when numbers are read.
     read_every: Annotated[int, Field(ge=1, le=100)] = 1
 
 
 class ParallelRecipe(Strict):
-    """How the ranks that torchrun started share the work. One rank alone uses none of these keys.
+    """How the ranks that torchrun started share the work. A run with one rank uses none of these keys but ``recompute``.
 
-    Each ``tensor`` neighbouring ranks split every matrix; the other ranks split the batch. The ranks of the batch hold ``replicas`` copies of
-    weights and optimiser, and each copy is split among its ranks (FSDP2).
+    Groups of ``tensor`` neighbouring ranks split every matrix. The groups split the batch. Together they hold ``replicas`` copies of weights
+    and optimiser, and each copy is split among its groups (FSDP2).
     """
 
     tensor: Positive = 1
@@ -426,18 +436,18 @@ class ParallelRecipe(Strict):
     recompute: Literal["none", "block"] = "none"  # activation checkpointing: keep a block's input only
 
     def data_ranks(self, ranks: int, model: ModelRecipe) -> int:
-        """The number of ranks that split the batch. Raises: RecipeError that names the key that does not fit."""
+        """The number of parts into which ``ranks`` ranks split the batch. Raises: RecipeError that names the key that does not fit."""
         if ranks % self.tensor:
             raise RecipeError(
                 "recipe.tensor_ranks",
-                "parallel.tensor ({tensor}) does not divide the {ranks} ranks",
+                "parallel.tensor ({tensor}) does not divide the number of ranks ({ranks})",
                 tensor=self.tensor,
                 ranks=ranks,
             )
         if ranks // self.tensor % self.replicas:
             raise RecipeError(
                 "recipe.replicas",
-                "parallel.replicas ({replicas}) does not divide the {ranks} ranks of the batch",
+                "parallel.replicas ({replicas}) does not divide the number of ranks that split the batch ({ranks})",
                 replicas=self.replicas,
                 ranks=ranks // self.tensor,
             )
@@ -466,17 +476,18 @@ class ParallelRecipe(Strict):
 
 
 class Recipe(Strict):
-    """All settings of a run. With data, code and checkpoint they determine the run."""
+    """All settings of a run. Recipe, data, code and first checkpoint together determine the run."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
     seed: Annotated[int, Field(ge=0)] = 1
     # The precision of forward and backward; weights and optimiser are fp32. auto: the fastest on this machine, measured when a segment is
     # planned. fp8: as bf16, but the products of attention and of dense MLPs have operands of eight bits (``trainer/model/fp8.py``). It needs
-    # compute capability 8.9, and auto never chooses it. docs/GPU.md says how exact it is, and that no GPU has run it yet.
+    # compute capability 8.9, and auto never chooses it. docs/GPU.md says how exact it is and on which GPUs it has run.
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     compile: bool = True  # torch.compile each block
-    # Replay the launches of a micro-batch's forward and backward, on one GPU: for small models, whose GPU waits for its host. auto: if
-    # launches should take longer than kernels (``trainer.cuda_graphs.launch_bound``). on: at any size. Not with experts or recomputation.
+    # Replay the kernel launches of a micro-batch's forward and backward pass, on one GPU. This helps small models, whose GPU waits for its
+    # host. auto: if launches should take longer than kernels (``trainer.cuda_graphs.is_launch_bound``). on: at any size. Not possible with
+    # experts or recomputation.
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     checkpoint_every: Positive = 200  # steps
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2  # newest ones kept in a segment's folder
@@ -488,8 +499,8 @@ class Recipe(Strict):
     schedule: ScheduleRecipe
     stability: StabilityRecipe = StabilityRecipe()
     parallel: ParallelRecipe = ParallelRecipe()
-    # Keys of ``model`` that may differ from those of the checkpoint that training continues from. The weights then learn another function,
-    # starting from their present values. Without such keys only a change that keeps the function is allowed.
+    # Keys of ``model`` that may differ from the checkpoint from which training continues. The same weights then compute another function.
+    # A change of any other key is allowed only if it keeps the function.
     accept_changes: list[Acceptable] = []
 
     @model_validator(mode="after")
@@ -500,7 +511,7 @@ class Recipe(Strict):
                 raise ValueError(
                     Message(
                         "recipe.graphs",
-                        "cuda_graphs: on is not possible with {key}; set cuda_graphs: auto or off",
+                        "'cuda_graphs: on' is not possible with {key}. Write 'cuda_graphs: auto' or 'cuda_graphs: off'",
                         key=key,
                     )
                 )
@@ -508,7 +519,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _sizes_of_fp8(self) -> Recipe:
-        """Products in fp8 take multiples of 16 in every direction (``torch._scaled_mm``)."""
+        """Refuse sizes that fp8 products cannot have: each side must be a multiple of 16 (``torch._scaled_mm``)."""
         if self.precision != "fp8":
             return self
         model, split = self.model, self.parallel.tensor
@@ -526,15 +537,15 @@ class Recipe(Strict):
             ranks = 1 if key in ("context", "d_model") else split
             if size % (16 * ranks):
                 share = (
-                    Message("recipe.split_over", " split over parallel.tensor ({ranks})", ranks=ranks)
+                    Message("recipe.split_over", " divided by parallel.tensor ({ranks})", ranks=ranks)
                     if ranks > 1
                     else ""
                 )
                 raise ValueError(
                     Message(
                         "recipe.fp8_size",
-                        "precision: fp8 needs sizes that are multiples of 16, but model.{key} ({size}){share} is not a multiple "
-                        "of 16. Change the size, or write bf16",
+                        "'precision: fp8' needs sizes that are multiples of 16, but model.{key} ({size}){share} is not a "
+                        "multiple of 16. Change the size, or write 'precision: bf16'",
                         key=key,
                         size=size,
                         share=share,
@@ -544,7 +555,7 @@ class Recipe(Strict):
 
     @model_serializer(mode="wrap")
     def _without_later(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The recipe without the keys of ``LATER`` that have their default: older code can read such a recipe, and its hash stays."""
+        """The recipe without those keys of ``LATER`` that have their default. Older code can read such a recipe, and its hash stays the same."""
         found: dict[str, Any] = dump(self)
         for path, usual in LATER.items():
             section, _, key = path.rpartition(".")
@@ -560,7 +571,7 @@ class Recipe(Strict):
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(
-                "recipe.unreadable", "{file}: cannot be read: {problem}", file=str(path), problem=str(error)
+                "recipe.unreadable", "{file} cannot be read: {problem}", file=str(path), problem=str(error)
             ) from None
         return cls.parse(read_yaml(text, str(path), RecipeError), str(path))
 
@@ -576,7 +587,7 @@ class Recipe(Strict):
 
     @property
     def tokens_per_step(self) -> int:
-        """Positions of a whole batch, after the batch's warm-up."""
+        """Number of positions in a full batch, after the batch's warm-up."""
         return self.batch.sequences * self.model.context
 
     def tokens_between(self, first: int, last: int) -> int:
@@ -590,7 +601,7 @@ class Recipe(Strict):
 
 
 def with_changed_keys(recipe: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a recipe as JSON with some keys changed. A key has dots between its parts.
+    """A copy of a recipe (as JSON) with some keys changed. The parts of a key are separated by dots.
 
     >>> with_changed_keys({"batch": {"sequences": 8}, "compile": False}, {"batch.sequences": 2, "optimizer.lr": 0.1})
     {'batch': {'sequences': 2}, 'compile': False, 'optimizer': {'lr': 0.1}}

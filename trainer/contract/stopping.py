@@ -1,8 +1,8 @@
-"""Ends a process on SIGTERM: after its step and checkpoint if they take no longer than a grace period, else at once.
+"""Ends a process on SIGTERM: after the current step and its checkpoint, or when a grace period is over.
 
-A Python handler runs only between two bytecodes, and a step may spend a minute in C++. So a thread gets the signal too, by
-``signal.set_wakeup_fd``. (Blocking the signal and waiting for it in a thread would work too, but children inherit the mask.)
-To end at any moment is safe: checkpoints and results are renamed into place when complete, and a resumed run drops torn lines.
+A Python signal handler runs only between two bytecodes, and a step may spend a minute in C++. Therefore a thread gets the signal too, through
+``signal.set_wakeup_fd``. (The thread could also wait for a blocked signal, but child processes would inherit the blocking.)
+The process can end safely at any moment: checkpoints and results are renamed into place when complete, and a resumed run drops torn lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from trainer.contract.errors import EXIT_STOPPED
 
-GRACE_SECONDS = 6.0  # for the step that runs and the checkpoint after it
+GRACE_SECONDS = 6.0  # for the current step and the checkpoint after it
 SAME_SECONDS = (
     0.25  # signals this close count as one: make, timeout and a terminal pass on a signal that the whole group got
 )
@@ -38,8 +38,8 @@ def is_stop_requested() -> bool:
 
 
 def end_on_sigterm(seconds: float = GRACE_SECONDS, before: Callable[[], None] = lambda: None) -> None:
-    """From now on SIGTERM makes ``is_stop_requested`` true, and ``seconds`` later, or at a second SIGTERM, ends this process with all processes that
-    it started, with exit code 75 and after ``before``. Call it from the main thread."""
+    """Handle SIGTERM from now on. The first SIGTERM makes ``is_stop_requested`` true. After ``seconds``, or at a second SIGTERM, all processes that
+    this process started are killed, ``before`` is called, and this process ends with exit code 75. Call it from the main thread."""
 
     def end(number: int) -> NoReturn:
         try:
@@ -53,8 +53,8 @@ def end_on_sigterm(seconds: float = GRACE_SECONDS, before: Callable[[], None] = 
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process. A rank skips Python's own cleanup: gloo's threads, if they still hold a tensor, would abort the process, and with it
-    the segment, although its work is done (pytorch/pytorch#179291)."""
+    """End this process. A rank of torchrun skips Python's own cleanup. There, a thread of gloo that still holds a tensor would abort the process,
+    and the segment would fail although its work is done (pytorch/pytorch#179291)."""
     if "RANK" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -63,10 +63,10 @@ def end_process(code: int) -> NoReturn:
 
 
 def watch_signals(numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> Callable[[], None]:
-    """From now on a thread calls ``end_process`` with the first of these signals, ``seconds`` after it or at the second.
+    """Start a thread that waits for these signals. It calls ``end`` with the first signal, ``seconds`` after it, or when a second signal comes.
 
-    Only signals with a Python handler reach the thread. Call it from the main thread. Returns a function that sends the first signal to the
-    main thread once more, a moment later, without counting as a second signal: for a handler whose exception was lost.
+    Only signals with a Python handler reach the thread. Call ``watch_signals`` from the main thread. It returns a function that sends the first
+    signal to the main thread once more, a moment later: for a handler whose exception was lost. That does not count as a second signal.
     """
     received, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
@@ -102,7 +102,7 @@ def _wait(received: int, numbers: Collection[int], seconds: float, end: Callable
 
 
 def child_processes(process: int) -> list[int]:
-    """The child processes that are not reaped yet."""
+    """The ids of a process's children that are not reaped yet."""
     found: list[int] = []
     gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)  # the process, or a thread of it, ended meanwhile
     with gone:
@@ -113,7 +113,7 @@ def child_processes(process: int) -> list[int]:
 
 
 def kill_with_descendants(processes: Iterable[int]) -> None:
-    """Kill the processes and their descendants. Each is stopped before its children are listed, so that no new one is missed."""
+    """Kill the processes and all of their descendants. Each one is stopped before its children are listed, so that it cannot start another."""
     found = list(processes)
     for process in found:
         _send(process, signal.SIGSTOP)

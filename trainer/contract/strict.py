@@ -1,4 +1,4 @@
-"""Strict schemas: unknown keys are errors that name the nearest key; values are never converted."""
+"""Strict schemas. An unknown key is an error that names the nearest known key. Values are never converted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Schema = TypeVar("Schema", bound=Strict)
 
 
 def parse(schema: type[Schema], raw: object, where: str, error: type[Exception]) -> Schema:
-    """``raw`` as a ``schema``. Raises: ``error``, of one line, that names ``where`` and the first wrong key."""
+    """Validate ``raw`` and return it as a ``schema``. Raises: ``error`` with one line that names ``where`` and the first wrong key."""
     if not isinstance(raw, dict):
         raise error(
             Message(
@@ -64,11 +64,11 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
 
 def not_json(file: object, problem: Exception, error: type[CodedError]) -> CodedError:
     """The error for a file that is not JSON."""
-    return error("strict.not_json", "{file}: not valid JSON: {problem}", file=str(file), problem=str(problem))
+    return error("strict.not_json", "{file} is not valid JSON: {problem}", file=str(file), problem=str(problem))
 
 
 def fields_at(annotation: Any, path: list[str]) -> list[str]:
-    """The field names of the schema at ``path`` below, through ``list[...]``, ``dict[str, ...]`` and ``... | None``."""
+    """The field names of the schema at ``path`` in ``annotation``. The path may lead through ``list[...]``, ``dict[str, ...]`` and ``... | None``."""
     for part in path:
         if get_origin(annotation) in (list, dict):
             annotation = get_args(annotation)[-1]

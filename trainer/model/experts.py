@@ -1,7 +1,8 @@
-"""Mixture of experts without dropped tokens: a sigmoid router, top-k, shared experts, balanced by a bias only.
+"""Mixture of experts: a sigmoid router with top-k, and shared experts. No token is dropped, and only a bias balances the load.
 
-DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4MoeForCausalLM`` computes it. An expert's affinity is the sigmoid of its logit. The bias
-decides which experts are chosen, never their weights. The chosen affinities are divided by their sum.
+The layer is that of DeepSeek-V3 (arXiv 2412.19437 §2.1.2), as ``Glm4MoeForCausalLM`` computes it. A token's affinity to an expert is the
+sigmoid of its router logit. The bias affects which experts are chosen, but not their weights. The weights are the affinities of the chosen
+experts, divided by their sum.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ LEAST_SUM = 1e-20  # least sum of the chosen affinities, as in Glm4Moe
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of N tokens, k each."""
+    """The k experts of each of N tokens, and their weights."""
 
     experts_Nk: Tensor  # int64
     weights_Nk: Tensor  # fp32, each row sums to one
     logits_NE: Tensor  # fp32
 
     def tokens_per_expert(self, counts_N: Tensor) -> Tensor:
-        """Tokens at each expert, fp32 [E], of those where ``counts_N`` (bool) is true."""
+        """Number of tokens that go to each expert, fp32 [E]. Only tokens whose ``counts_N`` (bool) is true are counted."""
         E = self.logits_NE.shape[1]
         chosen_NkE = self.experts_Nk.unsqueeze(-1) == torch.arange(E, device=self.experts_Nk.device)
         return (chosen_NkE & counts_N[:, None, None]).sum((0, 1)).float()
 
     def z_loss(self, counts_N: Tensor) -> Tensor:
-        """Σ logsumexp(logits)² over the tokens that count, fp32 (ST-MoE, arXiv 2202.08906, eq. 5 without its mean)."""
+        """Σ logsumexp(logits)² over the tokens whose ``counts_N`` is true, an fp32 scalar (ST-MoE, arXiv 2202.08906, eq. 5 without its mean)."""
         return torch.where(counts_N, self.logits_NE.logsumexp(-1).square(), 0.0).sum()
 
 
 def route_tokens(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int) -> Routing:
-    """Choose each token's experts. Computed in fp32 for every dtype of x."""
+    """Choose ``per_token`` experts for each token. The computation is in fp32 for every dtype of x."""
     logits_NE = F.linear(x_ND.float(), router_ED.float())
     affinity_NE = logits_NE.sigmoid()
     experts_Nk = (affinity_NE.detach() + bias_E).topk(per_token, dim=-1).indices
@@ -46,10 +47,10 @@ def route_tokens(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int
 
 
 def mix_experts(x_ND: Tensor, routing: Routing, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor, ops: Ops) -> Tensor:
-    """Σ over a token's experts of weight · down(swiglu(gate, up)); gate, up [E, D, F], down [E, F, D]. Returns [N, D].
+    """The outputs of the experts, [N, D]: for each token, the sum over its experts of weight · down(swiglu(gate, up)).
 
-    Tokens are sorted by expert, so that each expert is one matrix product, and put back in place: nothing is summed in
-    an order that could change.
+    Tokens are sorted by expert, so that each expert is one matrix product, and are then put back in place. No sum depends on the order in
+    which threads run.
     """
     N, k = routing.experts_Nk.shape
     flat = routing.experts_Nk.flatten()
@@ -65,11 +66,11 @@ def mix_experts(x_ND: Tensor, routing: Routing, gate_EDF: Tensor, up_EDF: Tensor
 
 @torch.compiler.disable
 def _uncompiled(x_ND: Tensor, weight_EDF: Tensor, offs: Tensor) -> Tensor:
-    """torch runs grouped_mm in fp32 but traces it in bf16 only (2.11 to 2.13)."""
+    """grouped_mm outside of compiled code: torch 2.11 to 2.13 can run it in fp32, but can trace it in bf16 only."""
     return F.grouped_mm(x_ND, weight_EDF, offs=offs)
 
 
 def update_bias(bias_E: Tensor, load_E: Tensor, rate: float, skip: Tensor) -> None:
-    """One step of balancing, in place: up for experts with less than the mean load, down for those with more."""
+    """One step of load balancing, in place: raise the bias of experts with less than the mean load, and lower that of experts with more."""
     step = rate * (load_E.mean() - load_E).sign()
     bias_E.add_(torch.where(skip > 0, 0.0, step))

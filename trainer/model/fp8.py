@@ -1,17 +1,17 @@
-"""Products of a layer in fp8: y = x weightᵀ, and its two gradients, from operands of eight bits; everything else is bf16.
+"""The matrix products of a layer in fp8: y = x weightᵀ and its two gradients, from operands of eight bits. Everything else is in bf16.
 
-The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433 §3). Weights and activations are in e4m3, which has three bits of mantissa;
-incoming gradients are in e5m2, which has two and a wider range. Each tensor has one scale, from its own largest element at that moment
-("current scaling"; torchao's recipe ``tensorwise``, the fastest of its three on H100s). Nothing is kept from step to step, so a resumed run
-continues with the same bits.
+The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433 §3). Weights and activations are in e4m3, which has three bits of mantissa.
+Incoming gradients are in e5m2, which has two bits of mantissa and a wider range. Each tensor has one scale, computed from its present largest
+element ("current scaling"; torchao's recipe ``tensorwise``, the fastest of its three on H100s). No scale is kept from step to step. Therefore
+a resumed run continues with the same bits.
 
-A scale is a power of two that brings the largest element just below 2⁸ (of at most 448 in e4m3) or 2¹⁵ (57,344 in e5m2). Therefore no element
-is saturated, and scaling rounds nothing. Elements round as under any other such scale, unless they are 2¹³ times smaller than the largest
-(2²⁹ in e5m2). The split of rows over micro-batches and ranks, and joining matrices, change rounding only below that. An infinity or a NaN
-makes the whole product NaN.
+A scale is a power of two. It brings the largest element just below 2⁸ in e4m3 (whose largest number is 448) or 2¹⁵ in e5m2 (57,344). Therefore
+no element saturates, and scaling itself rounds nothing. An element rounds the same under any such scale, unless it is 2¹³ times smaller than
+the largest element (2²⁹ in e5m2). Therefore splitting rows over micro-batches and ranks, or joining matrices, changes the rounding of such
+small elements only. An infinity or a NaN makes the whole product NaN.
 
-Sums are in fp32. On a GPU the forward product uses the tensor cores' own sums (``use_fast_accum``, as in torchao's recipe); the gradients' sums
-are moved to fp32 on the way.
+Sums are in fp32. On a GPU the forward product sums in the tensor cores alone (``use_fast_accum``, as in torchao's recipe). The products of the
+backward pass add their partial sums in fp32 outside of the tensor cores.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LARGEST = {FORWARD: 2.0**7, GRADIENT: 2.0**14}  # the power of two to which a te
 EXPONENT = 0x7F800000  # the bits of an fp32 number that are its power of two
 SMALLEST = (
     2.0**-100
-)  # a tensor whose elements are all smaller (such as zeros) is scaled as if this were its largest element
+)  # if all elements of a tensor are smaller than this (zeros, for example), its scale is computed from this number
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x in eight bits, the fp32 factor that scales them back: a power of two).
+    """(x in eight bits, the fp32 factor that scales it back, which is a power of two).
 
     >>> quantise(torch.tensor([[0.75, -1.5, 0.0]]), FORWARD)
     (tensor([[  96., -192.,    0.]], dtype=torch.float8_e4m3fn), tensor(0.0078))
@@ -44,12 +44,12 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def multiply_fp8(a_MK: Tensor, b_NK: Tensor, factors: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
-    """a bᵀ of operands in eight bits with contiguous rows, as the tensor cores need them."""
+    """a bᵀ [M, N] in ``dtype``, for operands in eight bits with contiguous rows, as the tensor cores need them. ``factors``: of a and b."""
     return torch._scaled_mm(a_MK, b_NK.t(), *factors, out_dtype=dtype, use_fast_accum=fast)
 
 
 class Fp8Products(torch.autograd.Function):
-    """x [M, K] with several matrices [N, K] → [M, N] of each. x is quantised once, and kept in eight bits."""
+    """x [M, K] and several matrices [N, K] → x matrixᵀ [M, N] for each. x is quantised once. Its eight bits are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, *matrices: Tensor) -> tuple[Tensor, ...]:
@@ -80,11 +80,11 @@ class Fp8Products(torch.autograd.Function):
 
 
 def fp8_products(x: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """x […, K] weightᵀ of each matrix [N, K]. All sizes are multiples of 16 (``Recipe`` checks that)."""
+    """x weightᵀ […, N] for each matrix [N, K] and x […, K]. All sizes must be multiples of 16 (``Recipe`` checks that)."""
     x_MK = x.reshape(-1, x.shape[-1])
     return [y.view(*x.shape[:-1], -1) for y in Fp8Products.apply(x_MK, *matrices)]  # type: ignore[no-untyped-call]
 
 
 def fp8_product(x: Tensor, weight: Tensor) -> Tensor:
-    """The product with one matrix."""
+    """x weightᵀ […, N] for one matrix [N, K] and x […, K]."""
     return fp8_products(x, [weight])[0]

@@ -1,8 +1,8 @@
 """The decoder: grouped-query attention with RoPE, SwiGLU or experts, RMSNorm before each sub-layer, tied embeddings.
 
-Attention stays within a document and positions restart in each, unless the recipe says ``across_documents``. The heavy
-parts are ``ops`` from the kernel registry. Weights are fp32, and are cast to ``dtype`` where they are used. If *tensor* ranks split a row,
-each has S of its T positions.
+Attention stays within a document, and positions restart in each document, unless the recipe sets ``across_documents``. The expensive
+operations are ``ops`` of the kernel registry. Weights are fp32 and are cast to ``dtype`` where they are used. If *tensor* ranks split a row,
+each of them has S of its T positions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from trainer.parallel.tensor_ranks import TensorRanks
 
 SPLIT_BY_ROWS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")  # their outputs are heads or hidden units
 SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")
-DRAWING = 8  # threads, each with one parameter in memory
+DRAWING = 8  # threads that draw weights, each with one parameter in memory
 WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
 
 
 class Block(nn.Module):
-    """One layer: x_BSD → (x_BSD, extras). ``extras`` [1 + E] of an expert layer: the router's Σ z², and the tokens at each expert."""
+    """One layer: x_BSD → (x_BSD, extras). ``extras`` of an expert layer: [1 + E], the router's Σ z² and the number of tokens at each expert;
+    None for a dense layer."""
 
     def __init__(self, shape: ModelRecipe, layer: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class Block(nn.Module):
     def run(
         self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, seen: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer itself, which is compiled; FSDP's hooks are around ``forward``."""
+        """The computation of the layer. ``Decoder.compile`` compiles this method and not ``forward``, which FSDP's hooks surround."""
         tensor, eps = self.tensor, self.shape.norm_eps
         h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self.weight(self.attention_norm), eps))
         y_BSD = tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, seen))
@@ -129,7 +130,7 @@ class Block(nn.Module):
         return y_BTD, torch.cat((routing.z_loss(holds_N)[None], routing.tokens_per_expert(holds_N))) / self.tensor.size
 
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        """h matrixᵀ of each; one product if the backward pass keeps a joined copy of the matrices anyway."""
+        """h matrixᵀ for each of the matrices. With ``join_matrices`` it is one product with the joined matrices."""
         weights = [self.weight(matrix) for matrix in matrices]
         if self.joined:
             joined_BTX = self.multiply(h_BTD, torch.cat(weights))
@@ -142,7 +143,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """tokens, positions, documents [B, T] → hidden states; ``loss`` computes the loss through the tied embedding."""
+    """The model: tokens, positions, documents [B, T] → hidden states. ``loss`` and ``logits`` apply the head, which is the tied embedding."""
 
     def __init__(
         self,
@@ -171,10 +172,11 @@ class Decoder(nn.Module):
         return 2 if key == "experts_down" else None
 
     def initialise(self, seed: int) -> None:
-        """Normal with std 1/sqrt(fan-in), 1/sqrt(2 layers) of that for matrices that write to the residual stream (GPT-2 §2.3).
+        """Draw the weights: normal with std 1/sqrt(fan-in), times 1/sqrt(2 layers) for matrices that write to the residual stream (GPT-2 §2.3).
 
-        Embeddings have std 0.02, norms are one. Each rank draws each parameter whole, on the CPU, from the seed and the name, and keeps its
-        region: a seed gives the same model for any number of ranks. Several threads draw: a core draws 0.1 G values a second.
+        The embedding has std 0.02. Norms are one. Each rank draws each whole parameter on the CPU, from the seed and the parameter's name, and
+        keeps its region. Therefore a seed gives the same model for any number of ranks. A core draws 0.1 G values a second, so several threads
+        draw.
         """
 
         def draw(named: tuple[str, nn.Parameter]) -> None:
@@ -201,15 +203,15 @@ class Decoder(nn.Module):
         return torch.randn(size, generator=generator) * std
 
     def compile(self, batch_sizes: int = 1) -> None:  # type: ignore[override]
-        """Compile the blocks; blocks of one kind share a graph. ``kernels.yaml`` decides how the loss head runs.
+        """Compile the blocks. Blocks of one kind share a graph. The loss head is not compiled here: ``kernels.yaml`` decides how it runs.
 
-        ``batch_sizes``: the number of different batch sizes of the run. Past eight graphs torch would run uncompiled, which
-        rounds differently.
+        ``batch_sizes``: the number of different batch sizes of the run. By default torch compiles eight graphs and then runs uncompiled code,
+        which rounds differently. Therefore the limit is raised.
         """
         kinds = len({(block.has_rope, block.experts is None) for block in self.blocks})
         pieces = (
             8 if self.shape.experts is not None else 1
-        )  # number of pieces into which the compiler cuts a layer of experts
+        )  # number of graphs into which the compiler splits a layer of experts
         # with and without gradients, with two and four times the stretches, and a margin
         limit = 8 * kinds * pieces * batch_sizes
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
@@ -219,18 +221,19 @@ class Decoder(nn.Module):
             block.run = torch.compile(block.run, dynamic=False)  # type: ignore[assignment,arg-type]
 
     def join_matrices(self) -> None:
-        """Multiply with several matrices at once. For one rank only: FSDP would free the joined copies. Not for a GPU, whose products are large
-        enough: parts of a joined product are strided, and copying them took 8 % of the kernels' time of 1 B weights on an H200."""
+        """Multiply with q, k, v as one joined matrix, and with gate and up as another. Only for one rank, because FSDP would free the joined copies.
+        Only for a CPU: a GPU's products are large enough, and the parts of a joined product are strided. Copying these parts took 8 % of the
+        kernels' time on an H200 for a model of 1 B weights."""
         for block in self.blocks:
             block.joined = True  # type: ignore[assignment]
 
     def use_fp8(self) -> None:
-        """Compute the products of attention, dense MLPs and shared experts in fp8; not those of routers, routed experts and the head."""
+        """Compute the products of attention, dense MLPs and shared experts in fp8. Routers, routed experts and the head stay in bf16."""
         for block in self.blocks:
             block.fp8, block.multiply = True, fp8.fp8_product  # type: ignore[assignment]
 
     def use_recomputation(self) -> None:
-        """Keep only each block's input for the backward pass, which runs the block again."""
+        """Use activation checkpointing: keep only each block's input, and compute the block again in the backward pass."""
         for block in self.blocks:
             block.recompute = True  # type: ignore[assignment]
 
@@ -239,8 +242,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers).
 
-        ``stretches``: upper bound of the rows' number of stretches (``Batch.split``); 0: attention counts them if it needs to, which waits for
-        the device.
+        ``stretches``: an upper bound of the number of stretches (runs of one document) in all rows (``Batch.micro_batches``). With 0 attention
+        counts them if it needs them, which waits for the device.
         """
         if self.shape.across_documents:  # one text, whose positions continue, as when the model is served
             documents_BT = documents_BT.clamp(max=0)
@@ -271,8 +274,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(loss, nll_BS, load [expert layers, E] or None).
 
-        loss: Σ weights · (nll + z_loss · logsumexp²) + router_z_share · Σ router z², an fp32 scalar; nll_BS fp32,
-        detached, of this rank's positions (``tensor.part``).
+        loss: Σ weights · (nll + z_loss · logsumexp²) + router_z_share · Σ router z², an fp32 scalar. nll_BS: fp32, detached, for this
+        rank's positions (``tensor.part``). load: the number of tokens at each expert.
         """
         x_BSD, extras = self(tokens_BT, positions_BT, documents_BT, stretches)
         targets_BS, weights_BS = self.tensor.part(targets_BT), self.tensor.part(weights_BT)
@@ -290,7 +293,7 @@ class Decoder(nn.Module):
         return loss + router_z_share * every[:, 0].sum(), nll_BS, every[:, 1:].detach()
 
     def logits(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """[B, S, V], for tests and export parity; training never has all of them in memory."""
+        """The logits [B, S, V], for tests and for comparing an export. Training never has all of them in memory."""
         x_BSD, _ = self(tokens_BT, positions_BT, documents_BT)
         return F.linear(self._head_input(x_BSD), self.tensor.weight(self.embedding).to(self.dtype))
 
@@ -301,7 +304,7 @@ class Decoder(nn.Module):
 
 
 def rope_tables(positions_BT: Tensor, shape: ModelRecipe, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, T, K] in ``dtype``, computed in fp32; the two halves of K are equal (arXiv 2104.09864)."""
+    """RoPE's cos and sin, each [B, T, K] in ``dtype``, computed in fp32. The two halves of K are equal (arXiv 2104.09864)."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions_BT.device).float() / shape.head_dim
     positions = torch.arange(shape.context, device=positions_BT.device).float()
     angles_PK = positions.unsqueeze(-1) * (shape.rope_theta**-exponents).repeat(2)

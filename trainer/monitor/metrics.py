@@ -1,4 +1,4 @@
-"""The files of a run's metrics, one JSON object a line, flushed about once a second."""
+"""The files of a run's metrics: one JSON object in each line, flushed about once a second."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FLUSH_SECONDS = 1.0
 
 
 class MetricsFile:
-    """Appends JSON lines to a file. For a resumed run it first drops torn lines and those from ``step`` on.
+    """Appends JSON lines to a file. For a resumed run it first drops torn lines and the lines from ``step`` on.
 
-    Without a path (on ranks that do not lead) it writes nothing.
+    Without a path it writes nothing: only the leading rank writes.
     """
 
     def __init__(self, path: Path | None, step: int) -> None:
@@ -47,7 +47,7 @@ class MetricsFile:
             self._flushed = time.monotonic()
 
     def sync(self) -> None:
-        """Return once all lines are on disk, because the next checkpoint relies on them."""
+        """Return once all lines are on disk. Call it before a checkpoint is saved, because a resumed run needs the lines of the steps before it."""
         if self._file is not None:
             self.flush()
             os.fsync(self._file.fileno())
@@ -62,7 +62,7 @@ def encode(record: dict[str, Any]) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the number of threads of the CPU's operations: the facts that speed depends on."""
+    """A name for the device that implies its speed: the GPU's name, or "cpu" with the number of threads."""
     return (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -71,7 +71,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held so far: of the GPU, or of the host if there is no GPU."""
+    """The most bytes of memory that this process has held so far: on the GPU, or on the host if ``device`` is a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024

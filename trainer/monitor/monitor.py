@@ -1,21 +1,22 @@
-"""Measures the updates: update-to-weight ratio and gradient noise scale, of one layer every fourth step, layer by layer.
+"""Measures updates: the update-to-weight ratio and the gradient noise scale. Every fourth step it measures one layer, in turn.
 
-Exact numbers need passes over weights and gradients that the step does not make itself. Measuring one layer at a time costs
-one layer's passes; after four steps for each layer all have been measured.
+Exact numbers need extra passes over weights and gradients. Measuring one layer at a time costs the passes of one layer. All layers are
+measured after four steps for each layer.
 
 The gradient noise scale B = tr(Σ) / |G|² is the batch size, in supervised tokens, at which noise and signal are equal
-(McCandlish et al. 2018, arXiv 1812.06162 §2.2; the estimator is their appendix A.1 with both halves of a batch as small
-batches). With h₁ and h₂ = g − h₁ what n₁ and n₂ of a batch's N supervised tokens add to its gradient g, both at the same
-weights: E[h₁ · h₂] = n₁ n₂ / N² |G|² and E[|g|²] = |G|² + tr(Σ) / N. Both sums are smoothed, their ratio is taken last.
+(McCandlish et al. 2018, arXiv 1812.06162 §2.2; the estimator is that of their appendix A.1, with the two halves of a batch as small
+batches). A batch has N supervised tokens and the gradient g. Its halves have n₁ and n₂ supervised tokens, and contribute h₁ and h₂ = g − h₁
+to g, at the same weights. Then E[h₁ · h₂] = n₁ n₂ / N² |G|² and E[|g|²] = |G|² + tr(Σ) / N. The estimates of tr(Σ) and |G|² are smoothed, and
+their ratio is taken last.
 
-A step of several micro-batches has its halves at the cost of copying one layer's gradient. A step of a single micro-batch
-is slower in two (a seventh on two CPU cores), so only every ``stability.noise_scale_every``-th step is split, and all layers
-are measured then: their copies take less memory than the activations that two halves save.
+If a step has several micro-batches, measuring a half costs a copy of one layer's gradient. If it has one micro-batch, splitting it makes the step
+slower (by a seventh on two CPU cores). Therefore only every ``stability.noise_scale_every``-th step is split. All layers are then measured at
+once: the copies of their gradients take less memory than the split saves in activations.
 
-Limits: a rank must have an even number of rows. The running mean of past gradients cannot replace a half: at a training rate neighbouring
-gradients work against each other, and the result is wrong by a factor of a few to hundreds. The scale holds for batches as they are drawn:
-tokens of one document are not independent, so it holds for batches of more documents, not of longer documents. It is smoothed over about
-20 measurements; above a noise scale of about a hundred batches these are too few.
+Limits: a rank must have an even number of rows. The running mean of past gradients cannot replace a half, because at the rates of training
+consecutive gradients oppose each other: the result would be wrong by a factor between a few and hundreds. The tokens of one document are not
+independent. Therefore the scale predicts the effect of more documents in a batch, but not of longer documents. The scale is smoothed over about 20
+measurements, which are too few if it is above about a hundred batches.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.ranks import Ranks, copies_of_tensor, local_part
 
-TURN_STEPS = 4  # from one layer's turn to the next one's
+TURN_STEPS = 4  # number of steps from one layer's turn to the next layer's turn
 SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
 
 
 def layer_of_parameter(name: str) -> str:
-    """The layer of a parameter: ``blocks.3`` of ``blocks.3.q``; ``embedding`` for parameters outside of blocks."""
+    """The layer of a parameter: ``blocks.3`` for ``blocks.3.q``, and ``embedding`` for parameters outside of blocks."""
     return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "embedding"
 
 
@@ -49,15 +50,15 @@ def numbers_by_layer(quantity: str, numbers: Mapping[str, list[float]]) -> dict[
 
 @dataclass(frozen=True)
 class HalfGradient:
-    """The part of the gradient, of one layer or of all, that comes from the first half of a step's rows."""
+    """The gradient from the first half of a step's rows, for one layer or for all layers."""
 
-    gradients: dict[str, list[Tensor]]  # by layer and parameter, this rank's share, flat
-    squares: dict[str, Tensor]  # by layer: Σ of each, squared
+    gradients: dict[str, list[Tensor]]  # by layer: for each parameter, this rank's part, flat
+    squares: dict[str, Tensor]  # by layer: for each parameter, Σ gradient²
 
 
 @dataclass(frozen=True)
 class LayerBeforeUpdate:
-    """The values of the layer to measure, before the update."""
+    """Values from before the update: weights of the layer to measure, and h₁ · h₂ of the layers that have halves."""
 
     layer: str | None = None  # None: no layer's turn
     weights: list[Tensor] = field(default_factory=list)  # by parameter, this rank's share
@@ -67,7 +68,8 @@ class LayerBeforeUpdate:
 
 
 class Monitor(StepHook):
-    """Update-to-weight ratios and the noise scale. This hook is also called between the backward passes of a step (``after_half_batch``)."""
+    """The hook that measures update-to-weight ratios and the noise scale. The step also calls it between two backward passes
+    (``after_half_batch``)."""
 
     key = "monitor"
 
@@ -76,7 +78,7 @@ class Monitor(StepHook):
         self.layers: dict[str, list[str]] = {}
         for name in optimizer.parameters:
             self.layers.setdefault(layer_of_parameter(name), []).append(name)
-        # by parameter: 1 / how many ranks hold each of its elements
+        # by parameter: 1 / the number of ranks that hold each of its elements
         self.shares = self._on_device([1 / copies_of_tensor(parameter) for parameter in optimizer.parameters.values()])
         self._shares = {
             layer: self._on_device([1 / copies_of_tensor(optimizer.parameters[name]) for name in names])
@@ -98,9 +100,9 @@ class Monitor(StepHook):
         return torch.where(self._is_in, squares, 0.0).sum(1).sqrt()
 
     def after_half_batch(self, step: int, split: bool) -> bool:
-        """Called after half of the step's rows. Returns True if it keeps their gradients, which it does not in every step.
+        """Called after the backward pass of half of the step's rows. Returns True if it kept their gradients. It keeps none in most steps.
 
-        ``split``: the rows were one micro-batch, split for this; then all layers are measured.
+        ``split``: the rows were one micro-batch, which was split for this measurement. Then all layers are measured.
         """
         turn = self.layer_at(step)
         if not split and turn is None:
@@ -135,8 +137,8 @@ class Monitor(StepHook):
 
     @torch.no_grad()
     def after_update(self, update: WeightUpdate) -> dict[str, Tensor]:
-        """``agreement/<layer>``: h₁ · h₂ of each layer measured. ``lengths/<layer>``: Σ update², Σ weight² of the layer to measure.
-        ``grad_norms``: by layer, unclipped. All over all ranks. Uses up the copies of the weights.
+        """Returns ``agreement/<layer>`` (h₁ · h₂ of each measured layer), ``lengths/<layer>`` (Σ update² and Σ weight² of the layer whose turn it is)
+        and ``grad_norms`` (by layer, unclipped), all summed over all ranks. It overwrites its copies of the weights.
         """
         before, self._before = self._before, LayerBeforeUpdate()
         found = list(before.agreements.values())
@@ -160,7 +162,7 @@ class Monitor(StepHook):
         return torch.tensor(values, device=self.ranks.device)
 
     def record(self, numbers: dict[str, list[float]], outcome: UpdateOutcome) -> dict[str, Any]:
-        """``grad_norm/<layer>``; ``update_ratio/<layer>`` of the layer measured; ``noise_scale`` once all layers were measured."""
+        """Returns ``grad_norm/<layer>``, ``update_ratio/<layer>`` of the measured layer, and ``noise_scale`` once all layers were measured."""
         grad_norms = dict(zip(self.layers, numbers["grad_norms"]))
         record: dict[str, Any] = {f"grad_norm/{layer}": norm for layer, norm in grad_norms.items()}
         for layer, (moved, held) in numbers_by_layer("lengths", numbers).items():

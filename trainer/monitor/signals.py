@@ -1,17 +1,17 @@
-"""Signs of trouble in layers, ranks and routers that the loss shows late or never.
+"""Measures signs of trouble in layers, ranks and routers, which the loss shows late or never.
 
-- One layer in turn (``Monitor.layer_at``, every fourth step): the largest magnitude in its input, its largest
-  attention logit, and the size of the update divided by the rate.
-- Each rank's own gradient, before anything is summed over ranks. FSDP sums weights' gradients within the backward pass,
-  so it is the gradient at the first layer's input, Σ over this rank's rows: all layers' backward passes are in it.
-- The balance of each expert layer: how evenly its tokens are spread.
+- One layer in turn, every fourth step (``Monitor.layer_at``): the largest magnitude in its input, its largest attention logit, and the size
+  of its update divided by the learning rate.
+- Each rank's own gradient norm, before gradients are summed over ranks. FSDP sums the gradients of weights within the backward pass.
+  Therefore the norm is taken of the gradient at the first layer's input, which depends on the backward passes of all layers.
+- The balance of each expert layer: how evenly its tokens are spread over the experts.
 
-Values of different ranks travel in the message and the transfer that the step makes anyway. Hooks at the layers' inputs measure them,
-outside of the compiled code. A replayed CUDA graph calls no hook. There the hooks only keep the layers' inputs (``kept``), which are measured
-after the replay (``measure_inputs``).
+The values of all ranks are part of the message between ranks, and of the transfer to the host, that the step makes anyway. Forward hooks at the
+layers' inputs measure them, outside of compiled code. A replayed CUDA graph calls no forward hook. With graphs, the forward hooks only keep the
+layers' inputs (``kept``), and ``measure_inputs`` measures them after the micro-batch.
 
-Limits: the attention logit is that of some queries of the batch's first row, with all their keys. A fault within the embedding's own backward
-pass, or in the sum over ranks itself, is in no rank's number.
+Limits: only some queries of the batch's first row are used for the attention logit, with all of their keys. A fault in the backward pass of the
+embedding, or in the sum over ranks, changes no rank's number.
 """
 
 from __future__ import annotations
@@ -34,23 +34,27 @@ from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome, WeightUpdate
 from trainer.monitor.window import RecentValues, median_and_deviation
 from trainer.parallel.ranks import Ranks
 
-QUERIES = 64  # of a row, whose attention logits are computed
-LOGIT_LIMIT = 100.0  # where Kimi K2 begins to clip: arXiv 2507.20534 §2.1
-LEAST_BALANCE = 0.25  # of ``expert_balance``: 1 where all experts are used alike, 0 where all tokens go to the same few
-LEAST_CHANGE = 0.1  # of a logarithm: for a quantity that hardly moves, a small ripple must not be an anomaly
-PAST, ENOUGH = 8, 4  # a part's next value is compared with so many past values; with fewer than ``ENOUGH`` it is not
+QUERIES = 64  # number of queries of a row whose attention logits are computed
+LOGIT_LIMIT = 100.0  # Kimi K2 clips attention logits from this value on: arXiv 2507.20534 §2.1
+LEAST_BALANCE = 0.25  # limit for ``expert_balance``, which is 1 if all experts are used alike and 0 if all tokens go to the same few
+LEAST_CHANGE = 0.1  # least deviation of a logarithm: a small ripple of a quantity that hardly changes is not an anomaly
+PAST, ENOUGH = (
+    8,
+    4,
+)  # a value is compared with up to ``PAST`` earlier values of its layer or rank, and is judged from ``ENOUGH`` on
 KINDS = {"update_ratio": "update_jump", "activation_max": "activation_jump", "attention_logit_max": "attention_logits"}
 
 
 class PartHistory:
-    """One quantity of many parts. Compares each value with the past ones of its part, in units of the usual change of all parts."""
+    """The past values of one quantity of many parts (layers). It compares each new value with the past values of the same part. The unit is the usual
+    change of all parts."""
 
     def __init__(self, window: int) -> None:
         self.past: dict[str, deque[float]] = {}
         self.changes = RecentValues(window)  # value / the median of its part's past, of all parts
 
     def observe(self, part: str, value: float) -> tuple[float, float] | None:
-        """(the part's usual value, robust deviations of the change above the usual change); None: not known yet."""
+        """Add a value of a part. Returns (the part's usual value, robust deviations of its change above the usual change); None if not known yet."""
         if not (math.isfinite(value) and value > 0):
             return None
         past = self.past.setdefault(part, deque(maxlen=PAST))
@@ -73,19 +77,20 @@ class PartHistory:
 
 
 class RankNorms:
-    """Each rank's gradient norm against its own past and against the other ranks' change at the same step."""
+    """The past gradient norms of each rank. It compares a rank's change from its own past with the change of the other ranks at the same step."""
 
     def __init__(self, window: int) -> None:
         self.past: list[deque[float]] = []  # by rank
         self.spreads = RecentValues(
             window
-        )  # the factor, at least 1, by which the rank that changed most moved away from the others
+        )  # for each step: the factor (at least 1) by which the rank that changed most moved away from the others
 
     def observe(self, norms: list[float]) -> tuple[int, float, float] | None:
-        """(the rank that changed most, the factor by which it moved away from the others, robust deviations above the usual factor).
+        """Add the norms of a step. Returns (the rank that changed most, the factor by which it moved away from the others, robust deviations above
+        the usual factor).
 
-        None: not known yet, or some norm is zero or not finite. With two ranks, of norms that were 1 and 1 and are 1 and 5,
-        it is rank 1 with factor 5.
+        Returns None if that is not known yet, or if a norm is zero or not finite. Example: if the norms of two ranks were 1 and 1, and are now 1
+        and 5, rank 1 changed most, by a factor of 5.
         """
         if len(self.past) != len(norms):
             self.past = [deque(maxlen=PAST) for _ in norms]
@@ -113,11 +118,11 @@ class RankNorms:
         self.spreads.restore(state["spreads"])
 
 
-LayerInputs = dict[str, tuple[nn.Module, tuple[Any, ...]]]  # layer → (its module, what it read)
+LayerInputs = dict[str, tuple[nn.Module, tuple[Any, ...]]]  # layer → (its module, its inputs)
 
 
 class InstabilitySignals(StepHook):
-    """The hook of these signs. It is also called before the forward pass (``begin_step``), and its numbers travel in ``by_rank``."""
+    """The hook that measures these signs. The step also calls it before the forward pass (``begin_step``), and sums ``by_rank`` over the ranks."""
 
     key = "signals"
     required = False  # some checkpoints are older than this hook
@@ -134,16 +139,16 @@ class InstabilitySignals(StepHook):
         self.measured: dict[str, int] = {}  # layer → the last step that it was measured at
         self._layer: str | None = None  # to measure in the step that is under way
         self._first = False  # its first micro-batch is still to come
-        # [ranks, 3]: Σ gradient² at the first layer's input, largest magnitude, largest attention logit; only this rank's
-        # row isn't zero, until they are summed over the ranks
+        # [ranks, 3]: Σ gradient² at the first layer's input, largest magnitude, largest attention logit. Only this rank's row
+        # is not zero until the rows are summed over the ranks.
         self.by_rank = torch.zeros(ranks.size, 3, device=ranks.device)
         self._rank_norms: list[float] = []
-        self.kept: LayerInputs | None = None  # by layer, where they are not measured at once
+        self.kept: LayerInputs | None = None  # by layer; None: inputs are measured at once
         for name, block in zip(self.layers, model.blocks):
             block.register_forward_pre_hook(partial(self._look, name))
 
     def begin_step(self, layer: str | None) -> None:
-        """Before a step's forward pass. ``layer``: the layer to measure."""
+        """Called before a step's forward pass. ``layer``: the layer to measure; None: no layer's turn."""
         self._layer, self._first = layer, True
         self.by_rank = torch.zeros_like(self.by_rank)
 
@@ -157,7 +162,7 @@ class InstabilitySignals(StepHook):
             self._measure(block, inputs)
 
     def measure_inputs(self, kept: LayerInputs) -> None:
-        """Measure a micro-batch by its layers' inputs, if one of these is the layer to measure."""
+        """Measure the layer of this step from the inputs that the layers of a micro-batch had. Does nothing if its inputs are not among them."""
         if self._layer in kept:
             self._measure(*kept[self._layer])
 
@@ -185,9 +190,9 @@ class InstabilitySignals(StepHook):
         return numbers
 
     def record(self, numbers: dict[str, list[float]], outcome: UpdateOutcome) -> dict[str, Any]:
-        """``activation_max/<layer>``, ``attention_logit_max/<layer>`` of the layer measured; ``router_balance/<layer>``.
+        """Returns ``activation_max/<layer>`` and ``attention_logit_max/<layer>`` of the measured layer, and ``router_balance/<layer>``.
 
-        With several ranks ``rank_grad_norm_ratio``, of the ranks' largest gradient norm to their smallest.
+        With several ranks also ``rank_grad_norm_ratio``: the largest gradient norm of a rank divided by the smallest.
         """
         found: dict[str, Any] = {name: max_or_nan(ranks) for name, ranks in numbers.items() if "_max/" in name}
         found |= {
@@ -203,7 +208,7 @@ class InstabilitySignals(StepHook):
         return [*self._of_layer(step, record, skipped), *self._of_ranks(step, skipped), *self._of_routers(step, record)]
 
     def _of_layer(self, step: int, record: dict[str, Any], skipped: bool) -> Iterator[Anomaly]:
-        """Anomalies of the layer that was measured. They began after its previous measurement."""
+        """Anomalies of the layer that was measured. Their onset is the step after its previous measurement."""
         layers = set()
         for key, value in record.items():
             quantity, _, layer = key.partition("/")
@@ -257,15 +262,15 @@ class InstabilitySignals(StepHook):
 
 
 def max_or_nan(values: list[float]) -> float:
-    """The largest; NaN if one is NaN."""
+    """The largest value; NaN if any value is NaN."""
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 @torch.no_grad()
 def largest_logit(block: Block, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
-    """The largest attention logit of the first row's queries (at most about ``QUERIES`` of them), at least zero; fp32 scalar.
+    """The largest attention logit of about ``QUERIES`` queries of the first row, or zero if all are negative. Returns an fp32 scalar.
 
-    Only the heads of this rank. A logit is q · k / √head_dim of a key at or before the query in the same document.
+    Only the heads of this rank are used. A logit is q · k / √head_dim, for a key of the same document at or before the query.
     """
     shape, weight, tensor = block.shape, block.weight, block.tensor
     x_1TD = tensor.gather(x_BSD[:1])
@@ -290,10 +295,10 @@ def largest_logit(block: Block, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor,
 
 
 def expert_balance(load_LE: Tensor, per_token: int) -> Tensor:
-    """The balance of tokens over E experts, fp32 [L], from 0 (all to the same few) to 1 (even). ``load_LE``: tokens at each.
+    """How evenly tokens are spread over E experts: fp32 [L], from 0 (all tokens go to the same few) to 1 (even). ``load_LE``: tokens at each expert.
 
-    (exp(entropy) − k) / (E − k). exp(entropy) is the number of equally used experts with the same entropy; k choices a token use at least k
-    experts. All 60 choices of 30 tokens, spread over 4 experts, and over the same 2:
+    The balance is (exp(entropy) − k) / (E − k). exp(entropy) is the number of experts that would have the same entropy if used equally. Each token
+    has k choices, so at least k experts are used. Example: 60 choices of 30 tokens, spread over 4 experts, and over the same 2 experts:
 
     >>> expert_balance(torch.tensor([[15.0, 15.0, 15.0, 15.0], [30.0, 30.0, 0.0, 0.0]]), per_token=2)
     tensor([1., 0.])

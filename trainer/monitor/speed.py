@@ -15,16 +15,17 @@ from trainer.parallel.ranks import Ranks
 
 
 class SpeedMeter:
-    """Model FLOP/s of steps, as shares of the GPUs' peak.
+    """Computes the speed of steps: tokens/s, FLOP/s, and their share of the peak of the GPUs.
 
-    ``flops_per_s`` is the model's: 6 FLOPs a weight and token, and attention's (PaLM, arXiv 2204.02311, appendix B). Recomputed work counts
-    once. A row counts as one document, although attention computes less for several. ``mfu`` is its share of the data sheet's peak of all
-    ranks' GPUs, assumed to be like the first rank's. Under load a GPU does not hold the sheet's clock; therefore the rate of large products is
-    measured at the start. A CPU has neither: its rate shows how busy the machine is.
+    ``flops_per_s`` counts the model's FLOPs: 6 for each weight and token, and those of attention (PaLM, arXiv 2204.02311, appendix B). Recomputed
+    work counts once. A row counts as one document, although attention computes less if it holds several. ``mfu`` is ``flops_per_s`` divided by
+    the data sheet's peak of the GPUs of all ranks, which are assumed to be like this rank's. Under load a GPU does not reach the clock of its
+    data sheet. Therefore the rate of large products is measured at the start. On a CPU there is no ``mfu`` and no such measurement: its rate would
+    show how busy the machine is.
     """
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
-        """Measures for a second on a GPU. Every rank must make a ``SpeedMeter``, so that they heat the machine together, as training does."""
+        """On a GPU this measures for about a second. Every rank must make a ``SpeedMeter``, so that all GPUs are under load, as in training."""
         device, dtype = ranks.device, DTYPES[recipe.precision]
         self.flops_per_token = recipe.model.flops_per_token()
         peak = data_sheet_peak(device, dtype)
@@ -37,7 +38,7 @@ class SpeedMeter:
         self._first = True
 
     def record_fields(self, tokens: int, seconds: float) -> dict[str, float]:
-        """The speed of a step, for its record. A process's first step also has its seconds, which include compiling."""
+        """The speed of a step, for its record. The first step of a process also has ``first_step_s``, its seconds, which include compiling."""
         rate = tokens / seconds
         found = {"tokens_per_s": rate} | self._of_rate(rate)
         if self._first:
@@ -46,7 +47,7 @@ class SpeedMeter:
         return found
 
     def segment_fields(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """The speed of a segment, from its records: medians without each process's first step, and the seconds of the last process's first step."""
+        """The speed of a segment, from its records: the median rates without the first step of each process, and the last ``first_step_s``."""
         first = [line["first_step_s"] for line in lines if "first_step_s" in line]
         rates = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line and "first_step_s" not in line]
         found = {"first_step_s": first[-1]} if first else {}

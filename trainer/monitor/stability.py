@@ -16,21 +16,21 @@ from trainer.contract.recipe import StabilityRecipe
 from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome
 from trainer.monitor.window import RecentValues, find_rise_onset
 
-MOST_BLOCKS = 64  # number of blocks that keep a run's losses
+MOST_BLOCKS = 64  # at this number of blocks, pairs of blocks are merged
 MAY_FALL, FALLS = (
     1.0,
     3.0,
-)  # standard errors of a fall: a fall below the first begins a plateau, one above the second ends it
+)  # standard errors: a loss that falls by less than the first begins a plateau, by more than the second ends it
 RECENT_SHARE = 4  # a plateau is judged by the last fourth of the run
-RECENT_LOW = 8  # an eighth of a window: a loss that is too low is judged by the mean of so many steps
+RECENT_LOW = 8  # a loss that is too low is judged by the mean of the last eighth of a window
 TRACE_WINDOWS = 2  # windows in which an anomaly's onset is searched
 
 
 class LossHistory:
-    """The loss since the first step, in at most ``MOST_BLOCKS`` blocks of equal length: the mean of window medians.
+    """The losses since the first step, as fewer than ``MOST_BLOCKS`` blocks of equal length. A block's value is the mean of its windows' medians.
 
-    A plateau is judged over the last quarter of a run, and never over less than ``least`` windows. The older a run, the less its loss falls in a
-    given number of steps (arXiv 2001.08361 §5), so that noise hides the fall.
+    A plateau is judged over the last quarter of the run, but over at least ``least`` blocks. The longer a run, the less its loss falls in a
+    given number of steps (arXiv 2001.08361 §5), and noise would hide the fall.
     """
 
     def __init__(self, least: int) -> None:
@@ -64,9 +64,9 @@ class LossHistory:
         return max(self.least, len(self.blocks) // RECENT_SHARE)
 
     def compare_halves(self) -> tuple[float, float, float] | None:
-        """(mean of the earlier half of the recent blocks, of the later half, the standard error of their difference).
+        """(mean of the earlier half of the recent blocks, mean of their later half, standard error of the difference); None if there are too few.
 
-        The error comes from the differences of neighbouring blocks, which a slow fall hardly changes.
+        The error is estimated from the differences of neighbouring blocks, because a slow fall hardly changes these.
         """
         count = self._recent()
         if len(self.blocks) < count:
@@ -90,8 +90,8 @@ class LossHistory:
 
 
 def deviations_below(window: RecentValues, value: float) -> float:
-    """Robust deviations by which the next value lies below the window, or twice those of the mean of its last eighth, if that is larger. A
-    loss that is too low stays low while its documents last, and a mean of several steps varies less.
+    """Robust deviations by which ``value`` lies below the window. If larger, twice those by which the mean of the last eighth of a window (``value``
+    included) lies below it. A loss that is too low stays low while its documents last, and a mean of several steps varies less.
 
     >>> usual = RecentValues(16)
     >>> usual.restore([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.1, 1.9, 2.0, 2.0, 2.1, 1.9, 2.05, 1.95, 2.0])
@@ -109,20 +109,20 @@ def deviations_below(window: RecentValues, value: float) -> float:
 
 
 class DomainWindows:
-    """The last losses of one domain, each with the number of tokens that it is the mean of."""
+    """The last losses of one domain. Each is the mean over a number of tokens, which is kept too."""
 
     def __init__(self, size: int) -> None:
         self.loss, self.tokens = RecentValues(size), RecentValues(size)
 
     def deviations(self, loss: float, tokens: float) -> tuple[float, float]:
-        """(usual loss, robust deviations above it). A mean of fewer tokens than usual varies more, by √(usual / tokens)."""
+        """(usual loss, robust deviations of ``loss`` above it). A mean of fewer tokens than usual may deviate √(usual / tokens) times as far."""
         center, deviation = self.loss.center_and_deviation()
         few = max(1.0, median(self.tokens.values) / tokens) ** 0.5
         return center, (loss - center) / (few * deviation)
 
 
 class StabilityDetector(StepHook):
-    """Watches loss and gradient norm, step by step and over windows, and the loss of each domain."""
+    """Reports anomalies of the loss, the gradient norm and the loss of each domain, for single steps and over windows."""
 
     key = "detector"
 
@@ -131,7 +131,7 @@ class StabilityDetector(StepHook):
         self.loss = RecentValues(recipe.window)
         self.grad_norm = RecentValues(recipe.window)
         self.domains: dict[str, DomainWindows] = {}
-        # [step, loss, gradient norm] of the last steps whose both are finite
+        # [step, loss, gradient norm] of the last steps at which loss and norm were finite
         self.trace: deque[tuple[int, float, float]] = deque(maxlen=TRACE_WINDOWS * recipe.window)
         self.best = math.inf  # lowest median of a full window of losses
         self.course = LossHistory(recipe.plateau_windows)
@@ -142,10 +142,10 @@ class StabilityDetector(StepHook):
         )  # the limit at the last step that ``read_every`` divides; not used if ``read_every`` is one
 
     def grad_norm_limit(self) -> float:
-        """The gradient norm above which the next update is skipped; infinite until the window is half full.
+        """The gradient norm above which the next update is skipped. It is infinite until the window is half full.
 
-        With ``read_every`` above one the limit is that of the last step that ``read_every`` divides. Readings in between (for a checkpoint or a
-        stop) do not change it, so that a resumed run continues with the same bits.
+        With ``read_every`` above one, the limit changes only after every ``read_every`` steps. Readings in between (for a checkpoint or a stop) do
+        not change it. Therefore a resumed run continues with the same bits.
         """
         return self._held if self.recipe.read_every > 1 else self._limit()
 
@@ -176,7 +176,7 @@ class StabilityDetector(StepHook):
         skipped: bool,
         domains: Mapping[str, tuple[float, float]] | None = None,
     ) -> list[Anomaly]:
-        """Anomalies of this step, judged by the earlier steps. Finite values join the windows, so that the windows can follow.
+        """Anomalies of this step, judged by the earlier steps. Finite values, even unusual ones, then join the windows: a new level becomes usual.
 
         ``domains``: (mean loss, number of tokens) of each domain in the step.
         """
@@ -220,7 +220,7 @@ class StabilityDetector(StepHook):
             held.tokens.values.append(tokens)
 
     def _onset(self, anomaly: Anomaly) -> int:
-        """The step where the anomaly began: the earliest beginning of a departure of loss or gradient norm that still holds."""
+        """The step where the anomaly began: where the loss or the gradient norm (the earlier of both) left its usual value for good."""
         steps, losses, norms = zip(*self.trace) if self.trace else ((), (), ())
         found: Iterable[int | None] = (find_rise_onset(losses), find_rise_onset(norms))
         if anomaly.kind.endswith("_drop"):
@@ -228,7 +228,7 @@ class StabilityDetector(StepHook):
         return min((steps[index] for index in found if index is not None), default=anomaly.step)
 
     def _lasting(self, step: int, loss: float) -> Iterator[Anomaly]:
-        """Divergence of the loss's median over a whole window, and plateau; each is reported once, until it has ended."""
+        """Anomalies that last: divergence (the median of a full window is far above the best) and plateau. Each is reported once until it ends."""
         if not math.isfinite(loss):
             return
         grown = self.course.observe(self.loss)
@@ -268,7 +268,7 @@ class StabilityDetector(StepHook):
         } | ({} if self.recipe.read_every == 1 else {"limit": self._held if math.isfinite(self._held) else None})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """In an older checkpoint ``domains`` and ``trace`` are missing and begin anew. A missing ``limit`` is computed from the windows."""
+        """Restore the state. Older checkpoints lack ``domains`` and ``trace``: they start empty. A missing ``limit`` is computed from the windows."""
         self.loss.restore(state["loss"])
         self.grad_norm.restore(state["grad_norm"])
         self.best = math.inf if state["best"] is None else state["best"]
@@ -285,13 +285,13 @@ class StabilityDetector(StepHook):
 
 
 class ThroughputDetector(StepHook):
-    """Watches tokens/s. Its state is valid only on an equal machine: as many devices of the same name."""
+    """Reports a drop of tokens/s. A restored state is used only on an equal machine: the same number of devices with the same name."""
 
     key = "throughput"
     RECENT = 8  # steps whose median is compared with the usual
 
     def __init__(self, recipe: StabilityRecipe, machine: str) -> None:
-        """``machine``: the name of the machine that has the usual rate."""
+        """``machine``: the name of this machine, to which the usual rate belongs."""
         self.least_share = recipe.throughput_drop
         self.machine = machine
         self.usual = RecentValues(recipe.window)
@@ -302,7 +302,7 @@ class ThroughputDetector(StepHook):
         return self.observe(record["step"], record["tokens_per_s"])
 
     def observe(self, step: int, tokens_per_s: float) -> list[Anomaly]:
-        """The anomalies of a step. A drop is reported once, until the rate has recovered."""
+        """The anomalies of a step. A drop is reported once. It is reported again only after the rate has recovered."""
         self.recent.values.append(tokens_per_s)
         if not (self.usual.ready and self.recent.full):
             self.usual.values.append(tokens_per_s)
@@ -315,7 +315,7 @@ class ThroughputDetector(StepHook):
         return [drop] if self.low and not was_low else []
 
     def state_dict(self) -> dict[str, Any]:
-        """The recent steps are left out: the first steps after a restart are slow, and are judged together with later ones."""
+        """The state without the recent steps. A resumed run collects new ones: its first steps are slow and are judged together with later ones."""
         return {"machine": self.machine, "usual": list(self.usual.values), "low": self.low}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -328,10 +328,10 @@ class ThroughputDetector(StepHook):
 def clip_and_skip(
     loss: Tensor, grad_norm: Tensor, clip: float, limit: float, targets: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(the divisor of the gradients, 1.0 if the update must be skipped), fp32 scalars, left on the device.
+    """(the divisor of the gradients, 1.0 if the update must be skipped else 0.0), both fp32 scalars on the device.
 
-    ``targets``: tokens of the global batch that carry loss. Without any there is nothing to learn, but an update would still move the weights,
-    by the remains of older gradients and by the decay.
+    ``targets``: number of tokens of the global batch that carry loss. If it is zero the update is skipped: the momentum and the weight decay would
+    otherwise still move the weights.
     """
     sound = torch.isfinite(loss) & torch.isfinite(grad_norm) & (grad_norm <= limit)
     if targets is not None:

@@ -1,6 +1,6 @@
-"""The usual value of a quantity, from its last values, and the beginning of a departure from it.
+"""The usual value of a quantity, computed from its last values, and the step at which it left its usual value.
 
-Statistics are robust (median and median absolute deviation), so that one spike does not hide the next.
+The statistics are robust (median and median absolute deviation). Therefore one spike does not hide the next spike.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from statistics import median
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution: Rousseeuw and Croux 1993
-LEAST_DEVIATION = 0.02  # share of the median: in a window that hardly moves, a small ripple must not be a spike
-# For ``find_rise_onset``, in robust deviations: half of the smallest shift that is searched; the most that one value counts; the largest sum
+LEAST_DEVIATION = 0.02  # as a share of the median: a small ripple in a window that hardly changes is not a spike
+# For ``find_rise_onset``, in robust deviations: half of the smallest rise that is found; the most that one value counts; the largest sum
 SLACK, CLIP, MOST = 1.25, 4.0, 9.0
 
 
@@ -50,16 +50,16 @@ def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
 
 
 def find_rise_onset(values: Sequence[float], sign: int = 1) -> int | None:
-    """The index where a rise began that still holds at the last value; None if none does. ``sign`` −1: a fall.
+    """The index at which a rise began that lasts until the last value; None if there is none. With ``sign`` −1 it finds a fall.
 
-    A one-sided CUSUM of the logarithms in robust deviations. The sum grows by the distance of a value above median + ``SLACK``, and shrinks to
-    zero below; the change began after its last zero (Page 1954, Biometrika 41, 100–115; as an estimate of the time of change: Hinkley 1971,
-    Biometrika 58, 509–523). One value counts for at most ``CLIP`` and the sum for at most ``MOST``, so that old spikes are soon forgotten.
-    Median and deviation are of the half whose median is lower: the newer one while a loss falls, the older one once it has risen. In simulated
-    runs the index is at most three steps early and two late if norms climb or jump, some five late if a loss rises by 1 % a step, and up to
-    16 early if the loss falls suddenly while it was falling slowly.
+    The method is a one-sided CUSUM of the logarithms, in robust deviations. The sum grows by the distance of a value above median + ``SLACK``, and
+    shrinks, but not below zero, by the distance below it. The rise began after the last zero of the sum (Page 1954, Biometrika 41, 100–115; as an
+    estimate of the time of a change: Hinkley 1971, Biometrika 58, 509–523). One value adds at most ``CLIP``, and the sum is at most ``MOST``, so
+    that old spikes are soon forgotten. Median and deviation are those of the half with the lower median: the newer half while a loss falls, the
+    older half once it has risen. In simulated runs the index is at most three steps early and two late if norms climb or jump. It is about five
+    late if a loss rises by 1 % a step, and up to 16 early if a loss that was falling slowly falls suddenly.
 
-    A gradient norm as BLOOM's climbed over five steps (chronicles of its 176B run), after 20 usual ones:
+    Example: after 20 usual values, a gradient norm climbs over five steps as BLOOM's did (chronicles of its 176B run):
 
     >>> usual = [0.24, 0.25, 0.23, 0.24] * 5
     >>> find_rise_onset([*usual, 1.3, 6.6, 35.0, 180.0, 960.0])

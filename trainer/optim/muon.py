@@ -1,10 +1,10 @@
-"""Muon: the momentum of a matrix, orthogonalised by Newton–Schulz (Jordan 2024, kellerjordan.github.io/posts/muon).
+"""Muon updates a matrix by its momentum, orthogonalised by Newton–Schulz (Jordan 2024, kellerjordan.github.io/posts/muon).
 
-An update of orthogonal rows has spectral norm one. It is scaled by 0.2 · sqrt(max(rows, columns)), so that its entries
-are as large as AdamW's and one rate serves both (Liu et al. 2025, arXiv 2502.16982 §2.2).
+An orthogonal update has spectral norm one. It is scaled by 0.2 · sqrt(max(rows, columns)). Its entries are then as large as those of AdamW's
+updates, so that one learning rate serves both (Liu et al. 2025, arXiv 2502.16982 §2.2).
 
-Matrices of one shape are orthogonalised together: fifteen products of a stack instead of fifteen of each matrix, which would not fill a GPU.
-A stack's size is bounded, because its momentum and its products are in memory several times.
+Matrices of one shape are stacked and orthogonalised together. That takes fifteen products of the stack instead of fifteen for each matrix, which
+would not fill a GPU. The size of a stack is bounded, because several copies of its momentum and its products are in memory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trainer.contract.checkpoint.region import Region
 from trainer.contract.recipe import MuonRecipe
 from trainer.parallel.ranks import gather_whole, local_part
 
-RMS = 0.2  # of AdamW's updates in long runs, arXiv 2502.16982 §2.2
-TOGETHER = 64  # matrices of a stack at most
-ELEMENTS = 1 << 27  # of a stack at most: 256 MiB of bf16, eight matrices of 4,096 x 4,096
+RMS = 0.2  # root mean square of AdamW's updates in long runs, arXiv 2502.16982 §2.2
+TOGETHER = 64  # the most matrices in a stack
+ELEMENTS = 1 << 27  # the most elements in a stack: 256 MiB of bf16, eight matrices of 4,096 x 4,096
 
 
 def adamw_like_scale(size: torch.Size) -> float:
@@ -31,8 +31,8 @@ def adamw_like_scale(size: torch.Size) -> float:
 
 
 def group_for_stacking(shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
-    """The parameters in groups that are orthogonalised together: of one [rows, columns], and of bounded size. A parameter that is itself
-    a stack is never divided.
+    """Groups of parameters that are orthogonalised together. The matrices of a group have one shape [rows, columns], and a group has bounded
+    size. A parameter that is itself a stack of matrices is never divided.
 
     >>> group_for_stacking({"a": (4, 2), "b": (2, 4), "c": (4, 2), "experts": (3, 4, 2)})
     [['a', 'c', 'experts'], ['b']]
@@ -53,10 +53,11 @@ def group_for_stacking(shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
 
 
 class Muon:
-    """Muon over matrices [rows, columns] or stacks of them [E, rows, columns]. State: one momentum for each matrix, split like the matrix.
+    """Muon for parameters that are matrices [rows, columns] or stacks of matrices [E, rows, columns]. The state is one momentum for each parameter,
+    split over ranks like the parameter.
 
-    On a matrix its numbers equal those of ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, which supports neither stacks nor
-    ranks nor skipping.
+    For a matrix the update equals that of ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``. torch's class supports no stacks, no
+    split parameters and no skipping.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class Muon:
     def step(
         self, lr: float, rate_shares: dict[str, float], decay: dict[str, float], divide_by: Tensor, skip: Tensor
     ) -> None:
-        """One update of each parameter at lr · its rate share. Nothing changes if ``skip`` is one.
+        """Update each parameter with learning rate lr · its share in ``rate_shares``. Nothing changes if ``skip`` is one.
 
-        A skipped update is discarded by ``torch.where``, not multiplied by zero, so that its NaN reaches no weight.
+        ``torch.where`` discards a skipped update. A multiplication by zero would let its NaN reach the weights.
         """
         skipped = skip > 0
         for names in self.stacks:
@@ -96,7 +97,7 @@ class Muon:
     def _directions(
         self, parameters: list[Tensor], momenta: list[Tensor], divide_by: Tensor
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """(this rank's new momenta, whole orthogonal updates) of parameters whose matrices have one shape."""
+        """(this rank's part of each new momentum, each whole orthogonal update), for parameters whose matrices have one shape."""
         recipe = self.recipe
         held = [local_part(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
         grads = torch._foreach_div(held, divide_by)

@@ -1,6 +1,6 @@
-"""The optimiser: AdamW, or Muon for the matrices inside the layers and AdamW for the rest.
+"""The optimiser: AdamW alone, or Muon for the matrices inside the layers and AdamW for the rest.
 
-``group_table`` lists the rule that updates each parameter.
+``group_table`` lists for each parameter which of the two updates it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, as torch names them
 
 @dataclass(frozen=True)
 class GroupRow:
-    """One parameter's line in the table of groups."""
+    """How one parameter is updated: its line in the table of ``group_table``."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -31,12 +31,12 @@ class GroupRow:
 
 
 def group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> list[GroupRow]:
-    """Every trainable parameter once: matrices inside the layers, and everything else.
+    """One row for each trainable parameter: the optimiser that updates it, its share of the learning rate, and its weight decay.
 
-    Only those matrices decay and are updated by Muon. The rates of matrices that sum over the width (these and the router) change with the
-    width (muP, arXiv 2203.03466 table 8). AdamW's rate falls as 1 / width. Muon's scale grows as sqrt(width) and its rate falls by the same
-    factor, so that its updates keep their spectral norm. Decay per step stays the same (arXiv 2405.13698 §3). The embedding keeps its rate:
-    where it is the head, ``Decoder`` divides its input.
+    Only the matrices inside the layers decay, and only they can be updated by Muon. For them and the router, whose products sum over the width, the
+    rate changes with the width (muP, arXiv 2203.03466 table 8). AdamW's rate falls as 1 / width. Muon's scale grows as sqrt(width) and its rate
+    falls by the same factor, so that its updates keep their spectral norm. The decay per step stays the same (arXiv 2405.13698 §3). The rate of
+    the embedding does not change: ``Decoder`` scales the input of the head instead.
     """
     rows = []
     for name, parameter in model.named_parameters():
@@ -50,7 +50,7 @@ def group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 
 
 
 def format_table(rows: list[GroupRow]) -> str:
-    """The table as text for people."""
+    """The table as text: a heading and one line for each parameter."""
     width = max(len(row.parameter) for row in rows)
     lines = [
         f"{r.parameter:<{width}}  {str(list(r.shape)):<16}  {r.rule:<5}  {r.lr_share:<8.4g}  {r.weight_decay:g}"
@@ -61,7 +61,7 @@ def format_table(rows: list[GroupRow]) -> str:
 
 
 class Optimizer:
-    """The optimiser of this rank's part of each parameter. ``step`` clips and skips within the update."""
+    """Updates this rank's part of each parameter. ``step`` also applies clipping and skipping."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Optimizer:
         self.state: dict[str, dict[str, Tensor]] = {}  # AdamW's, by parameter, from its first gradient on
 
     def keep_gradients(self) -> list[Tensor]:
-        """Give each parameter a gradient tensor that stays, and that ``zero_grad`` zeroes in place. Returns these tensors."""
+        """Allocate one gradient tensor for each parameter, kept for the whole run. ``zero_grad`` then zeroes it in place. Returns the tensors."""
         self.gradients_stay = True
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
@@ -110,9 +110,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
-        """One update with gradients / ``divide_by``; nothing changes if ``skip`` is one. Both are fp32 scalars.
+        """Update the weights with gradients / ``divide_by``. Nothing changes if ``skip`` is one. Both are fp32 scalars on the device.
 
-        A skipped update returns before it computes, so that a NaN in the gradients never reaches a weight.
+        A NaN in the gradients of a skipped update never reaches a weight.
         """
         recipe = self.recipe
         for (lr_share, weight_decay), group in self.groups.items():
@@ -136,16 +136,16 @@ class Optimizer:
             self.muon.step(lr, shares, decay, divide_by, skip)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``, ``step.<parameter>``; ``momentum.<parameter>`` for Muon's.
+        """The state by name: AdamW's ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>`` and ``step.<parameter>``, Muon's ``momentum.<parameter>``.
 
-        All but ``step`` are split like their parameter.
+        All but ``step`` are split over ranks like their parameter.
         """
         tensors = {f"{key}.{name}": state[key] for name, state in self.state.items() for key in MOMENTS}
         momentum = self.muon.momentum if self.muon is not None else {}
         return tensors | {f"momentum.{name}": value for name, value in momentum.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Load what ``state_tensors`` returned. Raises: KeyError for a missing tensor, unless no step was made."""
+        """Load a state that ``state_tensors`` returned. A state from before the first step is empty. Raises: KeyError for a missing tensor."""
         if not any(key.startswith("step.") for key in tensors):
             return
         for name in (name for group in self.groups.values() for name in group):
@@ -157,5 +157,5 @@ class Optimizer:
 
 
 def sums_of_squares(gradients: dict[str, Tensor]) -> Tensor:
-    """Σ gradient² of each parameter, fp32 [parameters]; only this rank's share if the parameter is split."""
+    """Σ gradient² of each parameter, fp32 [parameters]. If a parameter is split over ranks, the sum covers only this rank's part."""
     return torch.stack(torch._foreach_norm(list(gradients.values()))).square()

@@ -1,7 +1,7 @@
-"""The learning rate: a trunk (``wsd``, ``cosine`` or ``multi-step``), and anneal branches that decay off it.
+"""The learning rate: that of the trunk (``wsd``, ``cosine`` or ``multi-step``), and that of anneals, which branch off the trunk and decay.
 
-The rate is a pure function of the recipe and the step. A checkpoint stores no state of the schedule, and a resumed run
-has the same rates. Shares are of the peak, ``optimizer.lr``.
+The rate is a pure function of the recipe and the step. Therefore a checkpoint stores no state of the schedule, and a resumed run has the same
+rates. Every function returns the rate as a share of the peak, ``optimizer.lr``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAILS = {
 def lr_share(
     recipe: Recipe, kind: Literal["trunk", "anneal"], step: int, first: int, last: int, rewarm: bool = False
 ) -> float:
-    """The rate of ``step`` as a share of the peak, for a segment of steps [first, last), with ``batch_share`` applied."""
+    """The share for ``step`` of a segment with the steps [first, last). It includes the factor ``batch_share``."""
     schedule = recipe.schedule
     if kind == "anneal":
         share = anneal_share(schedule, step, first, last)
@@ -33,15 +33,15 @@ def lr_share(
 
 
 def trunk_share(schedule: ScheduleRecipe, step: int) -> float:
-    """The share on a trunk, which has no end: a linear warm-up, then ``TRUNKS[schedule.kind]``."""
+    """The share on the trunk: a linear warm-up, then ``TRUNKS[schedule.kind]``. A trunk has no last step."""
     warm = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
     return warm * TRUNKS[schedule.kind](schedule, step)
 
 
 def cosine_share(schedule: ScheduleRecipe, step: int) -> float:
-    """Half a cosine from the end of the warm-up to ``final_lr_share`` at ``cosine_steps``, the same rate from then on.
+    """Half a cosine from one at the end of the warm-up to ``final_lr_share`` at ``cosine_steps``, and ``final_lr_share`` from then on.
 
-    SGDR, arXiv 1608.03983 eq. 5, without restarts.
+    This is SGDR (arXiv 1608.03983 eq. 5) without restarts.
     """
     assert schedule.cosine_steps is not None
     done = (step - schedule.warmup_steps) / (schedule.cosine_steps - schedule.warmup_steps)
@@ -50,7 +50,7 @@ def cosine_share(schedule: ScheduleRecipe, step: int) -> float:
 
 
 def milestone_share(schedule: ScheduleRecipe, step: int) -> float:
-    """The share of the newest milestone (DeepSeek LLM, arXiv 2401.02954 §2.3)."""
+    """The share of the last milestone that was reached; one before the first milestone (DeepSeek LLM, arXiv 2401.02954 §2.3)."""
     reached = [milestone.share for milestone in schedule.milestones if milestone.from_step <= step]
     return reached[-1] if reached else 1.0
 
@@ -63,10 +63,10 @@ TRUNKS = {
 
 
 def anneal_share(schedule: ScheduleRecipe, step: int, first: int, last: int) -> float:
-    """From the trunk's rate at the branch point ``first`` towards ``final_lr_share``, along the recipe's tail.
+    """The share in an anneal: from the trunk's share at the first step ``first`` down towards ``final_lr_share``, along ``schedule.shape``.
 
-    1 − sqrt: arXiv 2405.18392 §3. The last step still learns, because the floor would be reached only at ``last``. A trunk that is already
-    below the floor is not raised to it.
+    For 1 − sqrt see arXiv 2405.18392 §3. ``final_lr_share`` would be reached only at ``last``, so the last step still learns. If the trunk's share is
+    already below ``final_lr_share``, it stays as it is.
     """
     start = trunk_share(schedule, first)
     floor = min(start, schedule.final_lr_share)
@@ -75,10 +75,10 @@ def anneal_share(schedule: ScheduleRecipe, step: int, first: int, last: int) -> 
 
 
 def rewarmed_share(schedule: ScheduleRecipe, step: int, first: int) -> float:
-    """The share on a trunk that continues from annealed weights: a line from the anneal's last rate back to the trunk's.
+    """The share on a trunk that continues from annealed weights: it rises linearly from the anneal's last rate to the trunk's rate.
 
-    WSD-S (Wen et al. 2024, arXiv 2410.05192) continues at the trunk's rate at once (``rewarmup_steps`` 0). A few steps of warm-up protect
-    the optimiser's second moments, which the anneal left small.
+    WSD-S (Wen et al. 2024, arXiv 2410.05192) continues at the trunk's rate at once (``rewarmup_steps`` 0). A few steps of warm-up avoid updates
+    that are too large, because the anneal left the optimiser's second moments small.
     """
     share = trunk_share(schedule, step)
     if step - first + 1 >= schedule.rewarmup_steps:
@@ -88,5 +88,5 @@ def rewarmed_share(schedule: ScheduleRecipe, step: int, first: int) -> float:
 
 
 def batch_share(batch: BatchRecipe, step: int) -> float:
-    """The square root of the batch's share of the full one: Adam's scaling rule (Malladi et al., arXiv 2205.10287)."""
+    """The square root of (batch size at ``step`` / full batch size): Adam's scaling rule (Malladi et al., arXiv 2205.10287)."""
     return math.sqrt(batch.sequences_at(step) / batch.sequences)

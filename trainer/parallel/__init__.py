@@ -1,1 +1,1 @@
-"""Several ranks: their mesh and messages (``ranks``), and the parts of tensors that they hold (``split``)."""
+"""Training on several ranks: their mesh and communication (``ranks``), and the parts of tensors that they hold (``split``)."""

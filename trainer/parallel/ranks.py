@@ -1,10 +1,10 @@
-"""Ranks: each one's part of the work, and the split of weights, gradients and positions among them.
+"""The ranks of a run: the part of the work of each rank, and how they split weights, gradients and positions.
 
-The ranks form a mesh [replica, shard, tensor]. FSDP2 splits weights, gradients and optimiser over *shard* and sums
-gradients over *replica* and *shard*. Over *tensor* each matrix is split by heads or hidden units, and between the
-matrices each row is split by position (sequence parallelism: Korthikanti et al. 2022, arXiv 2205.05198 §4.2.2).
+The ranks form a mesh [replica, shard, tensor]. FSDP2 splits weights, gradients and optimiser over *shard* and sums gradients over *replica* and
+*shard*. Over *tensor* each matrix is split by heads or hidden units. Between the matrices each row is split by position (sequence parallelism:
+Korthikanti et al. 2022, arXiv 2205.05198 §4.2.2).
 
-A batch's weights already hold the global normaliser, so that the sum over ranks is the gradient of the global mean.
+The weights of a batch's tokens are already divided by the global sum. Therefore the sum of gradients over ranks is the gradient of the global mean.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from trainer.parallel.tensor_ranks import TensorRanks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# How long a rank waits for the others, one of which may be hashing a checkpoint or compiling. torch's defaults are 10 minutes in NCCL, 30 in
-# gloo and 5 for a store. No rank waits this long for a rank that died: torchrun ends the others at once.
+# How long a rank waits for another rank, which may be hashing a checkpoint or compiling. torch's defaults are 10 minutes in NCCL, 30 in gloo
+# and 5 for a store. No rank waits this long for a rank that died, because torchrun then ends all ranks at once.
 PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's number, device, and place in the mesh."""
+    """This rank: its number, its device and its place in the mesh; and the number of ranks."""
 
     rank: int
     size: int
@@ -45,7 +45,7 @@ class Ranks:
 
     @classmethod
     def join(cls, parallel: ParallelRecipe, model: ModelRecipe) -> Ranks:
-        """One rank, or those that torchrun started (it sets RANK, WORLD_SIZE, LOCAL_RANK).
+        """Join the other ranks that torchrun started (it sets RANK, WORLD_SIZE, LOCAL_RANK). Without torchrun there is one rank.
 
         Raises: RecipeError that names the key that does not fit the number of ranks.
         """
@@ -76,7 +76,7 @@ class Ranks:
 
     @property
     def is_leader(self) -> bool:
-        """True for the rank that writes the files that all ranks share."""
+        """True for rank 0, which writes the files of the run."""
         return self.rank == 0
 
     @property
@@ -88,12 +88,12 @@ class Ranks:
         return SplitTensorRanks(self.mesh["tensor"])
 
     def sum_(self, tensor: Tensor) -> None:
-        """Sum over all ranks, in place."""
+        """Sum ``tensor`` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
 
     def wait(self) -> None:
-        """Wait until every rank calls this."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier()
 
@@ -106,13 +106,13 @@ _joined = itertools.count()  # number of groups that this process joined; the sa
 
 
 def join_ranks() -> dist.Store | None:
-    """The store through which ranks find one another; None: torch's default.
+    """Open the store through which ranks find one another. Returns None if torch's default store is to be used.
 
-    torchrun may lend its own store (c10d and static rendezvous), which still holds the addresses of ranks that died
-    (pytorch/pytorch#135712), or of an earlier group of the same process. Therefore each attempt, and each group of a process, gets its own names
-    in it. Each node counts attempts for itself, so restarts work on one node only.
+    torchrun may offer its own store (c10d and static rendezvous). It still holds the addresses of ranks that died (pytorch/pytorch#135712), or
+    those of an earlier group of the same process. Therefore each attempt, and each group of a process, uses a prefix of its own in the store. Each
+    node counts attempts by itself, so restarts work only on a single node.
 
-    Raises: RecipeError for several nodes with restarts on torchrun's store.
+    Raises: RecipeError if several nodes use torchrun's store and restarts.
     """
     found = os.environ.get
     if found("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -130,7 +130,7 @@ def join_ranks() -> dist.Store | None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; it shares the tensor's memory."""
+    """This rank's part of a tensor. It shares the tensor's memory. A tensor that is not split is its own part."""
     held: Any = tensor.detach()
     return held.to_local() if is_split(held) else held  # type: ignore[no-any-return]
 
@@ -146,7 +146,7 @@ def copies_of_tensor(tensor: Any) -> int:
 
 
 def is_first_rank_with_part(tensor: Any) -> bool:
-    """True if this is the first of the ranks that hold the same part of a tensor."""
+    """True if this rank is the first of the ranks that hold the same part of a tensor."""
     if not is_split(tensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()
@@ -155,7 +155,7 @@ def is_first_rank_with_part(tensor: Any) -> bool:
 
 
 def gather_whole(value: Tensor, like: Tensor) -> Tensor:
-    """The whole tensor of which each rank has ``value``, split as ``like`` is: a sum over ranks, each in its region."""
+    """The whole tensor of which ``value`` is this rank's part. The tensor is split like ``like``. All ranks must call it: it sums over ranks."""
     if not is_split(like):
         return value
     total = value.new_zeros(like.shape)

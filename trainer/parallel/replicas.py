@@ -1,4 +1,4 @@
-"""Compares the copies of weights that several ranks hold: they must have the same bits."""
+"""Compares the copies of weights that several ranks hold. All copies must have the same bits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainer.parallel.ranks import Ranks
 
 
 def find_differing_tensors(held: Mapping[str, tuple[Region, Tensor]], ranks: Ranks) -> list[str]:
-    """Names of tensors for which two ranks hold different bits of the same region. All ranks must call it at the same step.
+    """The names of tensors whose same region has different bits on two ranks. All ranks must call it at the same step.
 
-    ``held``: this rank's part of each tensor, by name. A checkpoint has only the first holder's copy, so only this comparison shows that
-    another copy diverged. One rank holds no copies:
+    ``held``: the region and the values of this rank's part of each tensor, by name. A checkpoint contains the copy of one rank only, so only this
+    comparison can show that another copy diverged. With one rank there are no copies to compare:
 
     >>> weight = torch.zeros(2, 3)
     >>> find_differing_tensors({"weight": (Region.region_of_tensor(weight), weight)}, Ranks(0, 1, weight.device))

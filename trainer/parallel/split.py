@@ -1,4 +1,4 @@
-"""Weights split over a mesh of ranks: FSDP2 over *shard* and *replica*, tensor and sequence parallelism over *tensor*."""
+"""Splits the weights over the mesh of ranks: FSDP2 over *shard* and *replica*, tensor and sequence parallelism over *tensor*."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.parallel.ranks import Ranks
 
 
 def shard_parameters(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, dtype: torch.dtype) -> None:
-    """Split a model's parameters, still on the meta device, over the mesh. They get values later.
+    """Split the parameters of a model over the mesh. The model is on the meta device: its parameters get values later.
 
-    ``model.split_dimension(name)``: the dimension along which *tensor* ranks split a parameter; None: each rank has all of it.
+    ``model.split_dimension(name)`` returns the dimension along which *tensor* ranks split a parameter, or None if each rank has all of it.
     """
     assert ranks.mesh is not None
     tensor_mesh = ranks.mesh["tensor"]

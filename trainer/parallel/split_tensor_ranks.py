@@ -1,6 +1,6 @@
-"""Several ranks that split each matrix: tensor and sequence parallelism by DTensor.
+"""Tensor and sequence parallelism by DTensor, for several ranks that split each matrix.
 
-Apart because DTensor takes a while to import, and one rank needs none of it.
+A separate file, because importing DTensor takes a while, and a run with one rank does not need it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trainer.parallel.tensor_ranks import TensorRanks
 
 
 class SplitTensorRanks(TensorRanks):
-    """The ranks that split each matrix, and each row's positions S of T."""
+    """The ranks that split each matrix. Between the matrices each of them has S of the T positions of a row."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -23,7 +23,7 @@ class SplitTensorRanks(TensorRanks):
         return x_BT.chunk(self.size, dim=1)[self.mesh.get_local_rank()]
 
     def gather(self, x_BSD: Tensor) -> Tensor:
-        """All positions. The backward pass sums the ranks' gradients and splits the sum."""
+        """All positions [B, T, D]. The backward pass sums the gradients of the ranks and gives each rank its positions of the sum."""
         whole = DTensor.from_local(x_BSD, self.mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
         return whole.to_local(grad_placements=[Partial()])
 
@@ -35,7 +35,7 @@ class SplitTensorRanks(TensorRanks):
         )
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """This rank's share of a parameter. If the parameter is not split, each rank computes a part of its gradient."""
+        """This rank's part of a parameter. If the parameter is not split, its gradient is the sum of what the ranks compute."""
         if not isinstance(parameter, DTensor):
             return parameter
         grads = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]

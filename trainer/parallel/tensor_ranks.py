@@ -1,4 +1,4 @@
-"""The ranks that split each matrix, as a block of the model uses them. This is the case of one rank."""
+"""The interface through which a block of the model uses the ranks that split its matrices. The class here is for a single rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class TensorRanks:
-    """One rank, which has each matrix and each row whole. For several see ``split_tensor_ranks``."""
+    """A single rank, which has all of each matrix and each row. ``split_tensor_ranks`` has the class for several ranks."""
 
     size = 1
 
@@ -15,13 +15,13 @@ class TensorRanks:
         return x_BT
 
     def gather(self, x_BSD: Tensor) -> Tensor:
-        """All positions, before a matrix that is split by rows."""
+        """All positions [B, T, D], from this rank's positions. Call it before a matrix that is split by rows."""
         return x_BSD
 
     def scatter(self, y_BTD: Tensor) -> Tensor:
-        """This rank's positions of the sum over the ranks: after a matrix that is split by columns."""
+        """This rank's positions [B, S, D] of the sum of ``y_BTD`` over the ranks. Call it after a matrix that is split by columns."""
         return y_BTD
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """This rank's share of a parameter, or all of a parameter that is not split."""
+        """This rank's part of a parameter, or all of a parameter that is not split."""
         return parameter

@@ -26,14 +26,14 @@ from trainer.contract.errors import CheckpointError, TrainerError, run_for_exit_
 
 
 class AverageError(TrainerError):
-    """An argument is wrong. The message names it."""
+    """An argument of ``average`` is wrong. The message names the argument."""
 
 
 def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> Checkpoint:
     """The weighted mean of checkpoints. The weights are scaled to sum to one.
 
-    Raises: AverageError for a wrong list of sources or weights; CheckpointError for a checkpoint that does not verify or does not fit the
-    first one: the message names the first key or tensor that differs.
+    Raises: AverageError if the list of sources or weights is wrong. CheckpointError if a checkpoint cannot be verified, or does not fit the first
+    one. Its message names the first key or tensor that differs.
     """
     if len(sources) < 2:
         raise AverageError(
@@ -44,7 +44,8 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
     if len({path.resolve() for path in sources}) < len(sources):
         raise AverageError(
             "trainer.checkpoint_twice",
-            "A checkpoint is given twice. Give each checkpoint once, and a larger weight in --weights.",
+            "A checkpoint is given twice. Give each checkpoint once. To make one count more, raise its weight in "
+            "--weights.",
         )
     weights = check_weights(weights if weights is not None else [1.0] * len(sources), len(sources))
     total = sum(weights)
@@ -71,14 +72,14 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(
                 "trainer.not_finite",
-                "{tensor} is not finite in one of the checkpoints. Leave that checkpoint out.",
+                "Tensor {tensor} is not finite in one of the checkpoints. Leave that checkpoint out.",
                 tensor=name,
             )
     return Checkpoint(model, newest.optimizer, newest.state | {"averaged_from": used})
 
 
 def check_weights(weights: Sequence[float], count: int) -> Sequence[float]:
-    """The weights. Raises: AverageError unless they can be used for an average."""
+    """Return the weights. Raises: AverageError if there are not ``count`` weights, or they cannot be used for an average."""
     if len(weights) != count:
         raise AverageError(
             "trainer.weight_count",
@@ -89,7 +90,8 @@ def check_weights(weights: Sequence[float], count: int) -> Sequence[float]:
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
         raise AverageError(
             "trainer.wrong_weight",
-            "--weights: each weight must be a finite number of at least zero, and one must be above zero.",
+            "--weights: each weight must be a finite number of at least zero, and at least one weight must be above "
+            "zero.",
         )
     return weights
 
@@ -118,12 +120,12 @@ def refuse_different_model(
                 tensor=name,
                 found=str(held.get(name, "missing")),
                 other=str(other),
-                expected=str(wanted.get(name, "none")),
+                expected=str(wanted.get(name, "missing")),
             )
 
 
 def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """The first key, with dots between its levels, in which two recipes differ; '' if they are equal.
+    """The first key in which two recipes differ, with dots between its parts; '' if they are equal.
 
     >>> first_difference({"model": {"layers": 2}}, {"model": {"layers": 3}})
     'model.layers'

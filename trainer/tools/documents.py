@@ -26,7 +26,7 @@ from trainer.contract.plan.spec import SegmentSpec
 def list_step_documents(segment: Path, step: int) -> list[str]:
     """Sorted keys of the documents in the global batch of a step of a segment.
 
-    Raises: SpecError if the segment has no such step; TrainerError, TokenShardError if a part of it cannot be read.
+    Raises: SpecError if the segment has no such step. TrainerError or TokenShardError if a file of the segment cannot be read.
     """
     spec = SegmentSpec.load(segment)
     if not spec.first_step <= step < spec.last_step:
@@ -65,7 +65,7 @@ def data_order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
 
 
 def sampler_state(checkpoint: Path) -> dict[str, Any]:
-    """The data order's state in a checkpoint. Reads and verifies state.json alone. Raises: CheckpointError."""
+    """The data order's state in a checkpoint. Only state.json is read and verified. Raises: CheckpointError."""
     expected = checkpoints.read_manifest(checkpoint)["files"].get("state.json", {}).get("sha256")
     state = checkpoints.read_state(checkpoint)
     if file_sha256(checkpoint / "state.json") != expected:

@@ -1,23 +1,23 @@
-"""``python -m trainer.tools.packing_report``: report what each packing strategy makes of some data, before training.
+"""``python -m trainer.tools.packing_report``: report how each packing strategy would pack some data, before training.
 
     python -m trainer.tools.packing_report SEGMENT                       the recipe and data plan of SEGMENT/segment.json
     python -m trainer.tools.packing_report RECIPE.yaml SHARD [SHARD …]   a recipe over token shards, or folders of them
 
 It packs the steps as training would, with every strategy of ``batch.packing``, and prints a table:
 
-  used      positions of the batches that hold a token; batches have batch.sequences × model.context positions
-  padding   the rest, which the model computes for nothing
-  cut       documents that are cut although they would fit a row, as a share of those that would fit: they lose context
-  cut tok   positions of such documents, as a share of the positions used
-  recut     pieces of longer documents that were cut once more, to fill a row, as a share of all their pieces: a
-            document longer than a row is cut every model.context positions in any case
-  cross     used positions in rows that hold more than one document: attention is masked between them, and
-            model.across_documents lifts the mask
-  largest   the largest share of one document in a step's used positions: if it is high, that document dominates the gradient
-  spread    standard deviation of the lengths of a step's pieces over their mean: low if a step's rows are alike
+  used      share of a batch's positions that hold a token; a batch has batch.sequences × model.context positions
+  padding   share of the positions that hold no token, which the model computes for nothing
+  cut       share of documents that were cut, among those that would fit into a row: a cut document loses context
+  cut tok   share of the used positions that such cut documents take
+  recut     share of pieces that were cut once more to fill a row, among the pieces of documents longer than a row
+            (such a document is cut every model.context positions in any case)
+  cross     share of the used positions that are in rows with several documents: attention is masked between the documents,
+            unless the recipe sets model.across_documents
+  largest   largest share of one document in the used positions of a step: if it is high, that document dominates the gradient
+  spread    standard deviation of the lengths of a step's pieces, divided by their mean: it is low if the rows of a step are alike
 
-best-fit (the default) pads least among the strategies that cut no document that fits. If it pads much, most documents are a little longer
-than half a row and few are longer than a row: then only cutting fills the rows, or another model.context.
+best-fit (the default) pads least among the strategies that cut no document that fits into a row. If best-fit pads much, most documents are a
+little longer than half a row and few are longer than a row. Then only a strategy that cuts, or another model.context, fills the rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STEPS = 100
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Some steps of a strategy; the module's docstring defines the shares."""
+    """How a strategy packed some steps. The module's docstring defines the shares."""
 
     packing: str
     steps: int
@@ -65,9 +65,9 @@ class PackingReport:
 
 
 def measure_packing(packing: str, order: DataOrder, steps: int) -> PackingReport:
-    """The report of a strategy on the next ``steps`` steps, or on fewer if the data ends. ``order`` is not moved.
+    """Pack the next ``steps`` steps with a strategy (fewer if the data ends) and report on them. ``order`` itself does not advance.
 
-    Raises: DataPlanError if the data is not enough for one step.
+    Raises: DataPlanError if there is too little data for one step.
     """
     order = order.copy_at_step()
     order.batch = order.batch.model_copy(update={"packing": packing})
@@ -133,7 +133,7 @@ def _spread(rows: list[Row]) -> float:
 
 
 def report_table(found: Iterable[PackingReport]) -> str:
-    """The reports as a table for people."""
+    """The reports as a table: a heading and one line for each strategy."""
     names = ("used", "padding", "cut", "cut tok", "recut", "cross", "largest")
     lines = [f"{'packing':<25}{'steps':>6}{''.join(f'{name:>9}' for name in names)}{'spread':>8}"]
     for r in found:
@@ -164,7 +164,7 @@ def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
     if left_out:
         said = Message(
             "trainer.domains_left_out",
-            "domains left out, because no shard has documents of them: {domains}",
+            "these domains are left out, because no shard has documents of them: {domains}",
             domains=left_out,
         )
         print(said, file=sys.stderr)
@@ -172,14 +172,14 @@ def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
 
 
 def token_shards_in(folder: Path) -> list[Path]:
-    """The folder itself, or the token shards in it. Raises: SpecError if it has none."""
+    """The folder itself if it is a token shard, else the token shards in it. Raises: SpecError if it contains none."""
     if (folder / "manifest.json").exists():
         return [folder]
     found = sorted(path.parent for path in folder.glob("*/manifest.json"))
     if not found:
         raise SpecError(
             "trainer.no_token_shard",
-            "{folder} is not a token shard and contains none. A token shard has a manifest.json.",
+            "{folder} is not a token shard and contains no token shard. A token shard has a manifest.json.",
             folder=str(folder),
         )
     return found
@@ -215,7 +215,7 @@ def main(arguments: list[str]) -> int:
     print(
         Message(
             "trainer.packing",
-            "{recipe}: batches of {rows} × {context} positions, {shards:,|token shard|token shards}",
+            "recipe {recipe} packs {shards:,|token shard|token shards} into batches of {rows} × {context} positions:",
             recipe=recipe.name,
             rows=rows,
             context=context,

@@ -47,7 +47,7 @@ def test_deep_sources_are_read_or_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["? [a]\n: b\n", "a: " + "9" * 5000, "[" * 3000])
 def test_yaml_that_python_cannot_hold_is_one_clear_error(text: str) -> None:
-    with pytest.raises(RecipeError, match="recipe: cannot be read as YAML"):
+    with pytest.raises(RecipeError, match="recipe cannot be read as YAML"):
         read_yaml(text, "recipe", RecipeError)
 
 

@@ -258,7 +258,7 @@ def test_a_change_cannot_be_certified_without_the_old_code(site: Site) -> None:
 
 
 def test_both_commits_run_the_parents_recipe_if_the_old_code_cannot_read_the_new_one(site: Site) -> None:
-    known = '"""All settings of a run. With data, code and checkpoint they determine the run."""\n'
+    known = '"""All settings of a run. Recipe, data, code and first checkpoint together determine the run."""\n'
     site.edit("trainer/contract/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
     number = site.plan()
     recipe = SegmentRow.get(site.ledger, number).recipe_json | {"colour": "blue"}

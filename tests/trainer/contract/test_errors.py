@@ -47,7 +47,7 @@ def raising(error: Exception) -> Callable[[], None]:
     ],
     ids=["well", "wrong", "stopped", "another package's", "full", "full, of no file"],
 )
-def test_an_error_is_one_line_and_a_code(
+def test_a_program_prints_an_error_as_one_line_and_returns_its_exit_code(
     work: Callable[[], object], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_for_exit_code("program", work, KeyError, Path("/the/folder")) == code

@@ -96,7 +96,7 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
         ({"parallel__tensr": 2}, "tensor", {"key": "parallel.tensr"}),
     ],
 )
-def test_wrong_or_impossible_values_are_refused_by_key(
+def test_a_wrong_or_impossible_value_is_refused_and_its_key_named(
     change: dict[str, Any], problem: str, data: dict[str, Any]
 ) -> None:
     """``problem``: the code of a message, or a part of pydantic's text or of the nearest key."""
@@ -121,7 +121,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(sequences: int, micro: int | N
     assert found.value.code in ("recipe.batch_ranks", "recipe.micro_sequences")
 
 
-def test_tensor_ranks_that_leave_too_little_of_an_expert_are_refused() -> None:
+def test_a_tensor_split_into_too_narrow_experts_is_refused() -> None:
     recipe = recipe_with(model__experts={"count": 4, "per_token": 1, "d_ff": 24}, parallel__tensor=2)
     with refused("recipe.tensor_experts", RecipeError, d_ff=24, multiple=8):
         recipe.parallel.data_ranks(2, recipe.model)
@@ -143,7 +143,7 @@ def test_a_layout_that_does_not_fit_the_ranks_is_refused(
         recipe.parallel.data_ranks(ranks, recipe.model)
 
 
-def test_a_batch_of_the_warm_up_must_divide_too() -> None:
+def test_a_warm_up_batch_that_ranks_cannot_share_evenly_is_refused() -> None:
     recipe = recipe_with(batch__warmup=[{"until_step": 4, "sequences": 3}])
     with refused("recipe.batch_ranks", RecipeError, key="batch.warmup.0.sequences", sequences=3, ranks=2):
         recipe.batch.check_ranks(2)
@@ -160,7 +160,7 @@ def test_widths_that_matrix_units_pad_are_reported_with_their_cost() -> None:
     assert "9.7%" in odd[0] and "18.8%" in odd[1]
 
 
-def test_tokens_of_steps_follow_the_batch_s_warm_up() -> None:
+def test_the_token_count_of_steps_includes_the_batch_warm_up() -> None:
     recipe = recipe_with(
         batch__warmup=[{"until_step": 4, "sequences": 2}, {"until_step": 6, "sequences": 4}], batch__sequences=8
     )
@@ -171,7 +171,7 @@ def test_tokens_of_steps_follow_the_batch_s_warm_up() -> None:
         assert recipe.tokens_between(first, last) == expected
 
 
-def test_files_that_are_not_recipes_are_named(tmp_path: Path) -> None:
+def test_the_error_for_a_file_that_is_not_a_recipe_names_the_file(tmp_path: Path) -> None:
     for name, content in (
         ("torn.yaml", b"a: [1,"),
         ("binary.yaml", b"\xff\xfe\x00"),
@@ -195,8 +195,8 @@ def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None
     ("path", "usual", "other"),
     [("accept_changes", [], ["heads"]), ("cuda_graphs", "auto", "off"), ("stability.read_every", 1, 4)],
 )
-def test_a_later_key_is_written_where_it_says_something(path: str, usual: object, other: object) -> None:
-    """Code that does not know it reads a recipe without it, whose hash is what it was."""
+def test_a_newer_key_is_written_only_if_it_differs_from_its_default(path: str, usual: object, other: object) -> None:
+    """Older code can read a recipe without the key, and the recipe keeps its hash."""
     key, plain = path.replace(".", "__"), Recipe.load(TINY)
     assert path in LATER
     said, unsaid = recipe_with(**{key: other}), recipe_with(**{key: usual})

@@ -1,4 +1,4 @@
-"""What a step compiled is found again: by another process, of other code in another folder, with a copy of the cache."""
+"""Another process, with other code in another folder and a copy of the cache, finds the kernels that a step compiled."""
 
 from __future__ import annotations
 

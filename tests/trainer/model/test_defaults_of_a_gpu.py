@@ -1,4 +1,4 @@
-"""A step with the defaults of a GPU, traced without one: tensors have shapes and no values, so kernels are named and not run."""
+"""Traces a step with the default implementations of a GPU, without a GPU. Tensors have shapes but no values, so no kernel runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRETCHES = 64
 
 def ops_of(choice: dict[str, str]) -> Ops:
     chosen = {name: OPS[name].implementations[choice[name]] for name in OPS}
-    for one in chosen.values():  # as ``bind``'s trial does
+    for one in chosen.values():  # as the trial of ``bind_ops`` does
         for function in (one.function, one.prepare):
             if isinstance(function, ImportedAtFirstCall):
                 function.load()
@@ -73,7 +73,7 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_every_default_is_an_implementation_for_that_device() -> None:
+def test_every_default_implementation_exists_and_runs_on_its_device_class() -> None:
     for device, rows in UNTUNED.items():
         for row in rows.values():
             for op, choice in row.items():
@@ -84,7 +84,7 @@ def test_every_default_is_an_implementation_for_that_device() -> None:
 
 
 @pytest.mark.parametrize("machine", ["cuda-sm80-a100", "cuda-sm90-h100", "cuda-sm100-b200"])
-def test_nothing_holds_a_dense_mask_or_whole_logits(machine: str) -> None:
+def test_a_step_makes_no_dense_mask_and_no_logits_of_the_whole_batch(machine: str) -> None:
     def shapes(choice: dict[str, str]) -> set[tuple[int, ...]]:
         model = decoder(choice)
         with Largest() as seen:
@@ -103,7 +103,7 @@ def test_nothing_holds_a_dense_mask_or_whole_logits(machine: str) -> None:
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.slow("compiles a block")
 def test_a_block_compiles_to_one_graph(recompute: bool, experts: bool) -> None:
-    """No break, no graph of its own for each layer, none again for the next batch; one more where the bound of stretches grows."""
+    """There is no graph break. Layers and batches share the graph. A larger bound of stretches compiles one more graph."""
     keys = {"model.experts": {"count": 4, "per_token": 2, "d_ff": 16, "dense_layers": 1}} if experts else {}
     model = decoder(defaults("cuda-sm90-h100"), **keys)
     if recompute:
@@ -121,7 +121,7 @@ def test_a_block_compiles_to_one_graph(recompute: bool, experts: bool) -> None:
 
 
 def test_flex_attention_takes_blocks_made_outside_of_the_compiled_block() -> None:
-    """Forward alone: without a device torch has no backward of it."""
+    """Only the forward pass is traced: torch cannot trace the backward pass of FlexAttention without a device."""
     choice = defaults("cuda-sm90-h100") | {"attention": "flex"}
     with torch._subclasses.FakeTensorMode():
         ops = ops_of(choice)

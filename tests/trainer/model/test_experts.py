@@ -1,4 +1,4 @@
-"""Experts against a loop over tokens and experts in fp64, and their load under the bias."""
+"""Compares experts with a loop over tokens and experts in fp64, and shows how the bias changes their load."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_expert_without_a_token_gets_a_gradient_of_zero() -> None:
         assert grad is not None and torch.equal(grad.flatten(1).ne(0).any(1), load > 0), name
 
 
-def test_strided_input_and_weights_give_the_same() -> None:
+def test_strided_inputs_and_weights_give_the_same_result() -> None:
     p = parts()
     wanted = ours(p, 2)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_strided_input_and_weights_give_the_same() -> None:
     torch.testing.assert_close(ours(strided, 2), wanted, atol=1e-6, rtol=1e-5)
 
 
-def test_the_bias_chooses_and_never_weighs() -> None:
+def test_the_bias_changes_the_choice_of_experts_but_not_their_weights() -> None:
     p = parts()
     plain, moved = (
         route_tokens(p["x"], p["router"], torch.zeros(E_), 2),
@@ -119,7 +119,7 @@ def test_the_router_is_in_fp32_under_bf16() -> None:
     assert ours(p, 2).dtype == torch.bfloat16
 
 
-def test_router_z_is_its_formula_over_the_tokens_that_count() -> None:
+def test_router_z_loss_is_the_sum_of_squared_logsumexp_over_counted_tokens() -> None:
     p = parts()
     routing = route_tokens(p["x"], p["router"], p["bias"], 2)
     counts = torch.arange(N) % 3 > 0
@@ -159,7 +159,7 @@ def batch(padding: int = 0) -> dict[str, Tensor]:
     }
 
 
-def test_tokens_of_padding_count_nowhere() -> None:
+def test_padding_tokens_change_neither_the_loss_nor_the_load() -> None:
     model = make_model()
     full = batch(padding=12)
     loss, _, load = model.loss(**full, z_loss=0.0, router_z_share=0.01)
@@ -172,7 +172,7 @@ def test_tokens_of_padding_count_nowhere() -> None:
     assert load.sum(1).tolist() == [2 * (64 - 12)] * 2  # per_token experts for each token that is one
 
 
-def test_the_loss_has_the_routers_z_of_every_expert_layer() -> None:
+def test_the_loss_includes_the_router_z_loss_of_every_expert_layer() -> None:
     model, data = make_model(), batch(padding=5)
     plain, _, _ = model.loss(**data, z_loss=0.0)
     with_z, _, _ = model.loss(**data, z_loss=0.0, router_z_share=0.25)

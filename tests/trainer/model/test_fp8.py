@@ -1,4 +1,4 @@
-"""Products in fp8 (``precision: fp8``): how far from exact, what is in eight bits and what is not, and a model that learns in them."""
+"""Products in fp8 (``precision: fp8``): their errors, which tensors are in eight bits, and a model that learns with them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_scale_is_a_power_of_two_and_rounds_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, 1e-30, 3e38])
-def test_whatever_the_size_of_a_tensor_nothing_overflows(value: float) -> None:
+def test_values_of_any_magnitude_are_quantised_without_overflow(value: float) -> None:
     found, factor = fp8.quantise(torch.full((16, 16), value, dtype=torch.bfloat16), fp8.FORWARD)
     back = found.float() * factor
     assert bool(back.isfinite().all()) and float(back[0, 0]) == pytest.approx(value, rel=2.0**-4, abs=1e-37)
@@ -90,8 +90,8 @@ def test_zero_rows_stay_zero_and_non_finite_values_remain() -> None:
         assert y.isnan().all() and dweight.isnan().all() and dx.isfinite().all()
 
 
-def test_joined_or_apart_and_however_rows_are_split_elements_round_alike() -> None:
-    """So that layouts and micro-batches differ by the order of sums alone. Of elements that no scale brings to the formats' lower end."""
+def test_joining_matrices_or_splitting_rows_does_not_change_the_rounding_of_elements() -> None:
+    """Therefore layouts and micro-batches differ only in the order of sums. (Elements near the lower end of the formats are left out.)"""
     away = lambda x: torch.where(x.abs() < 0.25, 0.25, x)
     x, matrices = away(drawn(64, 32)), [away(drawn(32, 32, seed=1)) / 16, away(drawn(16, 32, seed=2))]
     upstream = [away(drawn(64, 32, seed=3)), away(drawn(64, 16, seed=4)) * 2.0**-14]
@@ -109,8 +109,8 @@ def test_joined_or_apart_and_however_rows_are_split_elements_round_alike() -> No
     )  # each half's product is rounded to bf16
 
 
-def test_a_gpus_rules_for_layouts_are_kept() -> None:
-    """Tensors without values are checked as a GPU's would be: the first by rows, the second by columns, all in multiples of 16."""
+def test_the_operands_have_the_layout_that_a_gpu_requires() -> None:
+    """torch checks tensors without values as it checks a GPU's: the first row-major, the second column-major, all sizes multiples of 16."""
     meta = lambda *size: torch.empty(size, dtype=torch.bfloat16, device="meta")
     found = gradients(meta(4, 32, 96), [meta(64, 96), meta(32, 96)], [meta(4, 32, 64), meta(4, 32, 32)])
     assert [(tuple(t.shape), t.dtype) for t in found] == [
@@ -131,7 +131,7 @@ def test_a_gpus_rules_for_layouts_are_kept() -> None:
         pytest.param("inductor", marks=pytest.mark.long("g++ takes half a minute, as for the compiled blocks below")),
     ],
 )
-def test_the_compiler_takes_it_whole(backend: str) -> None:
+def test_fp8_products_compile_to_one_graph_with_the_same_results(backend: str) -> None:
     count = 1 if backend == "inductor" else 2  # g++ takes some seconds for each one's kernels
     x, matrices = drawn(32, 32), [drawn(16, 32, seed=1), drawn(48, 32, seed=2)][:count]
     upstream = [drawn(32, 16, seed=3), drawn(32, 48, seed=4)][:count]
@@ -207,7 +207,7 @@ def test_a_model_learns_in_fp8_as_in_bf16(tmp_path: Path, make_shard: MakeShard)
 @pytest.mark.long(
     "a segment whose blocks are compiled by g++, and one whose blocks are not; the eager compiler's are in the fast tier"
 )
-def test_compiled_blocks_that_are_computed_again_train_alike(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_training_in_fp8_is_the_same_with_compiled_and_recomputed_blocks(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     changes = {"compile": True, "parallel__recompute": "block", "stability__noise_scale_every": 0}
     folders = {}

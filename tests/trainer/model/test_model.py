@@ -103,7 +103,7 @@ def test_a_layer_without_position_embedding_has_no_position_dependence() -> None
         assert torch.allclose(last, shuffled, atol=1e-5) is same
 
 
-def test_across_documents_sees_the_one_before_as_one_text_and_otherwise_not() -> None:
+def test_across_documents_lets_tokens_see_the_earlier_documents_of_their_row() -> None:
     tokens, positions, documents = packed([9, 12, 11])
     padded = documents.clone()
     padded[:, 21:] = -1  # the last eleven hold nothing
@@ -154,7 +154,7 @@ def test_mup_scales_the_logits_by_the_ratio_of_the_widths() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameter_counts_equal_the_recipes(family: str) -> None:
+def test_the_models_parameter_counts_equal_those_of_its_recipe(family: str) -> None:
     recipe = recipe_with(**(ODD | FAMILIES[family][1]))
     model = make_model(recipe)
     assert sum(p.numel() for p in model.parameters()) == recipe.model.parameters

@@ -1,4 +1,4 @@
-"""Real tiny runs that go wrong: what is skipped, what is told, and of which documents."""
+"""Real tiny runs that go wrong: which updates are skipped, which anomalies are reported, and which documents they name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def watched(run: SegmentRun, batch: Batch) -> tuple[dict[str, Any], list[str]]:
 @pytest.mark.parametrize(
     ("poison", "kind"), [(math.nan, "non_finite"), (math.inf, "non_finite"), (1e4, "skipped_outlier")]
 )
-def test_one_micro_batch_that_is_not_finite_or_far_out_skips_the_update(
+def test_a_micro_batch_with_a_non_finite_or_huge_gradient_skips_the_update(
     tmp_path: Path, make_shard: MakeShard, name: str, poison: float, kind: str
 ) -> None:
     changes = {"stability": WATCHFUL, "optimizer__name": name, "batch__micro_sequences": 2}

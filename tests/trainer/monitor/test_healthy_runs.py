@@ -1,4 +1,4 @@
-"""Real tiny runs that are healthy, at the default thresholds: what changes in them is no anomaly."""
+"""Real tiny runs that are healthy, at the default thresholds: no change of data or settings is reported as an anomaly."""
 
 from __future__ import annotations
 

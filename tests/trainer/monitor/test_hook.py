@@ -1,4 +1,4 @@
-"""The trainer's extension seam: when a hook is called, with what, and what becomes of its state."""
+"""The trainer's extension point: when a hook is called, with which arguments, and how its state is saved and restored."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Watcher(StepHook):
 
 
 def with_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one line in ``Run.__init__`` would do, before the checkpoint is read."""
+    """Do what one line in ``SegmentRun.__init__`` would do, before the checkpoint is read."""
     restore = SegmentRun._restore
 
     def watched(run: SegmentRun, start: Path) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def with_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SegmentRun, "_restore", watched)
 
 
-def test_a_new_hook_continues_from_an_older_checkpoint_and_back(
+def test_a_checkpoint_without_a_hooks_state_can_be_continued_with_the_hook_and_vice_versa(
     tmp_path: Path, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three segments: without the hook, with it (twice), without it. It changes no weight and no state but its own."""
@@ -138,7 +138,7 @@ def test_all_numbers_come_to_the_host_in_one_transfer(
         assert transfers == ["tolist"]
 
 
-def test_to_host_gives_each_tensor_back_under_its_name() -> None:
+def test_copy_to_host_returns_each_tensor_under_its_name() -> None:
     one, two, none = copy_to_host(
         {"a": torch.tensor(1.0), "b": torch.tensor([[2.0], [3.0]])}, {"a": torch.zeros(0)}, {}
     )

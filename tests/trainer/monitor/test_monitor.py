@@ -1,4 +1,4 @@
-"""Each number of the monitor against one worked out another way."""
+"""Compares each number of the monitor with the same number computed in another way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = pytest.mark.long("200 steps beside two batches each; the cheapest way to 
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
 
 
-def test_the_noise_scale_of_a_known_gradient_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_noise_scale_is_that_of_a_known_gradient_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """g = G + noise of covariance Σ / tokens, with halves and batches of changing size, per round of all layers."""
     monkeypatch.setattr("trainer.monitor.monitor.TURN_STEPS", 1)
     parameters = {"blocks.0.q": (40, 30), "blocks.1.q": (20, 10), "embedding": (50, 20)}
@@ -92,7 +92,7 @@ def two_batches(run: SegmentRun, batch: Batch) -> tuple[float, float]:
         ("adamw", 1.0, None, 2),
     ],
 )
-def test_the_noise_scale_of_training_is_that_of_two_batch_sizes(
+def test_the_noise_scale_of_a_run_equals_an_estimate_from_two_batch_sizes(
     tmp_path: Path,
     make_shard: MakeShard,
     monkeypatch: pytest.MonkeyPatch,
@@ -196,7 +196,7 @@ def norm(tensors: list[Tensor]) -> float:
     return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
 
 
-def test_a_skipped_step_leaves_no_trace_but_a_ratio_of_zero(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_a_skipped_step_changes_no_state_and_has_an_update_ratio_of_zero(tmp_path: Path, make_shard: MakeShard) -> None:
     run = run_of(tmp_path, make_shard, batch__micro_sequences=4)
     for _ in range(4 * TURN_STEPS):
         run.train_step(make_batch(run.order))
@@ -211,7 +211,7 @@ def test_a_skipped_step_leaves_no_trace_but_a_ratio_of_zero(tmp_path: Path, make
     assert math.isfinite(record["noise_scale"]) and not run.train_step(make_batch(run.order))["skipped"]
 
 
-def test_state_goes_through_json(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_the_monitors_state_survives_json(tmp_path: Path, make_shard: MakeShard) -> None:
     run = run_of(tmp_path, make_shard, batch__micro_sequences=4)
     for _ in range(5 * TURN_STEPS):
         run.train_step(make_batch(run.order))

@@ -1,4 +1,4 @@
-"""Signals of layers, ranks and routers: each number against one worked out another way, each fault injected and named."""
+"""Signals of layers, ranks and routers. Each number is compared with one computed in another way, and each injected fault is reported."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def steps(run: SegmentRun, count: int) -> list[tuple[dict[str, Any], list[Any]]]
     return found
 
 
-def test_after_300_healthy_steps_a_jumping_quantity_is_named(tmp_path: Path, make_shard: MakeShard) -> None:
-    """An update too large for its rate, as with moments that were lost or a wrong β2; a rate that changes by design is none.
+def test_after_300_healthy_steps_a_quantity_that_jumps_is_reported(tmp_path: Path, make_shard: MakeShard) -> None:
+    """First the update is too large for its rate, as with lost moments or a wrong β2. A rate that changes by design is no anomaly.
 
-    From the same 300 steps again: what the second layer reads is 20 times as large, and its queries and keys 10 times.
+    Then, from the same 300 steps again, the input of the second layer is 20 times as large, and its queries and keys 10 times.
     """
     run = run_of(tmp_path, make_shard, 1500)
     assert [a for _, found in steps(run, 300) for a in found] == []
@@ -147,14 +147,14 @@ def test_a_router_that_collapses_is_named_once(tmp_path: Path, make_shard: MakeS
     ]
 
 
-def test_balance_counts_experts_that_do_as_much() -> None:
+def test_expert_balance_equals_its_formula_worked_out_by_hand() -> None:
     load = torch.tensor([[8.0, 8.0, 8.0, 0.0], [5.0, 1.0, 1.0, 1.0]])
     entropy = -(5 / 8 * math.log(5 / 8) + 3 / 8 * math.log(1 / 8))
     assert expert_balance(load, 1).tolist() == pytest.approx([2 / 3, (math.exp(entropy) - 1) / 3])
     assert expert_balance(load, 4).tolist() == [1.0, 1.0]  # every token goes to every expert
 
 
-def test_parts_are_compared_with_their_own_past() -> None:
+def test_each_layer_is_compared_with_its_own_past() -> None:
     noise, turns = random.Random(1), PartHistory(16)
     value = lambda part: {"small": 1.0, "large": 500.0}[part] * math.exp(noise.gauss(0, 0.1))
     for _ in range(100):
@@ -180,7 +180,9 @@ def test_the_rank_that_moved_away_from_the_others_is_named(ranks: int, factor: f
     assert norms.observe([math.inf, *moved]) is None
 
 
-def test_state_goes_through_json_and_older_checkpoints_have_none(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_the_state_survives_json_and_an_older_checkpoint_without_it_can_be_continued(
+    tmp_path: Path, make_shard: MakeShard
+) -> None:
     run = run_of(tmp_path, make_shard, 1500, model__experts=EXPERTS)
     steps(run, 120)
     kept = json.dumps(run.signals.state_dict())

@@ -1,4 +1,4 @@
-"""What a segment says of its speed; torch.cuda's answers are stood in for."""
+"""The speed that a segment reports. The answers of torch.cuda are replaced."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_for_an_unknown_gpu_only_the_measured_share_is_reported(gpu: Callable[..
     }  # fmt: skip
 
 
-def test_after_several_starts_the_last_ones_first_step_is_reported() -> None:
+def test_a_segment_reports_the_first_step_of_its_last_start() -> None:
     lines = [{"tokens_per_s": rate} for rate in (100.0, 300.0, 200.0)]
     lines[1:1] = [{"tokens_per_s": 1.0, "first_step_s": 60.0}, {"tokens_per_s": 1.0, "first_step_s": 4.0}]
     found = speed(CPU).segment_fields([*lines, {"step": 9}])

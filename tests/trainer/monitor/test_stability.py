@@ -47,20 +47,20 @@ def test_a_non_finite_value_is_an_anomaly_from_the_first_step_and_never_joins_th
     assert state["loss"] == state["grad_norm"] == []
 
 
-def test_the_limit_is_infinite_until_there_is_something_to_judge_by() -> None:
+def test_the_gradient_norm_limit_is_infinite_until_the_window_is_half_full() -> None:
     assert StabilityDetector(RECIPE).grad_norm_limit() == math.inf
     assert 1.5 < warmed().grad_norm_limit() < 6
 
 
-def test_state_goes_through_json_and_decides_the_same() -> None:
+def test_a_detector_restored_from_json_decides_the_same() -> None:
     detector, again = warmed(), StabilityDetector(RECIPE)
     again.load_state_dict(json.loads(json.dumps(detector.state_dict())))
     assert again.grad_norm_limit() == detector.grad_norm_limit()
     assert again.observe(40, 5.0, 1.0, False) == detector.observe(40, 5.0, 1.0, False)
 
 
-def test_the_limit_is_held_until_the_next_step_that_is_read() -> None:
-    """Read every fourth step, and after step 9 because of a checkpoint: what was recorded then decides from step 12 on."""
+def test_the_gradient_norm_limit_changes_only_after_every_read_every_steps() -> None:
+    """Steps are read every fourth step, and after step 9 because of a checkpoint. That reading changes the limit only from step 12 on."""
     seldom, often = (
         StabilityDetector(RECIPE.model_copy(update={"read_every": every, "window": 8})) for every in (4, 1)
     )
@@ -180,12 +180,12 @@ def test_an_anomaly_says_where_it_began(
     assert found.onset is not None and earliest <= found.onset <= min(latest, found.step)
 
 
-def test_a_non_finite_loss_began_where_the_norm_rose() -> None:
+def test_the_onset_of_a_non_finite_loss_is_the_rise_of_the_gradient_norm() -> None:
     found = first_of("non_finite", lambda t, x, g: (math.nan if t == 5 else x, g * 2 ** (t + 1)), 1)
     assert found.step == 605 and found.onset is not None and 597 <= found.onset <= 601
 
 
-def test_a_plateau_began_where_the_judged_windows_begin() -> None:
+def test_the_onset_of_a_plateau_is_the_beginning_of_the_judged_windows() -> None:
     noise, detector = random.Random(2), StabilityDetector(DEFAULTS)
     found = [a for step in range(800) for a in detector.observe(step, 3 + noise.gauss(0, 0.05), 1.0, False)]
     plateau = next(a for a in found if a.kind == "plateau")
@@ -225,8 +225,8 @@ def test_a_domain_of_few_tokens_may_lie_further_off() -> None:
     assert judged == [["domain_spike"], []]
 
 
-def test_a_state_without_domains_and_trace_is_taken_up() -> None:
-    """As checkpoints had it before there were any; and an older detector finds its keys in a new one."""
+def test_an_older_state_without_domains_and_trace_is_restored() -> None:
+    """Older checkpoints have such a state. An older detector also finds its keys in a new state."""
     detector, noise = StabilityDetector(DEFAULTS), random.Random(3)
     for step in range(100):
         detector.observe(step, 3 + noise.gauss(0, 0.05), 1.0, False, domains_of(step, noise))
@@ -262,7 +262,7 @@ def test_a_plateau_is_reported_once_and_again_after_the_loss_has_fallen() -> Non
     assert 3500 < told[1].step < 6500 and told[1].value == pytest.approx(2.0, abs=0.05)
 
 
-def test_the_loss_history_stays_small_and_its_state_decides_the_same_at_any_step() -> None:
+def test_the_loss_history_stays_small_and_can_be_restored_at_any_step() -> None:
     recipe = recipe_with(stability={"window": 8, "plateau_windows": 4}).stability
     detector = StabilityDetector(recipe)
     for step in range(8 * 200 + 3):
@@ -299,7 +299,7 @@ def test_a_throughput_drop_is_reported_once_and_not_for_single_slow_steps() -> N
 
 
 @pytest.mark.parametrize(("machine", "told"), [("here", ["throughput_drop"]), ("elsewhere", [])])
-def test_a_drop_across_a_restart_is_reported_on_the_same_machine_only(machine: str, told: list[str]) -> None:
+def test_a_throughput_drop_across_a_restart_is_reported_only_on_the_same_machine(machine: str, told: list[str]) -> None:
     before = ThroughputDetector(DEFAULTS, "here")
     for step in range(100):
         assert before.observe(step, 100.0 + step % 3) == []

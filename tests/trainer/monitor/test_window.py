@@ -1,4 +1,4 @@
-"""Where a departure began: the onset against series whose onset is known."""
+"""The step at which a quantity left its usual value, for series whose onset is known."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def usual(seed: int, count: int = 100) -> list[float]:
     ],
     ids=["bloom", "one step", "new level", "slow climb"],
 )
-def test_the_onset_of_a_rise_is_within_a_few_steps(factor: Callable[[int], float], steps: int, seed: int) -> None:
+def test_the_onset_of_a_rise_is_found_to_within_a_few_steps(
+    factor: Callable[[int], float], steps: int, seed: int
+) -> None:
     values = usual(seed)
     risen = [factor(t) * value for t, value in enumerate(usual(seed + 100, steps))]
     found = find_rise_onset([*values, *risen])
     assert found is not None and -6 <= found - len(values) <= min(steps - 1, 3)
 
 
-def test_a_fall_is_one_only_with_its_sign() -> None:
+def test_a_fall_is_found_only_with_sign_minus_one() -> None:
     values = [*usual(1), 0.02, 0.02]
     assert find_rise_onset(values) is None
     assert find_rise_onset(values, -1) == 100

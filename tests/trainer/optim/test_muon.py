@@ -1,4 +1,4 @@
-"""Muon beside torch's own, and what a skipped update may touch: nothing."""
+"""Compares Muon with torch's own Muon, and shows that a skipped update changes nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_matrix_is_updated_as_by_torch(shape: tuple[int, int], recipe: dict[st
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_stack_of_experts_is_one_muon_a_matrix(shape: tuple[int, int]) -> None:
+def test_a_stack_of_experts_is_updated_as_each_matrix_alone(shape: tuple[int, int]) -> None:
     experts = 4
     stack = torch.nn.Parameter(gradient((experts, *shape), 7))
     one_by_one = {str(e): torch.nn.Parameter(stack.detach()[e].clone()) for e in range(experts)}
@@ -83,7 +83,7 @@ def test_a_stack_of_experts_is_one_muon_a_matrix(shape: tuple[int, int]) -> None
         torch.testing.assert_close(stack[e], one_by_one[str(e)], atol=update / 256, rtol=0)
 
 
-def test_matrices_of_one_shape_are_orthogonalised_together_as_each_alone() -> None:
+def test_orthogonalising_matrices_together_gives_the_same_as_each_alone() -> None:
     shapes: dict[str, tuple[int, ...]] = {"a": (48, 16), "b": (16, 48), "c": (48, 16), "d": (3, 48, 16), "e": (48, 16)}
     weights = {name: torch.nn.Parameter(gradient(shape, 5)) for name, shape in shapes.items()}
     apart = {name: torch.nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
@@ -141,7 +141,7 @@ def test_a_skipped_update_changes_no_bit(poison: float) -> None:
 def test_one_bad_element_anywhere_skips_the_update_and_leaves_no_trace(
     experts: dict[str, int] | None, poison: float
 ) -> None:
-    """After a good, a bad and a good step, all is as if the bad one had never been."""
+    """After a good, a bad and a good step, everything is as if the bad step had not been made."""
     recipe = recipe_with(optimizer__name="muon", model__experts=experts)
     models = [make_model(recipe) for _ in range(2)]
     sick, well = (Optimizer(model, recipe.optimizer) for model in models)
@@ -164,7 +164,7 @@ def test_one_bad_element_anywhere_skips_the_update_and_leaves_no_trace(
 
 @pytest.mark.parametrize("spread", [lambda n: torch.ones(n), lambda n: torch.logspace(0, -4, n)], ids=["flat", "steep"])
 @pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 96)])
-def test_singular_values_end_where_the_quintic_takes_them(
+def test_singular_values_of_the_result_are_those_of_the_iterated_quintic(
     shape: tuple[int, int], spread: Callable[[int], Tensor]
 ) -> None:
     u, _, v = torch.linalg.svd(gradient(shape, 0).double(), full_matrices=False)
@@ -180,7 +180,7 @@ def test_singular_values_end_where_the_quintic_takes_them(
         torch.testing.assert_close(found / found.norm(), (u @ v) / (u @ v).norm(), atol=0.02, rtol=0)
 
 
-def test_no_gradient_at_all_is_no_update() -> None:
+def test_a_zero_gradient_gives_a_zero_update() -> None:
     assert torch.equal(orthogonalise(torch.zeros(4, 6), 5), torch.zeros(4, 6, dtype=torch.bfloat16))
     stack = torch.stack((torch.zeros(4, 6), torch.randn(4, 6)))
     found = orthogonalise(stack, 5)

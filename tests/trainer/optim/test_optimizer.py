@@ -45,7 +45,7 @@ def test_the_rates_change_with_the_width_as_mup_says(name: str, base: int | None
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("width", [32, 128])
-def test_a_wider_models_first_update_moves_hidden_states_as_far(name: str, width: int) -> None:
+def test_the_first_update_moves_hidden_states_equally_far_at_any_width(name: str, width: int) -> None:
     """What the table is for: the update times an input that it aligns with has entries of one size at any width."""
     sizes = {"model__d_model": width, "model__heads": width // 8, "model__kv_heads": width // 8, "model__d_ff": width}
     recipe = recipe_with(**sizes, model__head_dim=8, model__base_d_model=32, optimizer__name=name, optimizer__lr=0.01)
@@ -82,7 +82,7 @@ def test_the_state_of_another_optimiser_is_refused(had: str, wanted: str) -> Non
         optimizers[wanted].load_state_tensors(optimizers[had].state_tensors())
 
 
-def test_an_update_is_that_of_the_paper() -> None:
+def test_an_adamw_update_is_that_of_the_paper() -> None:
     """Algorithm 2 of arXiv 1711.05101 in fp64, with clipping, over three steps."""
     model = make_model()
     recipe = recipe_with().optimizer
@@ -130,5 +130,5 @@ def test_a_bad_update_changes_nothing_at_all(bad: float) -> None:
             assert all(torch.equal(t, state[n]) for n, t in optimizer.state_tensors().items())
 
 
-def test_a_loss_that_is_not_finite_skips_too() -> None:
+def test_a_loss_that_is_not_finite_skips_the_update() -> None:
     assert float(clip_and_skip(torch.tensor(math.nan), torch.tensor(1.0), 1.0, math.inf)[1]) == 1.0

@@ -1,4 +1,4 @@
-"""The schedules against the papers' closed forms, worked out by hand here, and against torch's own schedulers."""
+"""Compares the schedules with the closed forms of the papers, worked out by hand here, and with torch's own schedulers."""
 
 from __future__ import annotations
 
@@ -48,13 +48,15 @@ def of_torch(make: Any, steps: int) -> list[float]:
         ("anneal", 28, 20, 29, 1 - math.sqrt(0.9)),
     ],
 )
-def test_warm_up_stable_decay(kind: str, step: int, first: int, last: int, share: float) -> None:
+def test_the_wsd_schedule_has_the_rates_worked_out_by_hand(
+    kind: str, step: int, first: int, last: int, share: float
+) -> None:
     assert lr_share(recipe_of(), kind, step, first, last) == pytest.approx(share)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 @pytest.mark.parametrize("warmup", [0, 5])
-def test_cosine_is_torchs_after_a_linear_warm_up(warmup: int, floor: float) -> None:
+def test_the_cosine_schedule_equals_torchs_after_a_linear_warm_up(warmup: int, floor: float) -> None:
     recipe = recipe_of(kind="cosine", cosine_steps=50, warmup_steps=warmup, final_lr_share=floor)
     period = 50 - warmup
     if warmup:
@@ -73,7 +75,7 @@ def test_cosine_is_torchs_after_a_linear_warm_up(warmup: int, floor: float) -> N
     assert shares[50:] == pytest.approx([floor] * 30, abs=1e-12), "torch would climb again; the trunk stays"
 
 
-def test_multi_step_is_torchs() -> None:
+def test_the_multi_step_schedule_equals_torchs() -> None:
     """DeepSeek LLM's (2401.02954 §2.3): 31.6 % of the peak from 80 % of the steps on, 10 % from 90 % on."""
     steps = [{"from_step": 80, "share": 10**-0.5}, {"from_step": 90, "share": 0.1}]
     recipe = recipe_of(kind="multi-step", milestones=steps, warmup_steps=0)
@@ -81,7 +83,7 @@ def test_multi_step_is_torchs() -> None:
 
 
 @pytest.mark.parametrize(("shape", "middle"), [("1-sqrt", 1 - math.sqrt(0.5)), ("linear", 0.5), ("cosine", 0.5)])
-def test_tails_fall_to_their_floor(shape: str, middle: float) -> None:
+def test_the_rate_of_an_anneal_falls_to_its_floor(shape: str, middle: float) -> None:
     recipe = recipe_of(shape=shape, final_lr_share=0.1)
     shares = [lr_share(recipe, "anneal", step, 100, 199) for step in range(100, 199)]
     assert shares == sorted(shares, reverse=True)
@@ -135,7 +137,7 @@ def test_a_smaller_batch_has_the_square_root_of_its_share() -> None:
     assert lr_share(recipe, "anneal", 15, 12, 21) == pytest.approx((1 - math.sqrt(0.4)) * math.sqrt(0.5))
 
 
-def test_every_share_is_one_of_the_peak() -> None:
+def test_every_share_lies_between_zero_and_one() -> None:
     for kind in ({"kind": "wsd"}, {"kind": "cosine", "cosine_steps": 30, "final_lr_share": 0.05}):
         recipe = recipe_of(**kind, rewarmup_steps=3)
         for rewarm in (False, True):

@@ -1,4 +1,4 @@
-"""torchrun starts the ranks again when one dies, and they go on from the newest checkpoint."""
+"""When a rank dies, torchrun starts all ranks again, and they continue from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.sample("0")
 @pytest.mark.slow("two ranks that start twice, and a run beside them")
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_rank_dies_and_the_run_ends_as_if_none_had(tmp_path: Path, straight: Path, dies: int) -> None:
+def test_a_run_in_which_a_rank_dies_ends_as_if_none_had_died(tmp_path: Path, straight: Path, dies: int) -> None:
     killed = tmp_path / "killed"
     killed.mkdir()
     shutil.copy(straight / "segment.json", killed)

@@ -1,4 +1,4 @@
-"""Real ranks over gloo, started by torchrun: the same training whatever the layout, and checkpoints that move."""
+"""Real ranks over gloo, started by torchrun: every layout gives the same training, and can continue the checkpoints of another layout."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_layout_does_not_change_the_training(
 
 
 @pytest.mark.slow("two segments by two ranks, and what one rank makes of them")
-def test_in_fp8_a_layout_changes_the_order_of_sums(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_in_fp8_a_layout_changes_only_the_order_of_sums(tmp_path: Path, make_shard: MakeShard) -> None:
     """FSDP gathers bf16 weights and quantises them whole; a tensor rank quantises its share. Both round elements as one rank does."""
     plan = plan_of(make_shard())
     split = {"parallel__tensor": 2}
@@ -188,8 +188,8 @@ def test_a_checkpoint_moves_between_one_rank_two_ranks_and_tensor_ranks(tmp_path
 
 
 @pytest.mark.long("three processes compile the blocks")
-def test_bf16_and_compiled_blocks_over_two_ranks(tmp_path: Path, make_shard: MakeShard) -> None:
-    """fp32 master weights: what is saved is fp32, and the losses are those of one rank in bf16."""
+def test_two_ranks_train_in_bf16_with_compiled_blocks_as_one_rank_does(tmp_path: Path, make_shard: MakeShard) -> None:
+    """Weights are saved in fp32, and the losses are those of one rank in bf16."""
     plan = plan_of(make_shard())
     changes = {"precision": "bf16", "compile": True, "model__layers": 1}
     one = write_spec(tmp_path / "one", plan, recipe_with(**changes), last_step=4)

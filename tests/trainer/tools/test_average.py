@@ -74,7 +74,7 @@ def test_training_continues_from_an_average(trained: list[Path], tmp_path: Path,
     assert json.loads((folder / "result.json").read_text())["last_step"] == 17
 
 
-def test_sums_are_in_double_precision(tmp_path: Path) -> None:
+def test_averages_are_summed_in_double_precision(tmp_path: Path) -> None:
     """fp32 sums would lose the ones beside 2**25."""
     values = (2.0**25, 1.0, 1.0, -(2.0**25))
     made_of = [made(step, model={"a": torch.tensor([value])}) for step, value in enumerate(values)]
@@ -91,10 +91,10 @@ def test_sums_are_in_double_precision(tmp_path: Path) -> None:
         ({"recipe": {"name": "x", "model": {"layers": 2, "d_model": 4}, "optimizer": {"lr": 0.2}}},
          "error[trainer.other_recipe]: | recipe.optimizer.lr"),
         ({"recipe": {"name": "x", "model": {"layers": 2}, "optimizer": {"lr": 0.1}}}, "error[trainer.other_recipe]: | recipe.model.d_model"),
-        ({"model": {"a": torch.full((2, 3), float("nan"))}}, "error[trainer.not_finite]: a"),
+        ({"model": {"a": torch.full((2, 3), float("nan"))}}, "error[trainer.not_finite]: Tensor a"),
     ],
 )  # fmt: skip
-def test_another_model_is_refused_by_name(
+def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], said: str
 ) -> None:
     paths = [checkpoints.save(tmp_path / "0", made(1)), checkpoints.save(tmp_path / "1", made(2, **changes))]

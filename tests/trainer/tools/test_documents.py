@@ -12,7 +12,7 @@ from trainer.contract.errors import CheckpointError, SpecError
 from trainer.tools.documents import list_step_documents, main
 
 
-def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
+def test_the_listed_documents_are_those_of_every_step_of_a_trunk_and_its_anneal(
     tmp_path: Path, make_shard: MakeShard, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each equals the result of one walk from the first step, wherever the walk begins."""
@@ -54,7 +54,9 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
         list_step_documents(anneal, 14)
 
 
-def test_a_segment_that_restarts_its_data_starts_the_plan_again(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_a_segment_with_restart_data_lists_documents_from_the_plans_beginning(
+    tmp_path: Path, make_shard: MakeShard
+) -> None:
     plan = plan_of(make_shard())
     trunk = write_spec(tmp_path / "trunk", plan, last_step=4)
     assert train_here(trunk) == (0, "")

@@ -89,7 +89,7 @@ def test_the_command_reads_a_segment_or_a_recipe_and_shards(
     assert main([str(TINY), str(shard.path.parent), "--steps", "7", "--json"]) == 0
     out, err = capsys.readouterr()
     assert [(r["packing"], r["steps"]) for r in json.loads(out)] == [(name, 7) for name in STRATEGIES]
-    assert "domains left out" in err and err.rstrip().endswith(": chat")
+    assert "domains are left out" in err and err.rstrip().endswith(": chat")
     assert main([str(tmp_path)]) == 2 and "error[plan.no_spec]" in capsys.readouterr().err
     assert main([str(TINY)]) == 2 and "error[trainer.not_a_segment]" in capsys.readouterr().err
     assert (

@@ -1,11 +1,12 @@
-"""Finds the fastest precision for ``precision: auto`` of a recipe, by measuring (``python -m trainer.contract.plan.precision RECIPE``).
+"""Measures which precision is fastest for a recipe with ``precision: auto`` (``python -m trainer.contract.plan.precision RECIPE``).
 
-The probe times the products of a layer, attention and the loss head, forward and backward, at the recipe's own sizes, in every precision of
-the device, with torch's plain operations. A CPU without bf16 products takes a hundred times as long for a step in bf16 as in fp32 (measured on
-Zen 3 and Zen 4 under AVX2: 1.1 and 58, 1.4 and 44 GFLOP/s). A CPU with matrix units takes a quarter. Therefore each part grows from few rows
-to many as long as its share of the time lasts, and the rest of a step is counted at the measured rate.
+The probe times three parts of a step, forward and backward: the matrix products of the layers, attention and the loss head. It times them at
+the recipe's own sizes, in every precision of the device, with torch's plain operations. The speeds differ widely. A CPU that cannot multiply
+bf16 in hardware takes up to fifty times as long in bf16 as in fp32 (measured under AVX2: Zen 3 1.1 GFLOP/s in bf16 and 58 in fp32, Zen 4 1.4
+and 44). A CPU with matrix units takes a quarter as long in bf16. Therefore the probe starts each part at few rows and adds rows while the
+part's share of the time lasts. It estimates the rest of the step from the measured rate.
 
-On a CPU one thread computes, and its CPU time is measured, which leaves out the time that other processes take.
+On a CPU the probe computes in one thread and measures that thread's CPU time, which excludes the time that other processes take.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from kernels.contract.precision import FP8, bf16_matmul
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import AUTO, ModelRecipe, Recipe
 
-SECONDS = 3.0  # of a whole probe, at most
+SECONDS = 3.0  # the most that a whole probe takes
 WORTH = (
     1.1  # another precision is chosen only if it is this many times as fast: more than a probe's run-to-run variation
 )
 WARN = 1.3  # a warning is given if another precision is more than this many times as fast as the explicit one
-MOST_WEIGHTS = 1 << 24  # of one matrix; only a part of a larger matrix is timed
-SMALLEST = 64  # side of the first product, which only says how large the next may be
+MOST_WEIGHTS = 1 << 24  # elements of a matrix; of a larger matrix only a part is timed
+SMALLEST = 64  # rows and columns of the first product, which only shows how large the next product may be
 
 
 @dataclass(frozen=True)
 class TimedPart:
-    """Operations of a step that are timed together. ``make(share)`` prepares a share of them: (function to time, its FLOPs)."""
+    """Operations of a step that are timed together. ``make(share)`` prepares a share of them. It returns (function to time, FLOPs of one call)."""
 
     flops: float  # of a whole step, forward and backward
     make: Callable[[float], tuple[Callable[[], None], float]]
@@ -49,8 +50,8 @@ class TimedPart:
 
 @dataclass(frozen=True)
 class PrecisionTimings:
-    """The measurements. Seconds are those of a whole step's products, attention and loss head (on a CPU as if its threads shared the work
-    evenly). Rates are FLOP/s by part (on a CPU of one thread)."""
+    """The measurements. ``seconds``: the time of all three parts in one step (on a CPU, as if its threads shared the work evenly). ``rates``:
+    FLOP/s of each part (on a CPU, of one thread)."""
 
     device: str
     seconds: dict[str, float]  # by precision
@@ -73,7 +74,7 @@ class PrecisionTimings:
         ]
         return Message(
             "plan.probe",
-            "time of the matrix products, attention and loss head of one step: {times}",
+            "the matrix products, attention and loss head of one step take, by precision: {times}",
             times="; ".join(by_precision),
             seconds=self.seconds,
         )
@@ -100,7 +101,7 @@ def precisions(device: torch.device) -> tuple[str, ...]:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """True if torch multiplies in fp8 on the device: on GPUs from compute capability 8.9 on (Ada, Hopper); on a CPU if this torch has code for it."""
+    """True if torch can multiply in fp8 on the device: a GPU of compute capability 8.9 or higher, or a CPU for which this torch has code."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 9)
     try:
@@ -118,12 +119,12 @@ def refuse_unsupported_precision(recipe: Recipe, device: torch.device) -> None:
     if device.type == "cuda":
         name: str = repr(torch.cuda.get_device_name(device))
     else:
-        name = Message("plan.this_torch", "with this torch")
+        name = Message("plan.this_torch", "under this version of PyTorch")
     needed = Message("plan.fp8_gpu", " (fp8 needs a GPU of compute capability 8.9 or higher)") if asked == FP8 else ""
     raise RecipeError(
         "plan.no_precision",
-        "recipe {recipe}: precision: {device} device {name} cannot compute in {precision}{needed}. Write {other} "
-        "or {auto}.",
+        "recipe {recipe}: the {device} device {name} does not support precision {precision}{needed}. Write "
+        "'precision: {other}' or 'precision: {auto}'.",
         recipe=recipe.name,
         device=device.type,
         name=name,
@@ -137,7 +138,7 @@ def refuse_unsupported_precision(recipe: Recipe, device: torch.device) -> None:
 def choose_precision(
     recipe: Recipe, device: torch.device, before: str = "", seconds: float = SECONDS
 ) -> ChosenPrecision:
-    """The precision for a recipe on a device. ``before``: the run's precision so far, kept unless another is ``WORTH`` times as fast.
+    """The precision for a recipe on a device. ``before``: the run's precision so far. It is kept unless another one is ``WORTH`` times as fast.
 
     Raises: RecipeError for an explicit precision that the device does not have.
     """
@@ -147,7 +148,7 @@ def choose_precision(
 
 
 def decide_from_probe(asked: str, found: PrecisionTimings, before: str = "") -> ChosenPrecision:
-    """The choice as a pure function of the measurements.
+    """Choose the precision from the measurements alone. ``asked``: the recipe's precision. ``before``: the run's precision so far.
 
     >>> probe = PrecisionTimings("cpu", {"fp32": 0.2, "bf16": 0.1}, {})
     >>> decide_from_probe("auto", probe).precision, decide_from_probe("auto", probe, before="fp32").precision
@@ -188,7 +189,7 @@ def with_chosen_precision(recipe: Recipe, device: torch.device) -> Recipe:
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 def time_precisions(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> PrecisionTimings:
-    """Time each part in each precision of the device, and in fp8 if the recipe asks for it, within ``seconds`` together."""
+    """Time each part in each precision of the device, and in fp8 if the recipe asks for it. All measurements together take ``seconds``."""
     offered = precisions(device) + ((FP8,) if recipe.precision == FP8 else ())
     taken: dict[str, float] = {}
     rates: dict[str, dict[str, float]] = {}
@@ -208,7 +209,7 @@ def time_precisions(recipe: Recipe, device: torch.device, seconds: float = SECON
 
 @contextmanager
 def limit_to_one_thread(device: torch.device) -> Iterator[int]:
-    """On a CPU, compute in one thread in the block. Yields the number of threads before; 1 on a GPU."""
+    """Within this context, torch computes in one thread on a CPU. Yields the previous number of threads (1 on a GPU)."""
     threads = torch.get_num_threads()
     if device.type != "cpu":
         yield 1
@@ -221,8 +222,8 @@ def limit_to_one_thread(device: torch.device) -> Iterator[int]:
 
 
 def timed_parts(recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8: bool = False) -> dict[str, TimedPart]:
-    """The parts of a step that are timed. FLOPs count forward and backward: three products for each of the forward pass. ``in_fp8``: the
-    products of the layers run in fp8, without the time that quantising takes."""
+    """The parts of a step that are timed. Their FLOPs count forward and backward: three products for each product of the forward pass.
+    ``in_fp8``: the products of the layers run in fp8. The time that quantising takes is not measured."""
     model, rows = recipe.model, recipe.batch.micro_sequences or recipe.batch.sequences
     tokens = rows * model.context
     matrices = _matrices(model)
@@ -243,7 +244,7 @@ def timed_parts(recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8
 
 
 def _matrices(model: ModelRecipe) -> list[tuple[int, int]]:
-    """(inputs, outputs) of a layer's products; of the experts, only those that a token goes to."""
+    """(inputs, outputs) of each matrix product of a layer. In a layer of experts, only the experts that one token goes to are counted."""
     experts = model.experts
     wide = model.d_ff if experts is None else experts.d_ff * (experts.per_token + experts.shared)
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -267,7 +268,7 @@ def _products(
 def _products_in_fp8(
     matrices: list[tuple[int, int]], rows: int, device: torch.device
 ) -> tuple[Callable[[], None], float]:
-    """The layers' products in fp8. Rows are rounded up to a multiple of 16, which the products need. The operands' rows are contiguous."""
+    """The layers' products in fp8. ``rows`` is rounded up to a multiple of 16, as the products require. The operands' rows are contiguous."""
     rows, one = -(-rows // 16) * 16, torch.ones((), device=device)
     full = lambda size, dtype: torch.full(size, 0.5, dtype=torch.bfloat16, device=device).to(dtype)
     forward, gradient = torch.float8_e4m3fn, torch.float8_e5m2
@@ -290,7 +291,7 @@ def _products_in_fp8(
 def _attention(
     model: ModelRecipe, heads: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[], None], float]:
-    """Attention over ``heads`` heads of the whole batch; for less than one head, over fewer positions."""
+    """Attention over ``heads`` heads of the whole batch. If ``heads`` is less than one, one head over fewer positions."""
     positions = model.context if heads >= 1 else max(16, int(model.context * math.sqrt(heads)))
     shape = (1, max(1, int(heads)), positions, model.head_dim)
     q, k, v = (_leaf(shape, device, dtype) for _ in range(3))
@@ -330,7 +331,7 @@ def _leaf(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
 
 
 def _grown(part: TimedPart, guess: float, device: torch.device, seconds: float) -> float:
-    """FLOP/s of as large a share of a part as ``seconds`` allow. ``guess``: FLOP/s of a small product, to begin with."""
+    """FLOP/s of a part, measured on the largest share of it that ``seconds`` allow. ``guess``: FLOP/s of a small product, for the first share."""
     clock = _clock(device)
     share = min(1.0, seconds * guess / 32 / part.flops)
     run, flops = part.make(share)
@@ -348,7 +349,7 @@ def _grown(part: TimedPart, guess: float, device: torch.device, seconds: float) 
 
 
 def _shortest(run: Callable[[], None], device: torch.device, seconds: float) -> float:
-    """Seconds of the fastest run, without the first; at most nine runs are made. If the first took all the time, its seconds."""
+    """Seconds of the fastest of up to nine runs within ``seconds``. The first run counts only if there was no time for a second one."""
     clock = _clock(device)
     began = clock()
     times: list[float] = []
@@ -362,7 +363,7 @@ def _shortest(run: Callable[[], None], device: torch.device, seconds: float) -> 
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """The clock for a device: on a CPU, the seconds that this thread computed."""
+    """The clock for a device. On a CPU it counts the CPU seconds of this thread."""
     return time.thread_time if device.type == "cpu" else time.perf_counter
 
 

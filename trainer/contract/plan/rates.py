@@ -1,4 +1,4 @@
-"""The rates at which a device multiplies and copies: measured, and by its data sheet."""
+"""The rates at which a device multiplies matrices and copies memory: as measured, and according to its data sheet."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ CPU_BYTES = 1 << 26
 
 @functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of square products of random numbers, measured once a process (zeros were 13 % faster on an H200).
+    """FLOP/s of products of square matrices, measured once in each process. The matrices hold random numbers: zeros were 13 % faster on an H200.
 
-    On a GPU: the mean over many products of ``GPU_SIZE``, between two events; smaller products if little memory is free. On a CPU: the best
-    of a second of tries at several sizes, of one thread by its own CPU time, times the number of threads. (Two threads that wait for one
-    another on cores that other programs use are up to a thousand times as slow: 0.1 GFLOP/s of 190.)
+    On a GPU: the mean over many products of ``GPU_SIZE`` between two events. The products are smaller if little memory is free. On a CPU: the
+    best rate of one thread in a second of tries at several sizes, by the thread's own CPU time, times the number of threads. (Two threads
+    that wait for one another on cores that other programs use are up to a thousand times as slow: 0.1 instead of 190 GFLOP/s.)
     """
     generator = torch.Generator(device).manual_seed(0)  # the run's own random state is part of what resumes to the bit
 
@@ -50,8 +50,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 @functools.cache
 def memory_rate(device: torch.device) -> float:
-    """Bytes read and written a second by a copy, measured once a process. On a GPU: the mean over many copies of 1 GiB, or less if less
-    is free. On a CPU: the best of a second of copies of 64 MiB, by all threads and by one in its own CPU time."""
+    """Bytes that a copy reads and writes in a second, measured once in each process. On a GPU: the mean over many copies of 1 GiB (or less, if
+    less memory is free). On a CPU: the best copy of 64 MiB in a second of tries, half of them by all threads and half by one thread in its own
+    CPU time."""
     size = CPU_BYTES
     if device.type == "cuda":
         size = min(GPU_BYTES, int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]) // 2)
@@ -72,9 +73,9 @@ def memory_rate(device: torch.device) -> float:
 
 
 def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of dense products in ``dtype`` by the data sheet of a GPU; None for a CPU, and if no sheet has the number.
+    """FLOP/s of dense products in ``dtype`` according to the GPU's data sheet. None for a CPU, or if no data sheet has the number.
 
-    In fp32 it is the peak outside of tensor cores, as torch multiplies by default; None if TF32 was switched on
+    For fp32 it is the peak outside of tensor cores, because torch multiplies there by default. It is None if TF32 was switched on
     (``torch.set_float32_matmul_precision``, ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``).
     """
     gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -85,7 +86,7 @@ def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def matrix_size_for(free: int, itemsize: int) -> int:
-    """Rows of the matrices of a product on a GPU. Three such matrices must fit into a share of the ``free`` bytes.
+    """Number of rows of the square matrices to multiply on a GPU. Three such matrices must fit into ``MEMORY_SHARE`` of the ``free`` bytes.
 
     >>> matrix_size_for(80 << 30, 2), matrix_size_for(1 << 29, 4)
     (8192, 4096)
@@ -97,7 +98,7 @@ def matrix_size_for(free: int, itemsize: int) -> int:
 
 
 def time_until_stable(seconds_of: Callable[[int], float]) -> float:
-    """Seconds of one call. ``seconds_of(count)`` times so many calls; the count doubles until they take long enough. Earlier rounds warm up."""
+    """Seconds of one call. ``seconds_of(count)`` times ``count`` calls. The count doubles until they take ``GPU_SECONDS``. Earlier rounds warm up."""
     count = 2
     while (seconds := seconds_of(count)) < GPU_SECONDS:
         count *= 2
@@ -116,7 +117,8 @@ def _between_events(device: torch.device, call: Callable[[], object], count: int
 
 
 def best_product_rate(products: Iterable[tuple[int, Callable[[], object]]]) -> float:
-    """FLOP/s of the fastest of many products in one thread, smallest size first; each size that does not take too long gets the same total time."""
+    """FLOP/s of the fastest of many products in one thread. ``products``: (size, function), smallest first. A size whose product would take more
+    than ``CPU_PRODUCT`` seconds is left out, with all larger ones. The other sizes share the time equally."""
     best, spent = 0.0, list[float]()
     chosen: list[tuple[int, Callable[[], object]]] = []
     for size, product in products:
@@ -135,7 +137,7 @@ def best_product_rate(products: Iterable[tuple[int, Callable[[], object]]]) -> f
 
 
 def _cpu_seconds(call: Callable[[], object]) -> float:
-    """CPU seconds of this thread during a call: without the time in which another program had its core."""
+    """CPU seconds of this thread during a call. They exclude the time in which another program had the core."""
     began = time.thread_time()
     call()
     return time.thread_time() - began

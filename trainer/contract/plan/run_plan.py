@@ -1,10 +1,10 @@
-"""Plans a run: the layout that fits, steps, days and cost, each number with its formula and source.
+"""Plans a run: a layout that fits in memory, and the steps, days and cost. Each number has its formula and source.
 
-The time is the larger of two: computing at the MFU that published runs reached, and gathering weights over the network meanwhile. Sending
-tokens to experts on other GPUs comes on top. Published GPU hours lie within a factor of ``SPREAD`` of the plan's.
+The time of a step is the larger of two times: computing at the MFU that published runs reached, and gathering weights over the network at the
+same time. The time to send tokens to experts on other GPUs is added. Published GPU hours lie within a factor of ``SPREAD`` of the plan's.
 
-The layout is the first that fits: little tensor parallelism before much, nothing recomputed before whole blocks, a large
-micro-batch before a small one. There is no pipeline parallelism: sharding over the data ranks cuts the same memory.
+The layout is the first one that fits. The search prefers little tensor parallelism to much, no recomputation to recomputed blocks, and a large
+micro-batch to a small one. There is no pipeline parallelism, because sharding over the data ranks splits the same memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PRICE = 2.0  # dollars of a GPU for an hour
 
 
 class SizingError(TrainerError):
-    """The run fits on no layout of these GPUs. The message says what would fit."""
+    """The run does not fit in the memory of these GPUs in any layout. The message says which change would make it fit."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PlanRequest:
     itemsize: int = 2  # bytes of an element of the forward pass
     replicas: int = 1
     logit_rows: int | None = 1024
-    mfu: float | None = None  # None: ``mfu_of``, less if blocks are computed again
+    mfu: float | None = None  # None: ``estimate_mfu``, less if blocks are recomputed
     price: float = PRICE  # of a GPU for an hour
     network: float | None = None  # bytes a second of a GPU to another node; None: the GPU's usual card
     expert: int = (
@@ -75,13 +75,13 @@ class PlannedTimeAndCost:
     steps: int
     flops: float  # of the whole run
     mfu: float  # while it computes
-    reached: float  # the share of the peak over the whole time: less than ``mfu`` if the run waits for the network
+    reached: float  # MFU over the whole time: less than ``mfu`` if the run waits for the network
     tokens_per_second: float  # of all GPUs
     gpu_hours: float
     days: float
     cost: float
     network: float  # bytes a second that each GPU must move to hide FSDP's traffic behind its computation
-    network_there: float  # bytes a second that each GPU can move
+    network_there: float  # bytes a second that the network can move for each GPU
     exchange: float  # bytes that a token is sent to experts of other nodes and back, forward and backward
     bound: Literal["computing", "network"]
 
@@ -98,7 +98,7 @@ class RunPlan:
 
 
 def active_parameters(model: ModelRecipe) -> int:
-    """Weights that a token is multiplied with: all but norms in a dense model, those of its experts in a mixture."""
+    """Number of weights that one token is multiplied with: all weights but norms; of routed experts, only those that the token goes to."""
     return model.matmul_parameters
 
 
@@ -110,18 +110,18 @@ def plan_run(ask: PlanRequest) -> RunPlan:
 
 # -- rules ---------------------------------------------------------------------------------------------------------------
 def deepseek_rule_flops(model: ModelRecipe, tokens: float) -> float:
-    """C of DeepSeek's rules: without embeddings, with the whole score matrix (arXiv 2401.02954 §3.2, eq. 2)."""
+    """FLOPs of the run as DeepSeek's rules count them (their C): without embeddings, with the whole score matrix (arXiv 2401.02954 §3.2, eq. 2)."""
     without_head = model.matmul_parameters - model.vocab_size * model.d_model
     return tokens * (6 * without_head + 12 * model.layers * model.heads * model.head_dim * model.context)
 
 
 def deepseek_rule_batch(model: ModelRecipe, tokens: float) -> float:
-    """Tokens a step: 0.2920 C^0.3271. Fitted for C of 1e17 to 2e19; it held at 8.5e22 and 1e24, DeepSeek's 7B and 67B."""
+    """Tokens in a step by DeepSeek's rule: 0.2920 C^0.3271. Fitted for C of 1e17 to 2e19, it held for their 7B (8.5e22) and 67B (1e24)."""
     return 0.2920 * deepseek_rule_flops(model, tokens) ** 0.3271
 
 
 def deepseek_rule_lr(model: ModelRecipe, tokens: float) -> float:
-    """The peak rate of AdamW: 0.3118 C^-0.1250, of the same fit."""
+    """Peak learning rate of AdamW by DeepSeek's rule: 0.3118 C^-0.1250, from the same fit."""
     return 0.3118 * deepseek_rule_flops(model, tokens) ** -0.1250
 
 
@@ -132,8 +132,8 @@ def _search(ask: PlanRequest) -> tuple[GpuLayout, int]:
         assert ask.batch is not None, "one sequence a rank always divides"
         raise RecipeError(
             "plan.indivisible_batch",
-            "batch.sequences ({sequences}) and batch.warmup cannot be divided evenly among {gpus} GPUs, nor among "
-            "groups of 2, 4 or {node} GPUs that share each sequence. (The size of a group must divide "
+            "{gpus} GPUs cannot divide the batches of batch.sequences ({sequences}) and batch.warmup evenly, neither "
+            "as single GPUs nor in tensor-parallel groups of 2, 4 or {node} GPUs. (The size of a group must divide "
             "model.kv_heads.) Change batch.sequences or the number of GPUs.",
             sequences=ask.batch.sequences,
             gpus=ask.gpus,
@@ -146,7 +146,7 @@ def _search(ask: PlanRequest) -> tuple[GpuLayout, int]:
 
 
 def _fitting(ask: PlanRequest) -> tuple[GpuLayout, int] | None:
-    """The first layout that fits, with the sequences of its step."""
+    """(the first layout that fits, the number of sequences in a step); None if no layout fits."""
     for tensor in _tensors(ask):
         for recompute in RECOMPUTE:
             layout = GpuLayout(ask.gpus, tensor, 1, recompute, ask.replicas, ask.expert)
@@ -182,7 +182,7 @@ def _sequences_by_rule(ask: PlanRequest) -> float:
 
 
 def _batches(ask: PlanRequest, data: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch of a rank, sequences of a step), the largest micro-batch first."""
+    """Yields (sequences in a micro-batch of a rank, sequences in a step), the largest micro-batch first. ``data``: the number of data ranks."""
     if ask.batch is None:
         wanted = _sequences_by_rule(ask)
         for micro in range(max(1, round(wanted / data)), 0, -1):
@@ -209,7 +209,7 @@ def estimate_memory(ask: PlanRequest, layout: GpuLayout) -> list[MemoryPart]:
 
 
 def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
-    """The message of a plan that fits nowhere."""
+    """The message for a run that no layout fits: the tightest layout, its largest part, and the changes that would make the run fit."""
     tightest = {
         tensor: estimate_memory(ask, GpuLayout(ask.gpus, tensor, 1, "block", ask.replicas, ask.expert))
         for tensor in possible
@@ -240,9 +240,9 @@ def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
     )
 
 
-# -- what it takes -------------------------------------------------------------------------------------------------------
+# -- time and cost -------------------------------------------------------------------------------------------------------
 def estimate_mfu(ask: PlanRequest) -> float:
-    """The share of the peak to expect: for one node, or for many as published runs reached it.
+    """The MFU to expect on these GPUs, from published runs on one node or on many nodes.
 
     >>> from trainer.contract.plan.sizing import model_shape_of
     >>> from trainer.contract.plan.gpus import GPUS
@@ -265,13 +265,13 @@ def estimate_mfu(ask: PlanRequest) -> float:
 
 
 def _recomputing(mfu: float, ask: PlanRequest) -> float:
-    """The MFU if blocks are computed again: a third more work at ``MFU``. The run's other losses do not grow."""
+    """The MFU if blocks are recomputed: a third more work, done at ``MFU``. The run's other losses stay the same."""
     return 1 / (1 / mfu + (1 / RECOMPUTED - 1) / (MFU * (FP8 if ask.fp8 else 1.0)))
 
 
 def weight_traffic_bytes(ask: PlanRequest, layout: GpuLayout) -> float:
-    """Bytes that a GPU moves in a micro-batch: rounded weights, forward and backward, and gradients summed in fp32 (ZeRO §7.2.2's three times
-    the parameters, by dtype). Of routed experts, each group of ``layout.expert`` GPUs moves only its own."""
+    """Bytes that a GPU moves in a micro-batch. It gathers rounded weights, forward and backward, and sums gradients in fp32. (ZeRO §7.2.2 counts
+    three times the parameters; here each has the bytes of its dtype.) Of routed experts, each of ``layout.expert`` GPUs moves only its own."""
     if layout.shards <= 1:
         return 0.0
     routed = routed_parameters(ask.model)
@@ -281,7 +281,7 @@ def weight_traffic_bytes(ask: PlanRequest, layout: GpuLayout) -> float:
 
 
 def expert_traffic_bytes(ask: PlanRequest, layout: GpuLayout) -> float:
-    """Bytes that a GPU sends to experts of other nodes for each token: there and back, forward and backward, one row for each node."""
+    """Bytes that a GPU exchanges with experts on other nodes for each token: there and back, forward and backward, one row for each node."""
     experts = ask.model.experts
     if experts is None or layout.expert == 1:
         return 0.0
@@ -295,7 +295,7 @@ def expert_traffic_bytes(ask: PlanRequest, layout: GpuLayout) -> float:
 
 
 def estimate_time_and_cost(ask: PlanRequest, layout: GpuLayout, sequences: int) -> PlannedTimeAndCost:
-    """Steps, time and money: FLOPs (PaLM, arXiv 2204.02311 appendix B) divided by the reached rate, or the network's time if that is larger."""
+    """The steps, time and cost of a run. The time is FLOPs (PaLM, arXiv 2204.02311 appendix B) / expected rate, or the network's time if larger."""
     model = ask.model
     mfu = estimate_mfu(ask)
     if ask.mfu is None and layout.recompute == "block":

@@ -1,6 +1,6 @@
-"""Sizes of a model: its shape from a parameter count, and the memory of one GPU by part.
+"""Sizes of a model: its shape for a number of parameters, and the memory of one GPU by part.
 
-Arithmetic only (no torch), for ``trainer.contract.plan.run_plan`` and ``factory plan``. Bytes are bytes, GB are 10^9 of them.
+The module is arithmetic only (no torch). ``trainer.contract.plan.run_plan`` and ``factory plan`` use it. A GB is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ZERO = "ZeRO, arXiv 1910.02054"
 
 @dataclass(frozen=True)
 class GpuLayout:
-    """The division of a model's training among GPUs: ``parallel`` and ``batch.micro_sequences`` of a recipe."""
+    """How GPUs divide the training of a model: the keys ``parallel`` and ``batch.micro_sequences`` of a recipe."""
 
     gpus: int
     tensor: int = 1
@@ -37,7 +37,7 @@ class GpuLayout:
 
     @property
     def data(self) -> int:
-        """GPUs that split the batch."""
+        """Number of GPUs that split the batch."""
         return self.gpus // self.tensor
 
     @property
@@ -47,7 +47,7 @@ class GpuLayout:
 
     @property
     def shards(self) -> int:
-        """GPUs that split one copy of the weights, not counting those that split each matrix."""
+        """Number of FSDP shards of one copy of the weights. Tensor-parallel GPUs, which split each matrix, do not count."""
         return self.data // self.replicas
 
 
@@ -62,10 +62,10 @@ class MemoryPart:
 
 
 def model_shape_of(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
-    """The dense model of nearly that many parameters: Llama 3's proportions (arXiv 2407.21783 Table 3).
+    """A dense model with about ``parameters`` parameters and Llama 3's proportions (arXiv 2407.21783 Table 3).
 
-    Width / layers is kept near 128; how near matters little (Kaplan et al., arXiv 2001.08361 §3.1: a few per cent of loss
-    over a factor of forty). Raises: RecipeError if the embedding alone is too large.
+    Width / layers is kept near 128. The exact ratio matters little (Kaplan et al., arXiv 2001.08361 §3.1: a few per cent of loss
+    over a factor of forty). Raises: RecipeError if the embedding leaves too few parameters for two layers.
     """
 
     def with_layers(d_model: int, layers: int) -> ModelRecipe:
@@ -106,7 +106,7 @@ def model_shape_of(parameters: float, vocab_size: int, context: int) -> ModelRec
 
 
 def block_parameters(model: ModelRecipe, expert: int = 1) -> int:
-    """Parameters of the largest layer that one GPU gathers; of its routed experts, one in ``expert``."""
+    """Number of parameters of the largest layer, as one GPU gathers it: of the routed experts, one in ``expert``."""
     attention = model.attention_parameters
     dense = 3 * model.d_model * model.d_ff
     if model.experts is None:
@@ -125,12 +125,12 @@ def routed_parameters(model: ModelRecipe) -> int:
 
 
 def activation_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> float:
-    """Elements a token that ``layer`` keeps for its backward pass, on one GPU of ``tensor``.
+    """Elements that ``layer`` keeps for each token until its backward pass, on one of ``tensor`` GPUs that split the layer.
 
-    The count of Korthikanti et al. (arXiv 2205.05198 §4.1) for this block: RMSNorm, GQA with rotated and normalised q and
-    k, flash attention (the scores are never kept), SwiGLU, no dropout. As in its §4.2.2, ``tensor`` splits the inputs of both norms (each GPU
-    has a part of the sequence) and all tensors between the matrix products. The two normalised inputs, which are gathered for the products,
-    stay whole, because torch keeps them (Megatron gathers them again).
+    They are counted as in Korthikanti et al. (arXiv 2205.05198 §4.1), for a block with RMSNorm, GQA with rotated and normalised q and k, flash
+    attention (the scores are never kept), SwiGLU and no dropout. As in §4.2.2, ``tensor`` divides the inputs of both norms (each GPU has a part
+    of the sequence) and all tensors between the matrix products. The two normalised inputs are gathered for the products and count whole,
+    because torch keeps them (Megatron gathers them again).
     """
     D, H, G, K = model.d_model, model.heads, model.kv_heads, model.head_dim
     attention = (H + 2 * G) * K + (H + G) * K + H * K  # qkv, rotated q and k, output
@@ -144,13 +144,13 @@ def activation_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> floa
 
 
 def layer_kinds(model: ModelRecipe) -> list[tuple[int, int]]:
-    """(number of layers, index of one) for each kind of layer."""
+    """(number of layers, index of one of them) for each kind of layer, dense and with experts."""
     dense = model.layers if model.experts is None else model.experts.dense_layers
     return [(n, layer) for n, layer in ((dense, 0), (model.layers - dense, model.layers - 1)) if n]
 
 
 def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> MemoryPart:
-    """The memory that the forward pass keeps for the backward pass of one micro-batch."""
+    """The memory of the activations of one micro-batch, which the forward pass keeps for the backward pass."""
     tokens = layout.micro_sequences * model.context
     kept = [(n, activation_elements(model, layer, layout.tensor)) for n, layer in layer_kinds(model)]
     if layout.recompute == "block":
@@ -158,8 +158,8 @@ def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> Mem
         elements = model.layers * model.d_model / layout.tensor + most
         how: str = Message(
             "plan.kept_recomputed",
-            "{layers} layers × an input of {width:,} / {tensor} (tensor parallel), plus {layer:,.0f} elements of one "
-            "whole layer",
+            "{layers} layers × {width:,} elements of input / {tensor} (tensor parallel) + {layer:,.0f} elements of "
+            "one whole layer",
             layers=model.layers,
             width=model.d_model,
             tensor=layout.tensor,
@@ -181,7 +181,7 @@ def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> Mem
         ),
         Message(
             "plan.activations_source",
-            "{source}, counted for this block (trainer.contract.plan.sizing.activation_elements)",
+            "the count of {source}, applied to this model's blocks (trainer.contract.plan.sizing.activation_elements)",
             source=KORTHIKANTI,
         ),
     )
@@ -196,9 +196,9 @@ def memory_parts(
     itemsize: int = 2,
     logit_rows: int | None = 1024,
 ) -> list[MemoryPart]:
-    """Memory of one GPU that has ``memory`` bytes, by part.
+    """The parts of the memory that training needs on one GPU. ``memory``: bytes of the GPU, of which a share is reserved.
 
-    ``itemsize``: bytes of an element of the forward pass (2 for bf16). ``logit_rows``: tokens whose logits exist at one time
+    ``itemsize``: bytes of an element of the forward pass (2 for bf16). ``logit_rows``: number of tokens whose logits exist at one time
     (``kernels.linear_cross_entropy``); None: all tokens of the micro-batch.
     """
     P, t = model.parameters, layout.tensor
@@ -238,7 +238,7 @@ def memory_parts(
             if itemsize < 4
             else Message("plan.no_copies", "none: the computation is in fp32")
         )
-        what = Message("plan.autograd_copies", "rounded weights of the forward pass, which autograd keeps")
+        what = Message("plan.autograd_copies", "autograd keeps the rounded weights of the forward pass")
     rows = tokens if logit_rows is None else min(logit_rows, tokens)
     logits = LOGIT_BYTES * rows * model.vocab_size / t + 10 * head + 6 * tokens * model.d_model
     return [
@@ -273,7 +273,7 @@ def memory_parts(
             Message(
                 "plan.logits",
                 "{logit_bytes} bytes × {rows:,} rows × {vocab:,} logits / {tensor} (tensor parallel) + 10 bytes × "
-                "{head:,} of the embedding's gradients + 6 bytes × {tokens:,} tokens × {width:,}",
+                "{head:,} gradients of the embedding + 6 bytes × {tokens:,} tokens × {width:,} (width)",
                 logit_bytes=LOGIT_BYTES,
                 rows=rows,
                 vocab=model.vocab_size,

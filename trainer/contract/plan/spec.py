@@ -16,7 +16,7 @@ from trainer.contract.strict import Strict, not_json, parse
 
 
 class SegmentSpec(Strict):
-    """Contiguous steps under one recipe, one data plan and one code commit."""
+    """A segment: contiguous steps with one recipe, one data plan and one code commit."""
 
     kind: Literal["trunk", "anneal"]
     recipe: Recipe

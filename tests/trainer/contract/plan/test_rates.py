@@ -1,4 +1,4 @@
-"""How a rate is measured, and what a data sheet says; by the clock nothing is asserted."""
+"""How rates are measured, and which rate a data sheet has. No test asserts a measured time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_fp32_has_the_peak_outside_of_tensor_cores_unless_tf32_is_on(monkeypatch
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
-def test_a_measurement_on_a_gpu_ends_with_a_run_that_is_long_enough_and_warmed_up() -> None:
+def test_a_gpu_measurement_doubles_the_calls_until_they_take_long_enough() -> None:
     asked = []
 
     def seconds_of(count: int) -> float:
@@ -58,13 +58,13 @@ def test_a_copy_moves_as_many_bytes_as_are_counted(monkeypatch: pytest.MonkeyPat
     assert [source.nbytes for source in made] == [rates.CPU_BYTES]
 
 
-def test_the_products_matrices_fit_into_free_memory() -> None:
+def test_the_matrices_of_a_timed_product_fit_into_free_memory() -> None:
     for free in (1 << 26, 1 << 28, 1 << 30, 1 << 33):
         size = rates.matrix_size_for(free, 4)
         assert size == rates.LEAST_GPU_SIZE or 12 * size**2 <= free / 2 < 12 * (2 * size) ** 2 or size == 8192
 
 
-def test_on_a_cpu_sizes_share_the_time_and_long_products_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_measurement_times_all_sizes_equally_and_skips_long_products(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[int] = Counter()
     now, rate = [0], 1e11
 
@@ -85,7 +85,7 @@ def test_on_a_cpu_sizes_share_the_time_and_long_products_are_left_out(monkeypatc
     assert max(spent.values()) < 1.2 * min(spent.values())
 
 
-def test_a_cpus_rates_are_of_this_machine_and_leave_its_threads_and_random_numbers(
+def test_measuring_a_cpus_rates_keeps_the_thread_count_and_the_random_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rates, "CPU_SECONDS", 0.01)

@@ -1,4 +1,4 @@
-"""Plans against published runs, and the search against trying everything."""
+"""Compares plans with published runs, and the search for a layout with trying all layouts."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def gpu_hours(name: str, tokens: float, gpu: str, mfu: float | None = None) -> f
     ("name", "hours", "within"),
     [("Llama 2 7B", 184_320, 0.04), ("Llama 2 13B", 368_640, 0.01), ("Llama 2 70B", 1_720_320, 0.11)],
 )
-def test_gpu_hours_of_llama_2_at_the_default_mfu(name: str, hours: float, within: float) -> None:
+def test_planned_gpu_hours_at_the_default_mfu_are_those_of_llama_2(name: str, hours: float, within: float) -> None:
     """2 T tokens on A100-80GB (arXiv 2307.09288 Table 2)."""
     assert gpu_hours(name, 2e12, "a100", mfu=MFU) == pytest.approx(hours, rel=within)
 
 
-def test_gpu_hours_of_llama_3_at_its_mfu() -> None:
+def test_planned_gpu_hours_at_the_published_mfu_are_those_of_llama_3() -> None:
     """405B: 30.84 M H100 hours (its model card), restarts and long context among them; 15.6 T tokens at 38–43 % (§3.3.2)."""
     assert gpu_hours("Llama 3 405B", 15.6e12, "h100", mfu=0.38) == pytest.approx(30.84e6, rel=0.06)
 
 
-def test_flops_of_llama_3() -> None:
+def test_planned_flops_are_those_of_llama_3() -> None:
     """'3.8 × 10^25 FLOPs' on 15.6 T tokens (arXiv 2407.21783 §1): 6 N D, which leaves attention out."""
     model = model_of("Llama 3 405B")
     assert 15.6e12 * model.flops_per_token() == pytest.approx(3.8e25, rel=0.04)
@@ -63,14 +63,14 @@ def test_flops_of_llama_3() -> None:
     assert 15.6e12 * (model.flops_per_token() - attention) == pytest.approx(3.8e25, rel=0.01)
 
 
-def test_throughput_of_llama_3() -> None:
+def test_planned_throughput_is_that_of_llama_3() -> None:
     """43 % on 8,192 H100 is 430 TFLOP/s each (arXiv 2407.21783 Table 4)."""
     ask = PlanRequest(model_of("Llama 3 405B"), 15.6e12, 8192, GPUS["h100"], mfu=0.43)
     effort = estimate_time_and_cost(ask, GpuLayout(8192, 8), 2048)
     assert effort.tokens_per_second * ask.model.flops_per_token() / 8192 == pytest.approx(430e12, rel=0.02)
 
 
-def test_throughput_of_palm() -> None:
+def test_planned_throughput_is_that_of_palm() -> None:
     """540B on 6,144 TPU v4 at 46.2 % (45.7 % without attention): 238.3 K tokens/s (arXiv 2204.02311 §4.1, appendix B)."""
     palm = model_of("PaLM 540B")
     tpu = Gpu(275e12, 32 * GB, "TPU v4")
@@ -91,7 +91,7 @@ def test_throughput_of_palm() -> None:
         (25600, 160, 128, 512, 512, 71.49, 0.563),
     ],
 )
-def test_iteration_times_of_megatron(
+def test_planned_iteration_times_are_those_of_megatron(
     hidden: int, heads: int, layers: int, gpus: int, batch: int, seconds: float, mfu: float
 ) -> None:
     """arXiv 2205.05198 Tables 3 and 5, §6.3: s 2048, v 51200, A100. Their MFU counts the masked half of attention."""
@@ -104,7 +104,7 @@ def test_iteration_times_of_megatron(
     assert effort.steps == 1 and effort.days * 86400 == pytest.approx(seconds, rel=0.035)
 
 
-def test_recomputing_costs_the_measured_time() -> None:
+def test_recomputed_blocks_cost_the_time_that_was_measured_for_megatron() -> None:
     """+39 % of a layer's time for 22B, +36 % for 530B and 1T (arXiv 2205.05198 Table 4, §6.2), 33 % by FLOPs."""
     times = 1 / RECOMPUTED
     assert times == pytest.approx(4 / 3) and times == pytest.approx(1.36, rel=0.03)
@@ -115,19 +115,21 @@ def test_recomputing_costs_the_measured_time() -> None:
     [(shape(102_400, 4096, 30, 32, 32, 10_923), 2304, 4.2e-4), (shape(102_400, 8192, 95, 64, 8, 21_845), 4608, 3.2e-4)],
     ids=["7B", "67B"],
 )
-def test_rules_give_deepseeks_batch_and_rate(model: ModelRecipe, sequences: int, lr: float) -> None:
+def test_deepseeks_rules_give_the_batch_and_rate_of_deepseeks_models(
+    model: ModelRecipe, sequences: int, lr: float
+) -> None:
     """2 T tokens, context 4096 (arXiv 2401.02954 Table 2)."""
     assert deepseek_rule_batch(model, 2e12) == pytest.approx(sequences * 4096, rel=0.06)
     assert deepseek_rule_lr(model, 2e12) == pytest.approx(lr, rel=0.02)
 
 
-def test_cost_of_deepseek_v3() -> None:
+def test_planned_cost_is_that_of_deepseek_v3() -> None:
     """2.788 M H800 hours at $2 are $5.576 M (arXiv 2412.19437 Table 1)."""
     effort = plan_run(EIGHT_BILLION).effort
     assert effort.cost / effort.gpu_hours * 2.788e6 == pytest.approx(5.576e6)
 
 
-def test_models_that_torchtitan_trained_fit() -> None:
+def test_a_model_that_torchtitan_trained_fits_in_its_layout() -> None:
     """Llama 3 70B with FSDP2 alone, whole blocks recomputed, 64 A100-80GB, 8192 tokens (docs/performance.md)."""
     ask = PlanRequest(model_of("Llama 3 70B"), 15e12, 64, GPUS["a100"], logit_rows=None)
     found = plan_run(ask)
@@ -135,7 +137,7 @@ def test_models_that_torchtitan_trained_fit() -> None:
 
 
 # -- the search ----------------------------------------------------------------------------------------------------------
-def test_the_example() -> None:
+def test_a_plan_of_8b_parameters_on_32_gpus_needs_no_tensor_parallelism() -> None:
     found = plan_run(EIGHT_BILLION)
     assert (found.layout.tensor, found.layout.data, found.layout.recompute) == (1, 32, "none")
     assert found.effort.mfu == MFU_NODES and 20 < found.effort.days < 30
@@ -156,7 +158,7 @@ def test_blocks_are_recomputed_before_tensors_are_split() -> None:
     assert plan_run(long).layout.tensor > 1, "a row that fits on no GPU is split"
 
 
-def test_many_gpus_split_rows_rather_than_outgrow_the_batch() -> None:
+def test_a_plan_for_many_gpus_splits_tensors_to_keep_the_batch_small() -> None:
     found = plan_run(replace(EIGHT_BILLION, gpus=4096))
     assert found.layout.tensor > 1 and found.effort.tokens_per_step < 2.5 * deepseek_rule_batch(found.ask.model, 300e9)
 
@@ -178,7 +180,7 @@ def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_fits() -> None:
     rows=st.sampled_from([None, 1024]),
 )
 @settings(deadline=None, max_examples=40)
-def test_the_layout_is_the_first_that_fits(
+def test_a_plan_has_the_largest_micro_batch_and_the_least_recomputation_that_fit(
     parameters: float, gpus: int, memory: float, context: int, rows: int | None
 ) -> None:
     gpu = replace(GPUS["h100"], memory=memory * GB)
@@ -202,7 +204,7 @@ def test_the_layout_is_the_first_that_fits(
 
 @given(sequences=st.integers(1, 200), warm=st.integers(1, 200), gpus=st.integers(1, 64))
 @settings(deadline=None, max_examples=40)
-def test_a_recipes_batch_is_kept_and_divided(sequences: int, warm: int, gpus: int) -> None:
+def test_a_plan_keeps_the_recipes_batch_and_divides_it_among_ranks(sequences: int, warm: int, gpus: int) -> None:
     batch = BatchRecipe(sequences=sequences, warmup=[WarmupBatch(until_step=5, sequences=warm)])
     ask = PlanRequest(model_shape_of(1e9, 128_256, 512), 2e10, gpus, GPUS["h100"], batch=batch)
     try:
@@ -221,7 +223,7 @@ def test_a_recipes_batch_is_kept_and_divided(sequences: int, warm: int, gpus: in
 MIXTURE = model_of("Qwen3-30B-A3B")
 
 
-def test_a_mixture_whose_experts_are_all_gathered_waits_for_the_network() -> None:
+def test_gathering_all_experts_makes_a_mixture_wait_for_the_network() -> None:
     """30.5 B weights move for 3 B that compute: 8 bytes each, 50 GB/s, 4096 tokens a GPU."""
     ask = PlanRequest(MIXTURE, 1e12, 16, GPUS["h100"])
     effort = estimate_time_and_cost(ask, GpuLayout(16), 256)
@@ -243,7 +245,7 @@ def test_a_measured_mfu_includes_waiting_times() -> None:
     )
 
 
-def test_one_node_gathers_over_its_links() -> None:
+def test_gpus_of_one_node_gather_weights_over_nvlink() -> None:
     one, two = (
         estimate_time_and_cost(PlanRequest(MIXTURE, 1e12, gpus, GPUS["h100"]), GpuLayout(gpus), 16) for gpus in (8, 16)
     )
@@ -251,7 +253,7 @@ def test_one_node_gathers_over_its_links() -> None:
 
 
 # -- what it says --------------------------------------------------------------------------------------------------------
-def test_every_line_has_its_formula(tmp_path: Path) -> None:
+def test_every_line_of_a_plan_has_its_formula(tmp_path: Path) -> None:
     found = plan_run(EIGHT_BILLION)
     for line in report_lines(found):
         assert line.text and line.formula, line.name
@@ -265,7 +267,7 @@ def test_every_line_has_its_formula(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "word"), [(300e9, "1.9 times Chinchilla"), (40e9, "4.0 times as many")])
-def test_chinchilla_is_remarked_on(tokens: float, word: str) -> None:
+def test_a_plan_warns_if_its_tokens_are_far_from_chinchillas(tokens: float, word: str) -> None:
     assert word in plan_warnings(plan_run(replace(EIGHT_BILLION, tokens=tokens)))[0]
 
 

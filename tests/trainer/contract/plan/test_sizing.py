@@ -1,5 +1,5 @@
-"""Sizes against published ones: model cards, ZeRO's and Korthikanti's tables, torchtitan's measured peaks; and against
-what torch keeps for the backward pass of the real block."""
+"""Compares sizes with published ones (model cards, the tables of ZeRO and Korthikanti, torchtitan's measured peaks), and with what torch keeps for
+the backward pass of a real block."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def states(model: ModelRecipe, layout: GpuLayout) -> float:
 # -- shapes --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("published", MODELS, ids=lambda m: m.name)
 def test_parameters_are_those_of_the_model_card(published: Published) -> None:
-    """To the weight, where the card gives them so; to its digits elsewhere."""
+    """The counts are equal if the card has every digit. Otherwise they are equal to the digits of the card."""
     assert published.parameters_here == pytest.approx(published.parameters, rel=published.digits)
 
 
-def test_active_parameters_of_a_mixture() -> None:
-    """Of their cards: Qwen3-30B-A3B 3.3 B, with an output head of its own; GLM-4.5-Air 12 B."""
+def test_active_parameters_of_mixtures_are_those_of_the_model_cards() -> None:
+    """The cards say: Qwen3-30B-A3B 3.3 B, with an output head of its own; GLM-4.5-Air 12 B."""
     for name, active, untied in (("Qwen3-30B-A3B", 3.3e9, 1), ("GLM-4.5-Air", 12e9, 0)):
         model = model_of(name)
         here = model.matmul_parameters + untied * model.vocab_size * model.d_model
@@ -60,27 +60,27 @@ def test_active_parameters_of_a_mixture() -> None:
 @pytest.mark.parametrize(
     ("name", "layers", "d_model"), [("Llama 3 8B", 32, 4096), ("Llama 3 70B", 80, 8192), ("Llama 3 405B", 126, 16384)]
 )
-def test_shapes_are_near_llama_3s(name: str, layers: int, d_model: int) -> None:
+def test_shapes_for_llama_3s_parameter_counts_are_near_llama_3s(name: str, layers: int, d_model: int) -> None:
     found = model_shape_of(model_of(name).parameters, 128_256, 8192)
     assert found.d_model == pytest.approx(d_model, rel=0.13) and found.layers == pytest.approx(layers, rel=0.21)
 
 
 @given(st.floats(2e7, 1e12), st.sampled_from([512, 32_000, 128_256]))
 @settings(deadline=None, max_examples=60)
-def test_any_count_has_a_shape_near_it(parameters: float, vocab_size: int) -> None:
+def test_the_shape_for_any_parameter_count_has_about_that_many_parameters(parameters: float, vocab_size: int) -> None:
     found = model_shape_of(parameters, vocab_size, 4096)
     assert found.parameters == pytest.approx(parameters, rel=0.05)
     assert found.warnings() == [], "nothing that matrix units pad"
 
 
-def test_an_embedding_can_be_too_large() -> None:
+def test_a_parameter_count_too_small_for_the_embedding_is_refused() -> None:
     with refused("plan.too_few_parameters", RecipeError, parameters=3e6, vocab=128_256):
         model_shape_of(3e6, 128_256, 4096)
 
 
 # -- states --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("gpus", "gigabytes"), [(1, 120), (64, 1.9)])
-def test_states_are_zeros_figure_1(gpus: int, gigabytes: float) -> None:
+def test_bytes_of_states_are_those_of_figure_1_of_the_zero_paper(gpus: int, gigabytes: float) -> None:
     """7.5 B parameters, 64-way: 120 GB falls to 1.9 GB (arXiv 1910.02054 Fig. 1); 16 bytes a parameter, cut otherwise.
 
     ZeRO's 16 are 2 + 2 + 12; ours are 4 fp32 weights + 4 fp32 gradients + 8 moments, the bf16 copies counted apart.
@@ -89,14 +89,14 @@ def test_states_are_zeros_figure_1(gpus: int, gigabytes: float) -> None:
     assert states(model, GpuLayout(gpus)) * 7.5e9 / model.parameters / GB == pytest.approx(gigabytes, rel=0.02)
 
 
-def test_states_of_a_trillion_on_1024() -> None:
-    """'16TB divided by 1024 is 16GB' (arXiv 1910.02054 §1), however the GPUs share."""
+def test_states_of_a_trillion_parameters_on_1024_gpus_are_16_gb() -> None:
+    """'16TB divided by 1024 is 16GB' (arXiv 1910.02054 §1), for any layout of the GPUs."""
     model = model_shape_of(1e12, 32_000, 4096)
     for tensor in (1, 8):
         assert states(model, GpuLayout(1024, tensor)) / GB == pytest.approx(16, rel=0.05)
 
 
-def test_states_that_torchtitan_measured() -> None:
+def test_bytes_of_states_are_those_that_torchtitan_measured() -> None:
     """Llama 3.1 8B, FSDP2, local batch 2: 77.0 GiB on 8 H100, 62.0 on 128, compiled; 82.4 and 67.0 otherwise.
 
     benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: all else equal, the difference is the shards of states.
@@ -108,7 +108,7 @@ def test_states_that_torchtitan_measured() -> None:
     assert difference == pytest.approx(82.4 - 67.0, rel=0.10)
 
 
-def test_muon_keeps_one_moment_of_the_layers() -> None:
+def test_muon_needs_memory_for_one_moment_of_the_layers_matrices() -> None:
     model = model_of("Llama 3 8B")
     adamw, muon = (
         by_name(memory_parts(model, GpuLayout(1), 80 * GB, optimizer=o))["optimiser"] for o in ("adamw", "muon")
@@ -121,7 +121,7 @@ def test_muon_keeps_one_moment_of_the_layers() -> None:
 @pytest.mark.parametrize(
     ("hidden", "heads", "layers"), [(6144, 64, 48), (12288, 96, 96), (20480, 128, 105), (25600, 160, 128)]
 )
-def test_activations_are_korthikantis(hidden: int, heads: int, layers: int) -> None:
+def test_activation_bytes_follow_the_formulas_of_korthikanti(hidden: int, heads: int, layers: int) -> None:
     """34 s b h bytes a layer with the scores recomputed, 2 s b h with everything (arXiv 2205.05198 eq. 6, §5, Table 3).
 
     For a block as theirs (as many keys as queries, a SwiGLU as wide as their MLP has weights), ours has no dropout masks
@@ -187,13 +187,13 @@ def kept_by_torch(model: ModelRecipe, tokens: int) -> int:
 
 
 def test_activations_equal_those_that_a_real_block_keeps() -> None:
-    """With kernels that keep what flash attention and the fused norms keep, a layer more keeps exactly the count more."""
+    """Kernels stand in that keep what flash attention and the fused norms keep. A further layer then keeps exactly the counted elements."""
     shape = {"vocab_size": 64, "d_model": 48, "heads": 6, "kv_heads": 2, "head_dim": 8, "d_ff": 112, "context": 16}
     two, three = (ModelRecipe(**shape, layers=layers) for layers in (2, 3))  # type: ignore[arg-type]
     assert kept_by_torch(three, 16) - kept_by_torch(two, 16) == 16 * activation_elements(two, 0)
 
 
-def test_memory_that_torchtitan_measured() -> None:
+def test_planned_memory_is_that_measured_by_torchtitan() -> None:
     """Llama 3.1 70B, FSDP2 32 × TP 8, local batch 16, whole blocks recomputed: 71.9 GiB (table 4 of the same file).
 
     Their logits are whole and split by TP; that float8 products change no stored size, and that what their allocator
@@ -206,7 +206,7 @@ def test_memory_that_torchtitan_measured() -> None:
     assert theirs / GIB == pytest.approx(71.9, rel=0.05)
 
 
-def test_torchtitans_measurements_lie_between_none_and_all_recomputed() -> None:
+def test_torchtitans_memory_lies_between_that_of_full_and_no_recomputation() -> None:
     """Table 3, compiled: 62.0 GiB on 128 GPUs with every second product recomputed."""
     model = model_of("Llama 3 8B")
     all_of_it, none = (
@@ -216,7 +216,7 @@ def test_torchtitans_measurements_lie_between_none_and_all_recomputed() -> None:
     assert all_of_it < 62.0 < none
 
 
-def test_experts_keep_each_routed_copy() -> None:
+def test_activations_of_experts_include_each_routed_copy_of_a_token() -> None:
     """By hand, for one layer: 2 norms' inputs and outputs, attention, and 3 d_ff of 2 + 1 experts with 2 copies twice."""
     model = model_of("GLM-4.5-Air").model_copy(update={"d_model": 64, "heads": 4, "kv_heads": 2, "head_dim": 16})
     assert model.experts is not None
