@@ -50,7 +50,10 @@ class TokenBytes:
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                "token_bytes.other_tokenizer", "{file} is not a byte-level BPE: {reason}", file=path, reason=repr(error)
+                "token_bytes.other_tokenizer",
+                "{file} is not the file of a byte-level BPE tokenizer: {reason}",
+                file=path,
+                reason=repr(error),
             ) from error
         return cls(pieces, special)
 

@@ -172,7 +172,7 @@ def _run(stage: Stage, name: str, case: PatchCase[Any]) -> StageResult:
     except Exception as error:
         reason = Message(
             "gates.stage_error",
-            "The stage {stage} ended with an error: {kind}: {error}",
+            "The stage {stage} ended with the error {kind}: {error}",
             stage=name, kind=type(error).__name__, error=error,
         )  # fmt: skip
         return StageResult(missing_evidence(reason, log=traceback.format_exc()))

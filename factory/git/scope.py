@@ -44,7 +44,7 @@ def find_name_problems(path: str, existing: Collection[str], left: Collection[st
             if other.casefold() != place.casefold() and (there := folded.get(other.casefold())):
                 yield Message(
                     "scope.same_module",
-                    "Python cannot distinguish {place} from {other}: choose another name",
+                    "Python cannot distinguish {place} from {other}, so choose another name",
                     place=_shown(place),
                     other=_shown(there),
                 )
@@ -53,19 +53,19 @@ def find_name_problems(path: str, existing: Collection[str], left: Collection[st
         if not name.isidentifier() or keyword.iskeyword(name):
             yield Message(
                 "scope.not_importable",
-                "{name!r} is not a name that Python can import: use letters, digits and '_'",
+                "Python cannot import a module with the name {name!r}, so use only letters, digits and '_'",
                 name=_escaped(name),
             )
         if name.startswith("__") and name.endswith("__") and name != SPECIAL:
             yield Message(
                 "scope.special_name",
-                "{name!r} has a special meaning in Python: choose another name",
+                "{name!r} has a special meaning in Python, so choose another name",
                 name=_escaped(name),
             )
         if name.casefold() in list_importable_modules() and not _usual(parts[:count], existing):
             yield Message(
                 "scope.shadowed_module",
-                "{name!r} could hide a module of Python or of an installed package: choose another name",
+                "{name!r} could hide a module of Python or of an installed package, so choose another name",
                 name=_escaped(name),
             )
 
@@ -273,7 +273,7 @@ def _one(policy: AgentsPolicy, change: FileChange) -> Iterable[Message]:
     if not policy.is_readable(change.path):
         yield Message(
             "scope.not_patchable",
-            "this file is out of scope: patches may change {scope}",
+            "patches may not change this file, but only {scope}",
             scope=[rule.paths for rule in policy.scope],
         )
     if change.mode not in ("100644", "100755") or (change.old_mode or "100644") not in ("100644", "100755"):
@@ -303,13 +303,11 @@ def _name_problems(path: str) -> Iterable[Message]:
         if part.endswith(".") or part.split(".")[0].casefold() in DEVICE_NAMES:
             yield Message(
                 "scope.device_name",
-                "{name!r} has a special meaning on some file systems: choose another name",
+                "{name!r} has a special meaning on some file systems, so choose another name",
                 name=_escaped(part),
             )
     if any(part.casefold().partition(".")[0] in LOADED_BY_NAME for part in parts):
-        yield Message(
-            "scope.loaded_by_name", "Python tools load a file with this name without being asked: choose another name"
-        )
+        yield Message("scope.loaded_by_name", "Python tools load any file with this name, so choose another name")
 
 
 def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[Message]:

@@ -209,7 +209,7 @@ def _hold_out(
         if one.number in refused:
             row.detail = Message(
                 "ingest.not_held_out",
-                "the document is not held out, because it shares words with the training document {key}",
+                "the document cannot be held out, because it shares words with the training document {key}",
                 key=refused[one.number],
             )
         if as_one := held.get(one.number):

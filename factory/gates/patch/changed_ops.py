@@ -51,13 +51,13 @@ def find_unknown_ops(text: bytes | None) -> list[Message]:
     """A message for each name in kernels.yaml that is not an op. A value that is not a map is refused when the file is loaded.
 
     >>> find_unknown_ops(b"cpu: {swigul: reference}")
-    ["policies/kernels.yaml: cpu: no op has the name 'swigul'; did you mean 'swiglu'?"]
+    ["policies/kernels.yaml: the section 'cpu' names 'swigul', which is not an op; did you mean 'swiglu'?"]
     """
     wrong = [(device, op) for device in UNTUNED for op in device_section(text, device) if op not in EVERY_OP]
     return [
         Message(
             "patch.unknown_op",
-            "{file}: {device}: no op has the name {op!r}{hint}",
+            "{file}: the section {device!r} names {op!r}, which is not an op{hint}",
             file=KERNELS, device=device, op=op, hint=suggest_name(op, EVERY_OP),
         )
         for device, op in wrong

@@ -47,7 +47,7 @@ def find_checkpoint_difference(
     """
     assert candidate is not None and baseline is not None
     if lost := sorted(baseline.state.keys() - candidate.state.keys()):
-        return Message("patch.state_lacks", "the candidate's state.json lacks {keys}", keys=lost)
+        return Message("patch.state_lacks", "the candidate's state.json lacks the keys {keys}", keys=lost)
     if other := [key for key in EQUAL if candidate.state.get(key) != baseline.state.get(key)]:
         return _different_state(other)
     for key in ROUNDED_STATE_KEYS:
@@ -62,18 +62,20 @@ def find_checkpoint_difference(
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
             return Message(
                 "patch.optimiser_shape",
-                "the optimiser's {tensor} is missing, or has another shape or dtype than the baseline's",
+                "the optimiser's tensor {tensor} is missing, or has another shape or dtype than the baseline's",
                 tensor=name,
             )
         if name.startswith("step.") and not torch.equal(found, tensor):
-            return Message("patch.optimiser_step", "the optimiser's {tensor} differs from the baseline's", tensor=name)
+            return Message(
+                "patch.optimiser_step", "the optimiser's tensor {tensor} differs from the baseline's", tensor=name
+            )
     for kind, square in sorted(squared_moment_distances(candidate, baseline).items()):
         off = relative_size(square, away.get(kind, 0.0)) ** 0.5
         if off > max_drift:
             return Message(
                 "patch.optimiser_apart",
-                "the optimiser's {kind} differs from the baseline's by {share:.2g} of the change that skipped steps cause; at most {most:g} is "
-                "allowed",
+                "the optimiser's {kind} differs from the baseline's by {share:.2g} times the change that skipped steps cause; at most {most:g} times "
+                "is allowed",
                 kind=kind, share=off, most=max_drift,
             )  # fmt: skip
     return None
@@ -81,7 +83,9 @@ def find_checkpoint_difference(
 
 def _different_state(keys: list[str]) -> Message:
     return Message(
-        "patch.state_differs", "state.json has other values of {keys} than the baseline's state.json", keys=keys
+        "patch.state_differs",
+        "the candidate's state.json and the baseline's state.json have different values of {keys}",
+        keys=keys,
     )
 
 

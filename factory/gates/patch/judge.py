@@ -116,7 +116,7 @@ def judge_measurement(
     times = Message(
         "patch.wall_gain",
         "By the wall clock, the candidate's step is {ratio:.3f}× as fast as the baseline's (lower bound {lower:.3f}×, noise floor "
-        "{noise:.3f}×). The candidate's weights are {drift:.3f} away from the baseline's, as a share of how far training moved them.",
+        "{noise:.3f}×). The distance of the candidate's weights from the baseline's is {drift:.3f} of the distance that training moved them.",
         ratio=result.ratio, lower=result.lower, noise=result.noise, drift=drift,
     )  # fmt: skip
     needed = max(policy.min_gain, result.noise)
@@ -210,7 +210,7 @@ def _judge_noisy(
         return Verdict(PROMOTE, (decided, *by_cpu_time, times))
     held = Message(
         "patch.held_by_noise",
-        "{noisy} The factory measured {measurements} of at most {tries} times. Close other programs and judge the patch again, or raise "
+        "{noisy} The factory made {measurements} of at most {tries} measurements. Close other programs and judge the patch again, or raise "
         "training.steps (now {steps}) or training.pairs (now {pairs}) in policies/gates/patch.yaml.",
         noisy=noisy, measurements=measurements, tries=policy.tries, steps=policy.steps, pairs=policy.pairs,
     )  # fmt: skip
@@ -230,8 +230,9 @@ def training_difference_message(policy: TrainingPolicy, found: Mapping[str, Any]
     steps, drift, control = found.get("steps", policy.steps), found["drift"], found["control_drift"]
     return Message(
         "patch.training_differs",
-        "The training results differ: after {steps} steps the candidate's weights are {drift:.3f} away from the baseline's, as a share of how far "
-        "training moved them. At most {allowed:.3f} is allowed, which is {share:g} of the effect of skipping {skipped} of {steps} steps.",
+        "The training results differ: after {steps} steps, the distance of the candidate's weights from the baseline's is {drift:.3f} of the "
+        "distance that training moved them. At most {allowed:.3f} is allowed, which is {share:g} of the effect of skipping {skipped} of {steps} "
+        "steps.",
         steps=steps, drift=drift, allowed=policy.max_drift * control, share=policy.max_drift, skipped=policy.steps_worth_min_gain(steps),
     )  # fmt: skip
 
@@ -253,8 +254,8 @@ def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: 
     if drift > policy.max_drift * control:
         away = Message(
             "patch.long_differs",
-            "The training results differ: after {steps} steps the candidate's weights are {drift:.3f} away from the baseline's, as a share of "
-            "how far training moved them. At most {allowed:.3f} is allowed.",
+            "The training results differ: after {steps} steps, the distance of the candidate's weights from the baseline's is {drift:.3f} of "
+            "the distance that training moved them. At most {allowed:.3f} is allowed.",
             steps=steps, drift=drift, allowed=policy.max_drift * control,
         )  # fmt: skip
         return Verdict(REJECT, (away, times))
@@ -271,14 +272,14 @@ def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: 
     if ratio <= needed:
         doubt = Message(
             "patch.quicker_start",
-            "Over {steps} steps the gain is {ratio:.3f}×, but a quicker start without quicker steps could cause {needed:.3f}×. To time longer "
-            "runs, raise training.long in policies/gates/patch.yaml.",
+            "Over {steps} steps the gain is {ratio:.3f}×, but a quicker start without quicker steps could cause a gain of {needed:.3f}×. To time "
+            "longer runs, raise training.long in policies/gates/patch.yaml.",
             steps=steps, ratio=ratio, needed=needed,
         )  # fmt: skip
         return Verdict(HOLD, (doubt, times))
     long_gain = Message(
         "patch.long_gain",
-        "Over {steps} steps the gain is {ratio:.3f}×. A quicker start without quicker steps could cause at most {needed:.3f}×.",
+        "Over {steps} steps the gain is {ratio:.3f}×. A quicker start without quicker steps could cause a gain of at most {needed:.3f}×.",
         steps=steps, ratio=ratio, needed=needed,
     )  # fmt: skip
     return Verdict(PROMOTE, (times, long_gain))
@@ -327,7 +328,9 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
             )  # fmt: skip
     if unshown:
         return Verdict(HOLD, (*unshown, *verdict.reasons))
-    shown = Message("patch.worst_domain", "The worst domain of the held-out documents: {change}.", change=worst[1])
+    shown = Message(
+        "patch.worst_domain", "On held-out documents, the domain with the worst change is {change}.", change=worst[1]
+    )
     return Verdict(verdict.outcome, (*verdict.reasons, shown))
 
 

@@ -82,7 +82,7 @@ class OpAnswers:
                     broken = True
                     break
                 wrong, share = (
-                    [Message("patch.no_answer", "the op's answer cannot be read: {error}", error=error.message)],
+                    [Message("patch.no_answer", "the results of the op cannot be read: {error}", error=error.message)],
                     math.inf,
                 )
             if wrong and wrong[0].code == RAISED_CODE and self.jobs[number].get("optional"):
@@ -229,7 +229,11 @@ def find_errors(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[Me
         mine, theirs = found.get(name), eager[name]
         if mine is None or mine.shape != truth.shape or mine.dtype != theirs.dtype:
             problems.append(
-                Message("patch.op_shape", "{result} has another shape or dtype than the reference", result=name)
+                Message(
+                    "patch.op_shape",
+                    "{result} is missing, or has another shape or dtype than the reference's",
+                    result=name,
+                )
             )
             continue
         where = theirs.isfinite() & truth.isfinite()
@@ -354,7 +358,7 @@ def _test_differs(given: Path, inputs: int, truth: int, number: int, again: int)
         return [
             Message(
                 "patch.test_model",
-                "the patch changes the op's cost model, or changes which inputs get gradients, are written in place or are overwritten",
+                "the patch changes the op's cost model, or the choice of inputs that get gradients or that the op may overwrite",
             )
         ]
     mine = read_tensors(inputs, (f"given-{again}.safetensors",), tensors.stat().st_size + spare)

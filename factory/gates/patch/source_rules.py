@@ -188,7 +188,7 @@ def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]
             yield line, Message("patch.own_tensor", "the code defines its own tensor class")
         elif isinstance(node, ast.Call):
             if _dotted(node.func) == "type" and len(node.args) > 1:
-                yield line, Message("patch.class_by_call", "the code makes a class by a call of type()")
+                yield line, Message("patch.class_by_call", "the code makes a class by calling type()")
             yield from ((line, what) for what in _by_name(node, modules))
 
 

@@ -106,8 +106,8 @@ def gain_of_quick_start(overhead: float, steps_alone: float, steps: int) -> floa
 def _too_short(policy: TrainingPolicy, overhead: float) -> Message:
     return Message(
         "patch.too_short",
-        "the overhead of a run ({overhead:.2f} s) varies by more than the time of {steps} steps. Raise training.steps in policies/gates/patch.yaml, "
-        "or close other programs and judge the patch again",
+        "a run of {steps} steps took no longer than the overhead of a run ({overhead:.2f} s), so the time of a step is not known. Raise "
+        "training.steps in policies/gates/patch.yaml, or close other programs and judge the patch again",
         steps=policy.steps, overhead=overhead,
     )  # fmt: skip
 

@@ -134,7 +134,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
                     failed_evidence(
                         Message(
                             "recipe.key_is_set",
-                            "The gate's own runs set the changed key, so the change has no effect in them.",
+                            "The gate's runs set the changed key to a value of their own, so they cannot show the effect of the change.",
                         )
                     )
                 )

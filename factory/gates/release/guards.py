@@ -102,7 +102,9 @@ def compute_guard_floors(
         gone = finite_number(evidence.lost.get(name))
         if gone is None or gone < 0:
             missing.append(
-                make_reason("release.lost_unknown", "{guard}: the loss of earlier releases is not known.", guard=name)
+                make_reason(
+                    "release.lost_unknown", "{guard}: the loss since the best release is not known.", guard=name
+                )
             )
             gone = margin
         lost[name] = gone

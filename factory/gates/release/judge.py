@@ -204,8 +204,9 @@ def _few_documents(domain: str, count: float, least: int) -> Reason:
             domain=domain, documents=count, least=least, remedy=Message(
             "release.remedy_few_documents",
             "hold out {more:.0f|more document|more documents} of {domain}. Ingest holds out a part of new shards with such documents: 'factory "
-            "ingest PATH' (held_out.least in data.yaml). If you have no such documents, remove the held-out documents of {domain}. One "
-            "document: 'factory data remove --document ID'. A whole source, which ingest then refuses: 'factory data remove --source NAME'.",
+            "ingest PATH' (held_out.least in data.yaml). If you have no such documents, remove the held-out documents of {domain}. To "
+            "remove one document: 'factory data remove --document ID'. To remove a whole source, which ingest then refuses: 'factory data remove "
+            "--source NAME'.",
             domain=domain, more=least - count,
         ))  # fmt: skip
 
@@ -257,8 +258,8 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     if disputed := finite_number(evidence.disputed):
         found.append(
             make_reason("release.licences_disputed",
-                    "{share:.1%} of the supervised tokens also have a licence that allows the release. Their strictest licence counts until a "
-                    "person settles which licence is right.",
+                    "Another shard names a licence that allows the release for {share:.1%} of the supervised tokens. The strictest licence counts "
+                    "until a person settles which licence is right.",
                     share=disputed, remedy=Message(
                     "release.remedy_licences_disputed",
                     "settle which licence is right: 'factory data settle LICENCE --document ID'. 'factory data claims' lists the documents.",
@@ -294,7 +295,7 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Judg
             found.against.append(
                 make_reason(
                     "release.above_ceiling",
-                    "{domain}: {bits_per_byte:.3f} bits per byte. At most {most:.3f} are allowed (first_release.bits_per_byte_max in "
+                    "{domain}: the model has {bits_per_byte:.3f} bits per byte. At most {most:.3f} are allowed (first_release.bits_per_byte_max in "
                     "gates/release.yaml).",
                     domain=domain,
                     bits_per_byte=ours,
@@ -516,8 +517,8 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
     if name == CLOZE:
         return Message(
             "release.remedy_cloze",
-            "continue training: 'factory run'. The candidate answers fewer cloze items right than the champion, or too few more to exclude a "
-            "loss.",
+            "continue training: 'factory run'. The candidate answers fewer cloze items right than the champion, or not enough more to "
+            "exclude a loss.",
         )
     needed, groups = groups_to_show_no_loss(guard, alpha, floor), finite_number(guard.effective) or 0.0
     fell = Message(

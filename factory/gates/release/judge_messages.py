@@ -65,7 +65,7 @@ def not_measured_reason(gain: Gain | None, clusters_min: int) -> Reason:
 def change_message(
     name: str, gain: Gain | None, levels: tuple[float | None, float | None] | None, unit: str | None
 ) -> Message:
-    """'code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.100 and −0.060)': the change as a reader sees it, not the gain."""
+    """'code: 1.920 → 1.840 bits per byte (change −0.080, 95 % interval from −0.100 to −0.060)'. A loss that falls is a negative change."""
     before, after = levels or (None, None)
     change, low, high = (
         (finite_number(gain.gain), gain.confidence_bound(0.025), gain.confidence_bound(0.025, above=True))
@@ -85,7 +85,7 @@ def change_message(
         change, low, high = -change, -high, -low
     return Message(
         "release.change",
-        "{shown} ({change:+.3f}, 95 % between {low:+.3f} and {high:+.3f})",
+        "{shown} (change {change:+.3f}, 95 % interval from {low:+.3f} to {high:+.3f})",
         shown=values or name, name=name, change=change, low=low, high=high,
     )  # fmt: skip
 
@@ -133,13 +133,13 @@ def train_longer_remedy(gain: float | None, seen_gain: float | None, times: floa
     """The remedy for a candidate that is not shown to be better.
 
     >>> print(train_longer_remedy(0.005, 0.016, 9.4))
-    continue training ('factory run'): this comparison can detect a gain of 0.016 bits per byte in every domain. Or bring shards ('factory ingest \
-PATH'): with 9.4 times as many held-out document groups, the comparison can detect a gain of 0.005 bits per byte.
+    continue training ('factory run'): this comparison can detect only a gain of at least 0.016 bits per byte in every domain. Or bring shards \
+('factory ingest PATH'): with 9.4 times as many held-out document groups, the comparison can detect a gain of 0.005 bits per byte.
     """
     known = (
         Message(
             "release.detects",
-            "this comparison can detect a gain of {gain:.3f} bits per byte in every domain",
+            "this comparison can detect only a gain of at least {gain:.3f} bits per byte in every domain",
             gain=seen_gain,
         )
         if seen_gain
@@ -194,7 +194,7 @@ def unguarded_message(evidence: ReleaseEvidence) -> Message | None:
 
     >>> print(unguarded_message(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
     No guard protects some domains (by share of the supervised tokens): law 3.0%, notes under 0.1%. The candidate was trained on documents of \
-these domains, but no sealed document of these domains is held out. Nothing would show a loss. Ingest holds out a part of new shards with such \
+these domains, but no sealed document of these domains is held out. So nothing would show a loss. Ingest holds out a part of new shards with such \
 documents (held_out.least in data.yaml). Or take the domain out: 'factory data remove'.
     """
     shares = {
@@ -209,7 +209,7 @@ documents (held_out.least in data.yaml). Or take the domain out: 'factory data r
     return Message(
         "release.unguarded",
         "No guard protects some domains (by share of the supervised tokens): {named}. The candidate was trained on documents of these domains, "
-        "but no sealed document of these domains is held out. Nothing would show a loss. Ingest holds out a part of new shards with such "
+        "but no sealed document of these domains is held out. So nothing would show a loss. Ingest holds out a part of new shards with such "
         "documents (held_out.least in data.yaml). Or take the domain out: 'factory data remove'.",
         named=[*named, *more], shares={name: -share for share, name in known},
     )  # fmt: skip

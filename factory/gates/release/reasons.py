@@ -55,7 +55,9 @@ def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[M
     remedies = dict.fromkeys(reason.remedy for reason in held_by if reason.remedy)
     if not remedies or any(not reason.remedy and reason.code not in OVERRIDABLE_CODES for reason in held_by):
         evaluate = Message(
-            "release.remedy_evaluate", "measure what is missing: 'factory evaluate {candidate}'.", candidate=number
+            "release.remedy_evaluate",
+            "make the missing measurements: 'factory evaluate {candidate}'.",
+            candidate=number,
         )
         remedies[evaluate] = None
     lines = [Message("release.to_do", "To do: {remedy}", remedy=remedy) for remedy in remedies]

@@ -214,7 +214,7 @@ def test_a_person_reads_the_change_not_the_gain() -> None:
     reasons = judge(POLICY, changed(evidence(), "guards", "code", gain(0.08, 0.02))).reasons
     change = next(one.data["change"] for one in reasons if has(one, "name", "code"))
     assert [change.data[name] for name in ("change", "low", "high")] == pytest.approx([-0.08, -0.1, -0.06], abs=5e-4)
-    assert "1.920 → 1.840" in change and "(−0.080, " in change
+    assert "1.920 → 1.840" in change and "(change −0.080, " in change
 
 
 def test_a_target_domain_of_which_nothing_is_held_out_holds() -> None:

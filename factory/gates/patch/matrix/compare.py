@@ -73,8 +73,15 @@ class CaseDifference:
 
     @property
     def message(self) -> Message:
-        if math.isinf(self.share):
+        if math.isinf(self.share) and isinstance(self.what, Message):
             return Message("patch.run_differs", "run '{run}': {what}", run=self.case, what=self.what)
+        if math.isinf(self.share):
+            return Message(
+                "patch.run_value_differs",
+                "run '{run}': {what} differs from the baseline's by more than rounding can cause",
+                run=self.case,
+                what=self.what,
+            )
         return Message(
             "patch.run_apart",
             "run '{run}': {what} differs from the baseline's by {share:.2g} of its size; rounding may cause at most {allowed:g}",
@@ -129,7 +136,10 @@ def _tool_differs(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> lis
             if ours == theirs
             else [
                 Discrepancy(
-                    Message("patch.prints_other", "the tool prints something else than with the baseline's code")
+                    Message(
+                        "patch.prints_other",
+                        "the tool's output with the candidate's code differs from its output with the baseline's code",
+                    )
                 )
             ]
         )
@@ -188,7 +198,7 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
         yield Discrepancy(
             Message(
                 "patch.other_skipped",
-                "result.json lists another number of skipped checkpoints than the baseline's result.json",
+                "result.json lists another number of skipped checkpoints than the baseline's",
             )
         )
     if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
@@ -201,7 +211,10 @@ def _names_its_checkpoint(result: dict[str, Any], folder: int) -> Iterator[Discr
     manifest = read_bytes(folder, ["checkpoints", name or ".", "manifest.json"], FILE_BYTES)
     if hashlib.sha256(manifest).hexdigest() != result.get("manifest_sha256"):
         yield Discrepancy(
-            Message("patch.other_hash", "result.json does not contain the SHA-256 of its checkpoint's manifest")
+            Message(
+                "patch.other_hash",
+                "result.json contains a SHA-256 that differs from that of the checkpoint's manifest",
+            )
         )
 
 

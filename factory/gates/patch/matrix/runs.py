@@ -288,8 +288,8 @@ def _run_lane(
         said = (result.stderr.strip().splitlines() or [""])[-1]
         found.failed = Message(
             "patch.run_ended",
-            "run '{run}' ended with exit code {code}: {said}",
-            run=wrong[0], code=codes[wrong[0]], said=said[:400],
+            "run '{run}' ended with exit code {code} instead of {expected}: {said}",
+            run=wrong[0], code=codes[wrong[0]], expected=wanted[wrong[0]], said=said[:400],
         )  # fmt: skip
     return found
 

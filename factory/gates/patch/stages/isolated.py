@@ -120,8 +120,8 @@ def time_switched_ops(
     alone = [
         Message(
             "patch.alone",
-            "{op}, timed by itself: the candidate is {ratio:.2f}× as fast as the baseline. The same code measured "
-            "{a_a:.2f}× as fast as itself",
+            "{op}, timed by itself: the candidate is {ratio:.2f}× as fast as the baseline. With the same code on both sides, the ratio is "
+            "{a_a:.2f}×.",
             op=name,
             ratio=n["ratio"],
             a_a=n["a_a"],

@@ -78,7 +78,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
             listed = [difference.message for difference in differences] + [
                 Message(
                     "patch.rounding_decides",
-                    "run '{run}': rounding decided the result on each of {draws} draws of data, so candidate and baseline cannot be compared",
+                    "run '{run}': on each of {draws} random draws of data, rounding decided the result, so candidate and baseline cannot be compared",
                     run=name, draws=DRAWS,
                 )
                 for name in undecided
@@ -241,15 +241,15 @@ def _reasons(left_out: Sequence[UnexecutedPart]) -> list[Message]:
     first = (
         Message(
             "patch.waits_for_device",
-            "No run of the gate executed these parts of the patch, so they were not judged. The patch waits until a daemon of this workspace runs on "
-            "{device}, which judges it again. To have the rest judged here, leave these parts out:",
+            "No run of the gate executed some parts of the patch, so the gate did not judge them. The patch waits until a daemon of this workspace "
+            "runs on {device}. That daemon judges the patch again. To have the rest judged here, leave these parts out:",
             device=device,
         )
         if device
         else Message(
             "patch.not_executed",
-            "No run of the gate executed these parts of the patch, so the gate did not judge them. Leave the parts out. If the parts need "
-            "another device, propose them on a machine with that device:",
+            "No run of the gate executed some parts of the patch, so the gate did not judge them. If these parts need another device, propose them "
+            "on a machine with that device. Otherwise leave these parts out:",
         )
     )
     parts = [
