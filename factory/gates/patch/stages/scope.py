@@ -1,4 +1,4 @@
-"""Checks that the patch may change these files to this content, by the rules of ``factory.git.scope``."""
+"""Checks by the rules of ``factory.git.scope`` that the patch may change these files, and that their names and contents are allowed."""
 
 from __future__ import annotations
 
