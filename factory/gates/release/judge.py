@@ -1,7 +1,8 @@
 """``judge(policy, evidence) -> Verdict``: the release decision as a pure function.
 
-A certain reason against a candidate rejects it. Otherwise anything that is missing, not finite or not shown holds it. Only complete evidence
-promotes. So neither removed evidence nor a worse measurement turns a hold or a reject into a promote. A hold first says what to do.
+A certain reason against a candidate rejects it. Otherwise, evidence that is missing, not finite or not conclusive holds it. Only complete evidence
+promotes. So neither removed evidence nor a worse measurement can turn a hold or a reject into a promote. The reasons of a hold begin with the
+remedies.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TARGET = "weighted bits per byte"  # of the domains, as the policy weighs them
 
 @dataclass
 class JudgeFindings:
-    """``against``: reasons to reject. ``missing``: reasons to hold. ``facts``: what was shown."""
+    """``against``: reasons to reject. ``missing``: reasons to hold. ``facts``: results that hold nothing and reject nothing."""
 
     against: list[Reason] = field(default_factory=list)
     missing: list[Reason] = field(default_factory=list)
@@ -56,12 +57,12 @@ class JudgeFindings:
 @dataclass(frozen=True)
 class Verdict:
     outcome: str  # PROMOTE | HOLD | REJECT
-    reasons: tuple[Message, ...]  # the deciding ones first; those of a hold begin with what to do
+    reasons: tuple[Message, ...]  # the reasons that decide come first; the reasons of a hold begin with the remedies
     found: JudgeFindings = field(default_factory=JudgeFindings, compare=False)
 
 
 def judge(policy: ReleasePolicy, evidence: ReleaseEvidence, tasks: TaskEvidence | None = None) -> Verdict:
-    """Decide. Pure: the same policy and evidence give the same verdict, word for word. ``tasks`` never improve a verdict."""
+    """Return the verdict. Pure: the same policy and evidence give the same verdict, word for word. ``tasks`` can only make the verdict worse."""
     found = _found(policy, evidence)
     if tasks is not None:
         _tasks(policy, tasks, found)
@@ -212,7 +213,7 @@ def _few_documents(domain: str, count: float, least: int) -> Reason:
 
 
 def training_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
-    """The reasons to hold that people may change at any time: open anomalies of the training, and licences."""
+    """Return the reasons to hold that people can change after a verdict: open anomalies of the training, and licences."""
     return [*_anomalies(evidence), *_licences(policy, evidence)]
 
 
@@ -362,7 +363,7 @@ def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFi
 
 
 def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, found: JudgeFindings) -> None:
-    """Whether the candidate is better than the champion."""
+    """Add the finding whether the candidate is better than the champion."""
     target, look = evidence.target, evidence.look
     change = change_message(TARGET, target, None, None)
     level = alpha_at_look(policy.target.alpha, look) if isinstance(look, int) and look > 0 else 0.0
@@ -513,7 +514,7 @@ def _guard_not_compared(name: str, why: Reason) -> Reason:
 
 
 def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
-    """The remedy where a guard is not shown to hold."""
+    """Return the remedy for a guard that may have been violated."""
     if name == CLOZE:
         return Message(
             "release.remedy_cloze",
