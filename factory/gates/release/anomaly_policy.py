@@ -31,7 +31,8 @@ class AnomalyPolicy(StrictPolicy):
     """automatic: documents that caused an anomaly are masked in every later segment, and the spoiled segment is rewound. ask: a person decides."""
     rate: WhoActs = "ask"
     """automatic: if the learning rate is the cause, the segment is rewound and trained again, with the remedy for ``rate_steps`` steps after the
-    anomaly. This happens once at one place; after that, a person decides. ask: a person decides from the start, because no gate has judged that recipe."""
+    anomaly. This happens once at one place; after that, a person decides. ask: a person decides from the start, because no gate has judged that
+    recipe."""
     rate_steps: Annotated[int, Field(gt=0)] = 100
     diagnose: WhoActs = "automatic"
     """automatic: the daemon diagnoses. ask: a person runs 'factory diagnose'."""

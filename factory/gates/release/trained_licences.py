@@ -20,9 +20,10 @@ NONE = "no licence"  # the name for documents without a licence
 def count_tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | None = None) -> dict[str, int]:
     """Return licence → supervised tokens in the token shards of a segment and of all segments before it. '' stands for no licence.
 
-    ``segment`` None: count all token shards. Documents that were quarantined or removed after training count too. Documents that every plan masks do
-    not count (``find_masked_documents``). With a ``policy``, a text with several licences counts under the strictest one, unless a person settled
-    which licence is right (``factory.ingest.rules.licence_claims``). Without a policy, it counts under the licence of the row that was kept.
+    ``segment`` None: only the documents of all token shards that are still trained on. With a segment, documents that were quarantined or removed
+    after training count too. Documents that every plan masks do not count (``find_masked_documents``). With a ``policy``, a text with several
+    licences counts under the strictest one, unless a person settled which licence is right (``factory.ingest.rules.licence_claims``). Without a
+    policy, it counts under the licence of the row that was kept.
     """
     used = token_shards_of_lineage(ledger, segment) if segment is not None else list_token_shards(ledger)
     fates = "('train', 'quarantined', 'removed')" if segment is not None else "('train')"
