@@ -1,4 +1,7 @@
-"""The names that ``source_rules`` looks for in a patch's source. A separate file, because its texts are lists of names, not messages."""
+"""The names that ``source_rules`` looks for in a patch's source.
+
+Apart because its texts are lists of names, not messages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks that the changed recipe is valid and that only allowed keys change. The evidence is 'missing' if no run here could measure the change."""
+"""Checks that the changed recipe is valid and that only allowed keys change. The evidence is 'missing' if no run here could measure the change.
+
+Apart because each stage of the gate is one file.
+"""
 
 from __future__ import annotations
 
