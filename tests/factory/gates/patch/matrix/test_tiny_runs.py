@@ -1,4 +1,4 @@
-"""The tiny runs without patches: their start, and that each ends with its case's exit code."""
+"""The tiny runs without patches: their starts, their exit codes, and the comparison of their files."""
 
 from __future__ import annotations
 
