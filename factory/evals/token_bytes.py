@@ -1,7 +1,7 @@
-"""The UTF-8 bytes of each token id, read from tokenizer.json.
+"""Reads the UTF-8 bytes of each token id from tokenizer.json.
 
 Bits per byte needs the number of bytes of each token, and the byte baselines need the bytes. The vocabulary of a byte-level BPE gives both
-exactly, also for a token that holds only part of a character.
+exactly, even for a token that is only a part of a character.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 class TokenBytes:
-    """``lengths`` [V]: bytes of each token, 0 for special tokens. ``special``: names of the special tokens by id."""
+    """The bytes of the tokens of a vocabulary of size V.
+
+    ``lengths`` [V]: the number of bytes of each token; 0 for special tokens. ``special``: id → name of a special token.
+    """
 
     def __init__(self, pieces: list[bytes], special: Mapping[int, str] | None = None) -> None:
         self.special = dict(special or {})
@@ -37,7 +40,7 @@ class TokenBytes:
 
     @classmethod
     def load(cls, tokenizer_folder: Path) -> TokenBytes:
-        """Read a tokenizer's folder. Raises: InputError unless tokenizer.json is a byte-level BPE."""
+        """Read tokenizer.json in a tokenizer's folder. Raises: InputError unless the file is that of a byte-level BPE tokenizer."""
         path = tokenizer_folder / "tokenizer.json"
         letters = _byte_of_letter()
         try:
@@ -50,12 +53,15 @@ class TokenBytes:
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                "token_bytes.other_tokenizer", "{file} is not a byte-level BPE: {reason}", file=path, reason=repr(error)
+                "token_bytes.other_tokenizer",
+                "{file} is not the file of a byte-level BPE tokenizer: {reason}",
+                file=path,
+                reason=repr(error),
             ) from error
         return cls(pieces, special)
 
     def bytes_of_ids(self, ids: Array) -> tuple[Array, Array]:
-        """The bytes [N] of a sequence of ids, and for each byte the index [N] of its token in the sequence."""
+        """Return the N bytes of a sequence of ids, and for each byte the index of its token in the sequence. Both arrays are [N]."""
         lengths = self.lengths[ids]
         token_of_byte = np.repeat(np.arange(len(ids)), lengths)
         within = np.arange(len(token_of_byte)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

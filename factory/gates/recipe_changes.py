@@ -1,4 +1,4 @@
-"""The changes that a patch makes to recipes, and whether those recipes train here."""
+"""Reads the changes that a patch makes to recipes, and finds the changed recipes that do not train in this workspace."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
 RECIPES = "policies/recipes/"
-COMPUTING_KEYS = ("compile", "batch.micro_sequences")  # they change how a step is computed, not its result
+COMPUTING_KEYS = ("compile", "batch.micro_sequences")  # keys that change how a step is computed, but not its result
 Changes = dict[str, tuple[Any, Any]]  # flat key → (old value, new value)
 
 
 def used_recipe_path(workspace: Workspace) -> str:
-    """The path, in the repository, of the recipe that trains here."""
+    """Return the path, in the repository, of the recipe that this workspace trains with."""
     return f"{RECIPES}{workspace.config.recipe}.yaml"
 
 
 def find_unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[Message]:
-    """A message for each changed recipe that no run here can judge."""
+    """Return a message for each changed recipe that no run in this workspace can judge."""
     used, own = used_recipe_path(workspace), workspace.own_recipe_path()
     recipes = [path for path in paths if path.startswith(RECIPES)]
     found = [
@@ -47,7 +47,7 @@ def find_unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[Mess
 
 
 def read_recipe_changes(change: FileChange, base: str) -> Changes:
-    """The changed keys, each with its old and new value: ``{"batch.sequences": (8, 16)}``. ``base``: the recipe before; '': a new recipe.
+    """Return changed key → (old value, new value), such as ``{"batch.sequences": (8, 16)}``. ``base``: the recipe before; '': a new recipe.
 
     A removed key has the new value None. Raises: RecipeError for text that is not a recipe, and for a deleted recipe.
     """
@@ -61,7 +61,7 @@ def read_recipe_changes(change: FileChange, base: str) -> Changes:
 
 
 def select_learning_keys(changes: Changes) -> list[str]:
-    """The keys that change what is computed, and thus what is learnt."""
+    """Return the keys that change the result of a step, and thus what the model learns."""
     return [key for key in changes if key not in COMPUTING_KEYS]
 
 
@@ -70,7 +70,7 @@ def _parse(text: str, where: str) -> Recipe:
 
 
 def flatten_settings(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping with dotted keys. An empty mapping is a value.
+    """Return nested mappings as one mapping with dotted keys. An empty mapping counts as a value.
 
     >>> flatten_settings({"seed": 1, "batch": {"sequences": 8}, "phases": {}})
     {'seed': 1, 'batch.sequences': 8, 'phases': {}}

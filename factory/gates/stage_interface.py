@@ -1,4 +1,4 @@
-"""The input and the result of a stage of a gate.
+"""The interface of a gate's stages: their input and their result.
 
 A stage is a module with the stage's name and a function ``run(case) -> StageResult``. A gate is an ordered tuple of such modules
 (``factory.gates.staged_gate``). To add a stage, write its file, add the module to the tuple, and add its name at the same
@@ -25,13 +25,13 @@ from kernels.contract.message import Message
 
 Policy = TypeVar("Policy", bound=StrictPolicy)
 StageEvidence = dict[str, Any]
-"""``{"state": …, "reasons": […]}`` and the measurements, as the ledger stores them. The states are 'passed', 'failed', 'missing' (it could
-not be measured) and 'not needed'. A reason is a message; in the ledger it is the message's JSON (``read_reasons``)."""
+"""``{"state": …, "reasons": […]}`` and the measurements of a stage. The states are 'passed', 'failed', 'missing' (the stage could not measure) and
+'not needed'. A reason is a message. The ledger stores the message's JSON (``read_reasons``)."""
 
 
 @dataclass(frozen=True)
 class PatchCase(Generic[Policy]):
-    """A patch that is judged, with everything that a stage may use."""
+    """A patch to judge, with all values that a stage may use."""
 
     plant: Plant
     subject: Subject  # the proposal
@@ -40,10 +40,10 @@ class PatchCase(Generic[Policy]):
     applied: AppliedPatch
     changes: list[FileChange]
     baseline: Path  # worktree of the base commit
-    work: Path  # scratch folder, removed after the last stage
+    work: Path  # a scratch folder, which is removed after the last stage
     start: TrainingStart | None  # where the gate's training starts; None: the trunk has no checkpoint yet
-    tries: int  # of this target, this one included
-    handed_on: Mapping[str, Any] = field(default_factory=dict)  # from earlier stages, by name of the stage
+    tries: int  # number of tries on this target, this one included
+    handed_on: Mapping[str, Any] = field(default_factory=dict)  # name of an earlier stage → its ``handed_on``
     after_stages: ExitStack = field(default_factory=ExitStack)  # closed after the last stage, also after an error
 
     @property
@@ -60,18 +60,18 @@ class PatchCase(Generic[Policy]):
 
     @property
     def candidate(self) -> Path:
-        """Worktree of the patch."""
+        """The worktree of the patch."""
         return self.applied.worktree
 
     def base_bytes(self, path: str) -> bytes | None:
-        """The content of a file before the patch. None: the file did not exist."""
+        """Return the content of a file before the patch. None: the file did not exist."""
         file = self.baseline / path
         return file.read_bytes() if file.is_file() else None
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """``handed_on``: the values for later stages (``case.handed_on[name]``). They are not stored."""
+    """``handed_on``: values for later stages, which read them as ``case.handed_on[name]``. They are not stored."""
 
     evidence: StageEvidence
     handed_on: Any = None
@@ -83,32 +83,32 @@ class Stage(Protocol):
     __name__: str
 
     def run(self, case: PatchCase[Any]) -> StageResult:
-        """Raises: FactoryError for a fault of the machine or a policy. Any other exception holds the patch."""
+        """Run the stage. Raises: FactoryError for a fault of the machine or a policy. Any other exception holds the patch."""
         ...
 
 
 def passed_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
-    """Evidence of a stage that passed."""
+    """Return the evidence of a stage that passed."""
     return {"state": "passed", "reasons": list(reasons), **measured}
 
 
 def failed_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
-    """Evidence that rejects the patch."""
+    """Return evidence that rejects the patch."""
     return {"state": "failed", "reasons": list(reasons), **measured}
 
 
 def missing_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
-    """Evidence that could not be measured. It says nothing about the patch and holds it."""
+    """Return the evidence of a stage that could not measure. It says nothing about the patch, and holds it."""
     return {"state": "missing", "reasons": list(reasons), **measured}
 
 
 def not_needed_evidence(reason: Message) -> StageEvidence:
-    """Evidence of a stage that this patch does not need."""
+    """Return the evidence of a stage that this patch does not need."""
     return {"state": "not needed", "reasons": [reason]}
 
 
 def read_reasons(stage: Mapping[str, Any]) -> list[Message]:
-    """The reasons of a stage's evidence, as the stage returned them or as the ledger stores them.
+    """Return the reasons in a stage's evidence. The evidence may be as the stage returned it, or as the ledger stores it.
 
     >>> [(one.code, str(one)) for one in read_reasons({"reasons": [Message("gates.no_start", "No.").to_json(), "as older factories wrote it"]})]
     [('gates.no_start', 'No.'), ('', 'as older factories wrote it')]
@@ -128,15 +128,15 @@ NOTHING_HELD_OUT = missing_evidence(
 
 
 def stage_failed_message(name: str) -> Message:
-    """The reason where a failed stage gives none."""
+    """Return the reason for a failed stage that gave no reason."""
     return Message("gates.stage_failed", "The stage {stage} failed.", stage=name)
 
 
 def no_evidence_message(name: str) -> Message:
-    """The reason where a stage left no evidence."""
+    """Return the reason for a stage that left no evidence."""
     return Message("gates.no_evidence", "The evidence of the stage {stage} is missing.", stage=name)
 
 
 def tries_unknown_message() -> Message:
-    """The reason where the number of tries is missing."""
+    """Return the reason for evidence without the number of tries."""
     return Message("gates.tries_unknown", "The evidence does not say how often this target was tried.")

@@ -1,4 +1,4 @@
-"""A gate of patches. It runs its stages from cheap to expensive until one does not pass, judges the evidence and records the verdict."""
+"""Runs a gate of patches: runs its stages in order until one does not pass, judges the evidence and records the verdict."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ReportedGain(Protocol):
 
 @dataclass(frozen=True)
 class StagedGate(Generic[Policy]):
-    """``judge`` decides from ``{"stages": {name: evidence}, "tries": n, …}``. ``gain`` computes the gain that reports show."""
+    """A gate with its stages. ``judge`` decides on ``{"stages": {name: evidence}, "tries": n, …}``. ``gain`` computes the gain that reports show."""
 
     name: str
     policy: Policy
@@ -62,7 +62,10 @@ class StagedGate(Generic[Policy]):
         tries: int,
         patch_id: str,
     ) -> tuple[int, Verdict, dict[str, Any]]:
-        """Judge a proposal. Returns (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; then nothing is recorded."""
+        """Judge a proposal and record the verdict. Returns (verdict id, verdict, evidence).
+
+        Raises: IsolationError, ConfigError; after these, nothing is recorded.
+        """
         subject = Subject("proposal", number)
         evidence = self.gather_evidence(plant, subject, applied, tries) | {"gate": self.name, "patch_id": patch_id}
         verdict = self.judge(self.policy, evidence)
@@ -82,7 +85,7 @@ class StagedGate(Generic[Policy]):
         return recorded, verdict, evidence
 
     def gather_evidence(self, plant: Plant, subject: Subject, applied: AppliedPatch, tries: int) -> dict[str, Any]:
-        """The evidence of every stage up to the first stage that did not pass."""
+        """Run the stages, and return their evidence up to the first stage that did not pass."""
         repo = plant.workspace.repository
         work = gate_folder(applied.worktree)
         remove_path(work)
@@ -142,17 +145,17 @@ class StagedGate(Generic[Policy]):
 
 
 def gate_folder(worktree: Path) -> Path:
-    """The gate's work folder while it judges the patch in ``worktree``."""
+    """Return the folder in which the gate works while it judges the patch in ``worktree``."""
     return worktree.with_name(worktree.name + "-gate")
 
 
 def to_stored_evidence(evidence: StageEvidence) -> StageEvidence:
-    """The evidence with its reasons as the ledger stores them. Some quote the patch: each text becomes one line without control characters."""
+    """Return the evidence with its reasons as JSON. Each text becomes one line without control characters, because it may quote the patch."""
     return evidence | {"reasons": [_one_line(reason.to_json()) for reason in read_reasons(evidence)]}
 
 
 def _one_line(value: Any) -> Any:
-    """A message's JSON with every text in it bounded and on one line."""
+    """Return a message's JSON in which every text is one line of at most ``LONGEST_REASON`` characters."""
     if isinstance(value, str):
         return one_line(value, LONGEST_REASON)
     if isinstance(value, dict):
@@ -172,7 +175,7 @@ def _run(stage: Stage, name: str, case: PatchCase[Any]) -> StageResult:
     except Exception as error:
         reason = Message(
             "gates.stage_error",
-            "The stage {stage} ended with an error: {kind}: {error}",
+            "The stage {stage} ended with the error {kind}: {error}",
             stage=name, kind=type(error).__name__, error=error,
         )  # fmt: skip
         return StageResult(missing_evidence(reason, log=traceback.format_exc()))

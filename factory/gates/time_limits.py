@@ -1,8 +1,7 @@
-"""Time limits of a candidate's process: multiples of the time that approved code just took for the same work on this machine.
+"""Time limits of a candidate's process. They are multiples of the time that approved code just took for the same work on this machine.
 
-A fixed limit would measure how busy the machine is, not how good a patch is. So only approved code has a fixed, large limit. A process that
-a limit stopped leaves missing evidence, which holds a patch and does not reject it. A stopped candidate is tried once more, with a
-longer limit.
+A fixed limit would measure how busy the machine is, not how good a patch is. So only approved code has a fixed, large limit. A process that a limit
+stopped gives missing evidence, which holds a patch and does not reject it. A stopped process of a candidate runs once more, with a longer limit.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ class TimeLimits(StrictPolicy):
     times: Ratio = 5.0
     """The limit, as a multiple of the baseline's time for the same work."""
     least_seconds: Seconds = 300.0
-    """The limit is never shorter: new code must be compiled first, and the baseline's code is compiled already."""
+    """The shortest limit. New code must be compiled first, and the baseline's code is compiled already."""
     again: Ratio = 3.0
-    """A stopped process is tried once more with this multiple of the limit. 1: no second attempt."""
+    """A stopped process runs once more with this multiple of the limit. 1: no second attempt."""
     again_seconds: Seconds = 3600.0
     """The longest limit of the second attempt. If the first limit was longer, no second attempt follows."""
 
     def limits(self, baseline_seconds: float) -> tuple[float, ...]:
-        """The limits of the attempts in seconds, in order."""
+        """Return the limits of the attempts in seconds, in order."""
         first = max(self.least_seconds, self.times * baseline_seconds)
         second = min(self.again * first, self.again_seconds)
         return (first, second) if second > first else (first,)
@@ -43,7 +42,7 @@ class TimeLimits(StrictPolicy):
 def run_with_limits(
     limits: Sequence[float], attempt: Callable[[int, float], Found], out_of_time: Callable[[Found], bool]
 ) -> Found:
-    """The result of the first attempt that was not stopped, else of the last one. ``attempt`` takes its number, from 0, and its limit."""
+    """Return the result of the first attempt that was not stopped, else of the last one. ``attempt(number from 0, limit)`` makes an attempt."""
     for number, limit in enumerate(limits):
         found = attempt(number, limit)
         if not out_of_time(found):
@@ -52,12 +51,12 @@ def run_with_limits(
 
 
 def out_of_time_evidence(reason: Message, **measured: Any) -> StageEvidence:
-    """Missing evidence of a stage that a time limit ended. The patch is judged again later."""
+    """Return missing evidence for a stage that a time limit ended. The daemon judges the patch again later."""
     return missing_evidence(reason, out_of_time=True, **measured)
 
 
 def find_only_missing_stage(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The evidence of the stage that alone held a patch, because it is missing; else empty. ``evidence``: of the patch's verdict."""
+    """Return the evidence of the only stage that did not pass, if it is missing; else {}. ``evidence``: of the patch's verdict."""
     stages = evidence.get("stages") or {}
     found = [stage for stage in stages.values() if stage["state"] not in ("passed", "not needed")]
     return found[0] if len(found) == 1 and found[0]["state"] == "missing" else {}
@@ -69,7 +68,7 @@ def was_out_of_time(evidence: Mapping[str, Any]) -> bool:
 
 
 def stopped_message(what: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:
-    """The reason that each limit stopped the candidate's process ``what``. ``key``: the policy's section with the limits."""
+    """Return the reason that every attempt of the candidate's process ``what`` was stopped. ``key``: the policy's section with the limits."""
     return Message(
         "gates.stopped",
         "No attempt of the candidate's {what} ended within its time limit ({limits:.0f} s). The baseline's {what} ended after {baseline:.0f} "
@@ -80,7 +79,7 @@ def stopped_message(what: str, limits: Sequence[float], baseline_seconds: float,
 
 
 def baseline_stopped_message(what: str, seconds: float, key: str) -> Message:
-    """The reason that a limit stopped the process ``what`` of approved code."""
+    """Return the reason that a limit stopped the process ``what`` of approved code. ``key``: the policy's key with the limit."""
     return Message(
         "gates.baseline_stopped",
         "The baseline's {what} did not end within {seconds:.0f} s, so the patch was not judged. Close other programs and judge the patch "

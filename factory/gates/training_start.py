@@ -1,4 +1,4 @@
-"""The start of the gates' training: the trunk's last checkpoint, with the recipe, data plan and kernels that made it."""
+"""Finds the start of the gates' training: the trunk's last checkpoint, with the recipe, data plan and kernels of the segment that wrote it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from kernels.contract.choice import resolve_auto_in_text
 
 @dataclass(frozen=True)
 class TrainingStart:
-    """The trunk's last checkpoint and what made it."""
+    """The trunk's last checkpoint, with the settings of the segment that wrote it."""
 
     checkpoint: Path
     step: int
     recipe: dict[str, Any]
     plan: dict[str, Any]
     kernels: Mapping[str, str] = field(default_factory=dict)  # op → the implementation that ``auto`` stands for
-    commit: str = ""  # of the code that made it
+    commit: str = ""  # of the code that wrote it
 
     def kernels_of(self, code: Path) -> str:
-        """The ``kernels.yaml`` of a checkout, with each ``auto`` replaced by what the trunk runs."""
+        """Return the text of a checkout's ``kernels.yaml``, with each ``auto`` replaced by the implementation that the trunk uses."""
         return resolve_auto_in_text((code / KERNELS).read_bytes(), devices.device_kind(), self.kernels)
 
 
 def find_training_start(ledger: Ledger) -> TrainingStart | None:
-    """None until a trunk segment has finished."""
+    """Return the trunk's last checkpoint. None: no trunk segment has finished yet."""
     row = ledger.select_first(
         sa.select(
             *(checkpoints.c.path, checkpoints.c.step, data_plans.c.plan),

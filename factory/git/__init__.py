@@ -1,1 +1,1 @@
-"""The repository: the live commit, worktrees, branches of proposals, the scope that a patch must stay in, and the version of this factory."""
+"""The git repository of the training code: live commit, worktrees, branches of proposals, the scope of patches, and the factory's version."""

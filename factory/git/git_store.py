@@ -1,12 +1,14 @@
-"""git as a store of trees. Each command runs with a clean environment, without hooks, file-system monitors, transports or other configuration.
-Files are written byte for byte as stored: git itself checks nothing out.
+"""Uses git as a store of trees. Each command runs with a clean environment, without hooks, file-system monitors, transports or other configuration.
+The factory itself writes the files of a worktree, byte for byte as stored: git checks no file out.
 
 Commands that change a repository run one at a time (``hold_repository_lock``). A killed git leaves lock files (``index.lock``, ``HEAD.lock``,
-``refs/…/main.lock``), and git then refuses every later command. A lock file does not name its owner. The factory's commands therefore take
-turns under a lock of the kernel. git inherits that lock, and holds it after its factory was killed. While a command works, a mark names the lock
-files that existed before. A mark that another command finds is from a killed command, and so are all lock files that the mark does not name:
-they are removed. Lock files of a person's git stay: the mark names them, or that git is still running. The registration of a worktree that was
-cut off is removed too.
+``refs/…/main.lock``), and git then refuses every later command. A lock file does not name its owner, so the factory must find out which lock files a
+killed command left.
+
+The factory's commands take turns under a lock of the kernel. git inherits this lock, and still holds it if its factory is killed. While a command
+works, a *mark* file names the lock files that existed before. If the next command finds a mark, the command that wrote it was killed. All lock files
+that the mark does not name are from that command, and are removed. Lock files of a person's git stay, because the mark names them, or because that
+git is still running. The registration of a worktree is removed too if git was killed while it wrote the registration.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from factory.git.scope import FileChange
 TURN, MARK = "factory-turn", "factory-at-work"
 CHANGING_COMMANDS = frozenset(
     {"update-index", "update-ref", "read-tree", "worktree"}
-)  # the commands that take lock files in the repository
-OWN = "factory@localhost"  # in the environment of the factory's git
-END = "end\n"  # the last line of a whole mark: without it the command did not start
+)  # the commands that make lock files in the repository
+OWN = "factory@localhost"  # in the environment of every git that the factory starts
+END = "end\n"  # the last line of a complete mark; with an incomplete mark, the command had not started
 
 
 @contextmanager
 def hold_repository_lock(folder: Path) -> Iterator[int | None]:
-    """Wait until no other command of a factory changes the repository of ``folder``, and keep others waiting during the block.
+    """Wait until no other command of a factory changes the repository of ``folder``, and make other commands wait during the block.
 
-    Yields a descriptor for git to inherit; None without a repository. Raises: OSError.
+    Yields the descriptor of the lock, which git must inherit; None if there is no repository. Raises: OSError.
     """
     common = find_git_folder(folder)
     if common is None:
@@ -53,14 +55,14 @@ def hold_repository_lock(folder: Path) -> Iterator[int | None]:
             os.fsync(noted.fileno())
         try:
             yield held
-        except Exception:  # not for an interrupt: git still runs then, and is killed
+        except Exception:  # not after an interrupt: git still runs then, and is killed
             _ended(common, mark, before)
             raise
         _ended(common, mark, before)
 
 
 def find_git_folder(folder: Path) -> Path | None:
-    """Return the repository's folder of a checkout or a worktree; None for any other folder."""
+    """Return the git folder (``.git``) that a checkout or a worktree belongs to; None for any other folder."""
     found = folder / ".git"
     try:
         if found.is_dir():
@@ -72,26 +74,26 @@ def find_git_folder(folder: Path) -> Path | None:
 
 
 def list_lock_files(common: Path) -> set[str]:
-    """Return the lock files relative to ``common``, with the file ``locked`` of a half-made worktree."""
+    """Return the paths of lock files relative to the git folder ``common``. The file ``locked`` of a half-made worktree counts as one."""
     found = [*common.glob("*.lock"), *common.glob("refs/**/*.lock"), *common.glob("worktrees/*/*.lock")]
     found += [path for path in common.glob("worktrees/*/locked") if _says(path).strip() in ("", "initializing")]
     return {str(path.relative_to(common)) for path in found}
 
 
 def _ended(common: Path, mark: Path, before: set[str]) -> None:
-    """Remove the mark of a command that left no lock file. A command that left one (a failing disk) counts as killed."""
+    """Remove the mark of a command that left no lock file. A command that left a lock file (on a failing disk) counts as killed."""
     if not list_lock_files(common) - before:
         mark.unlink()
 
 
 def _others_files(common: Path, mark: Path) -> set[str]:
-    """Return the lock files that are not the factory's. Those of a killed command are removed, unless a person's git runs."""
+    """Return the lock files that are not the factory's. Remove those of a killed command, unless a person's git runs."""
     said = _says(mark).splitlines(keepends=True)
     if said[-1:] != [END]:
         return list_lock_files(common)
     named = {line.rstrip("\n") for line in said}
     if _another_at_work(common.parent):
-        return list_lock_files(common) & named  # the next command tries again
+        return list_lock_files(common) & named  # the next command tries to remove them again
     for name in list_lock_files(common) - named:
         (common / name).unlink(missing_ok=True)
     _forget_cut_off(common)
@@ -99,9 +101,9 @@ def _others_files(common: Path, mark: Path) -> set[str]:
 
 
 def _forget_cut_off(common: Path) -> None:
-    """Remove the registration of a worktree whose path was cut off while git wrote it. A whole path ends in ``/.git``.
+    """Remove the registration of each worktree whose path is incomplete, because git was killed while it wrote it. A complete path ends in ``/.git``.
 
-    The rest of the path may name an existing folder, and then 'git worktree prune' would keep the registration for ever.
+    An incomplete path may name an existing folder, and then 'git worktree prune' would keep the registration for ever.
     """
     for path in common.glob("worktrees/*/gitdir"):
         with contextlib.suppress(OSError):
@@ -110,7 +112,7 @@ def _forget_cut_off(common: Path) -> None:
 
 
 def _another_at_work(checkout: Path) -> bool:
-    """Return whether a git of a person runs in this checkout, as far as this user may see."""
+    """Return whether a person's git runs in this checkout. Only processes that this user may inspect are seen."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             here = (process / "comm").read_text() == "git\n" and Path(os.readlink(process / "cwd")).is_relative_to(
@@ -167,7 +169,7 @@ REGULAR = ("100644", "100755")
 
 
 class RepositoryError(FactoryError):
-    """The code checkout cannot be used as a git repository. The message names the folder and the remedy."""
+    """The checkout of the code cannot be used as a git repository. The message names the folder and the remedy."""
 
     exit_code = 2
 
@@ -175,14 +177,14 @@ class RepositoryError(FactoryError):
 def run_git(
     folder: Path, *arguments: str, data: bytes = b"", environment: Mapping[str, str] | None = None, check: bool = True
 ) -> bytes:
-    """Return the output of one git command with ``data`` as standard input.
+    """Run one git command with ``data`` as standard input, and return its output.
 
-    Raises: RepositoryError. Without ``check``, a failure returns b'', except a fault of the machine.
+    Raises: RepositoryError if the command fails. Without ``check``, a failed command returns b'', unless a fault of the machine is the cause.
 
-    ``env -i`` removes the factory's environment, which GitPython would pass on. GitPython's ``Repo`` is not used: it would read the
+    ``env -i`` removes the factory's environment, which GitPython would pass on. GitPython's ``Repo`` is not used, because it would read the
     repository's configuration in addition to the pinned one.
     """
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # ``live_commit`` reports a missing git
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # ``get_live_commit`` reports a missing git
     from git.cmd import Git
 
     clean = [f"{key}={value}" for key, value in {**ENVIRONMENT, **(environment or {})}.items()]
@@ -207,12 +209,12 @@ def run_git(
 
 
 def git_line(folder: Path, *arguments: str, **how: Any) -> str:
-    """Return the line that a git command prints; '' without one."""
+    """Run a git command and return the line that it prints; '' if it prints nothing."""
     return os.fsdecode(run_git(folder, *arguments, **how)).rstrip("\n")
 
 
 def make_commit(repository: Path, base: str, edited: Sequence[FileChange], message: str) -> str | None:
-    """Make a commit on top of ``base``, without a branch. Returns its name; None if the edits change nothing."""
+    """Make a commit on top of ``base``, without a branch. Returns the commit's hash; None if the edits change nothing."""
     with tempfile.TemporaryDirectory(prefix="factory-index-") as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
         run_git(repository, "read-tree", base, environment=index)
@@ -241,13 +243,13 @@ def read_entries(repository: Path, commit: str | None) -> dict[str, tuple[str, s
 
 
 def hash_files(repository: Path, files: Sequence[Path]) -> list[str]:
-    """Return the names of the blobs that files have in git."""
+    """Return the blob hash that git would give each file, in order."""
     names = "".join(f"{file.absolute()}\n" for file in files)
     return git_line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
 
 
 def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path, *, flushed: bool = False) -> None:
-    """Write a tree's regular files as stored, without links and submodules. ``flushed``: flush their contents, but not their names.
+    """Write a tree's regular files as stored. Links and submodules are not written. ``flushed``: flush the files' contents, but not the folders.
 
     Raises: RepositoryError for a file that the repository has lost; OSError.
     """
@@ -279,6 +281,6 @@ def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: P
 
 
 def encode_text(text: str) -> bytes:
-    """Return the bytes of a file's text."""
+    """Return a file's text as UTF-8, also if it contains a lone surrogate."""
     # A lone surrogate is not UTF-8. The scope rules refuse such a file later.
     return text.encode("utf-8", "surrogatepass")

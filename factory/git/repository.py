@@ -1,7 +1,7 @@
 """The git repository with the training code that agents patch.
 
-Patches are data, and become commits on branches of their own. Only ``advance_branch`` moves a branch that people use. git itself never checks out a
-file (``git_store``): no filter, line-ending rule or attribute applies.
+A patch becomes a commit on a branch of its own. Only ``advance_branch`` moves a branch that people use. git itself never checks out a file
+(``git_store``), so no filter, line-ending rule or attribute applies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIVE_FOLDERS = ("kernels", "trainer", "agents", "policies")
 
 
 class ScopeError(InputError):
-    """A patch changes files that agents may not change. ``find_scope_problems`` has a message for each reason."""
+    """A patch is out of scope: it changes files that agents may not change. ``problems`` has a message for each reason."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__("git.out_of_scope", "The patch is out of scope: {problems}", problems="; ".join(found))
@@ -46,7 +46,7 @@ class ScopeError(InputError):
 
 
 class CheckoutError(RepositoryError):
-    """An existing commit could not be checked out now."""
+    """An existing commit could not be checked out, because of a fault that may be temporary."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class AppliedPatch:
 
 
 def get_live_commit(repository: Path) -> str:
-    """Return the live commit, with whose code training runs: the checkout's HEAD, on a branch or detached.
+    """Return the live commit: the HEAD of the checkout, on a branch or detached. Training runs with its code.
 
     Raises: RepositoryError when the folder is not the top of a git checkout, or has no commit yet.
     """
@@ -95,7 +95,7 @@ def get_live_commit(repository: Path) -> str:
 
 
 def list_changed_files(repository: Path) -> list[str]:
-    """Return the files below ``LIVE_FOLDERS`` that differ from HEAD. Their changes are *not* part of the live code."""
+    """Return the files below ``LIVE_FOLDERS`` that differ from HEAD. These changes are *not* part of the live code."""
     entries = {path: blob for path, (mode, blob) in read_entries(repository, "HEAD").items() if mode in REGULAR}
     entries = {path: blob for path, blob in entries.items() if path.split("/")[0] in LIVE_FOLDERS}
     there = [path for path in entries if (repository / path).is_file() and not (repository / path).is_symlink()]
@@ -104,7 +104,7 @@ def list_changed_files(repository: Path) -> list[str]:
 
 
 def check_committed(repository: Path) -> None:
-    """Raises: RepositoryError unless HEAD is a branch without uncommitted changes. Proposals are made and merged only then."""
+    """Check that a branch is checked out without uncommitted changes. Proposals are made and merged only then. Raises: RepositoryError."""
     if not git_line(repository, "symbolic-ref", "--quiet", "HEAD", check=False):
         raise RepositoryError(
             "git.no_branch",
@@ -123,20 +123,20 @@ def check_committed(repository: Path) -> None:
 
 
 def checkout_live_code(workspace: Workspace, commit: str = "") -> Path:
-    """Return a folder with the live commit (or ``commit``). It is made if it is missing or was changed."""
+    """Return a worktree of the live commit, or of ``commit``. Make the worktree if it is missing or was changed."""
     commit = commit or get_live_commit(workspace.repository)
     return checkout_commit(workspace.repository, commit, checkout_folder(workspace.worktrees, commit))
 
 
 def checkout_folder(worktrees: Path, commit: str) -> Path:
-    """Return the folder for a commit. Live code and patches have the same kind of name, so that code cannot tell which it is."""
+    """Return the folder for a commit's worktree. Folders of live code and of patches have similar names, so that code cannot tell which it is."""
     return worktrees / f"live-{commit[:12]}"
 
 
 def checkout_commit(repository: Path, commit: str, folder: Path) -> Path:
-    """Make a detached worktree of ``commit`` at ``folder``, unless the folder is exactly that already. Returns the folder.
+    """Make ``folder`` a detached worktree of ``commit``, unless it already is one without any change. Returns the folder.
 
-    Raises: RepositoryError for an unknown commit; CheckoutError for a known one.
+    Raises: RepositoryError for an unknown commit; CheckoutError if a known commit cannot be checked out.
     """
     entries = read_entries(repository, commit)
     if not _holds(repository, folder, commit, entries):
@@ -153,7 +153,7 @@ def checkout_commit(repository: Path, commit: str, folder: Path) -> Path:
 
 
 def remove_worktree(repository: Path, folder: Path) -> None:
-    """Remove a worktree and its registration, as far as they exist."""
+    """Remove a worktree and its registration, if they exist."""
     remove_path(folder)
     run_git(repository, "worktree", "prune", "--expire", "now", check=False)
 
@@ -182,7 +182,7 @@ def branch_name(agent: str, number: int, title: str) -> str:
 
 
 def fork_repository(source: Path, target: Path, edits: Mapping[str, Callable[[str], str]], message: str) -> None:
-    """Make the repository ``target``: the live commit of ``source`` and one commit with edits (path → function from old to new text).
+    """Make the repository ``target`` from the live commit of ``source``, with a commit on top. ``edits``: path → function from old to new text.
 
     After a kill, ``target`` is complete or absent. Raises: RepositoryError.
     """
@@ -215,9 +215,9 @@ def apply_proposal(
     message: str,
     worktrees: Path,
 ) -> AppliedPatch:
-    """Commit ``edits`` (path, new text) on top of ``base`` as a new branch, and check it out in a folder below ``worktrees``.
+    """Commit ``edits`` (path, new text) on top of ``base`` as a new branch, and check the commit out in a folder below ``worktrees``.
 
-    Raises: ScopeError before any write; RepositoryError when git fails. After an error no branch and no folder remains.
+    Raises: ScopeError before anything is written; RepositoryError if git fails. After an error, no branch and no folder remains.
     """
     existing = read_modes(repository, base)
     changes = edits_to_changes(existing, edits)
@@ -241,7 +241,7 @@ def apply_proposal(
 
 
 def edits_to_changes(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> list[FileChange]:
-    """Return ``edits`` (path, new text) as changes to a commit. ``existing``: path → mode of the commit's files."""
+    """Return ``edits`` (path, new text) as changes to a commit. ``existing``: path → mode of each file of the commit."""
     return [
         FileChange(path, encode_text(text), *(2 * (existing[path],) if path in existing else ("100644", None)))
         for path, text in edits
@@ -267,9 +267,9 @@ def is_ancestor(repository: Path, commit: str, older: str) -> bool:
 
 
 def make_revert_commit(repository: Path, live: str, base: str, commit: str, message: str) -> str:
-    """Make a commit on top of ``live`` that reverts the changes from ``base`` to ``commit``. Moves no branch.
+    """Make a commit on top of ``live`` that reverts the changes from ``base`` to ``commit``. No branch is moved.
 
-    Returns ``live`` if they are reverted already. Raises: RepositoryError that names files with later changes.
+    Returns the commit; ``live`` if the changes are reverted already. Raises: RepositoryError that names files that were changed again later.
     """
     now, ours, before = (read_entries(repository, name) for name in (live, commit, base))
     paths = [path for path in ours.keys() | before.keys() if ours.get(path) != before.get(path)]
@@ -285,9 +285,9 @@ def make_revert_commit(repository: Path, live: str, base: str, commit: str, mess
 
 
 def advance_branch(repository: Path, base: str, commit: str) -> None:
-    """Move the checked-out branch from ``base`` to ``commit``, with files and index. After a kill, the same call finishes.
+    """Move the checked-out branch from ``base`` to ``commit``, with files and index. After a kill, the same call completes the move.
 
-    Raises: RepositoryError, with nothing moved, when no branch is checked out, the branch is no longer at ``base``, or a file to change has
+    Raises: RepositoryError without moving the branch if no branch is checked out, the branch is no longer at ``base``, or a file to change has
     uncommitted changes.
     """
     head = git_line(repository, "symbolic-ref", "--quiet", "HEAD", check=False)
@@ -330,7 +330,7 @@ def advance_branch(repository: Path, base: str, commit: str) -> None:
 
 
 def reword_commit(repository: Path, applied: AppliedPatch, message: str) -> str:
-    """Give the proposal's commit another message, with the same tree and parent. Returns the new commit."""
+    """Give the proposal's commit another message, and move its branch to the new commit. Returns the new commit: same tree, same parent."""
     new = git_line(repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode())
     run_git(repository, "update-ref", f"refs/heads/{applied.branch}", new, applied.commit)
     return new
@@ -358,13 +358,13 @@ def list_commit_subjects(repository: Path, older: str, commit: str) -> list[str]
 
 
 def read_patch(repository: Path, base: str, commit: str) -> str:
-    """Return the patch as text, with full object names. People read, and approve by hash, this text."""
+    """Return the patch as text, with full object names. People read this text, and approve it by its hash."""
     flags = ("--full-index", "--binary", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")
     return os.fsdecode(run_git(repository, "diff-tree", "-p", *flags, base, commit))
 
 
 def hash_patch(repository: Path, base: str, commit: str) -> str:
-    """Return the hash of the patch's text."""
+    """Return the SHA-256 of the patch's text (``read_patch``)."""
     return hashlib.sha256(os.fsencode(read_patch(repository, base, commit))).hexdigest()
 
 
@@ -391,10 +391,10 @@ def read_file_text(repository: Path, commit: str, path: str) -> str:
 
 
 def last_commit_of_lines(repository: Path, commit: str, path: str) -> list[str]:
-    """Return the commit that last changed each line of a stored file. Raises: RepositoryError for an unknown file."""
+    """Return for each line of a stored file the commit that last changed it. Raises: RepositoryError for an unknown file."""
     blame = ("-c", "blame.ignoreRevsFile=", "blame", "--line-porcelain", "--no-textconv", commit, "--", path)
     lines = run_git(repository, *blame).split(b"\n")
-    # In the output, a line of the file follows a tab. The lines before are about it, and the first of them names the commit.
+    # In git's output, a line of the file stands after a tab. The lines before it describe it, and the first of these names the commit.
     starts = [0, *(number + 1 for number, line in enumerate(lines) if line.startswith(b"\t"))]
     return [lines[start].split(b" ")[0].decode() for start in starts[:-1]]
 

@@ -1,6 +1,6 @@
-"""Checks whether agents may change these files, and whether the names and bytes are allowed.
+"""Checks whether agents may change the files of a patch, and whether their names and contents are allowed.
 
-The rules apply twice: to an agent's edits before they are written, and to the commit that is judged.
+The rules apply twice: to an agent's edits before they are written, and to the commit that the gate judges.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from agents.llm.policy import LlmPolicy
 from factory.core.policy_file import Count, StrictPolicy, load_policy
 from kernels.contract.message import Message
 
-# The names of new files. A new file must not be imported in the place of another module. This happens for a package with the name of a
-# module beside it (Python takes the package), and for a name of the standard library or of an installed package (a folder may come first on
-# Python's path). The check uses only names, before Python imports any file of the patch.
+# The names of new files. Python must not import a new file instead of another module. This happens if a package and a module in the same folder have
+# the same name (Python takes the package), or if a file has the name of a module of the standard library or of an installed package (the folder of
+# the file may come first on Python's path). The check uses only names, before Python imports any file of the patch.
 OURS = ("agents", "benchmarks", "factory", "kernels", "tests", "trainer")
 SPECIAL = "__init__"  # the only name with double underscores that a new file may have
 
 
 def find_name_problems(path: str, existing: Collection[str], left: Collection[str]) -> Iterable[Message]:
-    """Yield the problems of a *new* file's name. ``existing``: all files and folders of the base; ``left``: those of the patched tree."""
+    """Yield the problems of the name of a *new* file. ``existing``: all files and folders of the base. ``left``: those of the patched tree."""
     parts = path.split("/")
     names = [*parts[:-1], parts[-1].removesuffix(".py")]
     folded = {other.casefold(): other for other in left}
@@ -44,7 +44,7 @@ def find_name_problems(path: str, existing: Collection[str], left: Collection[st
             if other.casefold() != place.casefold() and (there := folded.get(other.casefold())):
                 yield Message(
                     "scope.same_module",
-                    "Python cannot distinguish {place} from {other}: choose another name",
+                    "Python cannot distinguish {place} from {other}, so choose another name",
                     place=_shown(place),
                     other=_shown(there),
                 )
@@ -53,25 +53,25 @@ def find_name_problems(path: str, existing: Collection[str], left: Collection[st
         if not name.isidentifier() or keyword.iskeyword(name):
             yield Message(
                 "scope.not_importable",
-                "{name!r} is not a name that Python can import: use letters, digits and '_'",
+                "Python cannot import a module with the name {name!r}, so use only letters, digits and '_'",
                 name=_escaped(name),
             )
         if name.startswith("__") and name.endswith("__") and name != SPECIAL:
             yield Message(
                 "scope.special_name",
-                "{name!r} has a special meaning in Python: choose another name",
+                "{name!r} has a special meaning in Python, so choose another name",
                 name=_escaped(name),
             )
         if name.casefold() in list_importable_modules() and not _usual(parts[:count], existing):
             yield Message(
                 "scope.shadowed_module",
-                "{name!r} could hide a module of Python or of an installed package: choose another name",
+                "{name!r} could hide a module of Python or of an installed package, so choose another name",
                 name=_escaped(name),
             )
 
 
 def _usual(parts: list[str], existing: Collection[str]) -> bool:
-    """Return whether a folder beside the file's own has a file of the same name, as every op has its ``triton.py``.
+    """Return whether a sibling of the file's folder has a file of the same name, as the folders of ops have ``triton.py``.
 
     >>> _usual(["kernels", "mine", "triton.py"], {"kernels/rms_norm/triton.py"})
     True
@@ -85,7 +85,7 @@ def _usual(parts: list[str], existing: Collection[str]) -> bool:
 
 @functools.cache
 def list_importable_modules() -> frozenset[str]:
-    """Return the names, in lower case, that ``import`` finds outside this checkout. Nothing is imported."""
+    """Return the names, in lower case, of the top-level modules that Python can import. Nothing is imported."""
     found = {*sys.stdlib_module_names, *sys.builtin_module_names, *OURS}
     for folder in sys.path:
         if os.path.basename(folder) in ("site-packages", "dist-packages") and os.path.isdir(folder):
@@ -93,33 +93,33 @@ def list_importable_modules() -> frozenset[str]:
     return frozenset(name.casefold() for name in found)
 
 
-# Plain ASCII names: without control characters, look-alike letters, backslashes, drive letters or alternate streams.
+# A part of a path: plain ASCII without control characters, look-alike letters, backslashes, drive letters or alternate streams.
 COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# Modules that tools run because of their names.
+# Modules that Python tools run because of their names.
 LOADED_BY_NAME = {"conftest", "sitecustomize", "usercustomize", "setup", "noxfile", "tasks", "wscript"}
 MAX_PATH_CHARACTERS = 200  # characters
 DEVICE_NAMES = {"con", "prn", "aux", "nul", *(f"{kind}{n}" for kind in ("com", "lpt") for n in range(10))}
 
 
 class ScopeRule(StrictPolicy):
-    """Files that patches may change: an exact path, or ``folder/**`` with suffixes."""
+    """Files that patches may change: an exact path or ``folder/**``, and the suffixes that a path must have."""
 
     paths: str = Field(pattern=r"^[A-Za-z0-9_./-]+(/\*\*)?$")
     suffixes: list[str]
 
     def covers(self, path: str) -> bool:
-        """Return whether the rule includes a path."""
+        """Return whether the rule allows a path."""
         folder, star, _ = self.paths.partition("**")
         return (path.startswith(folder) if star else path == self.paths) and path.endswith(tuple(self.suffixes))
 
 
 class AgentsPolicy(StrictPolicy):
-    """``policies/agents.yaml``."""
+    """``policies/agents.yaml``: what agents may change, and what they may spend."""
 
     scope: list[ScopeRule]
     """The files that a patch may change. All other files are out of scope."""
     out_of_scope: list[str] = []
-    """Folders inside the scope that agents may read but not patch."""
+    """Folders inside the scope that agents may read but not patch, as ``folder/**``."""
     max_files: Count = 8
     """The most files that one patch may change."""
     max_file_bytes: Count = 100_000
@@ -147,7 +147,7 @@ class AgentsPolicy(StrictPolicy):
         return any(rule.covers(path) for rule in self.scope)
 
     def is_protected(self, path: str) -> bool:
-        """Return whether only people may change a path. Upper and lower case count as the same, as on some file systems.
+        """Return whether only people may change a path. Upper and lower case count as equal, as on some file systems.
 
         >>> keys = ("max_files", "max_file_bytes", "max_patch_bytes", "measure_seconds")
         >>> policy = AgentsPolicy(scope=[], out_of_scope=["trainer/contract/**"], **dict.fromkeys(keys, 1))
@@ -253,12 +253,12 @@ def find_scope_problems(policy: AgentsPolicy, changes: Iterable[FileChange], exi
 
 
 def no_change_problem() -> Message:
-    """The problem of a patch without changes."""
+    """Return the problem of a patch without changes."""
     return Message("scope.no_change", "the patch changes nothing")
 
 
 def _above(path: str) -> list[str]:
-    """Return a path and the folders above: ``a/b/c`` → a, a/b, a/b/c."""
+    """Return the folders above a path, and the path: ``a/b/c`` → a, a/b, a/b/c."""
     parts = path.split("/")
     return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
@@ -273,7 +273,7 @@ def _one(policy: AgentsPolicy, change: FileChange) -> Iterable[Message]:
     if not policy.is_readable(change.path):
         yield Message(
             "scope.not_patchable",
-            "this file is out of scope: patches may change {scope}",
+            "patches may not change this file, but only {scope}",
             scope=[rule.paths for rule in policy.scope],
         )
     if change.mode not in ("100644", "100755") or (change.old_mode or "100644") not in ("100644", "100755"):
@@ -303,13 +303,11 @@ def _name_problems(path: str) -> Iterable[Message]:
         if part.endswith(".") or part.split(".")[0].casefold() in DEVICE_NAMES:
             yield Message(
                 "scope.device_name",
-                "{name!r} has a special meaning on some file systems: choose another name",
+                "{name!r} has a special meaning on some file systems, so choose another name",
                 name=_escaped(part),
             )
     if any(part.casefold().partition(".")[0] in LOADED_BY_NAME for part in parts):
-        yield Message(
-            "scope.loaded_by_name", "Python tools load a file with this name without being asked: choose another name"
-        )
+        yield Message("scope.loaded_by_name", "Python tools load any file with this name, so choose another name")
 
 
 def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[Message]:
@@ -339,7 +337,7 @@ def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[Message]
 
 
 def _escaped(name: str) -> str:
-    """A name for a message's data, which readers see too: no character of it begins a line or controls a terminal."""
+    """Return a name for a message's data, in which no character begins a new line or controls a terminal."""
     return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 

@@ -1,17 +1,16 @@
-"""Ingest of one shard, from a file to a token shard and ledger rows (DESIGN §5). Start reading here.
+"""Ingests one shard: from a file to a token shard and ledger rows (DESIGN §5). Start reading here.
 
     read rows ─► analyse (workers) ─► decide (here) ─► finish (workers) ─► token shard ─► one transaction
                  validate, normalise,  duplicates,      trim, tokenise,
                  filter, PII, hashes   held-out,        round trip
                                        contamination
 
-Items of evaluation tasks that are new are recorded first, to be decontaminated against (``rules/held_tasks``).
-All work is done before the transaction, which is the only step that changes the ledger. After a kill the next call starts
-again and ends with the same rows, because every step is a function of the shard, the policy and the ledger. A killed run
-leaves a spool, which the next run removes, or a token shard that no ledger row names. The next run uses that token shard,
-because a token shard is named by its content.
+First, new items of evaluation tasks are recorded, so that training data that contain them are found (``task_hashes``). All other work is done before
+the transaction, which is the only step that stores the shard in the ledger. After a kill, the next call starts again and ends with the same rows,
+because every step is a function of the shard, the policy and the ledger. A killed run leaves a spool, which the next run removes, or a token shard
+that no ledger row names. The next run uses that token shard, because the name of a token shard is the hash of its content.
 
-The caller holds the workspace's ``model-loop`` lock: two shards are never ingested at once.
+The caller holds the workspace's ``model-loop`` lock, so two shards are never ingested at once.
 """
 
 from __future__ import annotations
@@ -66,19 +65,19 @@ from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, fil
 
 _CHUNK_BYTES = 1 << 19
 _CHUNK_ROWS = 1000
-_WORTH_WORKERS = 4 << 20  # bytes of a shard from which processes save more time than their start takes
+_WORTH_WORKERS = 4 << 20  # bytes; for a larger shard, worker processes save more time than their start takes
 
 
 @dataclass(frozen=True)
 class ShardReport:
-    """The result of an ingest: the shard's row of the ledger's ``shards``."""
+    """The result of an ingest: the shard's row in the ledger's table ``shards``."""
 
     sha256: str
     name: str
     state: str  # 'ingested' | 'quarantined'
     reason: str | None
     rows: int
-    # {"train", "held_out", "dropped": {rule: n}, "pii", "pii_kinds": {kind: n}, "trimmed"}; "groups": for ``grouping_lines``
+    # {"train", "held_out", "dropped": {rule: n}, "pii", "pii_kinds": {kind: n}, "trimmed"}; "groups": for ``describe_grouping``
     counts: dict[str, Any]
     domains: dict[str, dict[str, int]]  # of the documents to train on
     tokens: int
@@ -97,17 +96,18 @@ def ingest_shard(
     whole: Callable[[], Iterator[RawRow]] | None = None,
     quarantines: bool = True,
 ) -> ShardReport:
-    """Ingest one file. A file with the same content is never ingested twice: the second call returns the recorded report. A quarantined file
-    is tried again when its name, the data policy or the code that reads it has changed, or with ``again``.
+    """Ingest one file, and return its report. A file with the same content is never ingested twice: the second call returns the recorded report.
 
-    ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard. ``other_files``: files that
-    are ingested after this one. The first ingest trains the tokenizer, on their text too. ``whole``: yields all rows of the file that this
-    shard is a part of; mapped columns that the part lacks are looked for in them. Without ``quarantines`` an unusable file leaves no trace and
-    raises ShardProblem.
+    A quarantined file is tried again if its name, the data policy or the code that reads it has changed, or with ``again``.
 
-    Raises: InputError when the path is not a readable file or changes during the ingest, or a task file cannot be read; ConfigError for a bad
-    policy; WorkerDiedError; LittleTextError when the text is too little to train the tokenizer; FactoryError when the disk is full. Faults
-    *inside* the file end in a report: a rule drops each bad row, and a file that is unusable as a whole is quarantined.
+    workers: the number of processes for the per-document work; 0: no processes; None: one for each core, and none for a small shard.
+    other_files: files that are ingested after this one. The first ingest trains the tokenizer on their text too.
+    whole: yields all rows of the file that this shard is a part of. Mapped columns that the part lacks are looked up in these rows.
+    quarantines: if False, an unusable file leaves no trace and raises ShardProblem.
+
+    Raises: InputError if the path is not a readable file, if the file changes during the ingest, or if a task file cannot be read; ConfigError for a
+    bad policy; WorkerDiedError; TooLittleTextError if the text is too short to train the tokenizer; FactoryError if the disk is full. Faults *inside*
+    the file end in the report: a rule drops each bad row, and a file that is unusable as a whole is quarantined.
     """
     policy = DataPolicy.load(plant.workspace.policy_path("data.yaml"))
     before, sha256 = _identify(path)
@@ -159,8 +159,11 @@ def ingest_shard(
 
 
 def find_finished_report(plant: Plant, path: Path, sha256: str, again: bool) -> ShardReport | None:
-    """The report of a file that needs no ingest; None: it needs one. It needs none if it was ingested, or was quarantined and neither its name,
-    the policy nor the reading code has changed."""
+    """Return the recorded report of a file that does not need an ingest; None: the file needs an ingest.
+
+    A file does not need an ingest if it was ingested. It does not need one either if it was quarantined, and since then neither its name nor the
+    policy nor the code that reads it has changed, and no person asked for another try.
+    """
     known = read_report(plant.ledger, sha256)
     if known and (known.state == "ingested" or not (again or _may_be_readable(plant, path, sha256))):
         return known
@@ -168,7 +171,7 @@ def find_finished_report(plant: Plant, path: Path, sha256: str, again: bool) -> 
 
 
 def quarantine_shard(plant: Plant, path: Path, sha256: str, problem: ShardProblem) -> ShardReport:
-    """Record a file that is unusable as a whole, and keep a copy of the file."""
+    """Record a file that is unusable as a whole, copy it to the quarantine, and return its report."""
     _copy_to_quarantine(plant.workspace, path, sha256)
     with plant.ledger.begin() as tx:
         _store(tx, plant.ledger, path, path.stat().st_size, sha256, problem, "", compute_reading_key(plant.workspace))
@@ -178,7 +181,7 @@ def quarantine_shard(plant: Plant, path: Path, sha256: str, problem: ShardProble
 
 
 def read_report(ledger: Ledger, sha256: str) -> ShardReport | None:
-    """The recorded report of a shard; None: it was never ingested."""
+    """Return the recorded report of a shard; None: there is no report."""
     row = ledger.select_first(sa.select(shards).where(shards.c.sha256 == sha256))
     if row is None:
         return None
@@ -190,12 +193,12 @@ class ProcessedShard:
     """A shard that is ready to be stored."""
 
     rows: list[Row]
-    decided: ShardDecisions | None  # None when every row was dropped before it was compared
+    decided: ShardDecisions | None  # None if every row was dropped before the comparison with other documents
     finished: dict[str, FinishedDocument]  # by key, without the token arrays
     tokenizer: Tokenizer | None
     token_shard: TokenShard | None
     row_notes: RowCounts
-    held_back: dict[str, dict[str, Any]]  # see ``ledger_rows.held_back``
+    held_back: dict[str, dict[str, Any]]  # see ``ledger_rows.count_release_blockers``
 
 
 def _run(
@@ -269,7 +272,7 @@ def _run(
 
 
 def _settle(row: Row, result: FinishedDocument) -> TokenizedDocument | None:
-    """Set the row's fate. Returns the tokenised document when it is training data."""
+    """Set the row's fate. Returns the tokenised document if it is training data, else None."""
     if result.dropped:
         row.fate = ""  # a held-out document may be dropped too, if it does not decode to the same text
         row.drop(*result.dropped, matched=row.matched)
@@ -290,14 +293,14 @@ def _settle(row: Row, result: FinishedDocument) -> TokenizedDocument | None:
 
 
 def _look_in_the_whole(rows: Iterator[RawRow], told: RowCounts, policy: DataPolicy, name: str) -> None:
-    """Look in the rows of the whole file for mapped columns that this part lacks, until each is found."""
-    with contextlib.suppress(ShardProblem):  # the ingest of that later part reports the problem
+    """Look for mapped columns that this part lacks in the rows of the whole file, until every column is found."""
+    with contextlib.suppress(ShardProblem):  # the ingest of the part with the problem reports it
         while find_missing_columns(told, policy.fields) and (row := next(rows, None)) is not None:
             count_row_columns(policy, row, name, told)
 
 
 def split_into_chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int, int, list[RawRow]]]:
-    """(chunk number, number of its first row, rows). Raises: ShardProblem for too many rows."""
+    """Yield (number of the chunk, number of its first row, rows). Raises: ShardProblem for too many rows."""
     chunk, first, size = 0, 0, 0
     rows: list[RawRow] = []
     for raw in raw_rows:
@@ -317,7 +320,7 @@ def split_into_chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterato
 
 
 def find_bad_share_problem(rows: Sequence[Row], max_share: float) -> ShardProblem | None:
-    """The problem of a file with too many rows that cannot be read; None: the file is usable."""
+    """Return the problem of a file with too many unreadable rows; None: the file is usable. ``max_share``: the allowed share of these rows."""
     bad = Counter(row.rule for row in rows if row.rule in UNREADABLE_ROW_RULES)
     share = bad.total() / max(len(rows), 1)
     if share <= max_share and bad.total() < max(len(rows), 1):
@@ -350,7 +353,7 @@ def _identify(path: Path) -> tuple[os.stat_result, str]:
 
 
 def _refuse_changed(path: Path, before: os.stat_result) -> None:
-    """Raises: InputError when a file changed since ``before``, or is gone."""
+    """Raise InputError if a file has changed since ``before``, or is gone."""
     try:
         if _identity(path.stat()) == _identity(before):
             return
@@ -368,7 +371,7 @@ def _refuse_changed(path: Path, before: os.stat_result) -> None:
 
 
 def _may_be_readable(plant: Plant, path: Path, sha256: str) -> bool:
-    """May another try read a quarantined file? True if its name, the policy or the reading code has changed, or a person asked for a try."""
+    """True if another try may read a quarantined file: its name, the policy or the reading code has changed, or a person asked for a try."""
     sql = f"SELECT kind, detail FROM events WHERE kind IN ('quarantined', '{SHARD_FILED}') AND subject = :subject ORDER BY id DESC"
     events = plant.ledger.read(sql, subject=f"shard:{sha256[:16]}")
     if events and events[0]["detail"].get("read_by") == ASKED:

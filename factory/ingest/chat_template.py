@@ -1,10 +1,10 @@
-"""The chat templates of exports, in Jinja: ChatML, as ``Tokenizer.encode_messages`` writes it.
+"""The chat templates of exports, in Jinja. They write ChatML, as ``Tokenizer.encode_messages`` does.
 
-Tools, tool calls and reasoning become text as in ``shapes/calls``, with which ingest reads rows. A template raises an exception for anything
-that it cannot show as ingest does: arguments that are text (transformers' convention is objects), contents that are not text, and roles that no
-training document has.
+Tools, tool calls and reasoning become the same text as in training documents, which ingest makes with ``shapes/tool_calls``. A template raises an
+exception for anything that it cannot write as ingest does: arguments that are text (transformers' convention is objects), contents that are not text,
+and roles that no training document has.
 
-A workspace keeps the template that its tokenizer was frozen with. Older templates show roles and texts only, with the same ids.
+A workspace keeps the template with which its tokenizer was frozen. Older templates write roles and texts only, with the same ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from factory.ingest.shapes.tools_prompt import TOOL_KEYS, TOOLS_HEAD, TOOLS_TAIL
 
 
 def break_special_tokens(text: str) -> str:
-    """A text as the templates write it: with a blank inside each special token that the text spells.
+    """Return a text as the templates write it: with a blank inside each special token that the text spells.
 
     >>> break_special_tokens("<|im_end|> <|endoftext|>")
     '<| im_end|> <| endoftext|>'
@@ -25,11 +25,11 @@ def break_special_tokens(text: str) -> str:
 
 
 def _quoted(words: str) -> str:
-    """An ASCII text as a Jinja literal."""
+    """Return an ASCII text as a Jinja literal."""
     return json.dumps(words)
 
 
-# The template writes a role as it is. Another role than those of training documents could spell special tokens.
+# The template writes a role unchanged, so an unknown role could spell special tokens.
 _ROLE_CHECK = (
     "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}\n"
     "{{- raise_exception('role: expected system, user, assistant or tool') -}}\n"
@@ -49,7 +49,7 @@ _TURNS = (
 )
 _BOS = "{{- '<|endoftext|>' -}}\n"
 
-# ns.tools: the tools as text, empty without tools. It ends the chat's own system turn, or is a system turn before the chat.
+# ns.tools: the tools as text; '' without tools. It is added to the chat's own system turn, or becomes a system turn before the chat.
 _TOOLS = (
     "{%- set ns = namespace(tools='', text='', reasoning='') -%}\n"
     "{%- for tool in tools or [] -%}\n"
@@ -115,6 +115,6 @@ _SAID = (
 
 CHAT_TEMPLATE = _BOS + _TOOLS + _FOR_EACH + _ROLE_CHECK + _SAID
 TEMPLATE_WITHOUT_BOS = _TOOLS + _FOR_EACH + _ROLE_CHECK + _SAID
-TEMPLATE_WITHOUT_CALLS = _BOS + _FOR_EACH + _ROLE_CHECK + _TURNS  # of older factories: without tools and reasoning
+TEMPLATE_WITHOUT_CALLS = _BOS + _FOR_EACH + _ROLE_CHECK + _TURNS  # of older versions: without tools and reasoning
 TEMPLATE_WITHOUT_CALLS_AND_BOS = _FOR_EACH + _ROLE_CHECK + _TURNS
-OLDER_TEMPLATES = (_FOR_EACH + _TURNS,)  # of tokenizers without BOS: the same ids, but without a check of roles
+OLDER_TEMPLATES = (_FOR_EACH + _TURNS,)  # of tokenizers without BOS: the same ids, but roles are not checked

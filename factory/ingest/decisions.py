@@ -1,7 +1,7 @@
-"""Decisions that need all documents of a shard: duplicates, the held-out split, contamination. In the order of rows.
+"""Makes the decisions that need all documents of a shard: duplicates, the held-out split, contamination. Rows are decided in their order.
 
-The input is the analysed chunks and the ledger's index. The output is fates on the rows, and the remaining work for each
-remaining document. This module writes nothing.
+The input is the analysed chunks and the ledger's index. The output is the fates of the rows, and the remaining work on each remaining document. This
+module writes nothing to disk.
 """
 
 from __future__ import annotations
@@ -27,28 +27,31 @@ from factory.ingest.worker import AnalysedChunk, DocumentToFinish, read_spooled_
 from factory.ledger.removals import REMOVED_FATE
 from kernels.contract.message import Message
 
-# Stands in ``documents.detail``; 'factory check --repair' finds such rows by this text, in ledgers of older versions too.
+# The ledger stores this text in ``documents.detail``. 'factory check --repair' finds such rows by the text, also in ledgers of older versions.
 COPY_OF_BARRED = Message("ingest.copy_of_barred", "this text came under a licence that does not allow training")
-DRAWS = 4  # selections of held-out documents from a shard at most; each reads all n-grams of the shard
+DRAWS = 4  # the most selections of held-out documents from a shard; each selection reads all n-grams of the shard
 
 
 @dataclass(frozen=True)
 class ShardDecisions:
-    """``tasks``: by chunk, the work on the remaining documents. ``held_out``: n-grams of the new held-out documents. ``read_licences``: by shard ('':
-    this one), the number of dropped copies that the shard has under another licence."""
+    """The decisions about a shard.
+
+    tasks: for each chunk, the work on its remaining documents. held_out: key of a new held-out document → its n-grams. licences: shard ('': this one)
+    → the number of dropped copies whose original the shard has under another licence.
+    """
 
     tasks: list[list[DocumentToFinish]]
     held_out: dict[str, Hashes]
     near: NearDuplicates
-    signatures: Signatures  # [alive, permutations], numbered as ``numbers``
-    numbers: dict[str, int]  # key → number among the signatures, of all documents that later shards are compared with
+    signatures: Signatures  # [undecided documents, permutations]; ``numbers`` has the row of each document
+    numbers: dict[str, int]  # key → row in ``signatures``, for all documents with which later shards are compared
     licences: dict[str, int]
-    groups: dict[str, Any]  # by domain, the facts about its groups that a person is told (``_grouping``)
+    groups: dict[str, Any]  # domain → the facts about its groups that a person should know (``_grouping``)
 
 
 @dataclass(frozen=True)
 class _Living:
-    """A document that has no fate yet, with the place of its content in the spool and its number in the shard."""
+    """A document that has no fate yet, with its number in the shard and the place of its content in the spool."""
 
     row: Row
     number: int
@@ -59,7 +62,7 @@ class _Living:
 def decide_fates(
     analysed: Sequence[AnalysedChunk], index: DocumentIndex, policy: DataPolicy, spool: Path
 ) -> ShardDecisions:
-    """Set the fates that depend on other documents, on the rows of ``analysed``."""
+    """Decide the fates that depend on other documents, and set them on the rows of ``analysed``."""
     signed = np.concatenate([one.signatures for one in analysed])
     near = NearDuplicates(signed, policy.near_duplicates.threshold, index.find_by_bands)
     living, barred = _drop_duplicates(list(_living(analysed)), index, near)
@@ -82,11 +85,14 @@ def _living(analysed: Sequence[AnalysedChunk]) -> Iterator[_Living]:
 def _drop_duplicates(
     living: list[_Living], index: DocumentIndex, near: NearDuplicates
 ) -> tuple[list[_Living], list[_Living]]:
-    """Drop all but the first of equal or near-equal documents. A copy of a held-out document counts as contamination; a text whose licence
-    does not allow training bars its copies, those before it in this shard too. Returns what is left, and the rows that bar a text."""
+    """Drop all but the first of equal or nearly equal documents. Returns the documents that are left, and the documents that bar a text.
+
+    A copy of a held-out document counts as contamination. A text whose licence does not allow training bars all its copies, also copies that stand
+    before it in this shard.
+    """
     known = index.find_by_content([one.row.content_sha256 or "" for one in living])
     fates = index.read_fates(sorted({key for keys in near.stored.keys.values() for key in keys}))
-    here: dict[str, str] = {}  # fate by key, of the first of each text
+    here: dict[str, str] = {}  # key → fate of the first document with each text
     first: dict[str, str] = {}
     kept: list[_Living] = []
     barred: list[_Living] = []
@@ -94,7 +100,7 @@ def _drop_duplicates(
     refusal = index.make_refusal_check()
 
     def match(one: _Living) -> tuple[str, str, str, str] | None:
-        """(rule, fate of the other, how alike they are, its key)"""
+        """Return (rule, fate of the original, text that says how similar both are, key of the original); None: the document is not a copy."""
         content = one.row.content_sha256
         assert content
         if content in known:
@@ -119,7 +125,7 @@ def _drop_duplicates(
 
     for one in sorted(
         living, key=lambda one: not one.row.licence_refusal
-    ):  # barred rows first, else in the order of rows
+    ):  # barred rows come first; otherwise the order of the rows is kept
         row = one.row
         if not row.licence_refusal and (why := refusal(row.source, row.license)):
             row.drop("removed", why)
@@ -129,7 +135,9 @@ def _drop_duplicates(
             row.drop("licence", row.licence_refusal, found and found[3])
         elif found:
             _drop_copy(row, *found)
-        if not found or row.licence_refusal:  # a barred copy may be near to documents that its original is not near to
+        if (
+            not found or row.licence_refusal
+        ):  # a barred copy may be similar to documents to which its original is not similar
             near.add_document(one.number)
             by_number[one.number] = row.key
             assert row.content_sha256
@@ -140,7 +148,7 @@ def _drop_duplicates(
 
 
 def _other_licences(rows: Mapping[str, Row], index: DocumentIndex) -> dict[str, int]:
-    """By shard ('': this one), the number of this shard's texts that it has under another licence."""
+    """Return shard ('': this one) → the number of this shard's texts that the shard has under another licence."""
     copies = [row for row in rows.values() if row.matched and row.rule in COPY_RULES]
     stored = index.read_licences(sorted({row.matched for row in copies if row.matched and row.matched not in rows}))
     found: Counter[str] = Counter()
@@ -174,7 +182,7 @@ def _drop_copy(row: Row, rule: str, fate: str, how: str, key: str) -> None:
 def _grams(
     living: Sequence[_Living], analysed: Sequence[AnalysedChunk], spool: Path
 ) -> Iterator[tuple[_Living, Hashes]]:
-    """The n-grams of each document, with one chunk in memory at a time."""
+    """Yield each document with its n-grams. Only one chunk is in memory at a time."""
     chunk, loaded = -1, []
     for one in living:
         if one.chunk != chunk:
@@ -185,14 +193,14 @@ def _grams(
 def _hold_out(
     living: Sequence[_Living], analysed: Sequence[AnalysedChunk], index: DocumentIndex, policy: DataPolicy, spool: Path
 ) -> dict[str, Hashes]:
-    """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
-    own = [one for one in living if not one.row.synthetic_by]  # text that a model wrote cannot measure models
+    """Choose the held-out documents, and set their fate. Returns key → the n-grams by which later copies are found."""
+    own = [one for one in living if not one.row.synthetic_by]  # documents that a model wrote cannot measure models
     trained = index.find_trained_groups(sorted({one.row.group_key for one in own if one.row.group_key}))
     recorded = {name: half for name, half in index.read_held_out_groups().items() if name not in trained}
     select = _selecting(own, index, policy, recorded, trained)
     held: dict[int, held_out_split.HeldOutAssignment] = {}
     refused: dict[int, str] = {}
-    for _ in range(DRAWS):  # each time, other documents replace those that share words with training data
+    for _ in range(DRAWS):  # in each draw, other documents replace those that share words with training data
         held = select(refused)
         candidates, overlaps = _own_words(
             [one for one in own if one.number in held], living, analysed, index, policy, spool
@@ -209,7 +217,7 @@ def _hold_out(
         if one.number in refused:
             row.detail = Message(
                 "ingest.not_held_out",
-                "the document is not held out, because it shares words with the training document {key}",
+                "the document cannot be held out, because it shares words with the training document {key}",
                 key=refused[one.number],
             )
         if as_one := held.get(one.number):
@@ -240,7 +248,7 @@ def _selecting(
     recorded: Mapping[str, bool],
     trained: Collection[str],
 ) -> Callable[[Collection[int]], dict[int, held_out_split.HeldOutAssignment]]:
-    """A function that selects held-out documents; it leaves out the documents with the numbers in its argument."""
+    """Return a function that selects held-out documents. Its argument has the numbers of documents that it must not select."""
     before = index.read_held_out_counts()
     count = functools.cache(index.count_trained)
 
@@ -262,9 +270,11 @@ def _selecting(
 
 
 def _grouping(rows: Sequence[Row], index: DocumentIndex, policy: DataPolicy) -> dict[str, Any]:
-    """Of each domain that is grouped by a key, and of which a person should know something: {"group": kind, "documents": n, "groups": n,
-    "lacking": documents without the key, "parts": documents with the key that are held out as groups of their own, "halves": [groups in the
-    sealed half, groups in the dev half]}."""
+    """Return facts about the groups of each domain that is grouped by a key, if a person should know them.
+
+    domain → {"group": kind, "documents": n, "groups": n, "lacking": documents without the key, "parts": documents with the key that are held out as
+    groups of their own, "halves": [groups in the sealed half, groups in the dev half]}
+    """
     found = {}
     before = index.read_held_out_counts()
     for domain in sorted({row.domain for row in rows}):
@@ -297,8 +307,10 @@ def _own_words(
     policy: DataPolicy,
     spool: Path,
 ) -> tuple[dict[int, Hashes], dict[int, str]]:
-    """By number of each ``wanting`` document: its n-grams without common phrases; and, for some, the key of a training document that shares
-    one of them."""
+    """Return (number → n-grams without common phrases, number → key of a training document that shares one of them).
+
+    The first has all ``wanting`` documents. The second has only those that share an n-gram with a training document.
+    """
     if not wanting:
         return {}, {}
     candidates = {one.number: grams for one, grams in _grams(wanting, analysed, spool)}
@@ -326,7 +338,7 @@ def _own_words(
 
 
 def _places(ordered: Hashes, values: Hashes) -> np.ndarray:
-    """The positions in ``ordered`` of the ``values`` that it holds."""
+    """Return the positions in ``ordered`` of those ``values`` that it contains."""
     places = np.searchsorted(ordered, values)
     places[places == len(ordered)] = 0
     return places[ordered[places] == values]

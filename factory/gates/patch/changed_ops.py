@@ -1,4 +1,4 @@
-"""Which ops a patch changes, read from ``kernels.yaml`` and from the patch's paths."""
+"""Finds the ops that a patch changes, from ``kernels.yaml`` and from the paths of the patch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ChangedOp:
 
 
 def find_changed_sections(before: bytes | None, after: bytes | None) -> list[str]:
-    """The top-level keys of kernels.yaml (the devices, and ``fallback``) whose values differ."""
+    """Return the top-level keys of kernels.yaml (the devices, and ``fallback``) whose values the patch changes."""
     old, new = (found if isinstance(found := yaml.safe_load(text or b"{}"), dict) else {} for text in (before, after))
     return sorted(str(key) for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
 def find_other_devices(before: bytes | None, after: bytes | None) -> list[Message]:
-    """A message for each changed section of kernels.yaml that no run here can judge."""
+    """Return a message for each changed section of kernels.yaml that is for another device, so that no run here can judge it."""
     here = devices.device_kind()
     return [
         Message(
@@ -48,16 +48,16 @@ def find_other_devices(before: bytes | None, after: bytes | None) -> list[Messag
 
 
 def find_unknown_ops(text: bytes | None) -> list[Message]:
-    """A message for each name in kernels.yaml that is not an op. A value that is not a map is refused when the file is loaded.
+    """Return a message for each name in kernels.yaml that is not an op. Loading the file refuses a value that is not a map.
 
     >>> find_unknown_ops(b"cpu: {swigul: reference}")
-    ["policies/kernels.yaml: cpu: no op has the name 'swigul'; did you mean 'swiglu'?"]
+    ["policies/kernels.yaml: the section 'cpu' names 'swigul', which is not an op; did you mean 'swiglu'?"]
     """
     wrong = [(device, op) for device in UNTUNED for op in device_section(text, device) if op not in EVERY_OP]
     return [
         Message(
             "patch.unknown_op",
-            "{file}: {device}: no op has the name {op!r}{hint}",
+            "{file}: the section {device!r} names {op!r}, which is not an op{hint}",
             file=KERNELS, device=device, op=op, hint=suggest_name(op, EVERY_OP),
         )
         for device, op in wrong
@@ -67,7 +67,7 @@ def find_unknown_ops(text: bytes | None) -> list[Message]:
 def find_changed_ops(
     before: bytes | None, after: bytes | None, paths: Sequence[str], device: str, tuned: Mapping[str, str]
 ) -> list[ChangedOp]:
-    """The ops that a patch changes. ``before``, ``after``: kernels.yaml. ``tuned``: op → the implementation that ``auto`` stands for.
+    """Return the ops that a patch changes. ``before``, ``after``: kernels.yaml. ``tuned``: op → the implementation that ``auto`` stands for.
 
     A patch to a file of ``kernels/`` may change any op, so then all ops that kernels.yaml names count as changed.
     """

@@ -1,7 +1,7 @@
-"""Compares what two runs on the same data left: the weights, and the other state from which the next segment continues.
+"""Compares the checkpoints of two runs on the same data: the weights, and the other state from which the next segment continues.
 
-The distance of two weights is a share of how far training moved them. The distance of two optimiser states is a share of the change that left-out
-steps cause.
+The distance of two sets of weights is a share of the distance that training moved them. The distance of two optimiser states is a share of the change
+that skipped steps cause.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from trainer.contract.checkpoint.format import Checkpoint, Tensors
 # Keys of state.json that must be equal, and those that must be equal up to rounding.
 EQUAL = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
 ROUNDED_STATE_KEYS = ("detector",)
-UNMOVED_DISTANCE = 1e9  # the distance where training moved nothing
-ROUNDED = 0.1  # share by which a loss or a gradient's norm may differ
+UNMOVED_DISTANCE = 1e9  # the distance if training moved no weight
+ROUNDED = 0.1  # the share by which values under ROUNDED_STATE_KEYS (losses, gradient norms) may differ
 
 
 def weight_drift(candidate: Tensors, baseline: Tensors, origin: Tensors, of_one: bool = True) -> float:
-    """‖candidate − baseline‖ / ‖baseline − origin‖. ``of_one``: or half that ratio of the worst tensor, if that is larger."""
+    """Return ‖candidate − baseline‖ / ‖baseline − origin‖ over all tensors. With ``of_one``, half the ratio of the worst tensor if that is larger."""
     each = tensor_distances(baseline, candidate, origin).values()
     worst = max((one.share for one in each), default=0.0)
     whole = sum_distances(each).share
@@ -30,7 +30,7 @@ def weight_drift(candidate: Tensors, baseline: Tensors, origin: Tensors, of_one:
 
 
 def squared_moment_distances(one: Checkpoint | None, other: Checkpoint | None) -> dict[str, float]:
-    """Squared distance of two runs' optimiser states by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``)."""
+    """Return the squared distance of two optimiser states by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``)."""
     assert one is not None and other is not None
     return {
         kind: found.apart**2 for kind, found in sum_by_kind(tensor_distances(other.optimizer, one.optimizer)).items()
@@ -40,14 +40,14 @@ def squared_moment_distances(one: Checkpoint | None, other: Checkpoint | None) -
 def find_checkpoint_difference(
     candidate: Checkpoint | None, baseline: Checkpoint | None, away: Mapping[str, float], max_drift: float
 ) -> Message | None:
-    """How the candidate's checkpoint differs from the baseline's for a run that continues from it. None: they are alike.
+    """Return a difference between the checkpoints that would change a run that continues from them. None: they are alike.
 
-    Moments are compared by kind, because the sizes of kinds are unrelated. A kind may differ by ``max_drift`` of the distance whose square is
-    ``away``, which left-out steps cause.
+    Moments are compared by kind, because the sizes of kinds are unrelated. ``away``: kind → the squared distance that skipped steps cause. A kind may
+    differ by ``max_drift`` times that distance.
     """
     assert candidate is not None and baseline is not None
     if lost := sorted(baseline.state.keys() - candidate.state.keys()):
-        return Message("patch.state_lacks", "the candidate's state.json lacks {keys}", keys=lost)
+        return Message("patch.state_lacks", "the candidate's state.json lacks the keys {keys}", keys=lost)
     if other := [key for key in EQUAL if candidate.state.get(key) != baseline.state.get(key)]:
         return _different_state(other)
     for key in ROUNDED_STATE_KEYS:
@@ -62,18 +62,20 @@ def find_checkpoint_difference(
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
             return Message(
                 "patch.optimiser_shape",
-                "the optimiser's {tensor} is missing, or has another shape or dtype than the baseline's",
+                "the optimiser's tensor {tensor} is missing, or has another shape or dtype than the baseline's",
                 tensor=name,
             )
         if name.startswith("step.") and not torch.equal(found, tensor):
-            return Message("patch.optimiser_step", "the optimiser's {tensor} differs from the baseline's", tensor=name)
+            return Message(
+                "patch.optimiser_step", "the optimiser's tensor {tensor} differs from the baseline's", tensor=name
+            )
     for kind, square in sorted(squared_moment_distances(candidate, baseline).items()):
         off = relative_size(square, away.get(kind, 0.0)) ** 0.5
         if off > max_drift:
             return Message(
                 "patch.optimiser_apart",
-                "the optimiser's {kind} differs from the baseline's by {share:.2g} of the change that skipped steps cause; at most {most:g} is "
-                "allowed",
+                "the optimiser's {kind} differs from the baseline's by {share:.2g} times the change that skipped steps cause; at most {most:g} times "
+                "is allowed",
                 kind=kind, share=off, most=max_drift,
             )  # fmt: skip
     return None
@@ -81,12 +83,14 @@ def find_checkpoint_difference(
 
 def _different_state(keys: list[str]) -> Message:
     return Message(
-        "patch.state_differs", "state.json has other values of {keys} than the baseline's state.json", keys=keys
+        "patch.state_differs",
+        "the candidate's state.json and the baseline's state.json have different values of {keys}",
+        keys=keys,
     )
 
 
 def _without_computing(recipe: object) -> object:
-    """A recipe without the keys that only change how a step is computed."""
+    """Return a recipe without the keys that change how a step is computed, but not its result."""
     if not isinstance(recipe, dict) or not isinstance(recipe.get("batch"), dict):
         return recipe
     return recipe | {"compile": None, "batch": recipe["batch"] | {"micro_sequences": None}}

@@ -1,9 +1,9 @@
-"""Runs inside the sandbox, in the process of a candidate's code: records the executed code of ``trainer/`` and ``kernels/``.
+"""Records which code of ``trainer/`` and ``kernels/`` is executed. Runs inside the sandbox, in the process of a candidate's code.
 
-Drivers load this file by its path, and the judge imports it for ``ExecutedCode``. The candidate's code shares the process and could forge the
-record, so the record can only hold patches back.
+Drivers load this file by its path. The judge imports this file for ``ExecutedCode``. The candidate's code shares the process and could forge the
+record, so the record can hold a patch but never promote it.
 
-A function that torch.compile traced counts by its traced parts. A Triton kernel counts as a whole once it was launched.
+Of a function that torch.compile traced, the traced parts count as executed. A Triton kernel counts as executed as a whole once it was launched.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SourceSpan = tuple[int, int, int, int]  # first line and column, last line and c
 
 
 def code_name(code: CodeType) -> str:
-    """A name that is the same in every process for the same place and code, and differs for another function on the same line."""
+    """Return a name that is the same in every process for the same code at the same place. Functions on the same line have different names."""
     made = zlib.crc32(code.co_code + repr(list(code.co_positions())).encode())
     return f"{code.co_qualname}:{code.co_firstlineno}:{made:08x}"
 
 
 def _names(path: str) -> Iterator[str]:
-    """The names of all code objects of a file, compiled from its text."""
+    """Yield the names of all code objects of a file, compiled from its text; nothing if the text does not compile."""
     try:
         yield from map(
             code_name, iterate_code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True))
@@ -41,7 +41,7 @@ def _names(path: str) -> Iterator[str]:
 
 
 def iterate_code_objects(code: CodeType) -> Iterator[CodeType]:
-    """A module's code object and all code objects inside it."""
+    """Yield a module's code object and all code objects inside it."""
     pending = [code]
     while pending:
         code = pending.pop()
@@ -51,10 +51,10 @@ def iterate_code_objects(code: CodeType) -> Iterator[CodeType]:
 
 @dataclass
 class ExecutedCode:
-    """The code that runs executed, by path in the worktree.
+    """The code that was executed, by path in the worktree.
 
-    lines: line numbers. instructions: each instruction, of the requested files. traced: places that torch.compile traced, of the requested
-    files. launched: (first line, last line) of Triton kernels.
+    lines: line numbers. instructions: the executed instructions of the requested files. traced: the places in the requested files that torch.compile
+    traced. launched: (first line, last line) of each launched Triton kernel.
     """
 
     lines: dict[str, set[int]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class ExecutedCode:
 
 
 class ExecutionRecorder:
-    """A trace function for ``trainer/`` and ``kernels/`` of ``root``, free of cost elsewhere. ``precise``: files whose instructions are recorded."""
+    """Traces the code of ``trainer/`` and ``kernels/`` below ``root``, and no other code. ``precise``: files whose instructions are recorded."""
 
     def __init__(self, root: str, precise: list[str]) -> None:
         self.root = root
@@ -108,7 +108,7 @@ class ExecutionRecorder:
         }
 
     def watch_compiler(self) -> None:
-        """Also record the code that torch.compile and Triton execute in place of Python. Imports torch."""
+        """Also record the code that torch.compile and Triton execute instead of Python. Imports torch."""
         from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
 
         step = Translator.step

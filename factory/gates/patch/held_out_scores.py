@@ -1,4 +1,4 @@
-"""Scores untrusted weights on held-out documents of the dev half with the judge's own model."""
+"""Scores untrusted weights on held-out documents of the dev half. The model code is the judge's own, not the candidate's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from trainer.contract.recipe import Recipe
 
 
 def read_held_out_texts(count: int, size: int, plant: Plant) -> tuple[list[ScoredText], EvalPolicy]:
-    """At most ``count`` documents of the dev half per domain, cut to ``size`` bytes, and the policy for scoring. No documents without a tokenizer."""
+    """Return at most ``count`` documents of the dev half per domain, each cut to ``size`` bytes, and the policy for scoring.
+
+    Without a tokenizer, there are no documents.
+    """
     policy = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
     try:
         tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
@@ -33,7 +36,7 @@ def read_held_out_texts(count: int, size: int, plant: Plant) -> tuple[list[Score
 
 
 def make_reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceModel:
-    """The judge's own model with these weights, whose names are the trainer's."""
+    """Return the judge's own model with these weights. ``weights``: the trainer's name → tensor."""
     shape = Recipe.parse(recipe).model
     return ReferenceModel(parse_config(hf_config(shape, "float32"), "recipe"), hf_tensors(weights, shape))
 
@@ -41,19 +44,19 @@ def make_reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceM
 def score_weights(
     weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy
 ) -> list[EvalItem]:
-    """One item per document: its nats as value, its bytes as weight."""
+    """Return one item per document. Its value is the document's loss in nats, its weight is the number of bytes."""
     return score_bits_per_byte(make_reference_model(weights, recipe), texts, policy, lambda amount: None)
 
 
 def measure_weights(
     weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy
 ) -> dict[str, float]:
-    """Bits per byte by domain."""
+    """Return domain → bits per byte."""
     return bits_per_byte_by_domain(score_weights(weights, recipe, texts, policy))
 
 
 def gains_by_document(ours: Sequence[EvalItem], theirs: Sequence[EvalItem]) -> dict[str, list[float]]:
-    """The gain of ``ours`` over ``theirs`` in bits per byte: by domain, one number per source document."""
+    """Return domain → the gains of ``ours`` over ``theirs`` in bits per byte, one for each source document. Both score the same documents."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.item, mine.weight) == (other.item, other.weight)

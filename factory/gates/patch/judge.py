@@ -1,9 +1,9 @@
 """``judge_patch(policy, evidence) -> Verdict``: the decision on a patch as a pure function.
 
-The evidence: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. The state of a stage is 'passed', 'failed', 'missing'
-(it could not be measured) or 'not needed'. The first failed stage rejects, a missing stage holds. A gain promotes only if its lower bound is
-above the policy's, its size is above the noise floor, and two measurements in separate processes show it: another program seldom disturbs
-both in the same way.
+The evidence is ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. The state of a stage is 'passed', 'failed', 'missing' (it
+could not be measured) or 'not needed'. The first stage that does not pass decides: 'failed' rejects the patch, 'missing' holds it. A gain promotes
+the patch only if its lower bound is above ``min_gain``, its size is above the noise floor, and a second measurement in new processes confirms both.
+Another program seldom disturbs two measurements in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ OPTIONAL_STAGES = {
 
 @dataclass(frozen=True)
 class StepGain:
-    """``ratio`` of step times, baseline over candidate, with one-sided bounds. ``noise``: the largest ratio of two baseline runs."""
+    """The gain in the time of a step. ``ratio``: the baseline's time over the candidate's, with one-sided bounds ``lower`` and ``upper``.
+
+    ``noise``: the largest ratio between the times of two baseline runs.
+    """
 
     ratio: float
     lower: float
@@ -59,7 +62,7 @@ def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
 
 
 def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Verdict:
-    """The verdict on the training stage. ``found["again"]``: the evidence of the repeated measurement."""
+    """Return the verdict on the training stage. ``found["again"]`` is the evidence of the second measurement."""
     seen = judge_measurement(policy, found, tries)
     if seen.outcome != PROMOTE:
         return seen
@@ -94,7 +97,7 @@ def _measurement(number: int, verdict: Verdict) -> Message:
 def judge_measurement(
     policy: TrainingPolicy, found: Mapping[str, Any], tries: int, *, repeats: bool = False
 ) -> Verdict:
-    """The verdict on one measurement. A measurement that ``repeats`` another has no long runs: those of the first count."""
+    """Return the verdict on one measurement. A second measurement (``repeats``) has no long runs, because the first measurement had them."""
     drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
     if drift is None or control is None:
         return Verdict(
@@ -116,7 +119,7 @@ def judge_measurement(
     times = Message(
         "patch.wall_gain",
         "By the wall clock, the candidate's step is {ratio:.3f}× as fast as the baseline's (lower bound {lower:.3f}×, noise floor "
-        "{noise:.3f}×). The candidate's weights are {drift:.3f} away from the baseline's, as a share of how far training moved them.",
+        "{noise:.3f}×). The distance of the candidate's weights from the baseline's is {drift:.3f} of the distance that training moved them.",
         ratio=result.ratio, lower=result.lower, noise=result.noise, drift=drift,
     )  # fmt: skip
     needed = max(policy.min_gain, result.noise)
@@ -140,13 +143,13 @@ def judge_measurement(
 
 
 def is_training_different(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
-    """True if the weights after the same steps on the same data are too far apart."""
+    """True if the weights of candidate and baseline, after the same steps on the same data, are too far apart."""
     drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
     return drift is not None and control is not None and drift > policy.max_drift * control
 
 
 def smaller_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
-    """The measured gain; the smaller of two, because code may find out which measurement it is in."""
+    """Return the smaller gain of the two measurements, because code may detect which measurement it is in. None: no gain was measured."""
     repeated = found.get("again")
     measured = [
         wall_clock_gain(policy, found, tries),
@@ -156,7 +159,7 @@ def smaller_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -
 
 
 def wall_clock_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
-    """The gain by the wall clock. A measurement shares the confidence with the measurements that were discarded before it."""
+    """Return the gain by the wall clock. The confidence is divided among the tries and the discarded measurements."""
     shared = tries * _measurements(found)
     return step_gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
 
@@ -169,10 +172,10 @@ def _measurements(found: Mapping[str, Any]) -> int:
 def _judge_noisy(
     policy: TrainingPolicy, found: Mapping[str, Any], wall: StepGain, times: Message, tries: int
 ) -> Verdict:
-    """The verdict where the wall clock is too noisy. CPU time may show a gain if only approved code ran, on a CPU.
+    """Return the verdict if the wall clock is too noisy. CPU time may then show the gain, if only approved code ran, on a CPU.
 
-    New code could hide work from the CPU clocks, approved code does not try. Both clocks must show the gain: that of all processes, which more
-    threads do not make smaller, and that of the busiest thread, which fewer threads do not make smaller. The wall clock must not contradict.
+    New code could hide work from the CPU clocks. Two CPU clocks must both show the gain. More threads cannot lower the CPU time of all processes.
+    Fewer threads cannot lower the CPU time of the busiest thread. The wall clock must not contradict them.
     """
     measurements = _measurements(found)
     allowed = policy.noise_allowed(measurements)
@@ -210,7 +213,7 @@ def _judge_noisy(
         return Verdict(PROMOTE, (decided, *by_cpu_time, times))
     held = Message(
         "patch.held_by_noise",
-        "{noisy} The factory measured {measurements} of at most {tries} times. Close other programs and judge the patch again, or raise "
+        "{noisy} The factory made {measurements} of at most {tries} measurements. Close other programs and judge the patch again, or raise "
         "training.steps (now {steps}) or training.pairs (now {pairs}) in policies/gates/patch.yaml.",
         noisy=noisy, measurements=measurements, tries=policy.tries, steps=policy.steps, pairs=policy.pairs,
     )  # fmt: skip
@@ -226,18 +229,19 @@ def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, trie
 
 
 def training_difference_message(policy: TrainingPolicy, found: Mapping[str, Any]) -> Message:
-    """The reason that ``is_training_different``."""
+    """Return the reason to reject a patch for which ``is_training_different`` is true."""
     steps, drift, control = found.get("steps", policy.steps), found["drift"], found["control_drift"]
     return Message(
         "patch.training_differs",
-        "The training results differ: after {steps} steps the candidate's weights are {drift:.3f} away from the baseline's, as a share of how far "
-        "training moved them. At most {allowed:.3f} is allowed, which is {share:g} of the effect of skipping {skipped} of {steps} steps.",
+        "The training results differ: after {steps} steps, the distance of the candidate's weights from the baseline's is {drift:.3f} of the "
+        "distance that training moved them. At most {allowed:.3f} is allowed, which is {share:g} of the effect of skipping {skipped} of {steps} "
+        "steps.",
         steps=steps, drift=drift, allowed=policy.max_drift * control, share=policy.max_drift, skipped=policy.steps_worth_min_gain(steps),
     )  # fmt: skip
 
 
 def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: Message) -> Verdict:
-    """New code that gains in short runs must gain in long runs too, by more than a quicker start could cause."""
+    """Return the verdict on new code that gains in short runs. It must gain in long runs too, by more than a quicker start could cause."""
     long = found if isinstance(found, Mapping) else {}
     if failed := long.get("failed"):
         return Verdict(HOLD, (Message.from_json(failed), times))
@@ -253,8 +257,8 @@ def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: 
     if drift > policy.max_drift * control:
         away = Message(
             "patch.long_differs",
-            "The training results differ: after {steps} steps the candidate's weights are {drift:.3f} away from the baseline's, as a share of "
-            "how far training moved them. At most {allowed:.3f} is allowed.",
+            "The training results differ: after {steps} steps, the distance of the candidate's weights from the baseline's is {drift:.3f} of "
+            "the distance that training moved them. At most {allowed:.3f} is allowed.",
             steps=steps, drift=drift, allowed=policy.max_drift * control,
         )  # fmt: skip
         return Verdict(REJECT, (away, times))
@@ -271,21 +275,21 @@ def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: 
     if ratio <= needed:
         doubt = Message(
             "patch.quicker_start",
-            "Over {steps} steps the gain is {ratio:.3f}×, but a quicker start without quicker steps could cause {needed:.3f}×. To time longer "
-            "runs, raise training.long in policies/gates/patch.yaml.",
+            "Over {steps} steps the gain is {ratio:.3f}×, but a quicker start without quicker steps could cause a gain of {needed:.3f}×. To time "
+            "longer runs, raise training.long in policies/gates/patch.yaml.",
             steps=steps, ratio=ratio, needed=needed,
         )  # fmt: skip
         return Verdict(HOLD, (doubt, times))
     long_gain = Message(
         "patch.long_gain",
-        "Over {steps} steps the gain is {ratio:.3f}×. A quicker start without quicker steps could cause at most {needed:.3f}×.",
+        "Over {steps} steps the gain is {ratio:.3f}×. A quicker start without quicker steps could cause a gain of at most {needed:.3f}×.",
         steps=steps, ratio=ratio, needed=needed,
     )  # fmt: skip
     return Verdict(PROMOTE, (times, long_gain))
 
 
 def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict) -> Verdict:
-    """``verdict`` if no domain is worse. Each source document counts once, and the domains share the confidence."""
+    """Return ``verdict`` if no domain is worse, else a hold or a reject. Each source document counts once. The domains share the confidence."""
     gains = found.get("gains")
     if not isinstance(gains, Mapping) or not gains:
         return Verdict(HOLD, (Message("patch.not_scored", "The weights were not scored on held-out documents."),))
@@ -327,16 +331,18 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
             )  # fmt: skip
     if unshown:
         return Verdict(HOLD, (*unshown, *verdict.reasons))
-    shown = Message("patch.worst_domain", "The worst domain of the held-out documents: {change}.", change=worst[1])
+    shown = Message(
+        "patch.worst_domain", "On held-out documents, the domain with the worst change is {change}.", change=worst[1]
+    )
     return Verdict(verdict.outcome, (*verdict.reasons, shown))
 
 
 def step_gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> StepGain | None:
-    """The gain from the seconds of each side's runs. Log-normal, pooled variance, t bounds shared among ``tries`` (Bonferroni).
+    """Return the gain, from the seconds of a step in each run of baseline and candidate. None: the times are not usable.
 
-    The bounds ignore that runs of one process are more alike than runs of two processes. tests/factory/gates/test_patch_judge.py simulates how
-    often a patch without a gain is promoted. None if a time is missing, not finite or not above zero, or if a side has fewer runs than the
-    policy's pairs.
+    The times count as log-normal with one pooled variance. The t bounds share the confidence among ``tries`` (Bonferroni). They ignore that runs of
+    one process are more alike than runs of two processes: tests/factory/gates/test_patch_judge.py simulates how often a patch without a gain is
+    promoted. Times are not usable if one is missing, not finite or not above zero, or if a side has fewer runs than ``policy.pairs``.
     """
     a, b = _logs(baseline), _logs(candidate)
     if a is None or b is None or min(len(a), len(b)) < policy.pairs:
@@ -351,12 +357,12 @@ def step_gain(policy: TrainingPolicy, baseline: object, candidate: object, tries
 
 
 def t_quantile(share: float, degrees: int) -> float:
-    """The value below which ``share`` of Student's t distribution with ``degrees`` of freedom lies.
+    """Return the value below which ``share`` of Student's t distribution with ``degrees`` degrees of freedom lies.
 
     >>> round(t_quantile(0.975, 1), 3), round(t_quantile(0.975, 30), 3)
     (12.706, 2.042)
     """
-    from scipy.stats import t  # half a second, which only a verdict needs to wait for
+    from scipy.stats import t  # the import takes half a second, so only a verdict imports it
 
     return float(t.ppf(share, degrees))
 

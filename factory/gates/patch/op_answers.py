@@ -1,11 +1,12 @@
-"""Compares the candidate's results of ops with the truth, which approved code computes and the candidate does not see.
+"""Compares the candidate's results of ops with the truth. Approved code computes the truth, and the candidate does not see it.
 
 Approved code makes inputs (several shapes, hostile values) and the fp64 truth in one sandboxed process. The candidate answers in another process,
-which sees only the inputs. This module compares. The rule is that of ``kernels.contract.oracle``: the error of every output and gradient is
-at most ``FACTOR`` times the error of the eager reference at the same dtype.
+which sees only the inputs. This module compares them by the rule of ``kernels.contract.oracle``: the error of every output and gradient is at most
+``FACTOR`` times the error of the eager reference at the same dtype.
 
-An op's file also holds the reference, which is the truth once the patch is merged, the inputs of the tests, and the choice of inputs that get
-gradients. A patch that damages these passes today's tests and makes the tests of the next patch worthless (``check_tests_unchanged``).
+An op's file also has the inputs of the tests, the choice of inputs that get gradients, and the reference, which computes the truth once the patch is
+merged. A patch that damages these would pass the tests of today and make the tests of later patches worthless, so ``check_tests_unchanged`` refuses
+it.
 """
 
 from __future__ import annotations
@@ -43,18 +44,20 @@ from kernels.contract.message import Message
 
 DRIVER = Path(__file__).with_name("op_driver.py")
 NOTES_BYTES = 1 << 26
-# The rule of kernels.contract.oracle, written a second time because patches can change the oracle's imports. Errors of this size always pass,
-# because eager's own error may be zero by chance: one unit in the last place of the dtype, and sixteen of fp32, whose sums depend on their order.
+# The rule of kernels.contract.oracle, written a second time because patches can change the oracle's imports. The reference's own error may be zero by
+# chance, so an error of one unit in the last place of the dtype always passes, and of sixteen units of fp32, whose sums depend on their order.
 FP32_ROUNDINGS = 16
 FACTOR = 2.0
-RAISED_CODE = "patch.op_raised"  # code of the problem that an op raised an exception
-TRUTH_ROUNDING = 1e-9  # of the largest value: sums in fp64 in another order, far below the resolution of fp32
+RAISED_CODE = "patch.op_raised"  # the code of the message that an op raised an exception
+TRUTH_ROUNDING = (
+    1e-9  # as a share of the largest value: the effect of another order of fp64 sums, far below the resolution of fp32
+)
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class OpAnswers:
-    """The truth from approved code, and the files of the candidate's process. The files of job n have the number n."""
+    """The files with the truth, from approved code, and the files with the candidate's answers. The files of job n have n in their names."""
 
     jobs: Sequence[dict[str, Any]]
     truth: Path
@@ -69,7 +72,10 @@ class OpAnswers:
     executed: ExecutedCode = field(default_factory=ExecutedCode)  # of these files
 
     def evidence(self, numbers: Sequence[int], right: Message, *, last: bool) -> StageEvidence:
-        """The evidence of these jobs. ``right``: the reason if all are right. ``last``: they are the last jobs, so a crash of the process counts."""
+        """Return the evidence of the jobs ``numbers``. ``right``: the reason if all answers are right.
+
+        ``last``: these are the last jobs of the process, so an early end of the process counts as their failure.
+        """
         if self.missing:
             return out_of_time_evidence(self.missing) if self.out_of_time else missing_evidence(self.missing)
         reasons: list[Message] = []
@@ -82,7 +88,7 @@ class OpAnswers:
                     broken = True
                     break
                 wrong, share = (
-                    [Message("patch.no_answer", "the op's answer cannot be read: {error}", error=error.message)],
+                    [Message("patch.no_answer", "the results of the op cannot be read: {error}", error=error.message)],
                     math.inf,
                 )
             if wrong and wrong[0].code == RAISED_CODE and self.jobs[number].get("optional"):
@@ -116,9 +122,9 @@ def run_op_jobs(
     work: Path,
     instructions: Sequence[str] = (),
 ) -> Iterator[OpAnswers]:
-    """The driver makes the jobs with the baseline's code and answers them with the candidate's. Raises: IsolationError.
+    """Make the inputs and the truth of jobs with the baseline's code, and answer the jobs with the candidate's code, each in a sandbox.
 
-    instructions: files of the candidate whose execution is recorded.
+    instructions: files of the candidate whose execution is recorded. Yields the answers. Raises: IsolationError.
     """
     work.mkdir(parents=True, exist_ok=True)
     request, question = work / "request.json", work / "question.json"
@@ -162,12 +168,12 @@ def run_op_jobs(
 
 
 def recorder_request(instructions: Sequence[str]) -> dict[str, Any]:
-    """The keys of a request that name the files whose execution the driver records."""
+    """Return the keys of a request that tell the driver which files' execution to record."""
     return {"recorder": str(RECORDER_FILE), "instructions": list(instructions)}
 
 
 def read_executed_code(folder: int) -> ExecutedCode:
-    """The record of the driver; empty if the record cannot be read, which holds a patch."""
+    """Return the driver's record of executed code. An unreadable record counts as empty, which holds the patch."""
     found = ExecutedCode()
     with contextlib.suppress(UntrustedFileError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         found.add(json.loads(read_bytes(folder, ("executed.json",), NOTES_BYTES)))
@@ -183,7 +189,7 @@ def run_driver(
         readonly=[*readonly, DRIVER, RECORDER_FILE],
         cwd=code,
         limits=SandboxLimits(wall_seconds=wall_seconds),
-        environment={"OMP_NUM_THREADS": "1"},  # small shapes: a second thread only waits
+        environment={"OMP_NUM_THREADS": "1"},  # with small shapes a second thread would only wait
     )
 
 
@@ -197,7 +203,7 @@ def _of_job(job: dict[str, Any], problem: Message) -> Message:
 
 
 def compare_answer(truth_folder: Path, answers: int, number: int) -> tuple[list[Message], float]:
-    """The problems of one answer, and its largest error as a share of the allowed error. Raises: UntrustedFileError."""
+    """Return the problems of one answer, and its largest error as a share of the allowed error. Raises: UntrustedFileError."""
     paths = [truth_folder / f"{kind}-{number}.safetensors" for kind in ("exact", "eager")]
     exact, eager = map(load_file, paths)
     found = read_tensors(answers, (f"answer-{number}.safetensors",), 2 * paths[0].stat().st_size + (1 << 20))
@@ -222,14 +228,21 @@ def compare_answer(truth_folder: Path, answers: int, number: int) -> tuple[list[
 
 
 def find_errors(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[Message], float]:
-    """The results that are too far from the truth, and the largest error as a share of the allowed error."""
+    """Return a message for each wrong result, and the largest error as a share of the allowed error.
+
+    ``found``: the results. ``exact``: the truth in fp64. ``eager``: the reference's results at the dtype of ``found``.
+    """
     problems: list[Message] = []
     worst = 0.0
     for name, truth in exact.items():
         mine, theirs = found.get(name), eager[name]
         if mine is None or mine.shape != truth.shape or mine.dtype != theirs.dtype:
             problems.append(
-                Message("patch.op_shape", "{result} has another shape or dtype than the reference", result=name)
+                Message(
+                    "patch.op_shape",
+                    "{result} is missing, or has another shape or dtype than the reference's",
+                    result=name,
+                )
             )
             continue
         where = theirs.isfinite() & truth.isfinite()
@@ -259,7 +272,7 @@ def find_errors(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[Me
 
 
 def _text(letters: torch.Tensor) -> str:
-    """One line of untrusted text from the candidate."""
+    """Decode untrusted text from the candidate into one line. ``letters``: its UTF-8 bytes."""
     numbers = letters.flatten()[:2000].to(torch.uint8).tolist()
     return one_line(bytes(numbers).decode("utf-8", "replace"), 400)
 
@@ -279,18 +292,18 @@ def _largest(x: torch.Tensor) -> float:
 
 # -- changed tests of ops --------------------------------------------------------------------------------------------
 def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: Path, work: Path) -> StageEvidence:
-    """Evidence that the patch changes the ops' own tests; empty if it does not.
+    """Return failed evidence if the patch changes the ops' own tests, missing evidence if time ran out, else {}.
 
-    The candidate's code also makes inputs and truth of some of ``answers.jobs``, from the same seeds. The inputs must be equal to the bit, the
-    truth up to rounding in fp64, and the eager results not less accurate. The jobs are drawn at random: one of every op, kind of values, size
-    (also the recipe's) and type. Raises: IsolationError.
+    The candidate's code makes the inputs and the truth of some of ``answers.jobs`` again, from the same seeds. The inputs must be equal to the bit,
+    and the truth up to rounding in fp64. The eager results must not be less accurate. The jobs are drawn at random: one for each combination of op,
+    kind of values, size (also the recipe's) and dtype. Raises: IsolationError.
     """
     jobs = answers.jobs
     numbers = _drawn(jobs)
     request = work / "request-again.json"
     asked = {"device": devices.device_kind(), "jobs": [jobs[number] for number in numbers]}
     request.write_text(json.dumps(asked | recorder_request(answers.instructions)))
-    limits = patience.limits(answers.baseline_seconds)  # the time of all jobs; these are fewer
+    limits = patience.limits(answers.baseline_seconds)  # the time of all jobs is enough for some of them
     with contextlib.ExitStack() as opened:
 
         def attempt(number: int, limit: float) -> tuple[sandbox.SandboxResult, list[int]]:
@@ -332,7 +345,7 @@ def _no_tests(problem: str) -> Message:
 
 
 def _drawn(jobs: Sequence[dict[str, Any]]) -> list[int]:
-    """The numbers of randomly drawn tests: one of every op, kind of values, kind of size and type."""
+    """Draw the numbers of jobs at random: one for each combination of op, kind of values, size and dtype."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for number, job in enumerate(jobs):
         kind = (job["op"], job["values"], job.get("storage", job.get("case")), job.get("dtype"))
@@ -341,7 +354,7 @@ def _drawn(jobs: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _test_differs(given: Path, inputs: int, truth: int, number: int, again: int) -> list[Message]:
-    """The differences of the candidate's test ``again`` from the baseline's test ``number``. Raises: UntrustedFileError."""
+    """Return how the candidate's test ``again`` differs from the baseline's test ``number``. Raises: UntrustedFileError."""
     spare = 1 << 20
     words, tensors, exact = (
         given / "inputs" / f"given-{number}.json",
@@ -349,12 +362,12 @@ def _test_differs(given: Path, inputs: int, truth: int, number: int, again: int)
         given / "truth" / f"exact-{number}.safetensors",
     )
     if not words.exists():
-        return []  # the baseline does not have this op: the answer says so
+        return []  # the baseline does not have this op; the answer reports that
     if read_bytes(inputs, (f"given-{again}.json",), words.stat().st_size + spare) != words.read_bytes():
         return [
             Message(
                 "patch.test_model",
-                "the patch changes the op's cost model, or changes which inputs get gradients, are written in place or are overwritten",
+                "the patch changes the op's cost model, or the choice of inputs that get gradients or that the op may overwrite",
             )
         ]
     mine = read_tensors(inputs, (f"given-{again}.safetensors",), tensors.stat().st_size + spare)

@@ -1,15 +1,15 @@
-"""Runs inside the sandbox, from a worktree: makes an op's test inputs, or computes the results with the worktree's implementation.
+"""Makes the test inputs and the truth of ops, or answers them with a worktree's implementations. Runs inside the sandbox, from the worktree.
 
-``python driver.py make REQUEST OUT`` (approved code) writes inputs and upstream gradients to OUT/inputs, exact and eager results to
-OUT/truth.
-``python driver.py answer REQUEST IN OUT`` (the candidate's code) writes outputs and gradients. It never sees the right ones.
-OUT/executed.json (OUT/truth/executed.json) is the record of executed code in the files ``instructions``, if there are any.
-REQUEST is a JSON object: ``device`` ('cpu' or 'cuda'), where everything is computed, ``recorder`` (the path of
-``factory.gates.patch.execution_recorder``), ``instructions`` (paths in the worktree), and ``jobs``, a list of
-``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields of kernels.contract.op.Shape) has
-no ``case``. ``swap``, a seed, exchanges two elements of each tensor. Jobs of one op with the same ``storage`` get their data in the same
-tensors, one after the other, and their results are read again after the op's last job (``later …``). An exception becomes the
-answer ``raised``. Nothing here judges.
+``python op_driver.py make REQUEST OUT`` runs approved code. It writes inputs and upstream gradients to OUT/inputs, and exact and eager results to
+OUT/truth. ``python op_driver.py answer REQUEST IN OUT`` runs the candidate's code. It reads the inputs in IN and writes outputs and gradients to OUT.
+It never sees the right ones. If the request has ``instructions``, the record of executed code is OUT/truth/executed.json or OUT/executed.json.
+
+REQUEST is the path of a JSON object. ``device`` ('cpu' or 'cuda') computes everything. ``recorder`` is the path of
+``factory.gates.patch.execution_recorder``. ``instructions`` are paths in the worktree. ``jobs`` is a list of
+``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields of kernels.contract.op.Shape) has no ``case``.
+With a ``swap`` (a seed), two elements of each tensor are exchanged. Jobs of one op with the same ``storage`` get their data in the same tensors, one
+after the other, and their results are read again after the op's last job (``later …``). If an op raises an exception, the answer is ``raised``. The
+driver does not judge.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_inputs(jobs: list[dict[str, Any]], folder: Path) -> None:
         part.mkdir(exist_ok=True)
     for number, job in enumerate(jobs):
         if job["op"] not in OPS:
-            continue  # kernels.yaml names an unknown op: the answer says so
+            continue  # kernels.yaml names an unknown op; the answer reports that
         op = OPS[job["op"]]
         drawn = OracleCase("drawn", Shape(**job["shape"])) if "shape" in job else None
         case = drawn or next(c for c in op.cases if c.name == job["case"])
@@ -83,7 +83,7 @@ def make_inputs(jobs: list[dict[str, Any]], folder: Path) -> None:
 def answer_jobs(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
     load_choice(Path("policies/kernels.yaml"), DEVICE.type)  # raises ConfigError
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
-    waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # until the op's last call
+    waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # answers that wait for the op's last call
     launches: LaunchCounter | None = None
     for number, job in enumerate(jobs):
         if any(job[key] != jobs[number - 1][key] for key in ("op", "implementation")):
@@ -126,10 +126,10 @@ def call_op(
     upstream: list[Tensor],
     outputs: Sequence[int],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Call an op. Returns copies of outputs and gradients by name, made when the call returned, and the returned tensors themselves.
+    """Call an op. Returns two dicts by name: copies of outputs and gradients, made when the call returned, and the returned tensors themselves.
 
-    ``copied``: positions of the arguments that are copied for the op. ``outputs``: positions that the op writes in place as its outputs.
-    Raises: TypeError for anything but plain tensors, because a subclass may delay its work.
+    ``copied``: positions of the arguments of which the op gets copies. ``outputs``: positions of the arguments that the op writes in place as its
+    outputs. Raises: TypeError for results that are not plain tensors, because a subclass may delay its work.
     """
     arguments = list(inputs)
     for position in copied:
@@ -143,7 +143,7 @@ def call_op(
     own = {f"output {i}": _plain(f"output {i}", o) for i, o in enumerate(returned)}
     copies = {name: o.detach().contiguous().clone() for name, o in own.items()}
     if gradients:
-        # The weights are in the sums, not an argument of ``grad``, for which torch would import sympy for half a second.
+        # The upstream gradients are in the sums: as an argument of ``grad`` they would make torch import sympy, which takes half a second.
         weighted = [(o * u).sum() for o, u in zip([o for o in returned if o.requires_grad], upstream, strict=True)]
         found = torch.autograd.grad(weighted, [arguments[p] for p in gradients])
         grads = {f"gradient {p}": _plain(f"gradient {p}", g) for p, g in zip(gradients, found)}
@@ -159,7 +159,7 @@ def _plain(name: str, x: Any) -> Tensor:
 
 
 def _as_bytes(error: Exception) -> Tensor:
-    """The exception and its place in this worktree, as UTF-8 in a tensor."""
+    """Return the exception and its place in this worktree as a tensor of UTF-8 bytes."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename.startswith(os.getcwd() + os.sep)]
     where = f" ({os.path.relpath(inside[-1].filename)}, line {inside[-1].lineno})" if inside else ""
@@ -170,7 +170,7 @@ def _as_bytes(error: Exception) -> Tensor:
 def _look_again(
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]], storages: dict[Any, Any], out: Path
 ) -> None:
-    """Read the returned tensors again, and save everything."""
+    """Copy the returned tensors once more, and save the waiting answers with these copies."""
     for number, found, own in waiting:
         later = {f"later {name}": x.detach().contiguous().clone() for name, x in own.items()}
         _save(found | later, out, number)
@@ -183,7 +183,7 @@ def _save(found: dict[str, Tensor], out: Path, number: int) -> None:
 
 
 def _read(words: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """One job's inputs and upstream gradients from the files of ``make_inputs``."""
+    """Return the inputs and upstream gradients of one job, from the files of ``make_inputs``."""
     inputs = [_given(value, tensors) for value in words["inputs"]]
     if not words["contiguous"]:
         inputs = tree_map_only(Tensor, _strided, inputs)
@@ -197,7 +197,7 @@ def _into(
     inputs: list[Any],
     upstream: list[Tensor],
 ) -> tuple[list[Any], list[Tensor]]:
-    """The tensors of the earlier calls (same objects, pointers, version counters) with new values."""
+    """Write the values of a call into the tensors of the earlier calls, and return these: the same objects, pointers and version counters."""
     if key not in storages:
         for position in gradients:
             inputs[position].requires_grad_()
@@ -236,12 +236,12 @@ def _upstream(op: Any, inputs: list[Any], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed + 1)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     draw = lambda o: torch.randn(o.shape, generator=generator).to(o.dtype)
-    # The gradient of a loss is a scalar: a power of two scales every gradient without more rounding.
+    # The upstream gradient of a loss is a scalar. As a power of two, it scales every gradient without more rounding.
     return [draw(o) if o.ndim else torch.full((), -0.5, dtype=o.dtype) for o in outputs if o.requires_grad]
 
 
 def _told(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """One argument as JSON. Its tensors go into ``tensors``."""
+    """Return one argument as JSON, and add its tensors to ``tensors``."""
     if isinstance(value, list):
         return [_told(one, tensors) for one in value]
     if not isinstance(value, Tensor):
@@ -252,7 +252,7 @@ def _told(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _given(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The argument from the JSON of ``_told``."""
+    """Return the argument from the JSON of ``_told``."""
     if isinstance(value, list):
         return [_given(one, tensors) for one in value]
     return tensors[value["tensor"]] if isinstance(value, dict) else value
@@ -264,12 +264,12 @@ def _same(before: Any, after: Any) -> bool:
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A copy in the same layout. A plain clone would be contiguous."""
+    """Return a copy with the same strides. A plain clone would be contiguous."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _swapped(x: Tensor, seed: int) -> Tensor:
-    """``x`` with two elements exchanged, which keeps its sum, its norm and most elements."""
+    """Return ``x`` with two elements exchanged. Its sum, its norm and most elements stay the same."""
     if x.numel() < 2:
         return x
     first, second = torch.randint(x.numel(), (2,), generator=torch.Generator().manual_seed(seed)).tolist()

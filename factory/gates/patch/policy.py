@@ -12,11 +12,11 @@ from factory.gates.time_limits import Ratio, Seconds, TimeLimits
 
 
 class OraclePolicy(StrictPolicy):
-    """Checks of every op that the patch changes, against the reference in fp64."""
+    """The checks of every op that the patch changes, against the reference in fp64."""
 
     cases: list[str] = Field(default=["small", "prime", "strided", "empty"], min_length=1)
-    """Names of kernels.contract.op.CASES. Hostile values and fp32 are tried on the first case. The exploits stage tries the recipe's own
-    sizes."""
+    """Names of cases in kernels.contract.op.CASES. Hostile values and fp32 are tried on the first case only. The recipe's own sizes are tried by the
+    exploits stage."""
     wall_seconds: Seconds = 3600.0
     """Time limit of the process of approved code that makes the inputs and the truth."""
     patience: TimeLimits = TimeLimits()
@@ -24,33 +24,33 @@ class OraclePolicy(StrictPolicy):
 
 
 class ExploitsPolicy(StrictPolicy):
-    """Many calls of every op that the patch changes, in one process, in the same tensors with new data."""
+    """Many calls of every op that the patch changes: in one process, with new data in the same tensors."""
 
     calls: Annotated[int, Field(ge=4)] = 32
-    """Calls of each op at small random sizes, plus a random number of more calls. Every call is checked."""
+    """Calls of each op at small random sizes. A random number of calls, at most a quarter, is added. Every call is checked."""
     recipe_calls: Count = 4
     """Calls of each op at the sizes of the trunk's recipe, with fewer rows (``multiplications``), mixed with the others."""
     long_calls: Count = 2
     """Calls of each op at the recipe's number of tokens, with narrower matrices, mixed with the others."""
     multiplications: Annotated[float, Field(gt=0)] = 1e9
-    """The most multiplications of one forward call. Larger sizes are halved until they fit."""
+    """The most multiplications of one forward call. Sizes are halved until the call needs no more."""
 
 
 class IsolatedPolicy(StrictPolicy):
-    """The time of an op's new implementation against its old one, alone, on the recipe's shapes. Both are approved code."""
+    """The timing of an op by itself, on the recipe's shapes: its new implementation against its old one. Both are approved code."""
 
     pairs: Count = 9
-    """Alternating timings of the old and the new implementation."""
+    """Pairs of timings. The old and the new implementation alternate."""
     min_ratio: Annotated[float, Field(gt=0)] = 1.0
-    """The ratio of old time to new time that the pairs' upper quartile must reach. Below, the op is slower beyond the noise."""
+    """The ratio of old time to new time that the upper quartile of the pairs must reach. Below it, the op is slower by more than the noise."""
     tries: Count = 3
-    """The most measurements, while an op measures as faster or slower than itself (another program was busy)."""
+    """The most measurements. An op is measured again if it seems faster or slower than itself, because another program was busy."""
     wall_seconds: Seconds = 3600.0
     """Time limit of one measurement, which runs only approved code."""
 
 
 class MatrixPolicy(StrictPolicy):
-    """Tiny training runs of baseline and candidate that together execute the trainer's code, compared number by number."""
+    """Tiny training runs of baseline and candidate. Together they execute the trainer's code. Their results are compared number by number."""
 
     wall_seconds: Seconds = 3600.0
     """Time limit of the baseline's runs."""
@@ -59,7 +59,7 @@ class MatrixPolicy(StrictPolicy):
 
 
 class TrainingPolicy(StrictPolicy):
-    """One measurement: N steps from the trunk's last checkpoint, by baseline and candidate, twice each, in the sandbox, timed from outside.
+    """A measurement of training steps from the trunk's last checkpoint: two sandboxed sessions each of baseline and candidate, timed from outside.
 
     A gain that would promote is measured a second time. The second measurement has its own ``tries`` and ``budget_seconds``.
     """
@@ -71,27 +71,27 @@ class TrainingPolicy(StrictPolicy):
     pairs: Annotated[int, Field(ge=2)] = 4
     """Timed runs of each side in a measurement, divided between two processes."""
     long: Annotated[int, Field(ge=2)] = 8
-    """The length of one more run of each side, as a multiple of ``steps``, if new code seems to gain. A quicker start matters less in it."""
+    """If new code seems to gain, each side makes one more run, ``long`` times as long. A quicker start matters less in a long run."""
     wall_seconds: Seconds = 3600.0
-    """Time limit of one session of the baseline: start-up, warm-up and timed runs. It grows in proportion with a long run."""
+    """Time limit of a baseline session: start-up, warm-up and timed runs. A session with a long run has a limit that is longer in proportion."""
     patience: TimeLimits = TimeLimits()
-    """Time limits of the candidate's sessions, relative to the time of the baseline's session before."""
+    """Time limits of the candidate's sessions, relative to the time of the baseline's previous session."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """One-sided confidence of the gain's lower bound, divided among the tries on the same target."""
     min_gain: Ratio = 1.02
     """Ratio of step times, baseline over candidate, that the lower bound must exceed."""
     max_noise: Ratio = 1.25
-    """Largest ratio between two runs of the baseline. Above, the machine is too noisy to judge by the wall clock."""
+    """Largest ratio between the times of two baseline runs. Above it, the machine is too noisy to judge by the wall clock."""
     tries: Count = 3
-    """The most measurements, while the baseline's own runs differ too much. The candidate's runs do not count for this."""
+    """The most measurements. A measurement is repeated if the baseline's own runs differ too much. The candidate's runs do not count for this."""
     budget_seconds: Seconds = 3600.0
-    """Time for all measurements together. Another begins only if it would end in time, were it as long as the longest so far."""
+    """Time for all measurements together. Another measurement begins only if it would end in time, taking as long as the longest one so far."""
     max_drift: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The largest distance of the candidate's weights from the baseline's, after the same steps on the same data. It is a share of the
-    baseline's own distance when it leaves out ``steps_left_out`` steps. Both are ‖difference‖ / ‖baseline − start‖."""
+    """The largest distance of the candidate's weights from the baseline's, after the same steps on the same data. The unit is the distance of a
+    baseline run that leaves out ``steps_left_out`` steps. Both distances are ‖difference‖ / ‖baseline − start‖."""
 
     def noise_allowed(self, measurement: int) -> float:
-        """The largest ratio for measurement 1, 2, …. It shrinks, because of several measurements on a noisy machine one may look quiet by chance."""
+        """Return the allowed noise of a measurement (1, 2, …). It shrinks: one of several measurements may look quiet by chance."""
         return float(self.max_noise ** (1 / measurement))
 
     @property
@@ -99,21 +99,21 @@ class TrainingPolicy(StrictPolicy):
         return self.steps_worth_min_gain(self.steps)
 
     def steps_worth_min_gain(self, steps: int) -> int:
-        """The number of steps that a run must leave out to gain ``min_gain``; at least one."""
+        """Return the number of steps, at least one, that a run of ``steps`` must leave out to gain ``min_gain``."""
         return max(1, round(steps * (1 - 1 / self.min_gain)))
 
 
 class EvalsPolicy(StrictPolicy):
-    """The trained weights of candidate and baseline on held-out documents, scored by the judge's own model."""
+    """The comparison of the trained weights of candidate and baseline on held-out documents. The judge's own model scores them."""
 
     documents: Count = 60
-    """The most documents of a domain."""
+    """The most documents per domain."""
     document_bytes: Count = 2048
-    """The scored bytes of one document."""
+    """The most scored bytes of one document."""
     margin: Annotated[float, Field(gt=0)] = 0.02
-    """The allowed loss of a domain in bits per byte: the lower bound of its gain must be above minus this."""
+    """The allowed loss of a domain in bits per byte: the lower bound of the domain's gain must be above −margin."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
-    """One-sided confidence of all domains' bounds together."""
+    """One-sided confidence that all domains' bounds share."""
 
 
 class PatchPolicy(StrictPolicy):
@@ -124,11 +124,11 @@ class PatchPolicy(StrictPolicy):
     training: TrainingPolicy = TrainingPolicy()
     evals: EvalsPolicy = EvalsPolicy()
     judge_again: Annotated[int, Field(ge=0)] = 2
-    """How often the daemon judges a patch again if only a time limit, or a missing device, held it."""
+    """How often the daemon judges a patch again that was held only by a time limit or a missing device."""
     judge_again_after_seconds: Seconds = 3600.0
-    """Seconds before each time. A device that has appeared ends the wait."""
+    """Seconds that the daemon waits before each of these times. The wait ends early if the missing device has appeared."""
     approval: Literal["manual", "automatic"] = "manual"
-    """manual: a person approves a 'promote' before it is merged; the approval binds to the hash of what was judged."""
+    """manual: a person approves a promoted patch before it is merged. The approval is for the hash of the judged patch."""
 
     @classmethod
     def load(cls, path: Path) -> PatchPolicy:

@@ -23,7 +23,7 @@ FORBIDDEN_MODULES = _words("""
     bltns builtins ctypes gc importlib inspect io os Path pathlib pickle posix shutil signal socket subprocess sys
     tempfile thread threading
 """)
-# Ways around these rules (an attribute named in text, swallowed errors, evaluated text), and files.
+# Names that read or write files, or evade these rules: attributes named by a text, suppressed errors, evaluated text.
 FORBIDDEN_PARTS = _words("""
     contextlib.suppress dataclasses.make_dataclass logging.config logging.FileHandler logging.handlers numpy.ctypeslib
     numpy.fromfile numpy.load numpy.memmap numpy.random.seed numpy.save operator.attrgetter operator.methodcaller

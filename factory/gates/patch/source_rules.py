@@ -1,8 +1,8 @@
-"""Reads a patch's source for what it may not contain. This finds honest mistakes, and advises how to write the code instead.
+"""Checks a patch's source for code that a patch may not contain. The checks find honest mistakes and advise how to write the code instead.
 
-Python is parsed, never imported. A changed file may import what its base imported and what model code needs. It may not newly use clocks,
-frames, files, processes or other modules' internals. Determined code can hide from any reader: the sandbox protects the machine, and the later
-stages trust nothing that the code says. In YAML, anchors, aliases, tags and duplicate keys are refused.
+Python is parsed, never imported. A changed file may import the modules that its base imported and those that model code needs. It may not newly use
+clocks, frames, files, processes or the internals of other modules. Code can be written to pass any such check. So the sandbox protects the machine,
+and the later stages trust no report of the code. In YAML, anchors, aliases, tags and duplicate keys are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from factory.gates.patch.source_names import (
 from factory.git.scope import FileChange
 from kernels.contract.message import Message
 
-# How to write the code instead, by the first words of the finding after "the code ".
+# First words of a finding after "the code " → the advice how to write the code instead.
 ADVICE = {
     "imports ": Message(
         "patch.advice_imports",
@@ -77,7 +77,7 @@ ADVICE = {
 
 
 def find_source_problems(change: FileChange, base: bytes | None) -> list[Message]:
-    """The problems of one changed file, a message each. ``base``: the file before the patch; None: a new file."""
+    """Return a message for each problem of one changed file. ``base``: the file before the patch; None: the file is new."""
     if change.content is None:
         return []
     text = change.content.decode("utf-8", "replace")
@@ -127,7 +127,7 @@ def _changes(name: str) -> Message:
 
 
 def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]]:
-    """(line, problem) for everything that a patch may not newly do. The message is the same at every line of a file."""
+    """Yield (line, problem) for all code that a patch may not add. The same problem has the same message at every line of a file."""
     modules = _module_names(tree)
     nodes = [*ast.walk(tree), *_quoted(tree)]
     own = _own_names(nodes)
@@ -188,12 +188,12 @@ def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]
             yield line, Message("patch.own_tensor", "the code defines its own tensor class")
         elif isinstance(node, ast.Call):
             if _dotted(node.func) == "type" and len(node.args) > 1:
-                yield line, Message("patch.class_by_call", "the code makes a class by a call of type()")
+                yield line, Message("patch.class_by_call", "the code makes a class by calling type()")
             yield from ((line, what) for what in _by_name(node, modules))
 
 
 def _quoted(tree: ast.Module) -> list[ast.AST]:
-    """The nodes of annotations in text form, which some libraries evaluate."""
+    """Return the nodes of annotations that are written as text, because some libraries evaluate them."""
     found: list[ast.AST] = []
     pending = [
         annotation
@@ -216,14 +216,14 @@ def _quoted(tree: ast.Module) -> list[ast.AST]:
 
 
 def _own_names(nodes: Iterable[ast.AST]) -> set[str]:
-    """The names of ``REDEFINABLE_BUILTINS`` to which the file itself assigns a value."""
+    """Return the names of ``REDEFINABLE_BUILTINS`` to which the file itself assigns a value."""
     given = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     given |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     return given & REDEFINABLE_BUILTINS
 
 
 def _spelt(nodes: Iterable[ast.AST]) -> set[ast.AST]:
-    """The ``getattr`` of calls with a literal attribute name, and the ``__class__`` of which only the name is read."""
+    """Return the nodes of ``getattr`` in calls with a literal attribute name, and of ``__class__`` in ``x.__class__.__name__``."""
     calls = (node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
     found = {call.func for call in calls if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)}
     found = {func for func in found if isinstance(func, ast.Name) and func.id in ATTRIBUTE_FUNCTIONS}
@@ -232,7 +232,7 @@ def _spelt(nodes: Iterable[ast.AST]) -> set[ast.AST]:
 
 
 def _named_on(nodes: Iterable[ast.AST]) -> set[ast.AST]:
-    """The nodes before a dot, with a second name ("t = torch"), or in ``getattr`` with a literal name."""
+    """Return the nodes that use a module only to name a part of it: before a dot, in "t = torch", or as the first argument of ``getattr``."""
     found: set[ast.AST] = {node.value for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:
         if isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
@@ -243,7 +243,7 @@ def _named_on(nodes: Iterable[ast.AST]) -> set[ast.AST]:
 
 
 def _by_name(call: ast.Call, modules: dict[str, str]) -> Iterable[Message]:
-    """The problems of ``getattr(x, 'name')`` and similar calls: those of ``x.name``."""
+    """Yield the problems of ``getattr(x, 'name')`` and similar calls. They are the problems of ``x.name``."""
     if not isinstance(call.func, ast.Name) or call.func.id not in ATTRIBUTE_FUNCTIONS or len(call.args) < 2:
         return
     of, name = call.args[0], call.args[1]
@@ -275,13 +275,13 @@ def _import(name: str) -> Iterable[Message]:
 
 
 def _whole(dotted: str, modules: dict[str, str]) -> str:
-    """A dotted name with its first part replaced by the module's name. '': the first part is not a module."""
+    """Return a dotted name with its first part replaced by the module that it stands for; '' if it does not stand for a module."""
     root, dot, rest = dotted.partition(".")
     return modules[root] + dot + rest if root in modules else ""
 
 
 def _is_module(name: str) -> bool:
-    """True if a dotted name, judged by the name alone, is a module, not a function or class in a module."""
+    """True if a dotted name is that of a module, not of a function or class in a module. Only the name is looked at."""
     root, _, rest = name.partition(".")
     return root in ALLOWED_IMPORTS and (not rest or name in ALLOWED_SUBMODULES)
 
@@ -300,7 +300,7 @@ def _is_borrowed(name: str) -> bool:
 
 
 def _tails(name: str) -> list[str]:
-    """The rest after each prefix of a dotted name, longest prefix first."""
+    """Return the rest after each prefix of a dotted name, longest prefix first: ``a.b`` → '', ``.b``."""
     parts = name.split(".")
     return ["".join(f".{part}" for part in parts[n:]) for n in range(len(parts), 0, -1)]
 
@@ -323,7 +323,7 @@ def _is_tensor(base: ast.expr, modules: dict[str, str]) -> bool:
 
 
 def _module_names(tree: ast.Module) -> dict[str, str]:
-    """Names in this file → the modules that they stand for."""
+    """Return name in this file → the module that it stands for."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -342,7 +342,9 @@ def _module_names(tree: ast.Module) -> dict[str, str]:
 
 def _dotted(node: ast.expr) -> str:
     words: list[str] = []
-    while isinstance(node, ast.Attribute):  # a patch may chain more of them than Python recurses
+    while isinstance(
+        node, ast.Attribute
+    ):  # a loop, because a patch may chain more attributes than Python's recursion limit
         words.append(node.attr)
         node = node.value
     return ".".join([node.id, *reversed(words)]) if isinstance(node, ast.Name) else ""

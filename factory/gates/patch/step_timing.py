@@ -1,9 +1,10 @@
-"""Seconds of a step, computed from the seconds of a measurement's runs. Pure arithmetic, the same for every clock.
+"""Computes the seconds of a step from the seconds of a measurement's runs. Pure arithmetic, the same for every clock.
 
-A run's overhead is its time without the steps after the first. Both sides count with the *baseline's* overhead, so a slower start counts against
-a candidate. A quicker start earns nothing: the candidate's steps are also estimated as the time of its runs minus its own runs of two steps, and the
-longer estimate counts. Code could still make its start quicker and slow these two steps down. But a start costs the same seconds however many
-steps follow. So new code that seems to gain must also run longer, and must gain more there than a start of no time would.
+A run's overhead is its time without the steps after the first step. The *baseline's* overhead is subtracted from the runs of both sides, so a slower
+start counts against a candidate. A quicker start gains nothing: the candidate's steps are also estimated as the time of its runs minus the time of
+its own runs of two steps, and the longer estimate counts. Code could still make its start quicker and slow down the runs of two steps. But the time
+of a start does not depend on the number of steps after it. So new code that seems to gain must make a long run too. There it must gain more than a
+start that takes no time would gain.
 """
 
 from __future__ import annotations
@@ -16,25 +17,23 @@ from typing import Any
 from factory.gates.patch.policy import TrainingPolicy
 from kernels.contract.message import Message
 
-BRIEF_RUN_STEPS = 2  # of the runs that show a candidate's own overhead
-MIN_CONTROL_RATIO = (
-    1.5  # a run of twice the steps must take longer by more than this factor, or the clock is not trusted
-)
+BRIEF_RUN_STEPS = 2  # steps of the runs that show a candidate's own overhead
+MIN_CONTROL_RATIO = 1.5  # if twice the steps take no more than this factor of the time, the clock is not trusted
 
 
 @dataclass(frozen=True)
 class RunSeconds:
-    """Seconds of the runs of one measurement, by one clock, read from outside."""
+    """The seconds of the runs of one measurement by one clock, which is read from outside."""
 
-    baseline: Sequence[float]  # of ``steps`` each
+    baseline: Sequence[float]  # runs of ``steps`` steps
     candidate: Sequence[float]
-    briefs: Sequence[float]  # the candidate's, of BRIEF_STEPS
-    twice: float  # the baseline's, of twice the steps: a control that must look slow
+    briefs: Sequence[float]  # the candidate's runs of BRIEF_RUN_STEPS steps
+    twice: float  # the baseline's run of twice the steps: a control that must look slow
     overhead: float  # of a baseline run
 
 
 def step_seconds_evidence(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
-    """Evidence with the seconds of a step, one number per run; or with ``doubt``, the reason that they cannot be computed."""
+    """Return evidence with the seconds of a step in each run; or with ``doubt``, the reason that they cannot be computed."""
     usual = statistics.median(runs.baseline)
     found: dict[str, Any] = {
         "total_seconds": {"baseline": list(runs.baseline), "candidate": list(runs.candidate)},
@@ -59,15 +58,15 @@ def step_seconds_evidence(policy: TrainingPolicy, runs: RunSeconds) -> dict[str,
 
 
 def cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: float) -> float:
-    """CPU seconds of a baseline run before its second step, computed from a run and from one of twice the steps."""
+    """Return the CPU seconds of a baseline run before its second step, estimated from runs of ``policy.steps`` and a run of twice the steps."""
     usual = statistics.median(baseline)
     return max(0.0, usual - (twice - usual) * (policy.steps - 1) / policy.steps)
 
 
 def find_unreliable_timing(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> Message | None:
-    """The reason that the baseline's own runs differ too much to compare with. None: they do not. ``measurement``: its number, from 1.
+    """Return the reason that the baseline's times cannot be used for a comparison. None: they can be used. ``measurement``: its number, from 1.
 
-    The candidate's runs do not count: a measurement that is repeated because of them would choose among outcomes.
+    The candidate's runs do not count. If they could cause a repetition, the candidate would choose among several outcomes.
     """
     totals, overhead = found["total_seconds"]["baseline"], found["overhead_seconds"]
     if min(totals) <= overhead:
@@ -83,13 +82,13 @@ def find_unreliable_timing(policy: TrainingPolicy, found: Mapping[str, Any], mea
 
 
 def baseline_noise(found: Mapping[str, Any]) -> float:
-    """Largest ratio between the steps of two baseline runs."""
+    """Return the largest ratio between the times that two baseline runs take for their steps."""
     seconds = [total - found["overhead_seconds"] for total in found["total_seconds"]["baseline"]]
     return max(seconds) / min(seconds)
 
 
 def long_run_gain(baseline: float, candidate: float, steps: int, overhead: float) -> dict[str, Any]:
-    """The gain in one long run of each side, and the gain that a quicker start alone could cause there."""
+    """Return the gain in a long run of each side (``ratio``), and the gain that a quicker start alone could cause there (``hideable``)."""
     return {
         "steps": steps,
         "ratio": (baseline - overhead) / max(candidate - overhead, 1e-3),
@@ -98,7 +97,7 @@ def long_run_gain(baseline: float, candidate: float, steps: int, overhead: float
 
 
 def gain_of_quick_start(overhead: float, steps_alone: float, steps: int) -> float:
-    """The gain of the baseline over itself if its start took no longer than one step."""
+    """Return the gain of the baseline over itself if its start took no longer than one step. ``steps_alone``: the seconds of ``steps`` steps."""
     avoidable = max(0.0, overhead - steps_alone / steps)
     return steps_alone / max(steps_alone - avoidable, steps_alone / 1e6)
 
@@ -106,8 +105,8 @@ def gain_of_quick_start(overhead: float, steps_alone: float, steps: int) -> floa
 def _too_short(policy: TrainingPolicy, overhead: float) -> Message:
     return Message(
         "patch.too_short",
-        "the overhead of a run ({overhead:.2f} s) varies by more than the time of {steps} steps. Raise training.steps in policies/gates/patch.yaml, "
-        "or close other programs and judge the patch again",
+        "a run of {steps} steps took no longer than the overhead of a run ({overhead:.2f} s), so the time of a step is not known. Raise "
+        "training.steps in policies/gates/patch.yaml, or close other programs and judge the patch again",
         steps=policy.steps, overhead=overhead,
     )  # fmt: skip
 

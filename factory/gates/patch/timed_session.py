@@ -1,8 +1,8 @@
-"""One side's timed runs in one sandboxed trainer (``factory.runs.sandboxed_training``).
+"""Times the runs of one side in one sandboxed trainer (``factory.runs.sandboxed_training``).
 
-The trainer warms up on a run that is not timed. A fresh random seed decides each run's data, so nothing can be computed before the run
-begins. The clock stops when the result is there, and the weights are read at that moment, so nothing can be computed afterwards. Start-up
-and compilation are not timed. Only one side runs at a time, so neither side can slow the other.
+The trainer warms up on a run that is not timed. A fresh random seed decides each run's data, so nothing can be computed before the run begins. The
+clock stops when the result is there. The weights are read at that moment, so nothing can be computed afterwards. Start-up and compilation are not
+timed. Only one side runs at a time, so neither side can slow down the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.contract.checkpoint.format import Checkpoint, Tensors
 
 @dataclass(frozen=True)
 class TimedRun:
-    seconds: float  # from the reveal of the data plan to the result, by this process's clock
+    seconds: float  # from the moment when the data plan is revealed to the result, by this process's clock
     weights: Tensors
     rest: Checkpoint | None = None  # its whole checkpoint, for the runs that are compared whole
     early: Tensors = field(default_factory=dict)  # weights of an earlier step, where requested
@@ -37,7 +37,7 @@ class PatchSession:
     """The runs of one sandboxed trainer. ``failed``: the error; '': no error."""
 
     runs: list[TimedRun] = field(default_factory=list)
-    folders: list[Path] = field(default_factory=list)  # of all runs, beginning with the warm-up
+    folders: list[Path] = field(default_factory=list)  # of all runs; the first is the warm-up's
     failed: str = ""
     seconds: float = 0.0  # of the whole session, with the start-up
     out_of_time: bool = False  # the time limit ended the session, which says nothing about the code
@@ -55,7 +55,8 @@ def train_timed_session(
     """Train ``arms`` one after the other in one sandboxed trainer. The first run is the warm-up.
 
     Every run must leave a checkpoint from which training can continue. ``whole``: the numbers of the runs whose whole checkpoint is returned.
-    ``early``: number of a run → an earlier step whose weights are returned too. Raises: IsolationError; OSError for a fault of the machine.
+    ``early``: number of a run → an earlier step; the weights after this step are returned too. Raises: IsolationError; OSError for a fault of the
+    machine.
     """
     first = 1 + secrets.randbelow(90_000)  # the folders have names like those of live segments
     named = {folder / "segments" / f"{first + number:05d}-trunk": arm for number, arm in enumerate(arms)}

@@ -1,1 +1,1 @@
-"""The gate of patches that change what is learnt. It judges paired runs of both recipes by bits per byte. ``gate`` has its stages."""
+"""The recipe gate judges patches that change what the model learns, by the bits per byte of paired runs of both recipes. ``gate`` has its stages."""

@@ -1,6 +1,6 @@
-"""The gate of recipe changes that change what is learnt. Its stages: scope, static, paired runs with an anneal at the end.
+"""The recipe gate judges changes of recipes that change what the model learns. Its stages are scope, static, and runs (paired, with an anneal).
 
-This gate judges a patch that changes only recipes, and more in them than how a step is computed. The patch gate would refuse such a patch,
+A patch belongs to this gate if it changes only recipes, and changes more than how a step is computed. The patch gate would refuse such a patch,
 because there the weights must stay the same.
 """
 
@@ -30,7 +30,7 @@ STAGES: tuple[Stage, ...] = (scope, static, runs)
 
 
 def is_recipe_patch(workspace: Workspace, applied: AppliedPatch) -> bool:
-    """True if this gate judges the patch: it changes only recipes, leaves them valid, and changes what one of them learns."""
+    """True if this gate judges the patch: the patch changes only recipes, they stay valid, and one of them changes what the model learns."""
     try:
         return any(select_learning_keys(changes) for changes in _changes(workspace, applied))
     except TrainerError:
@@ -38,7 +38,7 @@ def is_recipe_patch(workspace: Workspace, applied: AppliedPatch) -> bool:
 
 
 def make_recipe_gate(workspace: Workspace) -> StagedGate[RecipePolicy]:
-    """Raises: ConfigError."""
+    """Make the recipe gate with the workspace's policy. Raises: ConfigError."""
     return StagedGate(GATE, RecipePolicy.load(workspace.policy_path("gates/recipe.yaml")), STAGES, judge_recipe, _gain)
 
 
@@ -47,7 +47,7 @@ def _gain(policy: RecipePolicy, stages: Mapping[str, Any], tries: int) -> Recipe
 
 
 def _changes(workspace: Workspace, applied: AppliedPatch) -> list[Changes]:
-    """The changes of each recipe; empty if the patch changes another file too. Raises: TrainerError."""
+    """Return the changes of each recipe; [] if the patch changes any other file. Raises: TrainerError."""
     repo = workspace.repository
     changes = repository.read_changes(repo, applied.base, applied.commit)
     if not all(change.path.startswith(RECIPES) for change in changes):
@@ -57,7 +57,7 @@ def _changes(workspace: Workspace, applied: AppliedPatch) -> list[Changes]:
 
 
 def count_tries(plant: Plant, applied: AppliedPatch) -> int:
-    """The number of verdicts on any of the same keys, of all proposers and targets."""
+    """Return the number of verdicts on patches that change any of the same keys, whoever proposed them and for whatever target."""
     keys = {key for changes in _changes(plant.workspace, applied) for key in changes}
     rows = plant.ledger.select_rows(sa.select(verdicts.c.evidence).where(verdicts.c.gate == GATE))
     return sum(bool(keys & set(_changed_keys(row["evidence"]))) for row in rows)

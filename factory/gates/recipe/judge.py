@@ -1,16 +1,16 @@
-"""``judge_recipe(policy, evidence) -> Verdict``: the decision on a change of what is learnt, as a pure function.
+"""``judge_recipe(policy, evidence) -> Verdict``: the decision on a recipe change, as a pure function.
 
-Evidence: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. The runs stage has for each seed and side the bits per byte of
-every held-out domain after the anneal, the tokens per second and the peak memory.
+The evidence is ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. The runs stage has the bits per byte of every held-out domain
+after the anneal and the tokens per second, for each seed and side, and the peak memory of each side.
 
-The target is the mean over domains of the paired gain (baseline − candidate: positive is better). It must
+The target is the mean over domains of the paired gain (baseline − candidate, so positive is better). A change is promoted if all of these hold:
 
-- have a t lower bound above zero, at a level shared among the tries on this target (Bonferroni);
-- be larger than the noise floor: the standard deviation of the difference of two means over as many seeds of the *unchanged* recipe,
-  sd · √(2 / seeds). Pairing detects much smaller changes. They are real, but not worth a merge;
-- cost no domain more than the margin, shown by a lower bound as well. All domains must pass, so these bounds need no
-  correction (an intersection-union test: Berger 1982);
-- cost no more time and memory than allowed, unless the changed keys cannot cost any (``same_cost``).
+- the t lower bound of the target is above zero, at a level that the tries on this target share (Bonferroni);
+- the target is larger than the noise floor: the standard deviation of the difference between two means over as many seeds of the *unchanged* recipe,
+  sd · √(2 / seeds). Pairing detects much smaller changes, which are real but not worth a merge;
+- a lower bound shows for each domain that it loses at most the margin. All domains must pass, so these bounds need no correction (an
+  intersection-union test: Berger 1982);
+- it costs no more time and memory than allowed, unless the changed keys cannot change the cost (``same_cost``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from factory.gates.stage_interface import no_evidence_message, read_reasons, sta
 from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "runs")
-MOST = 1e18  # scores, rates and sizes of memory are smaller; larger numbers could add up to infinity
+MOST = 1e18  # scores, rates and memory sizes are smaller; the sum of larger numbers could be infinite
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class BoundedMean:
 
 @dataclass(frozen=True)
 class RecipeComparison:
-    """The result of the runs. Gains are in bits per byte, positive is better."""
+    """The comparison of both recipes' runs. Gains are in bits per byte; positive is better."""
 
     target: BoundedMean
-    noise: float  # of the target, between two means of unchanged runs
+    noise: float  # standard deviation of the target's difference between two means of unchanged runs
     domains: dict[str, BoundedMean]
     slower: BoundedMean  # baseline's tokens per second over the candidate's
     memory: float  # candidate's peak over the baseline's
@@ -144,7 +144,7 @@ def _each(gains: Mapping[str, float]) -> list[str]:
 
 
 def _costs(policy: RunsPolicy, result: RecipeComparison) -> Message | None:
-    """The reason that the candidate takes too much memory or time. None: it does not."""
+    """Return the reason that the candidate needs too much memory or time. None: it does not."""
     if result.memory > policy.max_memory:
         return Message(
             "recipe.memory",
@@ -161,7 +161,7 @@ def _costs(policy: RunsPolicy, result: RecipeComparison) -> Message | None:
 
 
 def compare_recipes(policy: RunsPolicy, found: Mapping[str, Any], tries: int) -> RecipeComparison | None:
-    """The comparison; None if a number is missing, not finite or of the wrong kind, or if there are fewer seeds than the policy's."""
+    """Compare the runs. None: a number is missing, not finite or of the wrong type, or there are fewer seeds than the policy asks for."""
     old, new = (_scores(found.get(name)) for name in ("baseline", "candidate"))
     old_speed, new_speed = (_positive(found.get(f"{name}_tokens_per_s")) for name in ("baseline", "candidate"))
     memory = _positive([found.get(f"{name}_memory") for name in ("baseline", "candidate")])
@@ -201,7 +201,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def _scores(runs: object) -> list[dict[str, float]] | None:
-    """Bits per byte by domain of each run: finite, and at least one domain."""
+    """Return domain → bits per byte of each run. None: there are fewer than two runs, or a run has no domain or a number that is not finite."""
     if not isinstance(runs, Sequence) or isinstance(runs, str) or len(runs) < 2:
         return None
     for run in runs:

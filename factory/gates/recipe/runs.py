@@ -1,17 +1,19 @@
-"""Paired runs of the current and the proposed recipe from one checkpoint, in the sandbox, scored on held-out documents. Each run makes N trunk
-steps and an anneal to rate zero. Each pair has its own random seed.
+"""Trains paired runs of the current and the proposed recipe in the sandbox, from one checkpoint, and scores them on held-out documents.
 
-Why the anneal. Weights in mid-trunk carry the noise of their learning rate. After a few steps a lower rate looks better, and so does a larger
-batch, but the lead disappears once the rate falls (arXiv 2410.05192 §3: only the decay shows the progress of a high rate). So every
-run ends, like every release, in an anneal of the recipe's shape to zero, and the weights are scored after it. An anneal that is too short leaves
-some of that lead (docs/LOG.md), so runs for a lower rate or a larger batch are longer, on both sides. A run of N steps cannot show effects of later
-steps: a rate that is too low in the long run may win a short run.
+Each run makes N trunk steps and an anneal to rate zero. Each pair has its own random seed.
 
-Both sides have the same code (the base's, which is approved; recipes are data), checkpoint, kernels, seed of the data and number of tokens. If the
-batch differs, the steps differ, so that the candidate gets no more tokens. If the length of the anneal differs, its share of the run differs.
+Why the anneal. Weights in mid-trunk carry the noise of their learning rate. After a few steps a lower rate looks better, and so does a larger batch.
+This lead disappears when the rate falls (arXiv 2410.05192 §3: only the decay shows the progress of a high rate). So every run ends, like every
+release, in an anneal of the recipe's shape to zero, and the weights are scored after the anneal. An anneal that is too short leaves some of the lead
+(docs/LOG.md), so runs for a lower rate or a larger batch are longer on both sides. A run of N steps cannot show effects of later steps: a rate that
+is too low in the long run may win a short run.
+
+Both sides have the same code (the base's, which is approved; recipes are data), checkpoint, kernels, data seed and number of tokens. If the batch
+size differs, the numbers of steps differ, so that the candidate gets no more tokens. If the length of the anneal differs, its share of the run
+differs.
 
 All runs share one trainer process, which waits while a run is scored, so at most two runs are on disk. The first pair begins with the
-baseline, so that the process's peak memory after it is the baseline's. Later pairs alternate.
+baseline, so that the process's peak memory after that run is the baseline's. In later pairs, the side that begins alternates.
 """
 
 from __future__ import annotations
@@ -55,10 +57,10 @@ from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.recipe import Recipe, with_changed_keys
 
-# Changes of these keys do not change the time or memory of a step, whatever the clock of a busy machine says.
+# Changes of these keys do not change the time or memory of a step, so the measured cost is ignored.
 FREE = ("optimizer.", "mixture.", "schedule.", "stability.")
-NEVER = 1 << 30  # checkpoint_every: a run writes only its last step
-UNSTEADY_STEPS = 2  # the speed of the first steps is that of compilation and caches
+NEVER = 1 << 30  # as checkpoint_every: a run writes only its last checkpoint
+UNSTEADY_STEPS = 2  # compilation and caches determine the speed of the first steps
 SIDES = ("baseline", "candidate")
 
 Score = Callable[[Tensors], dict[str, float]]
@@ -66,7 +68,7 @@ Score = Callable[[Tensors], dict[str, float]]
 
 @dataclass(frozen=True)
 class RunLengths:
-    """Steps of one side's runs."""
+    """The steps of each run of one side: trunk steps, then anneal steps (``tail``)."""
 
     trunk: int
     tail: int
@@ -74,7 +76,7 @@ class RunLengths:
 
 @dataclass
 class MeasuredRuns:
-    """The measurements: lists by side with an entry for each seed. ``failed_evidence``: the error; '': no error."""
+    """The measurements: side → a list with an entry for each seed, or one number. ``failed``: the error; '': no error."""
 
     bits: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {side: [] for side in SIDES})
     tokens_per_s: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
@@ -84,7 +86,7 @@ class MeasuredRuns:
     out_of_time: bool = False  # the time limit ended the runs
 
     def to_json(self) -> dict[str, Any]:
-        """The evidence for the judge."""
+        """Return the evidence for the judge."""
         evidence: dict[str, Any] = dict(self.bits)
         for side, speeds in self.tokens_per_s.items():
             evidence |= {f"{side}_tokens_per_s": speeds, f"{side}_memory": self.memory.get(side)}
@@ -92,7 +94,7 @@ class MeasuredRuns:
 
 
 def run(case: PatchCase[RecipePolicy]) -> StageResult:
-    """Raises: IsolationError."""
+    """Train and score the paired runs, and return their evidence. Raises: IsolationError."""
     start, (path,), changes = case.start, case.paths, case.handed_on["static"]
     if start is None:
         return StageResult(NO_START)
@@ -134,7 +136,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
                     failed_evidence(
                         Message(
                             "recipe.key_is_set",
-                            "The gate's own runs set the changed key, so the change has no effect in them.",
+                            "The gate's runs set the changed key to a value of their own, so they cannot show the effect of the change.",
                         )
                     )
                 )
@@ -153,7 +155,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
         return StageResult(failed_evidence(_run_failed("candidate", found.failed), **evidence))
     if found.out_of_time:
         return StageResult(out_of_time_evidence(Message.from_json(found.failed), **evidence))
-    if found.failed:  # a failure of the baseline says nothing about the candidate
+    if found.failed:  # a failure of the baseline is no evidence about the candidate
         return StageResult(missing_evidence(_run_failed("baseline", found.failed), **evidence))
     size = sizes["candidate"]
     reason = Message(
@@ -169,7 +171,7 @@ def _run_failed(side: str, problem: str) -> Message:
 
 
 def lengthen_runs_in_policy(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
-    """``policy``, with longer runs if from ``step`` the candidate has a lower rate (by peak or by schedule) or a larger batch."""
+    """Return ``policy``, with longer runs if the candidate has a lower rate after ``step`` (by peak or by schedule) or a larger batch."""
     old, new = baseline.schedule, candidate.schedule
     warms = new.warmup_steps > max(old.warmup_steps, step)
     falls = new.kind == "cosine" and new.final_lr_share < old.final_lr_share
@@ -180,9 +182,9 @@ def lengthen_runs_in_policy(policy: RunsPolicy, step: int, baseline: Recipe, can
 
 
 def choose_lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, RunLengths]:
-    """The steps of each side. The candidate gets at most the baseline's tokens. Its anneal gets the share that its recipe gives it.
+    """Return side → the steps of its runs. The candidate gets at most as many tokens as the baseline. Its recipe decides the anneal's share.
 
-    Raises: RecipeError if the batch is so large that two steps do not fit, or the anneal so long that no trunk step is left.
+    Raises: RecipeError if the candidate's batch is so large that it has fewer than two steps, or its anneal so long that no trunk step is left.
     """
     total = policy.steps + policy.tail_steps
     tokens = baseline.tokens_between(step, step + total)
@@ -210,7 +212,10 @@ def choose_lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: R
 
 
 def make_run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str, Any]:
-    """The recipe for the sandbox's single rank, in the trunk's precision. The anneal ends at zero, unless the patch changes its end."""
+    """Return the recipe for the sandbox's single rank, in the trunk's precision. The anneal ends at rate zero, except with ``own_floor``.
+
+    ``own_floor``: the patch changes ``schedule.final_lr_share``, so the anneal ends at the recipe's own rate.
+    """
     keys = {"checkpoint_every": NEVER, "keep_checkpoints": 1, "precision": precision, "stability.noise_scale_every": 0}
     return with_changed_keys(
         recipe_for_one_rank(recipe.model_dump()), keys | ({} if own_floor else {"schedule.final_lr_share": 0.0})
@@ -218,14 +223,14 @@ def make_run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str
 
 
 def trained_domains(start: TrainingStart) -> set[str]:
-    """The domains in the trunk's token shards. Raises: TrainerError for a damaged shard."""
+    """Return the domains in the trunk's token shards. Raises: TrainerError for a damaged shard."""
     shards = [TokenShard(shard["path"], shard.get("moved")) for shard in start.plan["token_shards"]]
     return {domain for shard in shards for domain in shard.documents.column("domain").unique().to_pylist()}
 
 
 @dataclass(frozen=True)
 class RecipeSide:
-    """The values that the runs of one recipe share. ``raw``: the result of ``make_run_recipe``. ``held``: the domains in the shards."""
+    """The values that the runs of one recipe share. ``raw``: the result of ``make_run_recipe``. ``held``: the domains in the token shards."""
 
     name: str
     recipe: Recipe
@@ -236,9 +241,9 @@ class RecipeSide:
     kernels: str
 
     def arms(self, start: TrainingStart, seed: int, folder: Path) -> dict[Path, Arm]:
-        """The two arms of one run by their folders, trunk and tail. The tail continues from the trunk's checkpoint, and in its data.
+        """Return folder → arm for the two parts of one run. The tail continues from the trunk's checkpoint, and at its place in the data.
 
-        Raises: DataPlanError if no token shard has a domain of a mixture.
+        Raises: DataPlanError if no token shard has a domain of the mixture.
         """
         shards = [
             (shard["id"], shard["path"], shard["generation"], shard.get("content", ""), shard.get("moved", {}))
@@ -273,9 +278,9 @@ def train_pairs(
     score: Score,
     advance: Callable[[str], None],
 ) -> MeasuredRuns:
-    """Run and score every pair. ``code``: the worktree of the base.
+    """Train and score every pair. ``code``: the worktree of the base. ``score``: weights → bits per byte by domain.
 
-    Raises: IsolationError; DataPlanError if no token shard has a domain of a mixture.
+    The first failure or the time limit ends the runs. Raises: IsolationError; DataPlanError if no token shard has a domain of the mixture.
     """
     work = runs.home / "recipe"
     drawn = secrets.randbelow(90_000)  # the folders have names like those of live segments
@@ -317,7 +322,7 @@ def train_pairs(
 def _measure(
     found: MeasuredRuns, side: str, parts: Sequence[ArmRunEnd], last: int, origin: Tensors, score: Score, aside: Path
 ) -> float:
-    """Add the measurements of a run to ``found``. Returns its mean bits per byte. Raises: UntrustedFileError."""
+    """Add the measurements of a run to ``found``. Returns the mean of its bits per byte over the domains. Raises: UntrustedFileError."""
     bits = score(read_live_checkpoint(parts[-1].opened, last, origin, aside).model)
     if not all(math.isfinite(value) for value in bits.values()):
         raise UntrustedFileError("recipe.no_finite_loss", "the run's weights have no finite loss on held-out documents")

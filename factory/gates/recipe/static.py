@@ -1,4 +1,4 @@
-"""Checks that the changed recipe is valid and changes only allowed keys. The evidence is 'missing' if no run here could measure the change.
+"""Checks that the changed recipe is valid and that only allowed keys change. The evidence is 'missing' if no run here could measure the change.
 
 Apart because each stage of the gate is one file.
 """
@@ -17,12 +17,12 @@ from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 
 MOST_REASONS = 8
-# Keys that act only on the first steps of a trunk: (key, the step of the recipe from which the key has no effect).
+# Keys that act only on the first steps of a trunk: key → function from the recipe to the step from which the key has no effect.
 EARLY_KEYS = {"schedule.warmup_steps": lambda recipe: recipe.schedule.warmup_steps}
 
 
 def run(case: PatchCase[RecipePolicy]) -> StageResult:
-    """The result, which hands the changed keys to the runs stage."""
+    """Return the result. It hands the changed keys to the runs stage."""
     if found := [p for change in case.changes for p in find_source_problems(change, case.base_bytes(change.path))]:
         return StageResult(failed_evidence(*found[:MOST_REASONS]))
     if unmeasured := find_unused_recipes(case.workspace, case.paths):
@@ -61,7 +61,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
 
 
 def _without_effect(case: PatchCase[RecipePolicy], changes: Changes, new: Recipe) -> list[Message]:
-    """A message for each key that acts only on steps that the trunk has already made, under both recipes."""
+    """Return a message for each key that, in both recipes, acts only on steps that the trunk has already made."""
     step = case.start.step if case.start else 0
     sides = (Recipe.load(case.baseline / case.paths[0]), new)
     past = [key for key in changes if key in EARLY_KEYS and all(step >= EARLY_KEYS[key](recipe) for recipe in sides)]

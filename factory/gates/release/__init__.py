@@ -1,1 +1,1 @@
-"""The release gate. ``judge`` is a pure function of the evidence, ``policy`` has its thresholds, ``gate`` gathers evidence and records verdicts."""
+"""The release gate. ``gate`` gathers evidence and records verdicts. ``judge`` decides, as a pure function. ``policy`` has the thresholds."""

@@ -1,4 +1,4 @@
-"""``policies/anomalies.yaml``: which anomalies are diagnosed, at what cost, and what follows. No patch can change this policy."""
+"""``policies/anomalies.yaml``: the anomalies to diagnose, the cost of a diagnosis, and its consequences. No patch can change this policy."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ class AnomalyPolicy(StrictPolicy):
     kinds: list[str] = [
         "non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop", "skipped_outlier", REPLICAS_DIFFER
     ]  # fmt: skip
-    """The kinds that are diagnosed. A candidate with an open anomaly of these kinds is not released. Other kinds are only recorded."""
+    """The kinds of anomalies to diagnose. A candidate with an open anomaly of these kinds is not released. Other kinds are only recorded."""
     steps: Annotated[int, Field(ge=0)] = 1000
     """The budget of one diagnosis, in replayed steps."""
     previous_python: str = ""
-    """The interpreter of the environment before a change of libraries, for replays of the segment in it. '': there is none."""
+    """The Python interpreter of the environment before a change of libraries. Replays of the segment can run in it. '': there is none."""
     wall_seconds: Annotated[float, Field(gt=0)] = 3600.0
     """Time limit of one replay."""
     quarantine: WhoActs = "automatic"
-    """Guilty documents are masked in every later segment, and the spoiled segment is rewound. ask: a person decides."""
+    """automatic: documents that caused an anomaly are masked in every later segment, and the spoiled segment is rewound. ask: a person decides."""
     rate: WhoActs = "ask"
-    """If the rate is the cause, the segment is rewound and trained again, with the remedy for ``rate_steps`` steps after the anomaly. This happens
-    once at one place; then a person decides. ask: a person decides at once, because the gate has not judged that recipe."""
+    """automatic: if the learning rate is the cause, the segment is rewound and trained again, with the remedy for ``rate_steps`` steps after the
+    anomaly. This happens once at one place; after that, a person decides. ask: a person decides from the start, because no gate has judged that
+    recipe."""
     rate_steps: Annotated[int, Field(gt=0)] = 100
     diagnose: WhoActs = "automatic"
     """automatic: the daemon diagnoses. ask: a person runs 'factory diagnose'."""

@@ -1,7 +1,7 @@
-"""The release gate: gather the evidence on a candidate, judge it, record the verdict.
+"""The release gate. It gathers the evidence about a candidate, judges it and records the verdict.
 
-The gate measures the champion on the candidate's suite if that is missing. If policy and evidence equal those of the newest verdict on the candidate,
-the gate records no new verdict.
+The gate measures the champion on the candidate's suite if that was not done yet. It records no new verdict if policy and evidence equal those of the
+newest verdict on the candidate.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def judge_candidate(plant: Plant, candidate_id: int) -> int:
 def gather_evidence(
     ledger: Ledger, policy: ReleasePolicy, suite: Suite, champion_id: int | None, ours: int, theirs: int | None
 ) -> ReleaseEvidence:
-    """Read the two evaluations and compare them item by item."""
+    """Return the evidence of the evaluations ``ours`` and ``theirs``, which are compared item by item."""
     mine = EvaluationRow.get(ledger, ours).summary
     if champion_id is None or theirs is None:
         return evidence_of_evaluations(policy, tuple(suite.domains), FIRST_RELEASE, (mine, []), None)
@@ -115,7 +115,7 @@ def evidence_of_evaluations(
     candidate: tuple[Mapping[str, Any], Sequence[EvalItem]],
     champion: tuple[Mapping[str, Any], Sequence[EvalItem]] | None,
 ) -> ReleaseEvidence:
-    """The part of the evidence that follows from two evaluations, each (summary, items). Pure."""
+    """Return the part of the evidence that follows from the two evaluations alone. Each is (summary, items). Pure."""
     mine = candidate[0]
     cloze = mine.get("cloze", {})
     values: dict[str, Any] = {
@@ -150,9 +150,9 @@ def evidence_of_evaluations(
 
 
 def token_shares_by_domain(ledger: Ledger, segment: int) -> dict[str, float]:
-    """The share of the supervised tokens by domain, largest first, in the token shards of a segment and of all segments before it.
+    """Return domain → share of the supervised tokens, largest first, in the token shards of a segment and of all segments before it.
 
-    Documents that were quarantined later count too. Documents that a person removed do not.
+    Documents that were quarantined later count too. Documents that a person removed do not count.
     """
     used = token_shards_of_lineage(ledger, segment)
     sql = """SELECT token_shard, domain, SUM(supervised_tokens) AS tokens FROM documents
@@ -189,7 +189,7 @@ def _record(
     }
     same = [verdicts.c[name].is_not_distinct_from(value) for name, value in values.items()]
     with ledger.begin() as tx:
-        # Only the newest verdict: a change that was undone, such as a licence, is a new verdict.
+        # Only the newest verdict is compared: a change back to older evidence, such as a licence, is a new verdict.
         own = (verdicts.c.gate == GATE) & (verdicts.c.subject == subject)
         newest = sa.select(sa.func.max(verdicts.c.id)).where(own).scalar_subquery()
         for row in tx.execute(sa.select(verdicts.c.id, verdicts.c.evidence).where(verdicts.c.id == newest, *same)):
@@ -207,7 +207,7 @@ def _record(
 
 
 def _note(tx: sa.Connection, segment: int, subject: Subject, verdict: int, why: str) -> None:
-    """Record an anomaly of the segment that a candidate comes from, once a segment."""
+    """Record an anomaly of the segment that the candidate comes from, at most one per segment."""
     own = (anomalies.c.segment == segment) & (anomalies.c.kind == GAIN_ON_DEV_ONLY)
     if tx.execute(sa.select(anomalies.c.id).where(own)).first() is None:
         last = tx.execute(sa.select(segments.c.last_step).where(segments.c.id == segment)).scalar_one()

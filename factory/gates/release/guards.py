@@ -1,8 +1,9 @@
-"""The guards of a release: the bound that each must pass, which guards can detect harm at all, and the gain that passes all of them.
+"""The guards of a release are measures that must not get worse. This module computes their bounds, and finds guards that cannot detect harm.
 
-Bits per byte of each domain always guard it. Cloze is set aside if an equally good model would fail it more than once in five. Cloze then rejects a
-shown loss, and holds a measured loss beyond its margin if equally good models seldom show such a loss. The suite, the policy and the champion alone
-decide whether cloze is set aside (``ScoredGuard``). Otherwise a candidate that changes many items, which widens its interval, could remove a guard.
+The bits per byte of every domain are always guards. Cloze is set aside if equally good models would fail it more than once in five. A cloze guard
+that is set aside still rejects a shown loss. It also holds a measured loss beyond its margin if equally good models seldom show such a loss. Only the
+suite, the policy and the champion decide whether cloze is set aside (``ScoredGuard``). Otherwise a candidate that changes many items, which widens
+its interval, could remove a guard.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from kernels.contract.message import Message
 
 
 def guard_names(evidence: ReleaseEvidence) -> list[str]:
-    """The names of all guards: the domains, and cloze if the suite has cloze items."""
+    """Return the names of all guards: the domains, and cloze if the suite has cloze items."""
     return [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
 
 
 def list_binding_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
-    """The names of the guards that hold a candidate which does not pass them."""
+    """Return the names of the guards that are not set aside. They hold a candidate that does not pass them."""
     apart = list_unreliable_guards(policy, evidence)
     return [name for name in guard_names(evidence) if name not in apart]
 
 
 def list_unreliable_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, ScoredGuard]:
-    """The guards that cannot detect harm, by name. A guard of unknown size stands."""
+    """Return the guards that are set aside because they cannot detect harm, by name. A guard of unknown size is not set aside."""
     cloze = cloze_guard(policy, evidence)
     if cloze is None:
         return {}
@@ -52,7 +53,10 @@ def list_unreliable_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> 
 
 
 def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> ScoredGuard | None:
-    """Cloze by what no candidate changes: items and groups of the suite, and the champion's share right. None: a number is missing."""
+    """Return cloze as a guard, computed from values that no candidate changes: items and groups of the suite, and the champion's share right.
+
+    None: a number is missing.
+    """
     guard = evidence.guards.get(CLOZE)
     items, right = finite_number(evidence.cloze_items), finite_number(evidence.champion_cloze)
     groups = finite_number(guard.effective) if guard else None
@@ -65,7 +69,7 @@ def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> ScoredGuard
 def compute_guard_floors(
     policy: ReleasePolicy, evidence: ReleaseEvidence
 ) -> tuple[dict[str, float], dict[str, float], list[Reason]]:
-    """(floor by guard, earlier loss by guard, missing numbers). The lower bound of a guard's gain must lie above its floor."""
+    """Return (guard → floor, guard → earlier loss, reasons about missing numbers). The lower bound of a guard's gain must be above its floor."""
     floor: dict[str, float] = {}
     lost: dict[str, float] = {}
     missing: list[Reason] = []
@@ -96,13 +100,15 @@ def compute_guard_floors(
                     )  # fmt: skip
                 )
                 noise = 0.0
-            # the replicas are of the champion's recipe, so no candidate can widen its margin
+            # The replicas have the champion's recipe, so no candidate can widen its margin.
             draws = min(max(finite_number(evidence.replica_noise.get(name)) or 0.0, 0.0), most)
             margin, least = max(policy.guards.bits_per_byte_margin, 2 * max(noise, draws)), 2 * noise
         gone = finite_number(evidence.lost.get(name))
         if gone is None or gone < 0:
             missing.append(
-                make_reason("release.lost_unknown", "{guard}: the loss of earlier releases is not known.", guard=name)
+                make_reason(
+                    "release.lost_unknown", "{guard}: the loss since the best release is not known.", guard=name
+                )
             )
             gone = margin
         lost[name] = gone
@@ -112,24 +118,26 @@ def compute_guard_floors(
 
 @dataclass(frozen=True)
 class PromotionBounds:
-    """The bounds that a promotion has to pass: the target's, and those of the guards that stand, which share one level."""
+    """The bounds that a promotion must pass: the target's, and those of the binding guards, which share one significance level."""
 
     target: RequiredBound
     guards: dict[str, RequiredBound]
-    otherwise: float  # the chance that another comparison holds a good candidate
+    otherwise: float  # probability that the comparisons of ``overfitting`` hold a good candidate
 
     def smallest_gain(self) -> float | None:
-        """The same gain in every domain at which 80 % of the candidates that pass cloze are promoted. None: no gain is enough."""
+        """Return the smallest gain, the same in every domain, at which 80 % of candidates that pass cloze are promoted. None: no gain is enough."""
         return smallest_detectable_gain([self.target], self.otherwise, self.guards, apart=CLOZE)
 
     def groups_factor_to_show(self, gain: float) -> float | None:
-        """By which factor the groups must grow to show a gain with 80 %. None: a factor of a thousand is not enough."""
+        """Return the factor by which the number of groups must grow to show ``gain`` with a probability of 80 %. None: a thousand is not enough."""
         return groups_factor_to_detect(gain, [self.target], self.otherwise, self.guards, apart=CLOZE)
 
 
 def promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds | None:
-    """The bounds that this comparison sets for another candidate; None: nothing was compared. A gain in bits per byte does not move cloze: its error
-    is that of equally good models."""
+    """Return the bounds that this comparison sets for another candidate. None: nothing was compared.
+
+    A gain in bits per byte is assumed not to change cloze, whose error is that of equally good models.
+    """
     if evidence.target is None or not evidence.look:
         return None
     floor, _, _ = compute_guard_floors(policy, evidence)
@@ -140,17 +148,21 @@ def promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Promot
             measured = Gain(0.0, known.error, measured.clusters, measured.effective)
         guards[name] = RequiredBound(measured, policy.guards.alpha, floor[name], moves=name != CLOZE)
     target = RequiredBound(evidence.target, alpha_at_look(policy.target.alpha, evidence.look), tails=TAILS)
-    return PromotionBounds(target, guards, 1.5 * policy.memorising.alpha)  # of both comparisons; one is one-sided
+    return PromotionBounds(
+        target, guards, 1.5 * policy.memorising.alpha
+    )  # of the two comparisons of ``overfitting``, one of which is one-sided
 
 
 def detectable_gain(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
-    """The smallest gain, the same in every domain, at which 80 % of the candidates that pass cloze are promoted. None: no gain is enough."""
+    """Return the ``smallest_gain`` of ``promotion_bounds``. None: no gain is enough, or nothing was compared."""
     asked = promotion_bounds(policy, evidence)
     return asked.smallest_gain() if asked else None
 
 
 def groups_to_show_no_loss(gain: Gain, level: float, floor: float) -> int | None:
-    """Groups of equal size with which 80 % of the candidates that change nothing are shown to be above ``floor``. None: far too many, or unknown.
+    """Return the number of equally large groups that show, for 80 % of candidates without any change, that they are above ``floor``.
+
+    None: the number is unknown, or far too large.
 
     >>> groups_to_show_no_loss(Gain(0.0, 0.015, 8, 8.0), 0.05, -0.02)
     31
@@ -164,20 +176,20 @@ def groups_to_show_no_loss(gain: Gain, level: float, floor: float) -> int | None
 
 
 def has_enough_groups(gain: Gain | None, clusters_min: int) -> bool:
-    """True if an interval is based on enough groups."""
+    """True if the gain was measured on at least ``clusters_min`` document groups."""
     clusters = finite_number(gain.clusters) if gain else None
     return clusters is not None and clusters >= clusters_min
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 ESTIMATE_CODES = frozenset({"release.detects_gain", "release.detects_gain_beside_cloze", "release.detects_no_gain"})
-"""Codes of the messages about the gain that a comparison can detect. The gain is an estimate and decides nothing."""
+"""Codes of the messages about the gain that a comparison can detect. This gain is an estimate, and no decision depends on it."""
 
 
 def detectable_gain_message(
     gain: float | None, target: RequiredBound, guards: Mapping[str, RequiredBound], look: int, cloze: ScoredGuard | None
 ) -> Message:
-    """The gain that is promoted with 80 %. Where cloze stands, also the share of equally good models that pass it.
+    """Return the message about the gain that is detected with a probability of 80 %, and with ``cloze`` about equally good models that pass it.
 
     >>> target = RequiredBound(Gain(0.1, 0.009, 40, 38.2), 0.025)
     >>> print(detectable_gain_message(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
@@ -213,7 +225,7 @@ probability of only 45%. This is comparison 1 with this champion, at a significa
 
 
 def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Message:
-    """The bound that the largest possible gain passes with the lowest probability."""
+    """Return the message about the bound that the largest possible gain passes with the lowest probability."""
     needed = {"the target": target} | {name: one for name, one in assign_holm_levels(guards, MOST).items() if one.moves}
     chances = {name: one.pass_probability(MOST) for name, one in needed.items()}
     name = min(chances, key=lambda one: chances[one])
@@ -227,7 +239,7 @@ def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Mes
 
 
 def set_aside_message(name: str, known: ScoredGuard, clusters: float, clusters_min: int) -> Message:
-    """The message that a guard is set aside, with the size that it needs.
+    """Return the message that a guard is set aside, with the number of items or groups that it needs.
 
     >>> print(set_aside_message("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8).partition(" needed.")[0])
     cloze is not used as a guard, because with 36 items it would stop 44 of 100 models that are as good as the champion. At most 20 are \

@@ -1,8 +1,8 @@
-"""Measures whether a candidate was fitted to the documents that judge it: its gain there beside its gain on similar other documents.
+"""Measures whether a candidate was fitted to held-out documents: compares its gain on them with its gain on similar documents.
 
-The sealed half and the dev half of the held-out documents are drawn alike, so a model gains alike on both. A model that gains more on the sealed half
-has seen it. A model that gains more on the dev half was chosen by it. A model that gains less on documents that arrived after its training than on
-older ones has memorised the older ones.
+The sealed half and the dev half of the held-out documents are drawn alike, so a model has the same expected gain on both. A model that gains more on
+the sealed half was trained on documents of it. A model that gains more on the dev half was chosen by it. A model that gains less on documents that
+arrived after its training than on older documents has memorised the older ones.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TASK = "bpb"
 def compare_gains(
     ours: Sequence[EvalItem], theirs: Sequence[EvalItem], keys: Collection[str], weights: Mapping[str, float]
 ) -> tuple[Gain, Gain, Gain] | None:
-    """(gain on the documents ``keys``, gain on the others, their difference), in the domains that both have. None: no domain is in both.
+    """Return (gain on the documents ``keys``, gain on the other documents, their difference), over the domains that both sets have.
 
-    The documents may be of the sealed half and of the dev half.
+    Documents of the sealed half and of the dev half count. None: no domain is in both sets, or the items cannot be compared.
     """
     inside, outside = (
         [[item for item in _alike(side) if (item.item in keys) == within] for side in (ours, theirs)]
@@ -45,7 +45,7 @@ def compare_gains(
 
 
 def find_fresh_documents(ledger: Ledger, candidate_id: int, suite: Suite) -> frozenset[str]:
-    """The documents of a suite that arrived after a candidate's training: the candidate was not trained on their shards."""
+    """Return the keys of a suite's documents that arrived after a candidate's training. They are from shards that it was not trained on."""
     plans = {row.data_plan for row in SegmentRow.lineage(ledger, CandidateRow.get(ledger, candidate_id).segment)}
     read = ledger.select_rows(sa.select(data_plans.c.plan).where(data_plans.c.id.in_(sorted(plans))))
     known = {shard["id"] for row in read for shard in row["plan"]["token_shards"]}
@@ -56,7 +56,7 @@ def find_fresh_documents(ledger: Ledger, candidate_id: int, suite: Suite) -> fro
 
 
 def count_sealed_looks(ledger: Ledger, candidate_id: int, suite: Suite) -> float:
-    """The number of other candidates that read a document of the sealed half, as the mean over the suite."""
+    """Return the number of other candidates that were scored on a document of the sealed half, as the mean over the suite's documents."""
     if not suite.documents:
         return 0.0
     i, e = eval_items.c, evaluations.c

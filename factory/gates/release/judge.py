@@ -1,7 +1,8 @@
 """``judge(policy, evidence) -> Verdict``: the release decision as a pure function.
 
-A certain reason against a candidate rejects it. Otherwise anything that is missing, not finite or not shown holds it. Only complete evidence
-promotes. So neither removed evidence nor a worse measurement turns a hold or a reject into a promote. A hold first says what to do.
+A certain reason against a candidate rejects it. Otherwise, evidence that is missing, not finite or not conclusive holds it. Only complete evidence
+promotes. So neither removed evidence nor a worse measurement can turn a hold or a reject into a promote. The reasons of a hold begin with the
+remedies.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TARGET = "weighted bits per byte"  # of the domains, as the policy weighs them
 
 @dataclass
 class JudgeFindings:
-    """``against``: reasons to reject. ``missing``: reasons to hold. ``facts``: what was shown."""
+    """``against``: reasons to reject. ``missing``: reasons to hold. ``facts``: results that hold nothing and reject nothing."""
 
     against: list[Reason] = field(default_factory=list)
     missing: list[Reason] = field(default_factory=list)
@@ -56,12 +57,12 @@ class JudgeFindings:
 @dataclass(frozen=True)
 class Verdict:
     outcome: str  # PROMOTE | HOLD | REJECT
-    reasons: tuple[Message, ...]  # the deciding ones first; those of a hold begin with what to do
+    reasons: tuple[Message, ...]  # the reasons that decide come first; the reasons of a hold begin with the remedies
     found: JudgeFindings = field(default_factory=JudgeFindings, compare=False)
 
 
 def judge(policy: ReleasePolicy, evidence: ReleaseEvidence, tasks: TaskEvidence | None = None) -> Verdict:
-    """Decide. Pure: the same policy and evidence give the same verdict, word for word. ``tasks`` never improve a verdict."""
+    """Return the verdict. Pure: the same policy and evidence give the same verdict, word for word. ``tasks`` can only make the verdict worse."""
     found = _found(policy, evidence)
     if tasks is not None:
         _tasks(policy, tasks, found)
@@ -204,14 +205,15 @@ def _few_documents(domain: str, count: float, least: int) -> Reason:
             domain=domain, documents=count, least=least, remedy=Message(
             "release.remedy_few_documents",
             "hold out {more:.0f|more document|more documents} of {domain}. Ingest holds out a part of new shards with such documents: 'factory "
-            "ingest PATH' (held_out.least in data.yaml). If you have no such documents, remove the held-out documents of {domain}. One "
-            "document: 'factory data remove --document ID'. A whole source, which ingest then refuses: 'factory data remove --source NAME'.",
+            "ingest PATH' (held_out.least in data.yaml). If you have no such documents, remove the held-out documents of {domain}. To "
+            "remove one document: 'factory data remove --document ID'. To remove a whole source, which ingest then refuses: 'factory data remove "
+            "--source NAME'.",
             domain=domain, more=least - count,
         ))  # fmt: skip
 
 
 def training_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
-    """The reasons to hold that people may change at any time: open anomalies of the training, and licences."""
+    """Return the reasons to hold that people can change after a verdict: open anomalies of the training, and licences."""
     return [*_anomalies(evidence), *_licences(policy, evidence)]
 
 
@@ -257,8 +259,8 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     if disputed := finite_number(evidence.disputed):
         found.append(
             make_reason("release.licences_disputed",
-                    "{share:.1%} of the supervised tokens also have a licence that allows the release. Their strictest licence counts until a "
-                    "person settles which licence is right.",
+                    "Another shard names a licence that allows the release for {share:.1%} of the supervised tokens. The strictest licence counts "
+                    "until a person settles which licence is right.",
                     share=disputed, remedy=Message(
                     "release.remedy_licences_disputed",
                     "settle which licence is right: 'factory data settle LICENCE --document ID'. 'factory data claims' lists the documents.",
@@ -294,7 +296,7 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Judg
             found.against.append(
                 make_reason(
                     "release.above_ceiling",
-                    "{domain}: {bits_per_byte:.3f} bits per byte. At most {most:.3f} are allowed (first_release.bits_per_byte_max in "
+                    "{domain}: the model has {bits_per_byte:.3f} bits per byte. At most {most:.3f} are allowed (first_release.bits_per_byte_max in "
                     "gates/release.yaml).",
                     domain=domain,
                     bits_per_byte=ours,
@@ -361,7 +363,7 @@ def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFi
 
 
 def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, found: JudgeFindings) -> None:
-    """Whether the candidate is better than the champion."""
+    """Add the finding whether the candidate is better than the champion."""
     target, look = evidence.target, evidence.look
     change = change_message(TARGET, target, None, None)
     level = alpha_at_look(policy.target.alpha, look) if isinstance(look, int) and look > 0 else 0.0
@@ -512,12 +514,12 @@ def _guard_not_compared(name: str, why: Reason) -> Reason:
 
 
 def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
-    """The remedy where a guard is not shown to hold."""
+    """Return the remedy for a guard that may have been violated."""
     if name == CLOZE:
         return Message(
             "release.remedy_cloze",
-            "continue training: 'factory run'. The candidate answers fewer cloze items right than the champion, or too few more to exclude a "
-            "loss.",
+            "continue training: 'factory run'. The candidate answers fewer cloze items right than the champion, or not enough more to "
+            "exclude a loss.",
         )
     needed, groups = groups_to_show_no_loss(guard, alpha, floor), finite_number(guard.effective) or 0.0
     fell = Message(

@@ -1,4 +1,4 @@
-"""Messages that several reasons of the release judge share."""
+"""Makes the messages that several reasons of the release judge share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message
 
-NAMED = 5  # licences, or domains, in a message
+NAMED = 5  # the most licences or domains that a message names
 
 
 def ingest_more_documents_remedy() -> Message:
-    """The remedy where any new documents help."""
+    """Return the remedy for problems that new documents of any kind solve."""
     return Message("release.remedy_bring_shards", "bring new shards: 'factory ingest PATH'.")
 
 
 def another_candidate_remedy() -> Message:
-    """The remedy for a candidate that was fitted to held-out documents."""
+    """Return the remedy for a candidate that was fitted to held-out documents."""
     return Message(
         "release.remedy_memorised",
         "train another candidate on more documents, with fewer repetitions of each (max_epochs of the recipe): 'factory ingest PATH', then "
@@ -28,7 +28,7 @@ def another_candidate_remedy() -> Message:
 
 
 def allowed_loss_message(loss: float, lost: float) -> Message:
-    """The loss that a guard allows, after what earlier releases lost."""
+    """Return the message about the loss that a guard still allows. ``lost``: the loss of earlier releases, which is subtracted already."""
     if lost:
         return Message(
             "release.loss_left",
@@ -39,7 +39,7 @@ def allowed_loss_message(loss: float, lost: float) -> Message:
 
 
 def not_measured_reason(gain: Gain | None, clusters_min: int) -> Reason:
-    """Why a gain could not be measured. The remedy is the number of document groups that are missing."""
+    """Return the reason that a gain could not be measured. Its remedy is the missing number of document groups, or None."""
     if gain is None:
         return make_reason("release.no_common_items", "candidate and champion have no items in common")
     clusters = finite_number(gain.clusters)
@@ -65,7 +65,7 @@ def not_measured_reason(gain: Gain | None, clusters_min: int) -> Reason:
 def change_message(
     name: str, gain: Gain | None, levels: tuple[float | None, float | None] | None, unit: str | None
 ) -> Message:
-    """'code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.100 and −0.060)': the change as a reader sees it, not the gain."""
+    """'code: 1.920 → 1.840 bits per byte (change −0.080, 95 % interval from −0.100 to −0.060)'. A loss that falls is a negative change."""
     before, after = levels or (None, None)
     change, low, high = (
         (finite_number(gain.gain), gain.confidence_bound(0.025), gain.confidence_bound(0.025, above=True))
@@ -85,13 +85,16 @@ def change_message(
         change, low, high = -change, -high, -low
     return Message(
         "release.change",
-        "{shown} ({change:+.3f}, 95 % between {low:+.3f} and {high:+.3f})",
+        "{shown} (change {change:+.3f}, 95 % interval from {low:+.3f} to {high:+.3f})",
         shown=values or name, name=name, change=change, low=low, high=high,
     )  # fmt: skip
 
 
 def data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> Message:
-    """Whether the gain is larger than the effect of another data order. For the reader only: a release publishes these weights."""
+    """Return a message whether the gain is larger than the effect of another data order.
+
+    It decides nothing, because a release publishes these weights, not the recipe.
+    """
     runs, noise = evidence.replicas, finite_number(evidence.replica_target)
     if not isinstance(runs, int) or runs < 2 or noise is None or noise < 0:
         return Message(
@@ -120,7 +123,7 @@ def data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target:
 
 
 def more_groups_remedy(domain: str, more: Message) -> Message:
-    """The remedy where a domain has too few document groups."""
+    """Return the remedy for a domain with too few document groups."""
     return Message(
         "release.remedy_groups",
         "hold out {more} of {domain}. To add documents of {domain}: 'factory ingest PATH'. If all documents have the same source, make each "
@@ -130,16 +133,17 @@ def more_groups_remedy(domain: str, more: Message) -> Message:
 
 
 def train_longer_remedy(gain: float | None, seen_gain: float | None, times: float | None) -> Message:
-    """The remedy for a candidate that is not shown to be better.
+    """Return the remedy for a candidate that is not shown to be better. ``seen_gain``: the gain that the comparison can detect. ``times``: the
+    factor by which the number of groups must grow to detect ``gain``.
 
     >>> print(train_longer_remedy(0.005, 0.016, 9.4))
-    continue training ('factory run'): this comparison can detect a gain of 0.016 bits per byte in every domain. Or bring shards ('factory ingest \
-PATH'): with 9.4 times as many held-out document groups, the comparison can detect a gain of 0.005 bits per byte.
+    continue training ('factory run'): this comparison can detect only a gain of at least 0.016 bits per byte in every domain. Or bring shards \
+('factory ingest PATH'): with 9.4 times as many held-out document groups, the comparison can detect a gain of 0.005 bits per byte.
     """
     known = (
         Message(
             "release.detects",
-            "this comparison can detect a gain of {gain:.3f} bits per byte in every domain",
+            "this comparison can detect only a gain of at least {gain:.3f} bits per byte in every domain",
             gain=seen_gain,
         )
         if seen_gain
@@ -163,7 +167,7 @@ PATH'): with 9.4 times as many held-out document groups, the comparison can dete
 
 
 def noise_message(evidence: ReleaseEvidence) -> Message:
-    """The noise that widens the guards' margins, with its source.
+    """Return the message about the noise that widens the guards' margins: that of the measurement, and that of the data order.
 
     >>> print(noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}, replicas=3, replica_noise={"code": 0.0042})))
     Noise of the measurement, bits per byte: code 0.0005. Noise from the data order, measured in 3 trainings: code 0.0042.
@@ -190,11 +194,11 @@ def noise_message(evidence: ReleaseEvidence) -> Message:
 
 
 def unguarded_message(evidence: ReleaseEvidence) -> Message | None:
-    """The domains that the candidate was trained on and of which the suite has no document. None: no such domain.
+    """Return the message about domains that the candidate was trained on but that the suite does not contain. None: there are no such domains.
 
     >>> print(unguarded_message(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
     No guard protects some domains (by share of the supervised tokens): law 3.0%, notes under 0.1%. The candidate was trained on documents of \
-these domains, but no sealed document of these domains is held out. Nothing would show a loss. Ingest holds out a part of new shards with such \
+these domains, but no sealed document of these domains is held out. So nothing would show a loss. Ingest holds out a part of new shards with such \
 documents (held_out.least in data.yaml). Or take the domain out: 'factory data remove'.
     """
     shares = {
@@ -209,7 +213,7 @@ documents (held_out.least in data.yaml). Or take the domain out: 'factory data r
     return Message(
         "release.unguarded",
         "No guard protects some domains (by share of the supervised tokens): {named}. The candidate was trained on documents of these domains, "
-        "but no sealed document of these domains is held out. Nothing would show a loss. Ingest holds out a part of new shards with such "
+        "but no sealed document of these domains is held out. So nothing would show a loss. Ingest holds out a part of new shards with such "
         "documents (held_out.least in data.yaml). Or take the domain out: 'factory data remove'.",
         named=[*named, *more], shares={name: -share for share, name in known},
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The hash of the code that judges a release. The same code gives the same verdict on the same policy and evidence, word for word."""
+"""Computes the hash of the code that judges a release. With the same hash, policy and evidence, the verdict is the same, word for word."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from factory.core.workspace import checkout_root
 from factory.git.version import describe_version
 
-# The judge and its imports, except the modules that read files (``core.policy_file``) and that measure (``evals.tasks``).
+# The judge and the modules that it imports, except modules that read files (``core.policy_file``) or measure (``evals.tasks``).
 FILES = (
     "factory/evals/power.py",
     "factory/evals/probes/checks.py",
@@ -29,7 +29,7 @@ FILES = (
 
 @dataclass(frozen=True)
 class JudgeVersion:
-    """``sha256``: the hash of ``FILES``. ``describe_version``: the factory's version, for a person who looks for that code."""
+    """``sha256``: the hash of ``FILES``. ``version``: the factory's version, for a person who looks for that code."""
 
     sha256: str
     version: str
@@ -40,7 +40,7 @@ class JudgeVersion:
 
 @functools.cache
 def judge_version() -> JudgeVersion:
-    """The judge of this process. The files are read at the first call."""
+    """Return the version of the judge in this checkout. The files are read at the first call in a process."""
     digest = hashlib.sha256()
     for path in sorted(FILES):
         content = (checkout_root() / path).read_bytes()

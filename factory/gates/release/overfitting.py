@@ -1,4 +1,4 @@
-"""Whether a candidate was fitted to held-out documents: the reasons of the release judge."""
+"""Finds the release judge's reasons that a candidate was fitted to held-out documents."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
 
 
 def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reason]) -> None:
-    """Whether the candidate knows the documents that arrived before its training better than new documents."""
+    """Add a reason if the candidate knows documents that arrived before its training better than new documents, or if this is not known."""
     rules = policy.memorising
     fresh, older = evidence.fresh_documents, evidence.older_documents
     if fresh is None or older is None:
@@ -92,7 +92,7 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
 
 
 def dev_alone_message(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Message | None:
-    """The reward-hacking watch: the message that the dev half improved and the sealed half did not, in one candidate or over several. Else None."""
+    """Return the message that the dev half improved without the sealed half, in one candidate or over several. Else None."""
     rules, said = policy.memorising, None
     found = [(evidence.halves_gap, evidence.on_dev, evidence.on_sealed, 1, "the champion")]
     if evidence.rise_since is not None:
@@ -106,8 +106,8 @@ def dev_alone_message(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Messa
         if high < -rules.halves_margin and low > 0:
             said = Message(
                 "release.dev_alone",
-                "Since {since} the dev half gained {dev:+.3f} bits per byte, and the sealed half {sealed:+.3f}. The dev half chooses "
-                "candidates, so successive candidates were fitted to the dev half.",
+                "Since {since} the dev half gained {dev:+.3f} bits per byte, and the sealed half {sealed:+.3f}. People and "
+                "agents choose candidates by the dev half, so successive candidates were fitted to the dev half.",
                 since=since, dev=dev.gain, sealed=sealed.gain,
             )  # fmt: skip
     return said

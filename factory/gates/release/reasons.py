@@ -1,4 +1,4 @@
-"""A reason of the release judge: a message, whose code later versions keep, and what a person can do about it."""
+"""The reasons of the release judge. A reason has a message, whose code later versions keep, and a remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.contract.message import Message
 
 @dataclass(frozen=True)
 class Reason:
-    """``message`` says what is wrong. ``remedy`` says what to do, with commands; None: the reason itself names no remedy."""
+    """``message`` says what is wrong. ``remedy`` says what to do, with commands; None: this reason has no remedy of its own."""
 
     message: Message
     remedy: Message | None = None
@@ -22,7 +22,7 @@ class Reason:
 
 
 def make_reason(code: str, template: str, /, remedy: Message | None = None, **data: Any) -> Reason:
-    """A reason with the message of this code, template and data."""
+    """Return a reason with a message of this code, template and data."""
     return Reason(Message(code, template, **data), remedy)
 
 
@@ -32,8 +32,8 @@ OVERRIDABLE_CODES = frozenset(
         "release.guard_loss_measured", "release.noise_floor", "release.task_not_shown",
     }
 )  # fmt: skip
-"""Codes of the reasons to hold which say that the measurements are too few to be sure. A person may override these ('factory releases override').
-All other reasons are about failed checks, licences, anomalies, memorised documents, or missing evidence."""
+"""Codes of the reasons to hold that a person may override ('factory releases override'): the measurements are too few to be sure. All other reasons
+are about failed checks, licences, anomalies, memorised documents, or missing evidence."""
 
 TO_DO_CODES = frozenset({"release.to_do", "release.override"})
 """Codes of the lines that tell a person what to do about a hold."""
@@ -45,7 +45,7 @@ def are_overridable(held_by: Sequence[Reason]) -> bool:
 
 
 def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[Message]:
-    """What a person can do about a hold, a line each. The override is the last line, where it is allowed.
+    """Return lines that say what a person can do about a hold, one for each remedy. The override is the last line, if it is allowed.
 
     >>> train = Message("release.remedy_train_on", "train on.")
     >>> make_to_do_lines([make_reason("release.not_better", "Not shown.", train), make_reason("release.guard_not_shown", "Not shown.", train)], 3)
@@ -55,7 +55,9 @@ def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[M
     remedies = dict.fromkeys(reason.remedy for reason in held_by if reason.remedy)
     if not remedies or any(not reason.remedy and reason.code not in OVERRIDABLE_CODES for reason in held_by):
         evaluate = Message(
-            "release.remedy_evaluate", "measure what is missing: 'factory evaluate {candidate}'.", candidate=number
+            "release.remedy_evaluate",
+            "make the missing measurements: 'factory evaluate {candidate}'.",
+            candidate=number,
         )
         remedies[evaluate] = None
     lines = [Message("release.to_do", "To do: {remedy}", remedy=remedy) for remedy in remedies]
@@ -71,6 +73,6 @@ def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[M
 
 
 def is_to_do_line(text: str) -> bool:
-    """True if a recorded reason tells a person what to do. Reasons of older factories have no code, so their first words decide."""
+    """True if a recorded reason tells a person what to do. Reasons that older versions recorded have no code, so their first words decide."""
     code = getattr(text, "code", "")
     return code in TO_DO_CODES or (not code and text.startswith(("To do: ", "Or: ")))

@@ -1,4 +1,4 @@
-"""The evidence of a release verdict, read back from its record, and the judgement of this version on it."""
+"""Reads the evidence of a recorded release verdict, and judges it again with this version's judge."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _EVIDENCE = TypeAdapter(ReleaseEvidence)
 
 
 def evidence_sha256(stored: Mapping[str, Any]) -> str:
-    """The hash of recorded evidence, without its key ``sha256``."""
+    """Return the hash of recorded evidence, without its key ``sha256``."""
     kept = {key: value for key, value in stored.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def read_evidence(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidence, TaskEvidence]:
-    """(evidence, evidence of the tasks). Raises: InputError naming ``where`` and the key."""
+    """Return (evidence, evidence of the tasks). Raises: InputError that names ``where`` and the key."""
     own = {key: value for key, value in stored.items() if key not in BESIDE}
     if unknown := sorted(own.keys() - {field.name for field in fields(ReleaseEvidence)}):
         raise InputError(
@@ -54,13 +54,13 @@ def read_evidence(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidenc
 
 
 def rejudge_stored_evidence(policy: ReleasePolicy, stored: Mapping[str, Any], where: str, **now: Any) -> Verdict:
-    """The verdict of this version on recorded evidence. ``now`` replaces values that have changed since. Raises: InputError."""
+    """Return the verdict of this version's judge on recorded evidence. ``now`` replaces values that have changed since. Raises: InputError."""
     evidence, tasks = read_evidence(stored, where)
     return judge(policy, replace(evidence, **now), tasks)
 
 
 def find_hold_reasons(stored: Mapping[str, Any], policy_hash: str, where: str, **now: Any) -> tuple[Reason, ...]:
-    """The reasons for which the judge holds recorded evidence, under the recorded policy. ``now`` as in ``rejudge_stored_evidence``.
+    """Return the reasons to hold the candidate, by recorded evidence and policy. ``now`` as in ``rejudge_stored_evidence``.
 
     ``policy_hash``: the hash that the policy must have. Raises: InputError if the judge does not hold the evidence, or if a hash differs.
     """
@@ -82,7 +82,7 @@ def find_hold_reasons(stored: Mapping[str, Any], policy_hash: str, where: str, *
 
 
 def find_not_overridable(reasons: Sequence[Reason]) -> Message | None:
-    """The first reason that no person can override. None: a person may override all of them."""
+    """Return the first reason that a person may not override. None: a person may override all reasons."""
     if are_overridable(reasons):
         return None
     no_reason = Message("release.held_for_no_reason", "The judge names no reason to hold the candidate.")

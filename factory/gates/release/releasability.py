@@ -1,9 +1,8 @@
-"""What the release gate can detect, computed before the first candidate from the sizes alone.
+"""Computes the gain that the release gate can detect, before the first candidate, from the sizes of the held-out data alone.
 
 ``compute_releasability(policy, sizes)`` makes the evidence of a candidate that is as good as its champion, with an assumed spread of each document
-group and
-item. The judge's own functions (``factory.gates.release.guards``, ``factory.tasks.comparing.set_aside``) then compute which guards stand, the size
-that each guard needs, and the gain that is detected.
+group and item. The judge's own functions (``factory.gates.release.guards``, ``factory.tasks.comparing.find_unreliable_metrics``) then compute which
+guards stand, the size that each guard needs, and the gain that is detected.
 
 >>> found = compute_releasability(ReleasePolicy(), SuiteSizes({"code": DomainSize(8, 8, 8), "docs": DomainSize(3, 3, 1)}, cloze_items=11))
 >>> [(guard.name, guard.state, guard.have, guard.needed) for guard in found.guards]
@@ -37,14 +36,14 @@ from factory.tasks.comparing import find_unreliable_metrics as tasks_aside
 from kernels.contract.message import Message
 
 SPREAD = 0.03  # bits per byte: standard deviation of a group's difference, as the calibration of the judge draws it (``benchmarks/judge``)
-RIGHT = 0.5  # assumed share of items that a champion has right: the most uncertain one
+RIGHT = 0.5  # assumed share of items that a champion answers right; this value gives the widest spread
 
 
 @dataclass(frozen=True)
 class DomainSize:
     """The held-out documents of a domain. ``spread``: standard deviation of a group's difference, in bits per byte; None: ``SPREAD``."""
 
-    documents: int  # of the sealed half that are scored
+    documents: int  # scored documents of the sealed half
     groups: int
     dev_groups: int
     spread: float | None = None
@@ -52,7 +51,7 @@ class DomainSize:
 
 @dataclass(frozen=True)
 class TaskSize:
-    """A task: its items, groups of items, allowed loss, and the champion's share right, where known."""
+    """A task: the numbers of its items and item groups, its allowed loss, and the champion's share of right answers, or an assumed share."""
 
     items: int
     groups: int
@@ -74,10 +73,9 @@ class SuiteSizes:
 class GuardSize:
     """A guard before any candidate.
 
-    ``state``: 'stands'; 'aside': its result only informs; 'missing': too little is held out, so the guard holds every candidate. ``have`` and
-    ``items_needed`` count the document groups of a domain, or the items of cloze and of a task. With ``items_needed`` the guard passes four of five
-    equally good
-    models; None: no number is enough. ``share_passing``: the share of equally good models that pass.
+    ``state``: 'stands'; 'aside': the result of the guard only informs; 'missing': too little is held out, so the guard holds every candidate.
+    ``have`` and ``needed`` count the document groups of a domain, or the items of cloze and of a task. With ``needed``, four of five equally good
+    models pass the guard; None: no number is enough. ``passed``: the share of equally good models that pass.
     """
 
     name: str
@@ -91,12 +89,14 @@ class GuardSize:
 @dataclass(frozen=True)
 class Releasability:
     guards: tuple[GuardSize, ...]
-    gain: float | None  # the smallest gain, the same in every domain, that is detected with 80 %; None: no gain is
-    holds: tuple[Message, ...] = ()  # what holds every candidate
+    gain: (
+        float | None
+    )  # the smallest gain, the same in every domain, that is detected with a probability of 80 %; None: no gain is detected
+    holds: tuple[Message, ...] = ()  # problems that hold every candidate
 
 
 def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasability:
-    """Which guards stand, the size that each guard needs, and the gain that is detected. Pure."""
+    """Return which guards stand, the size that each guard needs, and the gain that is detected. Pure."""
     assumed = _assumed(policy, sizes)
     found = []
     holds = []
@@ -140,7 +140,7 @@ def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasabi
 
 
 def measured_spreads(db: ReadsSql) -> dict[str, float]:
-    """Standard deviation of a group's difference by domain, in bits per byte, from the newest verdict against a champion."""
+    """Return domain → standard deviation of a group's difference in bits per byte, from the newest verdict against a champion."""
     for row in VerdictRow.select(db, "WHERE gate = :gate AND against IS NOT NULL ORDER BY id DESC LIMIT 1", gate=GATE):
         guards: Mapping[str, Any] = row.evidence(db).get("guards") or {}
         known = {name: _spread(stored) for name, stored in guards.items() if name != CLOZE}
@@ -163,7 +163,7 @@ def _scored(name: str, known: ScoredGuard, is_aside: bool) -> GuardSize:
 
 
 def _assumed(policy: ReleasePolicy, sizes: SuiteSizes) -> ReleaseEvidence:
-    """The evidence of a candidate as good as the champion: groups of equal size with the assumed spread."""
+    """Return the evidence of a candidate that is as good as the champion, for groups of equal size with the assumed spread."""
     guards = {
         name: Gain(0.0, (one.spread or SPREAD) / math.sqrt(max(one.groups, 1)), one.groups, float(one.groups))
         for name, one in sizes.domains.items()

@@ -1,4 +1,4 @@
-"""The line of releases in the ledger: how often a champion was challenged, and the losses on the way to it."""
+"""Reads the line of releases from the ledger: the number of comparisons with a champion, and the losses of the releases up to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GATE = "release"
 
 
 def count_champion_comparisons(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: str) -> int:
-    """The number of this comparison with a champion, from 1. A candidate that is judged again on other items is another comparison."""
+    """Return the number of this comparison with a champion, from 1. If a candidate is judged again on another suite, this is another comparison."""
     champion_, subject = Subject("candidate", champion_id), Subject("candidate", candidate_id)
     looked: list[tuple[str, Any]] = []
     for row in VerdictRow.select(
@@ -26,11 +26,11 @@ def count_champion_comparisons(ledger: Ledger, champion_id: int, candidate_id: i
 
 
 def guard_losses_since_best_release(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> dict[str, float]:
-    """The loss of the champion since the best release that it descends from, by guard, as the verdicts measured it.
+    """Return guard → the champion's loss since the best release that it descends from, as the verdicts measured it.
 
     Each release was compared with the champion before it on the same items, so the gains add up, and small losses cannot accumulate unseen. A
-    release that was rolled back does not count, because no later release descends from it. Example: releases 1 and 2 (which lost 0.018), a
-    rollback to 1, and 3 (which gained 0.001 over 1): nothing is lost.
+    release that was rolled back does not count, because no later release descends from it. Example: release 2 lost
+    0.018, a rollback made release 1 the champion again, and release 3 gained 0.001 over release 1. Then release 3 has lost nothing.
     """
     released = {row.candidate: row for row in ReleaseRow.select(ledger)}
     above, lost = dict.fromkeys(guards, 0.0), dict.fromkeys(guards, 0.0)
@@ -39,7 +39,7 @@ def guard_losses_since_best_release(ledger: Ledger, champion_id: int, guards: It
         seen.add(row.number)
         verdict = VerdictRow.get(ledger, row.verdict)
         measured = verdict.evidence(ledger).get("guards") or {}
-        for name in above:  # the gain of the release before over this one
+        for name in above:  # the gain of the previous release over this one
             above[name] -= (measured.get(name) or {}).get("gain") or 0.0
             lost[name] = max(lost[name], above[name])
         row = released.get(Subject.parse(verdict.against).number) if verdict.against else None

@@ -1,6 +1,6 @@
-"""The effect of another order of the same data: the anneal that is due for replicas, and the results of earlier replicas.
+"""Finds the anneal that is due for replicas, and reads the results of earlier replicas. Replicas measure the effect of another data order.
 
-All is read from the ledger: an event about the anneal has the results (``factory.replicas`` trains and measures).
+Everything is read from the ledger. ``factory.replicas`` trains and measures replicas, and records an event about the anneal with the results.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ReplicaNoise:
 
     runs: int
     by_domain: Mapping[str, float]
-    target: float | None  # of the domains as the policy weighs them
+    target: float | None  # of the target, which weighs the domains as the policy does
 
     @classmethod
     def of_runs(cls, runs: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> ReplicaNoise:
-        """The noise of ``runs``, each the bits per byte by domain.
+        """Return the noise of ``runs``. Each run is domain → bits per byte.
 
         >>> found = ReplicaNoise.of_runs([{"code": 1.0, "docs": 2.0}, {"code": 1.2, "docs": 1.8}, {"code": 1.1, "docs": 2.2}], {})
         >>> found.runs, {name: round(value, 3) for name, value in found.by_domain.items()}, round(found.target, 3)
@@ -42,25 +42,25 @@ class ReplicaNoise:
 
 
 def find_newest_noise(db: ReadsSql, weights: Mapping[str, float]) -> ReplicaNoise | None:
-    """The noise that the newest replicas showed. None: none were measured yet."""
+    """Return the noise that the newest replicas showed. None: no replicas were measured yet."""
     found = find_newest_measurement(db)
     return ReplicaNoise.of_runs(found["runs"], weights) if found else None
 
 
 def find_newest_measurement(db: ReadsSql) -> dict[str, Any] | None:
-    """The newest ``MEASURED`` event's detail, with its ``subject``."""
+    """Return the detail of the newest ``MEASURED`` event, with its ``subject``. None: there is no such event."""
     rows = db.read("SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=MEASURED)
     return rows[0]["detail"] | {"subject": rows[0]["subject"]} if rows else None
 
 
 def find_due_anneal(db: ReadsSql, policy: ReplicaNoisePolicy) -> tuple[SegmentRow, int] | None:
-    """The anneal that is due to be trained again, and its release. None: nothing is due now."""
+    """Return the anneal for which replicas are due, and the number of its release. None: no replicas are due now."""
     best = find_champion(db)
     if not policy.count or best is None or best.number < policy.from_release:
         return None
     anneal = next((row for row in reversed(SegmentRow.lineage(db, best.segment)) if row.kind != "average"), None)
     if anneal is None or anneal.kind != "anneal" or anneal.parent is None:
-        return None  # an average of the trunk's checkpoints has no short training to repeat
+        return None  # a candidate from an average of the trunk's checkpoints has no anneal to repeat
     before = find_newest_measurement(db)
     if before is not None:
         same = anneal.recipe_sha256 == before["recipe_sha256"]
@@ -70,13 +70,13 @@ def find_due_anneal(db: ReadsSql, policy: ReplicaNoisePolicy) -> tuple[SegmentRo
 
 
 def may_start_replicas(db: ReadsSql, policy: ReplicaNoisePolicy, anneal: SegmentRow) -> bool:
-    """True if enough was trained since the newest replicas, so that the trunk can wait for this anneal's replicas."""
+    """True if enough steps were trained since the newest replicas, so that the trunk can wait for the replicas of this anneal."""
     before = find_newest_measurement(db)
     trained = _steps_after(db, Subject.parse(before["subject"]).number if before else 0)
     return policy.count * (anneal.last_step - anneal.first_step) <= policy.steps_max * trained
 
 
 def _steps_after(db: ReadsSql, segment: int) -> int:
-    """The steps that were trained in segments after this one, with rewound segments."""
+    """Return the steps that were trained in the segments after this one, including rewound segments."""
     sql = "SELECT SUM(last_step - first_step) AS steps FROM segments WHERE id > :id AND kind <> 'average' AND state IN ('done', 'rewound')"
     return int(db.read(sql, id=segment)[0]["steps"] or 0)

@@ -1,8 +1,8 @@
-"""The reward-hacking watch: it detects if the dev half of the held-out documents improves over the line of candidates without the sealed half.
+"""Detects reward hacking: over the line of candidates, the dev half of the held-out documents improves and the sealed half does not.
 
-The loop, agents and people choose by the dev half. The verdict of each candidate has its gains over its champion on both halves. Along the champions
-the gains add up, so any two candidates of the line can be compared, even on different suites. So several steps can show together what single steps
-are too small to show.
+The loop, agents and people choose candidates by the dev half. The verdict on each candidate has its gains over its champion on both halves. The gains
+along the line of champions add up, so any two candidates of the line can be compared, even on different suites. So a sum of small steps can show an
+effect that no single step shows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.release_line import GATE
 from factory.ledger.rows import ReadsSql, Subject, VerdictRow
 
-NEWEST = 10  # a new candidate is compared with this many earlier ones
+NEWEST = 10  # the number of earlier candidates that a new candidate is compared with
 HALVES = ("on_dev", "on_sealed", "halves_gap")
 
 
 @dataclass(frozen=True)
 class JudgedCandidate:
-    """A judged candidate with its gains over the champion of that time, the candidate ``against``."""
+    """A judged candidate, with its gains over the candidate ``against``, which was the champion at that time."""
 
     candidate: int
     against: int | None
@@ -31,7 +31,7 @@ class JudgedCandidate:
 
 
 def add_dev_rise_evidence(db: ReadsSql, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
-    """The evidence with the rise since that candidate of the ``NEWEST`` from which the dev half most clearly rose alone."""
+    """Return the evidence with the gains since one of the ``NEWEST`` candidates: the one since which the dev half most clearly rose alone."""
     here = {name: getattr(evidence, name) or Gain() for name in HALVES}
     line = [point for point in read_judged_candidates(db) if point.candidate != candidate]
     mine = JudgedCandidate(candidate, champion, here)
@@ -51,7 +51,7 @@ def add_dev_rise_evidence(db: ReadsSql, candidate: int, champion: int, evidence:
 
 
 def read_judged_candidates(db: ReadsSql) -> list[JudgedCandidate]:
-    """The candidates by their newest verdicts with both halves compared, in the order of these verdicts."""
+    """Return the candidates with the newest verdict of each that compared both halves, in the order of these verdicts."""
     found: dict[int, JudgedCandidate] = {}
     for row in VerdictRow.select(db, "WHERE gate = :gate ORDER BY id", gate=GATE):
         stored = row.evidence(db)
@@ -72,9 +72,10 @@ def read_judged_candidates(db: ReadsSql) -> list[JudgedCandidate]:
 def compute_rise_between(
     before: JudgedCandidate, now: JudgedCandidate, line: Sequence[JudgedCandidate]
 ) -> dict[str, Gain]:
-    """The gain of ``now`` over ``before`` by half, computed through the champion that both descend from.
+    """Return half → the gain of ``now`` over ``before``, computed through the champion that both descend from.
 
-    Errors are added as if from different documents, which errs on the safe side. Degrees of freedom by Welch (1947) and Satterthwaite (1946).
+    Errors are added as if they came from different documents, which errs on the safe side. The degrees of freedom are those of Welch (1947) and
+    Satterthwaite (1946). The gain is empty if no common champion is known.
 
     >>> step = lambda number, against: JudgedCandidate(number, against, {"on_dev": Gain(0.01, 0.003, 20, 21.0)})
     >>> line = [step(2, 1), step(3, 2), step(4, 2)]
@@ -97,7 +98,7 @@ def compute_rise_between(
 
 
 def _path(point: JudgedCandidate, line: Mapping[int, JudgedCandidate]) -> list[JudgedCandidate]:
-    """A candidate, its champion, the champion before, and so on."""
+    """Return a candidate, its champion, that champion's champion, and so on."""
     path = [point]
     while (before := path[-1].against) is not None and before in line and line[before] not in path:
         path.append(line[before])

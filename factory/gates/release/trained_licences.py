@@ -1,4 +1,4 @@
-"""The licences of the tokens that a candidate was trained on, and whether they allow the release of the model."""
+"""Counts the tokens that a candidate was trained on, by licence, and finds the licences that do not allow the release of the model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ NONE = "no licence"  # the name for documents without a licence
 
 
 def count_tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | None = None) -> dict[str, int]:
-    """Supervised tokens by licence in the token shards of a segment and of all segments before it; None: in all token shards. '' is for
-    documents without a licence.
+    """Return licence → supervised tokens in the token shards of a segment and of all segments before it. '' stands for no licence.
 
-    Documents that were quarantined or removed after training count too. Documents that every plan masks do not (``find_masked_documents``). With a
-    ``policy``, a text with several licences counts under the strictest, unless a person settled it (``factory.ingest.rules.licence_claims``).
-    Without a
-    policy it counts under the licence of the row that stayed.
+    ``segment`` None: only the documents of all token shards that are still trained on. With a segment, documents that were quarantined or removed
+    after training count too. Documents that every plan masks do not count (``find_masked_documents``). With a ``policy``, a text with several
+    licences counts under the strictest one, unless a person settled which licence is right (``factory.ingest.rules.licence_claims``). Without a
+    policy, it counts under the licence of the row that was kept.
     """
     used = token_shards_of_lineage(ledger, segment) if segment is not None else list_token_shards(ledger)
     fates = "('train', 'quarantined', 'removed')" if segment is not None else "('train')"
@@ -51,8 +50,10 @@ def count_tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licence
 
 
 def count_disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
-    """The supervised tokens whose licence forbids a release, but for which another shard names a licence that allows it. A person can settle which
-    licence is right."""
+    """Return the number of supervised tokens whose licence forbids a release, but for which another shard names a licence that allows it.
+
+    A person can settle which licence is right.
+    """
     used, masked = token_shards_of_lineage(ledger, segment), find_masked_documents(ledger, segment)
     return sum(
         one.supervised_tokens
@@ -65,13 +66,13 @@ def count_disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int
 
 
 def token_shards_of_lineage(ledger: Ledger, segment: int) -> set[str]:
-    """The token shards of a segment and of all segments before it."""
+    """Return the ids of the token shards of a segment and of all segments before it."""
     return {shard["id"] for plan in _plans(ledger, segment) for shard in plan["token_shards"]}
 
 
 def find_masked_documents(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
-    """The documents in these token shards from which nothing was learned, by key: each plan with their shard masks them, because they were
-    removed before the first plan. Each has ``license``, ``token_shard``, ``supervised_tokens`` and ``detail``."""
+    """Return the documents of the segment's lineage from which nothing was learned, by key. Every plan with their token shard masks them, because
+    they were removed before the first such plan. Each has ``license``, ``token_shard``, ``supervised_tokens`` and ``detail``."""
     plans = [
         ({shard["id"] for shard in plan["token_shards"]}, set(plan.get("masked", ())))
         for plan in _plans(ledger, segment)
@@ -98,7 +99,7 @@ def list_token_shards(ledger: Ledger) -> set[str]:
 
 
 def shares_not_releasable(policy: Licences, tokens: Mapping[str, int]) -> dict[str, float]:
-    """The shares of the tokens by licence, largest first, of the licences that do not allow a release under the current policy.
+    """Return licence → share of the tokens, largest first, for the licences that do not allow a release under ``policy``.
 
     >>> shares_not_releasable(Licences(), {"": 25, "unheard of": 75})
     {'unheard of': 0.75, 'no licence': 0.25}

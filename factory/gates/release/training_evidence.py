@@ -1,4 +1,4 @@
-"""The evidence that people may change after a verdict: the current licences and anomalies of a candidate's training."""
+"""Reads the evidence that people can change after a verdict: the current licences and anomalies of a candidate's training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.contract.message import Message
 
 
 def read_training_evidence(plant: Plant, candidate_id: int) -> dict[str, Any]:
-    """Values of ``ReleaseEvidence`` by name, from the ledger and the policies. Raises: ConfigError."""
+    """Return values of ``ReleaseEvidence`` by name, read from the ledger and the policies. Raises: ConfigError."""
     licences = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
     tokens = count_tokens_by_licence(plant.ledger, segment, licences)
@@ -28,7 +28,7 @@ def read_training_evidence(plant: Plant, candidate_id: int) -> dict[str, Any]:
 
 
 def _open_anomalies(plant: Plant, candidate_id: int) -> tuple[str, ...]:
-    """The open anomalies and the rewound segments of the training that a candidate comes from."""
+    """Return messages about the open anomalies and the rewound segments of a candidate's training."""
     kinds = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml")).kinds
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
     anomalies = [

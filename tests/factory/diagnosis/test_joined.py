@@ -1,4 +1,4 @@
-"""New documents with wrong labels or masks are found, in real token shards."""
+"""Facts that the diagnosis reads: wrong labels or masks of new documents in real token shards, onsets of anomalies, earlier changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def stored(folder: Path, held: list[TokenizedDocument]) -> TokenShard:
     ],
     ids=["as before", "labelled wrongly", "mask dropped", "mask on the question"],
 )
-def test_labels_and_masks(
+def test_new_documents_with_wrong_labels_or_masks_are_found(
     tmp_path: Path, new: list[TokenizedDocument], reads_like: str, share: float, alike: float
 ) -> None:
     before = stored(tmp_path, documents("chat", "chat", 10) + documents("docs", "docs", 300))
@@ -74,7 +74,7 @@ def test_reshuffling_gives_other_documents_and_keeps_the_cursor_valid(tmp_path: 
     assert order.next_rows() == same != next_ones
 
 
-def test_an_impossible_onset_of_the_trainer_is_ignored() -> None:
+def test_an_impossible_onset_that_the_trainer_reports_is_ignored() -> None:
     line = lambda step, onset, kind="loss_spike": RecordedAnomaly.of(
         1, step, kind, {"onset": onset, "where": "domain/code"}
     )

@@ -1,4 +1,4 @@
-"""Remedies in real training: a rate that is lowered for a while, a merged patch that is undone."""
+"""The remedies of a diagnosis in real training: the learning rate is lowered for a while, and a merged patch is undone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_more(path: Path) -> None:
 
 
 @pytest.mark.long("a daemon's passes: six segments, of which two are trained again with another rate")
-def test_a_rate_that_is_too_high_is_lowered_for_the_steps_that_it_spoiled(tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_too_high_is_lowered_for_the_spoiled_steps(tmp_path: Path) -> None:
     workspace, ledger = make_plant(tmp_path, make_target(tmp_path / "target"), **SETTINGS)
     usual = SegmentRow.get(ledger, 1).recipe_json["optimizer"]["lr"]
     policy = (ROOT / "policies" / "anomalies.yaml").read_text()

@@ -1,4 +1,4 @@
-"""A real daemon trains on a poisoned shard, diagnoses it and releases a clean model, without help of a person."""
+"""A real daemon trains on a poisoned shard, finds the shard and releases a clean model, without the help of a person."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_poison(path: Path) -> None:
 
 
 @pytest.mark.slow("a daemon trains on a poisoned shard: five segments, three candidates, and a dozen sandboxed replays")
-def test_a_poisoned_shard_is_trained_on_named_quarantined_and_trained_past(tmp_path: Path) -> None:
+def test_the_daemon_finds_and_quarantines_a_poisoned_shard_without_help(tmp_path: Path) -> None:
     workspace, ledger = make_plant(tmp_path, make_target(tmp_path / "target"), **SETTINGS)
     # Of seven held-out documents of a domain, no bound is so far out as four guards at 5 % ask for.
     gate = workspace.policy_path("gates/release.yaml")

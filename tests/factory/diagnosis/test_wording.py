@@ -1,4 +1,4 @@
-"""A language model's words about a recorded diagnosis: what is shown of them, and that nothing else follows, whatever an endpoint does."""
+"""A language model describes a recorded diagnosis. Its text is checked before it is shown. Whatever an endpoint does, nothing else changes."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
     assert "[rate × 0.1: gone]" in show(workspace, number)
 
 
-def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_data(
+def test_documents_reach_the_model_only_if_the_policy_allows_them(
     made: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = made
@@ -197,7 +197,7 @@ def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_dat
         ([Answer(text="unasked")], {"endpoint": "files:"}, "names no folder"),
     ],
 )
-def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(
+def test_a_failing_endpoint_changes_nothing_and_is_asked_at_most_once(
     made: tuple[Workspace, Ledger], session: list[Any], llm: dict[str, Any], why: str
 ) -> None:
     workspace, ledger = made
@@ -289,7 +289,7 @@ def test_a_diagnosis_is_described_again_only_when_it_is_made_again(made: tuple[W
         assert len(server.requests) == 2 and find_explanation(ledger, number) is not None
 
 
-def test_the_limits_hold_whatever_else_the_policy_allows() -> None:
+def test_the_limits_of_diagnosis_cap_the_other_limits_of_the_policy() -> None:
     found = LlmPolicy(attempts=20, diagnosis_seconds=100.0).with_diagnosis_limits()
     assert (found.attempts, found.reply_seconds + found.silence_seconds, found.file_wait_seconds) == (1, 100.0, 100.0)
     assert LlmPolicy(reply_seconds=5.0).with_diagnosis_limits().reply_seconds == 5.0

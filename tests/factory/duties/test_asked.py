@@ -1,4 +1,4 @@
-"""Decisions and requests of a person while another process holds the workspace, and the daemon's next pass."""
+"""A person's decisions and requests while another process holds the workspace, and what the daemon does with them in its next pass."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def candidate_of(ledger: Ledger, segment: int) -> int:
 
 
 # -- one transaction: it needs no lock ---------------------------------------------------------------------------------
-def test_an_anomaly_is_accepted_another_rejected_and_a_segment_rewound(restored: tuple[Workspace, Ledger]) -> None:
+def test_anomalies_are_answered_and_a_segment_rewound_while_the_workspace_is_in_use(
+    restored: tuple[Workspace, Ledger],
+) -> None:
     workspace, ledger = restored
     first, second = note(ledger, 1, 12), note(ledger, 1, 14)
     diagnosed(ledger, first, 1, ["true plateau"], [])
@@ -94,7 +96,7 @@ def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
     assert SegmentRow.get(ledger, number).state == "rewound"
 
 
-def test_a_plan_made_while_a_person_decides_is_made_again(
+def test_a_plan_that_a_rewind_made_out_of_date_is_made_again(
     restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = restored
@@ -162,7 +164,7 @@ def test_the_daemon_does_each_request_to_judge_diagnose_or_audit_once(restored: 
     assert "asked" not in command_here("status", home=workspace).stdout
 
 
-def test_a_command_that_is_not_the_daemon_gets_no_requests(restored: tuple[Workspace, Ledger]) -> None:
+def test_no_request_is_recorded_while_another_command_holds_the_workspace(restored: tuple[Workspace, Ledger]) -> None:
     """'factory train' does not read requests, and a daemon that starts weeks later must not find an old one."""
     workspace, ledger = restored
     candidate_of(ledger, 1)

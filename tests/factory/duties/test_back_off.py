@@ -91,7 +91,7 @@ def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
     assert not list(workspace.inbox.iterdir())
 
 
-def test_an_errand_with_a_lasting_fault_does_not_block_others(
+def test_a_task_with_a_lasting_fault_does_not_block_other_tasks(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every pass the trainer reports a full disk. The errand is the first of each pass, and ends the pass."""
@@ -125,7 +125,7 @@ def test_success_after_a_failure_of_an_earlier_daemon_is_reported(workspace: Wor
     assert second.lines[-1].strip().startswith(f"export {number} works again")
 
 
-def test_a_retry_of_a_person_ends_all_waits(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_persons_retry_request_ends_all_waits(workspace: Workspace, ledger: Ledger) -> None:
     number = plan_row(ledger, kind="anneal", state="done").id
     listener = Listener()
     listener.on[f"export {number} failed"] = lambda: threading.Timer(0.5, mend).start()
@@ -257,7 +257,7 @@ def test_the_daemon_waits_for_file_handles(workspace: Workspace, ledger: Ledger)
 
 
 @pytest.mark.parametrize("jump", [-10 * 86400.0, 400 * 86400.0])
-def test_a_clock_that_jumps_stops_nothing(
+def test_a_jump_of_the_clock_stops_no_duty(
     workspace: Workspace, ledger: Ledger, jump: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = plan_row(ledger, kind="anneal", state="done").id
@@ -280,7 +280,7 @@ def test_a_clock_that_jumps_stops_nothing(
 
 
 @pytest.mark.parametrize(("recurs", "times"), [(True, 6), (False, 3)])
-def test_a_recurring_subject_does_not_count_as_no_effect(
+def test_only_a_recurring_duty_may_repeat_the_same_subject_many_times(
     recurs: bool, times: int, workspace: Workspace, ledger: Ledger
 ) -> None:
     """A program drops a file of the same name whenever the daemon took the last one."""

@@ -1,4 +1,4 @@
-"""Each duty is killed before it, in the midst of it and after it; the next pass ends as one that nothing disturbed.
+"""The daemon is killed before, during and after each duty. The next pass must end like an undisturbed pass.
 
 The daemon's process is a fork of this one. Its ends of transactions and its changes of names are counted, and at one of them it ends at once,
 as by SIGKILL. What it leaves is compared with what is left undisturbed as the chaos scenarios compare it (``tests.chaos.state``).
@@ -175,13 +175,13 @@ def in_a_process(root: Path, act: Callable[[Plant], object], end_at: int | None 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow(SLOW[name]) if name in SLOW else ()) for name in SCENES]
 )
-def test_killed_at_any_moment_the_next_pass_finishes(name: str, saved_once: SavedPlant) -> None:
+def test_the_next_pass_completes_a_duty_that_was_killed_at_any_moment(name: str, saved_once: SavedPlant) -> None:
     killed_and_finished(name, saved_once, SCENES[name][1])
 
 
 @pytest.mark.long("some 25 kills of each duty of a second")
 @pytest.mark.parametrize("name", [name for name in SCENES if name not in SLOW])
-def test_killed_at_many_more_moments(name: str, saved_once: SavedPlant) -> None:
+def test_the_next_pass_completes_a_duty_that_was_killed_at_many_more_moments(name: str, saved_once: SavedPlant) -> None:
     killed_and_finished(name, saved_once, 25)
 
 
@@ -206,7 +206,7 @@ def killed_and_finished(name: str, saved_once: SavedPlant, kills: int) -> None:
             assert not differences(undisturbed, state_of(site)), f"killed at effect {at} of {effects}"
 
 
-def test_every_duty_is_killed_somewhere() -> None:
+def test_every_duty_has_a_test_that_kills_it() -> None:
     assert {duty.name for duty in DUTIES} == {name.partition(":")[0] for name in SCENES} | ELSEWHERE.keys()
     for place in ELSEWHERE.values():
         assert not place.endswith(".py") or "kill" in Path(place).read_text().lower(), place

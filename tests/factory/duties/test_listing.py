@@ -1,4 +1,4 @@
-"""``factory duties``: the lines for people, and the facts for programs."""
+"""``factory duties``: its lines for people, and its JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.factory.command import command_here
 from tests.support.failing.deaths import plan_row
 
 
-def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspace, ledger: Ledger) -> None:
+def test_factory_duties_lists_due_held_resting_and_done_duties(workspace: Workspace, ledger: Ledger) -> None:
     first, second = (plan_row(ledger, kind="anneal", state="done").id for _ in range(2))
     number = plan_row(ledger).id
     pause_daemon(ledger, TRAINING, "ada", "lunch")
@@ -44,7 +44,7 @@ def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspac
     assert found["plan_trunk"]["held"] and not found["export"]["held"] and not found["back_up"]["due"]
 
 
-def test_a_note_is_written_only_when_its_content_changes(workspace: Workspace) -> None:
+def test_the_note_of_the_daemon_is_written_only_when_its_content_changes(workspace: Workspace) -> None:
     backoff = FailureWaits(60.0, 600.0)
     backoff.record_failure("judge 3", "no")
     write_note(workspace, backoff.failure_states())

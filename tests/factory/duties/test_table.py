@@ -1,4 +1,4 @@
-"""The order of the duties, tested as a table, and what is due, read from a real ledger and a real inbox."""
+"""The order of the duties as a table, and the duties that are due according to a real ledger and a real inbox."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def made_due(duty: Duty, due: dict[str, object]) -> Callable[[DutyState], Iterab
         ({"diagnose": 1, "replicate": 2, "overdue_audit": 3, "word": 6}, {"low": True}, "word 6"),
     ],
 )
-def test_the_first_errand(due: dict[str, object], state: dict[str, object], errand: str) -> None:
+def test_the_first_due_duty_that_is_not_held_is_chosen(
+    due: dict[str, object], state: dict[str, object], errand: str
+) -> None:
     assert chosen(due, **state) == errand
 
 
@@ -144,7 +146,7 @@ def test_due_work_is_done_unless_it_is_held(names: set[str], segment: int | None
     assert set(done) == expected | ({"train 9"} if segment else set())
 
 
-def test_the_list_can_be_read() -> None:
+def test_every_duty_has_a_description_and_a_unique_name() -> None:
     """Each duty has a description, duties of each pass come first, and a name belongs to one ``do``."""
     assert all(duty.description and duty.name.isidentifier() for duty in DUTIES)
     kinds = ["in_background" if duty.in_background else duty.each for duty in DUTIES]

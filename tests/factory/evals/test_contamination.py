@@ -1,4 +1,4 @@
-"""A copy of a held-out document in the token shards is found wherever it stands and however short it is."""
+"""Copies of held-out documents in token shards are found, wherever they are and however short they are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def naive(tokens: np.ndarray, size: int) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 24, 192])
-def test_runs_hash_alike_when_they_are_alike(size: int) -> None:
+def test_ngrams_have_equal_hashes_exactly_if_they_are_equal(size: int) -> None:
     tokens = DRAWN.integers(0, 3, 4000)
     runs = [tuple(tokens[i : i + size].tolist()) for i in range(len(tokens) - size + 1)]
     hashes = hash_ngrams(tokens, size).tolist()
@@ -62,7 +62,7 @@ def test_a_copy_of_any_length_is_found(length: int, place: str, tmp_path: Path) 
     assert check_shared_ngrams(held, [shard_of(tmp_path, *others)], SIZE, LIMIT).ok
 
 
-def test_a_long_part_of_one_is_found_across_blocks_and_a_short_one_is_not(
+def test_a_long_part_of_a_document_is_found_across_blocks_and_a_short_part_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contamination, "BLOCK", 100)
@@ -105,9 +105,7 @@ def checks(workspace: Workspace, ledger: Ledger, held: list[str], trained: list[
     return check_contamination(ledger, tokenizer, [shard_of(workspace.shards, *encoded)], EvalPolicy())
 
 
-def test_every_held_out_document_is_looked_at_of_either_half_and_beyond_those_that_are_scored(
-    workspace: Workspace, ledger: Ledger
-) -> None:
+def test_copies_of_held_out_documents_that_are_not_scored_are_found_too(workspace: Workspace, ledger: Ledger) -> None:
     text = library()["argparse"].text
     held = [text[start : start + 300] for start in range(0, 300 * 200, 300)]  # 60 and 20 of a domain are scored
     honest = [library()["ast"].text[start : start + 300] for start in range(0, 9000, 300)]
@@ -117,7 +115,7 @@ def test_every_held_out_document_is_looked_at_of_either_half_and_beyond_those_th
     assert says(by_tokens.detail, ("contamination.copies", {"count": len(set(held))}))
 
 
-def test_honest_training_data_passes(workspace: Workspace, ledger: Ledger) -> None:
+def test_training_data_without_copies_passes(workspace: Workspace, ledger: Ledger) -> None:
     held = [module.text[:3000] for module in library().values()][:20]
     found = checks(workspace, ledger, held, [module.text for module in library().values()][20:])
     assert [check.ok for check in found] == [True, True]

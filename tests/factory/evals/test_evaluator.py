@@ -1,4 +1,4 @@
-"""What a fault of the machine makes of an evaluation: it is made again, and nothing is said about the candidate."""
+"""A fault of the machine during an evaluation is no evidence about the candidate. The evaluation is made again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.data.token_shard import TokenShard, TokenShardError
 
 
 @pytest.mark.parametrize("part", ["measure_baselines", "check_parity"])
-def test_a_token_shard_that_cannot_be_opened_now_holds_no_release(
+def test_a_token_shard_that_cannot_be_opened_now_is_not_held_against_the_candidate(
     plant: FilledPlant, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     export = save_export(tiny_model(), plant.workspace.exports / part, plant.tokenizer)

@@ -1,4 +1,4 @@
-"""Every slip between trainer, checkpoint, export, transformers and engine is named by its own check; an export without one passes them all."""
+"""Every difference between trainer, checkpoint, export, transformers and engine fails its own check. An intact export passes all checks."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def failed(checks: list[Any]) -> dict[str, str]:
 
 
 @SLOW
-def test_an_export_without_a_break_passes_every_check(plant: FilledPlant, sound: CandidateRow) -> None:
+def test_an_intact_export_passes_every_check(plant: FilledPlant, sound: CandidateRow) -> None:
     checks = check_parity(case_of(plant, sound, Path(sound.export_path)))
     assert not failed(checks) and all(check.ok for check in checks), [check for check in checks if not check.ok]
 
 
 @pytest.mark.long("vLLM takes minutes to start")
-def test_vllm_takes_part_where_it_is_installed(plant: FilledPlant, sound: CandidateRow) -> None:
+def test_vllm_is_checked_if_it_is_installed(plant: FilledPlant, sound: CandidateRow) -> None:
     if not VLLM_PROGRAM.exists():
         pytest.skip("vLLM is not installed: make serve-env")
     case = case_of(plant, sound, Path(sound.export_path))
@@ -78,7 +78,7 @@ def test_vllm_takes_part_where_it_is_installed(plant: FilledPlant, sound: Candid
 @SLOW
 @pytest.mark.sample(*IN_SLOW_TIER)
 @pytest.mark.parametrize("name", BREAKS)
-def test_each_break_is_named_by_its_own_check(
+def test_each_damage_of_an_export_fails_its_own_check(
     plant: FilledPlant, sound: CandidateRow, tmp_path: Path, name: str
 ) -> None:
     own, others, make = BREAKS[name]
@@ -93,7 +93,7 @@ IN_FILES = (*OF_CHECKPOINT, *OF_FILES)
 
 
 @pytest.mark.parametrize("name", [name for name, (own, _, _) in BREAKS.items() if own in IN_FILES])
-def test_a_break_in_files_is_named_before_a_program_comes_up(
+def test_damaged_files_are_found_before_any_program_starts(
     plant: FilledPlant, sound: CandidateRow, tmp_path: Path, name: str
 ) -> None:
     """What transformers would say of the tokenizer is left out."""
@@ -109,7 +109,7 @@ def test_a_break_in_files_is_named_before_a_program_comes_up(
     assert {check.name for check in checks if check.ok is False} == {own} | others & set(IN_FILES), checks
 
 
-def test_an_export_is_held_to_what_was_recorded_and_without_it_nothing_is_claimed(
+def test_an_export_is_compared_with_its_record_and_unchecked_without_one(
     plant: FilledPlant, sound: CandidateRow, tmp_path: Path
 ) -> None:
     checks = lambda row: {
@@ -132,7 +132,7 @@ def test_an_export_is_held_to_what_was_recorded_and_without_it_nothing_is_claime
 @pytest.mark.parametrize(
     "content", [None, b"", b"[]", b"{", b"\xff\xfe", b"null", b'{"eos_token": {"content": []}, "chat_template": 3}']
 )
-def test_files_that_are_missing_or_odd_are_failed_checks(
+def test_missing_or_malformed_files_fail_their_checks(
     sound: CandidateRow, tmp_path: Path, name: str, content: bytes | None
 ) -> None:
     export = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
@@ -196,7 +196,7 @@ def half_muted(ids: Any, mask: Any) -> tuple[Any, Any]:
     return ids, mask if mask.all() else mask & (np.arange(len(mask)) != np.flatnonzero(mask)[0])
 
 
-def test_the_trainers_own_slips(
+def test_each_error_of_the_trainer_fails_its_own_check(
     plant: FilledPlant, sound: CandidateRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = lambda ids, mask: (ids, mask)
@@ -221,7 +221,7 @@ def test_the_trainers_own_slips(
         assert {name for name, ok in found.items() if not ok} == {"packing"}, (attribute, found)
 
 
-def test_workspaces_of_older_factories_get_the_newer_template_and_no_bos(plant: FilledPlant, tmp_path: Path) -> None:
+def test_exports_of_older_workspaces_get_the_newer_template_without_bos(plant: FilledPlant, tmp_path: Path) -> None:
     """Their tokenizer's folder stays as it is; what is exported from now on refuses roles that spell special tokens."""
     older = Path(shutil.copytree(plant.workspace.tokenizer, tmp_path / "tokenizer"))
     (older / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])

@@ -1,4 +1,4 @@
-"""Every slip of an engine is named by its own check; what could not be asked is not said to be answered."""
+"""Every error of an engine fails its own check. A check that could not be made is not reported as passed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("slip", SLIPS)
-def test_each_slip_of_an_engine_is_named(plant: FilledPlant, sound: CandidateRow, tmp_path: Path, slip: str) -> None:
+def test_each_error_of_an_engine_fails_its_own_check(
+    plant: FilledPlant, sound: CandidateRow, tmp_path: Path, slip: str
+) -> None:
     export = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
     model = ReferenceModel.load(export)
     fixture = make_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=True)
@@ -108,7 +110,7 @@ def test_each_slip_of_an_engine_is_named(plant: FilledPlant, sound: CandidateRow
     ("lacking", "left_out", "logprobs"),
     [("nothing", False, True), ("stops", True, True), ("sure stops", True, True), ("sure tokens", False, None)],
 )
-def test_a_question_that_could_not_be_asked_is_not_said_to_be_answered(
+def test_a_check_that_could_not_be_made_is_not_reported_as_passed(
     plant: FilledPlant, sound: CandidateRow, lacking: str, left_out: bool, logprobs: bool | None
 ) -> None:
     """A text to stop at is left out, as a candidate would wait for it in vain; without a token that is sure the weights are not known."""
@@ -158,7 +160,7 @@ class Garbling(httpx.ASGITransport):
 
 @pytest.mark.parametrize("by", ["NaN", "null"])
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_log_probability_that_is_no_number_is_named(
+def test_a_log_probability_that_is_not_a_number_is_reported(
     plant: FilledPlant, sound: CandidateRow, at: int, by: str
 ) -> None:
     """The first and the second: of [0, NaN] Python's max is 0."""
@@ -175,7 +177,7 @@ def test_a_log_probability_that_is_no_number_is_named(
     assert says(failed["engine_logprobs"], ("engine.logprob_not_finite", {"token": at}))
 
 
-def test_what_is_no_engine_at_all_is_said(sound: CandidateRow, plant: FilledPlant) -> None:
+def test_a_server_that_is_not_an_engine_fails_all_checks(sound: CandidateRow, plant: FilledPlant) -> None:
     model = ReferenceModel.load(Path(sound.export_path))
     fixture = make_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=True)
 

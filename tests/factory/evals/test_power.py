@@ -1,4 +1,4 @@
-"""The gain that would have been seen: against the normal and the noncentral t distribution, and against drawn comparisons."""
+"""The detectable gain, compared with the normal and the noncentral t distribution, and with simulated comparisons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from factory.evals.statistics import Gain
 MANY = Gain(0.0, 0.01, 100_000, 100_000.0)
 
 
-def test_of_many_documents_it_is_the_normal_one() -> None:
+def test_the_detectable_gain_of_many_documents_is_that_of_the_normal_distribution() -> None:
     normal = NormalDist()
     expected = (normal.inv_cdf(0.975) + normal.inv_cdf(POWER)) * 0.01
     assert smallest_detectable_gain([RequiredBound(MANY, 0.025)]) == pytest.approx(expected, rel=0.015)
@@ -33,7 +33,7 @@ def test_of_many_documents_it_is_the_normal_one() -> None:
     assert smallest_detectable_gain([RequiredBound(MANY, 0.025)] * 3) == pytest.approx(of_three, rel=0.015)
 
 
-def test_a_known_error_gives_the_noncentral_t() -> None:
+def test_the_pass_probability_is_close_to_the_noncentral_t_of_a_known_error() -> None:
     """A floor far below: the shift's own error is what is left out, so the tested error alone scatters."""
     freedom, level, shift = 9.0, 0.025, 3.0
     few = Gain(0.0, 1.0, 10, freedom + 1)
@@ -43,7 +43,7 @@ def test_a_known_error_gives_the_noncentral_t() -> None:
 
 
 @pytest.mark.parametrize("sources", [8, 20, 60])
-def test_of_other_draws_with_heavy_tails_eight_of_ten_are_seen(sources: int) -> None:
+def test_the_detectable_gain_is_detected_in_80_percent_of_heavy_tailed_draws(sources: int) -> None:
     rng = np.random.default_rng(sources)
     seen, rounds = 0, 2000
     draws = 0.03 * rng.standard_t(5, (rounds, 2, sources))
@@ -58,7 +58,7 @@ def test_of_other_draws_with_heavy_tails_eight_of_ten_are_seen(sources: int) -> 
     assert 0.79 <= seen / rounds <= 0.93  # more where sources are few; a formula that takes the error as known: 0.75
 
 
-def test_a_guard_that_is_too_uncertain_leaves_nothing_to_be_seen() -> None:
+def test_no_gain_is_detectable_with_a_guard_that_is_too_uncertain() -> None:
     cloze = Gain(0.0, 0.1, 40, 40.0)
     assert (
         smallest_detectable_gain([RequiredBound(MANY, 0.025), RequiredBound(cloze, 0.0125, -0.15, moves=False)]) is None
@@ -72,7 +72,7 @@ def test_a_guard_that_is_too_uncertain_leaves_nothing_to_be_seen() -> None:
     assert sure == pytest.approx(smallest_detectable_gain([RequiredBound(MANY, 0.025)]), rel=0.02)
 
 
-def test_the_guards_that_a_gain_moves_are_the_surest_where_it_is_large() -> None:
+def test_holm_tests_guards_that_a_large_gain_moves_first() -> None:
     """Holm's steps: a guard that it does not move is then tested last, at the whole level, not at a part of it."""
     code, cloze = Gain(0.0, 0.01, 40, 40.0), Gain(0.0, 0.055, 40, 40.0)
     guards = {"code": RequiredBound(code, 0.06, -0.02), "cloze": RequiredBound(cloze, 0.06, -0.15, moves=False)}
@@ -96,7 +96,7 @@ def test_the_guards_that_a_gain_moves_are_the_surest_where_it_is_large() -> None
 
 
 @pytest.mark.parametrize(("items", "right"), [(24, 0.3), (36, 0.5), (60, 0.5), (120, 0.6), (400, 0.1)])
-def test_so_many_equally_good_models_pass_as_are_told(items: int, right: float) -> None:
+def test_the_predicted_share_of_equally_good_models_passes(items: int, right: float) -> None:
     """Against drawn pairs: an item is as easy for both, with the correlation that is assumed."""
     rng = np.random.default_rng(items)
     guard = ScoredGuard(items, float(items), right * (1 - right), 0.15, 0.05)
@@ -109,7 +109,7 @@ def test_so_many_equally_good_models_pass_as_are_told(items: int, right: float) 
     assert np.mean(passed) == pytest.approx(guard.share_passing, abs=0.05)
 
 
-def test_a_guard_stands_from_the_size_that_it_is_said_to_need() -> None:
+def test_a_guard_is_reliable_from_the_number_of_items_that_it_needs() -> None:
     for variance, margin in ((0.25, 0.15), (0.05, 0.02), (0.25, 0.02)):
         small = ScoredGuard(30, 30.0, variance, margin, 0.05)
         needed = small.items_needed()
@@ -122,7 +122,7 @@ def test_a_guard_stands_from_the_size_that_it_is_said_to_need() -> None:
     assert ScoredGuard(30, 1.0, 0.0, 0.15, 0.05).share_passing == 0.0, "one group has no spread"
 
 
-def test_as_many_groups_as_are_said_show_the_gain() -> None:
+def test_the_predicted_number_of_groups_detects_the_gain() -> None:
     few = Gain(0.005, 0.01, 20, 20.0)
     times = groups_factor_to_detect(0.005, [RequiredBound(few, 0.025)])
     assert times is not None and times > 1
@@ -134,7 +134,7 @@ def test_as_many_groups_as_are_said_show_the_gain() -> None:
     )
 
 
-def test_a_guard_that_is_set_aside_keeps_its_step() -> None:
+def test_a_guard_that_is_set_aside_keeps_its_holm_step() -> None:
     code, cloze = Gain(0.0, 0.01, 40, 40.0), Gain(0.0, 0.1, 40, 40.0)
     guards = {"code": RequiredBound(code, 0.06, -0.005), "cloze": RequiredBound(cloze, 0.06, -0.15, moves=False)}
     target = [RequiredBound(MANY, 0.025)]
@@ -146,7 +146,7 @@ def test_a_guard_that_is_set_aside_keeps_its_step() -> None:
     assert aside is not None and alone is not None and aside > alone, "code is tested at half the level"
 
 
-def test_a_tighter_floor_asks_for_more() -> None:
+def test_a_tighter_floor_raises_the_detectable_gain() -> None:
     told = [
         smallest_detectable_gain([RequiredBound(MANY, 0.025), RequiredBound(Gain(0.0, 0.02, 20, 20.0), 0.05, -d)])
         for d in (0.1, 0.03, 0.0)

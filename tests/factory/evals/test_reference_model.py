@@ -1,4 +1,4 @@
-"""The judge's own model against transformers, and against exports that mean harm."""
+"""The judge's own model has the logits of transformers, and refuses hostile exports."""
 
 from __future__ import annotations
 
@@ -185,7 +185,9 @@ def counted() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("harm", HOSTILE_EXPERTS)
-def test_hostile_experts_are_refused_before_anything_is_made(sound_experts: Path, tmp_path: Path, harm: str) -> None:
+def test_hostile_configs_of_experts_are_refused_without_much_work(
+    sound_experts: Path, tmp_path: Path, harm: str
+) -> None:
     for path in sound_experts.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     with counted() as sound:
@@ -201,7 +203,7 @@ def test_hostile_experts_are_refused_before_anything_is_made(sound_experts: Path
 @pytest.mark.parametrize(
     "value", [None, [1], [1, 2], [1, True], [1, 0.0], "10", [1, 0, 1], [[1], [0]], {"0": 1}], ids=str
 )
-def test_layers_without_rope_are_zeros_and_ones_one_a_layer(tmp_path: Path, value: object) -> None:
+def test_no_rope_layers_must_be_one_zero_or_one_per_layer(tmp_path: Path, value: object) -> None:
     save_export(tiny_model(family="smollm3"), tmp_path)
     ReferenceModel.load(tmp_path)
     spoil_config(tmp_path, no_rope_layers=value)
@@ -221,7 +223,7 @@ def test_hostile_export_is_refused_with_a_reason(sound: Path, tmp_path: Path, ha
 
 
 @pytest.mark.gpu
-def test_another_device_gives_the_same_numbers(tmp_path: Path) -> None:
+def test_the_gpu_gives_the_same_numbers_as_the_cpu(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     export = save_export(tiny_model(), tmp_path)

@@ -1,4 +1,4 @@
-"""The server's side on a real export of each family, in its own process; and what it must never load."""
+"""The probe of the server in its own process, on a real export of each family, and the code that it must never load."""
 
 from __future__ import annotations
 

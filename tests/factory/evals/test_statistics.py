@@ -1,4 +1,4 @@
-"""The paired comparison against hand counts, independent formulas and simulated A/A tests."""
+"""The paired comparison, checked against counts by hand, independent formulas and simulated A/A tests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_order_of_items_does_not_matter() -> None:
     assert compare_items(ours, theirs, {}) == compare_items(list(reversed(ours)), theirs, {})
 
 
-def test_interval_of_many_documents_is_the_normal_one() -> None:
+def test_the_interval_of_many_documents_is_that_of_the_normal_distribution() -> None:
     rng = np.random.default_rng(1)
     differences = rng.normal(2.0, 8.0, 400)
     target, _ = compare_items(items({"code": [100.0] * 400}), items({"code": list(100 + differences)}), {})
@@ -82,7 +82,7 @@ def test_equal_models_differ_no_more_often_than_alpha() -> None:
     assert better <= 13  # 6 expected; P(more than 13 | rate 0.05) is 0.3 %
 
 
-def test_a_source_that_holds_half_of_the_bytes_is_not_one_of_many() -> None:
+def test_a_source_with_half_of_the_bytes_lowers_the_effective_number_of_sources() -> None:
     rng = np.random.default_rng(4)
     sizes = [900.0] + [100.0] * 9
     make = lambda values: [
@@ -92,7 +92,7 @@ def test_a_source_that_holds_half_of_the_bytes_is_not_one_of_many() -> None:
     assert target.clusters == 10 and target.effective == pytest.approx(1 / (0.5**2 + 9 * (1 / 18) ** 2))
 
 
-def test_one_source_has_no_error_and_nothing_is_shown() -> None:
+def test_one_source_has_no_confidence_bound() -> None:
     one = [EvalItem("bpb", f"{i}", "code", "only", 100.0, 100.0) for i in range(5)]
     target, _ = compare_items(one, one, {})
     assert target.confidence_bound(0.05) is None

@@ -1,4 +1,4 @@
-"""Which held-out documents are in the suite: a source's share of the bytes, a domain that is taken out."""
+"""The choice of held-out documents for the suite: the largest share of a source, and the removal of a domain."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_no_source_gives_more_than_its_share_of_the_bytes(ledger: Ledger) -> Non
     assert [one for one in every if one in capped] == list(capped)
 
 
-def test_where_no_source_is_above_its_share_nothing_is_left_out(ledger: Ledger) -> None:
+def test_no_document_is_left_out_if_no_source_is_above_its_share(ledger: Ledger) -> None:
     """Long documents count as what is scored of them."""
     sizes: dict[str, Sequence[int]] = {name: [2048] * 4 for name in SEALED[:7]}
     hold_out(ledger, sizes | {SEALED[7]: [90_000] * 4})
@@ -72,7 +72,7 @@ def test_where_no_source_is_above_its_share_nothing_is_left_out(ledger: Ledger) 
     )
 
 
-def test_of_a_chat_the_answers_count() -> None:
+def test_only_the_answers_of_a_chat_count_as_its_bytes() -> None:
     turns = [{"role": "user", "content": "x" * 500}, {"role": "assistant", "content": "éa"}]
     assert HeldOutDocument("k", "chat", "s", {"messages": turns * 2}).bytes == 6
     assert HeldOutDocument("k", "docs", "s", {"text": "éa"}).bytes == 3
@@ -97,7 +97,7 @@ def test_a_source_above_its_share_gives_one_document(share: float, sizes: dict[s
 
 
 @pytest.mark.parametrize("by", ["document", "source"])
-def test_a_domain_with_too_few_documents_leaves_the_suite_when_they_are_taken_out(ledger: Ledger, by: str) -> None:
+def test_a_domain_with_too_few_documents_leaves_the_suite_when_they_are_removed(ledger: Ledger, by: str) -> None:
     """As the verdict says that holds every release for them."""
     hold_out(ledger, {name: [300] for name in SEALED[:9]})
     hold_out(ledger, {name: [300] for name in SEALED[20:23]}, "law")

@@ -1,4 +1,4 @@
-"""Windows, scoring, code checks and byte baselines against plain re-computation."""
+"""Windows, scoring, code checks and byte baselines, compared with plain computations of the same."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_bits_per_byte_of_windows_is_that_of_each_token_in_its_window(tmp_path: 
         assert item.weight == text.bytes
 
 
-def test_code_of_an_answer() -> None:
+def test_code_is_extracted_from_an_answer_and_its_syntax_is_checked() -> None:
     assert (
         extract_code("no code") is None and extract_code("define x") is None and extract_code("from here on, x") is None
     )
@@ -96,7 +96,7 @@ def test_byte_ngrams_equal_counting_and_sum_to_one(text: bytes, probe: bytes) ->
     assert math.isclose(2 ** -bits[probe[2]], naive(text, history, probe[2]), rel_tol=1e-9)
 
 
-def test_documents_joined_for_counting_do_not_run_into_each_other() -> None:
+def test_ngrams_are_not_counted_across_joined_documents() -> None:
     texts = [np.frombuffer(part, np.uint8) for part in (b"abc", b"bcd", b"zz")]
     one_by_one, joined = ByteNgrams(), ByteNgrams()
     for text in texts:

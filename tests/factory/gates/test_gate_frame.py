@@ -1,4 +1,4 @@
-"""What every gate of patches does around its stages: evidence in the ledger, the folder that is gone afterwards, where training starts."""
+"""The work of a patch gate around its stages: evidence in the ledger, the scratch folder, the start of training, and changed recipes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, AppliedPatch]) 
 
 
 @pytest.mark.parametrize("error", [FactoryError("the machine"), OverflowError("nobody thought of it")])
-def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, AppliedPatch], error: Exception) -> None:
+def test_only_faults_of_the_machine_end_a_gate(applied: tuple[Made, AppliedPatch], error: Exception) -> None:
     made, patch = applied
     of = stages(StageResult(passed_evidence(say("a"))), error, StageResult(passed_evidence(say("never"))))
     gate, plant = gate_of(of, []), Plant(made.workspace, made.ledger)
@@ -189,7 +189,9 @@ def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, AppliedPatch],
     )
 
 
-def test_another_branch_than_was_proposed_fails_its_scope(applied: tuple[Made, AppliedPatch]) -> None:
+def test_a_branch_that_differs_from_the_proposed_patch_fails_the_scope_stage(
+    applied: tuple[Made, AppliedPatch],
+) -> None:
     made, patch = applied
     other = AppliedPatch(patch.branch, patch.commit, patch.base, "0" * 64, patch.worktree)
     gate = gate_of(stages(StageResult(passed_evidence(say("a")))), [])
@@ -287,12 +289,14 @@ LR, BATCH = "lr: 3e-3", "  sequences: 8\n"
         (changed(', "*": 0.1', ""), {"mixture.weights.*": (0.1, None)}, ["mixture.weights.*"]),
     ],
 )
-def test_what_a_recipe_says_otherwise(change: FileChange, found: dict[str, Any], learns: list[str]) -> None:
+def test_changed_recipe_keys_are_read_with_their_old_and_new_values(
+    change: FileChange, found: dict[str, Any], learns: list[str]
+) -> None:
     told = read_recipe_changes(change, RECIPE)
     assert told == found and select_learning_keys(told) == learns
 
 
-def test_a_new_recipe_changes_every_key_and_none_may_go() -> None:
+def test_a_new_recipe_changes_every_key_and_no_recipe_may_be_deleted() -> None:
     told = read_recipe_changes(FileChange(TINY, RECIPE.encode()), "")
     assert told["optimizer.lr"] == (None, 3e-3) and list(told) == sorted(told) and "batch.micro_sequences" not in told
     with refused("gates.recipe_deleted", RecipeError, path=TINY):
@@ -315,7 +319,9 @@ def test_a_new_recipe_changes_every_key_and_none_may_go() -> None:
         ([DEMO, TINY], True, ["gates.unused_recipe", "gates.own_recipe"]),
     ],
 )
-def test_which_recipes_no_run_here_can_judge(tmp_path: Path, paths: list[str], own: bool, expected: list[str]) -> None:
+def test_recipes_that_no_run_here_can_judge_are_reported(
+    tmp_path: Path, paths: list[str], own: bool, expected: list[str]
+) -> None:
     at = tmp_path / "own.yaml"
     if own:
         at.touch()
@@ -339,7 +345,7 @@ def tried(made: Made, *edits: tuple[str, str], also: Any = None) -> Any:
         repository.remove_branch(made.target, applied.branch)
 
 
-def test_the_recipe_gate_judges_what_is_learnt_and_nothing_beside_it() -> None:
+def test_the_recipe_gate_judges_only_recipe_patches_that_change_what_is_learnt() -> None:
     made = make()
     text, code = (made.target / TINY).read_text(), (made.target / SCHEDULE).read_text() + "# x\n"
     learns, computes = text.replace(LR, "lr: 1e-3"), text.replace(BATCH, f"{BATCH}  micro_sequences: 4\n")
@@ -434,7 +440,7 @@ WARMUP = "warmup_steps: 4"
         (BATCH, "  sequences: 10\n", 6, "passed", expect("recipe.change", old=8, new=10)),
     ],
 )
-def test_what_reading_a_recipe_finds(
+def test_the_static_stage_of_the_recipe_gate_finds_the_problems_of_a_recipe(
     tmp_path: Path, workspace: Any, old: str, new: str, step: int | None, state: str, expected: Expected
 ) -> None:
     policy = RecipePolicy(changes=["optimizer.lr", "schedule.warmup_steps", "batch.sequences"])

@@ -1,4 +1,4 @@
-"""The judge: a table of cases."""
+"""The release judge: a table of evidence and verdicts."""
 
 from __future__ import annotations
 
@@ -210,14 +210,14 @@ def test_the_judge_is_pure_and_each_reason_has_a_code_of_its_own() -> None:
         assert json.dumps([reason.to_json() for reason in verdict.reasons], allow_nan=False)
 
 
-def test_a_person_reads_the_change_not_the_gain() -> None:
+def test_messages_show_the_change_not_the_gain() -> None:
     reasons = judge(POLICY, changed(evidence(), "guards", "code", gain(0.08, 0.02))).reasons
     change = next(one.data["change"] for one in reasons if has(one, "name", "code"))
     assert [change.data[name] for name in ("change", "low", "high")] == pytest.approx([-0.08, -0.1, -0.06], abs=5e-4)
-    assert "1.920 → 1.840" in change and "(−0.080, " in change
+    assert "1.920 → 1.840" in change and "(change −0.080, " in change
 
 
-def test_a_target_domain_of_which_nothing_is_held_out_holds() -> None:
+def test_a_target_domain_without_held_out_documents_holds_the_candidate() -> None:
     verdict = judge(ReleasePolicy(target=TargetPolicy(weights={"law": 1.0})), evidence())
     assert verdict.outcome == "hold" and verdict.reasons[0].code == "release.to_do"
     assert verdict.reasons[0].data["remedy"].code == "release.remedy_target_domain"
@@ -225,7 +225,7 @@ def test_a_target_domain_of_which_nothing_is_held_out_holds() -> None:
 
 
 @pytest.mark.parametrize("given_", [given_ for outcome, given_, _ in CASES if outcome == "hold"])
-def test_a_hold_begins_with_what_to_do(given_: ReleaseEvidence) -> None:
+def test_the_reasons_of_a_hold_begin_with_the_remedies(given_: ReleaseEvidence) -> None:
     verdict = judge(POLICY, replace(given_, candidate=7))
     held_by = verdict.found.missing
     todo = [reason for reason in verdict.reasons if is_to_do_line(reason)]
@@ -260,14 +260,14 @@ NOT_BY_A_PERSON = {
 
 
 @pytest.mark.parametrize("code", NOT_BY_A_PERSON)
-def test_reasons_that_no_person_overrides(code: str) -> None:
+def test_some_reasons_cannot_be_overridden_by_a_person(code: str) -> None:
     found = judge(POLICY, NOT_BY_A_PERSON[code]).found.missing
     assert f"release.{code}" in [reason.code for reason in found] and not are_overridable(found)
     beside = judge(POLICY, replace(NOT_BY_A_PERSON[code], target=gain(0.005))).found.missing
     assert not are_overridable(beside), "nor where something else holds it too"
 
 
-def test_more_groups_are_asked_for_by_number() -> None:
+def test_a_remedy_names_the_number_of_document_groups_that_are_needed() -> None:
     remedy = lambda given_: judge(POLICY, given_).reasons[0].data["remedy"]
     bring = remedy(evidence(target=0.005))
     assert bring.code == "release.remedy_train_on_or_bring" and bring.data["times"] > 1 and bring.data["gain"] == 0.005
@@ -280,7 +280,7 @@ def test_more_groups_are_asked_for_by_number() -> None:
 
 @pytest.mark.parametrize("width", [0.0, 0.05, 0.15, 0.5, 2.0, 1e6])
 @pytest.mark.parametrize("middle", [-0.4, -0.1, 0.0, 0.3])
-def test_a_candidate_that_changes_many_items_takes_no_guard_away(middle: float, width: float) -> None:
+def test_a_candidate_that_changes_many_items_sets_no_guard_aside(middle: float, width: float) -> None:
     for items, stands in ((24, False), (96, True)):
         given_ = replace(changed(evidence(), "guards", "cloze", gain(middle, width, 20)), cloze_items=items)
         assert (CLOZE in list_unreliable_guards(POLICY, given_)) is not stands
@@ -292,7 +292,7 @@ def test_a_candidate_that_changes_many_items_takes_no_guard_away(middle: float, 
 
 
 @pytest.mark.parametrize("given_", [evidence(), small(gain(0.0, 0.1, 20)), FIRST])
-def test_bits_per_byte_of_every_domain_always_guard(given_: ReleaseEvidence) -> None:
+def test_bits_per_byte_of_a_domain_are_never_set_aside(given_: ReleaseEvidence) -> None:
     for groups in (1, 2, 8, 40):
         few = replace(given_, guards=given_.guards | dict.fromkeys(DOMAINS, gain(0.0, 0.5, groups)))
         assert not set(list_unreliable_guards(POLICY, few)) & set(DOMAINS)
@@ -307,7 +307,7 @@ def test_earlier_losses_set_no_guard_aside() -> None:
     )
 
 
-def test_one_group_is_refused_by_the_policy(tmp_path: Path) -> None:
+def test_the_policy_refuses_a_minimum_of_one_document_group(tmp_path: Path) -> None:
     assert ReleasePolicy(clusters_min=2).clusters_min == 2
     (tmp_path / "release.yaml").write_text("clusters_min: 1\n")
     with pytest.raises(ConfigError, match="key 'clusters_min'") as error:
@@ -315,7 +315,7 @@ def test_one_group_is_refused_by_the_policy(tmp_path: Path) -> None:
     assert "at least 2" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_only_domains_that_it_was_trained_on_are_named_as_not_guarded() -> None:
+def test_only_domains_that_the_candidate_was_trained_on_are_reported_as_unguarded() -> None:
     for trained_on in ({}, dict.fromkeys(DOMAINS, 1 / 3), {"law": 0.0}, {"law": None}, {"law": math.nan}):
         verdict = judge(POLICY, replace(evidence(), trained_on=trained_on))
         assert verdict == judge(POLICY, evidence()), "and older evidence is judged as it was"
@@ -326,7 +326,7 @@ def test_only_domains_that_it_was_trained_on_are_named_as_not_guarded() -> None:
     [(8.0, 0.015, -0.02, 31), (1.0, 0.015, -0.02, None), (0.5, 0.015, -0.02, None), (1.5, 0.015, -0.02, 9), (8.0, 0.0, -0.02, 1),
      (8.0, 0.015, 0.0, None), (8.0, None, -0.02, None), (None, 0.015, -0.02, None)],
 )  # fmt: skip
-def test_how_many_groups_are_needed(
+def test_the_number_of_groups_that_show_no_loss_is_computed(
     groups: float | None, error: float | None, floor: float, needed: int | None
 ) -> None:
     assert groups_to_show_no_loss(Gain(0.0, error, 8, groups), 0.05, floor) == needed

@@ -1,4 +1,4 @@
-"""The judge's two promises, as properties: nothing is gained by hiding or by worsening."""
+"""Two properties of the release judge: neither missing evidence nor worse measurements make a verdict better."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def at(tree: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
 
 
 @given(some_policy, some_evidence, st.data())
-def test_taking_evidence_away_never_promotes(
-    policy: ReleasePolicy, given_: ReleaseEvidence, data: st.DataObject
-) -> None:
+def test_removing_evidence_never_promotes(policy: ReleasePolicy, given_: ReleaseEvidence, data: st.DataObject) -> None:
     tree = tree_of(given_)
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(leaves(tree)))
@@ -84,7 +82,7 @@ def test_taking_evidence_away_never_promotes(
 
 
 @given(some_policy, later, st.data())
-def test_taking_evidence_away_or_numbers_sets_no_guard_aside(
+def test_removing_evidence_or_numbers_sets_no_guard_aside(
     policy: ReleasePolicy, given_: ReleaseEvidence, data: st.DataObject
 ) -> None:
     tree = tree_of(given_)
@@ -118,7 +116,7 @@ def test_every_single_piece_of_evidence_is_needed() -> None:
 
 
 @given(some_policy, some_evidence, st.data())
-def test_a_number_that_is_none_never_promotes(
+def test_a_number_that_is_not_finite_never_promotes(
     policy: ReleasePolicy, given_: ReleaseEvidence, data: st.DataObject
 ) -> None:
     tree = tree_of(given_)

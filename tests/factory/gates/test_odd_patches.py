@@ -46,7 +46,7 @@ def test_deep_sources_are_read_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["? [a]\n: b\n", "a: " + "9" * 5000, "[" * 3000])
-def test_yaml_that_python_cannot_hold_is_one_clear_error(text: str) -> None:
+def test_yaml_that_python_cannot_represent_gives_one_clear_error(text: str) -> None:
     with pytest.raises(RecipeError, match="recipe cannot be read as YAML"):
         read_yaml(text, "recipe", RecipeError)
 
@@ -80,7 +80,7 @@ def test_a_forged_answer_is_a_wrong_answer(tmp_path: Path, forged: dict[str, tor
     os.close(descriptor)
 
 
-def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledger(
+def test_a_stage_that_raises_holds_and_infinite_numbers_stay_out_of_the_ledger(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = make()
@@ -112,7 +112,7 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
     assert made.left_behind() == []
 
 
-def test_half_a_character_is_out_of_scope() -> None:
+def test_a_lone_surrogate_is_out_of_scope() -> None:
     made = make()
     for edit in (Edit("kernels/a.py", "x = '\ud800'\n"), Edit("kernels/\ud800.py", "x = 1\n")):
         number = submit_proposal(

@@ -1,5 +1,5 @@
-"""The driver of the op oracle and the exploit checks: every op there is can be asked and answered, lists of tensors and
-writes in place too, once or again and again in the same tensors."""
+"""The driver of the oracle and the exploit checks computes every op: also with lists of tensors and results in place, and repeatedly in the same
+tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def asked_and_answered(jobs: list[dict[str, Any]], folder: Path) -> tuple[Path, 
     return given, answers
 
 
-def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_of_every_op_gives_the_right_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     chosen = [*((op, "reference") for op in OPS), ("adamw", "fused")]  # as shipped
     jobs: list[dict[str, Any]] = [
@@ -74,7 +74,7 @@ def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path, monkeyp
     os.close(folder)
 
 
-def test_the_program_notes_what_it_executes_and_counts_launches(tmp_path: Path) -> None:
+def test_the_driver_records_executed_code_and_counts_launches(tmp_path: Path) -> None:
     """As the sandbox starts it."""
     job = {"op": "swiglu", "implementation": "triton", "case": "small", "dtype": "fp32", "values": "normal", "seed": 3}
     given, answers = tmp_path / "given", tmp_path / "answers"
@@ -213,7 +213,7 @@ FIRST: dict[str, Any] = {
 }
 
 
-def test_a_question_is_data(fakes: Path) -> None:
+def test_the_driver_writes_inputs_and_truth_to_files(fakes: Path) -> None:
     strided = FIRST | {"case": "strided", "dtype": "bf16", "values": "zero"}
     del strided["shape"]
     jobs = [
@@ -282,7 +282,9 @@ def answers_of(folder: Path, *jobs: dict[str, Any]) -> list[dict[str, torch.Tens
     return [load_file(answers / f"answer-{number}.safetensors") for number in range(len(jobs))]
 
 
-def test_what_an_implementation_does_is_told(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_reports_exceptions_changed_inputs_and_launches(
+    fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -315,7 +317,7 @@ def test_what_an_implementation_does_is_told(fakes: Path, monkeypatch: pytest.Mo
         assert bytes(patch_driver._as_bytes(error).tolist()) == b"KeyError: 'x' (part.py, line 4)"
 
 
-def test_calls_in_the_same_tensors_are_read_again_after_the_last(fakes: Path) -> None:
+def test_results_of_calls_in_the_same_tensors_are_read_again_after_the_last_call(fakes: Path) -> None:
     call = FIRST | {"implementation": "keeps", "storage": 0}
     jobs = [
         call,
@@ -356,7 +358,7 @@ def test_tensors_are_laid_out_as_the_case_says() -> None:
     assert len({str(patch_driver._swapped(torch.arange(2.0), seed).tolist()) for seed in range(9)}) == 2
 
 
-def test_calls_are_drawn_and_some_differ_by_two_elements_alone() -> None:
+def test_some_exploit_calls_differ_only_by_two_exchanged_elements() -> None:
     op = ChangedOp("swiglu", "reference", "fast")
     jobs = exploits.make_exploit_calls(ExploitsPolicy(), [op], RECIPE, random.Random(1))
     assert 36 <= len(jobs) <= 44 and jobs != exploits.make_exploit_calls(
@@ -397,7 +399,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def test_small_sizes_are_drawn_between_their_ends() -> None:
+def test_small_sizes_are_drawn_from_their_whole_ranges() -> None:
     draw = random.Random(5)
     drawn = [exploits.draw_small_shape(draw) for _ in range(5000)]
     for name, (least, most) in SIZES.items():
@@ -445,7 +447,7 @@ def test_sizes_are_halved_in_order_until_a_call_is_affordable() -> None:
     assert 64 <= halved[2]["vocab_size"] < 128 and halved[1]["vocab_size"] == given["vocab_size"]
 
 
-def test_no_size_is_halved_below_its_least() -> None:
+def test_no_size_is_halved_below_its_minimum() -> None:
     """Where no call is affordable every size ends there, in either order."""
     sizes = dict.fromkeys(("d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "context"), 1 << 14)
     of = {"model": sizes, "batch": {"sequences": 64, "micro_sequences": None}}
@@ -455,7 +457,7 @@ def test_no_size_is_halved_below_its_least() -> None:
     assert exploits.reduce_recipe_sizes(policy, of, exploits.NARROWER, heads=1)["heads"] == 1
 
 
-def test_calls_of_one_storage_meet_the_same_tensors() -> None:
+def test_calls_with_the_same_storage_share_their_tensors() -> None:
     storages: dict[Any, Any] = {}
     first = patch_driver._into(storages, 0, [1], [3, torch.zeros(2)], [torch.zeros(1)])
     again = patch_driver._into(storages, 0, [1], [3, torch.ones(2)], [torch.full((1,), 2.0)])

@@ -1,4 +1,4 @@
-"""The patch gate: the pure judge, the stages that read, and the whole chain on real training steps."""
+"""The patch gate: its order of stages, the static and the isolated stage, and the whole gate on real training steps."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.support.git import git
 
 
 @pytest.mark.parametrize(("gate", "judge"), [(patch_gate, STAGES), (recipe_gate, recipe_judge.STAGES)])
-def test_stages_run_under_their_files_names_in_the_judges_order(gate: Any, judge: tuple[str, ...]) -> None:
+def test_stages_have_the_names_of_their_files_and_the_order_of_the_judge(gate: Any, judge: tuple[str, ...]) -> None:
     assert tuple(Path(stage.__file__).stem for stage in gate.STAGES) == judge
     assert all(callable(stage.run) for stage in gate.STAGES)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-def test_every_file_of_this_checkout_reads_clean_against_itself() -> None:
+def test_no_file_of_this_checkout_has_problems_compared_with_itself() -> None:
     for folder in ("kernels", "trainer"):
         for path in sorted((checkout_root() / folder).rglob("*.py")):
             content = path.read_bytes()
@@ -211,7 +211,7 @@ def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.Monkey
     assert [side["batch"]["micro_sequences"] for side in sides] == [None, 8]
 
 
-def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> None:
+def test_a_patch_is_held_while_the_trunk_has_no_checkpoint(workspace: Any, ledger: Any, tmp_path: Any) -> None:
     made = make()
     from factory.core.workspace import Workspace, WorkspaceConfig
     from factory.git import repository

@@ -1,4 +1,4 @@
-"""The patch gate's pure judge: what promotes, holds and rejects, and how often it errs."""
+"""The pure judge of the patch gate: the evidence that promotes, holds and rejects a patch, and how often the judge errs."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_a_clear_gain_promotes_and_says_how_much() -> None:
         (GOOD | {"tries": None}, "hold", expect("gates.tries_unknown")),
     ],
 )
-def test_verdicts(found: dict[str, Any], outcome: str, expected: Expected) -> None:
+def test_each_evidence_gets_its_verdict(found: dict[str, Any], outcome: str, expected: Expected) -> None:
     verdict = judge_patch(POLICY, found)
     assert verdict.outcome == outcome and tells(verdict.reasons[:1], expected), verdict
 
 
-def test_how_often_the_judge_errs_when_processes_differ() -> None:
+def test_the_judge_seldom_errs_when_processes_differ() -> None:
     """Simulated: all runs of a process are 2 or 3 % faster or slower than another process's, runs of one process differ by 1 %; two
     sessions of two runs a side."""
     draw = random.Random(7)
@@ -184,7 +184,9 @@ NEEDED = POLICY.training.min_gain
         ({}, [0.0, 0.0294, 0.0588], "hold"),
     ],
 )
-def test_values_on_a_threshold(training: dict[str, Any], gains: list[float] | None, outcome: str) -> None:
+def test_a_value_equal_to_an_upper_limit_passes_and_to_a_lower_limit_does_not(
+    training: dict[str, Any], gains: list[float] | None, outcome: str
+) -> None:
     """A value equal to an upper limit passes. A value equal to a lower limit does not."""
     found = evidence(EQUAL, [0.8, 0.8], new_code="long" in training, **training)
     if gains is not None:
@@ -221,7 +223,7 @@ def test_different_weights_in_the_second_measurement_are_rejected() -> None:
     assert verdict.outcome == "reject" and verdict.reasons[0].code == "patch.training_differs"
 
 
-def test_the_reasons_of_both_measurements_are_told() -> None:
+def test_the_reasons_of_both_measurements_are_reported() -> None:
     quiet, none = ([1.0, 1.01], [0.8, 0.81]), ([1.0, 1.01], [1.0, 1.01])
     told = judge_patch(POLICY, evidence(*quiet, again=none)).reasons
     assert codes(told) == ["patch.gain_not_repeated", "patch.wall_gain", "patch.measurement", "patch.wall_gain"]
@@ -239,7 +241,7 @@ def test_the_reasons_of_both_measurements_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_says_why_or_is_named(name: str) -> None:
+def test_a_stage_that_does_not_pass_gives_its_reasons_or_its_name(name: str) -> None:
     for state, outcome in (("failed", "reject"), ("missing", "hold"), ("", "hold")):
         named = expect("gates.stage_failed" if state == "failed" else "gates.no_evidence", stage=name)
         because = Message("patch.test", "because").to_json()
@@ -267,7 +269,7 @@ def test_a_gain_must_be_shown_and_be_beyond_the_noise(baseline: Any, candidate: 
     assert judge_patch(POLICY.model_copy(update={"training": policy}), found).outcome == outcome
 
 
-def test_bounds_are_those_of_students_test() -> None:
+def test_the_bounds_of_a_gain_are_those_of_students_t_test() -> None:
     a, b = [1.0, 1.1, 0.9, 1.05], [0.8, 0.85, 0.81]
     for tries in (1, 3):
         shown = step_gain(POLICY.training, a, b, tries)
@@ -306,7 +308,7 @@ states = st.sampled_from(["passed", "failed", "missing", "not needed", None, 3])
     st.dictionaries(st.sampled_from(STAGES), states),
     st.integers(-1, 30),
 )
-def test_only_whole_evidence_of_a_gain_promotes(
+def test_only_complete_evidence_of_a_gain_promotes(
     baseline: list[float], candidate: list[float], drift: float, gains: list[Any], changed: dict[str, Any], tries: int
 ) -> None:
     found = evidence(baseline, candidate, drift=drift) | {"tries": tries}

@@ -1,8 +1,8 @@
-"""The runs of the matrix. Each has a recipe with some hundred weights, some steps, and a start.
+"""The runs of the matrix. A case has a recipe for a model of some hundred weights, a number of steps, and a start.
 
-Each case executes code that no other case executes (`tests/factory/gates/patch/matrix/test_coverage.py` counts lines), and makes the effect of that
-code large: a z-loss of 0.1, an outlier at every step, a gradient clip that always acts. A patch that changes or skips the code changes the
-results by far more than rounding does.
+Each case executes code that no other case executes (``tests/factory/gates/patch/matrix/test_coverage.py`` counts lines). It makes the effect of that
+code large: a z-loss of 0.1, an outlier at every step, a gradient clip that always acts. So a patch that changes or skips the code changes the results
+by far more than rounding does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BASE: dict[str, Any] = {
     "stability": {"grad_clip": 0.5, "z_loss": 0.1, "noise_scale_every": 3, "window": 8},
 }
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 8, "bias_rate": 0.05, "z_loss": 0.1}
-ROUNDING = 2e-4  # for fp32; our other kernels differ by 5e-5
+ROUNDING = 2e-4  # for fp32; the results of the factory's other kernels differ by 5e-5
 Begin = Literal[
     "nothing", "trunk", "annealed", "half", "damaged", "far", "late", "outliers", "quiet", "poisoned", "broken"
 ]
@@ -49,15 +49,15 @@ Begin = Literal[
 class MatrixCase:
     """One run.
 
-    begin: the checkpoint at the start (``starts.make_derived_checkpoints``). ``half``, ``damaged`` and ``far`` are interrupted folders of this run
-    itself;
-        ``far`` is at a random step, tens of thousands of steps after the segment's first.
-    changes: recipe keys that differ from ``BASE``, with dots.
-    generations: the number of sets of shards in the data plan.
-    stop_after: steps after which the trainer is told to stop, as by SIGTERM; 0: never.
+    begin: the checkpoint at the start (``start_checkpoints.make_derived_checkpoints``). With ``half``, ``damaged`` and ``far`` the run resumes in an
+        interrupted folder of its own. ``far`` is at a random step, tens of thousands of steps after the segment's first step.
+    changes: dotted recipe keys whose values differ from ``BASE``.
+    generations: the number of shard generations in the data plan.
+    stop_after: the number of steps after which the trainer gets a request to stop, as by SIGTERM; 0: never.
     kernels: 'chosen' (by each side's kernels.yaml) or 'reference'.
-    rounding: the largest difference of numbers, as a share of their scale, if a kernel rounds differently. It is some times the difference that our
-        other kernels make. totals: because rounding grows from step to step, only sums over all tensors of a kind, loss and rate are compared.
+    rounding: the largest difference that another rounding may cause, as a share of a number's scale. It is several times the difference that the
+        factory's other kernels cause.
+    totals: compare only the loss, the rate, and sums over all tensors of a kind, because rounding grows from step to step.
     """
 
     name: str
@@ -74,17 +74,17 @@ class MatrixCase:
     rounding: float = ROUNDING
     totals: bool = False
     exit_code: int = 0  # 2: the run must be refused
-    slow_threads: bool = False  # every thread begins late, so that a copy of a checkpoint takes longer than a step
-    waits: bool = False  # started with --wait, as timed runs are, and once more after its end
+    slow_threads: bool = False  # every thread starts late, so that writing a checkpoint takes longer than a step
+    waits: bool = False  # the trainer starts with --wait, as in timed runs, and starts once more after its end
     first_step: int | None = None  # a first step that differs from the checkpoint's
 
     def recipe(self) -> dict[str, Any]:
-        """The whole recipe."""
+        """Return the complete recipe."""
         return recipe_with(self.changes)
 
 
 def recipe_with(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The complete, checked recipe: ``BASE`` with the keys of ``changes``, which have dots between their parts."""
+    """Return the complete, validated recipe: ``BASE`` with ``changes`` (dotted key → value)."""
     return Recipe.parse(with_changed_keys(BASE, changes)).model_dump()
 
 
@@ -310,8 +310,11 @@ CASES = (
 
 @dataclass(frozen=True)
 class MatrixTool:
-    """A program of ``trainer/tools`` that runs on the baseline's files. In ``arguments``, OUT is its folder, TRUNK and OTHER are folders of runs,
-    FIRST, LAST and ANNEALED are checkpoints, RECIPE is a recipe's file, SHARDS is the folder of token shards and SHARD is one shard."""
+    """A program of ``trainer/tools`` that runs on files of the baseline.
+
+    In ``arguments``, OUT stands for the tool's folder, TRUNK and ANNEALED for folders of runs, FIRST and LAST for checkpoints of the trunk, OTHER for
+    a checkpoint of another model, RECIPE for a recipe file, SHARDS for the folder of token shards, and SHARD for one shard.
+    """
 
     module: str
     arguments: tuple[str, ...]
@@ -344,5 +347,5 @@ TOOLS = (
 
 
 def tool_name(tool: MatrixTool) -> str:
-    """The tool's name in reports."""
+    """Return the tool's name in reports: its module and arguments, without its output folder."""
     return " ".join(word for word in (tool.module, *tool.arguments) if not word.startswith("OUT"))

@@ -1,18 +1,18 @@
-"""Compares the files that two sides' runs of a case left. Everything but clocks is compared. Nothing that a candidate wrote is trusted.
+"""Compares the files of the baseline's and the candidate's run of each case. Everything but clocks is compared. No file of a candidate is trusted.
 
 Most patches leave the same bits, and then nothing else is checked. A kernel may round differently. Then a number may differ by
-``MatrixCase.rounding`` of its scale. The scales are the baseline's: of weights how far they moved, of moments and metrics their size. Every
-change of the computation for which the cases were made moves some number by 20 times that or more (``tests/factory/gates/patch/matrix``
-has the numbers).
+``MatrixCase.rounding`` of its scale. The baseline gives the scale: for weights the distance that they moved, for moments and metrics their size. The
+changes of the computation for which the cases were made move some number by at least 20 times that (``tests/factory/gates/patch/matrix`` has the
+numbers).
 
-If a candidate is beyond ``MatrixCase.rounding``, the effect of rounding is measured on this verdict's own data. Data, weights and lengths are drawn
-for each verdict, and in some draws a run is a hundred times as sensitive as in others: a gradient near zero decides the sign of Adam's first step, or
-two experts have nearly the same score. So the baseline's code runs the case again with every op's results some roundings off
-(``train_cases.disturb_ops``), and a candidate may differ as much as these twins do.
+If a candidate differs by more than ``MatrixCase.rounding``, the effect of rounding is measured on the data of this verdict. Data, weights and lengths
+are drawn for each verdict. In some draws a run is a hundred times as sensitive as in others: a gradient near zero decides the sign of Adam's first
+step, or two experts have nearly the same score. So the baseline's code runs the case again as *twins*, in which the results of every op are some
+roundings off (``train_cases.perturb_op_results``). A candidate may differ as much as the twins do.
 
 Rounding decides some results in some runs and not in others, so a few twins may all miss an effect. If each twin shows the candidate's result with
-probability p, n twins miss it with p (1 - p)^n: at worst 8 % for 4 twins and 1.5 % for 24. So a patch is refused for one case only, after that case
-has had ``MOST_TWINS`` twins.
+probability p, the candidate shows it and n twins miss it with probability p (1 - p)^n: at worst 8 % for 4 twins and 1.5 % for 24. So the patch is
+refused only for a case that had ``MOST_TWINS`` twins.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ FILE_BYTES = 1 << 26
 CLOCKED = {"time", "tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "memory", "seconds", "speed"}
 # Keys of result.json: paths, and hashes of files with rounded numbers.
 ELSEWHERE = {"checkpoint", "manifest_sha256", "skipped_checkpoints"}
-TWINS_PER_CASE = 4  # disturbed runs of each differing case
-MOST_TWINS = 24  # of the case for which a patch is refused
+TWINS_PER_CASE = 4  # for each case that differs
+MOST_TWINS = 24  # for the case for which the patch is refused
 # Of 140 runs with our other kernels, on data drawn twice, 137 are nearer to the baseline than the farthest twin, and the others at most
 # 1.24 times as far. 9 runs are beyond ``MatrixCase.rounding``, by a factor of up to 3.1.
 MARGIN = 3.0
@@ -51,7 +51,7 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Discrepancy:
-    """One number or tensor that differs. ``total``: the sum that it belongs to if only totals are compared."""
+    """One number or tensor that differs. ``total``: the name of the sum that includes it, if only totals are compared."""
 
     what: str
     far: TensorDistance = INFINITELY_APART
@@ -64,7 +64,7 @@ class Discrepancy:
 
 @dataclass(frozen=True)
 class CaseDifference:
-    """The difference of one case. ``share``: the difference as a share of the number's scale; infinite where nothing may differ."""
+    """The largest difference in one case. ``share``: the difference as a share of the number's scale; infinite if any difference is too large."""
 
     case: str
     what: str
@@ -73,8 +73,15 @@ class CaseDifference:
 
     @property
     def message(self) -> Message:
-        if math.isinf(self.share):
+        if math.isinf(self.share) and isinstance(self.what, Message):
             return Message("patch.run_differs", "run '{run}': {what}", run=self.case, what=self.what)
+        if math.isinf(self.share):
+            return Message(
+                "patch.run_value_differs",
+                "run '{run}': {what} differs from the baseline's by more than rounding can cause",
+                run=self.case,
+                what=self.what,
+            )
         return Message(
             "patch.run_apart",
             "run '{run}': {what} differs from the baseline's by {share:.2g} of its size; rounding may cause at most {allowed:g}",
@@ -100,10 +107,10 @@ def compare_runs(
     cases: Sequence[MatrixCase] = CASES,
     tools: Sequence[MatrixTool] = TOOLS,
 ) -> list[CaseComparison]:
-    """The comparisons of each case, then of each tool."""
+    """Return the comparisons of all cases, followed by those of all tools."""
     found = []
     for case in cases:
-        if not case.exit_code:  # a refused run left nothing
+        if not case.exit_code:  # a run that the trainer refused left no files
             parts = find_discrepancies(plan, case, baseline, candidate)
             found.append((case.name, parts, find_largest_discrepancy(case, parts), case.rounding))
     for name in map(tool_name, tools):
@@ -118,7 +125,7 @@ def compare_runs(
 
 
 def _tool_differs(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> list[Discrepancy]:
-    """The differences of a tool's output, without the path of its folder, and of its checkpoint, if any."""
+    """Return the differences of a tool's output, without the path of its folder, and of its checkpoints."""
     try:
         ours, theirs = (
             read_bytes(side.opened[name], ["printed.txt"], FILE_BYTES).replace(str(side.folders[name]).encode(), b"")
@@ -129,7 +136,10 @@ def _tool_differs(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> lis
             if ours == theirs
             else [
                 Discrepancy(
-                    Message("patch.prints_other", "the tool prints something else than with the baseline's code")
+                    Message(
+                        "patch.prints_other",
+                        "the tool's output with the candidate's code differs from its output with the baseline's code",
+                    )
                 )
             ]
         )
@@ -141,7 +151,7 @@ def _tool_differs(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> lis
 def find_discrepancies(
     plan: MatrixPlan, case: MatrixCase, baseline: MatrixRuns, candidate: MatrixRuns
 ) -> list[Discrepancy]:
-    """All differences of two runs, read through the folders that were opened before the runs."""
+    """Return all differences of two runs. Files are read through descriptors of folders that were opened before the runs."""
     opened = baseline.opened[case.name], candidate.opened[case.name]
     try:
         return list(_differences(*opened, plan.start_weights(case)))
@@ -150,7 +160,7 @@ def find_discrepancies(
 
 
 def find_largest_discrepancy(case: MatrixCase, found: Sequence[Discrepancy]) -> Discrepancy:
-    """The largest difference, as the case is judged. An anomaly's onset is a step that rounding may move: it counts only if nothing else differs."""
+    """Return the difference by which the case is judged. The onset of an anomaly counts only if nothing else differs: rounding may move it."""
     lasting = [part for part in found if ": onset: " not in part.what] or found
     weighed = _weighed(lasting, case.rounding)
     judged = _totals(weighed) if case.totals else weighed
@@ -162,7 +172,7 @@ def _worst(parts: Iterable[Discrepancy]) -> Discrepancy:
 
 
 def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
-    """All differences. Raises: UntrustedFileError."""
+    """Yield all differences of the files in two folders. Raises: UntrustedFileError."""
     for name in ("metrics.jsonl", "anomalies.jsonl"):
         ours, theirs = (read_lines_in(folder, name) for folder in (baseline, candidate))
         if name == "anomalies.jsonl":  # the machine causes a throughput drop
@@ -188,7 +198,7 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
         yield Discrepancy(
             Message(
                 "patch.other_skipped",
-                "result.json lists another number of skipped checkpoints than the baseline's result.json",
+                "result.json lists another number of skipped checkpoints than the baseline's",
             )
         )
     if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
@@ -201,7 +211,10 @@ def _names_its_checkpoint(result: dict[str, Any], folder: int) -> Iterator[Discr
     manifest = read_bytes(folder, ["checkpoints", name or ".", "manifest.json"], FILE_BYTES)
     if hashlib.sha256(manifest).hexdigest() != result.get("manifest_sha256"):
         yield Discrepancy(
-            Message("patch.other_hash", "result.json does not contain the SHA-256 of its checkpoint's manifest")
+            Message(
+                "patch.other_hash",
+                "result.json contains a SHA-256 that differs from that of the checkpoint's manifest",
+            )
         )
 
 
@@ -282,7 +295,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
 
 
 def _listed(folder: int, name: str) -> dict[str, str]:
-    """File → SHA-256, from a checkpoint's manifest. Raises: UntrustedFileError."""
+    """Return file → SHA-256 as a checkpoint's manifest lists them. Raises: UntrustedFileError."""
     try:
         files = read_object(folder, ["checkpoints", name, "manifest.json"], FILE_BYTES)["files"]
         return {str(file): str(about["sha256"]) for file, about in files.items()}
@@ -293,9 +306,10 @@ def _listed(folder: int, name: str) -> dict[str, str]:
 
 
 def has_lost_precision(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """True if the fp32 numbers of ``theirs`` came from a format with at least 8 bits fewer, such as bf16. In bf16 runs, rounding would hide that.
+    """True if the fp32 numbers of ``theirs`` have at least 8 bits fewer than those of ``ours``, as numbers that were stored in bf16 have.
 
-    The low bits of several numbers that were computed in fp32 are never all zero. Those of numbers from bf16 are.
+    The lowest bits of several numbers that were computed in fp32 are never all zero. The lowest bits of converted bf16 numbers are. In bf16 runs, the
+    allowed rounding would hide such a conversion.
     """
     if ours.dtype != torch.float32 or ours.numel() < 4:
         return False
@@ -305,19 +319,23 @@ def has_lost_precision(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | None) -> TensorDistance:
-    """The distance of two tensors, beside how far the baseline's moved, or beside its size where that is unknown. Infinite: not measurable."""
+    """Return the distance of two tensors, relative to the distance that the baseline's tensor moved; relative to its size if the start is unknown.
+
+    The distance is infinite if the tensors are not floats, or are not finite in the same places.
+    """
     if not ours.is_floating_point() or not torch.equal(ours.isfinite(), theirs.isfinite()):
         return INFINITELY_APART
     where = ours.isfinite()
     begun = start.get(key) if start is not None else None
-    whole = begun is not None and begun.shape == ours.shape  # else it is a rank's part of the tensor
+    whole = begun is not None and begun.shape == ours.shape  # otherwise the tensor is a rank's part of a weight
     return tensor_distance(ours[where], theirs[where], *([begun[where]] * 2 if begun is not None and whole else []))
 
 
 def _weighed(parts: Sequence[Discrepancy], allowed: float) -> Iterator[Discrepancy]:
-    """The differences with the noise scale weighed less: a difference of nearly equal sums, which makes a rounding a hundred times as large.
+    """Yield the differences, with those of the gradient noise scale divided by 100.
 
-    In runs with large rounding its sign may change, and then the value is absent. If nothing else differs, rounding is not the cause.
+    The noise scale is computed from the difference of nearly equal sums, so a rounding of the sums changes it a hundred times as much. In runs with
+    large rounding its sign may change, and then the value is absent. If nothing but the noise scale differs, rounding is not the cause.
     """
     estimates = [part for part in parts if ": noise_scale" in part.what or "state.json: monitor: " in part.what]
     for part in parts:
@@ -332,7 +350,7 @@ def _weighed(parts: Sequence[Discrepancy], allowed: float) -> Iterator[Discrepan
 
 
 def _totals(parts: Iterable[Discrepancy]) -> Iterator[Discrepancy]:
-    """For runs in which rounding grows: sums of tensors by checkpoint and kind, and of other numbers the loss and the rate."""
+    """Yield the differences that count in runs in which rounding grows: sums of tensors by checkpoint and kind, the loss and the rate."""
     sums: dict[str, list[TensorDistance]] = defaultdict(list)
     for part in parts:
         if part.total:
@@ -347,7 +365,7 @@ def _values(where: str, one: Any, other: Any, ignored: Set[str] = frozenset()) -
 
 
 def _checkpoints(folder: int) -> list[str]:
-    """The names in ``checkpoints``; at most a hundred are read."""
+    """Return the names of the checkpoints in a run's folder, sorted; at most a hundred. Raises: UntrustedFileError."""
     try:
         handle = os.open("checkpoints", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
@@ -365,8 +383,11 @@ def _checkpoints(folder: int) -> list[str]:
 # -- the effect of rounding on a run ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RoundingEffect:
-    """The effect of rounding. beyond: the differences that are larger than this effect. undecided: cases whose difference has no size (such as a
-    step that one side skipped) and which rounding alone causes too. problem: why the effect could not be measured."""
+    """The effect of rounding.
+
+    beyond: the differences that are larger than this effect. undecided: the cases with a difference that has no size (such as a step that one side
+    skipped) and that rounding alone can cause. problem: the reason that the effect could not be measured; '': none.
+    """
 
     beyond: list[CaseDifference] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
@@ -376,7 +397,7 @@ class RoundingEffect:
 def measure_rounding_effect(
     plan: MatrixPlan, side: MatrixSide, baseline: MatrixRuns, compared: Sequence[CaseComparison]
 ) -> RoundingEffect:
-    """The effect of rounding in the cases that differ. side: approved code, with the folder of the twins. Raises: IsolationError."""
+    """Measure the effect of rounding in the cases that differ. side: approved code, with the folder for the twins. Raises: IsolationError."""
     measured = _Twins(plan, side, baseline, {one.worst.case: one.worst for one in compared if one.worst is not None})
     for _ in range(TWINS_PER_CASE):
         measured.once_more(measured.beyond())
@@ -389,7 +410,7 @@ def measure_rounding_effect(
 
 @dataclass
 class _Twins:
-    """``worst``: by case, the largest difference, and as ``allowed`` the effect that rounding was seen to have."""
+    """The twins so far. ``worst``: case → the largest difference, whose ``allowed`` grows with the effect of rounding in the twins."""
 
     plan: MatrixPlan
     side: MatrixSide
@@ -399,13 +420,13 @@ class _Twins:
     problem: str = ""
 
     def beyond(self) -> list[str]:
-        """The cases that rounding does not explain, the least explained first. Empty after a problem."""
+        """Return the cases that rounding does not explain, the least explained first; none after a problem."""
         found = [one for one in self.worst.values() if one.share > one.allowed and not self.problem]
         return [one.case for one in sorted(found, key=lambda one: one.allowed / one.share)]
 
     def once_more(self, names: Sequence[str]) -> None:
-        """Run the baseline's code in these cases, disturbed with a new seed."""
-        cases = [case for case in CASES if case.name in names]  # a tool rounds nothing
+        """Run a twin of each of these cases: the baseline's code, perturbed with a new seed."""
+        cases = [case for case in CASES if case.name in names]  # tools have no twins, because they round nothing
         if not cases:
             return
         self.runs += 1

@@ -1,6 +1,6 @@
-"""Trains the matrix's cases with the code of one side, in the sandbox.
+"""Trains the matrix's cases in the sandbox, with the code of the baseline or of the candidate.
 
-Baseline and candidate get the same data, checkpoints and folder names, which are drawn for this verdict.
+Both sides get the same data, checkpoints and folder names. They are drawn at random for each verdict.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ INTERRUPTED = ("half", "damaged", "far")  # values of ``begin`` that are folders
 
 @dataclass
 class MatrixRuns:
-    """One side's runs. ``failed``: the error; '': no error. ``out_of_time``: a time limit ended the runs.
+    """The runs of one side. ``failed``: the error; '': no error. ``out_of_time``: a time limit ended the runs.
 
-    folders: case → folder, which may be trusted only after runs of approved code. opened: case → descriptor of the folder, opened before the run.
+    folders: case → folder. Only folders of approved code may be read by path. opened: case → descriptor of the folder, opened before the run.
     """
 
     folders: dict[str, Path] = field(default_factory=dict)
@@ -86,10 +86,11 @@ class MatrixRuns:
 
 @dataclass(frozen=True)
 class MatrixSide:
-    """One side: its worktree, its kernels.yaml ('reference' and 'chosen'), the folder of its runs, and their time limit.
+    """The baseline or the candidate: its worktree, the paths of its kernels.yaml files ('reference' and 'chosen'), and the folder for its runs.
 
-    after: closes the descriptors of the runs' folders. compiled: the folder of C++ kernels that approved code built; each process gets a copy.
-    instructions: files of the worktree whose instructions are recorded. disturbed: the seed by which every op is some roundings off; 0: none.
+    wall_seconds: the time limit of each sandboxed process. after: closes the descriptors of the runs' folders. compiled: the folder of C++ kernels
+    that approved code built; each process gets a copy. instructions: files of the worktree whose instructions are recorded. disturbed: the seed of
+    the perturbation that puts every op's results some roundings off; 0: no perturbation.
     """
 
     code: Path
@@ -104,10 +105,11 @@ class MatrixSide:
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """The values that both sides' runs share.
+    """The values that the runs of both sides share.
 
-    names: case → the drawn name of its folder. seed: added to each recipe's seed. starts: begin → checkpoint, or interrupted folder. steps:
-    case → number of steps. made: the folders of the runs ``TRUNK``, ``OTHER`` and ``ANNEAL_CASE``.
+    data: number of generations → data plan. names: case → the drawn name of its folder. seed: is added to each recipe's seed. starts: value of
+    ``begin`` → checkpoint, or interrupted folder. steps: case → last step minus first step. made: the folders of the runs ``TRUNK``, ``OTHER``
+    and ``ANNEAL_CASE``.
     """
 
     data: Mapping[int, dict[str, Any]]
@@ -121,7 +123,7 @@ class MatrixPlan:
     made: tuple[Path, ...] = ()
 
     def arm(self, case: MatrixCase) -> Arm:
-        """The arm of a case: ``BASE`` with the case's changes."""
+        """Return the arm of a case: ``BASE`` with the case's changes."""
         begin = self.starts.get(case.begin) if case.begin not in INTERRUPTED else None
         first = checkpoints.read_state(begin)["step"] if begin else 0
         first = first if case.first_step is None else case.first_step
@@ -137,14 +139,14 @@ class MatrixPlan:
         return Arm(case.name, base, self.commit, recipe={**case.changes, "seed": seed}, plan=plan, ranks=case.ranks)
 
     def combined_arm(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
-        """All runs of one side as one arm with the steps of all, for one row of the ledger."""
+        """Return one arm that stands for all runs of one side, with the sum of their steps. The ledger gets one row for it."""
         one = self.arm(cases[0])
         steps = sum(case.steps for case in cases)
         base = {**one.base, "first_step": 0, "last_step": steps, "initial_checkpoint": None}
         return Arm(f"{who}, {len(cases)} tiny runs", base, code)
 
     def arguments(self, tool: MatrixTool, out: Path) -> list[str]:
-        """The tool's arguments with paths in place of the capital words."""
+        """Return the tool's arguments, with paths instead of the words in capitals (``MatrixTool``)."""
         trunk, other, annealed = self.made
         (_, first), *_, (_, last) = checkpoints.saved_steps(trunk / "checkpoints")
         (_, foreign), *_ = checkpoints.saved_steps(other / "checkpoints")
@@ -158,20 +160,23 @@ class MatrixPlan:
         ]
 
     def start_weights(self, case: MatrixCase) -> dict[str, torch.Tensor] | None:
-        """The weights that the run starts from; None if it makes its own."""
+        """Return the weights at the start of the run. None: the run initialises its weights, or resumes in an interrupted folder."""
         if case.begin in ("nothing", *INTERRUPTED):
             return None
         return checkpoints.read_tensors(self.starts[case.begin], "model")
 
 
 def make_plan(side: MatrixSide, folder: Path, recipe_name: str) -> tuple[MatrixPlan, MatrixRuns]:
-    """Data, checkpoints and names for one verdict, made by the approved code of ``side``. The returned runs say whether that failed."""
+    """Make the data, checkpoints and names for one verdict with the approved code of ``side``.
+
+    Returns the plan and the last runs. If ``failed`` of these runs is set, the plan is incomplete.
+    """
     interrupted = {case.begin: case for case in CASES if case.begin in INTERRUPTED}
     far = interrupted.pop("far")
     steps = {case.name: case.steps for case in (*CASES, TRUNK, OTHER, ANNEAL_CASE)}
     long = next(case.name for case in CASES if case.steps == LONG_STEPS[0])
     steps[long] = LONG_STEPS[0] + secrets.randbelow(LONG_STEPS[1] - LONG_STEPS[0])
-    drawn = random.SystemRandom().sample(range(1, 90_000), len(steps))  # like the folders of live segments
+    drawn = random.SystemRandom().sample(range(1, 90_000), len(steps))  # folder names look like those of live segments
     names = {name: f"{number:05d}" for name, number in zip(steps, drawn)}
     seed = secrets.randbelow(1 << 20)
     plan = MatrixPlan(
@@ -206,12 +211,12 @@ def run_cases(
     tools: Sequence[MatrixTool] = (),
     fresh: bool = False,
 ) -> MatrixRuns:
-    """Train the cases, then run the tools. ``fresh``: interrupted cases begin with an empty folder. Raises: IsolationError.
+    """Train the cases, then run the tools. ``fresh``: cases that resume begin with an empty folder instead. Raises: IsolationError.
 
     Cases of one rank run in ``CONCURRENT_LANES`` concurrent processes. Cases of several ranks run afterwards.
     """
     single, several = ([case for case in cases if (case.ranks > 1) is many] for many in (False, True))
-    single.sort(key=lambda case: -case.steps)  # the longest run is concurrent with many short runs
+    single.sort(key=lambda case: -case.steps)  # so one lane has the longest run while the other has many short runs
     lanes = [single[number::CONCURRENT_LANES] for number in range(CONCURRENT_LANES)]
     found, began = MatrixRuns(), time.monotonic()
     with ThreadPoolExecutor(CONCURRENT_LANES) as pool:
@@ -231,7 +236,7 @@ def run_cases(
 def _run_lane(
     plan: MatrixPlan, side: MatrixSide, fresh: bool, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool], name: str
 ) -> MatrixRuns:
-    """Run cases of the same number of ranks, then tools, one after the other, in one sandbox."""
+    """Run cases with the same number of ranks, then tools, one after the other in one sandbox."""
     folder = side.folder / name
     found = MatrixRuns()
     segments, uses = [], []
@@ -288,14 +293,14 @@ def _run_lane(
         said = (result.stderr.strip().splitlines() or [""])[-1]
         found.failed = Message(
             "patch.run_ended",
-            "run '{run}' ended with exit code {code}: {said}",
-            run=wrong[0], code=codes[wrong[0]], said=said[:400],
+            "run '{run}' ended with exit code {code} instead of {expected}: {said}",
+            run=wrong[0], code=codes[wrong[0]], expected=wanted[wrong[0]], said=said[:400],
         )  # fmt: skip
     return found
 
 
 def copy_libraries(source: Path, target: Path) -> None:
-    """Copy the regular files of a folder that live code can write. No link is followed, and no pipe blocks."""
+    """Copy the regular files of a folder that live code can write. Links are not followed, and pipes do not block. Raises: OSError."""
     target.mkdir(parents=True)
     with ExitStack() as opened:
         folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

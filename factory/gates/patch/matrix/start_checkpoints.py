@@ -1,4 +1,4 @@
-"""Data and checkpoints at the start of the matrix, made by approved code from a random seed."""
+"""Makes the data and the start checkpoints of the matrix. Approved code makes them from a random seed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainer.contract.data.token_shard import TokenizedDocument, write_token_sha
 LATE_STEPS = (100_000, 900_000)
 POISONED_TOKEN = 7
 SHRINK_FACTOR = 0.9
-TINY_NORM = 1e-6  # far below any norm, logit or loss, so the next measurement is a jump
+TINY_NORM = 1e-6  # far below any norm, logit or loss, so that the next measurement counts as a jump
 TRUNK = MatrixCase("trunk", steps=8)
 OTHER = MatrixCase("another recipe", steps=2, changes={"model.d_ff": 16, "seed": 2})
 ANNEAL_CASE = MatrixCase("annealed", "trunk", "anneal")
 
 
 def make_data_plans(folder: Path) -> dict[int, dict[str, Any]]:
-    """A data plan for each number of generations, with token shards of random documents, so that no run can know them."""
+    """Return number of generations → data plan. The token shards have random documents, so that no code can know them in advance."""
     draw = np.random.default_rng(secrets.randbits(64))
     shards = []
     for generation in range(2):
@@ -48,7 +48,7 @@ def make_data_plans(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def make_derived_checkpoints(trunk: Path, folder: Path) -> dict[str, Path]:
-    """Checkpoints that an honest run would not leave soon, each a changed copy of ``trunk``."""
+    """Return name → checkpoint. Each is a changed copy of ``trunk``, in a state that a short run seldom or never reaches."""
     draw = np.random.default_rng(secrets.randbits(64))
     whole = checkpoints.load(trunk)
     late = json.loads(json.dumps(whole.state))
@@ -88,10 +88,10 @@ def damage_checkpoint(checkpoint: Path) -> None:
 
 
 def copy_interrupted_run(finished: Path, folder: Path, damaged: bool = False, step: int | None = None) -> None:
-    """Copy a finished run to ``folder`` as a kill would have left it: the newest checkpoint is missing, or ``damaged``.
+    """Copy a finished run to ``folder`` in the state after a kill: the newest checkpoint is missing, or ``damaged``.
 
-    The weights of the checkpoint before are changed, so that a run that begins anew ends elsewhere than a resumed run. ``step``: a new step for
-    that checkpoint; None: its own.
+    The weights of the previous checkpoint are changed, so that a run that starts again from the beginning has another result than a run that resumes.
+    ``step``: a new step for that checkpoint; None: its own step.
     """
     shutil.copytree(finished, folder, dirs_exist_ok=True)
     (folder / "result.json").unlink()

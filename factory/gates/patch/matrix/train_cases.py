@@ -1,12 +1,12 @@
-"""Runs inside the sandbox, from a worktree: trains segment folders, and records the executed code of ``trainer/`` and ``kernels/``.
+"""Trains segment folders and records the executed code of ``trainer/`` and ``kernels/``. Runs inside the sandbox, from a worktree.
 
-``python train_cases.py EXECUTED REQUEST OUT``. EXECUTED: the path of ``factory.gates.patch.execution_recorder``. REQUEST is JSON: ``{"folders":
-[{"folder", "stop_after", "waits", "slow_threads"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks", "disturbed"}``.
-OUT gets
-``rank-N.json`` of each rank: ``{"executed": …, "codes": [exit code of each folder, then of each tool]}``; a tool's folder its
-``printed.txt``.
+``python train_cases.py RECORDER REQUEST OUT``
 
-torch.compile traces, and runs the traced code without its optimiser, which would take minutes for all sizes of the matrix.
+RECORDER: the path of ``factory.gates.patch.execution_recorder``. REQUEST: a JSON file with ``{"folders": [{"folder", "stop_after", "waits",
+"slow_threads"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks", "disturbed"}``. Each rank writes
+``OUT/rank-N.json`` with ``{"executed": …, "codes": [exit code of each folder, then of each tool]}``. Each tool's folder gets its ``printed.txt``.
+
+torch.compile traces, but the backend is eager: compilation would take minutes for all sizes of the matrix.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-LATE_SECONDS = 0.5  # many steps
-ROUNDINGS = 0.25  # how far a disturbed op is off, in units of the last place
+LATE_SECONDS = 0.5  # as long as many steps take
+ROUNDINGS = 0.25  # the error of a perturbed op, in units of the last place
 
 sys.path[0] = os.getcwd()  # the worktree's packages, not this file's neighbours
 
 
 def train(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int:
-    """Train a segment and return the exit code. After ``stop_after`` steps the trainer is told to stop, and is started once more."""
+    """Train a segment and return the exit code.
+
+    After ``stop_after`` steps the trainer gets a request to stop, and then starts once more; 0: no request. ``waits``: the trainer starts twice, with
+    --wait. ``slow_threads``: new threads start late.
+    """
     from trainer.__main__ import main
     from trainer.contract import stopping
 
@@ -93,9 +97,10 @@ def run_program(module: str, arguments: list[str]) -> int:
 
 
 def perturb_op_results(seed: int) -> None:
-    """Make every op's results and gradients a few roundings off from now on, as another kernel's would be. The errors depend on ``seed``.
+    """From now on, put every op's results and gradients a few roundings off, as those of another kernel would be. The errors depend on ``seed``.
 
-    A kernel that adds in another order is off by some units in the last place of the terms, not of their sum, so by more for small elements.
+    A kernel that adds in another order has an error of some units in the last place of the terms, not of their sum. So the error also depends on the
+    size of the whole tensor, and is relatively larger for small elements.
     """
     import torch
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -103,7 +108,7 @@ def perturb_op_results(seed: int) -> None:
     from kernels.contract import registry
 
     def off(x: torch.Tensor) -> torch.Tensor:
-        """Values from -1 to 1 that depend on the element's place and value."""
+        """Return values from -1 to 1 that depend on each element's place and value."""
         place = torch.arange(x.numel(), device=x.device, dtype=torch.float64).reshape(x.shape)
         return torch.sin(place * 12.9898 + x.detach().double() * 78233.0 + seed)
 
@@ -161,9 +166,9 @@ def perturb_op_results(seed: int) -> None:
 
 
 def run_as_ranks(count: int) -> int:
-    """Run this program once for each rank, in a network namespace of their own. Returns the first exit code that is not 0, or 0.
+    """Run this program once for each rank. Returns the first exit code that is not 0, or 0.
 
-    This process has the store through which ranks find one another, as torchrun does. Each segment joins a new group in the store.
+    This process has the store through which ranks find one another, as torchrun does. Each segment forms a new process group in the store.
     """
     from torch.distributed import TCPStore
 

@@ -1,8 +1,8 @@
-"""The parts of a patch that no run executed, instruction by instruction, so that branches within one line count too.
+"""Finds the parts of a patch that no run executed, instruction by instruction, so that branches within one line count too.
 
-The judge compiles the changed file, never runs it, and looks up the instructions of changed lines that the runs recorded (``executed``).
-Two kinds of code need no execution: a ``raise`` and an ``assert``'s message that only put words together, and the copies of a ``finally``
-body that the compiler makes.
+The judge compiles the changed file but never runs it. It looks up each instruction of the changed lines in the record of the runs (``ExecutedCode``).
+Some code needs no execution: a ``raise`` and the message of an ``assert`` that only put words together, imports for type checkers, and the copies of
+a ``finally`` body that the compiler makes.
 
     x = a if fast else b        # 'b' is reported if ``fast`` was true in every run
 """
@@ -19,7 +19,7 @@ from difflib import SequenceMatcher
 
 from factory.gates.patch.execution_recorder import ExecutedCode, code_name, iterate_code_objects
 
-# Instructions of the compiler that no part of the source causes.
+# Instructions that the compiler adds and that stand for no part of the source.
 SILENT = {
     "RESUME", "CACHE", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR", "EXTENDED_ARG", "POP_TOP", "PRECALL", "PUSH_NULL",
     "PUSH_EXC_INFO", "WITH_EXCEPT_START", "RERAISE", "POP_EXCEPT", "COPY", "SWAP", "LOAD_ASSERTION_ERROR", "RAISE_VARARGS", "KW_NAMES",
@@ -39,7 +39,7 @@ class UnexecutedPart:
 
     @property
     def device(self) -> str:
-        """The only device that can execute the part; '': any device. Triton's kernels are in files of that name."""
+        """The only device that can execute the part; '': any device. Triton kernels are in files named ``triton.py``."""
         return "cuda" if self.path.endswith("triton.py") else ""
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class UnexecutedPart:
 
 
 def find_unexecuted_parts(path: str, base: str, text: str, executed: ExecutedCode) -> list[UnexecutedPart]:
-    """The changed parts of a Python file that were not executed, one per line, in order. Raises: SyntaxError."""
+    """Return the changed parts of a Python file that were not executed, at most one per line, in order of lines. Raises: SyntaxError."""
     new = find_changed_lines(base, text)
     lines = text.splitlines()
     found: dict[int, UnexecutedPart] = {}
@@ -61,7 +61,7 @@ def find_unexecuted_parts(path: str, base: str, text: str, executed: ExecutedCod
         own = code_name(code)
         noted = {at for name, at in executed.instructions.get(path, ()) if name == own}
         instructions = list(dis.get_instructions(code))
-        # The compiler copies some code: a loop's test, a finally.
+        # The compiler makes several copies of some code, such as a loop's test or a finally body.
         at_places = {i.positions for i in instructions if i.offset in noted}
         for i in instructions:
             where = i.positions
@@ -86,7 +86,7 @@ def find_unexecuted_parts(path: str, base: str, text: str, executed: ExecutedCod
 
 
 def find_changed_lines(base: str, text: str) -> set[int]:
-    """The numbers of the lines of ``text`` that ``base`` does not have at that place."""
+    """Return the numbers of the lines of ``text``, from 1, that ``base`` does not have at that place."""
     old, new = base.splitlines(), text.splitlines()
     blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     same = {number + 1 for block in blocks for number in range(block.b, block.b + block.size)}
@@ -94,7 +94,7 @@ def find_changed_lines(base: str, text: str) -> set[int]:
 
 
 def find_exempt_spans(tree: ast.Module) -> Iterator[Span]:
-    """Spans of ``raise`` statements and of ``assert`` messages that only put words together, and of imports for type checkers."""
+    """Yield the spans of code that needs no execution: ``raise`` and ``assert`` messages that only put words together, imports for type checkers."""
     classes = find_exception_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and _raises_words(node.exc, classes) and _only_words(node.cause):
@@ -106,7 +106,7 @@ def find_exempt_spans(tree: ast.Module) -> Iterator[Span]:
 
 
 def find_exception_names(tree: ast.Module) -> set[str]:
-    """Builtin exceptions, exceptions of approved code, and names of ``typing``, unless the file binds the name again."""
+    """Return the names of builtin exceptions, of exceptions from approved modules, and from ``typing``, except names that the file binds again."""
     builtin = {
         name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
     }
@@ -134,7 +134,7 @@ def find_exception_names(tree: ast.Module) -> set[str]:
 
 
 def _is_exception(module: str, name: str) -> bool:
-    """Is that name of an approved module an exception? Any other callable could do more than put words together."""
+    """True if this name of an approved module is an exception. Any other callable could do more than put words together."""
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError:
@@ -147,7 +147,7 @@ def _named(node: ast.expr, name: str) -> bool:
 
 
 def _raises_words(node: ast.expr | None, classes: set[str]) -> bool:
-    """An exception by name, or one call of it with words: a code, a template and data by name."""
+    """True for an exception's name, and for a call of an exception whose arguments only put words together: a code, a template, named data."""
     if isinstance(node, ast.Call):
         named = isinstance(node.func, ast.Name) and node.func.id in classes
         data = all(word.arg is not None and _only_words(word.value) for word in node.keywords)
@@ -156,7 +156,7 @@ def _raises_words(node: ast.expr | None, classes: set[str]) -> bool:
 
 
 def _only_words(node: ast.expr | None) -> bool:
-    """Names, constants and f-strings of them."""
+    """True for names, attributes, constants, and f-strings of these; also for None."""
     if isinstance(node, ast.JoinedStr):
         return all(map(_only_words, node.values))
     if isinstance(node, ast.FormattedValue):

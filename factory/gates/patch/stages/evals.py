@@ -1,4 +1,6 @@
-"""Checks that the trained weights are not worse on held-out documents. The judge's own model scores them.
+"""Measures the trained weights of candidate and baseline on held-out documents. The judge's own model scores the weights.
+
+The judge decides whether the candidate's weights are worse.
 
 Apart because each stage of the gate is one file.
 """

@@ -1,6 +1,6 @@
-"""The patch gate (DESIGN §5): its stages in order, from cheap to expensive. The first stage that does not pass ends the gate.
+"""The patch gate (DESIGN §5) with its stages in order, from cheap to expensive. The first stage that does not pass ends the gate.
 
-All code that a patch could have changed runs in the sandbox. The gate believes only what approved code observes from outside.
+All code that a patch could have changed runs in the sandbox. The gate believes only observations that approved code makes from outside.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STAGES: tuple[Stage, ...] = (scope, static, oracle, exploits, isolated, matrix, 
 
 
 def make_patch_gate(workspace: Workspace) -> StagedGate[PatchPolicy]:
-    """Raises: ConfigError."""
+    """Make the patch gate with the workspace's policy. Raises: ConfigError."""
     return StagedGate("patch", PatchPolicy.load(workspace.policy_path("gates/patch.yaml")), STAGES, judge_patch, _gain)
 
 

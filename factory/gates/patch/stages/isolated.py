@@ -1,7 +1,8 @@
-"""Checks that every op whose implementation the patch switches is not slower alone, by ``kernels.contract.bench`` of the baseline's code.
+"""Times each op by itself whose implementation the patch switches. The new implementation must not be slower.
 
-The stage runs only if both implementations are approved code, because a process cannot be trusted to time itself. After each timing the
-old implementation is timed against itself (A/A). If that shows a difference, another program disturbs the clock.
+``kernels.contract.bench`` of the baseline's code measures. The stage runs only if both implementations are approved code, because a process with new
+code cannot be trusted to time itself. After each timing, the old implementation is timed against itself (A/A). If this shows a difference, another
+program disturbed the clock.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 
-UNLIKE = 1.02  # A/A ratio beyond which the clock is not trusted
+UNLIKE = 1.02  # the A/A ratio above which the clock is not trusted
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
@@ -57,7 +58,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
 def time_switched_ops(
     policy: IsolatedPolicy, ops: Sequence[ChangedOp], recipe: dict[str, Any], baseline: Path, work: Path
 ) -> StageEvidence:
-    """Raises: IsolationError."""
+    """Return the evidence on the ops that the patch switches to another implementation. Raises: IsolationError."""
     switched = [op for op in ops if op.before != op.after]
     if not switched:
         return not_needed_evidence(Message("patch.no_switch", "The patch switches no op to another implementation."))
@@ -109,7 +110,9 @@ def time_switched_ops(
                 op=op.op, tries=policy.tries, slower=untrusted, ratio=control["ratio"],
             )  # fmt: skip
             return missing_evidence(reason, ops=found)
-        if changed["ratio_high"] < policy.min_ratio:  # a difference within the noise is left to the whole step
+        if (
+            changed["ratio_high"] < policy.min_ratio
+        ):  # for a difference within the noise, the timing of the whole step decides
             reason = Message(
                 "patch.slower_alone",
                 "{op}, timed by itself: {after} is {ratio:.2f}× as fast as {before}, and at least {least:.2f}× is needed. Three of four pairs "
@@ -120,8 +123,8 @@ def time_switched_ops(
     alone = [
         Message(
             "patch.alone",
-            "{op}, timed by itself: the candidate is {ratio:.2f}× as fast as the baseline. The same code measured "
-            "{a_a:.2f}× as fast as itself",
+            "{op}, timed by itself: the candidate is {ratio:.2f}× as fast as the baseline. With the same code on both sides, the ratio is "
+            "{a_a:.2f}×.",
             op=name,
             ratio=n["ratio"],
             a_a=n["a_a"],
@@ -132,7 +135,7 @@ def time_switched_ops(
 
 
 def _unlike_itself(control: Mapping[str, float]) -> str:
-    """'faster' or 'slower', if an implementation measured so against itself; else ''."""
+    """Return 'faster' or 'slower' if an implementation seemed so against itself; else ''."""
     if control["ratio_low"] > UNLIKE:
         return "faster"
     return "slower" if control["ratio_high"] < 1 / UNLIKE else ""

@@ -1,7 +1,8 @@
-"""Tiny runs that execute every line of the trainer. The candidate must leave what the baseline leaves, and all of the patch must be executed.
+"""Compares tiny training runs of candidate and baseline, which together execute every line of the trainer.
 
-The training stage's steps from one checkpoint have no anneal, resume, skipped step, other optimiser, ranks or late step. Code that no run
-executed was not judged, so it is not approved.
+The candidate's files must equal the baseline's, up to rounding. The runs must execute all code of the patch: code that no run executed was not
+judged, so it is not approved. The training stage cannot check this, because its steps have no anneal, resume, skipped step, other optimiser, ranks or
+late step.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 
 MOST_REASONS = 8
-DRAWS = 3  # draws of data for a run that rounding decides
-REFERENCE = "{}\n"  # a kernels.yaml without choices: the reference of every op
+DRAWS = 3  # the most draws of data for a run whose result rounding decides
+REFERENCE = "{}\n"  # a kernels.yaml without choices, which stands for the reference of every op
 NATIVE = "factory-kernels"  # the folder of kernels/native's builds, below torch.compile's cache
 
 
@@ -78,7 +79,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
             listed = [difference.message for difference in differences] + [
                 Message(
                     "patch.rounding_decides",
-                    "run '{run}': rounding decided the result on each of {draws} draws of data, so candidate and baseline cannot be compared",
+                    "run '{run}': on each of {draws} random draws of data, rounding decided the result, so candidate and baseline cannot be compared",
                     run=name, draws=DRAWS,
                 )
                 for name in undecided
@@ -111,7 +112,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
 def _draw(
     case: PatchCase[PatchPolicy], work: Path, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool]
 ) -> tuple[MatrixPlan, MatrixSide, MatrixRuns, MatrixRuns] | StageResult:
-    """Newly drawn data, the approved code, and the runs of baseline and candidate; or the stage's result if these cannot be made."""
+    """Draw new data and train both sides on it. Returns the plan, the approved code, the runs of baseline and candidate; or the stage's result if
+    one of these failed."""
     policy = case.policy.matrix
     compiled = (
         devices.compiled_code_folder(case.workspace.root, case.start.commit) / "inductor" / NATIVE
@@ -165,7 +167,7 @@ def _side(
     tools: Sequence[MatrixTool],
     who: str,
 ) -> MatrixRuns:
-    """``run_cases`` with a row in the ledger."""
+    """Run the cases and tools of one side, with a row in the ledger."""
     code = case.applied.commit if side.instructions else case.applied.base
     runs = TaskRuns(case.plant, side.folder, "patch gate", case.subject)
     arm = plan.combined_arm(cases, code, who)
@@ -176,7 +178,7 @@ def _side(
 
 
 def write_kernels_files(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mapping[str, Path]:
-    """Two kernels.yaml for one side's runs: one without choices, and the choices of ``code`` here."""
+    """Write two kernels.yaml for one side's runs and return their paths: 'reference' has no choices, 'chosen' has those of ``code``."""
     folder.mkdir(parents=True)
     chosen = case.start.kernels_of(code) if case.start else (code / KERNELS).read_text()
     paths = {}
@@ -187,7 +189,7 @@ def write_kernels_files(case: PatchCase[PatchPolicy], code: Path, folder: Path) 
 
 
 def may_round_differently(case: PatchCase[PatchPolicy]) -> bool:
-    """True if results may round differently. The oracle judges ops. Other code may round differently only if the proposal says so."""
+    """True if the patch may change rounding. A patch of ops may, because the oracle judges it. Other patches may only if the proposal says so."""
     if any(path.startswith("kernels/") for path in case.paths):
         return True
     message = repository.read_commit_message(case.workspace.repository, case.applied.commit)
@@ -195,7 +197,7 @@ def may_round_differently(case: PatchCase[PatchPolicy]) -> bool:
 
 
 def find_unexecuted_changes(case: PatchCase[PatchPolicy], executed: ExecutedCode) -> list[UnexecutedPart]:
-    """The parts of the patch's Python files that neither the tiny runs nor the op checks executed."""
+    """Return the parts of the patch's Python files that neither the tiny runs nor the op checks executed."""
     found = []
     for change in case.changes:
         if change.path.endswith(".py") and change.content is not None:
@@ -230,7 +232,7 @@ def _rounds(differ: int, runs: int) -> Message:
 
 
 def _unexecuted(left_out: Sequence[UnexecutedPart]) -> dict[str, Any]:
-    """Evidence. ``waits_for``: the device on which the patch is judged again, if that device may execute all remaining parts."""
+    """Return evidence about the unexecuted parts. ``waits_for``: the device on which the patch is judged again, if all these parts are for it."""
     found: dict[str, Any] = {"unexecuted": [str(part) for part in left_out]}
     (device, *others) = {part.device for part in left_out}
     return found | ({"waits_for": device} if device not in ("", devices.device_kind()) and not others else {})
@@ -241,15 +243,15 @@ def _reasons(left_out: Sequence[UnexecutedPart]) -> list[Message]:
     first = (
         Message(
             "patch.waits_for_device",
-            "No run of the gate executed these parts of the patch, so they were not judged. The patch waits until a daemon of this workspace runs on "
-            "{device}, which judges it again. To have the rest judged here, leave these parts out:",
+            "No run of the gate executed some parts of the patch, so the gate did not judge them. The patch waits until a daemon of this workspace "
+            "runs on {device}. That daemon judges the patch again. To have the rest judged here, leave these parts out:",
             device=device,
         )
         if device
         else Message(
             "patch.not_executed",
-            "No run of the gate executed these parts of the patch, so the gate did not judge them. Leave the parts out. If the parts need "
-            "another device, propose them on a machine with that device:",
+            "No run of the gate executed some parts of the patch, so the gate did not judge them. If these parts need another device, propose them "
+            "on a machine with that device. Otherwise leave these parts out:",
         )
     )
     parts = [

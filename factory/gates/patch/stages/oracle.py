@@ -1,6 +1,6 @@
-"""Checks every changed op against the reference in fp64: forward and every gradient, several shapes, hostile values.
+"""Checks the results and gradients of every changed op against the reference in fp64, with several shapes and hostile values.
 
-One pair of processes answers for this stage and for the exploits stage.
+One pair of processes computes the answers for this stage and for the exploits stage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
 
 
 def oracle_evidence(answers: OpAnswers) -> StageEvidence:
-    """The evidence of the answers to ``make_oracle_jobs``. The end of the process counts here only if there are no other jobs after them."""
+    """Return the evidence of the answers to ``make_oracle_jobs``. An early end of the process counts only if no other jobs follow these."""
     numbers = [number for number, job in enumerate(answers.jobs) if "case" in job]
     last = len(numbers) == len(answers.jobs)
     right = Message(
@@ -53,17 +53,17 @@ def oracle_evidence(answers: OpAnswers) -> StageEvidence:
 def run_quick_check(
     policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str, baseline: Path, candidate: Path, work: Path
 ) -> StageEvidence:
-    """The evidence of the oracle's checks alone. Raises: IsolationError."""
+    """Run only the checks of the oracle stage, and return their evidence. Raises: IsolationError."""
     jobs = make_oracle_jobs(policy, ops, precision)
     with run_op_jobs(jobs, policy, baseline, candidate, work) as answers:
         return oracle_evidence(answers)
 
 
 def make_oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:
-    """The oracle's jobs. Seeds are drawn each time, so that no answer can be prepared.
+    """Return the oracle's jobs. Their seeds are random, so that no answer can be prepared.
 
-    The policy's first case has all values and also fp32. The other cases have the recipe's precision. In fp64, which no training
-    uses, an op may refuse to compute. If it computes, it must be right.
+    The policy's first case is tried with all kinds of values, in the recipe's precision and in fp32. The other cases are tried in the recipe's
+    precision. One optional job is in fp64, which no training uses: an op may refuse it, but a computed result must be right.
     """
     from kernels.contract.precision import precision_of_values
 

@@ -1,4 +1,4 @@
-"""Checks that the patch may change these files to this content, by the rules of ``factory.git.scope``."""
+"""Checks by the rules of ``factory.git.scope`` that the patch may change these files, and that their names and contents are allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from kernels.contract.message import Message
 def run(case: PatchCase[Any]) -> StageResult:
     modes = repository.read_modes(case.workspace.repository, case.applied.base)
     if found := find_scope_problems(case.agents, case.changes, modes):
-        outside = [Message("scope.outside", "Out of scope: {problem}", problem=problem) for problem in found]
+        outside = [
+            Message("scope.outside", "The patch is out of scope: {problem}", problem=problem) for problem in found
+        ]
         return StageResult(failed_evidence(*outside))
     inside = Message("scope.inside", "All changed files are in scope ({files:|file|files}).", files=len(case.changes))
     return StageResult(passed_evidence(inside))

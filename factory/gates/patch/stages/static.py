@@ -1,7 +1,7 @@
-"""Reads the patch without running it: its source, its recipes, and whether its settings apply to this machine.
+"""Checks the patch without running it: its source, its recipes, and whether its settings apply to this machine.
 
-A patch to this gate may change how a step is computed, never its result. A part that no run here would measure is 'missing', because the gain of
-the rest of the patch would say nothing about that part.
+A patch that this gate judges may change how a step is computed, but not its result. If no run here would measure a part of the patch, the evidence is
+'missing', because the gain of the other parts says nothing about that part.
 
 Apart because each stage of the gate is one file.
 """
@@ -40,7 +40,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
 
 
 def _settings(case: PatchCase[PatchPolicy], change: FileChange) -> list[Message]:
-    """The problems of a changed recipe or ``kernels.yaml``."""
+    """Return the problems of a changed recipe or ``kernels.yaml``."""
     base = case.base_bytes(change.path) or b""
     if change.path == KERNELS and "fallback" in find_changed_sections(base, change.content):
         return [

@@ -1,20 +1,20 @@
-"""Runs N real training steps of baseline and candidate in the sandbox (``session``), and compares their weights and times.
+"""Trains N real steps with baseline and candidate in the sandbox (``timed_session``), and compares their weights and times.
 
-Time. A run is timed from outside, from the reveal of its data to its weights; ``step_seconds_evidence`` computes the seconds of a step. The CPU
-seconds of the
-sandbox's processes are read at the same moments. The sessions alternate: baseline, candidate, baseline, candidate. So a machine that slows down
-shows as noise of the baseline, and properties of one process (its memory layout, its compilation) do not decide. If new code looks faster in
-its first session, the second session of each side ends with a run that is ``long`` times as long. A gain that would promote is measured again with
-the candidate first, and both measurements must show it. A baseline run of twice the steps is a control that must look slow. If it does not, or if
-the baseline's own runs differ too much, everything is measured again on new data, a few times within a budget.
+Time. A run is timed from outside, from the moment when its data are revealed until its weights are there. The CPU seconds of the sandbox's processes
+are read at the same moments. ``step_seconds_evidence`` computes the seconds of a step. The sessions alternate: baseline, candidate, baseline,
+candidate. So a machine that slows down shows as noise of the baseline, and properties of one process (its memory layout, its compilation) do not
+decide. If new code looks faster in its first session, the second session of each side ends with a run that is ``long`` times as long. A gain that
+would promote is measured again with the candidate first, and both measurements must show it. A baseline run of twice the steps is a control that must
+look slow. If it does not, or if the baseline's own runs differ too much, everything is measured again on new data, a few times within a budget.
 
-Result. A fresh random seed decides the data of each pair of runs, so no weights can be prepared or stored from an earlier run. The weights are the
-candidate's only testimony. They are compared with the baseline's after the same steps on the same data, and the next stage scores the pair
-that is furthest apart. The allowed distance is measured too: another baseline run leaves out as many steps as the least gain that counts is worth,
-and the candidate must end much nearer than that. So doing less earns no gain.
+Result. A fresh random seed decides the data of each pair of runs, so no weights can be prepared or stored from an earlier run. The gate reads nothing
+but the checkpoint from a candidate's run. The weights are compared with the baseline's after the same steps on the same data, and the next stage
+scores the pair of runs that is furthest apart. The allowed distance is measured too. Another baseline run leaves out as many steps as would save the
+smallest time that counts as a gain. The candidate's weights must be much nearer to the baseline's than the weights of that run. So code that computes
+less gains nothing.
 
-The next segment continues from a whole checkpoint, so every run must leave one. Of one pair in each two sessions, drawn at random, the optimiser's
-moments, the position in the data, the recipe and the anomaly detector's state are compared by the same rule.
+The next segment continues from a whole checkpoint, so every run must leave one. In each half of a measurement, one pair of runs is drawn at random.
+Its optimiser moments, position in the data, recipe and state of the anomaly detector are compared as well.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.recipe import Recipe
 
 BASELINE, CANDIDATE = "baseline", "candidate"
-DRAWN = 5  # the policy's number of steps grows at random, by at most one step in DRAWN
-WARM_STEPS = 20  # warm-up steps of a process, at most; before them its runs are some percent slower
+DRAWN = 5  # a random number of steps, at most steps / DRAWN, is added to the policy's steps
+WARM_STEPS = 20  # the most warm-up steps of a process; without them the runs are some percent slower
 RunPair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
 
 
 @dataclass(frozen=True)
 class TrainingSide:
-    """Baseline or candidate: its code with the commit, its recipe, and the folder that only its own runs write."""
+    """The baseline or the candidate: its code with the commit, its recipe, and the folder that only its own runs write."""
 
     code: Path
     commit: str
@@ -80,7 +80,7 @@ class TrainingSide:
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
-    """The result, which hands the pair of runs whose weights differ most to the evals stage."""
+    """Return the result. It hands the pair of runs whose weights differ most to the evals stage."""
     if case.start is None:
         return StageResult(NO_START)
     baseline, candidate = (
@@ -99,9 +99,9 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
 
 
 def gate_recipe(case: PatchCase[PatchPolicy], start: TrainingStart, code: Path) -> dict[str, Any]:
-    """The trunk's recipe with the gate's batch. If the patch changes how the recipe's step is computed, with the settings of ``code``.
+    """Return the trunk's recipe with the gate's batch. If the patch changes the recipe, the settings that compute a step are those of ``code``.
 
-    The trunk may be older than a merged change, and this patch must not be credited with the gain of that change.
+    Otherwise they are the trunk's. The trunk may be older than a merged change, and this patch must not be credited with the gain of that change.
     """
     recipe = dict(start.recipe)
     batch = dict(recipe["batch"])
@@ -113,7 +113,7 @@ def gate_recipe(case: PatchCase[PatchPolicy], start: TrainingStart, code: Path) 
         recipe["compile"] = own["compile"]
         micro = own["batch"]["micro_sequences"]
         batch["micro_sequences"] = micro if micro and batch["sequences"] % micro == 0 else None
-    # The noise scale splits a step. Its new shapes would be compiled during one of the few timed steps.
+    # To measure the noise scale, a step is split. The new shapes would be compiled during one of the few timed steps.
     return recipe | {"batch": batch, "stability": recipe["stability"] | {"noise_scale_every": 0}}
 
 
@@ -126,10 +126,10 @@ def compare_training(
     new_code: bool,
     tries: int,
 ) -> tuple[StageEvidence, RunPair | None]:
-    """The stage's evidence, and the pair of runs whose weights are furthest apart. Raises: IsolationError.
+    """Return the stage's evidence, and the pair of runs whose weights are furthest apart. Raises: IsolationError.
 
-    ``new_code``: the candidate has code that was not approved before, so long runs must show its gain too.
-    ``tries``: the judge's number of tries on this target.
+    ``new_code``: the candidate has code that was not approved before, so long runs must show its gain too. ``tries``: the number of tries on this
+    target, this one included.
     """
     compiled = devices.compiled_code_folder(runs.plant.workspace.root, start.commit)  # by approved code during training
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
@@ -167,24 +167,27 @@ class PlannedRun:
     seed: int  # of its data
     steps: int
     whole: bool = False  # its whole checkpoint is compared, not only its weights
-    early: int = 0  # also keep its weights after this many steps; 0: do not
+    early: int = 0  # the run also keeps its weights after this number of steps; 0: it does not
 
     def early_save_keys(self, first_step: int) -> dict[str, int]:
-        """The recipe's keys that save the early weights. The run ends before the next checkpoint."""
+        """Return the changes of the recipe with which the run saves its early weights. The run ends before the next checkpoint after these."""
         return {"checkpoint_every": first_step + self.early, "keep_checkpoints": 2} if self.early else {}
 
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """``sessions``: the side and the runs of each process. A control run comes first, then timed runs on the same data as the other side's."""
+    """The runs of one measurement. ``sessions``: (side, runs) of each process. The runs are a control, then timed runs on the other side's data."""
 
-    sessions: Sequence[tuple[str, list[PlannedRun]]]  # two of each side, in order
-    whole: tuple[int, int]  # the timed runs whose checkpoints are compared whole, one of each half
-    long: PlannedRun  # the last run of the second half's sessions, if new code looks faster
+    sessions: Sequence[tuple[str, list[PlannedRun]]]  # in order, two sessions of each side
+    whole: tuple[int, int]  # the numbers of the timed runs whose whole checkpoints are compared, one in each half
+    long: PlannedRun  # the last run of the third and the fourth session, if new code looks faster
 
     @classmethod
     def draw(cls, policy: TrainingPolicy, candidate_first: bool) -> MeasurementPlan:
-        """The baseline's controls leave out steps and make twice the steps. The candidate's controls are brief and show its overhead."""
+        """Draw a plan. The baseline's first control leaves out steps, and its second control makes twice the steps.
+
+        The candidate's controls are brief, to show its overhead.
+        """
         half = policy.pairs // 2
         whole = (secrets.randbelow(half), half + secrets.randbelow(policy.pairs - half))
         timed = [PlannedRun(_seed(), policy.steps, whole=number in whole) for number in range(policy.pairs)]
@@ -196,7 +199,7 @@ class MeasurementPlan:
             pair = [(BASELINE, [control, *runs]), (CANDIDATE, [PlannedRun(_seed(), BRIEF_RUN_STEPS), *runs])]
             sessions += (
                 reversed(pair) if candidate_first else pair
-            )  # a machine that becomes quieter helps the last side
+            )  # on a machine that becomes quieter, the last side gains
         return cls(sessions, whole, long)
 
 
@@ -207,16 +210,16 @@ class SideRuns:
     controls: list[TimedRun] = field(default_factory=list)  # one per session
     timed: list[TimedRun] = field(default_factory=list)
     long: TimedRun | None = None
-    overheads: list[float] = field(default_factory=list)  # of the baseline: seconds of a timed run without its steps
+    overheads: list[float] = field(default_factory=list)  # of the baseline: seconds of each timed run without its steps
     session_s: list[float] = field(default_factory=list)
 
     def total(self, runs: int) -> float:
-        """Seconds of the first ``runs`` timed runs."""
+        """Return the seconds of the first ``runs`` timed runs together."""
         return sum(run.seconds for run in self.timed[:runs])
 
 
 class _EndedEarly(Exception):
-    """A session left no runs to compare, or runs that differ. ``evidence`` has the reason."""
+    """The measurement ended early: a session left no runs to compare, or runs that differ. ``evidence`` has the reason."""
 
     def __init__(self, evidence: StageEvidence) -> None:
         super().__init__(evidence["reasons"][0])
@@ -235,18 +238,20 @@ class _Comparison:
     compiled: Path  # by approved code
     origin: Tensors
     repeated_s: float = (
-        0.0  # of the baseline's first session in the repeated measurement; 0: this is the first measurement
+        0.0  # seconds of the baseline's first session in the first measurement; 0: this is the first measurement
     )
 
     def measure_steadily(self) -> tuple[StageEvidence, RunPair | None]:
-        """``measure``, and measure again on new data while the baseline's own runs differ too much, at most ``tries`` times within the budget."""
+        """Measure, and measure again on new data while the baseline's own runs differ too much: at most ``tries`` times, within the budget."""
         policy = self.policy
         discarded: list[dict[str, Any]] = []
         began, longest = time.monotonic(), 0.0
         while True:
             round_began = time.monotonic()
             found, pair = self.measure()
-            decided = pair is None or is_training_different(policy, found)  # independent of its clock
+            decided = pair is None or is_training_different(
+                policy, found
+            )  # a decision that does not depend on the clock
             doubt = None if decided else find_unreliable_timing(policy, found, 1 + len(discarded))
             if discarded:
                 found["discarded"] = discarded
@@ -270,7 +275,7 @@ class _Comparison:
             discarded.append({"doubt": doubt, "noise": noise} | seconds)
 
     def measure(self) -> tuple[StageEvidence, RunPair | None]:
-        """Run four sessions on new data. Returns the evidence and the pair that is furthest apart; None if the sessions ended early."""
+        """Run four sessions on new data. Returns the evidence, and the pair of runs that is furthest apart (None: the sessions ended early)."""
         plan = MeasurementPlan.draw(self.policy, candidate_first=bool(self.repeated_s))
         runs = {BASELINE: SideRuns(), CANDIDATE: SideRuns()}
         try:
@@ -280,14 +285,16 @@ class _Comparison:
             return ended.evidence, None
 
     def _run(self, plan: MeasurementPlan, runs: dict[str, SideRuns]) -> None:
-        """Raises: _EndedEarly."""
+        """Run the sessions of ``plan`` in order, and add their runs to ``runs``. Raises: _EndedEarly."""
         half = self.policy.pairs // 2
         title = Message("patch.training_task", "timing training steps of baseline and candidate")
         with self.runs.plant.progress.task(title, 2 * self.policy.pairs) as task:
             for number, (name, planned) in enumerate(plan.sessions):
                 faster = number >= 2 and runs[BASELINE].total(half) > runs[CANDIDATE].total(half)
                 long = [plan.long] if self.new_code and faster and not self.repeated_s else []
-                before_s = (runs[BASELINE].session_s or [self.repeated_s])[-1]  # of the baseline's session before
+                before_s = (runs[BASELINE].session_s or [self.repeated_s])[
+                    -1
+                ]  # seconds of the baseline's previous session
                 session, folder = self._session(name, [*planned, *long], before_s)
                 control, *done = session.runs[: len(planned)]
                 left = runs[name]
@@ -295,26 +302,29 @@ class _Comparison:
                 left.timed += done
                 left.long = session.runs[-1] if long else left.long
                 left.session_s.append(session.seconds)
-                if name == BASELINE:  # after the warm-up and the control
+                if name == BASELINE:  # the first two folders are those of the warm-up and the control
                     left.overheads += [run.seconds - _recorded_span(at) for run, at in zip(done, session.folders[2:])]
                 remove_path(folder / "segments")
                 task.advance(len(done), f"{name}: {min(run.seconds for run in done):.1f} s a run")
-                if number == 1:  # one pair of sessions is enough to show a difference
+                if number == 1:  # the first two sessions are enough to show a difference
                     found, _ = self._weights(plan, runs)
                     if is_training_different(self.policy, found):
                         raise _EndedEarly(failed_evidence(training_difference_message(self.policy, found), **found))
 
     def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
-        """A session of one side and its folder. A stopped session of the candidate is tried again with a longer limit. Raises: _EndedEarly."""
+        """Run a session of one side. Returns the session and its folder. A session of the candidate that a limit stopped is run again with a longer
+        limit. Raises: _EndedEarly."""
         policy, side = self.policy, self.sides[name]
         if name == BASELINE:
-            usual = (policy.pairs - policy.pairs // 2 + 2) * policy.steps  # the steps for which wall_seconds is meant
+            usual = (
+                policy.pairs - policy.pairs // 2 + 2
+            ) * policy.steps  # wall_seconds is the limit for this number of steps
             limits: tuple[float, ...] = (policy.wall_seconds * max(1.0, sum(run.steps for run in runs) / usual),)
         else:
             limits = policy.patience.limits(before_s)
 
         def attempt(number: int, limit: float) -> tuple[PatchSession, Path]:
-            if number:  # the first attempt saw this data, so nothing that it wrote may remain
+            if number:  # the first attempt saw these data, so its files must not remain
                 for written in side.folder.glob("*/cache"):
                     remove_path(written.parent)
                 copy_cache(self.compiled, side.folder / secrets.token_hex(4) / "cache")
@@ -332,7 +342,7 @@ class _Comparison:
         if session.failed:
             says = (
                 failed_evidence if name == CANDIDATE else missing_evidence
-            )  # a failure of the baseline says nothing about the candidate
+            )  # a failure of the baseline is no evidence about the candidate
             failure = Message(
                 "patch.training_failed", "The {side}'s training failed: {problem}", side=name, problem=session.failed
             )
@@ -340,9 +350,9 @@ class _Comparison:
         return session, folder
 
     def _train(self, name: str, runs: Sequence[PlannedRun], wall_seconds: float) -> tuple[PatchSession, Path]:
-        """Train a warm-up and the other runs in one process. Returns the session and its new folder. One row of the ledger stands for all runs.
+        """Train the runs in one process; the first is the warm-up. Returns the session and its folder. One row of the ledger stands for all runs.
 
-        The side's compiled files move along. A folder that a candidate wrote in is not used again, and the folder's name is random.
+        Each session has a new folder with a random name, because the candidate can write in it. The side's compiled files move from folder to folder.
         """
         start, side = self.start, self.sides[name]
         folder = side.folder / secrets.token_hex(4)
@@ -367,7 +377,7 @@ class _Comparison:
         return session, folder
 
     def _evidence(self, plan: MeasurementPlan, runs: dict[str, SideRuns]) -> tuple[StageEvidence, RunPair]:
-        """The evidence of all four sessions. Raises: _EndedEarly if training could not continue from a checkpoint."""
+        """Return the evidence of all four sessions, and the pair of runs that is furthest apart. Raises: _EndedEarly if a checkpoint differs."""
         policy, baseline, candidate = self.policy, runs[BASELINE], runs[CANDIDATE]
         evidence, drifts = self._weights(plan, runs)
         pairs = list(zip(candidate.timed, baseline.timed, strict=True))
@@ -405,9 +415,12 @@ class _Comparison:
         return {"state": "passed", "reasons": [reason], **evidence}, furthest
 
     def _weights(self, plan: MeasurementPlan, runs: dict[str, SideRuns]) -> tuple[dict[str, Any], list[float]]:
-        """Evidence with the distance of the weights, and the distance of each pair."""
+        """Return evidence with the distances of the weights, and the distance of each pair of runs."""
         baseline, candidate = runs[BASELINE], runs[CANDIDATE]
-        fewer, all_steps = baseline.controls[0], baseline.timed[plan.whole[0]]  # the same data, without some steps
+        fewer, all_steps = (
+            baseline.controls[0],
+            baseline.timed[plan.whole[0]],
+        )  # runs on the same data; the first leaves out some steps
         control = weight_drift(fewer.weights, all_steps.weights, self.origin, of_one=False)
         pairs = zip(candidate.timed, baseline.timed, strict=True)
         drifts = [weight_drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
@@ -417,7 +430,7 @@ class _Comparison:
 
 
 def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> dict[str, Any]:
-    """The evidence of the wall clock, and in ``cpu`` the evidence of the CPU seconds of all processes and of the busiest thread."""
+    """Return the evidence of the wall clock, and in ``cpu`` the evidence of the CPU seconds of all processes and of the busiest thread."""
     twice = baseline.controls[1]
 
     def by(clock: Callable[[TimedRun], float], overhead: float | None = None) -> dict[str, Any]:
@@ -437,6 +450,6 @@ def _seed() -> int:
 
 
 def _recorded_span(folder: Path) -> float:
-    """Seconds from the end of the first step to the end of the last step, as the baseline (approved code) recorded them."""
+    """Return the seconds from the end of the first step to the end of the last step. The baseline, which is approved code, recorded them."""
     lines = read_step_lines(folder, "metrics.jsonl")
     return float(lines[-1]["time"] - lines[0]["time"])

@@ -1,4 +1,4 @@
-"""The requests, visible files and limits of the two processes of the op checks; and changed tests of ops."""
+"""The two processes of the op checks: their requests, visible files and time limits. Patches that change the tests of ops."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[...,
         ([ended(), ended(9, "wall"), ended()], None, None, False),
     ],
 )  # fmt: skip
-def test_early_ends_are_reported(
+def test_an_early_end_of_a_process_is_reported(
     processes: Callable[..., Processes], tmp_path: Path, runs: Any, missing: Any, died: Any, late: bool
 ) -> None:
     told = processes(*((notes if number == 1 else nothing, run) for number, run in enumerate(runs)))
@@ -141,7 +141,7 @@ def test_early_ends_are_reported(
 
 
 @pytest.mark.parametrize("left", ["{", "[]", "{}", '{"lines": 3}', "[" * 100_000, "null"])
-def test_an_unreadable_record_is_empty(tmp_path: Path, left: str) -> None:
+def test_an_unreadable_record_of_executed_code_counts_as_empty(tmp_path: Path, left: str) -> None:
     (tmp_path / "executed.json").write_text(left)
     folder = os.open(tmp_path, os.O_RDONLY)
     assert op_answers.read_executed_code(folder) == ExecutedCode()
@@ -207,7 +207,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("truth", [0, 2 * MIB])
-def test_an_answer_is_at_most_twice_as_large_as_the_truth_and_a_little(tmp_path: Path, truth: int) -> None:
+def test_an_answer_much_larger_than_twice_the_truth_is_refused(tmp_path: Path, truth: int) -> None:
     save_file({"output 0": torch.ones(2 + truth // 8, dtype=torch.float64)}, tmp_path / "exact-0.safetensors")
     save_file({"output 0": torch.ones(2 + truth // 8)}, tmp_path / "eager-0.safetensors")
     with opened(tmp_path) as folder:
@@ -299,7 +299,7 @@ def test_only_people_may_change_an_ops_tests(
         ),
     ],
 )
-def test_tests_that_cannot_be_made_fail_or_hold(
+def test_op_tests_that_the_candidate_cannot_make_fail_or_hold_the_patch(
     processes: Callable[..., Processes],
     tmp_path: Path,
     truth: OpAnswers,
@@ -334,7 +334,7 @@ def test_at_most_five_wrong_tests_are_listed(
     assert found["failures"] == 6 and [reason[:4] for reason in found["reasons"]] == [f"op {n}" for n in range(5)]
 
 
-def test_tests_made_again_are_not_much_larger(tmp_path: Path, truth: OpAnswers) -> None:
+def test_op_tests_much_larger_than_the_baselines_are_refused(tmp_path: Path, truth: OpAnswers) -> None:
     """Each file may be a little larger than the baseline's, whose size nobody chose."""
     for size, fits in ((0.9, True), (1.1, False)):
         padding = {"padding": torch.zeros(int(size * MIB), dtype=torch.uint8)}

@@ -64,7 +64,7 @@ def tensors(*values: float, dtype: torch.dtype = torch.float32) -> dict[str, tor
         ([1.0], [1.0, 1.0], [1.0, 1.0], "shape or dtype", 0.0),
     ],
 )
-def test_an_error_is_too_large_beyond_twice_that_of_the_reference(
+def test_an_error_of_more_than_twice_the_references_error_is_too_large(
     found: list[float], exact: list[float], eager: list[float], wrong: str, share: float
 ) -> None:
     problems, worst = find_errors(tensors(*found), tensors(*exact, dtype=torch.float64), tensors(*eager))
@@ -81,7 +81,7 @@ def test_each_result_is_judged_and_in_its_own_precision() -> None:
     off = {name: torch.full((2,), 1 + 2.0**-7, dtype=torch.bfloat16) for name in exact}  # one unit in the last place
     assert find_errors(off, exact, eager) == ([], 1.0)
     wrong, _ = find_errors({name: x.float() for name, x in off.items()}, exact, eager)
-    assert [problem.partition(" has")[0] for problem in wrong] == ["output 0", "gradient 1"]
+    assert [problem.data["result"] for problem in wrong] == ["output 0", "gradient 1"]
     assert len(find_errors({"output 0": off["output 0"]}, exact, eager)[0]) == 1
 
 
@@ -107,7 +107,7 @@ def test_an_odd_result_does_not_hide_the_next(first: list[float]) -> None:
         (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
     ],
 )
-def test_identical_tensors(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
+def test_are_identical_compares_shape_dtype_and_elements(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
     assert are_identical(a, b) == are_identical(b, a) == same
 
 
@@ -210,7 +210,7 @@ def answers(tmp_path: Path) -> Iterator[Callable[..., OpAnswers]]:
         ([GOOD], {"missing": NO_TRUTH, "out_of_time": True}, True, "missing", None, expect("patch.test_truth")),
     ],
 )
-def test_answers_become_evidence(
+def test_the_evidence_follows_from_the_answers(
     answers: Callable[..., OpAnswers],
     left: list[str],
     more: dict[str, Any],
@@ -230,7 +230,7 @@ def test_answers_become_evidence(
         assert (found["worst_share_of_allowed_error"] == INF) == ("" in left and not more)
 
 
-def test_an_error_of_a_required_answer_fails(answers: Callable[..., OpAnswers]) -> None:
+def test_an_exception_in_a_required_answer_fails_the_patch(answers: Callable[..., OpAnswers]) -> None:
     found = answers(REFUSED, GOOD)
     required = OpAnswers([{**job, "optional": False} for job in found.jobs], found.truth, found.folder, 2.0, 1.0)
     said = required.evidence([0, 1], Message("patch.test_right", "right"), last=True)

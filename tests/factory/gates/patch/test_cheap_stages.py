@@ -1,4 +1,4 @@
-"""The stages before any training: their input, their requests, and their evidence."""
+"""The stages before any training: their inputs, the requests that they make, and their evidence."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ STEPWISE = RECIPE.replace("  sequences: 8\n", "  sequences: 8\n  micro_sequences
         ({f"policies/recipes/a{n}.yaml": (RECIPE, STEPWISE) for n in range(9)}, False, "missing", [expect("gates.unused_recipe", used=TINY)] * 8),
     ],
 )  # fmt: skip
-def test_problems_of_the_source_are_found(
+def test_the_static_stage_finds_the_problems_of_a_patch(
     tmp_path: Path, files: Files, own: bool, state: str, expected: list[Expected]
 ) -> None:
     found = static.run(case_of(tmp_path, files, own)).evidence
@@ -126,7 +126,7 @@ FAST = b"cpu: {swiglu: native, rms_norm: reference}\ncuda: {swiglu: triton}\n"
         (b"- 1", b"- 2", [], 0),
     ],
 )
-def test_changed_sections_are_found(
+def test_changed_sections_of_kernels_yaml_are_found(
     before: bytes | None, after: bytes | None, sections: list[str], others: int
 ) -> None:
     assert find_changed_sections(before, after) == sections
@@ -233,7 +233,7 @@ def test_the_oracle_asks_for_the_changed_ops(
         assert case.policy.exploits.calls <= count - 6 <= case.policy.exploits.calls * 5 // 4
 
 
-def test_without_changed_ops_nothing_is_checked(tmp_path: Path) -> None:
+def test_the_op_stages_check_nothing_without_changed_ops(tmp_path: Path) -> None:
     case = case_of(tmp_path, {"trainer/run.py": (None, "x = 1\n")}, handed_on={"oracle": None})
     assert oracle.run(case).evidence == exploits.run(case).evidence == NO_OP and oracle.run(case).handed_on is None
 
@@ -245,7 +245,7 @@ def test_the_exploits_stage_reads_what_the_oracle_handed_on(tmp_path: Path) -> N
     assert exploits.run(case).evidence["state"] == "failed"
 
 
-def test_a_quick_check_asks_for_the_oracles_jobs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_check_runs_only_the_oracles_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     told = Told("passed")
 
@@ -341,7 +341,7 @@ def test_switched_ops_are_timed_by_approved_code_alone(
          expect("patch.slower_alone", after="native", before="reference", ratio=1.0, high=1.24, least=1.25)),
     ],
 )  # fmt: skip
-def test_timings_become_evidence(
+def test_the_evidence_of_the_isolated_stage_follows_from_the_timings(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     told: list[Any],
@@ -360,7 +360,9 @@ def test_timings_become_evidence(
     assert len(asked) == len(told)
 
 
-def test_only_a_patch_of_settings_is_timed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_are_timed_by_themselves_only_for_patches_of_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = TrainingStart(tmp_path, 6, yaml.safe_load(RECIPE), {})
     setting: Files = {KERNELS: (CPU, "cpu: {swiglu: native, rms_norm: reference}\n")}
     asked, run = clock(QUICK, SAME)

@@ -1,4 +1,4 @@
-"""The record of executed code; and the distance of two runs in weights, moments and scores."""
+"""The record of executed code, and the distances of two runs in weights, moments and scores."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NAMES = ("trainer/a.py", "kernels/b.py", "policies/c.py", "trainers/d.py")
 
 
 @pytest.mark.parametrize("thread", [False, True])
-def test_lines_of_the_trainer_and_the_kernels_are_noted(tmp_path: Path, thread: bool) -> None:
+def test_executed_lines_of_the_trainer_and_the_kernels_are_recorded(tmp_path: Path, thread: bool) -> None:
     files = written(tmp_path, *NAMES)
     recorder = ExecutionRecorder(str(tmp_path), ["trainer/a.py", "trainer/gone.py"])
     run = lambda: [files[name]["names"]["double"](1) for name in NAMES]
@@ -90,7 +90,7 @@ def test_lines_of_the_trainer_and_the_kernels_are_noted(tmp_path: Path, thread: 
     assert json.loads(json.dumps(found))["instructions"]["trainer/a.py"], "no set and no tuple in it"
 
 
-def test_code_of_the_compiler_is_not_recorded_as_the_files(tmp_path: Path) -> None:
+def test_code_that_the_compiler_makes_is_not_recorded_as_code_of_the_file(tmp_path: Path) -> None:
     """torch.compile makes functions of its own, under a file's name."""
     made = written(tmp_path, "trainer/a.py")["trainer/a.py"]["names"]
     other: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def test_a_file_that_is_not_python_has_no_code(tmp_path: Path) -> None:
     assert [len(found[f"{tmp_path}/{name}"]) for name in "abcd"] == [0, 0, 1, 0]
 
 
-def test_names_tell_functions_of_one_line_apart() -> None:
+def test_code_names_distinguish_functions_on_the_same_line() -> None:
     lines = "f, g = (lambda x: x), (lambda x: x)\n"
     names = [code_name(code) for code in iterate_code_objects(compile(lines, "a", "exec"))]
     assert len(set(names)) == 3 and [name.split(":")[:2] for name in names[1:]] == [["<lambda>", "1"]] * 2
@@ -222,7 +222,7 @@ STATE: dict[str, Any] = dict.fromkeys(EQUAL, 1) | {
 MOMENTS = weights(**{"exp_avg.w": [1.0, 1.0], "exp_avg.v": [1.0], "exp_avg_sq.w": [1.0, 1.0], "step.w": [3.0]})
 
 
-def test_moments_are_apart_by_kind() -> None:
+def test_the_distance_of_moments_is_computed_for_each_kind() -> None:
     other = weights(**{"exp_avg.w": [1.0, 3.0], "exp_avg.v": [0.0], "exp_avg_sq.w": [1.0, 1.5], "step.w": [3.0]})
     found = squared_moment_distances(Checkpoint({}, MOMENTS, {}), Checkpoint({}, other, {}))
     assert found == {"exp_avg": pytest.approx(5.0), "exp_avg_sq": pytest.approx(0.25), "step": 0.0}
@@ -299,7 +299,7 @@ def test_a_source_document_counts_once() -> None:
             gains_by_document(ours, other)
 
 
-def test_held_out_texts_are_few_short_and_of_the_dev_half(tmp_path: Path) -> None:
+def test_held_out_texts_are_limited_and_from_the_dev_half(tmp_path: Path) -> None:
     made = make()
     plant, start = Plant(made.workspace, made.ledger), find_training_start(made.ledger)
     assert start is not None

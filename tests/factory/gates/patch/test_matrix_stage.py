@@ -1,4 +1,4 @@
-"""The matrix stage on patches, with the first of its tiny runs and one tool: both sides really train."""
+"""The matrix stage on patches, with the first of its tiny runs and one tool. Both sides really train."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def left_out(*paths: str) -> list[UnexecutedPart]:
         (["trainer/run.py"], None),
     ],
 )
-def test_code_for_another_device_waits_for_it(paths: list[str], waits: str | None) -> None:
+def test_a_patch_waits_if_all_unexecuted_code_is_for_another_device(paths: list[str], waits: str | None) -> None:
     found = matrix._unexecuted(left_out(*paths))
     assert found.get("waits_for") == waits and len(found["unexecuted"]) == len(paths)
     reasons = matrix._reasons(left_out(*paths))
@@ -208,14 +208,14 @@ def test_code_for_another_device_waits_for_it(paths: list[str], waits: str | Non
     assert reasons[0].data.get("device") == waits and reasons[1:] == found["unexecuted"]
 
 
-def test_a_long_list_is_cut_and_says_so() -> None:
+def test_a_long_list_of_unexecuted_parts_is_cut_and_says_so() -> None:
     lists = [matrix._reasons(left_out(*["trainer/run.py"] * count)) for count in (8, 9, 11)]
     assert [len(reasons) for reasons in lists] == [9, 10, 10]
     last = [reasons[-1] for reasons in lists[1:]]
     assert codes(last) == ["patch.more_lines"] * 2 and [one.data["more"] for one in last] == [1, 3]
 
 
-def test_only_existing_python_must_be_executed() -> None:
+def test_only_python_files_that_remain_must_be_executed() -> None:
     base = {"trainer/a.py": b"# \xff\nx = 1\n"}
     changes = [
         FileChange("trainer/a.py", b"# \xfe\nx = 1\ny = 2\n"), FileChange("trainer/b.py", b"z = 3\n"), FileChange("trainer/c.py", None),
@@ -286,7 +286,7 @@ def drawn(
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_the_candidate_runs_with_its_own_code_and_choice(
+def test_the_candidate_runs_with_its_own_code_and_kernel_choice(
     tmp_path: Path, workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
     start = TrainingStart(tmp_path, 6, {"name": "mine"}, {}, {"swiglu": "fused"}, "d" * 40) if started else None
@@ -381,7 +381,7 @@ def test_failed_runs_are_attributed_to_their_side(
         (["trainer/kernels/a.py"], "rounded", False),
     ],
 )
-def test_only_ops_and_declared_patches_may_round(
+def test_only_patches_of_ops_and_declared_patches_may_change_rounding(
     monkeypatch: pytest.MonkeyPatch, paths: list[str], message: str, may: bool
 ) -> None:
     monkeypatch.setattr(

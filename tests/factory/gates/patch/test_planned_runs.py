@@ -1,4 +1,4 @@
-"""The plan before anything runs: a measurement's sessions, each side's recipe, the oracle's jobs."""
+"""The plan of a measurement before anything runs: its sessions, the recipe of each side, and the jobs of the oracle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICY = TrainingPolicy(
 
 
 @pytest.mark.parametrize("candidate_first", [False, True])
-def test_a_measurement_is_two_sessions_a_side_on_the_same_data(candidate_first: bool) -> None:
+def test_a_measurement_has_two_sessions_of_each_side_on_the_same_data(candidate_first: bool) -> None:
     drawn = [MeasurementPlan.draw(POLICY, candidate_first) for _ in range(60)]
     first, second = (CANDIDATE, BASELINE) if candidate_first else (BASELINE, CANDIDATE)
     for plan in drawn:
@@ -54,7 +54,7 @@ def test_a_measurement_is_two_sessions_a_side_on_the_same_data(candidate_first: 
 @pytest.mark.parametrize(
     ("steps", "min_gain", "worth"), [(100, 1.1, 9), (10, 1.02, 1), (3, 1.02, 1), (10, 1.25, 2), (80, 1.02, 2)]
 )
-def test_a_gain_is_worth_some_steps_and_one_at_least(steps: int, min_gain: float, worth: int) -> None:
+def test_the_smallest_gain_is_worth_at_least_one_step(steps: int, min_gain: float, worth: int) -> None:
     policy = TrainingPolicy(steps=steps, min_gain=min_gain)
     assert policy.steps_worth_min_gain(steps) == policy.steps_left_out == worth
 
@@ -74,7 +74,7 @@ TRUNK, CHANGED = {"compile": False, "micro": 2}, {"compile": True, "micro": 4}
         (["policies/recipes/tiny.yaml"], CHANGED, 6, True, (6, None)),  # rows that do not divide by it
     ],
 )
-def test_each_side_trains_with_what_its_code_says_of_how_a_step_is_computed(
+def test_each_side_trains_with_the_step_settings_of_its_own_code(
     tmp_path: Path,
     paths: list[str],
     code: dict[str, Any],
@@ -118,7 +118,7 @@ def test_all_values_and_fp32_are_tried_on_the_first_case(precision: str, dtypes:
 
 
 @pytest.mark.parametrize(("paths", "new_code"), [(["a.yaml", "trainer/b.py"], True), (["a.yaml", "b.pyx"], False)])
-def test_the_stage_trains_both_sides_some_steps_more_than_the_policys(
+def test_the_stage_adds_some_steps_to_the_policys_for_both_sides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str], new_code: bool
 ) -> None:
     asked: list[Any] = []
@@ -148,7 +148,7 @@ def test_the_stage_trains_both_sides_some_steps_more_than_the_policys(
     assert training.run(case).evidence == NO_START
 
 
-def test_calls_are_drawn_anew_for_each_verdict() -> None:
+def test_exploit_calls_are_drawn_again_for_each_verdict() -> None:
     policy = ExploitsPolicy(calls=8, recipe_calls=4, long_calls=1)
     ops = [ChangedOp("swiglu", "reference", "fast"), ChangedOp("adamw", "a", "b")]
     recipe = recipe_with(precision="bf16").model_dump()

@@ -1,4 +1,4 @@
-"""The findings in a patch's source with their lines, as a table, beside similar harmless code."""
+"""The findings in a patch's source with their lines, as a table, together with similar harmless code."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_findings_are_named_with_their_line(source: str) -> None:
     assert all(any(f"line {line}: " in one and word in one for one in told) for line, word in FOUND[source]), told
 
 
-def test_a_failing_kernel_is_not_hidden_but_the_trainer_may_expect_an_error() -> None:
+def test_kernels_may_not_catch_runtime_errors_but_the_trainer_may() -> None:
     text = "try:\n    f()\nexcept RuntimeError:\n    pass\n"
     assert (
         len(found("kernels/a.py", text)) == 1
@@ -99,7 +99,7 @@ def test_only_new_findings_count(base: str | None, count: int) -> None:
     assert len(found("kernels/a.py", "import os\nimport os\n", base)) == count
 
 
-def test_a_file_that_is_gone_has_no_problem_and_one_that_is_not_python_has_one() -> None:
+def test_a_deleted_file_has_no_problem_and_a_file_that_is_not_python_has_one() -> None:
     assert find_source_problems(FileChange("kernels/a.py", None), b"import os\n") == []
     (problem,) = found("kernels/a.py", "import os\nx = = 1\n")
     assert tells([problem], expect("patch.not_python"))

@@ -1,4 +1,4 @@
-"""A session of the training stage in the sandbox, and the stage that scores what training left, on a real trunk."""
+"""A session of the training stage in the sandbox, and the evals stage, which scores the trained weights. Both use a real trunk."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def session(folder: Path, wall_seconds: float = 300.0, **broken: Any) -> tuple[P
     return train_timed_session(folder, made.target, arms, origin, wall_seconds, [1], {2: early}), start
 
 
-def test_a_session_returns_what_was_asked_for_of_each_run(tmp_path: Path) -> None:
+def test_a_session_returns_the_requested_weights_and_checkpoints_of_each_run(tmp_path: Path) -> None:
     began = time.monotonic()
     found, start = session(tmp_path / "session")
     assert not found.failed and not found.out_of_time and len(found.runs) == 2
@@ -68,7 +68,7 @@ def test_a_session_ends_with_the_first_run_that_fails(tmp_path: Path) -> None:
     assert found.failed.startswith("run 1 failed: ") and not found.out_of_time and found.runs == []
 
 
-def test_a_session_without_time_says_that_nothing_is_known(tmp_path: Path) -> None:
+def test_a_session_that_runs_out_of_time_says_so(tmp_path: Path) -> None:
     found, _ = session(tmp_path / "session", wall_seconds=0.05)
     assert found.failed.startswith("run 0 failed: ") and found.out_of_time and found.runs == []
 

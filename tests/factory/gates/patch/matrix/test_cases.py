@@ -1,4 +1,4 @@
-"""The recipes of the tiny runs."""
+"""The recipes of the matrix's tiny runs cover the keys, starts and layouts that the trainer has."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def within(key: str, outer: Any) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in outer)
 
 
-def test_every_key_that_the_trainer_reads_has_several_values() -> None:
+def test_every_recipe_key_that_the_trainer_reads_has_several_values_in_the_cases() -> None:
     assert one_valued(CASES) == set()
 
 
 @pytest.mark.parametrize(
     "without", ["Muon without Nesterov, a wider base", "truncated rows, another AdamW, a narrower base"]
 )
-def test_a_key_with_one_value_is_found(without: str) -> None:
+def test_a_recipe_key_with_only_one_value_is_found(without: str) -> None:
     assert one_valued(tuple(case for case in CASES if case.name != without))
 
 
-def test_ranks_begin_anew_and_from_one_ranks_checkpoint_in_every_layout() -> None:
+def test_the_cases_with_several_ranks_cover_every_layout_and_start() -> None:
     layouts = set()
     for case in CASES:
         if case.ranks > 1 and not case.exit_code:

@@ -1,4 +1,4 @@
-"""The unexecuted parts of a patch, instruction by instruction."""
+"""The search for unexecuted parts of a patch, instruction by instruction."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_unchanged_lines_need_no_execution(tmp_path: Path) -> None:
     assert parts(tmp_path, base, base + "\n\nTAIL = rate(1)\n", "rate(3)") == []
 
 
-def test_every_copy_of_a_line_counts(tmp_path: Path) -> None:
+def test_a_line_that_moved_into_a_branch_must_be_executed(tmp_path: Path) -> None:
     """A line that moved into a branch is a changed line, though its words are the base's."""
     base = "def rate(step):\n    step = step * 2\n    return step\n"
     text = "def rate(step):\n    if step > 100:\n        step = step * 2\n    return step\n"

@@ -1,4 +1,4 @@
-"""The share of the trainer and the kernels that the gate's runs execute. No patch may change the rest."""
+"""The share of the trainer and the kernels that the gate's runs execute. No patch may change code that they do not execute."""
 
 from __future__ import annotations
 

@@ -156,9 +156,14 @@ def test_an_interrupted_run_resumes(process: Process, planned: Any, tmp_path: Pa
     [
         ("0", {"code": 1, "stderr": "x\nlast"}, False, "ended with code 1: last"),
         ("0", {"code": 137, "stopped": "wall"}, True, "exceeded its wall limit"),
-        ("0", {"codes": [3], "stderr": " a\nb \n"}, False, "run 'long' ended with exit code 3: b"),
-        ("0", {"codes": [3], "stderr": "e" * 900}, False, "run 'long' ended with exit code 3: " + "e" * 400),
-        ("0", {"codes": [3]}, False, "run 'long' ended with exit code 3: "),
+        ("0", {"codes": [3], "stderr": " a\nb \n"}, False, "run 'long' ended with exit code 3 instead of 0: b"),
+        (
+            "0",
+            {"codes": [3], "stderr": "e" * 900},
+            False,
+            "run 'long' ended with exit code 3 instead of 0: " + "e" * 400,
+        ),
+        ("0", {"codes": [3]}, False, "run 'long' ended with exit code 3 instead of 0: "),
         ("1", {"codes": [0, 0]}, False, f"run '{lanes.tool_name(TOOL)}' ended with exit code 0"),
         ("1", {"codes": [0]}, False, "cannot be read"),
         ("0", {"codes": [0, 0]}, False, "cannot be read"),

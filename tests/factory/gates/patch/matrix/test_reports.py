@@ -1,4 +1,4 @@
-"""Each detector reports something in some run, because reports are in the files that both sides must agree on."""
+"""Each anomaly detector reports something in some run. The reports are in the files that are compared, so a patch cannot change a detector unseen."""
 
 from __future__ import annotations
 

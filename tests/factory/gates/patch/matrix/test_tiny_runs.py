@@ -1,4 +1,4 @@
-"""The tiny runs without patches: their start, and that each ends with its case's exit code."""
+"""The tiny runs without patches: their starts, their exit codes, and the comparison of their files."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ ALIKE: list[tuple[Callable[[Path], object], str]] = [
     (text("metrics.jsonl", '"lr"', '"rate"'), "metrics.jsonl, line 1: "),
     (text("result.json", '"last_step": 6', '"last_step": 7'), "result.json: last_step"),
     (text("result.json", '"skipped_checkpoints": \\[', '"skipped_checkpoints": ["x"'), "number of skipped checkpoints"),
-    (text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'), "not contain the SHA-256 of its"),
+    (text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'), "a SHA-256 that differs from that of"),
     (text("parameters.txt", "embedding", "embeddings"), "parameters.txt differs"),
     (lambda folder: (folder / "parameters.txt").unlink(), "parameters.txt"),
     (lambda folder: shutil.rmtree(folder / "checkpoints" / "step-00000004"), "checkpoints [step-00000002, step-00000006]"),
@@ -267,7 +267,7 @@ def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     weights = sorted(checkpoints.load(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
     last = "step-00000006"
     begins = [
-        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json does not contain",
+        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json contains a SHA-256",
         "result.json lists another number",
         "parameters.txt", "step-00000002: model.safetensors does not", "step-00000002: ", f"{last}, state.json: sampler: step",
         f"{last}: {weights[0]} has the shape", f"{last}: {weights[1]} has numbers of a lower", *(f"{last}: {name}" for name in weights[2:]),
@@ -282,7 +282,7 @@ def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     ("printed", "checkpoint", "words"),
     [
         ("in OUT", True, ""),
-        ("in OUT,", True, "prints something else"),
+        ("in OUT,", True, "the tool's output with the candidate's code differs"),
         ("in OUT", False, "checkpoints [], and the baseline left [step-00000002]"),
         (None, True, "printed.txt is missing"),
     ],

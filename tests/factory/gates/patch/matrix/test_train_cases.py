@@ -1,4 +1,4 @@
-"""The program that trains the tiny runs, without trainings."""
+"""The program that trains the tiny runs. No test here trains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANK = """
 
 
 @pytest.mark.parametrize(("ends", "code"), [("000", 0), ("030", 3), ("052", 5)])
-def test_ranks_find_one_another_at_this_process_and_the_first_that_fails_is_told(
+def test_ranks_find_one_another_and_the_first_nonzero_exit_code_is_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, code: int
 ) -> None:
     script = tmp_path / "rank.py"
@@ -38,7 +38,7 @@ def test_ranks_find_one_another_at_this_process_and_the_first_that_fails_is_told
     assert told == [f"{rank} {rank} 3 3 True 0" for rank in range(3)]
 
 
-def test_threads_that_are_started_late_wait_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delayed_threads_wait_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[object] = []
     monkeypatch.setattr(time, "sleep", order.append)
     for late in (train_cases.delay_threads(), contextlib.nullcontext()):
@@ -59,7 +59,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("body", PROGRAMS)
-def test_a_program_ends_with_the_code_that_it_would_end_a_process_with(
+def test_run_tool_returns_the_exit_code_that_a_process_would_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     (tmp_path / "tool.py").write_text(f"import sys\nprint('said')\n{body}\n")
@@ -70,7 +70,7 @@ def test_a_program_ends_with_the_code_that_it_would_end_a_process_with(
     (tmp_path / "tool.py").unlink()
 
 
-def test_a_disturbed_op_is_some_roundings_off_by_seed(
+def test_a_perturbed_op_is_some_roundings_off_and_depends_on_the_seed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate, up = (torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -95,7 +95,7 @@ def test_a_disturbed_op_is_some_roundings_off_by_seed(
             assert torch.equal(a, b) == (one == other)
 
 
-def test_in_place_results_are_disturbed_by_shares() -> None:
+def test_results_written_in_place_have_relative_errors() -> None:
     op = registry.find_op("adamw")
 
     def written(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -117,7 +117,7 @@ def test_in_place_results_are_disturbed_by_shares() -> None:
             assert bool((one != exact).any()) and bool((two != one).any())
 
 
-def test_only_floats_are_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_floats_are_perturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "bind_ops", registry.bind_ops)
     plain = registry.bind_ops({})
     train_cases.perturb_op_results(3)
@@ -132,7 +132,7 @@ def test_only_floats_are_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("stop_after", "ends", "code", "looks"),
     [(0, [0], 0, 0), (0, [3], 3, 0), (3, [75, 0], 0, 4), (3, [75, 2], 2, 4), (3, [0], 1000, 4), (1, [5], 1005, 2)],
 )
-def test_a_run_is_told_to_stop_after_its_steps_and_started_once_more(
+def test_a_run_is_stopped_after_its_steps_and_started_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int, ends: list[int], code: int, looks: int
 ) -> None:
     seen: list[list[str]] = []
@@ -151,7 +151,7 @@ def test_a_run_is_told_to_stop_after_its_steps_and_started_once_more(
     assert seen == [[str(tmp_path)]] * len(ends) and stopping.is_stop_requested is asked
 
 
-def test_a_run_that_waits_is_a_program_twice_and_its_worst_end_counts(
+def test_a_waiting_run_starts_twice_and_returns_the_larger_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, ends = [], iter([0, 3, 2, 0])
@@ -160,7 +160,7 @@ def test_a_run_that_waits_is_a_program_twice_and_its_worst_end_counts(
     assert told == [("trainer", ["--wait", str(tmp_path)])] * 4
 
 
-def test_slow_threads_are_those_of_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_delayed_only_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = threading.Thread.run
     monkeypatch.setattr(
         "trainer.__main__.main", lambda words: 7 if threading.Thread.run is not run and words == [str(tmp_path)] else 0
