@@ -91,7 +91,7 @@ def _releasable(workspace: Workspace) -> CheckResult:
 def _compiler() -> CheckResult:
     found = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
     missing = Message(
-        "machine_check.no_compiler", "There is no C++ compiler. torch.compile on the CPU needs one: install g++."
+        "machine_check.no_compiler", "There is no C++ compiler. torch.compile on the CPU needs one. Install g++."
     )
     return bool(found), found or missing
 
@@ -104,7 +104,7 @@ def _torch() -> CheckResult:
         return True, [f"{torch.__version__}, CUDA {torch.version.cuda}, {len(gpus)} GPUs", *gpus]
     return True, Message(
         "machine_check.no_gpu",
-        "{version}; no GPU, so training uses {threads:,|CPU thread|CPU threads}",
+        "{version} finds no GPU, so training uses {threads:,|CPU thread|CPU threads}",
         version=torch.__version__,
         threads=torch.get_num_threads(),
     )
@@ -123,8 +123,8 @@ def _gpu(number: int) -> str:
     peak = data_sheet_peak(device, DTYPES[name])
     return Message(
         "machine_check.gpu",
-        "GPU {number}: {name}, capability {capability}, {memory:.0f} GiB; {precision}: peak {peak}, "
-        "matrix products reach {products:.0f} TFLOP/s now; copies reach {copies:.2f} TB/s",
+        "GPU {number}: {name}, capability {capability}, {memory:.0f} GiB. In {precision}, matrix products now reach "
+        "{products:.0f} TFLOP/s (peak by the data sheet: {peak}). Copies reach {copies:.2f} TB/s",
         number=number,
         name=facts.name,
         capability=f"{facts.major}.{facts.minor}",
@@ -156,7 +156,7 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
     lines: list[str] = [
         Message(
             "machine_check.precision",
-            "{machine}; recipe {recipe} has precision {asked}, so training is in {precision}",
+            "{machine}; the recipe {recipe} has precision {asked}, so training is in {precision}",
             machine=str(this_machine()),
             recipe=recipe.name,
             asked=found["asked"],
@@ -168,7 +168,7 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
         lines.append(
             Message(
                 "machine_check.step_time",
-                "{precision}: {milliseconds:.0f} ms per step for the timed parts; GFLOP/s{each}: {rates}",
+                "{precision}: the timed parts of a step take {milliseconds:.0f} ms. GFLOP/s{each}: {rates}",
                 precision=name,
                 milliseconds=value * 1e3,
                 each=each,
@@ -216,7 +216,7 @@ def _computing(
     lines = [f"{kernel} (there are: {', '.join(OPS[kernel.op].implementations)})" for kernel in found]
     head = Message(
         "machine_check.kernels",
-        "recipe {recipe} in {precision} on {device}; fallback: {fallback}",
+        "kernels for the recipe {recipe} in {precision} on {device} ('fallback: {fallback}' in kernels.yaml)",
         recipe=recipe.name,
         precision=setting.precision,
         device=device,
@@ -247,7 +247,7 @@ def _endpoint(workspace: Workspace | None) -> CheckResult:
     key = "set" if os.environ.get("OPENAI_API_KEY") else "not set"
     return None, Message(
         "machine_check.endpoint",
-        "{endpoint}, model {model}, OPENAI_API_KEY {key}",
+        "{endpoint}, model {model}, OPENAI_API_KEY is {key}",
         endpoint=where,
         model=policy.model or "not named (llm.model)",
         key=key,
@@ -299,9 +299,9 @@ def _training(workspace: Workspace) -> CheckResult:
         )
     return True, Message(
         "machine_check.sandboxed",
-        "The live code trains in the sandbox. It reads its own code, token shards and one checkpoint. "
-        "It writes its segment's folder and its commit's compile cache. It has these devices: {devices}. "
-        "Ranks meet on a loopback of their own. It has no network, home folder, ledger or other processes.",
+        "The live code trains in the sandbox. It can read its own code, the token shards and one checkpoint. "
+        "It can write its segment's folder and its commit's compile cache. It can use these devices: {devices}. "
+        "Its ranks communicate over a private loopback interface. It cannot access the network, the home folder, the ledger or other processes.",
         devices=", ".join(devices.list_gpu_device_files(every=True)) or "no GPU",
     )
 
@@ -322,7 +322,7 @@ def _policies(workspace: Workspace) -> CheckResult:
     release = ReleasePolicy.load(workspace.policy_path("gates/release.yaml"))
     return True, Message(
         "machine_check.policies",
-        "recipe {recipe}, data.yaml, gates/release.yaml (approval: {approval})",
+        "the recipe {recipe}, data.yaml and gates/release.yaml (approval: {approval}) are valid",
         recipe=recipe.name,
         approval=release.approval,
     )
@@ -393,7 +393,7 @@ def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Ch
         faults = found.faults
         said = Message(
             "machine_check.sound",
-            "{count:,} exist, and the factory checked the hashes of {hashed:,}",
+            "{count:,|exists|exist}, and the factory checked {hashed:,|hash|hashes}",
             count=found.count,
             hashed=found.hashed,
         )
@@ -403,5 +403,7 @@ def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Ch
         for fault in faults[:SHOWN]
     ]
     if len(faults) > SHOWN:
-        lines.append(Message("machine_check.more_faults", "and {faults:,} more faults", faults=len(faults) - SHOWN))
+        lines.append(
+            Message("machine_check.more_faults", "and {faults:,|more fault|more faults}", faults=len(faults) - SHOWN)
+        )
     return not faults, lines or said

@@ -124,7 +124,7 @@ def parse_json(line: bytes) -> Any:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        unread = Message("ingest.row_not_utf8", "the row is not UTF-8 at byte {byte}", byte=error.start)
+        unread = Message("ingest.row_not_utf8", "byte {byte} of the row is not valid UTF-8", byte=error.start)
         raise BadRow("bad_encoding", unread) from error
     text = text.removeprefix("\ufeff").strip().strip("\x00")
     if not text:
@@ -146,7 +146,10 @@ def refuse_domain(name: str) -> None:
     """Raises: InputError for a name that no domain may have."""
     if not _DOMAIN.match(name) or name in _RESERVED:
         raise InputError(
-            "ingest.domain_name", "{name!r} cannot name a domain: {why}", name=name[:40], why=_better_domain(name)
+            "ingest.domain_name",
+            "{name!r} cannot be the name of a domain: {why}",
+            name=name[:40],
+            why=_better_domain(name),
         )
 
 
@@ -167,7 +170,9 @@ def parse_document(
     domain = _string(row, "domain", notes) or ("chat" if "messages" in content else default_domain)
     if not _DOMAIN.match(domain) or domain in _RESERVED:
         why = _better_domain(domain)
-        raise BadRow("bad_schema", Message("ingest.row_domain", "'domain' {name!r}: {why}", name=domain[:40], why=why))
+        raise BadRow(
+            "bad_schema", Message("ingest.row_domain", "'domain' cannot be {name!r}: {why}", name=domain[:40], why=why)
+        )
     identity = row.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = _digits("id", identity)
@@ -243,14 +248,14 @@ def _string(row: dict[str, Any], key: str, notes: ReadingNotes) -> str | None:
         names = [name.strip() for name in dict.fromkeys(value) if name.strip()]
         value = " AND ".join(f"({name})" if _OPERATOR.search(name) and len(names) > 1 else name for name in names)
         notes.messages.add(
-            Message("ingest.licence_list", "'license' is a list: all of its licences apply, joined by AND")
+            Message("ingest.licence_list", "'license' is a list, so all of its licences apply, joined by AND")
         )
     if value is None or value == "":
         return None
     if key in ("source", "domain") and isinstance(value, int) and not isinstance(value, bool):
         value = _digits(key, value)
         notes.messages.add(
-            Message("ingest.number_as_text", "{key!r} is a number, and its digits are used as text", key=key)
+            Message("ingest.number_as_text", "{key!r} is a number, and ingest uses its digits as a name", key=key)
         )
     if not isinstance(value, str) or len(value) > LONGEST_NAME:
         wrong = Message(
@@ -279,7 +284,7 @@ def _better_domain(domain: str) -> Message:
     if domain in _RESERVED:
         return Message(
             "ingest.reserved_domain",
-            "the release gate has a measure with the name {name!r}. Write '{name}-text' instead",
+            "the release gate uses the name {name!r} for a measure. Write '{name}-text' instead",
             name=domain,
         )
     return Message(

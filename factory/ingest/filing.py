@@ -183,7 +183,7 @@ def return_quarantined_files(plant: Plant) -> None:
             plant.progress.line(
                 Message(
                     "ingest.asked_again",
-                    "  {file} was quarantined. A person asked to ingest the file again, so the factory tries again",
+                    "  {file} was quarantined. A person asked to ingest the file again, so the factory tries it again",
                     file=back.name,
                 )
                 if asked

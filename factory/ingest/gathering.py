@@ -83,7 +83,7 @@ def _paths(workspace: Workspace, name: str) -> list[Path]:
     if not name.strip():  # for example an unset shell variable; Python would read it as the current folder
         raise InputError(
             "ingest.empty_name",
-            "one of the given names is empty: give files, folders, patterns or addresses ('.' is the current folder)",
+            "one of the given names is empty. Give names of files or folders, patterns or addresses ('.' is the current folder)",
         )
     path = Path(name)
     if path.exists():
@@ -96,7 +96,7 @@ def _paths(workspace: Workspace, name: str) -> list[Path]:
                 {one.resolve(): one for one in matched if not one.is_dir()}.values()
             )  # links may form a circle
             return files or matched
-        raise InputError("ingest.no_match", "{pattern}: no file matches this pattern", pattern=name)
+        raise InputError("ingest.no_match", "no file matches the pattern {pattern}", pattern=name)
     raise InputError(
         "ingest.no_named_file",
         "no file {file} was found, neither at the given path nor in {quarantine}",

@@ -150,7 +150,7 @@ def _take_alone(plant: Plant, path: Path) -> None:
         else:
             why = Message(
                 "ingest.unexpected",
-                "an unexpected {kind}: {error} (traceback in {log})",
+                "ingest failed unexpectedly ({kind}: {error}). The traceback is in {log}",
                 kind=type(error).__name__,
                 error=error,
                 log=log,
@@ -166,7 +166,7 @@ def _take_alone(plant: Plant, path: Path) -> None:
 def _removed_line(path: Path) -> Message:
     return Message(
         "ingest.removed_from_inbox",
-        "  {file} was removed from the inbox before its ingest ended; nothing of the file was stored",
+        "  {file} was removed from the inbox before its ingest ended, so nothing of the file was stored",
         file=printable_name(path),
     )
 
@@ -227,7 +227,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
         plant.progress.line(
             Message(
                 "ingest.not_together",
-                "  the factory could not ingest the small files as one shard, and ingests them one by one: {why}",
+                "  the factory ingests the small files one by one, because it could not ingest them as one shard: {why}",
                 why=error,
             )
         )
@@ -305,7 +305,7 @@ def ingest_path(
         plant.progress.line(
             Message(
                 "ingest.erased_shard",
-                "  the factory deleted the file {file}, because a person erased text of this shard earlier",
+                "  the factory deleted {file}, because the same content was ingested earlier and a person then erased text of it",
                 file=printable_name(path),
             )
         )
@@ -402,10 +402,15 @@ def _wait(policy: RetryPolicy, deaths: int) -> float:
 
 def _no_file(path: Path) -> Message:
     if path.is_symlink():
-        return Message("ingest.link", "the factory does not follow links: copy the file itself into the inbox")
+        return Message(
+            "ingest.link", "it is a link, and the factory does not follow links. Copy the file itself into the inbox"
+        )
     if path.is_dir():
-        return Message("ingest.inbox_folder", "this is a folder. Move the files of the folder directly into the inbox")
-    return Message("ingest.special_file", "this is not a regular file: remove the file")
+        return Message(
+            "ingest.inbox_folder",
+            "it is a folder, and the factory ingests only the files directly in the inbox. Move the files of the folder into the inbox",
+        )
+    return Message("ingest.special_file", "it is not a regular file. Remove it")
 
 
 def _incomplete(path: Path, stamp: FileStamp) -> str:
@@ -494,7 +499,7 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
             parts.append(
                 Message(
                     "ingest.other_licence",
-                    "{texts:,|TEXT|TEXTS} OF THIS SHARD CAME UNDER ANOTHER LICENCE in {shard}",
+                    "{texts:,|TEXT OF THIS SHARD IS|TEXTS OF THIS SHARD ARE} ALSO IN {shard}, UNDER ANOTHER LICENCE",
                     texts=count,
                     shard=shard,
                 )
@@ -502,8 +507,8 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
         parts.append(
             Message(
                 "ingest.strictest_licence",
-                "of several licences, the strictest counts (a missing licence is strict too), and it may hold releases back. To list "
-                "the texts: 'factory data claims'. To say which licence is right: 'factory data settle LICENCE --shard {shard}'",
+                "if a text came under several licences, the strictest counts and may hold releases back (a missing licence counts as "
+                "a strict one). To list the texts: 'factory data claims'. To say which licence is right: 'factory data settle LICENCE --shard {shard}'",
                 shard=shlex.quote(original_file_name(name)),
             )
         )
@@ -517,9 +522,9 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
         lines.append(
             Message(
                 "ingest.removed_before",
-                "a person removed the documents that the rule 'removed' dropped, or the originals of these documents. To list the "
-                "removals: 'factory data list'. To put removal N back: 'factory data undo N'. To change source, domain, licence or "
-                "group instead: 'factory data relabel'",
+                "the rule 'removed' dropped documents that a person removed earlier, and copies of such documents. To list the removals: "
+                "'factory data list'. To undo removal N: 'factory data undo N'. To change the source, domain, licence or group instead: "
+                "'factory data relabel'",
             )
         )
     if isinstance(groups := counts.get("groups"), dict):

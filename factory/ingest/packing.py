@@ -378,7 +378,7 @@ def _refuse_changed(pack: FileGroup, before: list[tuple[int, int, int]]) -> None
         if was != is_now:
             raise InputError(
                 "ingest.packed_file_changed",
-                "{path} changed during the ingest: ingest the file again when it is complete",
+                "{path} changed during the ingest. Ingest the file again when it is complete",
                 path=path,
             )
 

@@ -52,13 +52,13 @@ class Preview:
         if self.is_complete:
             yield Message(
                 "ingest.preview",
-                "{file}: {rows:,|row|rows} read: {train:,} would become documents, {dropped:,} would be dropped",
+                "{file}: of all {rows:,|row|rows}, {train:,} would become documents and {dropped:,} would be dropped",
                 **known,
             )
         else:
             yield Message(
                 "ingest.preview_of_part",
-                "{file}: the first {rows:,|row|rows} read: {train:,} would become documents, {dropped:,} would be dropped",
+                "{file}: of the first {rows:,|row|rows}, {train:,} would become documents and {dropped:,} would be dropped",
                 **known,
             )
         yield from (f"  {line}" for line in describe_rows(self.counts))

@@ -38,8 +38,8 @@ __all__ = [
 
 SUPPORTED_KINDS = Message(
     "ingest.supported_kinds",
-    "supported are JSON (.jsonl, .json), tables (.parquet, .csv, .tsv, .arrow, .feather), text (.txt, .md, .rst …), code, HTML, .warc and "
-    ".ipynb, compressed (.gz, .zst, .bz2, .xz) or not, and .zip or .tar of these files",
+    "the supported types are JSON (.jsonl, .json), tables (.parquet, .csv, .tsv, .arrow, .feather), text (.txt, .md, .rst …), code, HTML, "
+    ".warc and .ipynb. Each may be compressed (.gz, .zst, .bz2, .xz). A .zip or .tar archive may contain such files",
 )
 
 
@@ -56,7 +56,9 @@ def read_rows(
     """
     if path.is_dir():
         if not is_dataset(path):
-            raise ShardProblem("ingest.not_a_dataset", "the folder is not a data set on disk")
+            raise ShardProblem(
+                "ingest.not_a_dataset", "the folder is not a data set that Hugging Face's save_to_disk wrote"
+            )
         yield from read_dataset(path, limits, left_out)
         return
     compression = detect_kind(path.name)[1]

@@ -102,7 +102,7 @@ def _system(address: str) -> tuple[Any, str]:
     except ImportError as error:
         raise InputError(
             "ingest.remote_not_installed",
-            "{address}: a package for {scheme}:// is not installed: run 'pip install \"llm-factory[remote]\"'",
+            "{address} cannot be fetched, because a package for {scheme}:// is not installed. Run 'pip install \"llm-factory[remote]\"'",
             address=address,
             scheme=scheme,
         ) from error
@@ -123,7 +123,7 @@ def _listed(system: Any, root: str, address: str) -> list[str]:
         raise _unread(address, error) from error
     found = sorted(path for path in found if not PurePosixPath(path).name.startswith("."))
     if not found:
-        raise InputError("ingest.no_remote_file", "{address}: this address has no file", address=address)
+        raise InputError("ingest.no_remote_file", "there is no file at the address {address}", address=address)
     return found
 
 
@@ -170,7 +170,7 @@ def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress
                     there = part.stat().st_size if part.exists() else 0
                     raise InputError(
                         "ingest.fetch_stopped",
-                        "the fetch of {path} failed: {kind}: {error}. To continue at byte {at:,}, run the same command again",
+                        "the fetch of {path} failed ({kind}: {error}). To continue at byte {at:,}, run the same command again",
                         path=path,
                         kind=type(error).__name__,
                         error=str(error)[:200],
@@ -181,7 +181,7 @@ def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress
         part.unlink()
         raise InputError(
             "ingest.changed_in_fetch",
-            "{path} changed during the fetch: fetch the file again when it is complete",
+            "{path} changed during the fetch. Fetch the file again when it is complete",
             path=path,
         )
     rename_into_place(part, target)
@@ -215,11 +215,11 @@ def _append(system: Any, path: str, about: dict[str, Any], part: Path, task: Any
 
 def _unread(address: str, error: Exception) -> InputError:
     if isinstance(error, FileNotFoundError):
-        return InputError("ingest.no_address", "{address}: no such file or folder at this address", address=address)
+        return InputError("ingest.no_address", "the address {address} does not exist", address=address)
     words = str(error).strip().splitlines()
     return InputError(
         "ingest.unreadable_address",
-        "{address} cannot be read: {kind}: {error}",
+        "{address} cannot be read ({kind}: {error})",
         address=address,
         kind=type(error).__name__,
         error=words[0][:200] if words else "",

@@ -106,7 +106,7 @@ class Tokenizer:
         except OSError as error:
             raise InputError(
                 "ingest.no_tokenizer",
-                "{folder} has no tokenizer: {error}. The first ingest trains it",
+                "{folder} has no tokenizer ({error}). The first ingest trains one",
                 folder=folder,
                 error=error.strerror,
             ) from error
@@ -115,7 +115,10 @@ class Tokenizer:
                 "ingest.not_a_tokenizer", "{path} is not a tokenizer: {error}", path=path, error=error
             ) from error
         if [inner.token_to_id(token) for token in SPECIAL] != [0, 1, 2]:
-            raise _foreign(path, Message("ingest.special_ids", "the ids 0, 1 and 2 must be {tokens}", tokens=SPECIAL))
+            raise _foreign(
+                path,
+                Message("ingest.special_ids", "the tokens with the ids 0, 1 and 2 must be {tokens}", tokens=SPECIAL),
+            )
         if inner.encode("").ids not in ([], [0]):
             raise _foreign(
                 path,
@@ -149,7 +152,7 @@ class Tokenizer:
             if self.decode(ours) != text:
                 return Message(
                     "ingest.other_text",
-                    "the tokenizer encodes {text!r} and decodes the ids as {back!r}",
+                    "the tokenizer encodes {text!r} and decodes the ids as {back!r}, which is another text",
                     text=text[:40],
                     back=self.decode(ours)[:40],
                 )

@@ -115,15 +115,15 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
     if dropped:
         return Message(
             "anomalies.words_with_dropped",
-            "The language model {model} wrote this explanation. The model was given the cause, and decides "
-            "nothing. The factory left out {dropped} of {count} sentences that disagreed with the record.",
+            "The language model {model} wrote this explanation. The model explains a cause that the factory found, and decides "
+            "nothing. The factory left out {dropped} of its {count} sentences, because they disagreed with the record.",
             model=said["model"],
             dropped=dropped,
             count=count,
         )
     return Message(
         "anomalies.words_whole",
-        "The language model {model} wrote this explanation. The model was given the cause, and decides "
+        "The language model {model} wrote this explanation. The model explains a cause that the factory found, and decides "
         "nothing. All {count:,|sentence|sentences} agree with the names, outcomes and numbers of the record.",
         model=said["model"],
         count=count,
@@ -143,7 +143,7 @@ def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in tamed.items()}
     return Message(
         "anomalies.draft",
-        "Draft of a proposal: {values}, as in the remedy '{remedy}'. To have a value proposed and judged, "
+        "A recipe with {values}, as in the remedy '{remedy}', could be proposed. To have the factory propose and judge such a value, "
         "run 'factory propose --agent recipe-scout --target {key}'",
         values=[f"{key} {value}" for key, value in written.items()],
         remedy=diagnosis["remedy"],

@@ -45,7 +45,7 @@ def make_engine(url: str) -> sa.Engine:
     except ImportError as error:
         raise WorkspaceError(
             "engine.no_driver",
-            "ledger_url {scheme}://…: no driver for this database is installed ({why}). {advice}",
+            "the database of ledger_url ({scheme}://…) has no driver on this machine ({why}). {advice}",
             scheme=url.split("://")[0],
             why=str(error),
             advice=DRIVER,
@@ -53,7 +53,7 @@ def make_engine(url: str) -> sa.Engine:
     except sa.exc.ArgumentError as error:
         raise WorkspaceError(
             "engine.bad_address",
-            "ledger_url: {why}. The address must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE",
+            "ledger_url is not valid: {why}. The address must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE",
             why=str(error),
         ) from error
     if embedded:

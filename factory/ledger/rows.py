@@ -92,7 +92,7 @@ class LedgerRow:
                 )
             raise InputError(
                 "rows.no_rows",
-                "no {noun} {key}, because none has been made yet{how}",
+                "no {noun} {key}, because the ledger has no {noun} yet{how}",
                 noun=cls.noun,
                 key=key,
                 how=cls.hint,

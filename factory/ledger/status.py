@@ -139,7 +139,7 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
     lines = [
         Message(
             "ledger.shards",
-            "data      {shards:,|shard|shards} in the ledger, {quarantined:,} quarantined; {waiting:,} waiting in the inbox",
+            "data      {shards:,|shard|shards} in the ledger, {quarantined:,} quarantined; {waiting:,|file waits|files wait} in the inbox",
             shards=len(facts["shards"]),
             quarantined=len(quarantined),
             waiting=facts["waiting_in_inbox"],
@@ -227,8 +227,8 @@ def _certificate_lines(facts: dict[str, Any]) -> list[Message]:
                 ),
                 Message(
                     "ledger.certify",
-                    "          Training waits until this code is changed or accepted. See all measurements with 'factory "
-                    "certify', or accept the code with 'factory certify --accept {segment}'",
+                    "          Training waits until a person changes or accepts this code. To see all measurements: 'factory certify'. To "
+                    "accept the code: 'factory certify --accept {segment}'",
                     segment=certificate["segment"],
                 ),
             ]
@@ -312,8 +312,8 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
     lines = [
         Message(
             "ledger.audits",
-            "audits    {agree} of {windows:,|window|windows} agree with the code without agents' patches; "
-            "{waiting} not audited yet",
+            "audits    {agree} of {windows:,|window agrees|windows agree} with training without agents' patches; "
+            "{waiting:,|window is|windows are} not audited yet",
             agree=outcomes.count("promote"),
             windows=len(audits),
             waiting=outcomes.count("waiting"),

@@ -48,7 +48,9 @@ def read_zip(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
                     )
     except BROKEN as error:
         raise_machine_fault(source.name, error)
-        raise ShardProblem("reading.zip", "the file cannot be read as zip: {error}", error=str(error)[:200]) from error
+        raise ShardProblem(
+            "reading.zip", "the file cannot be read as a zip archive: {error}", error=str(error)[:200]
+        ) from error
 
 
 def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: DecompressionBudget) -> ByteStream:
@@ -81,7 +83,7 @@ def read_tar(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
         except BROKEN as error:
             raise_machine_fault(source.name, error)
             raise ShardProblem(
-                "reading.tar", "the file cannot be read as tar: {error}", error=str(error)[:200]
+                "reading.tar", "the file cannot be read as a tar archive: {error}", error=str(error)[:200]
             ) from error
 
 

@@ -128,12 +128,12 @@ def list_dataset_files(folder: Path) -> list[Path]:
         raise_machine_fault(folder.name, error)
         raise ShardProblem(
             "reading.dataset",
-            "the folder is not a data set on disk: {kind}: {error}",
+            "the folder cannot be read as a data set that Hugging Face's save_to_disk wrote ({kind}: {error})",
             kind=type(error).__name__,
             error=error,
         ) from error
     if gone := [file.name for file in files if not file.is_file()]:
-        raise ShardProblem("reading.dataset_file", "the data set on disk lacks the file {file}", file=gone[0])
+        raise ShardProblem("reading.dataset_file", "the file {file} of the data set is missing", file=gone[0])
     return files
 
 

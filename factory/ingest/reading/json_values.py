@@ -123,7 +123,7 @@ class _Scan:
                 if not self.array or sign != b"]" or self.closed:
                     raise ShardProblem(
                         "reading.json_unopened",
-                        "the file is not JSON: after {values:,|value|values} comes {sign!r} without its opening bracket",
+                        "the file is not JSON: no opening bracket belongs to the {sign!r} after {values:,|value|values}",
                         values=self.count,
                         sign=sign.decode(),
                     )
@@ -134,7 +134,7 @@ class _Scan:
         if self.array and not self.closed:
             raise ShardProblem(
                 "reading.json_cut_off",
-                "the JSON array is cut off after {items:,|whole item|whole items}",
+                "the JSON array is cut off after {items:,|complete item|complete items}",
                 items=self.count,
             )
         yield from self._value()

@@ -68,7 +68,7 @@ def _cut_off(record: int) -> ShardProblem:
 def _broken(records: int, error: str) -> ShardProblem:
     return ShardProblem(
         "reading.warc",
-        "the file is not a web archive after {records:,|record|records}: {error}",
+        "the web archive cannot be read after {records:,|record|records}: {error}",
         records=records,
         error=error,
     )
@@ -138,7 +138,7 @@ def read_notebook(source: ReadableFile) -> Iterator[RawRow]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ShardProblem(
             "reading.notebook",
-            "the file is not a notebook: {kind}: {error}",
+            "the file is not a Jupyter notebook ({kind}: {error})",
             kind=type(error).__name__,
             error=str(error)[:100],
         ) from error

@@ -190,7 +190,7 @@ def decode_text(data: bytes) -> str:
     except UnicodeDecodeError as error:
         raise ShardProblem(
             "reading.not_utf8",
-            "the file is not UTF-8 at byte {byte}: convert the file, for example with iconv",
+            "byte {byte} of the file is not valid UTF-8. Convert the file, for example with iconv",
             byte=error.start,
         ) from error
 
@@ -201,7 +201,7 @@ def refuse_other_encodings(head: bytes) -> None:
         if head.startswith(mark):
             raise ShardProblem(
                 "reading.other_encoding",
-                "the file is encoded as {encoding}, not UTF-8: convert the file, for example with iconv",
+                "the file is encoded as {encoding}, not UTF-8. Convert the file, for example with iconv",
                 encoding=name,
             )
 

@@ -48,7 +48,7 @@ def _table(source: ReadableFile, delimiter: str) -> Iterator[RawRow]:
         if not isinstance(header, list):
             raise ShardProblem(
                 "reading.table_header",
-                "the first line of the table must name the columns, but the line cannot be read: {header}",
+                "the first line of the table must name the columns, but it cannot be read: {header}",
                 header=header,
             )
         columns = [name.strip() for name in header]

@@ -256,7 +256,9 @@ def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content:
 
 
 def _no_string(place: int) -> BadRow:
-    return BadRow("bad_schema", Message("shapes.content_type", "message {place}: content is not a string", place=place))
+    return BadRow(
+        "bad_schema", Message("shapes.content_type", "message {place}: the content is not a string", place=place)
+    )
 
 
 def _fields(
@@ -287,7 +289,7 @@ def _fields(
                 if answers.id not in (None, value):
                     order = Message(
                         "shapes.order_of_results",
-                        "the result of the call {result!r} comes where the result of the call {call!r} is expected: results must be in the "
+                        "the result of the call {result!r} stands where the result of the call {call!r} is expected. Results must be in the "
                         "order of their calls",
                         result=str(value)[:40],
                         call=str(answers.id)[:40],
@@ -314,13 +316,13 @@ def _text(place: int, content: Any, notes: ReadingNotes) -> str | None:
         if kind not in _TEXT_PARTS or not isinstance(text, str):
             wrong = Message(
                 "shapes.part_type",
-                "message {place}: a part of its content is {kind!r}; a text is expected",
+                "message {place}: a part of the content has the type {kind!r}, but only text is supported",
                 place=place,
                 kind=str(kind)[:40],
             )
             raise BadRow("bad_schema", wrong)
         texts.append(text)
-    notes.messages.add(Message("shapes.parts_joined", "messages that come in several parts are joined to one text"))
+    notes.messages.add(Message("shapes.parts_joined", "the parts of a message are joined into one text"))
     return "".join(texts)  # the served model's API joins the texts in the same way
 
 

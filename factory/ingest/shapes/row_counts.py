@@ -82,7 +82,7 @@ def refuse_missing_columns(told: RowCounts, fields: list[FieldMapping], file: st
     for place, name, path in find_missing_columns(told, fields):
         raise InputError(
             "shapes.no_row_has_column",
-            "{file}: no row has the column {column!r}, which fields.{place}.{key} in data.yaml names (for files {pattern!r}){near}; nothing was "
+            "{file}: no row has the column {column!r}, which data.yaml names in fields.{place}.{key} (for files {pattern!r}){near}. Nothing was "
             "stored",
             file=file,
             column=path,
@@ -96,7 +96,7 @@ def refuse_missing_columns(told: RowCounts, fields: list[FieldMapping], file: st
 def describe_rows(counts: dict[str, Any]) -> list[Message]:
     """Lines for a person about the rows of a shard, from the shard's counts."""
     found = [
-        Message("shapes.read_as", "{how}: {rows:,|row|rows}", how=how, rows=rows)
+        Message("shapes.read_as", "{how} ({rows:,|row|rows})", how=how, rows=rows)
         for how, rows in counts.get("read_as", {}).items()
     ]
     if unread := counts.get("unread", {}):

@@ -125,7 +125,7 @@ def test_an_unreadable_file_does_not_stop_the_ingest_of_its_folder(
     assert done.exit_code == 0, done.output
     assert trained_on(ledger) == exactly(30)
     assert "3 shards: " in done.output and "2 quarantined; 1 not ingested" in done.output
-    assert "the name is not UTF-8" in done.output and "cut off after 0 whole items" in done.output
+    assert "the name is not UTF-8" in done.output and "cut off after 0 complete items" in done.output
 
 
 def test_content_that_was_ingested_before_is_reported_with_its_name(
