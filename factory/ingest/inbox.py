@@ -508,7 +508,8 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
             Message(
                 "ingest.strictest_licence",
                 "if a text came under several licences, the strictest counts and may hold releases back (a missing licence counts as "
-                "a strict one). To list the texts: 'factory data claims'. To say which licence is right: 'factory data settle LICENCE --shard {shard}'",
+                "a strict one). To list the texts: 'factory data claims'. To say which licence is right: 'factory data settle "
+                "LICENCE --shard {shard}'",
                 shard=shlex.quote(original_file_name(name)),
             )
         )
