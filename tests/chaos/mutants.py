@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     Mutant(
         "factory/ingest/hash_index.py",
-        "sync_folder(path.parent.parent)  # also of a folder that a killed process made",
+        "sync_folder(path.parent.parent)  # needed too if a killed process made the folder",
         Cut("ingest", "mkdir plant/shards/raw"),
     ),
     Mutant(FORMAT, "os.fsync(out.fileno())", SEGMENT),
@@ -165,9 +165,9 @@ MUTANTS = (
         "shutil.move(path, original)",
         "tests/factory/ingest/test_packed_files.py::test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept",
     ),
-    Mutant("factory/ingest/packing.py", "sync_folder(path)  # the packed file may be deleted next", TOGETHER),
+    Mutant("factory/ingest/packing.py", "sync_folder(path)  # the file that was converted may be deleted next", TOGETHER),
     Mutant("factory/ingest/filing.py", "sync_folder(back)", SPLIT),
-    Mutant("factory/ingest/filing.py", "sync_folder(back.parent)  # before the content loses its old name", SPLIT),
+    Mutant("factory/ingest/filing.py", "sync_folder(back.parent)  # before the old name stands for the ingested content", SPLIT),
     Mutant(
         "factory/ingest/filing.py",
         "shutil.move(path, back)",
