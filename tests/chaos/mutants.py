@@ -165,9 +165,15 @@ MUTANTS = (
         "shutil.move(path, original)",
         "tests/factory/ingest/test_packed_files.py::test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept",
     ),
-    Mutant("factory/ingest/packing.py", "sync_folder(path)  # the file that was converted may be deleted next", TOGETHER),
+    Mutant(
+        "factory/ingest/packing.py", "sync_folder(path)  # the file that was converted may be deleted next", TOGETHER
+    ),
     Mutant("factory/ingest/filing.py", "sync_folder(back)", SPLIT),
-    Mutant("factory/ingest/filing.py", "sync_folder(back.parent)  # before the old name stands for the ingested content", SPLIT),
+    Mutant(
+        "factory/ingest/filing.py",
+        "sync_folder(back.parent)  # before the old name stands for the ingested content",
+        SPLIT,
+    ),
     Mutant(
         "factory/ingest/filing.py",
         "shutil.move(path, back)",
