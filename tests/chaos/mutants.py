@@ -153,7 +153,7 @@ MUTANTS = (
     Mutant(  # in a scenario the file would be ingested for ever
         "factory/ingest/filing.py",
         "shutil.move(path, place)",
-        "tests/factory/ingest/test_inbox.py::test_a_name_that_is_not_utf8_is_ingested_under_one_that_is",
+        "tests/factory/ingest/test_inbox.py::test_a_file_whose_name_is_not_utf8_is_ingested_under_an_escaped_name",
     ),
     Mutant(
         "factory/ingest/filing.py",
@@ -163,7 +163,7 @@ MUTANTS = (
     Mutant(
         "factory/ingest/filing.py",
         "shutil.move(path, original)",
-        "tests/factory/ingest/test_packed_files.py::test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept",
+        "tests/factory/ingest/test_packed_files.py::test_a_table_becomes_a_shard_of_json_lines_and_the_original_file_is_kept",
     ),
     Mutant(
         "factory/ingest/packing.py", "sync_folder(path)  # the file that was converted may be deleted next", TOGETHER
@@ -177,7 +177,7 @@ MUTANTS = (
     Mutant(
         "factory/ingest/filing.py",
         "shutil.move(path, back)",
-        "tests/factory/ingest/test_filing.py::test_a_filed_shard_whose_first_rows_changed_returns_completely",
+        "tests/factory/ingest/test_filing.py::test_a_filed_shard_whose_first_rows_changed_returns_to_the_inbox",
     ),
     Mutant(
         "factory/ingest/filing.py",
@@ -187,7 +187,7 @@ MUTANTS = (
     Mutant(
         "factory/ingest/inbox.py",
         "os.rename(path, target)",
-        "tests/factory/ingest/test_inbox.py::test_a_name_that_is_not_utf8_is_ingested_under_one_that_is",
+        "tests/factory/ingest/test_inbox.py::test_a_file_whose_name_is_not_utf8_is_ingested_under_an_escaped_name",
     ),
     Mutant(
         "factory/retention/cleaning.py",

@@ -1,4 +1,4 @@
-"""``factory ingest`` with files, folders and patterns; the tokenizer that waits for text; exit codes."""
+"""``factory ingest`` with files, folders and patterns, its exit codes, and files that wait because the text is too short to train a tokenizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gathered(workspace: Workspace, ledger: Ledger, *paths: Path | str) -> tuple[
     return [pack.name for pack in found.packs], [path.name for path in found.files]
 
 
-def test_folders_patterns_and_data_sets(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_files_are_found_by_folder_pattern_and_data_set(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     data = tmp_path / "data"
     (data / "deep" / ".git").mkdir(parents=True)
     dataset(data / "hf")
@@ -184,7 +184,7 @@ def test_files_of_one_name_in_two_folders_are_told_apart(workspace: Workspace, l
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.zip"])
-def test_the_exit_code_says_that_nothing_was_taken(
+def test_the_exit_code_is_not_zero_if_nothing_was_ingested(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).write_bytes(b'"\n' * 20)
@@ -237,7 +237,9 @@ def test_a_person_can_allow_a_small_vocabulary(workspace: Workspace, ledger: Led
     assert names(ledger) == ["a.txt"] and Tokenizer.load(workspace.tokenizer).vocab_size < 400
 
 
-def test_files_named_together_are_counted_together(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_the_text_of_all_named_files_counts_for_the_vocabulary(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
     wants(workspace, 2000)
     paths = [tmp_path / f"{name}.txt" for name in "abcdefgh"]
     for number, path in enumerate(paths):
