@@ -1,4 +1,5 @@
-"""How the last stages of the patch gate read the files of a training: the weights in the judge's own model, and the state from which a run continues."""
+"""How the last stages of the patch gate read the files of a training: the weights in the judge's own model, and the state from which a run
+continues."""
 
 from __future__ import annotations
 

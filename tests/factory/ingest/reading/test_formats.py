@@ -1,4 +1,5 @@
-"""Every kind of file gives the same three documents. The error of an unsupported kind says what to do. A hostile file or member does no harm to others."""
+"""Every kind of file gives the same three documents. The error of an unsupported kind says what to do. A hostile file or member does no harm to
+others."""
 
 from __future__ import annotations
 
