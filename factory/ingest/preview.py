@@ -53,13 +53,13 @@ class Preview:
         if self.is_complete:
             yield Message(
                 "ingest.preview",
-                "{file}: of all {rows:,|row|rows}, {train:,} would become documents and {dropped:,} would be dropped",
+                "{file}: {rows:,|row was|rows were} read; {train:,} would become documents, and {dropped:,} would be dropped",
                 **known,
             )
         else:
             yield Message(
                 "ingest.preview_of_part",
-                "{file}: of the first {rows:,|row|rows}, {train:,} would become documents and {dropped:,} would be dropped",
+                "{file}: only the first {rows:,|row was|rows were} read; {train:,} would become documents, and {dropped:,} would be dropped",
                 **known,
             )
         yield from (f"  {line}" for line in describe_rows(self.counts))

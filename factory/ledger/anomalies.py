@@ -116,7 +116,7 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
         return Message(
             "anomalies.words_with_dropped",
             "The language model {model} wrote this explanation. The model explains a cause that the factory found, and decides "
-            "nothing. The factory left out {dropped} of its {count} sentences, because they disagreed with the record.",
+            "nothing. The factory left out {dropped} of {count} sentences, because they disagreed with the record.",
             model=said["model"],
             dropped=dropped,
             count=count,
