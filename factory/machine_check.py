@@ -1,4 +1,4 @@
-"""``factory check``: checks of this machine and of a workspace, each with what is wrong and what to do about it."""
+"""The checks of ``factory check``: they examine this machine and a workspace. A failed check says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from factory.core.workspace import Workspace, checkout_root
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
-SHOWN = 10  # faults of a kind that are shown
+SHOWN = 10  # at most this many faults of a kind are shown
 
 CheckResult = tuple[bool | None, str | list[str]]  # (ok, line or lines)
 
 
 def run_checks(workspace: Workspace | None, deep: bool = False, progress: Progress = SILENT) -> list[dict[str, Any]]:
-    """One row for each check: ``check``, ``ok`` (None: for information only), ``detail`` and ``messages``. No check changes anything.
+    """Run all checks. Returns one row for each: ``check``, ``ok`` (None: for information only), ``detail`` and ``messages``. No check changes
+    anything.
 
-    ``detail`` is the text; ``messages`` are the lines of it that have a code. ``deep``: hash all files of the workspace, not a sample.
+    ``detail`` is the text, and ``messages`` are those of its lines that have a code. ``deep`` hashes all files of the workspace, not a sample.
     """
-    measured = cache(lambda: _measured(workspace))  # takes seconds
+    measured = cache(lambda: _measured(workspace))  # the measurement takes seconds
     checks: list[tuple[str, Callable[[], CheckResult]]] = [
         ("python", lambda: (sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")),
         ("machine", _machine),
@@ -77,21 +78,21 @@ def _machine() -> CheckResult:
 
 
 def _releasable(workspace: Workspace) -> CheckResult:
-    """Whether models trained on the ingested data could be released."""
+    """Check whether models trained on the ingested data could be released."""
     from factory.ledger.ledger import Ledger
     from factory.releasable.report import make_report, report_lines, summary_line
 
     lines = make_report(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not lines:
         return None, "no data yet"
-    # Missing data or a missing decision is no fault of the workspace, so ok is not False.
+    # Missing data or a missing decision is not a fault of the workspace, so ok is not False.
     return (None if any(line.ok is False for line in lines) else True), [summary_line(lines), *report_lines(lines)]
 
 
 def _compiler() -> CheckResult:
     found = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
     missing = Message(
-        "machine_check.no_compiler", "There is no C++ compiler. torch.compile on the CPU needs one: install g++."
+        "machine_check.no_compiler", "There is no C++ compiler. torch.compile on the CPU needs one. Install g++."
     )
     return bool(found), found or missing
 
@@ -104,14 +105,14 @@ def _torch() -> CheckResult:
         return True, [f"{torch.__version__}, CUDA {torch.version.cuda}, {len(gpus)} GPUs", *gpus]
     return True, Message(
         "machine_check.no_gpu",
-        "{version}; no GPU, so training uses {threads:,|CPU thread|CPU threads}",
+        "{version} finds no GPU, so training uses {threads:,|CPU thread|CPU threads}",
         version=torch.__version__,
         threads=torch.get_num_threads(),
     )
 
 
 def _gpu(number: int) -> str:
-    """One GPU: its name, the peak rate of its data sheet, and the rates that matrix products and copies reach now."""
+    """Describe one GPU: its name, the peak rate of its data sheet, and the rates that matrix products and copies reach now."""
     import torch
 
     from trainer.contract.plan.precision import DTYPES, precisions
@@ -123,8 +124,8 @@ def _gpu(number: int) -> str:
     peak = data_sheet_peak(device, DTYPES[name])
     return Message(
         "machine_check.gpu",
-        "GPU {number}: {name}, capability {capability}, {memory:.0f} GiB; {precision}: peak {peak}, "
-        "matrix products reach {products:.0f} TFLOP/s now; copies reach {copies:.2f} TB/s",
+        "GPU {number}: {name}, capability {capability}, {memory:.0f} GiB. In {precision}, matrix products now reach "
+        "{products:.0f} TFLOP/s (peak by the data sheet: {peak}). Copies reach {copies:.2f} TB/s",
         number=number,
         name=facts.name,
         capability=f"{facts.major}.{facts.minor}",
@@ -137,7 +138,7 @@ def _gpu(number: int) -> str:
 
 
 def _measured(workspace: Workspace | None) -> tuple[Any, dict[str, Any]]:
-    """(the recipe, the fastest precision on this machine, measured now)."""
+    """Return (the recipe, the result of a measurement that finds the fastest precision on this machine)."""
     from factory.computing.compute_settings import measure_precision
     from factory.training.planning import load_recipe
     from trainer.contract.recipe import Recipe
@@ -148,7 +149,7 @@ def _measured(workspace: Workspace | None) -> tuple[Any, dict[str, Any]]:
 
 
 def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
-    """The precision that trains fastest on this machine, and the one that the recipe would train in."""
+    """Check whether the recipe would train in about the fastest precision of this machine."""
     from kernels.contract.machine import this_machine
     from trainer.contract.plan.precision import WARN
 
@@ -156,7 +157,7 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
     lines: list[str] = [
         Message(
             "machine_check.precision",
-            "{machine}; recipe {recipe} has precision {asked}, so training is in {precision}",
+            "{machine}; the recipe {recipe} has precision {asked}, so training is in {precision}",
             machine=str(this_machine()),
             recipe=recipe.name,
             asked=found["asked"],
@@ -168,7 +169,7 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
         lines.append(
             Message(
                 "machine_check.step_time",
-                "{precision}: {milliseconds:.0f} ms per step for the timed parts; GFLOP/s{each}: {rates}",
+                "{precision}: the timed parts of a step take {milliseconds:.0f} ms. GFLOP/s{each}: {rates}",
                 precision=name,
                 milliseconds=value * 1e3,
                 each=each,
@@ -180,7 +181,7 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
 
 
 def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any]) -> CheckResult:
-    """The kernel that computes each op of the recipe's step on this machine. Ops whose kernel is not the chosen one come first."""
+    """List the kernel that computes each op of the recipe's step on this machine. Ops whose kernel is not the chosen one come first."""
     from factory.computing.tuned_kernels import KERNELS, live_kernels_file
 
     if workspace is None:
@@ -201,7 +202,7 @@ def _computing(
     device = devices.device_kind()
     notes: list[str] = []
     try:
-        choice = load_choice(path, device)  # says what is wrong with it, by key
+        choice = load_choice(path, device)  # raises an error that names the wrong key
         if workspace:
             _, decided, notes = decide_computing(workspace, recipe, path.read_text("utf-8"), measured=measured)
             choice = decided["kernels"]
@@ -216,7 +217,7 @@ def _computing(
     lines = [f"{kernel} (there are: {', '.join(OPS[kernel.op].implementations)})" for kernel in found]
     head = Message(
         "machine_check.kernels",
-        "recipe {recipe} in {precision} on {device}; fallback: {fallback}",
+        "kernels for the recipe {recipe} in {precision} on {device} ('fallback: {fallback}' in kernels.yaml)",
         recipe=recipe.name,
         precision=setting.precision,
         device=device,
@@ -247,7 +248,7 @@ def _endpoint(workspace: Workspace | None) -> CheckResult:
     key = "set" if os.environ.get("OPENAI_API_KEY") else "not set"
     return None, Message(
         "machine_check.endpoint",
-        "{endpoint}, model {model}, OPENAI_API_KEY {key}",
+        "{endpoint}, model {model}, OPENAI_API_KEY is {key}",
         endpoint=where,
         model=policy.model or "not named (llm.model)",
         key=key,
@@ -286,7 +287,7 @@ def _ranks(workspace: Workspace) -> CheckResult:
 
 
 def _training(workspace: Workspace) -> CheckResult:
-    """Whether the live code trains in the sandbox, and what it can access there."""
+    """Check whether the live code trains in the sandbox, and list what it can access there."""
     from factory.ledger.ledger import Ledger
     from factory.runs.live_code import choose_isolation
 
@@ -299,9 +300,9 @@ def _training(workspace: Workspace) -> CheckResult:
         )
     return True, Message(
         "machine_check.sandboxed",
-        "The live code trains in the sandbox. It reads its own code, token shards and one checkpoint. "
-        "It writes its segment's folder and its commit's compile cache. It has these devices: {devices}. "
-        "Ranks meet on a loopback of their own. It has no network, home folder, ledger or other processes.",
+        "The live code trains in the sandbox. It can read its own code, the token shards and one checkpoint. "
+        "It can write its segment's folder and its commit's compile cache. It can use these devices: {devices}. "
+        "Its ranks communicate over a private loopback interface. It cannot access the network, the home folder, the ledger or other processes.",
         devices=", ".join(devices.list_gpu_device_files(every=True)) or "no GPU",
     )
 
@@ -322,7 +323,7 @@ def _policies(workspace: Workspace) -> CheckResult:
     release = ReleasePolicy.load(workspace.policy_path("gates/release.yaml"))
     return True, Message(
         "machine_check.policies",
-        "recipe {recipe}, data.yaml, gates/release.yaml (approval: {approval})",
+        "the recipe {recipe}, data.yaml and gates/release.yaml (approval: {approval}) are valid",
         recipe=recipe.name,
         approval=release.approval,
     )
@@ -381,7 +382,7 @@ def _backups(workspace: Workspace) -> CheckResult:
 
 
 def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> CheckResult:
-    """The faults of all files of one kind that the ledger names."""
+    """Check all files of one kind that the ledger names, and list their faults."""
     from factory.ledger.ledger import Ledger
     from factory.repairs.examining import CHECKS, find_damaged_databases
 
@@ -393,7 +394,7 @@ def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Ch
         faults = found.faults
         said = Message(
             "machine_check.sound",
-            "{count:,} exist, and the factory checked the hashes of {hashed:,}",
+            "{count:,|exists|exist}, and the factory checked {hashed:,|hash|hashes}",
             count=found.count,
             hashed=found.hashed,
         )
@@ -403,5 +404,7 @@ def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Ch
         for fault in faults[:SHOWN]
     ]
     if len(faults) > SHOWN:
-        lines.append(Message("machine_check.more_faults", "and {faults:,} more faults", faults=len(faults) - SHOWN))
+        lines.append(
+            Message("machine_check.more_faults", "and {faults:,|more fault|more faults}", faults=len(faults) - SHOWN)
+        )
     return not faults, lines or said

@@ -1,4 +1,4 @@
-"""One row of a shard: from its bytes to a normalised document, or to the rule that drops the row."""
+"""Turns one row of a shard from bytes into a normalised document, or names the rule that drops the row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernels.contract.message import Message
 _RESERVED = frozenset({"cloze", "all", "target"})  # names of the release gate's own measures
 _OPERATOR = re.compile(
     r"\s(OR|or|WITH|with)\s"
-)  # operators of SPDX expressions whose precedence differs from that of AND
+)  # operators of SPDX expressions that bind more or less strongly than AND
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
 
 SYNTHETIC_PREFIX = "synthetic, by "  # the beginning of ``documents.detail`` of a document that a model wrote
@@ -35,7 +35,7 @@ Content = dict[str, Any]
 
 @dataclass(slots=True)
 class Row:
-    """One row and its fate: empty until it is decided, then 'train', 'held_out' or 'dropped'."""
+    """One row of a shard and its fate. The fate is '' until ingest decides it, then 'train', 'held_out' or 'dropped'."""
 
     number: int
     key: str
@@ -53,15 +53,19 @@ class Row:
     supervised_tokens: int = 0
     trimmed: int = 0  # characters removed by decontamination
     spells_special_token: bool = (
-        False  # it spells a special token: programs encode it differently, so it cannot be held out
+        False  # the text spells a special token; programs encode such a text differently, so it cannot be held out
     )
-    group_key: str | None = None  # the name of its group, by ``group`` of its domain; None: it is a group of its own
-    grouping_facts: dict[str, str] = field(default_factory=dict)  # other names that may group it (``rules/split``)
-    held_out_group: str = ""  # of a held-out document: the group that it is held out as
-    is_sealed: bool = False  # of a held-out document: it is in the sealed half
-    synthetic_by: str | None = None  # model or release that wrote it, from its metadata
+    group_key: str | None = (
+        None  # the document's group, by ``group`` of its domain; None: the document is a group of its own
+    )
+    grouping_facts: dict[str, str] = field(
+        default_factory=dict
+    )  # other names that may group it (``rules/held_out_split``)
+    held_out_group: str = ""  # for a held-out document: the group that it counts as
+    is_sealed: bool = False  # for a held-out document: whether it is in the sealed half
+    synthetic_by: str | None = None  # the model or release that wrote the document, from its metadata
     licence_refusal: str = (
-        ""  # why its licence does not allow training; the row is compared with others, and then dropped
+        ""  # why the licence does not allow training; such a row is compared with other rows before it is dropped
     )
     pii: dict[str, int] = field(default_factory=dict)
 
@@ -76,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ParsedDocument:
-    """A row that reads as a document (DESIGN §5)."""
+    """A document in the form of the document contract (DESIGN §5), read from a row."""
 
     content: Content
     id: str | None
@@ -84,11 +88,11 @@ class ParsedDocument:
     source: str | None
     license: str | None
     synthetic_by: str | None
-    facts: dict[str, str] = field(default_factory=dict)  # names that may group it (``rules/split``)
+    facts: dict[str, str] = field(default_factory=dict)  # names that may group the document (``rules/held_out_split``)
 
 
 def format_writing_release(release: int, export_sha256: str) -> str:
-    """The ``synthetic_by`` of documents that a release wrote: its number and the hash of its weights.
+    """Return the ``synthetic_by`` of documents that a release wrote: the release's number and the hash of its weights.
 
     >>> format_writing_release(3, "0123456789abcdef0123")
     'release 3 (weights 0123456789abcdef)'
@@ -97,7 +101,7 @@ def format_writing_release(release: int, export_sha256: str) -> str:
 
 
 def read_writing_model(detail: str | None) -> str | None:
-    """The model that wrote a document, from ``documents.detail``; None: it names no model.
+    """Return the model that wrote a document, from ``documents.detail``, or None if the detail names no model.
 
     >>> read_writing_model("synthetic, by release 3; replaced: 1 email"), read_writing_model("replaced: 1 email")
     ('release 3', None)
@@ -110,7 +114,7 @@ def read_writing_model(detail: str | None) -> str | None:
 
 
 def keep_writing_model(before: str | None, detail: str | None) -> str | None:
-    """A new ``documents.detail`` that still names the model that wrote the document, as ``before`` does.
+    """Return ``detail`` as the new ``documents.detail``, with the model that wrote the document if ``before`` names one.
 
     >>> keep_writing_model("synthetic, by release 3; replaced: 1 email", "by ann: private"), keep_writing_model("replaced: 1 email", None)
     ('synthetic, by release 3; by ann: private', None)
@@ -120,11 +124,11 @@ def keep_writing_model(before: str | None, detail: str | None) -> str | None:
 
 
 def parse_json(line: bytes) -> Any:
-    """The JSON value of a line. Raises: BadRow 'bad_encoding' | 'empty' | 'bad_json'."""
+    """Decode the JSON value of a line. Raises: BadRow 'bad_encoding' | 'empty' | 'bad_json'."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        unread = Message("ingest.row_not_utf8", "the row is not UTF-8 at byte {byte}", byte=error.start)
+        unread = Message("ingest.row_not_utf8", "byte {byte} of the row is not valid UTF-8", byte=error.start)
         raise BadRow("bad_encoding", unread) from error
     text = text.removeprefix("\ufeff").strip().strip("\x00")
     if not text:
@@ -132,7 +136,9 @@ def parse_json(line: bytes) -> Any:
     try:
         try:
             return json.loads(text)
-        except ValueError:  # perhaps a number with more digits than Python reads, in a field that is not used
+        except (
+            ValueError
+        ):  # the cause may be a number with more digits than Python reads, in a field that ingest does not need
             return json.loads(text, parse_int=_bounded_int)
     except RecursionError:
         raise BadRow("bad_json", Message("ingest.deep_json", "the JSON is nested too deeply")) from None
@@ -143,18 +149,22 @@ def parse_json(line: bytes) -> Any:
 
 
 def refuse_domain(name: str) -> None:
-    """Raises: InputError for a name that no domain may have."""
+    """Check that a domain may have this name. Raises: InputError."""
     if not _DOMAIN.match(name) or name in _RESERVED:
         raise InputError(
-            "ingest.domain_name", "{name!r} cannot name a domain: {why}", name=name[:40], why=_better_domain(name)
+            "ingest.domain_name",
+            "{name!r} cannot be the name of a domain: {why}",
+            name=name[:40],
+            why=_better_domain(name),
         )
 
 
 def parse_document(
     row: Any, default_domain: str, mapping: FieldMapping | None = None, notes: ReadingNotes | None = None
 ) -> ParsedDocument:
-    """Check a decoded row against the document contract, by the mapping of its file or by its shape (``shapes/``). ``notes`` gets how the row
-    was read, and the fields that nothing reads.
+    """Read a decoded row as a document, by the mapping of its file or by its shape (``shapes/``), and check it against the document contract.
+
+    Adds to ``notes`` how the row was read, and which fields are not used.
 
     Raises: BadRow 'bad_schema' | 'bad_encoding' | 'no_supervised' | 'empty'.
     """
@@ -167,7 +177,9 @@ def parse_document(
     domain = _string(row, "domain", notes) or ("chat" if "messages" in content else default_domain)
     if not _DOMAIN.match(domain) or domain in _RESERVED:
         why = _better_domain(domain)
-        raise BadRow("bad_schema", Message("ingest.row_domain", "'domain' {name!r}: {why}", name=domain[:40], why=why))
+        raise BadRow(
+            "bad_schema", Message("ingest.row_domain", "'domain' cannot be {name!r}: {why}", name=domain[:40], why=why)
+        )
     identity = row.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = _digits("id", identity)
@@ -191,7 +203,8 @@ def parse_document(
 
 
 def normalise_content(content: Content, *, code: bool) -> Content:
-    """The content with Unix line ends, without BOM and blank edge lines; prose in Unicode NFC. Code keeps its characters.
+    """Return the content with Unix line ends, without a BOM and without blank lines at its start and end. Prose is normalised to Unicode NFC, code
+    is not.
 
     Raises: BadRow 'empty' when nothing is left.
     """
@@ -208,12 +221,13 @@ def normalise_content(content: Content, *, code: bool) -> Content:
 
 
 def join_texts(content: Content) -> str:
-    """The whole text of a document as one string, for filters and the vocabulary."""
+    """Return the whole text of a document as one string, for filters and for the training of the tokenizer."""
     return content["text"] if "text" in content else "\n".join(m["content"] for m in content["messages"])
 
 
 def text_to_compare(content: Content) -> str:
-    """The text by which a document is compared with others. A chat's list of tools is left out: many chats share it, and it carries no loss."""
+    """Return the text by which a document is compared with others. A chat's list of tools is left out: many chats share the list, and it carries no
+    loss."""
     if "messages" not in content or content["messages"][0]["role"] != "system":
         return join_texts(content)
     first, *others = content["messages"]
@@ -243,14 +257,14 @@ def _string(row: dict[str, Any], key: str, notes: ReadingNotes) -> str | None:
         names = [name.strip() for name in dict.fromkeys(value) if name.strip()]
         value = " AND ".join(f"({name})" if _OPERATOR.search(name) and len(names) > 1 else name for name in names)
         notes.messages.add(
-            Message("ingest.licence_list", "'license' is a list: all of its licences apply, joined by AND")
+            Message("ingest.licence_list", "'license' is a list, so all of its licences apply, joined by AND")
         )
     if value is None or value == "":
         return None
     if key in ("source", "domain") and isinstance(value, int) and not isinstance(value, bool):
         value = _digits(key, value)
         notes.messages.add(
-            Message("ingest.number_as_text", "{key!r} is a number, and its digits are used as text", key=key)
+            Message("ingest.number_as_text", "{key!r} is a number, and ingest uses its digits as a name", key=key)
         )
     if not isinstance(value, str) or len(value) > LONGEST_NAME:
         wrong = Message(
@@ -275,11 +289,11 @@ def _shown(value: Any) -> str:
 
 
 def _better_domain(domain: str) -> Message:
-    """Why a name cannot be a domain's, and how to write it."""
+    """Return why a name cannot be the name of a domain, and how to change it."""
     if domain in _RESERVED:
         return Message(
             "ingest.reserved_domain",
-            "the release gate has a measure with the name {name!r}. Write '{name}-text' instead",
+            "the release gate uses the name {name!r} for a measure. Write '{name}-text' instead",
             name=domain,
         )
     return Message(
@@ -288,5 +302,5 @@ def _better_domain(domain: str) -> Message:
 
 
 def _bounded_int(digits: str) -> float:
-    """A number that Python refuses to read becomes infinite; a field that needs the number refuses infinity."""
+    """Return the number, or infinity if it has more digits than Python reads. A field that needs the number refuses infinity."""
     return int(digits) if len(digits) < 1000 else math.inf

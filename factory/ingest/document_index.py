@@ -1,4 +1,4 @@
-"""Queries about earlier shards, for ingest: of the ledger, and of the index of hashes (``hash_index``)."""
+"""Ingest's queries about earlier shards. They read the ledger and the index of hashes (``hash_index``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from factory.ledger.ledger import Ledger, documents, held_out, meta, shards
 from factory.ledger.removals import REMOVED_FATE, find_refused_labels, list_removals
 from kernels.contract.message import Message
 
-_AT_ONCE = 5000  # values in one IN (…)
+_AT_ONCE = 5000  # values in one IN (…) of a query
 # Stands for the fate of a row whose licence does not allow training. Copies of its text are dropped too.
 BARRED = "barred"
 PARAMETERS = "ingest_index"  # key in ``meta``
@@ -29,7 +29,7 @@ TRAINED = ("train", "quarantined")
 
 
 class DocumentIndex:
-    """All documents of earlier shards that were not dropped."""
+    """Looks up the documents of earlier shards that were not dropped."""
 
     def __init__(self, ledger: Ledger, policy: Licences | None = None) -> None:
         self._ledger, self._policy = ledger, policy or Licences()
@@ -37,24 +37,24 @@ class DocumentIndex:
         self._hashes = HashIndex(ledger)
 
     def check_parameters(self, policy: DataPolicy) -> str:
-        """The parameters of the stored hashes. Only hashes that were made with the same parameters can be compared.
+        """Return the parameters that hashes are made with. Only hashes that were made with the same parameters can be compared.
 
-        Raises: ConfigError when the policy (or an installed library) has changed them.
+        Raises: ConfigError when the policy or an installed library changed the parameters since the stored hashes were made.
         """
         wanted = f"{near_duplicates.INDEX}; n-gram {policy.decontamination.ngram}, window {policy.decontamination.sample_window}"
         found = self._ledger.select_first(sa.select(meta.c.value).where(meta.c.key == PARAMETERS))
         if found and found["value"] != wanted:
             raise ConfigError(
                 "ingest.index_parameters",
-                "data.yaml: this workspace's index was made with '{old}', but data.yaml now has '{new}'. Restore the old values in "
-                "data.yaml, or start a new workspace and ingest the same shards again",
+                "the hashes of this workspace's documents were made with '{old}', but data.yaml now asks for '{new}'. Restore the old values "
+                "in data.yaml, or start a new workspace and ingest the same shards again",
                 old=found["value"],
                 new=wanted,
             )
         return wanted
 
     def find_by_content(self, hashes: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """content_sha256 → (key, fate) of documents that were kept, or whose licence does not allow training (fate ``BARRED``)."""
+        """Return (key, fate) by content_sha256, for documents that were kept and for rows whose licence does not allow training (fate ``BARRED``)."""
         c = documents.c
         columns = [c.content_sha256, c.key, c.fate, c.license]
         found = list(self._select(columns, c.content_sha256, hashes, sa.or_(c.fate != "dropped", c.rule == "licence")))
@@ -62,7 +62,7 @@ class DocumentIndex:
         return barred | {row[0]: (row[1], row[2]) for row in found if row[2] != "dropped"}
 
     def _bars(self, key: str, licence: str | None) -> bool:
-        """Does a row that the rule 'licence' dropped still forbid training on its text?"""
+        """Return whether a row that the rule 'licence' dropped still forbids training on its text."""
         return key not in self._aside and not self._policy.find_licence(licence).train
 
     def find_by_bands(self, hashes: near_duplicates.Bands) -> near_duplicates.StoredDocuments:
@@ -81,7 +81,7 @@ class DocumentIndex:
         )
 
     def make_refusal_check(self) -> Callable[[str | None, str | None], str]:
-        """A function of (source, licence) that returns why a document is refused: a person took out its source or licence. '': it is not."""
+        """Return a function of (source, licence). It returns why a document is refused, because a person removed its source or licence, or ''."""
         known = find_refused_labels(self._ledger)
         licences = {fold_licence_name(name): number for name, number in known["license"].items()}
         why = {removal.number: removal.why for removal in list_removals(self._ledger)}
@@ -110,17 +110,17 @@ class DocumentIndex:
         return {row[0]: BARRED if row[1] == "dropped" else row[1] for row in found}
 
     def read_licences(self, keys: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """By key, (the licence that the row names, '' for none; the name of its shard)."""
+        """Return (licence, shard's name) by key. The licence is the one that the row names, or ''."""
         c = documents.c
         names = {row["sha256"]: row["name"] for row in self._ledger.read("SELECT sha256, name FROM shards")}
         return {row[0]: (row[1] or "", names[row[2]]) for row in self._select([c.key, c.license, c.shard], c.key, keys)}
 
     def find_trained_by_ngram(self, grams: Hashes) -> list[tuple[int, str]]:
-        """(n-gram, key) of the training documents that have one of these n-grams in their sample."""
+        """Return (n-gram, key) for each training document that has one of these n-grams in its sample."""
         return self._hashes.find_trained_by_ngram(grams.tolist())
 
     def read_held_out_ngrams(self) -> list[tuple[str, Hashes]]:
-        """Every n-gram of every held-out document and of every task's item."""
+        """Return (key, all n-grams) of every held-out document and of every task's item."""
         return self._hashes.read_held_out_ngrams()
 
     @cached_property
@@ -133,11 +133,11 @@ class DocumentIndex:
         return self._ledger.select_rows(listed.join(documents, d.key == h.key))
 
     def read_held_out_groups(self) -> dict[str, bool]:
-        """By group that was ever held out: is it in the sealed half?"""
+        """Return, for each group that was ever held out, whether it is in the sealed half."""
         return {row["group_key"]: bool(row["sealed"]) for row in self._held_out}
 
     def read_held_out_counts(self) -> dict[str, EarlierHeldOut]:
-        """By domain, what is held out of earlier shards; removed documents do not count."""
+        """Return, for each domain, what earlier shards hold out. Removed documents do not count."""
         of: dict[str, list[dict[str, Any]]] = {}
         for row in self._held_out:
             if row["there"]:
@@ -145,12 +145,12 @@ class DocumentIndex:
         return {domain: _before(rows) for domain, rows in of.items()}
 
     def find_trained_groups(self, groups: Sequence[str]) -> set[str]:
-        """Those of ``groups`` with a document that is, or was, training data."""
+        """Return the ``groups`` that have a document that is, or was, training data."""
         c = documents.c
         return {row[0] for row in self._select([c.group_key], c.group_key, groups, c.token_shard.is_not(None))}
 
     def count_trained(self, domain: str) -> int:
-        """The number of training documents of a domain, also quarantined ones, that no model wrote."""
+        """Count the training documents of a domain that no model wrote. Documents that were quarantined later count too."""
         c = documents.c
         rows = self._ledger.select_rows(sa.select(shards.c.sha256, shards.c.domains))
         there = sorted(row["sha256"] for row in rows if domain in (row["domains"] or {}))
@@ -166,7 +166,7 @@ class DocumentIndex:
 
 
 def _before(rows: Sequence[dict[str, Any]]) -> EarlierHeldOut:
-    """``EarlierHeldOut`` of one domain, from the rows of its held-out documents."""
+    """Return the ``EarlierHeldOut`` of one domain, from the rows of its held-out documents."""
     of = {half: [row for row in rows if bool(row["sealed"]) == half] for half in HALVES}
     groups = {half: frozenset(row["group_key"] for row in ones if row["whole"]) for half, ones in of.items()}
     return EarlierHeldOut(len(rows), groups, {half: sum(not row["whole"] for row in ones) for half, ones in of.items()})

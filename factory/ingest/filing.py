@@ -1,12 +1,12 @@
-"""Files of the inbox: when a file is complete, where it goes after its ingest, and when it comes back to the inbox.
+"""Moves files of the inbox: decides when a file is complete, where it goes after its ingest, and when it returns to the inbox.
 
 Ingest moves a shard's file to ``shards/raw/`` or ``quarantine/``, and a file that was cut into shards to ``shards/originals/``. A file in
 ``shards/raw/`` may change later: a program still has it open, or writes to it from another machine. The changed file goes back to the inbox and
 is ingested as another shard. A quarantined file goes back when its name or content, the data policy or the reading code has changed.
 
 A file is complete when no process writes to it and it does not end in the middle of a row. The kernel refuses a read lease while a process has
-the file open for writing. Where a file system has no leases, the open files of all visible processes are searched. Neither finds a writer on
-another machine, so the end of the file is checked too.
+the file open for writing. Where a file system has no leases, the open files of all visible processes are searched. Neither way finds a
+writer on another machine, so the end of the file is checked too.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
 LONGEST_NAME = 50  # characters, of four bytes at most
-# Each pass checks so many of the files that were filed last. A number, and not an age: a clock may jump.
+# Each pass checks this many of the files that were filed last. The limit is a number and not an age, because a clock may jump.
 MOST_WATCHED_FILES = 4096
 RAW, QUARANTINE = "shards/raw", "quarantine"
 ORIGINALS = "shards/originals"  # files that were cut into shards of JSON lines
 ASKED = "asked"  # ``read_by`` of a quarantined file that a person wants tried again
-PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # the digits of the SHA-256 before a filed file's name
+PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # the start of a filed file's name: digits of its SHA-256
 
 
 def name_filed_file(sha256: str, path: Path) -> str:
-    """The name of a file after it is moved out of the inbox; short enough for any file system."""
+    """Return the name that a file gets when it leaves the inbox. The name is short enough for any file system."""
     return f"{sha256[:16]}-{path.name[-LONGEST_NAME:]}"
 
 
 def file_shard(plant: Plant, path: Path, sha256: str, state: str) -> None:
-    """Move an ingested file out of the inbox. If another file took its name meanwhile, the hash differs, and that file goes back."""
+    """Move an ingested file out of the inbox. If another file took its name meanwhile, the hash differs, and that other file goes back to it."""
     folder = QUARANTINE if state == "quarantined" else RAW
     place = plant.workspace.root / folder / name_filed_file(sha256, path)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -78,9 +78,10 @@ def file_shard(plant: Plant, path: Path, sha256: str, state: str) -> None:
 
 
 def file_original(plant: Plant, path: Path, reported: Container[str]) -> None:
-    """Move a file that was cut into shards out of the inbox. The shards hold its rows, so nothing reads the original again. The original is
-    deleted if text of its shards was erased. It is quarantined if ``reported``, the SHA-256 of all reports, has its own: then it could not be
-    read to its end."""
+    """Move a file that was cut into shards out of the inbox. The shards hold its rows, so nothing reads the original again.
+
+    The original is deleted if text of its shards was erased. It is quarantined if it could not be read to its end: then its own SHA-256 is in
+    ``reported``, the SHA-256 of all reports."""
     sha256 = file_sha256(path)
     if sha256 in reported:
         file_shard(plant, path, sha256, "quarantined")
@@ -94,7 +95,7 @@ def file_original(plant: Plant, path: Path, reported: Container[str]) -> None:
 
 
 def remove_originals(plant: Plant, shard: str) -> list[str]:
-    """Delete the files that a shard was cut from, after text of the shard was erased; returns lines for a person."""
+    """Delete the files from which a shard was cut, after text of the shard was erased. Returns a line for each deleted file."""
     said: list[str] = []
     for one in sources_of_shard(plant.ledger, shard):
         for path in (plant.workspace.root / ORIGINALS).glob(f"{one['sha256'][:16]}-*"):
@@ -110,8 +111,8 @@ def remove_originals(plant: Plant, shard: str) -> list[str]:
 
 
 def return_changed_files(plant: Plant) -> None:
-    """Move files of ``shards/raw/`` that changed after their ingest back to the inbox. The ingested content stays, if it is the file's first
-    part."""
+    """Move files of ``shards/raw/`` that changed after their ingest back to the inbox. If a changed file still begins with the ingested content,
+    that content stays in ``shards/raw/``."""
     for (folder, name), known in filed_shards(plant.ledger, MOST_WATCHED_FILES).items():
         path = plant.workspace.root / folder / name
         if folder != RAW or not _changed(path, known):
@@ -144,8 +145,9 @@ def _changed_line(name: str, kept: bool) -> Message:
 
 
 def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Container[str]) -> bool:
-    """Move a changed file, and not a copy, to the inbox: a process that has it open continues to write there. Returns whether the ingested
-    content was the file's first part, which then takes the file's old place."""
+    """Move a changed file to the inbox. The file itself is moved, not a copy, because a process that has it open may continue to write to it.
+
+    If the file still begins with the ingested content, that content takes the file's old place. Returns whether it does."""
     aside = path.with_name(f".{path.name}")
     with open(path, "rb") as source, open(aside, "wb") as target:
         left = known["bytes"]
@@ -160,7 +162,7 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
         if not back.exists():
             shutil.copy2(path, back)
         sync_folder(back)
-        sync_folder(back.parent)  # before the content loses its old name
+        sync_folder(back.parent)  # before the old name stands for the ingested content
         rename_into_place(aside, path)
     else:
         aside.unlink()
@@ -169,7 +171,7 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
 
 
 def return_quarantined_files(plant: Plant) -> None:
-    """Move files of ``quarantine/`` that may be readable now back to the inbox."""
+    """Move the files of ``quarantine/`` that ingest may be able to read now back to the inbox."""
     there = list_quarantined_files(plant.workspace)
     known = filed_shards(plant.ledger) if there else {}
     key = compute_reading_key(plant.workspace) if there else ""
@@ -183,7 +185,7 @@ def return_quarantined_files(plant: Plant) -> None:
             plant.progress.line(
                 Message(
                     "ingest.asked_again",
-                    "  {file} was quarantined. A person asked to ingest the file again, so the factory tries again",
+                    "  {file} was quarantined. A person asked to ingest the file again, so the factory tries it again",
                     file=back.name,
                 )
                 if asked
@@ -196,7 +198,7 @@ def return_quarantined_files(plant: Plant) -> None:
 
 
 def request_retry(ledger: Ledger, paths: Sequence[Path]) -> None:
-    """Let the daemon try quarantined files again in its next pass, as if the reading code had changed since they were filed."""
+    """Ask the daemon to try quarantined files again in its next pass, as it does after a change of the reading code."""
     known = filed_shards(ledger)
     with ledger.begin() as tx:
         for path in paths:
@@ -205,8 +207,8 @@ def request_retry(ledger: Ledger, paths: Sequence[Path]) -> None:
 
 
 def _waits_to_be_filed(plant: Plant, copy: Path) -> bool:
-    """Is ``copy`` in ``quarantine/`` a copy of a file that is still in the inbox? The copy is made before the ledger knows of the shard; the next
-    pass moves the file."""
+    """Return whether ``copy`` in ``quarantine/`` is a copy of a file that is still in the inbox. Ingest makes the copy before it records the shard.
+    The next pass moves the file."""
     prefix = PREFIX.match(copy.name)
     if not prefix:
         return False
@@ -219,12 +221,12 @@ def _waits_to_be_filed(plant: Plant, copy: Path) -> bool:
 
 
 def list_quarantined_files(workspace: Workspace) -> list[Path]:
-    """The files in ``quarantine/``, by name."""
+    """Return the files in ``quarantine/``, sorted by name."""
     return [p for p in sorted(workspace.quarantine.glob("[!.]*")) if p.is_file() and not p.is_symlink()]
 
 
 def return_to_inbox(workspace: Workspace, path: Path) -> Path:
-    """Move a filed file to the inbox, under the name that it arrived with; returns its new path."""
+    """Move a filed file to the inbox, under the name that it arrived with. Returns the new path."""
     back = _free(workspace, _plain(path.name))
     os.rename(path, back)
     return back
@@ -247,15 +249,17 @@ def _plain(name: str) -> str:
 
 
 def _free(workspace: Workspace, name: str) -> Path:
-    """A free path in the inbox, with that name if no file has it."""
+    """Return a free path in the inbox. It has the given name if no other file has that name."""
     path = workspace.inbox / name
     return workspace.inbox / f"{time.time_ns()}-{name[-LONGEST_NAME:]}" if os.path.lexists(path) else path
 
 
-FileStamp = tuple[int, ...]  # identifies a file's content: another content has another stamp
-COMPLETE_AFTER_SECONDS = 600.0  # a file without a change for so long is complete, whatever its last row looks like
-TAIL = 1 << 20  # bytes of the last row that are checked
-ENDS = {  # the bytes that such files begin and end with
+FileStamp = tuple[int, ...]  # identifies a file's content: the stamp changes when the content changes
+COMPLETE_AFTER_SECONDS = (
+    600.0  # a file that has not changed for this long counts as complete, even if its last row is cut off
+)
+TAIL = 1 << 20  # bytes at the end of a file in which the last row is checked
+ENDS = {  # by suffix: the bytes that a file begins and ends with
     ".parquet": b"PAR1",
     **dict.fromkeys((".arrow", ".feather", ".ipc"), b"ARROW1"),
 }
@@ -263,7 +267,7 @@ ROWS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 
 
 def read_file_stamp(path: Path) -> FileStamp:
-    """(size, mtime, ctime) of a file, times in ns; (inode,) of anything else. Raises: OSError."""
+    """Return (size, mtime, ctime) of a file, with times in ns, or (inode,) of anything else. Raises: OSError."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         return (status.st_ino,)
@@ -271,15 +275,15 @@ def read_file_stamp(path: Path) -> FileStamp:
 
 
 def find_writer(path: Path) -> str:
-    """The process that has a file open for writing, in words; '': no visible process has."""
+    """Name the process that has a file open for writing. Returns '' if no visible process has."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return ""  # a file that cannot be opened cannot be ingested either; its ingest names the reason
+        return ""  # ingest cannot open the file either, and reports why
     try:
         fcntl.fcntl(
             handle, fcntl.F_SETSIG, signal.SIGURG
-        )  # sent if a process opens the file now; SIGIO would end this process
+        )  # the kernel sends this signal if a process opens the file now; the default, SIGIO, would end this process
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return ""
@@ -290,7 +294,7 @@ def find_writer(path: Path) -> str:
 
 
 def _listed_writer(wanted: os.stat_result) -> str:
-    """The process that has the file open for writing, among those whose open files can be read."""
+    """Find the process that has the file open for writing, among the processes whose open files can be listed."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             for opened in (process / "fd").iterdir():
@@ -310,7 +314,7 @@ def _writes(process: Path, descriptor: str) -> bool:
 
 
 def find_truncation(path: Path) -> Message | None:
-    """How a file ends too early; None: it is complete, or of a kind whose end cannot be recognised.
+    """Return how a file is cut off, or None if it is complete or its kind has no recognisable end.
 
     Raises: OSError.
     """
@@ -319,7 +323,7 @@ def find_truncation(path: Path) -> Message | None:
 
 @lru_cache(maxsize=256)
 def _cut_off(path: Path, stamp: FileStamp) -> Message | None:
-    """As ``find_truncation``. A compressed file is read completely, once for each ``stamp``."""
+    """Do the work of ``find_truncation``. A compressed file is read completely, once for each ``stamp``."""
     kind, compression = detect_kind(path.name)
     if kind == ".zip":
         return (

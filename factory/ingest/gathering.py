@@ -1,4 +1,5 @@
-"""Finds the files that ``factory ingest`` names: paths, folders, patterns and addresses. A data set on disk, and many small files, form a pack."""
+"""Finds the files that ``factory ingest`` names: paths, folders, patterns and addresses. A data set on disk becomes a file group, and so do
+many small files."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from kernels.contract.message import Message
 
 @dataclass
 class GatheredFiles:
-    """The files that a command names. ``left_out``: by suffix, the number of files of kinds that are not read. ``addresses``: the address of
-    each fetched file. ``known``: the number of files at addresses that were ingested before. ``broken``: by folder, why a data set cannot be
-    read."""
+    """The files that a command names.
+
+    ``left_out`` counts files of unsupported kinds by suffix. ``addresses`` has the address of each fetched file. ``known`` is the number of files
+    at addresses that were ingested before. ``broken`` says, for a folder with a data set, why the data set cannot be read.
+    """
 
     packs: list[FileGroup] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
@@ -35,7 +38,7 @@ class GatheredFiles:
     broken: dict[str, str] = field(default_factory=dict)
 
     def describe_left_out(self) -> str:
-        """A line for a person about the files that are left out; '': none are."""
+        """Return a line about the files that are left out, or '' if none are."""
         if self.left_out.total() == 0:
             return ""
         return Message(
@@ -47,8 +50,10 @@ class GatheredFiles:
 
 
 def gather_files(plant: Plant, names: Sequence[str]) -> GatheredFiles:
-    """Find the files of these names; fetch those at addresses. Raises: InputError for a name that is not a file, folder or pattern, and for an
-    address that cannot be read."""
+    """Find the files that these names stand for. Files at addresses are fetched.
+
+    Raises: InputError for a name that is not a file, folder or pattern, and for an address that cannot be read.
+    """
     found = GatheredFiles()
     listed: list[tuple[Path, Path]] = []  # (folder that a person named, file in it)
     for name in names:
@@ -79,11 +84,11 @@ def gather_files(plant: Plant, names: Sequence[str]) -> GatheredFiles:
 
 
 def _paths(workspace: Workspace, name: str) -> list[Path]:
-    """The file or folder with this path, the file with this name in quarantine/, or the files that the pattern matches."""
-    if not name.strip():  # for example an unset shell variable; Python would read it as the current folder
+    """Return the file or folder with this path, else the file with this name in quarantine/, else the files that match the pattern."""
+    if not name.strip():  # the cause may be an unset shell variable; Python would read the name as the current folder
         raise InputError(
             "ingest.empty_name",
-            "one of the given names is empty: give files, folders, patterns or addresses ('.' is the current folder)",
+            "one of the given names is empty. Give names of files or folders, patterns or addresses ('.' is the current folder)",
         )
     path = Path(name)
     if path.exists():
@@ -96,7 +101,7 @@ def _paths(workspace: Workspace, name: str) -> list[Path]:
                 {one.resolve(): one for one in matched if not one.is_dir()}.values()
             )  # links may form a circle
             return files or matched
-        raise InputError("ingest.no_match", "{pattern}: no file matches this pattern", pattern=name)
+        raise InputError("ingest.no_match", "no file matches the pattern {pattern}", pattern=name)
     raise InputError(
         "ingest.no_named_file",
         "no file {file} was found, neither at the given path nor in {quarantine}",
@@ -113,8 +118,10 @@ def _dataset(folder: Path) -> FileGroup:
 
 
 def _walk(folder: Path, found: GatheredFiles, workspace: Path) -> Iterator[Path]:
-    """Regular files below ``folder``, by name. Data sets on disk become packs of ``found``. Skipped are hidden files and folders, links to
-    folders, and the workspace itself: its policies and logs are not data."""
+    """Yield the regular files below ``folder``, sorted by name. Data sets on disk are added to ``found`` as file groups.
+
+    Hidden files and folders, links to folders, and the workspace itself (its policies and logs are not data) are skipped.
+    """
     for where, folders, files in os.walk(folder):
         home = [one for one in folders if (Path(where) / one).resolve() == workspace.resolve()]
         folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in home)

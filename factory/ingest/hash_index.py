@@ -1,9 +1,9 @@
-"""The hashes that later documents are compared with: MinHash signatures, and hashes of runs of words.
+"""Stores the hashes with which later documents are compared: MinHash signatures, and hashes of runs of words.
 
 Each shard and each task file has a file of hashes, ``shards/hashes/<name>.parquet``, with one row for each document. Ingest writes the file
 before the ledger records the shard, and never changes the file later. ``index.db`` is an index of all these files, in the order in which the
-ledger recorded them. ``index.db`` may be removed at any time. The next reader adds the files that the index lacks. The reader makes the index
-again if it is damaged, or holds a file that the ledger does not know (after a restore).
+ledger recorded them. ``index.db`` may be removed at any time. The next process that reads the index adds the missing files to
+it. That process rebuilds the index if it is damaged, or has a file that the ledger does not know (after a restore).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from factory.ledger.ledger import Ledger
 from kernels.contract.files import sync_folder, write_atomically
 from kernels.contract.message import Message
 
-FOLDER, INDEX = "hashes", "index.db"  # below ``shards/``; in the workspace
-HELD = "task_items_held"  # an event: the items of a file are recorded (``task_hashes``)
+FOLDER, INDEX = "hashes", "index.db"  # FOLDER is below ``shards/``, INDEX is in the workspace
+HELD = "task_items_held"  # event: the items of a task file are recorded (``task_hashes``)
 PATIENCE = 600.0  # seconds to wait while another process writes the index
 _AT_ONCE = 5000  # values in one query
 _COLUMNS = pa.schema(
@@ -55,8 +55,8 @@ _FOUND = "SELECT h.hash, d.key FROM json_each(?) v JOIN {} h ON h.hash = v.value
 
 @dataclass(frozen=True)
 class HashedDocument:
-    """The hashes of one document. ``signature``: None for a task's item. ``grams``: of a held-out document, all n-grams by which copies are
-    found; of other documents, a sample."""
+    """The hashes of one document. ``signature`` is None for a task's item. ``grams`` are all n-grams of a held-out document, or a sample of the
+    n-grams of any other document."""
 
     key: str
     signature: npt.NDArray[np.uint32] | None
@@ -65,12 +65,13 @@ class HashedDocument:
 
 
 def hashes_file(root: Path, subject: str) -> Path:
-    """The file of hashes below the workspace ``root``. ``subject`` is that of the event that recorded it: 'shard:ab12…' or 'task:ab12…'."""
+    """Return the path of a file of hashes in the workspace ``root``. ``subject`` is the subject of the event that recorded the file: 'shard:ab12…'
+    or 'task:ab12…'."""
     return root / "shards" / FOLDER / f"{key_prefix(subject)}.parquet"
 
 
 def key_prefix(subject: str) -> str:
-    """The prefix of the keys of a shard's or a task file's rows, up to the colon before the row's number.
+    """Return the prefix of the keys of the rows of a shard or a task file: the part before the colon and the row's number.
 
     >>> key_prefix("shard:00112233"), key_prefix("task:00112233")
     ('00112233', 'task-00112233')
@@ -92,14 +93,14 @@ def write_hashes(root: Path, subject: str, documents: Iterable[HashedDocument]) 
     pq.write_table(table, made, compression="zstd", use_dictionary=False, write_page_checksum=True)
     path = hashes_file(root, subject)
     path.parent.mkdir(exist_ok=True)
-    for left in path.parent.glob(f".{path.name}.*.part"):  # of a process that was killed here
+    for left in path.parent.glob(f".{path.name}.*.part"):  # files of a process that was killed while it wrote
         left.unlink(missing_ok=True)
     write_atomically(path, made.getvalue())
-    sync_folder(path.parent.parent)  # also of a folder that a killed process made
+    sync_folder(path.parent.parent)  # needed too if a killed process made the folder
 
 
 def read_hashes(root: Path, subject: str) -> pa.Table:
-    """The hashes of a shard or a task file. Raises: WorkspaceError when the file is gone or damaged."""
+    """Read the hashes of a shard or a task file. Raises: WorkspaceError when the file of hashes is missing or damaged."""
     path = hashes_file(root, subject)
     try:
         return pq.read_table(path, schema=_COLUMNS, page_checksum_verification=True)
@@ -117,7 +118,7 @@ def read_hashes(root: Path, subject: str) -> pa.Table:
 
 
 def list_hash_sources(ledger: Ledger) -> list[tuple[int, str]]:
-    """(event, subject) of all shards and task files that have hashes, in the order in which the ledger recorded them."""
+    """Return (event, subject) of all shards and task files that have hashes, in the order in which the ledger recorded them."""
     sql = "SELECT MIN(id) AS id, subject FROM events WHERE kind IN ('ingested', :held) GROUP BY subject ORDER BY 1"
     return [(row["id"], row["subject"]) for row in ledger.read(sql, held=HELD)]
 
@@ -125,7 +126,7 @@ def list_hash_sources(ledger: Ledger) -> list[tuple[int, str]]:
 class HashIndex:
     """The index of all recorded hashes, ``index.db`` of the workspace. Each query first brings the index up to date.
 
-    Raises: WorkspaceError when a file of hashes is gone or damaged.
+    Raises: WorkspaceError when a file of hashes is missing or damaged.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -134,11 +135,11 @@ class HashIndex:
         self.file = ledger.root / INDEX
 
     def find_by_band(self, hashes: Iterable[int]) -> list[tuple[int, str]]:
-        """(hash of a band, key) of all documents with one of these bands, the oldest first."""
+        """Return (hash of a band, key) of all documents with one of these bands, oldest first."""
         return self._found("bands", hashes)
 
     def find_trained_by_ngram(self, grams: Iterable[int]) -> list[tuple[int, str]]:
-        """(n-gram, key) of the documents that are not held out and have one of these n-grams in their sample."""
+        """Return (n-gram, key) of each document that is not held out and has one of these n-grams in its sample."""
         return self._found("sampled", grams)
 
     def read_signatures(self, keys: Sequence[str]) -> dict[str, npt.NDArray[np.uint32]]:
@@ -146,7 +147,7 @@ class HashIndex:
         return {key: np.frombuffer(blob, "<u4").astype(np.uint32) for key, blob in self._rows(sql, list(keys))}
 
     def read_held_out_ngrams(self) -> list[tuple[str, Hashes]]:
-        """Every n-gram of every held-out document, by its key."""
+        """Return (key, all n-grams) of every held-out document."""
         grams: dict[str, list[int]] = {}
         sql = "SELECT d.key, h.hash FROM held_out h JOIN documents d ON d.id = h.document"
         for key, value in self._rows(sql):
@@ -154,8 +155,8 @@ class HashIndex:
         return [(key, np.array(grams[key], np.int64).astype(np.uint64)) for key in sorted(grams)]
 
     def remove(self) -> None:
-        """Delete the index; the next query makes it again. A process that still has the old index open may damage the new one as it ends: the
-        query after that makes the index once more."""
+        """Delete the index. The next query rebuilds it. A process that still has the old index open may damage the new one when it ends. Then the
+        next query rebuilds the index once more."""
         for ending in ("", "-wal", "-shm"):
             remove_path(self.file.with_name(self.file.name + ending))
 
@@ -189,7 +190,9 @@ class HashIndex:
             index.execute("SELECT event, subject FROM sources ORDER BY event").fetchall(),
             list_hash_sources(self._ledger),
         )
-        if wanted[: len(held)] != held:  # emptied, not deleted: another process may have it open
+        if (
+            wanted[: len(held)] != held
+        ):  # the index is emptied and not deleted, because another process may have it open
             with index:
                 index.execute("BEGIN IMMEDIATE")
                 for table in ("sources", "documents", "bands", "sampled", "held_out"):
@@ -214,7 +217,7 @@ class HashIndex:
 
 
 def _add(index: sqlite3.Connection, table: pa.Table) -> None:
-    """The rows of one file, behind all that are there."""
+    """Append the rows of one file to the index."""
     (before,) = index.execute("SELECT COALESCE(MAX(id), 0) FROM documents").fetchone()
     keys, blobs = table["key"].to_pylist(), table["signature"].to_pylist()
     ids = np.arange(before + 1, before + 1 + len(keys))

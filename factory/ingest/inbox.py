@@ -1,9 +1,8 @@
-"""The inbox: the daemon ingests a file that a person put there as soon as the file is complete, and then moves the file away.
+"""The inbox: a folder into which people put files. The daemon ingests a file as soon as the file is complete, and then moves the file away.
 
-``list_complete_files`` lists the files that can be ingested, and ``ingest_inbox_file`` ingests one of them. ``update_inbox``, called once a pass,
-names the files that
-wait and why. The reason is an event ``file_held`` of the ledger. A refused file is tried again when the file, the data policy or the reading
-code has changed.
+``list_complete_files`` lists the files that can be ingested, and ``ingest_inbox_file`` ingests one of them. ``update_inbox`` is called once in each
+pass. It prints which files wait and why, and records the reason in the ledger as an event ``file_held``. A refused file is tried again when the
+file, the data policy or the reading code has changed.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ PARTIAL_SUFFIXES = (".part", ".tmp", ".crdownload")
 
 @dataclass(frozen=True)
 class InboxFile:
-    """A file, folder or link in the inbox. ``why``: why it waits, for a person; '': it can be ingested."""
+    """A file, folder or link in the inbox. ``why`` tells a person why it waits. It is '' if the file can be ingested."""
 
     path: Path
     stamp: FileStamp
@@ -74,13 +73,13 @@ class InboxFile:
 
 
 def list_complete_files(plant: Plant, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
-    """The files of the inbox that can be ingested, by name: complete, regular, not hidden, not named as partial, unchanged for ``settle``
-    seconds, and not refused before."""
+    """Yield the files of the inbox that can be ingested, sorted by name. Such a file is regular, complete and unchanged for ``settle`` seconds. It
+    is not hidden, not named as partial, and was not refused before."""
     return (file.path for file in _look(plant, settle) if not file.why)
 
 
 def update_inbox(plant: Plant, settle: float = SETTLE_SECONDS) -> None:
-    """Return changed files, and quarantined files that may be readable now, to the inbox. Name each file that waits there, and why, once."""
+    """Return changed files, and quarantined files that may be readable now, to the inbox. Print once for each waiting file why it waits."""
     return_changed_files(plant)
     return_quarantined_files(plant)
     for file in _look(plant, settle):
@@ -91,7 +90,8 @@ def update_inbox(plant: Plant, settle: float = SETTLE_SECONDS) -> None:
 
 
 def ingest_inbox_file(plant: Plant, path: Path) -> None:
-    """Ingest a file of the inbox and move it away. A file with a fault stays in the inbox, with the reason; other files do not wait for it.
+    """Ingest a file of the inbox and move it away. A file with a fault stays in the inbox, and the ledger records why. Other files do not wait for
+    it.
 
     Raises: FactoryError, OSError, sqlalchemy.exc.DBAPIError for faults of the machine, the policy or the ledger.
     """
@@ -150,14 +150,14 @@ def _take_alone(plant: Plant, path: Path) -> None:
         else:
             why = Message(
                 "ingest.unexpected",
-                "an unexpected {kind}: {error} (traceback in {log})",
+                "ingest failed unexpectedly ({kind}: {error}). The traceback is in {log}",
                 kind=type(error).__name__,
                 error=error,
                 log=log,
             )
             with contextlib.suppress(OSError):
                 append_traceback(log, f"ingest of {printable_name(path)}", error)
-        if stamp == read_file_stamp(path):  # else another file has this name now, and is tried
+        if stamp == read_file_stamp(path):  # else another file has this name now, and will be tried
             text = _text_there(plant) if isinstance(error, TooLittleTextError) else ""
             _hold(plant, InboxFile(path, stamp, why), refused=True, text=text)
         plant.progress.line(_stays_line(path, why))
@@ -166,7 +166,7 @@ def _take_alone(plant: Plant, path: Path) -> None:
 def _removed_line(path: Path) -> Message:
     return Message(
         "ingest.removed_from_inbox",
-        "  {file} was removed from the inbox before its ingest ended; nothing of the file was stored",
+        "  {file} was removed from the inbox before its ingest ended, so nothing of the file was stored",
         file=printable_name(path),
     )
 
@@ -178,8 +178,8 @@ def _stays_line(path: Path, why: str) -> Message:
 def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     """Ingest the inbox's many small files as one shard, if ``path`` is one of them. The files that were read are then deleted.
 
-    Returns the files that must be ingested, or quarantined, each alone; None: ``path`` is not one of many. Returns all of them if one spoils the
-    shard: it would spoil a shard of fewer files too.
+    Returns the files that must still be ingested or quarantined one by one, or None if ``path`` is not one of many small files. Returns all small
+    files if one file spoils the shard, because it would spoil a shard of fewer files too.
     """
     from factory.ingest.packing import MANY, SMALL_BYTES, FileGroup, ingest_file_group
     from factory.ingest.readers import is_readable_kind
@@ -211,7 +211,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     )
     if not pack.files:
         return refused
-    unread.update(refused)  # the ingest of each names the reason
+    unread.update(refused)  # each is then ingested alone, which reports why it is refused
     plant.progress.line(
         Message(
             "ingest.together",
@@ -227,7 +227,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
         plant.progress.line(
             Message(
                 "ingest.not_together",
-                "  the factory could not ingest the small files as one shard, and ingests them one by one: {why}",
+                "  the factory ingests the small files one by one, because it could not ingest them as one shard: {why}",
                 why=error,
             )
         )
@@ -240,7 +240,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
 
 
 def concerns_only_this_file(error: Exception) -> bool:
-    """Is the error about this file alone, so that other files can be ingested?"""
+    """Return whether the error concerns this file alone, so that other files can be ingested."""
     if isinstance(error, FactoryError):
         return isinstance(error, InputError) and not is_unreadable_now(error)
     return not isinstance(error, sa.exc.DBAPIError) and not is_machine_fault(error)
@@ -249,7 +249,7 @@ def concerns_only_this_file(error: Exception) -> bool:
 def ingest_and_file(plant: Plant, path: Path, workers: int | None = None) -> None:
     """Ingest a file of the inbox, then move it to ``shards/raw/`` or ``quarantine/``.
 
-    After a kill between the two steps the next call recognises the content and only moves the file.
+    If the process is killed between the two steps, the next call recognises the content and only moves the file.
     """
     before = read_ingest_times(plant.ledger)
     say = lambda report: plant.progress.line(describe_report(printable_name(path), report, before))
@@ -265,8 +265,8 @@ def ingest_path(
     ingested: Callable[[ShardReport], object] = lambda report: None,
     other_files: Sequence[Path] = (),
 ) -> list[ShardReport]:
-    """Ingest a file, and call ``ingested`` with each report. Then a file of the inbox or of ``quarantine/`` is moved to its place; any other
-    file stays where it is. ``other_files``: files that are ingested after this one.
+    """Ingest a file, and call ``ingested`` with each report. Then move a file of the inbox or of ``quarantine/`` to its place. Any other file
+    stays where it is. ``other_files`` are the files that are ingested after this one.
 
     Raises: as ``ingest_shard``.
     """
@@ -305,7 +305,7 @@ def ingest_path(
         plant.progress.line(
             Message(
                 "ingest.erased_shard",
-                "  the factory deleted the file {file}, because a person erased text of this shard earlier",
+                "  the factory deleted {file}, because the same content was ingested earlier and a person then erased text of it",
                 file=printable_name(path),
             )
         )
@@ -315,7 +315,7 @@ def ingest_path(
 
 
 def printable_name(path: Path) -> str:
-    r"""A file's name as text that can be printed and stored. Bytes that are not UTF-8 become ``\xe9`` and the like."""
+    r"""Return a file's name as text that can be printed and stored. A byte that is not UTF-8 becomes an escape such as ``\xe9``."""
     return _shown(path.name)
 
 
@@ -324,7 +324,7 @@ def _shown(name: str | Path) -> str:
 
 
 def _readable(path: Path, progress: Progress) -> Path:
-    """Rename a file of the inbox if its name is not UTF-8. Returns its path."""
+    """Rename a file of the inbox if its name is not UTF-8. Returns the file's path."""
     if printable_name(path) == path.name:
         return path
     name = printable_name(path)
@@ -343,7 +343,8 @@ def _readable(path: Path, progress: Progress) -> Path:
 
 
 def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
-    """All files, folders and links in the inbox by name, without hidden and partial ones, and files that changed a moment ago."""
+    """Yield the files, folders and links in the inbox, sorted by name. Hidden and partial files, and files that changed a moment ago, are left
+    out."""
     plant.workspace.inbox.mkdir(exist_ok=True)
     names = [
         n
@@ -374,7 +375,7 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
 
 
 def _deaths(plant: Plant, path: Path, stamp: FileStamp) -> int:
-    """How often workers died that read this file in its present state."""
+    """Return how many workers died while they read this file in its present state."""
     known = held_files(plant.ledger).get(printable_name(path), {})
     if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (
         stamp,
@@ -385,7 +386,7 @@ def _deaths(plant: Plant, path: Path, stamp: FileStamp) -> int:
 
 
 def _rests(workspace: Workspace, known: dict[str, Any], asked: int) -> bool:
-    """Is it too early to try a refused file again? A fault of the file itself stays; the cause of a worker's death may have passed."""
+    """Return whether it is too early to try a refused file again. A fault of the file itself remains, but the cause of a worker's death may pass."""
     deaths = known.get("deaths", 0)
     if not deaths:
         return True
@@ -396,20 +397,25 @@ def _rests(workspace: Workspace, known: dict[str, Any], asked: int) -> bool:
 
 
 def _wait(policy: RetryPolicy, deaths: int) -> float:
-    """Seconds to wait after so many deaths of workers."""
+    """Return how many seconds to wait after ``deaths`` deaths of workers."""
     return min(policy.first_wait_seconds * 2.0 ** min(deaths - 1, 40), policy.longest_wait_seconds)
 
 
 def _no_file(path: Path) -> Message:
     if path.is_symlink():
-        return Message("ingest.link", "the factory does not follow links: copy the file itself into the inbox")
+        return Message(
+            "ingest.link", "it is a link, and the factory does not follow links. Copy the file itself into the inbox"
+        )
     if path.is_dir():
-        return Message("ingest.inbox_folder", "this is a folder. Move the files of the folder directly into the inbox")
-    return Message("ingest.special_file", "this is not a regular file: remove the file")
+        return Message(
+            "ingest.inbox_folder",
+            "it is a folder, and the factory ingests only the files directly in the inbox. Move the files of the folder into the inbox",
+        )
+    return Message("ingest.special_file", "it is not a regular file. Remove it")
 
 
 def _incomplete(path: Path, stamp: FileStamp) -> str:
-    """Why a file is not complete yet; '': it is."""
+    """Return why a file is not complete yet, or '' if it is."""
     if writer := find_writer(path):
         return Message(
             "ingest.open_for_writing",
@@ -427,15 +433,15 @@ def _incomplete(path: Path, stamp: FileStamp) -> str:
 
 
 def _text_there(plant: Plant) -> str:
-    """A hash of all that lets a file that waits for more text be tried again: the files in the inbox, a tokenizer, and a person's word that a
-    small vocabulary is enough."""
+    """Return a hash of the facts that decide whether to retry a file that waits for more text. They are the files in the inbox, whether a tokenizer
+    exists, and whether a person allowed a small vocabulary."""
     files = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(plant.workspace.inbox) if entry.is_file())
     tokenizer = bool(plant.ledger.read("SELECT sha256 FROM tokenizers LIMIT 1"))
     return hashlib.sha256(repr((files, tokenizer, is_small_vocabulary_allowed(plant.ledger))).encode()).hexdigest()[:16]
 
 
 def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0, text: str = "") -> bool:
-    """Record why a file waits; returns whether the reason is new. ``text``: ``_text_there`` of a file that waits for more text, else ''."""
+    """Record why a file waits. Returns whether the reason is new. ``text`` is ``_text_there`` for a file that waits for more text, else ''."""
     known = held_files(plant.ledger).get(file.name)
     if not refused and known and (tuple(known["stamp"]), known["why"]) == (file.stamp, file.why):
         return False
@@ -453,13 +459,13 @@ def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0,
 
 
 def read_ingest_times(ledger: Ledger) -> dict[str, float]:
-    """By SHA-256, when each shard was ingested: seconds since 1970."""
+    """Return the time when each shard was ingested, in seconds since 1970, by the shard's SHA-256."""
     rows = ledger.read("SELECT sha256, ingested_at FROM shards WHERE state = 'ingested'")
     return {row["sha256"]: row["ingested_at"] for row in rows}
 
 
 def describe_report(name: str, report: ShardReport, before: Mapping[str, float]) -> str:
-    """As ``describe_shard``. For content that was ingested ``before``: when, and under which name, if that is not the file's own."""
+    """Describe a report as ``describe_shard`` does. If the content was ingested ``before``, say when, and under which name instead."""
     if report.sha256 not in before:
         return describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     return Message(
@@ -475,7 +481,7 @@ def describe_report(name: str, report: ShardReport, before: Mapping[str, float])
 
 
 def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | None, reason: str | None) -> Message:
-    """For a person: one line about a shard, and one line more for each fact about its rows. ``parts`` of the data are the messages in it."""
+    """Describe a shard in one line, with a further line for each fact about its rows. ``data["parts"]`` has these messages one by one."""
     counts = counts or {}
     parts: list[str] = []
     dropped = counts.get("dropped")
@@ -494,7 +500,7 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
             parts.append(
                 Message(
                     "ingest.other_licence",
-                    "{texts:,|TEXT|TEXTS} OF THIS SHARD CAME UNDER ANOTHER LICENCE in {shard}",
+                    "{texts:,|TEXT OF THIS SHARD IS|TEXTS OF THIS SHARD ARE} ALSO IN {shard}, UNDER ANOTHER LICENCE",
                     texts=count,
                     shard=shard,
                 )
@@ -502,8 +508,9 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
         parts.append(
             Message(
                 "ingest.strictest_licence",
-                "of several licences, the strictest counts (a missing licence is strict too), and it may hold releases back. To list "
-                "the texts: 'factory data claims'. To say which licence is right: 'factory data settle LICENCE --shard {shard}'",
+                "if a text came under several licences, the strictest counts and may hold releases back (a missing licence counts as "
+                "a strict one). To list the texts: 'factory data claims'. To say which licence is right: 'factory data settle "
+                "LICENCE --shard {shard}'",
                 shard=shlex.quote(original_file_name(name)),
             )
         )
@@ -517,9 +524,9 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
         lines.append(
             Message(
                 "ingest.removed_before",
-                "a person removed the documents that the rule 'removed' dropped, or the originals of these documents. To list the "
-                "removals: 'factory data list'. To put removal N back: 'factory data undo N'. To change source, domain, licence or "
-                "group instead: 'factory data relabel'",
+                "the rule 'removed' dropped documents that a person removed earlier, and copies of such documents. To list the removals: "
+                "'factory data list'. To undo removal N: 'factory data undo N'. To change the source, domain, licence or group instead: "
+                "'factory data relabel'",
             )
         )
     if isinstance(groups := counts.get("groups"), dict):

@@ -1,4 +1,4 @@
-"""Writes the ledger rows of an ingested shard, all in the caller's transaction."""
+"""Writes the ledger's rows about an ingested shard. All functions write in the caller's transaction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_GRAMS = np.zeros(0, np.uint64)
 
 
 def count_rows(rows: Sequence[Row]) -> dict[str, Any]:
-    """``counts``, ``domains`` and ``tokens`` of a row of the ledger's table ``shards``."""
+    """Return ``counts``, ``domains`` and ``tokens`` for the shard's row in the ledger's table ``shards``."""
     assert all(row.fate for row in rows)
     fates = Counter(row.fate for row in rows)
     kinds: Counter[str] = Counter()
@@ -54,14 +54,14 @@ def count_rows(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def count_release_blockers(rows: Sequence[Row], policy: Licences) -> dict[str, dict[str, Any]]:
-    """By licence as written, the training documents that hold a release back: their number, and why ('missing', 'listed', 'unlisted')."""
+    """Count the training documents that hold a release back, by licence as written. Each count has a reason: 'missing', 'listed' or 'unlisted'."""
     counts = Counter(row.license or "" for row in rows if row.fate == "train" and not row.releasable)
     why = lambda name: "listed" if policy.is_listed(name) else "unlisted" if name else "missing"
     return {name: {"documents": count, "why": why(name)} for name, count in sorted(counts.items())}
 
 
 def _examples(rows: Sequence[Row]) -> dict[str, str]:
-    """By rule, the first row that the rule dropped."""
+    """Return the first row that each rule dropped, by rule."""
     found: dict[str, str] = {}
     for row in rows:
         if row.fate == "dropped" and row.rule:
@@ -96,7 +96,7 @@ def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_s
 
 
 def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str, FinishedDocument]) -> None:
-    """The contents of the held-out documents."""
+    """Write the contents of the held-out documents."""
     held = ((row, finished[row.key].content) for row in rows if row.fate == "held_out")
     _insert(
         tx,
@@ -117,8 +117,8 @@ def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str
 def hash_documents(
     rows: Sequence[Row], decided: ShardDecisions, finished: Mapping[str, FinishedDocument]
 ) -> Iterator[HashedDocument]:
-    """The hashes that later shards are compared with: of each kept document, and of each text whose licence does not allow training. The latter
-    has only its signature, by which copies are found."""
+    """Yield the hashes with which later shards are compared, for each kept document and each text whose licence does not allow training. Such a
+    text gets only a signature, by which copies of it are found."""
     barring = (row for row in rows if row.rule == "licence" and row.key in decided.numbers)
     for row in (*(row for row in rows if row.fate != "dropped"), *barring):
         is_held = row.fate == "held_out"

@@ -1,12 +1,12 @@
-"""Some files become shards of JSON lines before they are ingested: archives, tables, pages, data sets on disk, and files too large for one
-shard. Many small files become one shard.
+"""Converts some files into shards of JSON lines before they are ingested: archives, tables, pages, data sets on disk, and files too large for
+one shard. Many small files become one shard.
 
     docs.zip (a.csv, b.md)      ─►  docs.zip#1.jsonl.zst, docs.zip#2.jsonl.zst …  ─►  each an ingest of its own  ─►  shards/raw/
 
-A part holds the rows as they were read: at most ``limits.max_rows`` rows and about ``limits.part_bytes`` bytes. So the rows can be read again,
-or written again without one of them, whatever format they came in. Each part is one transaction. After a kill the finished parts stay, and the
-next ingest skips their rows (it reads the rows again, but does not analyse them). If the data policy or the reading code has changed, the next
-ingest begins at the first row and drops known rows as copies.
+A part holds the rows as they were read: at most ``limits.max_rows`` rows and about ``limits.part_bytes`` bytes. Whatever format the rows came
+in, they can therefore be read again, or be written again without one of them. Each part is one transaction. After a kill the finished parts
+stay, and the next ingest reads their rows again but does not analyse them. If the data policy or the reading code has changed, the next ingest
+begins at the first row and drops known rows as copies.
 
 A large file is cut into parts because one transaction over hours would be lost to a kill. Each part must be a whole shard: ingest decides
 duplicates, the held-out split and contamination over a whole shard, with the ledger as it is at that moment.
@@ -54,18 +54,18 @@ from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
 SMALL_BYTES = 256 << 10  # a file of fewer bytes is small
-MANY = 32  # so many small files are ingested as one shard
-_NAMED = 4  # reasons for leaving files out that a message names
+MANY = 32  # at least this many small files are ingested as one shard
+_NAMED = 4  # a message names at most this many reasons for leaving files out
 
 
 @dataclass(frozen=True)
 class FileGroup:
-    """Files that are cut into shards of JSON lines together. ``files``: (path that the rows name, file), in the order of the rows. The path is
-    '' for a file that is ingested alone."""
+    """Files that are converted together into shards of JSON lines. ``files`` are pairs (path that the rows name, file), in the order of the rows.
+    The path is '' for a file that is ingested alone."""
 
     name: str
     files: list[tuple[str, Path]]
-    folder: Path | None = None  # of a data set on disk
+    folder: Path | None = None  # the folder of a data set on disk
 
     @classmethod
     def of_file(cls, path: Path) -> FileGroup:
@@ -73,22 +73,22 @@ class FileGroup:
 
     @classmethod
     def of_dataset(cls, folder: Path) -> FileGroup:
-        """The pack of a data set on disk. Raises: ShardProblem."""
+        """Return the file group of a data set on disk. Raises: ShardProblem."""
         return cls(folder.name, [(str(file.relative_to(folder)), file) for file in list_dataset_files(folder)], folder)
 
     def split_off_refused_files(self, policy: DataPolicy) -> tuple[FileGroup, list[Path]]:
-        """(the pack without the files that lack a mapped column, those files). Each of those files is refused alone."""
+        """Return (the group without the files that lack a mapped column, those files). Each of those files is then refused alone."""
         refused = [path for name, path in self.files if policy.fields and _lacks_columns(name, path, self.name, policy)]
         return replace(self, files=[one for one in self.files if one[1] not in refused]), refused
 
     def split_off_bad_files(self, policy: DataPolicy) -> tuple[FileGroup, dict[str, ShardProblem]]:
-        """(the pack without the files that would be quarantined if they came alone, by path why each would be)."""
+        """Return (the group without the files that would be quarantined if each came alone, the reason for each such file by path)."""
         bad = {name: why for name, path in self.files if (why := _unusable(name, path, self.name, policy))}
         return replace(self, files=[one for one in self.files if one[0] not in bad]), bad
 
     @property
     def single_file(self) -> Path | None:
-        """The file, where the pack is one file."""
+        """The file if the group is one file, else None."""
         return self.files[0][1] if not self.files[0][0] else None
 
     @property
@@ -96,7 +96,7 @@ class FileGroup:
         return str((self.folder or self.single_file or _common(self.files)).resolve())
 
     def sha256(self) -> str:
-        """The hash of the one file, or of the paths and contents of several. Raises: InputError."""
+        """Return the hash of the one file, or of the paths and contents of several files. Raises: InputError."""
         try:
             if self.single_file:
                 return file_sha256(self.single_file)
@@ -110,21 +110,21 @@ class FileGroup:
 
 @dataclass
 class _LeftOut:
-    """Counts the files and members that are not read. ``reasons``: their number by reason. ``first``: by reason, the path of the first.
-    ``files``: those of many files of which nothing is read."""
+    """Counts the files and archive members that are not read. ``reasons`` counts them by reason. ``first`` has, by reason, the path of the first one.
+    ``files`` are the files of a group of which nothing is read."""
 
     reasons: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
     files: set[Path] = field(default_factory=set)
 
     def __call__(self, path: str, why: Message) -> None:
-        if why.code == "ingest.unknown_kind":  # its text names the file, so that each file would be a reason
+        if why.code == "ingest.unknown_kind":  # this message names the file, so each file would count as another reason
             why = Message("ingest.kinds_not_read", "files of this type are not supported")
         self.reasons[why] += 1
         self.first.setdefault(why, path)
 
     def describe(self, pack: str) -> Message | None:
-        """A line for a person about the pack of this name; None: everything was read.
+        """Return a line about what was left out of the group with this name, or None if everything was read.
 
         >>> left = _LeftOut()
         >>> left("a.png", Message("ingest.unknown_kind", "files of …")), left("b", Message("reading.encrypted", "it is encrypted"))
@@ -150,7 +150,7 @@ class _LeftOut:
 
 
 def is_cut_into_parts(path: Path, limits: ShardLimits) -> bool:
-    """Is a file cut into parts, or written as JSON lines, before it is ingested? Raises: OSError."""
+    """Return whether a file is cut into parts, or converted to JSON lines, before it is ingested. Raises: OSError."""
     return path.stat().st_size > 0 and (not is_ingested_as_is(path, limits) or exceeds_one_shard(path, limits))
 
 
@@ -164,13 +164,13 @@ def ingest_file_group(
     other_files: Sequence[Path] = (),
     unread: set[Path] | None = None,
 ) -> list[ShardReport]:
-    """Ingest the rows of a pack, part by part. ``ingested`` is called with the report of each part. The packed files stay where they are.
+    """Ingest the rows of a file group, part by part. ``ingested`` is called with the report of each part. The files stay where they are.
 
-    A file that cannot be read to its end is quarantined; the parts before that stay, and the last report is that of the file. Where some of
-    many files spoil a part, those that would be quarantined if they came alone are left out. The files of which nothing was read are added to
+    A file that cannot be read to its end is quarantined. Its parts before the error stay, and the last report is about the file. If some files of
+    a group spoil a part, the files that would be quarantined if they came alone are left out. The files of which nothing was read are added to
     ``unread``.
 
-    Raises: as ``ingest_shard``; InputError if nothing of a folder or of many files can be read, or a file changed during the ingest.
+    Raises: the errors of ``ingest_shard``; InputError if nothing of a folder or of many files can be read, or if a file changed during the ingest.
     """
     policy = DataPolicy.load(plant.workspace.policy_path("data.yaml"))
     limits, together = policy.limits, pack.single_file is None and pack.folder is None
@@ -192,7 +192,7 @@ def ingest_file_group(
     reports = []
     left = _LeftOut(files=set() if unread is None else unread)
     folder = plant.workspace.shards / ".packing"
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # files of a run that was killed
     try:
         folder.mkdir(parents=True)
         skip = sum(part["rows"] for part in done)
@@ -212,7 +212,7 @@ def ingest_file_group(
             how: dict[str, Any] = {"again": again, "workers": workers, "other_files": other_files, "whole": whole}
             how["quarantines"] = not together
             one = ingest_shard(plant, part.path, **how)
-            if together and one.state == "quarantined":  # by an older version of the factory
+            if together and one.state == "quarantined":  # an older version of the factory quarantined it
                 raise ShardProblem(str(one.reason))
             ingested(one)
             _file(plant, part.path, one)
@@ -271,8 +271,8 @@ def ingest_file_group(
 
 
 def _finished(parts: Sequence[dict[str, Any]], key: str, ledger: Ledger) -> list[dict[str, Any]]:
-    """The first parts that need no ingest: all parts of the newest run that read the whole file, else the parts that the current policy and
-    code read."""
+    """Return the parts that need no further ingest, from the first part on. If a run read the whole file, these are all parts of the newest such
+    run, else the parts that were read with the current policy and code."""
     runs: list[list[dict[str, Any]]] = []
     for part in parts:
         if part["part"] == 1 or not runs:
@@ -289,12 +289,12 @@ def _file(plant: Plant, path: Path, one: ShardReport) -> None:
     if one.sha256 in erased_shards(plant.ledger):
         path.unlink()  # keeping it would restore erased text
     else:
-        sync_folder(path)  # the packed file may be deleted next
+        sync_folder(path)  # the file that was converted may be deleted next
         file_shard(plant, path, one.sha256, one.state)
 
 
 def read_file_group_rows(pack: FileGroup, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:
-    """All rows of a pack, in order. ``left`` counts what is not read. Raises: ShardProblem, except for one of many small files."""
+    """Yield all rows of a file group, in order. ``left`` counts what is not read. Raises: ShardProblem, except for one of many small files."""
     left = left or _LeftOut()
     if pack.single_file:
         yield from read_rows(pack.single_file, limits, left)
@@ -348,7 +348,7 @@ class _Part:
 def _parts(
     rows: Iterator[RawRow], folder: Path, name: str, limits: ShardLimits, number: int, skip: int
 ) -> Iterator[_Part]:
-    """Write the rows into files, one at a time; the same rows give the same bytes. ``number`` parts with ``skip`` rows are done already."""
+    """Write the rows into files, one part at a time. The same rows give the same bytes. ``number`` parts with ``skip`` rows are already done."""
     first = skip
     ahead = next(itertools.islice(rows, skip, None), None)
     while ahead is not None:
@@ -378,7 +378,7 @@ def _refuse_changed(pack: FileGroup, before: list[tuple[int, int, int]]) -> None
         if was != is_now:
             raise InputError(
                 "ingest.packed_file_changed",
-                "{path} changed during the ingest: ingest the file again when it is complete",
+                "{path} changed during the ingest. Ingest the file again when it is complete",
                 path=path,
             )
 

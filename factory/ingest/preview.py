@@ -1,6 +1,6 @@
 """``factory ingest --preview`` shows how ingest would read the first rows of a file, and stores nothing.
 
-A wrong mapping cannot be corrected by a second ingest: ingest then drops the same texts as copies.
+A second ingest cannot correct a wrong mapping, because it drops the same texts as copies.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from factory.ingest.tokenizer import template_shows_calls
 from factory.ingest.worker import read_row
 from kernels.contract.message import Message
 
-ROWS = 1000  # rows that a preview reads
+ROWS = 1000  # a preview reads at most this many rows
 SHOWN = 3  # documents that a preview shows
 _LONGEST = 240  # characters of a text that a preview shows
 
 
 @dataclass(frozen=True)
 class Preview:
-    """``to_shard_counts``: as a shard's, by the rules that look at one row. ``is_complete``: every row was read. ``shown``: the first documents."""
+    """How ingest would read a file. ``counts`` has the keys of a shard's counts, for the rules that look at one row. ``is_complete`` says whether
+    every row was read. ``shown`` are the first documents."""
 
     name: str
     rows: int
@@ -46,19 +47,19 @@ class Preview:
         return {"name": self.name, "rows": self.rows, "whole": self.is_complete, "counts": self.counts, "shown": shown}
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Yield the lines that a person reads."""
         counts = {"train": self.counts["train"], "dropped": sum(self.counts["dropped"].values())}
         known = {"file": self.name, "rows": self.rows, **counts}
         if self.is_complete:
             yield Message(
                 "ingest.preview",
-                "{file}: {rows:,|row|rows} read: {train:,} would become documents, {dropped:,} would be dropped",
+                "{file}: {rows:,|row was|rows were} read; {train:,} would become documents, and {dropped:,} would be dropped",
                 **known,
             )
         else:
             yield Message(
                 "ingest.preview_of_part",
-                "{file}: the first {rows:,|row|rows} read: {train:,} would become documents, {dropped:,} would be dropped",
+                "{file}: only the first {rows:,|row was|rows were} read; {train:,} would become documents, and {dropped:,} would be dropped",
                 **known,
             )
         yield from (f"  {line}" for line in describe_rows(self.counts))
@@ -71,8 +72,8 @@ class Preview:
 
 
 def preview_file_group(workspace: Workspace, pack: FileGroup) -> Preview:
-    """Read at most ``ROWS`` rows and apply the rules that look at one row. Only ingest finds copies, and documents that share words with
-    held-out ones.
+    """Read at most ``ROWS`` rows and apply the rules that look at one row. A preview does not find copies, nor documents that share words with
+    held-out documents.
 
     Raises: ShardProblem when the file cannot be read; InputError when a mapping names a column that none of these rows has.
     """

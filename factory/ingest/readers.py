@@ -1,7 +1,8 @@
-"""Shard files as a stream of rows, in bounded memory. ``READERS`` maps each suffix to its reader; the readers are in ``reading/``.
+"""Reads shard files as a stream of rows, in bounded memory. ``READERS`` maps each suffix to its reader. The readers are in ``reading/``.
 
-A row that cannot be read is still a row: the reader yields a ``BadRow``, and ingest drops it. A file that is unusable as a whole (an unknown
-kind, cut off inside its compression, a decompression bomb …) raises ``ShardProblem``, and ingest quarantines the shard.
+A row that cannot be read is still a row: the reader yields a ``BadRow``, and ingest drops it. For a file that is
+unusable as a whole (unknown kind, truncated compressed data, decompression bomb …) the reader raises ``ShardProblem``, and ingest quarantines
+the shard.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ __all__ = [
 
 SUPPORTED_KINDS = Message(
     "ingest.supported_kinds",
-    "supported are JSON (.jsonl, .json), tables (.parquet, .csv, .tsv, .arrow, .feather), text (.txt, .md, .rst …), code, HTML, .warc and "
-    ".ipynb, compressed (.gz, .zst, .bz2, .xz) or not, and .zip or .tar of these files",
+    "the supported types are JSON (.jsonl, .json), tables (.parquet, .csv, .tsv, .arrow, .feather), text (.txt, .md, .rst …), code, HTML, "
+    ".warc and .ipynb. Each may be compressed (.gz, .zst, .bz2, .xz). A .zip or .tar archive may contain such files",
 )
 
 
@@ -49,14 +50,16 @@ def _nothing(path: str, why: Message) -> None: ...
 def read_rows(
     path: Path, limits: ShardLimits, left_out: LeftOutCallback = _nothing, name: str = ""
 ) -> Iterator[RawRow]:
-    """The rows of a shard, in order. ``path`` may be the folder of a Hugging Face data set. ``left_out`` is called for each member of an
-    archive that is not read. ``name``: the source of the rows, if not the file's name.
+    """Yield the rows of a shard, in order. ``path`` may be the folder of a Hugging Face data set. ``left_out`` is called for each member of an
+    archive that is not read. ``name`` is the source of the rows, if it is not the file's name.
 
-    Raises: ShardProblem; InputError where the machine cannot read the file.
+    Raises: ShardProblem; InputError if a fault of the machine prevents reading the file.
     """
     if path.is_dir():
         if not is_dataset(path):
-            raise ShardProblem("ingest.not_a_dataset", "the folder is not a data set on disk")
+            raise ShardProblem(
+                "ingest.not_a_dataset", "the folder is not a data set that Hugging Face's save_to_disk wrote"
+            )
         yield from read_dataset(path, limits, left_out)
         return
     compression = detect_kind(path.name)[1]
@@ -70,7 +73,7 @@ def read_rows(
 
 
 def read_source(source: ReadableFile) -> Iterator[RawRow]:
-    """The rows of a file or of an archive's member. Raises: ShardProblem."""
+    """Yield the rows of a file or of an archive's member. Raises: ShardProblem."""
     read = READERS.get(detect_kind(source.name)[0])
     if read is None:
         raise ShardProblem(
@@ -83,25 +86,25 @@ def read_source(source: ReadableFile) -> Iterator[RawRow]:
 
 
 def is_readable_kind(name: str) -> bool:
-    """Does some reader read files of this name?"""
+    """Return whether a reader exists for files with this name."""
     return detect_kind(name)[0] in READERS
 
 
 def is_ingested_as_is(path: Path, limits: ShardLimits) -> bool:
-    """Is a file ingested as it is? True for JSON lines, Parquet, and text or code of one document: their rows can be read again by number,
-    and the file can be written again without a row. Other kinds become JSON lines first (``packing``)."""
+    """Return whether a file is ingested as it is. This holds for JSON lines, Parquet, and text or code of one document: rows of these files can be
+    read again by number, and the file can be written again without a row. Other kinds are first converted to JSON lines (``packing``)."""
     kind, compression = detect_kind(path.name)
     if kind == ".json":
         source = ReadableFile(path.name, functools.partial(open_file, path, compression, limits), limits, 0, _nothing)
         try:
             return has_row_per_line(source)
         except ShardProblem:
-            return True  # ingest will name what is wrong
+            return True  # ingest will report what is wrong
     return kind not in READERS or READERS[kind] in (_jsonl, _text, _code) or (kind == ".parquet" and not compression)
 
 
 def exceeds_one_shard(path: Path, limits: ShardLimits) -> bool:
-    """Is a file too large for one shard, in bytes on disk or in rows? False for a file that cannot be read: ingest will name what is wrong."""
+    """Return whether a file is too large for one shard, in bytes on disk or in rows. False for an unreadable file: ingest reports what is wrong."""
     kind, compression = detect_kind(path.name)
     size = path.stat().st_size
     if size > limits.part_bytes or READERS.get(kind) not in (_jsonl, read_json, read_parquet):
@@ -122,7 +125,7 @@ def _jsonl(source: ReadableFile) -> Iterator[RawRow]:
 
 
 def _text(source: ReadableFile) -> Iterator[RawRow]:
-    """A text file is one document whose source is the file's name."""
+    """Yield the one row of a text file: the document is the whole file, and its source is the file's name."""
     with source.open() as stream:
         yield {"text": decode_text(read_all(stream, source.limits)), "source": source.name}
 
@@ -134,7 +137,7 @@ def _code(source: ReadableFile) -> Iterator[RawRow]:
 
 
 Reader = Callable[[ReadableFile], Iterator[RawRow]]
-READERS: dict[str, Reader] = {  # by suffix, without the suffix of a compression
+READERS: dict[str, Reader] = {  # by suffix, ignoring a suffix such as .gz
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _jsonl),
     ".json": read_json,
     **dict.fromkeys(TEXT, _text),

@@ -1,4 +1,4 @@
-"""A key of the policy and the code that read shards. A shard that could not be read is tried again when this key changes."""
+"""Computes a key from the data policy and the code that reads shards. A shard that could not be read is tried again when this key changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from factory.ingest.rules.policy import DataPolicy
 
 
 def compute_reading_key(workspace: Workspace) -> str:
-    """16 hex digits of a hash of the data policy's values and of the code of ``factory/ingest/``. Raises: ConfigError."""
+    """Return a hash (16 hex digits) of the data policy's values and of the code in ``factory/ingest/``. Raises: ConfigError."""
     policy = hash_policy(DataPolicy.load(workspace.policy_path("data.yaml")))
     return hashlib.sha256(f"{policy}\0{_code()}".encode()).hexdigest()[:16]
 

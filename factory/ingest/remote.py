@@ -1,6 +1,6 @@
-"""Shards at addresses (``s3://bucket/prefix/*.jsonl.gz``, ``hf://datasets/…``, ``https://…``) are fetched with fsspec into ``fetched/`` of the
-workspace, then ingested as local files. An interrupted fetch continues where it stopped if the file's size and etag are the same. An ingested
-file is fetched again only if its size or etag changed.
+"""Fetches shards from addresses (``s3://bucket/prefix/*.jsonl.gz``, ``hf://datasets/…``, ``https://…``) with fsspec into ``fetched/`` of the
+workspace. They are then ingested as local files. An interrupted fetch continues where it stopped if the file's size and etag are the same. An
+ingested file is fetched again only if its size or etag changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.contract.data.token_shard import file_sha256
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
 
-FETCHED_FOLDER = "fetched"  # the folder, and the event: {address, size, etag, shards}
+FETCHED_FOLDER = "fetched"  # the name of the folder and of the event {address, size, etag, shards}
 _BLOCK = 4 << 20
 _TRIES = 3
 _ETAGS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "last_modified", "mtime")
@@ -42,9 +42,9 @@ def is_address(name: str) -> bool:
 
 
 def fetch_files(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]:
-    """Fetch the files at an address. Returns (the local folder, by local file its address, the number of files that were ingested before).
+    """Fetch the files at an address. Returns (the local folder, the address of each local file, the number of files that were ingested before).
 
-    Raises: InputError for an address that cannot be read. The same call then continues where this one stopped.
+    Raises: InputError for an address that cannot be read. A repeated call continues where this call stopped.
     """
     system, root = _system(address)
     folder = plant.workspace.root / FETCHED_FOLDER / hashlib.sha256(address.encode()).hexdigest()[:16]
@@ -68,8 +68,8 @@ def fetch_files(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]
 
 
 def file_fetched(plant: Plant, path: Path, address: str, reports: Sequence[ShardReport]) -> None:
-    """Record that a fetched file was ingested, and move it to its place as a shard. A file that was cut into shards is deleted: the address
-    still has it."""
+    """Record that a fetched file was ingested, and move it to its place as a shard. A file that was cut into shards is deleted, because
+    the address still has it."""
     sha256 = file_sha256(path)
     about = json.loads(_note(path).read_text())
     detail = {"address": address, **about, "shards": [one.sha256 for one in reports]}
@@ -102,7 +102,7 @@ def _system(address: str) -> tuple[Any, str]:
     except ImportError as error:
         raise InputError(
             "ingest.remote_not_installed",
-            "{address}: a package for {scheme}:// is not installed: run 'pip install \"llm-factory[remote]\"'",
+            "{address} cannot be fetched, because a package for {scheme}:// is not installed. Run 'pip install \"llm-factory[remote]\"'",
             address=address,
             scheme=scheme,
         ) from error
@@ -113,7 +113,7 @@ def _system(address: str) -> tuple[Any, str]:
 
 
 def _listed(system: Any, root: str, address: str) -> list[str]:
-    """The paths of all files at an address, by name."""
+    """Return the paths of all files at an address, sorted by name."""
     try:
         if any(sign in root for sign in "*?["):
             found = [path for path in system.glob(root) if not system.isdir(path)]
@@ -123,12 +123,12 @@ def _listed(system: Any, root: str, address: str) -> list[str]:
         raise _unread(address, error) from error
     found = sorted(path for path in found if not PurePosixPath(path).name.startswith("."))
     if not found:
-        raise InputError("ingest.no_remote_file", "{address}: this address has no file", address=address)
+        raise InputError("ingest.no_remote_file", "there is no file at the address {address}", address=address)
     return found
 
 
 def _inside(path: str, paths: Sequence[str]) -> str:
-    """The path of a file below the folder that all ``paths`` share. File names stay as they are, since they tell how to read a file."""
+    """Return the path of a file relative to the folder that all ``paths`` share. File names are kept, because they tell how to read a file."""
     parents = [PurePosixPath(unquote(urlsplit(one).path) if "://" in one else one) for one in paths]
     mine = parents[list(paths).index(path)]
     common = parents[0].parent
@@ -165,12 +165,12 @@ def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress
                 break
             except Exception as error:  # from any library that fsspec uses  # noqa: BLE001
                 if isinstance(error, OSError) and (is_machine_fault_without_file(error) or error.filename):
-                    raise  # a fault of this machine's own disk
+                    raise  # this is a fault of this machine's own disk
                 if attempt == _TRIES - 1:
                     there = part.stat().st_size if part.exists() else 0
                     raise InputError(
                         "ingest.fetch_stopped",
-                        "the fetch of {path} failed: {kind}: {error}. To continue at byte {at:,}, run the same command again",
+                        "the fetch of {path} failed ({kind}: {error}). To continue at byte {at:,}, run the same command again",
                         path=path,
                         kind=type(error).__name__,
                         error=str(error)[:200],
@@ -181,14 +181,14 @@ def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress
         part.unlink()
         raise InputError(
             "ingest.changed_in_fetch",
-            "{path} changed during the fetch: fetch the file again when it is complete",
+            "{path} changed during the fetch. Fetch the file again when it is complete",
             path=path,
         )
     rename_into_place(part, target)
 
 
 def _append(system: Any, path: str, about: dict[str, Any], part: Path, task: Any) -> None:
-    """Fetch the rest of a file into ``part``. Raises: EOFError where the file ends before its size."""
+    """Fetch the rest of a file into ``part``. Raises: EOFError if the file ends before its size."""
     with open(part, "ab") as out:
         there = out.tell()
         task.advance(there)
@@ -215,11 +215,11 @@ def _append(system: Any, path: str, about: dict[str, Any], part: Path, task: Any
 
 def _unread(address: str, error: Exception) -> InputError:
     if isinstance(error, FileNotFoundError):
-        return InputError("ingest.no_address", "{address}: no such file or folder at this address", address=address)
+        return InputError("ingest.no_address", "the address {address} does not exist", address=address)
     words = str(error).strip().splitlines()
     return InputError(
         "ingest.unreadable_address",
-        "{address} cannot be read: {kind}: {error}",
+        "{address} cannot be read ({kind}: {error})",
         address=address,
         kind=type(error).__name__,
         error=words[0][:200] if words else "",

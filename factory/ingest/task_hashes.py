@@ -1,7 +1,7 @@
 """Records the n-grams of evaluation tasks before a shard is ingested, so that training data cannot share them.
 
-The n-grams are recorded as a shard's are (``hash_index``). So an ingest, and the repair of a token shard, depend only on what is recorded. The
-n-grams stay recorded after the task file leaves its folder: the factory never trains on a former exam.
+The n-grams are recorded in the same way as a shard's (``hash_index``). An ingest and the repair of a token shard therefore depend only on recorded
+data. The n-grams stay recorded after the task file is removed from its folder, so the factory never trains on the items of a former task.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from factory.ledger.plant import Plant
 
 
 def record_task_ngrams(plant: Plant, n: int) -> int:
-    """Record the n-grams of every new data file in ``policies/tasks/``. Returns the number of new files. Idempotent.
+    """Record the n-grams of every new data file in ``policies/tasks/``. Returns the number of new files. A second call records nothing.
 
-    Raises: InputError for a file that cannot be read; then no shard is ingested, since it might hold the file's items.
+    Raises: InputError for a file that cannot be read. No shard is ingested then, because a shard might contain items of that file.
     """
     new = 0
     for path in list_item_files(plant.workspace.root / "policies" / "tasks"):
@@ -51,7 +51,7 @@ def _hold(plant: Plant, subject: str, n: int, name: str, items: list[np.ndarray]
 
 
 def _held(plant: Plant, subject: str) -> bool:
-    """Is the task file recorded, with its n-grams? A workspace that lost its folders has the event without the n-grams."""
+    """Return whether the task file is recorded with its n-grams. A workspace that lost its folders has the event but not the n-grams."""
     sql = "SELECT id FROM events WHERE kind = :kind AND subject = :subject LIMIT 1"
     return (
         bool(plant.ledger.read(sql, kind=HELD, subject=subject)) and hashes_file(plant.workspace.root, subject).exists()

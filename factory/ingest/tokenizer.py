@@ -1,6 +1,6 @@
-"""The tokenizer: byte-level BPE, trained once on a bounded sample of the first ingest, then frozen.
+"""The tokenizer: a byte-level BPE that is trained once, on a bounded sample of the first ingest, and then frozen.
 
-The tokenizer is frozen because the trunk has learned its token ids. The ledger records its hash, and every later ingest checks it.
+The tokenizer is frozen because the model has learned its token ids. The ledger records its hash, and every later ingest checks it.
 Text is split with the Qwen2 pattern (numbers digit by digit, runs of line ends together: both matter for code) and encoded
 as bytes, so every string has ids and decodes to itself. Chat is ChatML.
 
@@ -60,19 +60,19 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The same pattern for ASCII text, in the standard library's regex. On ASCII text the two agree, and a table of known pieces
+# The same pattern for ASCII text, in the syntax of the standard library. On ASCII text the two patterns agree, and a table of known pieces
 # then makes encoding three times as fast (4 instead of 1.5 MB/s on a core).
 _ASCII_PATTERN = re.compile(
     r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     re.ASCII,
 )
-# No piece spans a line end and the visible character after it, so text can be cut between the two.
+# No piece contains a line end and a visible character after it, so text can be cut between the two.
 _SEGMENT = re.compile(r"(?<=\n)(?=\S)")
 _PIECES_AT_MOST = 300_000  # a larger table of pieces is cleared
 _LONGEST_PIECE = 64  # characters; longer pieces are not put in the table
 
-_ADDED_AT_MOST = 256  # added tokens whose spelling is checked
+_ADDED_AT_MOST = 256  # the spelling of at most this many added tokens is checked
 
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
@@ -82,23 +82,23 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Tokenizer:
-    """A frozen tokenizer, as loaded from its folder. Safe to use from several threads."""
+    """A frozen tokenizer that was loaded from its folder. Several threads may use it at the same time."""
 
     def __init__(self, folder: Path, inner: tokenizers.Tokenizer, sha256: str) -> None:
         self.folder = folder
-        self.sha256 = sha256  # of tokenizer.json
+        self.sha256 = sha256  # the hash of tokenizer.json
         self._inner = inner
-        self._inner.encode_special_tokens = True  # special tokens in text are ordinary characters
+        self._inner.encode_special_tokens = True  # special tokens in text are encoded as ordinary characters
         self.vocab_size = inner.get_vocab_size()
         self.end_token, self.start_token, self.stop_token = range(len(SPECIAL))
-        self.bos: tuple[int, ...] = tuple(inner.encode("").ids)  # what a document begins with: (0,), or nothing
+        self.bos: tuple[int, ...] = tuple(inner.encode("").ids)  # the ids with which a document begins: (0,) or ()
         self._pieces: dict[str, list[int]] = {}
         self._line_end = inner.encode("\n", add_special_tokens=False).ids
 
     @classmethod
     def load(cls, folder: Path, probed: bool = True) -> Tokenizer:
-        """The tokenizer of a folder. ``probed``: check too that it splits text as this factory does. Raises: InputError when the folder has no
-        tokenizer of this factory."""
+        """Load the tokenizer of a folder. ``probed`` also checks that the tokenizer splits text as this factory does. Raises: InputError when the
+        folder has no tokenizer that this factory can use."""
         path = folder / "tokenizer.json"
         try:
             data = path.read_bytes()
@@ -106,16 +106,19 @@ class Tokenizer:
         except OSError as error:
             raise InputError(
                 "ingest.no_tokenizer",
-                "{folder} has no tokenizer: {error}. The first ingest trains it",
+                "{folder} has no tokenizer ({error}). The first ingest trains one",
                 folder=folder,
                 error=error.strerror,
             ) from error
-        except Exception as error:  # the library raises bare Exception for a broken file
+        except Exception as error:  # the library raises plain Exception for a broken file
             raise InputError(
                 "ingest.not_a_tokenizer", "{path} is not a tokenizer: {error}", path=path, error=error
             ) from error
         if [inner.token_to_id(token) for token in SPECIAL] != [0, 1, 2]:
-            raise _foreign(path, Message("ingest.special_ids", "the ids 0, 1 and 2 must be {tokens}", tokens=SPECIAL))
+            raise _foreign(
+                path,
+                Message("ingest.special_ids", "the tokens with the ids 0, 1 and 2 must be {tokens}", tokens=SPECIAL),
+            )
         if inner.encode("").ids not in ([], [0]):
             raise _foreign(
                 path,
@@ -129,10 +132,10 @@ class Tokenizer:
         return tokenizer
 
     def find_difference(self) -> Message | None:
-        """How the ids of this factory differ from those of the tokenizer's own library; None: they do not.
+        """Return how this factory's ids differ from the ids of the tokenizer's own library, or None if they are equal.
 
-        Both encode ``PROBES`` and the spelling of every added token. Another split pattern, a normaliser, an added leading blank, or words that
-        are matched whole change the ids, or the decoded text, of at least one of these.
+        Both encode ``PROBES`` and the spelling of every added token. At least one of these texts gets other ids, or decodes to another text, if the
+        tokenizer has another split pattern, a normaliser, an added leading blank, or words that are matched as a whole.
         """
         added = [token.content for token in self._inner.get_added_tokens_decoder().values()]
         for text in (*PROBES, *(f"a {word} b{word}" for word in added[:_ADDED_AT_MOST])):
@@ -149,58 +152,58 @@ class Tokenizer:
             if self.decode(ours) != text:
                 return Message(
                     "ingest.other_text",
-                    "the tokenizer encodes {text!r} and decodes the ids as {back!r}",
+                    "the tokenizer encodes {text!r} and decodes the ids as {back!r}, which is another text",
                     text=text[:40],
                     back=self.decode(ours)[:40],
                 )
         return None
 
     def has_gaps(self) -> bool:
-        """Do its ids differ from 0 to ``vocab_size`` − 1? Then an embedding of ``vocab_size`` rows lacks some ids."""
+        """Return whether the ids are not exactly 0 to ``vocab_size`` − 1. An embedding of ``vocab_size`` rows then lacks some ids."""
         return sorted(self._inner.get_vocab().values()) != list(range(self.vocab_size))
 
     @property
     def chat_template(self) -> str:
-        """This factory's chat template for this tokenizer; an older template if the tokenizer was frozen with it."""
+        """Return this factory's chat template for this tokenizer, or an older template if the tokenizer was frozen with it."""
         if template_shows_calls(self.folder):
             return CHAT_TEMPLATE if self.bos else TEMPLATE_WITHOUT_BOS
         return TEMPLATE_WITHOUT_CALLS if self.bos else TEMPLATE_WITHOUT_CALLS_AND_BOS
 
     @property
     def bos_token(self) -> int | None:
-        """The id of BOS; None: the tokenizer has no BOS."""
+        """The id of BOS, or None if the tokenizer has no BOS."""
         return next(iter(self.bos), None)
 
     def encode_text_prompt(self, text: str) -> Ids:
-        """Ids of a text for a model to continue: with BOS, as other programs encode it."""
+        """Return the ids of a text that a model is to continue, with BOS, as other programs encode it."""
         return np.array([*self.bos, *self.encode(text)], np.uint32)
 
     def encode_text(self, text: str) -> tuple[Ids, Mask]:
-        """Ids of a plain document from BOS to the end token, all of them supervised: two arrays of shape [L]."""
+        """Return the ids of a plain document from BOS to the end token, and a mask of ones (all are supervised). Two arrays of shape [L]."""
         ids = np.array([*self.bos, *self.encode(text), self.end_token], np.uint32)
         return ids, np.ones(len(ids), bool)
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[Ids, Mask]:
-        """Ids of a chat from BOS to the end token, and which are supervised: the assistant's content and its closing ``<|im_end|>``, except of
-        answers with weight 0. Two arrays of shape [L]."""
+        """Return the ids of a chat from BOS to the end token, and a mask of the supervised ids: the assistant's content and its closing
+        ``<|im_end|>``, except in answers of weight 0. Two arrays of shape [L]."""
         ids, mask = self._render(messages)
         ids.append(self.end_token)
         mask.append(False)
         return np.array(ids, np.uint32), np.array(mask, bool)
 
     def encode_chat_prompt(self, messages: Sequence[dict[str, Any]]) -> Ids:
-        """Ids of a chat that waits for the assistant's answer."""
+        """Return the ids of a chat that waits for the assistant's answer."""
         ids, _ = self._render(messages)
         ids.append(self.start_token)
         ids += self._inner.encode("assistant\n", add_special_tokens=False).ids
         return np.array(ids, np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids without special tokens. Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def decode_document(self, ids: npt.NDArray[np.integer[Any]], mask: Mask) -> Content:
-        """The document that ``encode_text`` or ``encode_messages`` made these tokens and this loss mask of."""
+        """Return the document from which ``encode_text`` or ``encode_messages`` made these ids and this loss mask."""
         if self.start_token not in ids:
             return {"text": self.decode(ids)}
         starts, stops = np.flatnonzero(ids == self.start_token), np.flatnonzero(ids == self.stop_token)
@@ -208,10 +211,10 @@ class Tokenizer:
         return {"messages": [make_turn(role, content, bool(learned)) for role, content, learned in turns]}
 
     def copy_to(self, folder: Path, as_it_was: bool = False) -> None:
-        """Copy the files that transformers and vLLM need, with ``chat_template``, into an export folder. Add BOS to the folder's config.json: the
-        trainer wrote that file without knowing the tokenizer.
+        """Copy the files that transformers and vLLM need, with ``chat_template``, into an export folder. Add BOS to the folder's config.json,
+        because the trainer wrote that file without knowing the tokenizer.
 
-        ``as_it_was``: keep the template that the tokenizer was trained with, for making an older export again.
+        ``as_it_was`` keeps the template that the tokenizer was trained with. It serves to make an older export again.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
@@ -230,7 +233,7 @@ class Tokenizer:
             template.write_text(self.chat_template, encoding="utf-8")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Return the ids of a text, without special tokens."""
         if text.isascii():
             return self._ascii_ids(text)
         ids: list[int] = []
@@ -268,8 +271,9 @@ class Tokenizer:
         return ids, mask
 
     def _message(self, head: str, content: str) -> tuple[list[int], list[int]]:
-        """Ids of role and content, as if encoded as one string: programs that render the chat template to a string do that."""
-        if not content[:1].isspace():  # then no piece spans the line end between the two
+        """Return the ids of role and content, as if both were encoded as one string. Programs that render the chat template to a string encode it
+        so."""
+        if not content[:1].isspace():  # then no piece contains the line end between the two
             return self.encode(head), self.encode(content)
         encoded = self._inner.encode(head + content, add_special_tokens=False)
         cut = sum(start < len(head) for start, _ in encoded.offsets)
@@ -296,7 +300,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Toke
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        max_token_length=32,  # characters of byte-level text; longer tokens are lines of dashes and the like
+        max_token_length=32,  # in characters of byte-level text; longer tokens would be lines of dashes and the like
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
@@ -305,7 +309,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Toke
 
 
 def write_tokenizer_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
-    """Write ``tokenizer`` as tokenizer.json, and before it the files that belong to it; each completely or not at all."""
+    """Write the files that belong to a tokenizer, and then ``tokenizer`` as tokenizer.json. Each file is written completely or not at all."""
     template = CHAT_TEMPLATE if has_bos else TEMPLATE_WITHOUT_BOS
     bos: dict[str, Any] = {"bos_token": END} if has_bos else {}
     names = {**bos, "eos_token": IM_END, "pad_token": END, "additional_special_tokens": [IM_START]}
@@ -330,7 +334,8 @@ def write_tokenizer_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
 
 
 def template_shows_calls(folder: Path) -> bool:
-    """Does the chat template in a tokenizer's folder write tools, tool calls and reasoning as ingest does? True before the tokenizer exists."""
+    """Return whether the chat template in a tokenizer's folder writes tools, tool calls and reasoning as ingest does. True if there is no tokenizer
+    yet."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8") in (CHAT_TEMPLATE, TEMPLATE_WITHOUT_BOS)
     except FileNotFoundError:
@@ -354,5 +359,5 @@ def _write_json(path: Path, content: dict[str, Any], indent: int) -> None:
 
 
 def spells_special_token(text: str) -> bool:
-    """Does the text spell a special token? Programs that match special tokens in text encode such a text differently."""
+    """Return whether the text spells a special token. Programs that match special tokens in text encode such a text differently."""
     return any(token in text for token in SPECIAL)

@@ -1,7 +1,7 @@
-"""The workspace's one tokenizer: loaded if it exists, else trained on a bounded sample of the text that waits for ingest.
+"""Loads the workspace's tokenizer, or trains it on a bounded sample of the text that waits for ingest.
 
 The sample is drawn in equal shares from the training documents of the first shard and from the other shards in the
-inbox, so that after a first shard of chats code still has tokens of its own.
+inbox. If the first shard has only chats, code therefore still gets tokens of its own.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from factory.ledger.plant import Plant
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
-_OF_ONE_DOCUMENT = 50_000  # characters: one large file must not fill the sample
+_OF_ONE_DOCUMENT = 50_000  # characters of one document at most, so that one large file does not fill the sample
 _OTHER_SHARDS = 16
-_ENOUGH = (
-    100_000  # characters; if more text gives too few tokens, it repeats few words, and waiting for more does not help
-)
+_ENOUGH = 100_000  # characters; if a longer text gives too few tokens, it repeats few words, and waiting for more text does not help
 
 
 class TooLittleTextError(InputError):
-    """The text is too little to train the tokenizer, which is trained once. The file waits for more text."""
+    """The error of text that is too short to train the tokenizer, which is trained only once. The file waits for more text."""
 
 
 def load_or_train_tokenizer(
@@ -49,11 +47,11 @@ def load_or_train_tokenizer(
     path: Path,
     other_files: Sequence[Path],
 ) -> Tokenizer:
-    """The workspace's tokenizer; the first call trains it. ``other_files``: files that are ingested after ``path``.
+    """Return the workspace's tokenizer. The first call trains it. ``other_files`` are the files that are ingested after ``path``.
 
     Raises: DamagedTokenizerError when the tokenizer's files are not the recorded ones; ConfigError when the vocabulary is larger than the
-    recipe's embedding; LittleTextError when all text that waits is short and gives fewer tokens than ``tokenizer.vocab_size`` of the data
-    policy, unless a person allowed that.
+    recipe's embedding; TooLittleTextError when all text that waits is short and gives fewer tokens than ``tokenizer.vocab_size`` of the data
+    policy, unless a person allowed a small vocabulary.
     """
     check_planned_vocabulary(plant.workspace)
     recorded = plant.ledger.select_first(sa.select(tokenizers))
@@ -78,14 +76,14 @@ def load_or_train_tokenizer(
         sample = list(_sample_spool(tasks, spool, share))
         for other in others:
             sample += _sample_file(other, policy, share)
-        if not any(sample):  # without any text a small vocabulary cannot be allowed either
+        if not any(sample):  # without any text, even a small vocabulary is impossible
             raise TooLittleTextError(
                 "ingest.all_held_out",
                 "the tokenizer is trained once, on training documents, and all documents so far are held out. Ingest this file together with "
                 "more documents",
             )
         bar.advance(note=f"{sum(map(len, sample)) / 1e6:.1f} MB of {len(others) + 1} shards")
-        # Without worker processes, the library may start threads of its own.
+        # If there are no worker processes, the library may start threads of its own.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         aside = spool / "tokenizer"
         made = train_tokenizer(iter(sample), policy.tokenizer.vocab_size, aside)
@@ -127,7 +125,7 @@ def _damaged(why: str) -> DamagedTokenizerError:
 
 
 def _sample_spool(tasks: Sequence[Sequence[DocumentToFinish]], spool: Path, budget: int) -> Iterator[str]:
-    """Every k-th training document of a shard, so that the sample of about ``budget`` characters is spread over the shard."""
+    """Yield every k-th training document of a shard, so that the sample of about ``budget`` characters is spread over the shard."""
     total = sum(file.stat().st_size for file in spool.glob("*.jsonl"))
     every = max(1, -(-total // budget))
     number = 0
@@ -148,7 +146,8 @@ def _other_shards(workspace: Workspace, path: Path, other_files: Sequence[Path])
 
 
 def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
-    """The first documents of a shard that is not ingested yet, up to ``budget`` characters. Faults are ignored: the shard's ingest reports them."""
+    """Yield the first documents of a shard that is not ingested yet, up to ``budget`` characters. Faults are ignored, as the shard's ingest reports
+    them."""
     drawn = 0
     try:
         for number, raw in enumerate(islice(read_rows(path, policy.limits), policy.limits.max_rows)):
@@ -168,5 +167,5 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
                 return
     except (ShardProblem, InputError, OSError) as error:
         if is_unreadable_now(error):
-            raise  # the vocabulary stays for good, so no file may be missing from its sample
+            raise  # the vocabulary is permanent, so no file may be missing from its sample
         return

@@ -1,4 +1,5 @@
-"""Checks that the recipe's embedding fits the vocabulary: when a workspace is made, before a tokenizer is frozen, and before the first segment."""
+"""Checks that the recipe's embedding fits the vocabulary. The check runs when a workspace is made, before a tokenizer is frozen, and before the
+first segment."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from kernels.contract.message import Message
 if TYPE_CHECKING:
     from trainer.contract.recipe import Recipe
 
-PADDED_TO = 128  # the embedding may be padded to a multiple of this, for the GPU's matrix units
+PADDED_TO = 128  # the embedding may be padded to a multiple of this, which suits the GPU's matrix units
 
 
 def check_vocabulary(plant: Plant, recipe: Recipe) -> None:
@@ -44,8 +45,8 @@ def check_vocabulary(plant: Plant, recipe: Recipe) -> None:
 
 
 def check_planned_vocabulary(workspace: Workspace) -> None:
-    """Check, before the first shard freezes the tokenizer, that the vocabulary is not larger than the recipe's embedding. Planning refuses a
-    smaller vocabulary later: the recipe can still be changed then. Raises: ConfigError."""
+    """Check, before the first shard freezes the tokenizer, that the vocabulary is not larger than the recipe's embedding. A vocabulary that is
+    smaller is refused only by planning, because the recipe can still be changed then. Raises: ConfigError."""
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
@@ -59,7 +60,8 @@ def check_planned_vocabulary(workspace: Workspace) -> None:
 
 
 def describe_mismatch(workspace: Workspace, size: int, wanted: int, frozen: bool) -> Message:
-    """Why an embedding of ``size`` rows does not fit a vocabulary of ``wanted`` entries, and what to change. ``frozen``: the tokenizer exists."""
+    """Return why an embedding of ``size`` rows does not fit a vocabulary of ``wanted`` entries, and what to change. ``frozen``: the tokenizer
+    exists."""
     policy = workspace.policy_path("data.yaml")
     if frozen:
         do = Message(
@@ -91,10 +93,10 @@ def describe_mismatch(workspace: Workspace, size: int, wanted: int, frozen: bool
 
 
 def is_padded_size(size: int, vocabulary: int) -> bool:
-    """Is an embedding of ``size`` rows as large as the vocabulary, or padded to the next multiple of ``PADDED_TO``?"""
+    """Return whether an embedding of ``size`` rows is as large as the vocabulary, or padded to the next multiple of ``PADDED_TO``."""
     return vocabulary <= size <= pad_size(vocabulary)
 
 
 def pad_size(size: int) -> int:
-    """The next multiple of ``PADDED_TO``, from ``size`` on."""
+    """Return the smallest multiple of ``PADDED_TO`` that is at least ``size``."""
     return -(-size // PADDED_TO) * PADDED_TO

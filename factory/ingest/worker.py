@@ -1,14 +1,14 @@
-"""The per-document work, chunk by chunk, in worker processes: functions of picklable arguments, without the ledger.
+"""Does the work on each document in worker processes, chunk by chunk. Its functions take picklable arguments and do not use the ledger.
 
-``analyse_chunk``  raw rows → fates of the bad rows; content, n-grams and near-duplicate signatures of the other rows
-``finish_chunk``   kept documents of a chunk → trimmed, tokenised, checked to decode to the same text
+``analyse_chunk``  turns raw rows into the fates of bad rows, and the content, n-grams and near-duplicate signatures of the other rows
+``finish_chunk``   trims and tokenises the kept documents of a chunk, and checks that they decode to the same text
 
-Between the two steps the normalised content is in a spool, with two files for each chunk (JSON lines and n-gram hashes), so that
+Between the two steps the normalised content is in a spool folder, with two files for each chunk (JSON lines and n-gram hashes), so that
 memory does not grow with the shard.
 
 ``WorkerPool`` runs these functions, with a bounded number of chunks at a time, and returns the results in order. Processes are spawned, not forked,
-because the parent may have threads and database connections. A worker ends when its parent ends, also when the parent is killed. Workers that
-finish no more chunks are found as a trainer without steps is found, and killed.
+because the parent may have threads and database connections. A worker ends when its parent ends, even if the parent is killed. Workers that
+finish no more chunks are found in the same way as a trainer that makes no steps, and are killed.
 """
 
 from __future__ import annotations
@@ -65,20 +65,22 @@ class IngestJob:
 
     policy: DataPolicy
     spool: Path
-    prefix: str  # of the keys: the first 16 hex digits of the shard's SHA-256
-    name: str  # of the file, by which its columns are mapped
-    shows_text_only: bool  # the tokenizer was frozen with an older chat template: without tools, calls or reasoning
+    prefix: str  # prefix of the rows' keys: the first 16 hex digits of the shard's SHA-256
+    name: str  # the name of the file, which selects the mapping of its columns
+    shows_text_only: (
+        bool  # whether the tokenizer was frozen with an older chat template, which shows no tools, calls or reasoning
+    )
 
 
 @dataclass(frozen=True)
 class AnalysedChunk:
-    """One analysed chunk. ``rows``: every row. ``undecided``: positions in ``rows`` of the rows that have no fate yet, in spool order."""
+    """One analysed chunk. ``rows`` has every row. ``undecided`` has the positions in ``rows`` of the rows without a fate yet, in spool order."""
 
     chunk: int
     rows: list[Row]
     undecided: list[int]
-    signatures: near_duplicates.Signatures  # [alive, permutations]
-    lengths: npt.NDArray[np.int64]  # [alive], n-grams of each
+    signatures: near_duplicates.Signatures  # [undecided, permutations]
+    lengths: npt.NDArray[np.int64]  # [undecided], the number of n-grams of each
     row_counts: RowCounts
 
 
@@ -104,7 +106,7 @@ class FinishedDocument:
 
 
 def start_worker() -> None:
-    """Initialiser of a worker process. The process ends when its parent ends, for whatever reason."""
+    """Initialise a worker process. The process then ends when its parent ends, for whatever reason."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = parent_process()
@@ -147,8 +149,8 @@ def analyse_chunk(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence
 
 
 def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCounts, plain: bool = False) -> Content:
-    """Validate, normalise, filter and redact one row of a file; sets fields of ``row`` and adds to ``row_counts``. ``shows_text_only``: as of
-    ``IngestJob``.
+    """Validate, normalise, filter and redact one row of a file. Sets fields of ``row`` and adds to ``told``. ``plain`` is
+    ``IngestJob.shows_text_only``.
 
     Raises: BadRow.
     """
@@ -192,7 +194,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCoun
 
 
 def count_row_columns(policy: DataPolicy, raw: RawRow, file: str, told: RowCounts) -> None:
-    """Add to ``row_counts`` which columns of its mapping a row has; nothing for a row that cannot be read."""
+    """Add to ``told`` which columns of its mapping a row has. A row that cannot be read adds nothing."""
     with contextlib.suppress(BadRow):
         _looked_at(policy, raw, file, told)
 
@@ -200,7 +202,7 @@ def count_row_columns(policy: DataPolicy, raw: RawRow, file: str, told: RowCount
 def _looked_at(
     policy: DataPolicy, raw: RawRow, file: str, told: RowCounts
 ) -> tuple[Any, RowOrigin, tuple[int, FieldMapping] | None]:
-    """(the decoded row, where it came from, the mapping of its file). Raises: BadRow."""
+    """Return (the decoded row, its origin, the mapping of its file). Raises: BadRow."""
     if isinstance(raw, BadRow):
         raise raw
     decoded = parse_json(raw) if isinstance(raw, bytes) else raw
@@ -266,7 +268,7 @@ def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, to
 
 @lru_cache(maxsize=1)
 def _tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer; each worker process loads it once."""
+    """Return the tokenizer. Each worker process loads it once."""
     return Tokenizer.load(folder)
 
 
@@ -279,31 +281,31 @@ def _spool_write(spool: Path, chunk: int, contents: Sequence[Content], grams: Se
 
 
 def read_spooled_contents(spool: Path, chunk: int) -> list[Content]:
-    """The contents of a chunk's documents, in spool order."""
+    """Read the contents of a chunk's documents, in spool order."""
     with open(spool / f"{chunk:06d}.jsonl", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def read_spooled_ngrams(spool: Path, analysed: AnalysedChunk) -> list[Hashes]:
-    """The n-grams of each document of a chunk, in spool order."""
+    """Read the n-grams of each document of a chunk, in spool order."""
     joined = np.load(spool / f"{analysed.chunk:06d}.npy")
     return np.split(joined, np.cumsum(analysed.lengths)[:-1]) if len(analysed.lengths) else []
 
 
 R = TypeVar("R")
 POLL_SECONDS = 1.0
-_AHEAD = 2  # chunks for each worker, in work or waiting
+_AHEAD = 2  # chunks per worker that are in work or waiting
 
 
 class WorkerDiedError(FactoryError):
-    """A worker process was killed (most likely because memory ran out), or hung. Nothing was stored."""
+    """The error of a worker process that was killed (most likely because memory ran out) or hung. Nothing was stored."""
 
 
 class WorkerPool:
-    """``workers`` processes. With 0, the work is done in this process, chunk by chunk."""
+    """A pool of ``workers`` processes. With 0 workers, this process does the work, chunk by chunk."""
 
     def __init__(self, workers: int | None, spool: Path, policy: RetryPolicy) -> None:
-        """spool: a folder that grows while the processes work. policy: after which time they count as hung."""
+        """``spool`` is a folder that grows while the processes work. ``policy`` says after which time they count as hung."""
         self.workers = min(os.cpu_count() or 1, 16) if workers is None else workers
         self.spool, self.policy = spool, policy
         self._executor: ProcessPoolExecutor | None = None
@@ -319,7 +321,7 @@ class WorkerPool:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
     def map(self, function: Callable[..., R], calls: Iterable[tuple[Any, ...]]) -> Iterator[R]:
-        """Yield ``function(*call)`` for each call, in order. Takes from ``calls`` only as fast as the work is done.
+        """Yield ``function(*call)`` for each call, in order. Calls are taken from ``calls`` only as fast as they are done.
 
         Raises: WorkerDiedError.
         """
@@ -351,7 +353,7 @@ class WorkerPool:
             try:
                 found = future.result(timeout=POLL_SECONDS)
             except TimeoutError:
-                if future.done():  # the work ended a moment later, or itself raised TimeoutError
+                if future.done():  # the work ended a moment later, or raised TimeoutError itself
                     dog.check(done + 1)
                     return future.result()
                 if hung := dog.check(done):

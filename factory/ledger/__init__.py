@@ -1,1 +1,2 @@
-"""The ledger: SQL tables of every shard, segment, candidate, verdict, release and proposal; typed rows; the facts of ``factory status``."""
+"""The ledger: SQL tables of shards, segments, candidates, verdicts, releases and proposals, their rows as dataclasses, and the data of
+``factory status``."""

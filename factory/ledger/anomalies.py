@@ -1,7 +1,7 @@
-"""Anomalies, their diagnoses and how they were closed. All are read from the ledger.
+"""Reads anomalies from the ledger, with their diagnoses and how they were closed.
 
-An anomaly is open until an event ``anomaly_closed`` names it. An event ``anomaly_diagnosed`` has the loss doctor's result. Both events are
-about the first anomaly of an episode (its lead), and list all anomalies of the episode.
+An anomaly is open until an event ``anomaly_closed`` names it. An event ``anomaly_diagnosed`` has the loss doctor's result. The
+subject of both events is the first anomaly of an episode (its lead). Their details list all anomalies of the episode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REPLICAS_DIFFER = "replicas_apart"  # kind of anomaly at a segment's end: the ra
 GAIN_ON_DEV_ONLY = "dev_alone"  # kind of anomaly of a candidate: it gains on the dev half of the held-out documents, not on the sealed half
 DIAGNOSED, CLOSED = "anomaly_diagnosed", "anomaly_closed"
 REJECTED = "rejected"  # how an anomaly was closed: a person says that its diagnosis is wrong
-ASKED = "anomaly_asked"  # a person has to decide about a diagnosis: the policy does nothing
+ASKED = "anomaly_asked"  # a person has to decide about a diagnosis, because the policy allows no action
 EXPLAINED = "anomaly_worded"  # a language model's explanation of a diagnosis, or why it gave none
 DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment with an anomaly that a patch caused
 DOCUMENTS_QUARANTINED, DOCUMENTS_FREED, RELEASE_MARKED, SEGMENT_REWOUND = (
@@ -40,7 +40,7 @@ class AnomalyRow(LedgerRow):
 
 
 def newest_details_by_anomaly(db: ReadsSql, kind: str) -> dict[int, dict[str, Any]]:
-    """Return, for each anomaly, the detail of the newest event of a kind that lists it, with ``lead`` and ``event`` (its number)."""
+    """Return, for each anomaly, the detail of the newest event of this kind that lists it. ``lead`` and ``event`` (the event's number) are added."""
     found: dict[int, dict[str, Any]] = {}
     for row in db.read("SELECT id, subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=kind):
         detail = row["detail"] | {"lead": Subject.parse(row["subject"]).number, "event": row["id"]}
@@ -55,7 +55,7 @@ def open_anomalies(db: ReadsSql, kinds: Collection[str]) -> list[AnomalyRow]:
 
 
 def find_settled_anomalies(db: ReadsSql) -> set[int]:
-    """Return the anomalies that are closed, or about whose newest diagnosis a person was asked."""
+    """Return the anomalies that need no further diagnosis: they are closed, or a person was asked about their newest diagnosis."""
     asked = newest_details_by_anomaly(db, ASKED)
     known = newest_details_by_anomaly(db, DIAGNOSED)
     return {n for n, found in known.items() if n in asked and asked[n]["diagnosis"] == found["event"]} | set(
@@ -64,7 +64,7 @@ def find_settled_anomalies(db: ReadsSql) -> set[int]:
 
 
 def next_undiagnosed_anomaly(db: ReadsSql, kinds: Collection[str], but: Collection[int] = ()) -> int | None:
-    """Return the oldest open anomaly of a finished segment that waits for a diagnosis or for an action; None without one.
+    """Return the oldest open anomaly of a finished segment that waits for a diagnosis or for an action, or None.
 
     Anomalies in ``but`` are left out.
     """
@@ -74,13 +74,13 @@ def next_undiagnosed_anomaly(db: ReadsSql, kinds: Collection[str], but: Collecti
 
 
 def find_explanation(db: ReadsSql, number: int) -> dict[str, Any] | None:
-    """Return a language model's words on the newest diagnosis of an anomaly: ``claims``, ``dropped``, ``failed``; None without any yet."""
+    """Return a language model's explanation of the newest diagnosis of an anomaly (``claims``, ``dropped``, ``failed``), or None if there is none."""
     diagnosis = newest_details_by_anomaly(db, DIAGNOSED).get(number)
     return _worded(db).get(diagnosis["event"]) if diagnosis else None
 
 
 def next_unexplained_episode(db: ReadsSql, but: Collection[int] = ()) -> int | None:
-    """Return the lead of the oldest episode whose newest diagnosis waits for a language model; None without one.
+    """Return the lead of the oldest episode whose newest diagnosis waits for a language model's explanation, or None.
 
     Episodes whose lead is in ``but`` are left out.
     """
@@ -115,15 +115,15 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
     if dropped:
         return Message(
             "anomalies.words_with_dropped",
-            "The language model {model} wrote this explanation. The model was given the cause, and decides "
-            "nothing. The factory left out {dropped} of {count} sentences that disagreed with the record.",
+            "The language model {model} wrote this explanation. The model explains a cause that the factory found, and decides "
+            "nothing. The factory left out {dropped} of {count} sentences, because they disagreed with the record.",
             model=said["model"],
             dropped=dropped,
             count=count,
         )
     return Message(
         "anomalies.words_whole",
-        "The language model {model} wrote this explanation. The model was given the cause, and decides "
+        "The language model {model} wrote this explanation. The model explains a cause that the factory found, and decides "
         "nothing. All {count:,|sentence|sentences} agree with the names, outcomes and numbers of the record.",
         model=said["model"],
         count=count,
@@ -131,7 +131,7 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
 
 
 def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
-    """Return a draft of a proposal, with the command, for a learning rate that is too high; '' without one.
+    """If the learning rate was too high, return a draft of a proposal with the command that proposes it, else ''.
 
     >>> diagnosis = {"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}}
     >>> draft_proposal_for_rate(diagnosis).data["values"]
@@ -143,7 +143,7 @@ def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in tamed.items()}
     return Message(
         "anomalies.draft",
-        "Draft of a proposal: {values}, as in the remedy '{remedy}'. To have a value proposed and judged, "
+        "A recipe with {values}, as in the remedy '{remedy}', could be proposed. To have the factory propose and judge such a value, "
         "run 'factory propose --agent recipe-scout --target {key}'",
         values=[f"{key} {value}" for key, value in written.items()],
         remedy=diagnosis["remedy"],
@@ -152,7 +152,7 @@ def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
 
 
 def format_claims(said: Mapping[str, Any]) -> Message | str:
-    """Return the claims of a language model as the end of a proposal's text; '' without a claim that agrees with the record.
+    """Return the claims of a language model as the end of a proposal's text, or '' if no claim agrees with the record.
 
     >>> str(format_claims({"claims": [{"says": "It stays.", "rests_on": "fp32", "shows": "there"}]}))
     " In a language model's words: It stays. [fp32: there]"
@@ -162,7 +162,7 @@ def format_claims(said: Mapping[str, Any]) -> Message | str:
 
 
 def _worded(db: ReadsSql) -> dict[int, dict[str, Any]]:
-    """Return the details of ``EXPLAINED`` events by the number of the diagnosis's event."""
+    """Return the details of ``EXPLAINED`` events, by the number of the event of the diagnosis."""
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=EXPLAINED)
     return {row["detail"]["diagnosis"]: row["detail"] for row in rows}
 
@@ -179,7 +179,8 @@ def rewound_segments_of_lineage(db: ReadsSql, segment: int) -> list[int]:
 
 
 def list_anomalies(db: ReadsSql) -> list[dict[str, Any]]:
-    """Return all anomalies, oldest first, with ``state`` (open, diagnosed, closed, or rewound with its segment), ``causes`` and ``how``."""
+    """Return all anomalies, oldest first, with ``state`` (open, diagnosed, closed, or rewound with its segment), ``causes``, and ``how`` it was
+    closed."""
     diagnosed, closed = newest_details_by_anomaly(db, DIAGNOSED), newest_details_by_anomaly(db, CLOSED)
     rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
     found = []

@@ -1,4 +1,4 @@
-"""Decisions of people about candidates, and the candidates that wait for a decision. All are read from the ledger.
+"""Reads the decisions of people about candidates from the ledger, and which candidates wait for a decision.
 
 A decision is an event about a verdict, with the hash of the judged export. A rejection is final: later approvals of the verdict do not count.
 """
@@ -14,7 +14,7 @@ APPROVED, REJECTED = "approved", "rejected"  # events about a verdict: {sha256, 
 OVERRIDDEN = (
     "overridden"  # event about a 'hold' verdict whose candidate a person releases: {sha256, evidence_sha256, by, why}
 )
-WITHDRAWN = "withdrawn"  # event about a decided release that was never published: {why, candidate}; earlier overrides no longer count
+WITHDRAWN = "withdrawn"  # event about a release that was decided but never published: {why, candidate}; earlier overrides no longer count
 REFUSED = "approval_refused"  # event about a candidate: a person's request in MLflow, and why the factory refused it
 APPROVED_BY_POLICY = "policy"  # the approver of a release that needed no person
 
@@ -30,7 +30,7 @@ class Decision:
 
 
 def find_decision(db: ReadsSql, verdict: VerdictRow) -> Decision | None:
-    """Return the rejection of the export that a verdict judged, else its newest approval or override; None if nobody decided."""
+    """Return the rejection of the export that a verdict judged, else its newest approval or override, or None if nobody decided."""
     newest, gone = None, _withdrawn_at(db, verdict)
     sql = "SELECT id, kind, detail FROM events WHERE kind IN (:yes, :no, :over) AND subject = :subject ORDER BY id"
     for row in db.read(sql, yes=APPROVED, no=REJECTED, over=OVERRIDDEN, subject=str(Subject("verdict", verdict.id))):
@@ -44,7 +44,7 @@ def find_decision(db: ReadsSql, verdict: VerdictRow) -> Decision | None:
 
 
 def find_override(db: ReadsSql, verdict: VerdictRow) -> dict[str, str] | None:
-    """Return the valid override of the export that a verdict judged: {by, why, sha256 of the export, evidence_sha256}; None without one."""
+    """Return the valid override of the export that a verdict judged: {by, why, sha256 of the export, evidence_sha256}, or None."""
     sql = "SELECT detail FROM events WHERE kind = :over AND subject = :subject AND id > :gone ORDER BY id DESC"
     about = {"over": OVERRIDDEN, "subject": str(Subject("verdict", verdict.id)), "gone": _withdrawn_at(db, verdict)}
     for row in db.read(sql, **about):
@@ -55,19 +55,19 @@ def find_override(db: ReadsSql, verdict: VerdictRow) -> dict[str, str] | None:
 
 
 def _withdrawn_at(db: ReadsSql, verdict: VerdictRow) -> int:
-    """Return the number of the newest event that withdrew a release of a verdict's candidate; 0 without one."""
+    """Return the number of the newest event that withdrew a release of a verdict's candidate, or 0."""
     rows = db.read("SELECT id, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=WITHDRAWN)
     return next((int(row["id"]) for row in rows if row["detail"].get("candidate") == verdict.subject_number), 0)
 
 
 def was_export_rejected(db: ReadsSql, verdict: VerdictRow) -> bool:
-    """Return whether a person rejected the same export under any verdict. A new verdict alone then does not release the export."""
+    """Return whether a person rejected the same export under any verdict. If so, a new verdict alone does not release the export."""
     rows = db.read("SELECT detail FROM events WHERE kind = :no AND subject LIKE 'verdict:%'", no=REJECTED)
     return any(row["detail"]["sha256"] == verdict.subject_sha256 for row in rows)
 
 
 def list_undecided_verdicts(db: ReadsSql) -> list[VerdictRow]:
-    """Return the verdicts, oldest first, that promote a candidate over the present champion and wait for a person's decision.
+    """Return the verdicts, oldest first, that promote a candidate over the current champion and wait for a person's decision.
 
     Only the newest verdict of each candidate counts. Candidates that are released or whose training was rewound are left out.
     """

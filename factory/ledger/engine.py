@@ -1,4 +1,4 @@
-"""Connections to SQLite and PostgreSQL, set so that a ledger behaves the same on both."""
+"""Makes connections to SQLite and PostgreSQL. Their settings make a ledger behave the same on both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROW_NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 class NulSafeText(sa.TypeDecorator[str]):
-    """Text that PostgreSQL accepts: a NUL, which names in shards may contain, is stored as U+FFFD. A ``Subject`` is stored as text."""
+    """A column type for text that PostgreSQL accepts. Names in shards may contain NUL, which is stored as U+FFFD. A ``Subject`` is stored as text."""
 
     impl = sa.Text
     cache_ok = True
@@ -34,7 +34,7 @@ class NulSafeText(sa.TypeDecorator[str]):
 
 
 def make_engine(url: str) -> sa.Engine:
-    """Return connections to the database at ``url``. Write transactions are serial. Raises: WorkspaceError."""
+    """Return an engine for the database at ``url``. Write transactions run one after another. Raises: WorkspaceError."""
     try:
         address = sa.make_url(url)
         if address.drivername == "postgresql":  # SQLAlchemy 2.0 and 2.1 have different default drivers
@@ -45,7 +45,7 @@ def make_engine(url: str) -> sa.Engine:
     except ImportError as error:
         raise WorkspaceError(
             "engine.no_driver",
-            "ledger_url {scheme}://…: no driver for this database is installed ({why}). {advice}",
+            "the database of ledger_url ({scheme}://…) has no driver on this machine ({why}). {advice}",
             scheme=url.split("://")[0],
             why=str(error),
             advice=DRIVER,
@@ -53,7 +53,7 @@ def make_engine(url: str) -> sa.Engine:
     except sa.exc.ArgumentError as error:
         raise WorkspaceError(
             "engine.bad_address",
-            "ledger_url: {why}. The address must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE",
+            "ledger_url is not valid: {why}. The address must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE",
             why=str(error),
         ) from error
     if embedded:
@@ -64,10 +64,10 @@ def make_engine(url: str) -> sa.Engine:
 
 
 def _begin(connection: sa.Connection) -> None:
-    """A write transaction takes the writers' lock when it begins. It therefore reads no rows that another writer is about to change."""
+    """Take the writers' lock when a write transaction begins. The transaction therefore reads no rows that another writer is about to change."""
     writes = not connection.get_execution_options().get("reads_only", False)
     if connection.dialect.name == "sqlite":
-        # pysqlite starts transactions late and deferred. Two writers that take the lock late would deadlock.
+        # pysqlite begins transactions late and deferred. Two writers that take the lock late would deadlock.
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
     else:
         lock = f"SELECT pg_advisory_xact_lock({WRITERS_LOCK})"
@@ -75,7 +75,7 @@ def _begin(connection: sa.Connection) -> None:
 
 
 def _pragmas(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # SQLAlchemy's BEGIN above is the only one
+    connection.isolation_level = None  # only the BEGIN above begins a transaction
     cursor = connection.cursor()
     try:
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=60000"):
@@ -88,12 +88,12 @@ def _pragmas(connection: Any, _record: Any) -> None:
 
 
 def sqlite_file(url: str) -> Path | None:
-    """Return the file of an SQLite address; None for another database."""
+    """Return the file of an SQLite address, or None for another database."""
     return Path(url.removeprefix("sqlite:///")).resolve() if url.startswith("sqlite:///") else None
 
 
 def check_ledger_exists(file: Path, root: Path) -> None:
-    """Raises: WorkspaceError when the workspace ``root`` has no ledger. SQLite would make an empty one."""
+    """Raise WorkspaceError if the workspace ``root`` has no ledger. SQLite would make an empty ledger."""
     if not file.exists() or not file.stat().st_size:
         known = [name for name in list_factory_files(root) if not name.endswith(".db")]
         init = Message("engine.run_init", "The workspace is empty: finish it with 'factory init'")
@@ -103,7 +103,7 @@ def check_ledger_exists(file: Path, root: Path) -> None:
 
 
 def check_not_damaged(error: BaseException | None) -> None:
-    """Raises: WorkspaceError when SQLite's ``error`` means that the ledger's file is damaged."""
+    """Raise WorkspaceError if SQLite's ``error`` means that the ledger's file is damaged."""
     if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED:
         raise WorkspaceError(
             "engine.damaged", "the ledger is damaged ({why}). {advice}", why=str(error), advice=GONE

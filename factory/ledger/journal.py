@@ -1,11 +1,11 @@
 """The journal of the newest backup: lines of ``journal.jsonl`` with each row that was added, changed or removed since the backup.
 
-SQLite's triggers note changed rows in the table ``changes``, in the same transaction. After its commit ``append_to_newest_backup`` appends these
-rows to the
-journal. A line is a batch: ``{"crc32": …, "rows": [[table, row], …], "gone": [[table, key, value], …], "from": 40, "to": 42}`` for the notes
-after ``from`` up to ``to``. After a kill the next process appends what is missing. ``read_batches`` returns the batches.
+Triggers of SQLite note each changed row in the table ``changes``, in the same transaction. After the commit ``append_to_newest_backup`` appends these
+rows to the journal. A line of the journal is a batch:
+``{"crc32": …, "rows": [[table, row], …], "gone": [[table, key, value], …], "from": 40, "to": 42}``. It has the notes after ``from`` up to ``to``.
+After a kill the next process appends the missing batches. ``read_batches`` yields the batches.
 
-A PostgreSQL ledger has no journal here: its server has its own.
+A PostgreSQL ledger has no journal in the workspace, because its server keeps its own.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kernels.contract.message import Message
 
 BACKUPS_FOLDER = "backups"
 NAME, ABOUT = "journal.jsonl", "backup.json"  # files of a backup's folder
-NAME_TIME_FORMAT = "%Y-%m-%dT%H-%M-%S"  # in a backup's name
+NAME_TIME_FORMAT = "%Y-%m-%dT%H-%M-%S"  # the format of the time in a backup's name
 BACKUP_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(-\d+)?")
 END = re.compile(rb'"to": (\d+)\}\n$')
-PATIENCE = 60.0  # seconds to wait for a lock, as SQLite does
+PATIENCE = 60.0  # seconds to wait for a lock, the same as for SQLite's
 
 
 def create_triggers(tx: sa.Connection, metadata: sa.MetaData) -> None:
@@ -54,7 +54,7 @@ def create_triggers(tx: sa.Connection, metadata: sa.MetaData) -> None:
 
 
 def primary_key_name(table: sa.Table) -> str:
-    """Return the name of a table's primary key; '' if the table has none."""
+    """Return the name of the column of a table's primary key, or '' if the table has none."""
     return next((column.name for column in table.primary_key.columns), "")
 
 
@@ -64,14 +64,14 @@ def list_backups(root: Path) -> list[Path]:
 
 
 def list_backup_folders(root: Path) -> list[Path]:
-    """Return all backup folders, oldest first, damaged ones too: their journals may be whole."""
+    """Return all backup folders, oldest first. Damaged backups are included, because their journals may be intact."""
     return sorted(
         (path for path in (root / BACKUPS_FOLDER).glob("2*") if BACKUP_NAME.fullmatch(path.name)), key=backup_sort_key
     )
 
 
 def read_backup_info(backup: Path) -> dict[str, Any]:
-    """Return ``backup.json``: its time, the ledger's identity and schema, the number of its newest change; {} if unreadable."""
+    """Return the content of ``backup.json`` (time, identity and schema of the ledger, number of its newest change), or {} if it is unreadable."""
     try:
         found = json.loads((backup / ABOUT).read_text())
     except (OSError, ValueError):
@@ -80,10 +80,10 @@ def read_backup_info(backup: Path) -> dict[str, Any]:
 
 
 def next_backup_name(root: Path, now: datetime) -> str:
-    """Return the name of a backup made ``now`` (UTC). The order of the names is the order in which the backups were made.
+    """Return the name of a backup that is made ``now`` (UTC). Sorted by ``backup_sort_key``, the names are in the order of creation.
 
-    The name is the time: '2026-01-31T12-00-00'. In the same second, or after the clock went back, it is the newest backup's name with a
-    number: '2026-01-31T12-00-00-1'. The names of damaged backups are not used again.
+    The name is the time: '2026-01-31T12-00-00'. If a backup was made in the same second, or the clock went back, the name is the newest backup's
+    name with a number: '2026-01-31T12-00-00-1'. The names of damaged backups are not used again.
     """
     stem, number = now.strftime(NAME_TIME_FORMAT), 0
     if (backups := list_backups(root)) and stem <= backup_sort_key(backups[-1])[0]:
@@ -123,7 +123,9 @@ def append_changes(database: Path, backup: Path) -> None:
         ledger.row_factory = sqlite3.Row
         ledger.execute("BEGIN")
         sequence = ledger.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
-        if since > (sequence[0] if sequence else 0):  # the journal is of a former ledger that this ledger replaced
+        if since > (
+            sequence[0] if sequence else 0
+        ):  # the journal belongs to a former ledger, which this ledger replaced
             since = 0
         notes = ledger.execute('SELECT seq, "table", row, gone FROM changes WHERE seq > ? ORDER BY seq', [since])
         newest = since
@@ -136,7 +138,7 @@ def append_changes(database: Path, backup: Path) -> None:
                 gone[table, key] = None
         if newest == since:
             return
-        found = []  # as text: an ingest adds many rows
+        found = []  # kept as text, because an ingest adds many rows
         for table, row in rows:
             for held in ledger.execute(f'SELECT rowid AS "rowid", * FROM "{table}" WHERE rowid = ?', [row]):
                 found.append(json.dumps([table, dict(held)]))
@@ -152,12 +154,12 @@ def append_changes(database: Path, backup: Path) -> None:
 
 
 def read_batches(journal: Path) -> Iterator[dict[str, Any]]:
-    """Yield the batches of a journal. A torn line is skipped: the next line has its changes."""
+    """Yield the batches of a journal. A line that was written only in part is skipped, because the next line has its changes."""
     yield from (batch for batch in _lines(journal) if batch)
 
 
 def describe_damage(journal: Path) -> Message | str:
-    """Describe the damage of a journal; '' without damage. A line that a kill tore is not damage: the next line has its changes."""
+    """Describe the damage of a journal, or return ''. A line that a kill cut off is not damage, because the next line has its changes."""
     unread, last = False, read_backup_info(journal.parent).get("seq")
     for batch in _lines(journal):
         if batch is None:
@@ -165,7 +167,7 @@ def describe_damage(journal: Path) -> Message | str:
             continue
         begins = batch.get("from")
         if last is not None and begins is not None:
-            unread = begins > last  # a gap: the changes between are lost
+            unread = begins > last  # there is a gap, and the changes in it are lost
         if unread:
             break
         last = batch["to"]
@@ -179,7 +181,7 @@ def describe_damage(journal: Path) -> Message | str:
 
 
 def _lines(journal: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the batch of each whole line; None for a damaged line. Old lines without a 'crc32' are not checked."""
+    """Yield the batch of each complete line, or None for a damaged line. Old lines without a 'crc32' are not checked."""
     if not journal.exists():
         return
     with open(journal, "rb") as lines:
@@ -199,7 +201,7 @@ def _crc32(batch: dict[str, Any]) -> int:
 
 
 def _end(path: Path, base: int) -> tuple[int, bool]:
-    """Return the newest note in the journal (else the backup's), and whether the journal ends with a whole line."""
+    """Return (number of the newest note in the journal, or ``base`` if it is empty, whether the journal ends with a complete line)."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 64))

@@ -1,9 +1,9 @@
-"""The ledger: the only source of truth, as SQL tables to which the factory mostly appends (DESIGN §5).
+"""The ledger: the only source of truth. It consists of SQL tables to which the factory mostly appends rows (DESIGN §5).
 
 A ``Ledger`` has ``begin()`` (one write transaction) and ``read()``. Paths are stored relative to the workspace (``factory.ledger.stored_paths``).
-Tables are SQLAlchemy Core objects. The package that owns a noun (``ingest``, ``training`` …) has the statements on its table. The default is
+Tables are SQLAlchemy Core objects. The package that owns a table (``ingest``, ``training`` …) has the statements on it. The default database is
 an SQLite file (WAL, full sync, foreign keys on). A PostgreSQL URL (``postgresql://user:password@host/database``) works the same. A write
-transaction waits for the end of the one before.
+transaction waits until the previous one has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from factory.ledger.version import GONE, SCHEMA_VERSION, SERVER_ADVICE, check_ve
 metadata = sa.MetaData()
 T, N, F, J, C = NulSafeText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 
-# keys: 'schema' (version of the tables), 'identity' (the ledger's random name), 'ingest_index' (the version of its hashes)
+# keys: 'schema' (version of the tables), 'identity' (the ledger's random name), 'ingest_index' (parameters of the hashes of documents)
 meta = sa.Table("meta", metadata, C("key", T, primary_key=True), C("value", T))
 
 events = sa.Table(
@@ -49,11 +49,11 @@ shards = sa.Table(
     metadata,
     C("sha256", T, primary_key=True),
     C("name", T, nullable=False),  # the file's name when it arrived
-    C("path", T, nullable=False),  # the file's present path
+    C("path", T, nullable=False),  # the file's current path
     C("bytes", N, nullable=False),
     C("state", T, nullable=False),  # 'ingested' | 'quarantined'
-    C("reason", T),  # why quarantined, for a person
-    C("rows", N, nullable=False, default=0),  # rows read, good and bad
+    C("reason", T),  # why the shard was quarantined, for a person
+    C("rows", N, nullable=False, default=0),  # number of rows, good and bad
     C("counts", J),  # {"train": n, "held_out": n, "dropped": {rule: n}, "pii": n, "trimmed": n}
     C("domains", J),  # {domain: {"documents": n, "tokens": n, "supervised_tokens": n}} of the training documents
     C("tokens", N, nullable=False, default=0),
@@ -71,18 +71,18 @@ documents = sa.Table(
     C("domain", T, nullable=False),
     C("source", T),
     C("license", T),
-    C("content_sha256", T, index=True),  # of the normalised content; null for a row that could not be read
+    C("content_sha256", T, index=True),  # hash of the normalised content; null for a row that could not be read
     # 'train' | 'held_out' | 'dropped' | 'quarantined' (trained on before, masked now) | 'removed' (by a person: factory.ledger.removals)
     C("fate", T, nullable=False),
-    C("rule", T),  # the rule that dropped it, or the removal
-    C("matched", T),  # key of the document it duplicates or contaminates
+    C("rule", T),  # the rule that dropped the row, or the removal
+    C("matched", T),  # key of the document that the row duplicates or shares words with
     C("detail", T),  # one line for a person
     C("releasable", sa.Boolean, nullable=False, default=True),  # whether its licence allows the release of a model
     C("tokens", N, nullable=False, default=0),
     C("supervised_tokens", N, nullable=False, default=0),
     C("token_shard", T),
     C("group_key", T),  # documents of one group are not independent; null: the document is its own group
-    # {"url-host": …, "conversation": …, "path": …}: other values of its row that can serve as a group
+    # {"url-host": …, "conversation": …, "path": …}: other values of the row that can serve as a group
     C("facts", J(none_as_null=True)),
     sa.Index("documents_by_group", "group_key", sqlite_where=HAS_GROUP, postgresql_where=HAS_GROUP),
 )
@@ -92,7 +92,7 @@ held_out = sa.Table(
     metadata,
     C("key", T, sa.ForeignKey("documents.key"), primary_key=True),
     C("domain", T, nullable=False),
-    C("group_key", T, nullable=False),  # its document's group, else its key
+    C("group_key", T, nullable=False),  # the document's group, else its key
     C(
         "sealed", sa.Boolean, nullable=False
     ),  # true: only the release gate reads it; false: the dev half, for all other uses
@@ -129,9 +129,9 @@ token_shards = sa.Table(
     C("tokenizer", T, nullable=False),
     C("documents", N, nullable=False),
     C("tokens", N, nullable=False),
-    C("domains", J, nullable=False),  # as in shards.domains
+    C("domains", J, nullable=False),  # the same form as shards.domains
     C("created_at", F, nullable=False),
-    # {domain: rows}: relabelled documents, as later data plans have them (PlannedShard.moved)
+    # {domain: rows} of relabelled documents, as in later data plans (PlannedShard.moved)
     C("moved", J(none_as_null=True)),
 )
 
@@ -145,15 +145,17 @@ segments = sa.Table(
     metadata,
     C("id", ROW_NUMBER, primary_key=True),
     C("kind", T, nullable=False),  # 'trunk' | 'anneal' | 'average' (of checkpoints, without training steps)
-    C("parent", N),  # the segment from whose last checkpoint it starts
-    C("generation", N, nullable=False),  # how many distinct sets of shards the trunk was trained on, from 1
+    C("parent", N),  # the segment from whose last checkpoint this segment starts
+    C(
+        "generation", N, nullable=False
+    ),  # number of distinct sets of shards on which the trunk was trained so far, from 1
     C("recipe", T, nullable=False),
     C("recipe_json", J, nullable=False),  # the whole recipe, as trained
     C("recipe_sha256", T, nullable=False),
     C("data_plan", T, sa.ForeignKey("data_plans.id"), nullable=False),
     C("code_commit", T, nullable=False),
     C("first_step", N, nullable=False),
-    C("last_step", N, nullable=False),  # the step after which it ends
+    C("last_step", N, nullable=False),  # the step after which the segment ends
     # 'planned' | 'done' | 'failed' (parked: a person retries or abandons it) | 'abandoned' (no segment continues it) |
     # 'uncertified' (not started: its code has no certificate) | 'rewound' (no segment continues it)
     C("state", T, nullable=False),
@@ -189,7 +191,7 @@ runs = sa.Table(  # training runs outside the segments, for comparisons (``facto
     C("folder", T, nullable=False),  # its folder, which may be removed after its use
     C("started_at", F, nullable=False),
     C("finished_at", F),
-    C("ended", T),  # why it failed, for a person; null: it did not fail. While it runs: the process that trains it
+    C("ended", T),  # why the run failed, for a person; null if it did not. During the run: the process that trains it
 )
 
 candidates = sa.Table(
@@ -208,7 +210,7 @@ evaluations = sa.Table(
     metadata,
     C("id", ROW_NUMBER, primary_key=True),
     C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False),
-    C("suite_sha256", T, nullable=False),  # of held-out items and task versions; 'task:<sha256>': of one task
+    C("suite_sha256", T, nullable=False),  # hash of the held-out items and task versions; 'task:<sha256>' for one task
     C("summary", J, nullable=False),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "parity": {…} …}
     C("created_at", F, nullable=False),
     sa.UniqueConstraint("candidate", "suite_sha256"),
@@ -230,9 +232,9 @@ verdicts = sa.Table(
     "verdicts",
     metadata,
     C("id", ROW_NUMBER, primary_key=True),
-    C("gate", T, nullable=False),  # 'release' | 'patch' | 'recipe' | 'code' (a certificate) | 'preflight'
+    C("gate", T, nullable=False),  # 'release' | 'patch' | 'recipe' | 'code' (a certificate) | 'preflight' | …
     C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1' | 'segment:3'
-    C("against", T),  # 'candidate:1' (the champion) | base commit | the commit of the segment before
+    C("against", T),  # 'candidate:1' (the champion) | base commit | the commit of the previous segment
     C("policy_sha256", T, nullable=False),
     C("subject_sha256", T, nullable=False),  # hash of the judged export or patch; an approval counts for this hash only
     C("outcome", T, nullable=False),  # 'promote' | 'hold' | 'reject'
@@ -271,7 +273,7 @@ profiles = sa.Table(
     C("id", ROW_NUMBER, primary_key=True),
     C("code_commit", T, nullable=False),
     C("path", T, nullable=False),  # profile.json
-    C("summary", J, nullable=False),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "parity": {…} …}
+    C("summary", J, nullable=False),  # the values in profile.json that are texts, numbers or booleans
     C("created_at", F, nullable=False),
 )
 
@@ -283,7 +285,7 @@ proposals = sa.Table(
     C("target", T, nullable=False),
     C("title", T, nullable=False),
     C("hypothesis", T, nullable=False),
-    C("predicted_gain", F),  # ratio of step times, baseline / candidate; bits per byte if the target is 'quality:…'
+    C("predicted_gain", F),  # step time of the baseline / of the candidate; bits per byte if the target is 'quality:…'
     C("base_commit", T, nullable=False),
     C("branch", T, nullable=False),
     C("commit", T),
@@ -327,7 +329,7 @@ tracked_runs = sa.Table("tracked_runs", metadata, C("subject", T, primary_key=Tr
 
 
 class Ledger:
-    """An open ledger of the workspace ``root`` (default: the folder of its SQLite file). It has only a connection pool, and is cheap to make."""
+    """An open ledger of the workspace ``root`` (default: the folder of its SQLite file). It has only a connection pool, so it is cheap to make."""
 
     def __init__(self, url: str, root: Path | None = None) -> None:
         self.url = url
@@ -338,7 +340,7 @@ class Ledger:
 
     @classmethod
     def create(cls, url: str, root: Path | None = None) -> Ledger:
-        """Make the tables that do not exist yet. A second call changes nothing."""
+        """Make the tables that do not exist yet, and return the open ledger. A second call changes nothing."""
         ledger = cls(url, root)
         with ledger.begin() as tx:
             metadata.create_all(tx)
@@ -359,7 +361,7 @@ class Ledger:
 
     @property
     def identity(self) -> str:
-        """The ledger's random name. Folders of segments have it in a file, as their owner."""
+        """Return the ledger's random name. A file in each segment's folder has this name, which marks the ledger as the folder's owner."""
         return str((self.select_first(sa.select(meta.c.value).where(meta.c.key == "identity")) or {}).get("value"))
 
     def to_stored_path(self, place: str | os.PathLike[str]) -> str:
@@ -367,7 +369,7 @@ class Ledger:
         return to_stored_path(self.root, place)
 
     def version(self) -> str | None:
-        """Return the version of its tables. Raises: as ``open``."""
+        """Return the version of the ledger's tables. Raises: the errors of ``open``."""
         try:
             found = self.select_first(sa.select(meta.c.value).where(meta.c.key == "schema"))
         except sa.exc.DBAPIError as error:
@@ -384,7 +386,7 @@ class Ledger:
 
     @contextmanager
     def begin(self) -> Iterator[sa.Connection]:
-        """Begin a write transaction: it commits at the end of the block, and rolls back on any exception."""
+        """Begin a write transaction. It commits at the end of the block, and rolls back on any exception."""
         with self.engine.begin() as connection:
             yield connection
         if self.journaled and self.file and self.root:
@@ -392,7 +394,7 @@ class Ledger:
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """Begin a read transaction: all its reads see the ledger at one moment, while other processes may write."""
+        """Begin a read transaction. All its reads see the ledger at one moment, while other processes may write."""
         with self.engine.connect().execution_options(reads_only=True) as connection:
             yield Snapshot(connection, self.root)
 
@@ -402,11 +404,11 @@ class Ledger:
             return db.select_rows(statement, parameters or {})
 
     def select_first(self, statement: sa.Executable) -> dict[str, Any] | None:
-        """Return the first row of a select as a dict; None without one."""
+        """Return the first row of a select as a dict, or None."""
         return next(iter(self.select_rows(statement)), None)
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
-        """Return all rows of ``sql``, which is the same for both databases (``factory.ledger.rows.Reads.read``)."""
+        """Return all rows of ``sql``, which must be valid for both databases (``factory.ledger.rows.ReadsSql.read``)."""
         with self.snapshot() as db:
             return db.read(sql, **parameters)
 

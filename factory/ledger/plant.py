@@ -1,4 +1,4 @@
-"""One object for a factory: its workspace, its ledger and the receiver of progress."""
+"""Defines one object for a factory: its workspace, its ledger and the receiver of progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from factory.core.progress import SILENT, Progress
 
-# Commands mention a plant in their signatures, and SQLAlchemy takes half a second to import.
+# Commands use Plant in their signatures, but SQLAlchemy takes half a second to import.
 if TYPE_CHECKING:
     from factory.core.workspace import Workspace
     from factory.ledger.ledger import Ledger
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plant:
-    """The workspace, ledger and progress of a factory: most functions that act on a factory take one. It has no state of its own.
+    """The workspace, ledger and receiver of progress of a factory. Most functions that act on a factory take a plant. It has no state of its own.
 
     A function that only computes takes its inputs instead: a policy, rows, a ``Snapshot``.
     """
@@ -25,7 +25,7 @@ class Plant:
     progress: Progress = SILENT
 
     def with_progress(self, progress: Progress) -> Plant:
-        """Return the same factory with another receiver of progress."""
+        """Return the same plant with another receiver of progress."""
         return replace(self, progress=progress)
 
     def print_line(self, text: str) -> None:

@@ -21,10 +21,10 @@ VERSION = "SELECT value FROM meta WHERE key = 'schema'"
 
 class LedgerReader:
     def __init__(self, workspace: Workspace) -> None:
-        """Raises: WorkspaceError when the ledger is missing, damaged or of another version; as ``read``."""
+        """Raises: WorkspaceError when the ledger is missing, damaged or of another version; the errors of ``read``."""
         self._where = f"the ledger of {workspace.root}"
         self._url, self._root = workspace.ledger_url, workspace.root
-        self._ledger: Any = None  # a server's ledger, opened at the first read
+        self._ledger: Any = None  # the ledger of a server, which is opened at the first read
         if self._url.startswith("sqlite:///"):
             found = self.read(VERSION)
             check_version(found[0]["value"] if found else None, self._where)

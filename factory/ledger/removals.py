@@ -1,7 +1,7 @@
-"""Removals: documents that a person took out. All are read from the ledger.
+"""Reads removals from the ledger. A removal is a set of documents that a person removed from the training data.
 
-A removal is an event ``data_removed`` about ``removal:N``. Its documents have the fate 'removed' and the rule 'removal N of FATE', where
-FATE is their former fate. An event ``data_returned`` undoes a removal. An event ``data_erased`` records that the text was erased.
+The ledger has a removal as an event ``data_removed`` about ``removal:N``. Its documents have the fate 'removed' and the rule 'removal N of FATE',
+where FATE is their former fate. An event ``data_returned`` undoes a removal. An event ``data_erased`` records that the text was erased.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kernels.contract.message import Message
 REMOVED, RETURNED, SHARD_ERASED, ERASED = "data_removed", "data_returned", "shard_erased", "data_erased"
 REMOVED_FATE = "removed"
 REMOVABLE_FATES = ("train", "held_out", "quarantined")  # the fates of documents that can be removed
-NO_LICENCE = "none"  # a person writes it for documents without a licence
+NO_LICENCE = "none"  # the name by which a person refers to documents without a licence
 
 
 @dataclass(frozen=True)
 class Removal:
-    """One removal: of the documents whose ``column`` ('key', 'source' or 'license') has one of the values ``names``."""
+    """One removal of documents. It concerns the documents whose ``column`` ('key', 'source' or 'license') has one of the values ``names``."""
 
     number: int
     at: float
@@ -32,12 +32,12 @@ class Removal:
     names: Sequence[str]
     documents: int
     supervised_tokens: int
-    token_shards: Sequence[str]  # those with its training documents
+    token_shards: Sequence[str]  # the token shards that have its training documents
     erase: bool
     state: str  # 'removed' | 'returned' | 'erased'
 
     def rule_for_fate(self, fate: str) -> str:
-        """Return ``documents.rule`` of its documents that had this fate."""
+        """Return the value of ``documents.rule`` for documents of this removal that had this fate."""
         return removal_rule(self.number, fate)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Removal:
 
 
 def removal_rule(number: int, fate: str) -> str:
-    """Return the rule of documents that a removal took out and that had this fate.
+    """Return the value of ``documents.rule`` for documents that a removal removed and that had this fate.
 
     >>> removal_rule(3, "train")
     'removal 3 of train'
@@ -79,7 +79,7 @@ def list_removals(db: ReadsSql) -> list[Removal]:
 
 
 def find_refused_labels(db: ReadsSql) -> dict[str, dict[str | None, int]]:
-    """Return the sources and licences that new documents may not have: {'source': {name: number of the removal}, 'license': …}.
+    """Return the sources and licences that new documents may not have: {'source': {name: number of the removal}, 'license': {…}}.
 
     The name None stands for documents without a licence.
     """
@@ -99,7 +99,8 @@ def erased_shards(db: ReadsSql) -> dict[str, Mapping[str, Any]]:
 
 
 def former_file_hashes(db: ReadsSql, sha256: str) -> set[str]:
-    """Return the SHA-256 of each file that replaced a shard when text was erased. After a kill the newest file may not exist yet."""
+    """Return the SHA-256 of each file that replaced a shard when text was erased. After a kill the newest of these files may not
+    exist yet."""
     return {detail["raw"] for detail in _erasings(db, sha256) if detail["raw"]}
 
 
@@ -114,9 +115,10 @@ def _erasings(db: ReadsSql, sha256: str) -> list[Mapping[str, Any]]:
 
 
 def with_replaced_token_shards(db: ReadsSql, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a data plan that reads the present token shards: where text was erased (``factory.erasing.erasing``), the replacements.
+    """Return a copy of a data plan that reads the current token shards. Where text was erased (``factory.erasing.erasing``), these are the
+    replacements.
 
-    Use it only for new training: the token shards of earlier segments no longer exist.
+    Use the copy only for new training, because the token shards of earlier segments no longer exist.
     """
     shards = erased_shards(db).values()
     erased = {number: one["content"] for shard in shards for number, one in shard["token_shards"].items()}
@@ -130,8 +132,8 @@ def with_replaced_token_shards(db: ReadsSql, plan: Mapping[str, Any]) -> dict[st
 def list_releases_with_removed_data(db: ReadsSql) -> list[dict[str, Any]]:
     """Return the releases trained on documents that were quarantined or removed later. Removals that were undone do not count.
 
-    Each has ``release``, ``documents`` (how many), ``removal`` (None: they were quarantined) and ``exact`` (False: the data plans only
-    show that the release may have been trained on them).
+    Each has ``release``, ``documents`` (their number), ``removal`` (None if they were quarantined) and ``exact``. ``exact`` is false if the data
+    plans show only that the release may have been trained on the documents.
     """
     returned = {removal.number for removal in list_removals(db) if removal.state == "returned"}
     found = []
@@ -145,7 +147,7 @@ def list_releases_with_removed_data(db: ReadsSql) -> list[dict[str, Any]]:
 
 
 def describe_removed_training_data(mark: Mapping[str, Any]) -> Message:
-    """Describe one of ``list_releases_with_removed_data``.
+    """Describe one item of ``list_releases_with_removed_data``.
 
     >>> print(describe_removed_training_data({"release": 1, "documents": 2, "removal": 3, "exact": True}))
     release 1 was trained on 2 documents that the factory removed later (removal 3)

@@ -1,4 +1,4 @@
-"""The rows of the ledger's tables as dataclasses. They are read with plain SQL, so that ``factory status`` need not import SQLAlchemy.
+"""Defines the rows of the ledger's tables as dataclasses. They are read with plain SQL, so that ``factory status`` need not import SQLAlchemy.
 
     SegmentRow.get(ledger, 3).folder
     SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind="trunk")
@@ -6,7 +6,7 @@
     >>> str(Subject("candidate", 7)), Subject.parse("candidate:7").number
     ('candidate:7', 7)
 
-Each function takes an object that reads SQL: a ``Ledger``, or a ``Reader`` (``factory.ledger.reader``), which only reads.
+Each function takes an object that reads SQL: a ``Ledger``, or a ``LedgerReader`` (``factory.ledger.reader``), which cannot write.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ReadsSql(Protocol):
 
 
 def decode_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with its JSON columns decoded, if the database returned them as text."""
+    """Return a row with its JSON columns decoded. Some databases return these columns as text."""
     for key in JSON_COLUMNS & row.keys():
         if isinstance(row[key], str) and (row[key][:1] in ("{", "[") or row[key] == "null"):
             row[key] = json.loads(row[key])
@@ -64,25 +64,25 @@ class LedgerRow:
     """One row of ``source``. Each field is a column."""
 
     noun: ClassVar[str]
-    source: ClassVar[str]  # a table, or a select with an alias
+    source: ClassVar[str]  # the name of a table, or a select with an alias
     key: ClassVar[str] = "id"
-    hint: ClassVar[str] = ""  # the end of an error's text: how the first row is made
+    hint: ClassVar[str] = ""  # the end of an error's text, which says how the first row is made
 
     @classmethod
     def select(cls, db: ReadsSql, which: str = "", **parameters: object) -> list[Self]:
-        """Return the rows that ``which`` (WHERE …, ORDER BY …) selects; without ``which`` all rows, ordered by key."""
+        """Return the rows that ``which`` (WHERE …, ORDER BY …) selects. Without ``which``, return all rows, ordered by key."""
         columns = ", ".join(f'"{field.name}"' for field in fields(cls))
         sql = f"SELECT {columns} FROM {cls.source} {which or f'ORDER BY {cls.key}'}"
         return [cls(**row) for row in db.read(sql, **parameters)]
 
     @classmethod
     def first(cls, db: ReadsSql, which: str, **parameters: object) -> Self | None:
-        """Return the first row that ``which`` selects; None without one."""
+        """Return the first row that ``which`` selects, or None."""
         return next(iter(cls.select(db, f"{which} LIMIT 1", **parameters)), None)
 
     @classmethod
     def get(cls, db: ReadsSql, key: int | str) -> Self:
-        """Return the row with a key. Raises: InputError that lists the known keys when no row has this key."""
+        """Return the row with this key. Raises: InputError, which lists the known keys, if no row has it."""
         row = cls.first(db, f"WHERE {cls.key} = :key", key=key)
         if row is None:
             known = [str(r["key"]) for r in db.read(f"SELECT {cls.key} AS key FROM {cls.source} ORDER BY {cls.key}")]
@@ -92,7 +92,7 @@ class LedgerRow:
                 )
             raise InputError(
                 "rows.no_rows",
-                "no {noun} {key}, because none has been made yet{how}",
+                "no {noun} {key}, because the ledger has no {noun} yet{how}",
                 noun=cls.noun,
                 key=key,
                 how=cls.hint,
@@ -100,11 +100,11 @@ class LedgerRow:
         return row
 
     def select_fields(self, *names: str) -> dict[str, Any]:
-        """Return some of the fields, as JSON for programs. Each of ``names`` may have several, with spaces between."""
+        """Return some of the fields by name, as JSON-ready values. Each of ``names`` may be several names, separated by spaces."""
         return {name: getattr(self, name) for part in names for name in part.split()}
 
 
-# ``factory.ledger.ledger`` documents the columns at its tables.
+# ``factory.ledger.ledger`` documents the columns.
 @dataclass(frozen=True)
 class SegmentRow(LedgerRow):
     noun, source = "segment", "segments"
@@ -178,7 +178,7 @@ class EvaluationRow(LedgerRow):
 
     @classmethod
     def newest(cls, db: ReadsSql, candidate: int) -> Self | None:
-        """Return a candidate's newest evaluation on held-out documents. Evaluations on tasks (suite 'task:…') do not count."""
+        """Return a candidate's newest evaluation on held-out documents, or None. Evaluations on one task (suite 'task:…') do not count."""
         which = "WHERE candidate = :candidate AND suite_sha256 NOT LIKE 'task:%' ORDER BY id DESC"
         return cls.first(db, which, candidate=candidate)
 
@@ -208,7 +208,7 @@ class VerdictRow(LedgerRow):
         return dict(db.read("SELECT evidence FROM verdicts WHERE id = :id", id=self.id)[0]["evidence"])
 
     def with_evidence(self, db: ReadsSql) -> dict[str, Any]:
-        """Return all fields and the evidence, as JSON for programs."""
+        """Return all fields and the evidence, as JSON-ready values."""
         return vars(self) | {"evidence": self.evidence(db)}
 
     @classmethod
@@ -240,7 +240,7 @@ class ReleaseRow(LedgerRow):
     segment: int
 
 
-UNDO_TARGET = "undo"  # the target of a proposal that reverts another is 'undo:<number of that proposal>'
+UNDO_TARGET = "undo"  # a proposal that reverts proposal N has the target 'undo:N'
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,8 @@ class ProposalRow(LedgerRow):
 
     @property
     def patch_commit(self) -> str:
-        """The commit of the patch. Raises: InputError when the patch was never committed: out of scope, or the factory was killed."""
+        """Return the commit of the patch. Raises: InputError if the patch was never committed, because it is out of scope or the factory was
+        killed."""
         if self.commit is None:
             raise InputError(
                 "rows.no_commit",
@@ -285,12 +286,12 @@ class ProposalRow(LedgerRow):
         return self.commit
 
     def evidence(self, db: ReadsSql) -> dict[str, Any]:
-        """Return the evidence of its verdict; {} without a verdict."""
+        """Return the evidence of the proposal's verdict, or {} if there is no verdict."""
         return VerdictRow.get(db, self.verdict).evidence(db) if self.verdict else {}
 
 
 def find_champion(db: ReadsSql) -> ReleaseRow | None:
-    """Return the champion: the release of the newest 'promoted' or 'rolled_back' event; None before the first release.
+    """Return the champion: the release of the newest 'promoted' or 'rolled_back' event, or None before the first release.
 
     MLflow's alias and the served folder follow the champion.
     """

@@ -1,4 +1,4 @@
-"""Reads of the ledger as it was at one moment."""
+"""Reads the ledger as it is at one moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from factory.ledger.stored_paths import with_absolute_paths
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One read transaction."""
+    """One read transaction. All its reads see the ledger at the same moment."""
 
     connection: sa.Connection
     root: Path | None  # the workspace's folder
@@ -26,6 +26,6 @@ class Snapshot:
         ]
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
-        """Return all rows of ``sql``, as ``factory.ledger.rows.Reads.read`` does."""
+        """Return all rows of ``sql``, as ``factory.ledger.rows.ReadsSql.read`` does."""
         found = self.connection.execute(sa.text(sql), parameters).mappings()
         return [with_absolute_paths(decode_row(dict(row)), self.root) for row in found]

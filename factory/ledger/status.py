@@ -1,4 +1,4 @@
-"""The data and lines of ``factory status`` and of the demo's last screen, read from the ledger."""
+"""Reads the data of ``factory status`` and of the demo's last screen from the ledger, and formats it as lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROPOSAL_FIELDS = ("number agent target", "title hypothesis predicted_gain", "br
 
 
 def read_status(workspace: Workspace) -> dict[str, Any]:
-    """Return the data of ``factory status``, ready for JSON."""
+    """Return the data of ``factory status``, as JSON-ready values."""
     db = LedgerReader(workspace)
     shards = db.read(
         "SELECT name, sha256, state, reason, rows, counts, domains, tokens FROM shards ORDER BY ingested_at"
@@ -48,7 +48,7 @@ def read_status(workspace: Workspace) -> dict[str, Any]:
         for row in ReleaseRow.select(db)
     ]
     candidates = []
-    evaluations = {one.candidate: one for one in EvaluationRow.select(db)}  # the newest of each candidate
+    evaluations = {one.candidate: one for one in EvaluationRow.select(db)}  # the newest evaluation of each candidate
     for row in CandidateRow.select(db):
         evaluation = evaluations.get(row.id)
         own = [v for v in verdicts if v["subject"] == str(Subject("candidate", row.id))]
@@ -130,7 +130,7 @@ def format_status(facts: dict[str, Any]) -> list[Message]:
 
 
 def _data_lines(facts: dict[str, Any]) -> list[Message]:
-    """Lines about shards, domains, held-out and dropped documents, quarantined shards and removals."""
+    """Return lines about shards, domains, held-out and dropped documents, quarantined shards and removals."""
     dropped: dict[str, int] = {}
     for shard in facts["shards"]:
         for rule, number in ((shard["counts"] or {}).get("dropped") or {}).items():
@@ -139,7 +139,7 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
     lines = [
         Message(
             "ledger.shards",
-            "data      {shards:,|shard|shards} in the ledger, {quarantined:,} quarantined; {waiting:,} waiting in the inbox",
+            "data      {shards:,|shard|shards} in the ledger, {quarantined:,} quarantined; {waiting:,|file waits|files wait} in the inbox",
             shards=len(facts["shards"]),
             quarantined=len(quarantined),
             waiting=facts["waiting_in_inbox"],
@@ -213,7 +213,7 @@ def _segment_line(segment: dict[str, Any]) -> Message:
 
 
 def _certificate_lines(facts: dict[str, Any]) -> list[Message]:
-    """Lines about the newest segment's code, if the segment waits for a certificate."""
+    """Return lines about the newest segment's code, if the segment waits for a certificate."""
     trained = [segment for segment in facts["segments"] if segment["kind"] != "average"]
     waiting = {segment["id"] for segment in trained[-1:] if segment["state"] == "uncertified"}
     lines = []
@@ -227,8 +227,8 @@ def _certificate_lines(facts: dict[str, Any]) -> list[Message]:
                 ),
                 Message(
                     "ledger.certify",
-                    "          Training waits until this code is changed or accepted. See all measurements with 'factory "
-                    "certify', or accept the code with 'factory certify --accept {segment}'",
+                    "          Training waits until a person changes or accepts this code. To see all measurements: 'factory certify'. To "
+                    "accept the code: 'factory certify --accept {segment}'",
                     segment=certificate["segment"],
                 ),
             ]
@@ -261,7 +261,7 @@ def _champion_line(best: dict[str, Any] | None) -> Message:
 
 
 def _speed(speed: object) -> list[str]:
-    """Format the speed that a trainer reported, as far as it is valid: '18,400 tokens/s', 'MFU 41.2 %', 'first step 35.0 s'."""
+    """Format the valid parts of the speed that a trainer reported: '18,400 tokens/s', 'MFU 41.2 %', 'first step 35.0 s'."""
     said = speed if isinstance(speed, dict) else {}
     number = {key: value for key, value in said.items() if isinstance(value, float) and 0 <= value < 1e18}
     words = [f"{number['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in number else []
@@ -270,7 +270,7 @@ def _speed(speed: object) -> list[str]:
 
 
 def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
-    """Lines about each diagnosed episode, and about releases trained on documents that were quarantined or removed later."""
+    """Return lines about each diagnosed episode, and about releases trained on documents that were quarantined or removed later."""
     lines = []
     for row in facts["anomalies"]:
         if row["kind"] == GAIN_ON_DEV_ONLY and row["state"] == "open":
@@ -305,15 +305,15 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
 
 
 def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
-    """One line that counts the audited windows, and one for each window that differs or was not measured."""
+    """Return one line that counts the audited windows, and a line for each window that differs or was not measured."""
     if not audits:
         return []
     outcomes = [audit["verdict"]["outcome"] if audit["verdict"] else "waiting" for audit in audits]
     lines = [
         Message(
             "ledger.audits",
-            "audits    {agree} of {windows:,|window|windows} agree with the code without agents' patches; "
-            "{waiting} not audited yet",
+            "audits    {agree} of {windows:,|window agrees|windows agree} with training without agents' patches; "
+            "{waiting:,|window is|windows are} not audited yet",
             agree=outcomes.count("promote"),
             windows=len(audits),
             waiting=outcomes.count("waiting"),
@@ -336,7 +336,7 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
 
 
 def describe_average(averaged: dict[str, Any]) -> Message:
-    """Describe ``averaged`` of an average segment's result: 'average of 3 checkpoints (steps 10, 15, 20; equal weights)'."""
+    """Describe the field ``averaged`` of the result of an average segment: 'average of 3 checkpoints (steps 10, 15, 20; equal weights)'."""
     parts = averaged["sources"]
     if averaged["rule"] == "uniform":
         return Message(

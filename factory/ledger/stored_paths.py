@@ -1,6 +1,7 @@
-"""The ledger stores paths relative to the workspace. A workspace that was moved, copied or restored therefore opens anywhere.
+"""Converts paths for the ledger, which stores them relative to the workspace. A workspace that was moved, copied or restored therefore opens
+anywhere.
 
-Paths outside the workspace stay absolute. Readers of the ledger (``Ledger``, ``Reader``) return absolute paths.
+Paths outside the workspace stay absolute. Readers of the ledger (``Ledger``, ``LedgerReader``) return absolute paths.
 
     >>> root = Path("/plant")
     >>> to_stored_path(root, "/plant/segments/00001-trunk"), to_stored_path(root, "/data/a.jsonl")
@@ -15,9 +16,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-PLACES = frozenset({"path", "folder", "export_path", "report", "file"})  # columns with a path
-JSON_PATH_COLUMNS = frozenset({"plan", "result"})  # columns of JSON that contains paths
-JSON_PATH_KEYS = frozenset({"path", "checkpoint"})  # the keys of these paths
+PLACES = frozenset({"path", "folder", "export_path", "report", "file"})  # columns whose value is a path
+JSON_PATH_COLUMNS = frozenset({"plan", "result"})  # columns whose JSON contains paths
+JSON_PATH_KEYS = frozenset({"path", "checkpoint"})  # the keys in that JSON whose values are paths
 
 
 def to_stored_path(root: Path | None, place: str | os.PathLike[str]) -> str:
@@ -27,7 +28,7 @@ def to_stored_path(root: Path | None, place: str | os.PathLike[str]) -> str:
 
 
 def to_stored_paths(root: Path | None, tree: Any) -> Any:
-    """Return a data plan or a segment's result as the ledger stores it."""
+    """Return a data plan or a segment's result with paths as the ledger stores them."""
     return _each(tree, lambda place: to_stored_path(root, place))
 
 

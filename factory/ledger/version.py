@@ -1,4 +1,4 @@
-"""The version of the ledger's tables that this factory reads and writes."""
+"""Checks that the ledger's tables have the version that this factory reads and writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kernels.contract.message import Message
 
 SCHEMA_VERSION = "6"  # the newest revision of factory/backups/migrations
 
-# The advice for a lost ledger: an SQLite file, or a server's.
+# The advice for a lost ledger, in an SQLite file or on a server.
 GONE = Message(
     "version.restore",
     "Stop 'factory run', then run 'factory restore', which makes the ledger again from its backups or "
@@ -20,7 +20,7 @@ SERVER_ADVICE = Message(
 
 
 def check_version(found: str | None, where: str) -> None:
-    """Raises: WorkspaceError with the remedy when the version ``found`` in the ledger ``where`` is not this factory's."""
+    """Raise WorkspaceError, with the remedy, if the version ``found`` in the ledger ``where`` is not this factory's."""
     if found == SCHEMA_VERSION:
         return
     if not (found and found.isdigit()):

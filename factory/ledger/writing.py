@@ -15,13 +15,13 @@ from kernels.contract.message import Message
 
 
 def insert_row(tx: sa.Connection, table: sa.Table, **values: Any) -> int:
-    """Add a row to a table whose key is a number. Returns the key."""
+    """Add a row to a table whose key is a number. Returns the new row's key."""
     key = next(iter(table.primary_key.columns))
     return int(tx.execute(table.insert().values(**values).returning(key)).scalar_one())
 
 
 def next_key(tx: sa.Connection, table: sa.Table) -> int:
-    """Return the key of the next row of a table. No other writer can take the key: write transactions are serial."""
+    """Return the key of the next row of a table. No other writer can take the key, because write transactions run one after another."""
     key = next(iter(table.primary_key.columns))
     return int(tx.execute(sa.select(sa.func.max(key))).scalar() or 0) + 1
 
@@ -38,7 +38,7 @@ def record_verdict(
     reasons: Sequence[str],
     evidence: dict[str, Any],
 ) -> int:
-    """Add a verdict. Returns its id. The table ``verdicts`` documents each value."""
+    """Add a verdict. Returns its id. The table ``verdicts`` in ``factory.ledger.ledger`` documents each value."""
     hashes = {"policy_sha256": policy_sha256, "subject_sha256": subject_sha256}
     judged = {
         "outcome": outcome,

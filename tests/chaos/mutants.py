@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     Mutant(
         "factory/ingest/hash_index.py",
-        "sync_folder(path.parent.parent)  # also of a folder that a killed process made",
+        "sync_folder(path.parent.parent)  # needed too if a killed process made the folder",
         Cut("ingest", "mkdir plant/shards/raw"),
     ),
     Mutant(FORMAT, "os.fsync(out.fileno())", SEGMENT),
@@ -153,7 +153,7 @@ MUTANTS = (
     Mutant(  # in a scenario the file would be ingested for ever
         "factory/ingest/filing.py",
         "shutil.move(path, place)",
-        "tests/factory/ingest/test_inbox.py::test_a_name_that_is_not_utf8_is_ingested_under_one_that_is",
+        "tests/factory/ingest/test_inbox.py::test_a_file_whose_name_is_not_utf8_is_ingested_under_an_escaped_name",
     ),
     Mutant(
         "factory/ingest/filing.py",
@@ -163,15 +163,21 @@ MUTANTS = (
     Mutant(
         "factory/ingest/filing.py",
         "shutil.move(path, original)",
-        "tests/factory/ingest/test_packed_files.py::test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept",
+        "tests/factory/ingest/test_packed_files.py::test_a_table_becomes_a_shard_of_json_lines_and_the_original_file_is_kept",
     ),
-    Mutant("factory/ingest/packing.py", "sync_folder(path)  # the packed file may be deleted next", TOGETHER),
+    Mutant(
+        "factory/ingest/packing.py", "sync_folder(path)  # the file that was converted may be deleted next", TOGETHER
+    ),
     Mutant("factory/ingest/filing.py", "sync_folder(back)", SPLIT),
-    Mutant("factory/ingest/filing.py", "sync_folder(back.parent)  # before the content loses its old name", SPLIT),
+    Mutant(
+        "factory/ingest/filing.py",
+        "sync_folder(back.parent)  # before the old name stands for the ingested content",
+        SPLIT,
+    ),
     Mutant(
         "factory/ingest/filing.py",
         "shutil.move(path, back)",
-        "tests/factory/ingest/test_filing.py::test_a_filed_shard_whose_first_rows_changed_returns_completely",
+        "tests/factory/ingest/test_filing.py::test_a_filed_shard_whose_first_rows_changed_returns_to_the_inbox",
     ),
     Mutant(
         "factory/ingest/filing.py",
@@ -181,7 +187,7 @@ MUTANTS = (
     Mutant(
         "factory/ingest/inbox.py",
         "os.rename(path, target)",
-        "tests/factory/ingest/test_inbox.py::test_a_name_that_is_not_utf8_is_ingested_under_one_that_is",
+        "tests/factory/ingest/test_inbox.py::test_a_file_whose_name_is_not_utf8_is_ingested_under_an_escaped_name",
     ),
     Mutant(
         "factory/retention/cleaning.py",

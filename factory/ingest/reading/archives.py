@@ -1,8 +1,8 @@
-"""zip and tar: a stream of members. Each member is a ``ReadableFile``, and its own suffix tells how to read it.
+"""Reads zip and tar archives as a stream of members. Each member is a ``ReadableFile``, and its suffix selects the reader.
 
-The limits of the data policy apply to all members together. A refused member is left out and named; the other members are read. Refused are
-links, devices, paths that lead out of the archive, archives in archives, encrypted members, kinds that are not read, and damaged members of a
-zip file. Only a member that must be read at several places (Parquet, Arrow) is unpacked to disk, into a file without a name.
+The limits of the data policy apply to all members together. A refused member is left out and reported, and the other members are read. The
+readers refuse links, devices, paths that lead out of the archive, archives in archives, encrypted members, unsupported kinds, and damaged members
+of a zip file. Only a member that needs random access (Parquet, Arrow) is unpacked to disk, into an unnamed file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def read_zip(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
                     )
     except BROKEN as error:
         raise_machine_fault(source.name, error)
-        raise ShardProblem("reading.zip", "the file cannot be read as zip: {error}", error=str(error)[:200]) from error
+        raise ShardProblem(
+            "reading.zip", "the file cannot be read as a zip archive: {error}", error=str(error)[:200]
+        ) from error
 
 
 def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: DecompressionBudget) -> ByteStream:
@@ -81,7 +83,7 @@ def read_tar(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
         except BROKEN as error:
             raise_machine_fault(source.name, error)
             raise ShardProblem(
-                "reading.tar", "the file cannot be read as tar: {error}", error=str(error)[:200]
+                "reading.tar", "the file cannot be read as a tar archive: {error}", error=str(error)[:200]
             ) from error
 
 
@@ -106,7 +108,7 @@ def _name(path: str) -> str:
 def _refused(path: str, source: ReadableFile) -> bool:
     pure = PurePosixPath(path.replace("\\", "/"))
     if any(part.startswith(".") and part not in (".", "..") for part in pure.parts) or "__MACOSX" in pure.parts:
-        return True  # hidden, as in a folder
+        return True  # hidden members are skipped, as hidden files of a folder are
     if pure.is_absolute() or ".." in pure.parts or ":" in pure.parts[0]:
         source.left_out(path, Message("reading.outside_path", "the path of the member leads out of the archive"))
     elif is_archive(path):

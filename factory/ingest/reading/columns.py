@@ -1,8 +1,8 @@
-"""Rows of columnar files: Parquet, Arrow IPC (files and streams; Feather is an Arrow file), and Hugging Face data sets on disk.
+"""Reads rows of columnar files: Parquet, Arrow IPC (files and streams; a Feather file is an Arrow file), and Hugging Face data sets on disk.
 
-A value may be unreadable: a timestamp beyond Python's years, or bytes that are not UTF-8 in a text column. The reader leaves the value out of
-its row and names its key there (``rows.UNREADABLE``). Columns of floating-point vectors and of nested bytes (images) are not read: they are
-neither text nor metadata.
+A value may be unreadable, for example a timestamp beyond Python's years, or bytes that are not UTF-8 in a text column. The reader leaves the value
+out of its row and names its key there (``rows.UNREADABLE``). Columns of floating-point vectors and of nested bytes (images) are not read, because
+they are neither text nor metadata.
 
 ``datasets.Dataset.save_to_disk`` writes a folder with ``state.json``, ``dataset_info.json`` and ``data-*.arrow``. A ``DatasetDict`` is a folder
 with ``dataset_dict.json`` and one such folder for each split. All splits are read. To read one split, name its folder.
@@ -91,7 +91,8 @@ def read_arrow(source: ReadableFile) -> Iterator[RawRow]:
 def _checked(
     batches: Iterable[pa.RecordBatch], schema: pa.Schema, budget: DecompressionBudget, limits: ShardLimits
 ) -> Iterator[RawRow]:
-    """Rows of Arrow batches. Arrow does not check the lengths and offsets in a file's buffers, so this checks them before it reads a value."""
+    """Yield the rows of Arrow batches. Arrow does not check the lengths and offsets in a file's buffers, so they are checked here before a value is
+    read."""
     columns = _readable(schema)
     for batch in batches:
         budget.spend(batch.nbytes)
@@ -107,7 +108,7 @@ def _checked(
 
 
 def is_dataset(folder: Path) -> bool:
-    """Did ``save_to_disk`` of Hugging Face's ``datasets`` write this folder?"""
+    """Return whether ``save_to_disk`` of Hugging Face's ``datasets`` wrote this folder."""
     if (folder / "dataset_dict.json").is_file():
         return True
     try:
@@ -117,7 +118,7 @@ def is_dataset(folder: Path) -> bool:
 
 
 def list_dataset_files(folder: Path) -> list[Path]:
-    """The Arrow files of a data set on disk, in the order of their rows. Raises: ShardProblem."""
+    """Return the Arrow files of a data set on disk, in the order of their rows. Raises: ShardProblem."""
     try:
         if (folder / "dataset_dict.json").is_file():
             splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
@@ -128,12 +129,12 @@ def list_dataset_files(folder: Path) -> list[Path]:
         raise_machine_fault(folder.name, error)
         raise ShardProblem(
             "reading.dataset",
-            "the folder is not a data set on disk: {kind}: {error}",
+            "the folder cannot be read as a data set that Hugging Face's save_to_disk wrote ({kind}: {error})",
             kind=type(error).__name__,
             error=error,
         ) from error
     if gone := [file.name for file in files if not file.is_file()]:
-        raise ShardProblem("reading.dataset_file", "the data set on disk lacks the file {file}", file=gone[0])
+        raise ShardProblem("reading.dataset_file", "the file {file} of the data set is missing", file=gone[0])
     return files
 
 
@@ -144,7 +145,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def read_dataset(folder: Path, limits: ShardLimits, left_out: LeftOutCallback) -> Iterator[RawRow]:
-    """Rows of a data set on disk. Each row names its file."""
+    """Yield the rows of a data set on disk. Each row names its file."""
     for file in list_dataset_files(folder):
         name = str(file.relative_to(folder))
         opens = functools.partial(open_file, file, "", limits)
@@ -154,7 +155,7 @@ def read_dataset(folder: Path, limits: ShardLimits, left_out: LeftOutCallback) -
 
 
 def _readable(schema: pa.Schema) -> list[str]:
-    """Names of the columns that are read, each once."""
+    """Return the names of the columns that are read. Raises: ShardProblem for two columns with one name, or without a column of text."""
     names = [one.name for one in schema if not _is_useless(one.type)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise duplicate_column(twice[0])
@@ -205,10 +206,10 @@ def _rows(batch: pa.RecordBatch, limits: ShardLimits) -> Iterator[RawRow]:
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """The values as JSON values; an exception in the place of a value that cannot be read."""
+    """Return the values of a column as JSON values. An exception stands in place of each value that cannot be read."""
     try:
         return [to_json_value(value) for value in column.to_pylist()]
-    except Exception:  # some value cannot be read; the next line finds which  # noqa: BLE001
+    except Exception:  # at least one value cannot be read; the next line finds which  # noqa: BLE001
         return [_value(one) for one in column]
 
 
@@ -228,7 +229,7 @@ def _value(one: pa.Scalar) -> Any:
 
 
 def to_json_value(value: Any) -> Any:
-    """A value of a column as a JSON value. Raises: UnicodeDecodeError for bytes that are not text; ValueError for infinities and NaN.
+    """Convert a value of a column to a JSON value. Raises: UnicodeDecodeError for bytes that are not text; ValueError for infinities and NaN.
 
     >>> import decimal
     >>> to_json_value({"at": datetime.datetime(2026, 1, 2), "n": decimal.Decimal("1.5"), "b": b"x"})

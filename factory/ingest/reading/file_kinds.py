@@ -1,6 +1,6 @@
-"""The meaning of each suffix: text, code, and kinds that are not read, with how to convert them.
+"""Defines the meaning of each file suffix: text, code, and kinds that are not read, with advice on converting them.
 
-The kind of a file is its last suffix, or the suffix before that of a compression. Some code files are known by their whole name (``Makefile``).
+The kind of a file is its last suffix, or for a compressed file the suffix before that. Some code files are known by their whole name (``Makefile``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COMPRESSIONS = {
     ".lz4": "lz4",
 }
 TEXT = (".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex", ".textile", ".wiki")
-# One line for each family of languages, with the suffixes that the languages' own tools use.
+# Each line has a family of languages, with the suffixes that the tools of these languages use.
 _CODE = """
     .py .pyi .pyx .pxd .c .h .cc .cpp .cxx .c++ .hh .hpp .hxx .h++ .ipp .inl .tpp .cu .cuh .cl .m .mm .rs .go .zig .nim .d .v .sv .svh .vhd .vhdl
     .java .kt .kts .scala .sc .groovy .gradle .clj .cljs .cljc .edn .js .mjs .cjs .jsx .ts .mts .cts .tsx .vue .svelte .astro .coffee
@@ -101,7 +101,7 @@ _CONVERSION_HINTS = {
 
 
 def detect_kind(name: str) -> tuple[str, str]:
-    """(suffix that tells how to read the content, compression). A code file that is known by its whole name is '.mk'.
+    """Return (suffix of the content, compression or '') for a file's name. A code file that is known by its whole name has the suffix '.mk'.
 
     >>> [detect_kind(name) for name in ("a.jsonl.gz", "b.TGZ", "Makefile", "c.tar.zst", "d", "e.warc.wet.gz")]
     [('.jsonl', 'gzip'), ('.tar', 'gzip'), ('.mk', ''), ('.tar', 'zstd'), ('', ''), ('.wet', 'gzip')]
@@ -126,7 +126,7 @@ def is_archive(name: str) -> bool:
 
 
 def find_conversion_hint(name: str) -> Message | None:
-    """How to convert a file that is not read; None for an unknown kind.
+    """Return how to convert a file that cannot be read, or None for an unknown kind.
 
     >>> find_conversion_hint("a.pdf"), find_conversion_hint("b.unheard")
     ('extract the text first, for example with pdftotext', None)

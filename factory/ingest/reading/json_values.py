@@ -1,6 +1,6 @@
-"""JSON arrays and sequences of JSON values, read value by value: a file of any size needs the memory of one value.
+"""Reads JSON arrays and sequences of JSON values, value by value. A file of any size needs memory for one value only.
 
-Brackets and quotes alone tell where a value ends. Each value is decoded later, so that a value that is not JSON is one dropped row.
+The end of a value is found from brackets and quotes alone. Values are decoded later, so a value that is not valid JSON costs one dropped row.
 
     >>> list(split_json_values(iter([b'[{"a": "]"}, {"b', b'": [1]}]']), 100))
     [b'{"a": "]"}', b'{"b": [1]}']
@@ -31,7 +31,7 @@ def read_json(source: ReadableFile) -> Iterator[RawRow]:
 
 
 def has_row_per_line(source: ReadableFile) -> bool:
-    """Does each line of a file hold one row? False for one array, and for values that span several lines."""
+    """Return whether each line of a file holds one row. False for one array, and for values that span several lines."""
     with source.open() as stream:
         return _in_lines(next(read_blocks(stream)))
 
@@ -57,9 +57,9 @@ def _is_closed(line: bytes) -> bool:
 
 
 def split_json_values(found: Iterator[bytes], max_bytes: int) -> Iterator[RawRow]:
-    """The items of an array, or the objects of a sequence. A value over ``max_bytes`` is skipped without being held in memory.
+    """Yield the items of an array, or the objects of a sequence. A value over ``max_bytes`` is skipped without being held in memory.
 
-    Raises: ShardProblem for a file that ends too early, or has something after its array.
+    Raises: ShardProblem for a file that ends too early, or has text after its array.
     """
     scan = _Scan(max_bytes)
     for block in found:
@@ -71,11 +71,11 @@ class _Scan:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.array: bool | None = None  # None: nothing but blanks so far
-        self.closed = False  # the array was
-        self.depth = 0  # of brackets, inside a value
+        self.closed = False  # the array has ended
+        self.depth = 0  # nesting depth of brackets inside a value
         self.quoted = self.escaped = False
         self.held = bytearray()
-        self.passed = 0  # bytes of a value that is too long
+        self.passed = 0  # bytes that were skipped of a value that is too long
         self.count = 0
 
     def feed(self, block: bytes) -> Iterator[RawRow]:
@@ -123,7 +123,7 @@ class _Scan:
                 if not self.array or sign != b"]" or self.closed:
                     raise ShardProblem(
                         "reading.json_unopened",
-                        "the file is not JSON: after {values:,|value|values} comes {sign!r} without its opening bracket",
+                        "the file is not JSON: no opening bracket belongs to the {sign!r} after {values:,|value|values}",
                         values=self.count,
                         sign=sign.decode(),
                     )
@@ -134,7 +134,7 @@ class _Scan:
         if self.array and not self.closed:
             raise ShardProblem(
                 "reading.json_cut_off",
-                "the JSON array is cut off after {items:,|whole item|whole items}",
+                "the JSON array is cut off after {items:,|complete item|complete items}",
                 items=self.count,
             )
         yield from self._value()
@@ -147,7 +147,7 @@ class _Scan:
                 items=self.count,
                 rest=piece.strip()[:20],
             )
-        if self.passed or len(self.held) + len(piece) > self.max_bytes + 4096:  # blanks around it do not count
+        if self.passed or len(self.held) + len(piece) > self.max_bytes + 4096:  # blanks around the value do not count
             self.passed += len(self.held) + len(piece)
             self.held.clear()
         else:
@@ -160,6 +160,6 @@ class _Scan:
         if passed or len(value) > self.max_bytes:
             self.count += 1
             yield row_too_long(passed or len(value), self.max_bytes)
-        elif value or needed:  # between two commas an empty item is a row too
+        elif value or needed:  # an empty item between two commas is a row too
             self.count += 1
             yield value

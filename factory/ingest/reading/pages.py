@@ -1,4 +1,4 @@
-"""HTML, web archives and notebooks: the text that a person reads in them.
+"""Extracts the text that a person reads from HTML, web archives and notebooks.
 
 ``trafilatura`` (Barbaresi 2021) finds the main text of a page, without menus, footers and comments. ``warcio`` reads web archives (WARC, ISO
 28500). A web archive gives a row for each HTML response of status 200, and for each conversion to plain text (WET). The row has the address as
@@ -28,7 +28,7 @@ def read_html(source: ReadableFile) -> Iterator[RawRow]:
 
 
 def extract_page_text(page: bytes) -> str | None:
-    """The main text of a page; None: it has none. The page names its encoding, or its bytes tell it."""
+    """Return the main text of a page, or None if it has none. The encoding is the one that the page names, else it is guessed from the bytes."""
     import trafilatura
 
     try:
@@ -68,15 +68,15 @@ def _cut_off(record: int) -> ShardProblem:
 def _broken(records: int, error: str) -> ShardProblem:
     return ShardProblem(
         "reading.warc",
-        "the file is not a web archive after {records:,|record|records}: {error}",
+        "the web archive cannot be read after {records:,|record|records}: {error}",
         records=records,
         error=error,
     )
 
 
 class _Ending:
-    """A stream that checks its first bytes and keeps its last. warcio does neither: it skips a header that is cut off, and reads any text as
-    a record."""
+    """A stream that checks its first bytes and remembers its last bytes. Both are needed because warcio skips a truncated header, and reads any text
+    as a record."""
 
     def __init__(self, stream: ByteStream) -> None:
         self.stream, self.last = stream, b""
@@ -115,7 +115,7 @@ def _record(record: Any, source: ReadableFile) -> Iterator[RawRow]:
 
 
 def _payload(record: Any, limit: int) -> bytes | BadRow:
-    """The bytes of a page, without transfer and content encodings."""
+    """Return the bytes of a page, with transfer and content encodings decoded."""
     stream, found, size = record.content_stream(), [], 0
     while piece := stream.read(1 << 16):
         found.append(piece)
@@ -138,7 +138,7 @@ def read_notebook(source: ReadableFile) -> Iterator[RawRow]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ShardProblem(
             "reading.notebook",
-            "the file is not a notebook: {kind}: {error}",
+            "the file is not a Jupyter notebook ({kind}: {error})",
             kind=type(error).__name__,
             error=str(error)[:100],
         ) from error

@@ -1,7 +1,7 @@
-"""The types that readers yield: rows, rows that cannot be read, and the origin of each row.
+"""Defines what readers yield: rows, rows that cannot be read, and the origin of each row.
 
-A row is a line of JSON (bytes), a decoded object, or a ``BadRow``. A row of a file that is not itself a shard (a member of an archive, one of
-many small files) names the file's path under ``PATH``. A reader leaves a value that it cannot read out of the row and names the value's key
+A row is a line of JSON (bytes), a decoded object, or a ``BadRow``. If the row's file is not itself a shard (a member of an archive, one of
+many small files), the row names the file's path under ``PATH``. A reader leaves a value that it cannot read out of the row and names the value's key
 under ``UNREADABLE``. Such a row is dropped only if ingest needs that key. ``pop_row_origin`` removes both keys from the row.
 
     >>> add_path(b'{"text": "a"}', "docs/a.jsonl")
@@ -32,7 +32,7 @@ RawRow = bytes | dict[str, Any] | BadRow
 
 
 class ShardProblem(CodedError):
-    """The whole file is unusable. The message says why. ``rows`` and ``dropped`` (by rule) are set where they are known."""
+    """The error of a file that is unusable as a whole. The message says why. ``rows`` and ``dropped`` (by rule) are set if they are known."""
 
     def __init__(
         self, code: str, template: str = "", /, *, rows: int = 0, dropped: dict[str, int] | None = None, **data: Any
@@ -43,19 +43,19 @@ class ShardProblem(CodedError):
 
 
 class LimitExceeded(ShardProblem):
-    """The file exceeds a limit of the data policy. Nothing more of it is read, nor of the archive that it is a member of."""
+    """The error of a file that exceeds a limit of the data policy. Reading of the file ends, and so does reading of the archive that contains it."""
 
 
 @dataclass(frozen=True)
 class RowOrigin:
-    """Where a row came from. ``path``: of the row's file inside an archive, folder or data set; '': the shard itself is that file.
-    ``unreadable``: by key, why its value could not be read."""
+    """Where a row came from. ``path`` is the path of the row's file inside an archive, folder or data set, or '' if that file is the shard itself.
+    ``unreadable`` has, by key, the reason why the value could not be read."""
 
     path: str = ""
     unreadable: dict[str, str] = field(default_factory=dict)
 
     def refuse_unreadable(self, keys: Iterable[str]) -> None:
-        """Raises: BadRow where the value of one of these keys could not be read."""
+        """Check that the values of these keys could be read. Raises: BadRow."""
         for key in keys:
             if key in self.unreadable:
                 unread = Message(
@@ -65,7 +65,7 @@ class RowOrigin:
 
 
 def pop_row_origin(row: Any) -> RowOrigin:
-    """Remove the keys that name the origin from a decoded row, and return them. Raises: BadRow where the row stands for an unreadable row."""
+    """Remove the keys that name the origin from a decoded row, and return the origin. Raises: BadRow if the row stands for an unreadable row."""
     if not isinstance(row, dict):
         return RowOrigin()
     bad, path, unreadable = row.pop(BAD, None), row.pop(PATH, ""), row.pop(UNREADABLE, {})
@@ -79,8 +79,8 @@ def pop_row_origin(row: Any) -> RowOrigin:
 
 
 def add_path(row: RawRow, path: str) -> RawRow:
-    """The row with ``path`` as its origin. A row that already has an origin keeps it: that is the innermost file. A line that is not a JSON
-    object stays as it is; a later check drops it."""
+    """Return the row with ``path`` as its origin. A row that already has an origin keeps it, because that origin names the innermost file. A line
+    that is not a JSON object stays as it is, and a later check drops it."""
     if isinstance(row, dict):
         return row if PATH in row else {**row, PATH: path}
     if isinstance(row, BadRow):
@@ -93,12 +93,12 @@ def add_path(row: RawRow, path: str) -> RawRow:
 
 
 def row_to_line(row: RawRow) -> bytes:
-    """A row as one line of JSON. Reading the line gives the same row.
+    """Return a row as one line of JSON. Reading the line gives the same row.
 
     >>> row_to_line(b'{"text":\\n "a"}'), row_to_line({"text": "a"}), row_to_line(BadRow("bad_csv", "4 fields"))
     (b'{"text":  "a"}', b'{"text": "a"}', b'{"factory:bad": ["bad_csv", "4 fields"]}')
     """
-    if isinstance(row, bytes):  # outside strings a line end is only a blank; inside strings JSON writes it as \n
+    if isinstance(row, bytes):  # a raw line end in valid JSON is only white space: inside strings, JSON writes it as \n
         return row.replace(b"\n", b" ").replace(b"\r", b" ")
     if isinstance(row, BadRow):
         row = {BAD: [row.rule, row.detail]}
@@ -106,7 +106,7 @@ def row_to_line(row: RawRow) -> bytes:
 
 
 def row_too_long(size: int, limit: int) -> BadRow:
-    """The error of a row over ``limits.max_row_bytes``; both arguments in bytes."""
+    """Return the error of a row that exceeds ``limits.max_row_bytes``. Both arguments are in bytes."""
     said = Message(
         "reading.row_too_long",
         "the row has {size} bytes; at most {limit} are allowed (limits.max_row_bytes in data.yaml)",
@@ -117,5 +117,5 @@ def row_too_long(size: int, limit: int) -> BadRow:
 
 
 def duplicate_column(name: str) -> ShardProblem:
-    """The error of a table or columnar file in which two columns have the same name."""
+    """Return the error of a table or columnar file in which two columns have the same name."""
     return ShardProblem("reading.same_column_name", "two columns have the name {name!r}", name=name)

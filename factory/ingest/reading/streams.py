@@ -1,4 +1,4 @@
-"""Decompressed bytes of a file or of an archive's member, within the limits of the data policy; as lines or as one text."""
+"""Reads the decompressed bytes of a file or of an archive's member, as lines or as one text, within the limits of the data policy."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from factory.ingest.rules.policy import ShardLimits
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException)
 
 BLOCK = 1 << 20
-UNCHECKED_BYTES = 64 << 20  # decompressed bytes up to which limits.max_expansion is not checked
+UNCHECKED_BYTES = 64 << 20  # limits.max_expansion is checked only after this many decompressed bytes
 
 
 class DecompressionBudget:
-    """How many bytes may come out of a compressed file or archive of ``size`` bytes, over all its members."""
+    """Limits how many bytes may come out of a compressed file or archive of ``size`` bytes, over all its members."""
 
     def __init__(self, size: int, limits: ShardLimits) -> None:
         self.size, self.limits, self.given = size, limits, 0
 
     def spend(self, count: int) -> None:
-        """Count ``count`` more bytes. Raises: OverLimit."""
+        """Count ``count`` more bytes. Raises: LimitExceeded."""
         self.given += count
         if self.given > self.limits.max_shard_bytes:
             raise LimitExceeded(
@@ -53,7 +53,7 @@ class DecompressionBudget:
 
 
 class ByteStream(io.RawIOBase):
-    """A decompressing stream. It stops at the limits of the data policy, and names what is wrong with a broken file."""
+    """A decompressing stream. It raises ``ShardProblem`` at the limits of the data policy, and for a file that cannot be decompressed."""
 
     def __init__(self, inner: Any, name: str, budget: DecompressionBudget | None) -> None:
         self._inner, self._name, self._budget = inner, name, budget
@@ -85,19 +85,20 @@ class ByteStream(io.RawIOBase):
 
 @dataclass(frozen=True)
 class ReadableFile:
-    """A file, or a member of an archive, as readers see it. ``open`` gives its decompressed bytes from the beginning, once. ``path`` is set for
-    a file that is not compressed, so that a reader can map it. A reader calls ``left_out`` for each part that it does not read."""
+    """A file, or a member of an archive, as readers see it. ``open`` may be called once, and returns the decompressed bytes from the beginning.
+    ``path`` is set for a file that is not compressed, so that a reader can map it into memory. A reader calls ``left_out`` for each part that it
+    does not read."""
 
     name: str
     open: Callable[[], ByteStream]
     limits: ShardLimits
-    size: int  # bytes, as it lies on disk or in the archive
+    size: int  # bytes on disk or in the archive, before decompression
     left_out: LeftOutCallback
     path: Path | None = None
 
 
 def open_file(path: Path, compression: str, limits: ShardLimits) -> ByteStream:
-    """``compression``: a value of ``COMPRESSIONS``, or ''. Raises: ShardProblem, InputError."""
+    """Open a file as a decompressing stream. ``compression`` is a value of ``COMPRESSIONS``, or ''. Raises: ShardProblem, InputError."""
     try:
         budget = DecompressionBudget(path.stat().st_size, limits) if compression else None
         if compression in ("zstd", "lz4"):
@@ -114,7 +115,8 @@ def open_file(path: Path, compression: str, limits: ShardLimits) -> ByteStream:
 
 
 def decompress(raw: IO[bytes], compression: str) -> Any:
-    """The decompressed content of an open file, which the caller closes. ``compression``: a value of ``COMPRESSIONS``, or ''."""
+    """Return a file object with the decompressed content of ``raw``, which the caller closes. ``compression`` is a value of ``COMPRESSIONS``, or
+    ''."""
     if compression in ("zstd", "lz4"):
         return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
     if compression == "gzip":
@@ -123,18 +125,18 @@ def decompress(raw: IO[bytes], compression: str) -> Any:
 
 
 def raise_machine_fault(name: str, error: Exception) -> None:
-    """Raises: InputError for a fault of the machine. Such a fault says nothing about the shard, so the shard is not quarantined."""
+    """Raise InputError if the error is a fault of the machine. Such a fault says nothing about the shard, so the shard is not quarantined."""
     if is_machine_fault_without_file(error):
         raise InputError("reading.machine_fault", "{file} cannot be read: {error}", file=name, error=error) from error
 
 
 def unreadable_file_error(path: Path | str, error: OSError) -> InputError:
-    """The error of a file that the operating system does not let the factory read."""
+    """Return the error of a file that the operating system does not let the factory read."""
     return InputError("reading.unreadable_file", "{path} cannot be read: {error}", path=path, error=error.strerror)
 
 
 def read_blocks(stream: ByteStream) -> Iterator[bytes]:
-    """The blocks of a stream. Raises: ShardProblem for a file that is empty, or whose encoding is not UTF-8."""
+    """Yield the blocks of a stream. Raises: ShardProblem for a file that is empty, or whose encoding is not UTF-8."""
     first = True
     while block := stream.read(BLOCK):
         if first:
@@ -146,7 +148,7 @@ def read_blocks(stream: ByteStream) -> Iterator[bytes]:
 
 
 def split_lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
-    """The lines of blocks, without their ends. A line over ``max_bytes`` is skipped without being held in memory."""
+    """Yield the lines in ``found``, without line ends. A line over ``max_bytes`` is skipped without being held in memory."""
     rest = b""
     skipped = 0  # bytes of an over-long line that were skipped so far
     for block in found:
@@ -167,7 +169,7 @@ def split_lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
 
 
 def read_all(stream: ByteStream, limits: ShardLimits) -> bytes:
-    """All bytes of a stream that is one document. Raises: ShardProblem for more bytes than a row may have."""
+    """Return all bytes of a stream that is one document. Raises: ShardProblem for more bytes than a row may have."""
     found: list[bytes] = []
     size = 0
     while block := stream.read(BLOCK):
@@ -183,31 +185,31 @@ def read_all(stream: ByteStream, limits: ShardLimits) -> bytes:
 
 
 def decode_text(data: bytes) -> str:
-    """``data`` decoded from UTF-8. Raises: ShardProblem."""
+    """Decode ``data`` from UTF-8. Raises: ShardProblem."""
     refuse_other_encodings(data)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ShardProblem(
             "reading.not_utf8",
-            "the file is not UTF-8 at byte {byte}: convert the file, for example with iconv",
+            "byte {byte} of the file is not valid UTF-8. Convert the file, for example with iconv",
             byte=error.start,
         ) from error
 
 
 def refuse_other_encodings(head: bytes) -> None:
-    """Raises: ShardProblem where the first bytes of a file are the byte order mark of another encoding than UTF-8."""
+    """Raise ShardProblem if a file begins with the byte order mark of an encoding other than UTF-8."""
     for mark, name in ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"), (b"\x00\x00\xfe\xff", "UTF-32")):
         if head.startswith(mark):
             raise ShardProblem(
                 "reading.other_encoding",
-                "the file is encoded as {encoding}, not UTF-8: convert the file, for example with iconv",
+                "the file is encoded as {encoding}, not UTF-8. Convert the file, for example with iconv",
                 encoding=name,
             )
 
 
 def open_seekable(source: ReadableFile) -> Any:
-    """A pyarrow file of all bytes of ``source`` that can be read at any place: a memory map of the file or of an unnamed copy.
+    """Return a pyarrow file with random access to all bytes of ``source``: a memory map of the file or of an unnamed copy.
 
     Raises: ShardProblem, OSError.
     """

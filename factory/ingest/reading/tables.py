@@ -1,4 +1,4 @@
-"""CSV and TSV (RFC 4180): the first record names the columns, each further one is a row of strings.
+"""Reads CSV and TSV (RFC 4180). The first record names the columns, and each further record is a row of strings.
 
     id,text                      {"id": "1", "text": "two\\nlines"}
     1,"two                  →    {"id": "2", "text": "a \\"word\\""}
@@ -6,9 +6,9 @@
     2,"a ""word\"""
 
 The delimiter of a ``.csv`` file is the one of ``, ; TAB |`` that occurs most often in the first line, outside quotes. A line ``sep=;`` before
-the header, as Excel writes it, sets the delimiter. Lines end in LF, CR LF, or CR. An empty field is None. A record is a dropped row if it has
-another number of fields than the header, a quote inside a quoted field, or more bytes than a row may have. A record that is too long is never
-held in memory.
+the header, as Excel writes it, sets the delimiter. Lines end in LF, CR LF, or CR. An empty field is None. A record becomes a dropped row if its
+number of fields differs from the header's, if a quoted field contains a single quote sign, or if it has more bytes than a row may have. A record
+that is too long is never held in memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _table(source: ReadableFile, delimiter: str) -> Iterator[RawRow]:
         if not isinstance(header, list):
             raise ShardProblem(
                 "reading.table_header",
-                "the first line of the table must name the columns, but the line cannot be read: {header}",
+                "the first line of the table must name the columns, but it cannot be read: {header}",
                 header=header,
             )
         columns = [name.strip() for name in header]
@@ -74,9 +74,9 @@ class _Records:
 
     def __init__(self, stream: ByteStream, limit: int, delimiter: str) -> None:
         self.limit, self.delimiter = limit, delimiter
-        self.size = self.quotes = 0  # characters, and quotes, of the record under way
+        self.size = self.quotes = 0  # the characters and the quotes of the current record so far
         self.text = _text(stream, limit)
-        self.last = ""  # line
+        self.last = ""  # the last line
         self.last = next(self.text, "")
         if said := _SAID.fullmatch(self.last):
             self.delimiter = said[1]
@@ -122,13 +122,13 @@ class _Records:
 
 
 def _text(stream: ByteStream, limit: int) -> Iterator[str]:
-    """The lines of a stream, with their ends; a very long line in pieces. Bytes that are not UTF-8 become half surrogates, so that a later
-    check drops the row."""
+    """Yield the lines of a stream with their line ends. A very long line comes in pieces. Bytes that are not UTF-8 become half surrogates, so that a
+    later check drops the row."""
     rest, start = b"", True
     for block in read_blocks(stream):
         if start:
             block, start = block.removeprefix(b"\xef\xbb\xbf"), False
-        found = (rest + block).splitlines(keepends=True)  # of bytes: at LF, CR LF and CR alone
+        found = (rest + block).splitlines(keepends=True)  # bytes are split at LF, CR LF and CR only
         rest = (
             b"" if not found or found[-1].endswith(b"\n") else found.pop()
         )  # the LF after a CR may be in the next block

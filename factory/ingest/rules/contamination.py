@@ -6,12 +6,12 @@
   training data itself. (Within one shard the held-out document stays and the training document is trimmed.)
 
 Held-out documents are indexed by all their n-grams, so the first direction finds every overlap. Training documents are
-indexed by a winnowed sample (``words.winnow``), so the second direction finds every overlap of n + window - 1 = 44 words,
-and shorter overlaps by chance (one 13-gram with probability 0.06). A document of 8–12 words is one n-gram. Still shorter
+indexed by a winnowed sample (``word_hashes.winnow``), so the second direction finds every overlap of n + window - 1 = 44 words,
+and shorter overlaps by chance (one 13-gram with probability 0.06). A document of 8–12 words is one n-gram. Shorter
 documents are compared by the exact and near-duplicate rules only.
 
 Phrases that many documents share (licence headers, boilerplate) are not a leak. When a held-out document is chosen, n-grams
-that more than ``common`` documents have, and n-grams that overlap them, are left out of its index. The index of a document
+that more than ``common`` documents have, and n-grams that overlap such n-grams, are left out of its index. The index of a document
 never changes later, so later copies of an indexed n-gram are always found.
 """
 
@@ -25,14 +25,14 @@ import numpy.typing as npt
 
 from factory.ingest.rules.word_hashes import Hashes, find_word_spans, hash_runs
 
-SHORTEST_NGRAM = 8  # words of the shortest n-gram; GPT-3's lower bound
+SHORTEST_NGRAM = 8  # words of the shortest n-gram, as for GPT-3
 MOST_PIECES = 10  # a document that would be cut into more pieces is dropped, as for GPT-3
 
 Positions = npt.NDArray[np.int64]
 
 
 def hash_ngrams(words: Hashes, n: int) -> Hashes:
-    """The n-gram hashes of a document in order; a single hash for a document of 8 to n - 1 words."""
+    """Return the n-gram hashes of a document in order. A document of 8 to n - 1 words has a single hash."""
     if SHORTEST_NGRAM <= len(words) < n:
         return hash_runs(words, len(words))
     return hash_runs(words, n)
@@ -40,10 +40,10 @@ def hash_ngrams(words: Hashes, n: int) -> Hashes:
 
 @dataclass(frozen=True)
 class HeldOutNgrams:
-    """n-gram hashes of held-out documents with their owners, sorted by hash."""
+    """An index of the n-gram hashes of held-out documents, sorted by hash, with the document that owns each."""
 
     hashes: Hashes  # [entries]
-    owners: npt.NDArray[np.int64]  # [entries], an index into ``keys``
+    owners: npt.NDArray[np.int64]  # [entries], each an index into ``keys``
     keys: list[str]
 
     @classmethod
@@ -60,7 +60,7 @@ class HeldOutNgrams:
         return cls(joined[order], np.concatenate(owners)[order], keys)
 
     def find(self, grams: Hashes) -> Positions:
-        """The positions of those ``grams`` that are in the index, shape [collisions]."""
+        """Return the positions of the ``grams`` that are in the index, shape [collisions]."""
         if not len(self.hashes) or not len(grams):
             return np.zeros(0, np.int64)
         places = np.searchsorted(self.hashes, grams)
@@ -68,13 +68,13 @@ class HeldOutNgrams:
         return np.flatnonzero(self.hashes[places] == grams)
 
     def owner(self, gram: int | np.uint64) -> str:
-        """The first held-out document that has the n-gram."""
+        """Return the key of the first held-out document that has the n-gram."""
         place = int(np.searchsorted(self.hashes, np.uint64(gram)))
         return self.keys[int(self.owners[place])]
 
 
 def mask_without_overlap(positions: Positions, count: int, n: int) -> npt.NDArray[np.bool_]:
-    """Which of ``count`` n-grams share no word with the n-grams at ``positions``; shape [count]."""
+    """Return a mask, shape [count], of the n-grams that share no word with the n-grams at ``positions``."""
     steps = np.zeros(count + 1, np.int64)
     np.add.at(steps, np.maximum(positions - n + 1, 0), 1)
     np.add.at(steps, np.minimum(positions + n, count), -1)
@@ -82,7 +82,7 @@ def mask_without_overlap(positions: Positions, count: int, n: int) -> npt.NDArra
 
 
 def merge_spans(positions: Positions, n: int) -> list[tuple[int, int]]:
-    """The n-grams at ``positions`` as spans of words [first, last + 1); spans that touch are merged."""
+    """Return the n-grams at ``positions`` as spans of words [first, last + 1). Spans that touch are merged."""
     merged: list[tuple[int, int]] = []
     for start in positions.tolist():
         if merged and start <= merged[-1][1]:
@@ -93,9 +93,9 @@ def merge_spans(positions: Positions, n: int) -> list[tuple[int, int]]:
 
 
 def cut_spans(text: str, collisions: list[tuple[int, int]], margin: int, max_trimmed: float) -> str | None:
-    """The text without the colliding spans of words. Each span is extended by the margin, and then to whole lines if the lines are short.
+    """Return the text without the colliding spans of words. Each span is extended by the margin, and then to whole lines if the lines are short.
 
-    None if more than ``max_trimmed`` of the text would be removed, or the text would be cut into too many pieces.
+    Returns None if more than ``max_trimmed`` of the text would be removed, or the text would be cut into too many pieces.
     """
     words = find_word_spans(text)
     cuts: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
-"""The rules that a document must pass, by domain. Each is a function ``(text, rules) -> reason | None``; the function's name is the
-name of the rule.
+"""The rules that a document must pass. Each rule is a function ``(text, rules) -> reason | None``. The function's name is the name of
+the rule.
 
-The data policy has the thresholds, under the same names. The rules for code follow StarCoder's and The Stack v2's (line
+The data policy has the thresholds of each domain. The rules for code follow StarCoder's and The Stack v2's (line
 lengths, alphabetic share, encoded data, generated files). The rules for prose follow Gopher's repetition rules at the line
 level (Rae et al. 2021, table A1). datatrove's filters are not used: their word splitter is slow, and their repetition and
 quality thresholds (at least 50 words, stop words) drop most docstrings and chats.
@@ -28,7 +28,7 @@ _LETTERS = re.compile(r"[^\W\d_]+")
 _BLANKS = re.compile(r"\s+")
 _CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1a\x7f\ufffd]")
 _CONTROL_SHARE = 0.001
-_HEAD_LINES = 8  # lines at the top of a file that may call the file generated
+_HEAD_LINES = 8  # lines at the top of a file in which a notice "generated" counts
 
 Filter = Callable[[str, DomainRules], "Message | None"]
 
@@ -56,7 +56,7 @@ def too_long(text: str, rules: DomainRules) -> Message | None:
 
 
 def binary(text: str, rules: DomainRules) -> Message | None:
-    """Control characters and U+FFFD: binary data, or text that was decoded with the wrong encoding."""
+    """Refuse control characters and U+FFFD. They are signs of binary data, or of text that was decoded with the wrong encoding."""
     if (count := len(_CONTROL.findall(text))) <= _CONTROL_SHARE * len(text):
         return None
     return Message("filters.binary", "the text has {count} control or replacement characters", count=count)
@@ -89,7 +89,7 @@ def low_alphabetic(text: str, rules: DomainRules) -> Message | None:
 
 
 def repetition(text: str, rules: DomainRules) -> Message | None:
-    """The share of non-blank lines that repeat an earlier line (Gopher's duplicate line fraction)."""
+    """Limit the share of non-blank lines that repeat an earlier line (Gopher's duplicate line fraction)."""
     if rules.max_repeated_lines == 1:
         return None
     lines = [line for line in text.split("\n") if line.strip()]
@@ -130,14 +130,14 @@ def generated(text: str, rules: DomainRules) -> Message | None:
     )
 
 
-# Cheap rules come first, and specific rules before general rules: only the first broken rule is reported.
+# Cheap rules come first, and specific rules come before general rules, because only the first broken rule is reported.
 FILTERS: tuple[Filter, ...] = (
     too_short, too_long, binary, long_lines, low_alphabetic, repetition, encoded_data, generated,
 )  # fmt: skip
 
 
 def find_first_broken_rule(text: str, rules: DomainRules) -> tuple[str, Message] | None:
-    """(rule, reason) of the first rule that the text breaks; None: it passes all rules."""
+    """Return (rule, reason) of the first rule that the text breaks, or None if it passes all rules."""
     for rule in FILTERS:
         reason = rule(text, rules)
         if reason is not None:
@@ -146,7 +146,7 @@ def find_first_broken_rule(text: str, rules: DomainRules) -> tuple[str, Message]
 
 
 def does_not_parse(text: str) -> Message | None:
-    """Why a text is not Python source. Separate from the other rules because it is slow (5 MB/s)."""
+    """Return why a text is not valid Python, or None. This rule is separate from the others because it is slow (5 MB/s)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

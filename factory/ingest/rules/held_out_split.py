@@ -1,10 +1,10 @@
-"""Chooses which documents are held out, and in which half: whole groups, by a pure function of the shard and the ledger's records.
+"""Chooses which documents are held out, and in which half. The choice takes whole groups, and is a pure function of the shard and the ledger's rows.
 
 The documents of a *group* depend on one another, so all of them are held out, or all are trained on. ``group`` of a domain in ``data.yaml``
-tells what a group is. Held out are the groups that a hash of their name draws, and as many more as each domain needs to be judged.
+says what a group is. A group is held out if a hash of its name draws it. More groups are held out until each domain can be judged.
 
-Held-out documents have two halves. Only the release gate reads the *sealed* half. The *dev* half is for everything else: the gates of the code
-loop, agents, the weights of an average. A group stays in one half for ever, in all domains: the ledger records the half.
+Held-out documents have two halves. Only the release gate reads the *sealed* half. Everything else uses the *dev* half: the gates of the
+code loop, agents, the weights of an average. A group stays in one half for ever, in all domains. The ledger records the half.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kernels.contract.message import Message
 GroupKind = Literal["document", "source", "path", "url-host", "conversation", "none"]
 KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
 DOCUMENT_KINDS = ("document", "none")
-MOST_OF_FIRST_PAIR = 16  # a domain's first two groups may be held out up to so many documents, even if that is more than half of the domain
-HALVES = (True, False)  # sealed, dev
+MOST_OF_FIRST_PAIR = 16  # a domain's first two groups may together have this many documents, even if that is more than half of the domain
+HALVES = (True, False)  # True is the sealed half, False the dev half
 
 
 def read_grouping_facts(row: Mapping[str, Any]) -> dict[str, str]:
-    """The names in a row, besides its source, by which its document may be grouped.
+    """Return the names in a row, other than its source, by which its document may be grouped.
 
     >>> read_grouping_facts({"url": "https://www.Example.org:443/a?b", "conversation_id": 7, "path": "src/a.py", "text": "x"})
     {'url-host': 'example.org', 'conversation': '7', 'path': 'src/a.py'}
@@ -40,7 +40,7 @@ def read_grouping_facts(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _word(value: object) -> str:
-    """A name as text; '': the value is not a name."""
+    """Return a name as text, or '' if the value is not a name."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value) if abs(value) < 1 << 128 else ""
     return value if isinstance(value, str) and len(value) <= 1000 and value.isprintable() else ""
@@ -55,8 +55,8 @@ def _host(value: object) -> str:
 
 
 def name_document_group(kind: GroupKind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
-    """The name of a document's group; None: the document is a group of its own, also if it lacks the key that ``kind`` needs. The names of
-    conversations and paths include the source. A row without a path has ``shard``, the name of its file, as its path.
+    """Return the name of a document's group, or None if the document is a group of its own. It is also one if it lacks the key that ``kind`` needs.
+    The names of conversations and paths include the source. A row without a path has ``shard``, the name of its file, as its path.
 
     >>> facts = {"url-host": "example.org", "path": "a.py"}
     >>> [name_document_group(kind, "repo", facts, "00112233") for kind in KINDS]
@@ -75,22 +75,23 @@ def name_document_group(kind: GroupKind, source: str | None, facts: Mapping[str,
 
 
 def name_draw_unit(group: str | None, content_sha256: str) -> str:
-    """The name by which a group is drawn. A document that is its own group is drawn by its content, so that its shard does not matter."""
+    """Return the name of the unit by which a group is drawn. A document that is its own group is drawn by its content, so its shard does not
+    matter."""
     return f"content:{content_sha256}" if group is None else f"group:{group}"
 
 
 def draw_number(unit: str) -> int:
-    """A number below 2**64 for a unit; the units with the lowest numbers are held out."""
+    """Return a number below 2**64, a hash of the unit. The units with the lowest numbers are held out."""
     return int.from_bytes(hashlib.sha256(unit.encode("utf-8")).digest()[:8], "big")
 
 
 def is_drawn(unit: str, share: float) -> bool:
-    """Is the unit among the ``share`` of all units that is held out?"""
+    """Return whether the unit is among the ``share`` of all units that is held out."""
     return draw_number(unit) < share * 2**64
 
 
 def goes_to_sealed_half_on_tie(unit: str) -> bool:
-    """Does the unit go to the sealed half when both halves have equally many groups?"""
+    """Return whether the unit goes to the sealed half if both halves have equally many groups."""
     return draw_number(unit) % 2 == 0
 
 
@@ -98,20 +99,20 @@ def goes_to_sealed_half_on_tie(unit: str) -> bool:
 class CandidateDocument:
     """A document of a shard that may be held out."""
 
-    number: int  # in the shard
+    number: int  # the position in the shard
     key: str
     domain: str
     group: str | None
     content_sha256: str
     can_be_held_out: bool = (
-        True  # False: it cannot measure models: its words are in training data, or it spells a special token
+        True  # False if it cannot measure models, because its words are in training data or it spells a special token
     )
 
 
 @dataclass(frozen=True)
 class EarlierHeldOut:
-    """What is held out of a domain already. ``documents``: their number. By half: ``groups`` that are held out whole, and ``parts``, the number of
-    single documents of other groups."""
+    """What a domain already holds out. ``documents`` is the number of documents. For each half, ``groups`` are the groups that are held out as a
+    whole, and ``parts`` is the number of single documents of other groups."""
 
     documents: int = 0
     groups: Mapping[bool, frozenset[str]] = field(default_factory=dict)
@@ -123,13 +124,13 @@ class HeldOutTarget:
     """How much of a domain must be held out (``data.yaml``)."""
 
     share: float
-    least: int  # groups, in each half
-    at_most: int  # documents
+    least: int  # groups in each half, at least
+    at_most: int  # documents of the domain
 
 
 @dataclass(frozen=True)
 class HeldOutAssignment:
-    """A held-out document: its group (its own key if it is a group of its own), and its half."""
+    """The group and the half of a held-out document. The group is the document's own key if it is a group of its own."""
 
     group: str
     sealed: bool
@@ -141,7 +142,7 @@ class _Unit:
 
     name: str
     unit: str
-    able: Mapping[str, Sequence[CandidateDocument]]  # by domain
+    able: Mapping[str, Sequence[CandidateDocument]]  # by domain: the documents that can be held out
 
     def count(self, domain: str) -> int:
         return len(self.able.get(domain, ()))
@@ -162,26 +163,26 @@ class _Domain:
         return self.came >= least or self.came + self._trained() >= least
 
     def has_room(self, more: int) -> bool:
-        """With ``more`` documents, is at most half of the domain held out, and no more than the policy allows?"""
+        """Return whether the domain can hold out ``more`` documents: at most half of its documents, and no more than the policy allows."""
         held = self.held + more
         return held <= self.wanted.at_most and self.has_come(2 * held)
 
     def is_small(self, group: int) -> bool:
-        """Is a group of so many documents small enough that each half can get enough such groups?"""
+        """Return whether a group of ``group`` documents is so small that each half can get enough such groups."""
         enough = 2 * self.wanted.least * group
         return enough <= self.wanted.at_most and self.has_come(2 * enough)
 
     @property
     def missing(self) -> list[bool]:
-        """The halves without a group; none if the policy needs no groups."""
+        """The halves that have no group, or no half if the policy needs no groups."""
         return [half for half in HALVES if self.wanted.least and not self.groups[half] and not self.parts[half]]
 
     def short(self, parts: bool) -> bool:
-        """Does a half have fewer groups than the policy needs?"""
+        """Return whether a half has fewer groups than the policy needs. ``parts``: single documents count too."""
         return any(len(self.groups[half]) + parts * self.parts[half] < self.wanted.least for half in HALVES)
 
     def more_sealed(self) -> int:
-        """The number of groups in the sealed half minus that in the dev half."""
+        """Return the number of groups in the sealed half minus the number in the dev half."""
         count = {half: len(self.groups[half]) + self.parts[half] for half in HALVES}
         return count[True] - count[False]
 
@@ -197,7 +198,7 @@ class _Selection:
             ordered = sorted(ones, key=lambda one: (draw_number(name_draw_unit(None, one.content_sha256)), one.key))
             ordered = ordered[
                 : max(0, domain.wanted.at_most - domain.held)
-            ]  # a group that is held out already may exceed the limit
+            ]  # a group of which documents are already held out may exceed the limit
             self.held |= {one.number: HeldOutAssignment(unit.name, sealed) for one in ordered}
             domain.held += len(ordered)
             if part:
@@ -206,7 +207,7 @@ class _Selection:
                 domain.groups[sealed].add(unit.name)
 
     def half_of(self, unit: _Unit) -> bool:
-        """The half that has fewer groups of the unit's domains."""
+        """Return the half (True: sealed) that has fewer groups of the unit's domains."""
         more = sum(self.domains[name].more_sealed() for name in unit.able)
         return goes_to_sealed_half_on_tie(unit.unit) if more == 0 else more < 0
 
@@ -217,8 +218,8 @@ class _Selection:
         return all(self.domains[name].has_room(unit.count(name)) for name in unit.able if name != but)
 
     def first_of_each_half(self, name: str, units: Iterable[_Unit], part: bool) -> None:
-        """Give each half of a domain that has no group the smallest free one. Both halves get one even if these few documents are more than half
-        of the domain."""
+        """Give each half of a domain that has no group yet the smallest free group. Both halves get a group even if these few documents are more than
+        half of the domain."""
         domain, missing = self.domains[name], self.domains[name].missing
         free = [unit for unit in units if unit.count(name) and self.fits(unit, but=name)]
         chosen = sorted(free, key=lambda unit: (unit.count(name), draw_number(unit.unit), unit.name))[: len(missing)]
@@ -237,8 +238,8 @@ class _Selection:
             self.take(unit, half, part)
 
     def others(self, units: Sequence[_Unit], part: bool) -> None:
-        """Take the units that are drawn, and those that a domain still needs. Small units go first: large ones would leave no room for enough
-        groups."""
+        """Take the units that are drawn, and units that a domain still needs. Small units go first, because large units would leave no room for
+        enough groups."""
         for large in (False, True):
             for unit in units:
                 of = [(self.domains[name], unit.count(name)) for name in unit.able]
@@ -257,17 +258,19 @@ def select_held_out(
     wanted: Callable[[str], HeldOutTarget],
     trained_documents: Callable[[str], int],
 ) -> dict[int, HeldOutAssignment]:
-    """By number, the documents of a shard that are held out.
+    """Return the documents of a shard that are held out, by number.
 
-    ``recorded``: by group that is held out already, its half. ``trained``: groups with a training document; such a group is not held out as a
-    whole. ``before``, ``wanted`` and ``trained_documents`` (the number of training documents) are by domain.
+    ``recorded`` has the half of each group that is already held out. ``trained`` are the groups with a training document; such a group is not held
+    out as a whole. ``before``, ``wanted`` and ``trained_documents`` (the number of training documents) are by domain.
 
-    1. All documents of a group that is held out already, in that group's half.
+    These documents are held out, in this order:
+
+    1. All documents of a group that is already held out, in that group's half.
     2. The first group of each half of each domain (``first_of_each_half``).
-    3. Groups that are drawn; then the next groups of domains with fewer than ``least`` groups in a half. Each goes into the half with fewer
+    3. Groups that are drawn, then the next groups of domains with fewer than ``least`` groups in a half. Each goes into the half with fewer
        groups of its domains. At most half of a domain, and at most ``at_most`` documents, are held out.
-    4. If a half of a domain still has no group (the domain is one source, or few large ones): single documents, each as a group of its own,
-       within the same limits. A domain that is judged by such documents is better than one that is not judged.
+    4. Single documents, each as a group of its own, if a half of a domain still has no group (the domain is one source, or has few large ones).
+       The same limits apply. A domain that is judged by such documents is better than a domain that is not judged.
     """
     here = Counter(one.domain for one in arrived)
     domains = {
@@ -310,7 +313,7 @@ def _in_order(units: Iterable[_Unit]) -> list[_Unit]:
 def _by(
     ones: Iterable[CandidateDocument], name: Callable[[CandidateDocument], str]
 ) -> dict[str, list[CandidateDocument]]:
-    """The documents by name, in the order of the names."""
+    """Return the documents by name, in the order of the names."""
     found: dict[str, list[CandidateDocument]] = {}
     for one in sorted(ones, key=lambda one: (name(one), one.number)):
         found.setdefault(name(one), []).append(one)
@@ -318,7 +321,7 @@ def _by(
 
 
 def describe_grouping(domain: str, found: Mapping[str, Any]) -> list[Message]:
-    """Lines for a person about the groups of a domain in a shard (``factory.ingest.decisions``).
+    """Describe the groups of a domain in a shard (``factory.ingest.decisions``), if a person has to know or decide something about them.
 
     >>> told = {"group": "source", "documents": 800, "groups": 1, "lacking": 0, "parts": 16, "halves": [8, 8]}
     >>> for line in describe_grouping("reviews", told): print(line)

@@ -1,9 +1,9 @@
 """Finds texts for which shards claim different licences. Reads the ledger only.
 
 A text that arrives again is dropped as a copy (exact or near) of the kept document, or by the rule 'licence' if its licence does not allow
-training. The dropped row keeps its licence and the key of the document that it ``matched``. So every row keeps its own claim, in whatever order
-the rows came. Of several claims about one document the strictest counts, by the present policy. A person can settle which claim is right: an
-event ``licence_settled`` sets the claims of other rows aside. A later claim is a new claim.
+training. The dropped row keeps its licence and the key of the document that it ``matched``. Every row therefore keeps its own claim, whatever the
+order of arrival. If several claims concern one document, the strictest counts, by the present policy. A person can settle which claim is right:
+then an event ``licence_settled`` sets the claims of other rows aside. A claim that arrives later is a new claim.
 
 Names that differ only in case or blanks are one licence.
 """
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from factory.ingest.rules.policy import Licences
 
 SETTLED = "licence_settled"
-CONFLICT_EVENT = "licence_conflict"  # event of a shard: some of its texts came under another licence before
-# Rules that drop a row because it matches a document; 'removed': a person took that document out, and may put it back.
+CONFLICT_EVENT = "licence_conflict"  # event about a shard: some of its texts came earlier under another licence
+# Rules that drop a row because it matches a document. For 'removed', a person removed that document, and may undo the removal.
 COPY_RULES = ("exact_duplicate", "near_duplicate", "licence", "removed")
 
 
 @dataclass(frozen=True)
 class LicenceClaim:
-    """The licence that one row names; '': none. ``is_set_aside``: a person said that this claim is wrong."""
+    """The licence that one row names, or '' if it names none. ``is_set_aside`` means that a person called this claim wrong."""
 
     key: str
-    shard: str  # its name
+    shard: str  # the name of the row's shard
     license: str
     is_set_aside: bool = False
 
 
 @dataclass(frozen=True)
 class LicenceConflict:
-    """A document with claims of at least two licences. The first of ``licence_claims`` is that of the document's own row."""
+    """A document with claims of at least two licences. The first of ``licence_claims`` is the claim of the document's own row."""
 
     key: str
     id: str
@@ -49,7 +49,7 @@ class LicenceConflict:
 
     @property
     def standing_licences(self) -> list[str]:
-        """The claimed licences that are not set aside. If all are set aside (one row can match two settled texts), all count."""
+        """Return the claimed licences that are not set aside. If all are set aside (one row can match two settled texts), all count."""
         return [claim.license for claim in self.claims if not claim.is_set_aside] or [
             claim.license for claim in self.claims
         ]
@@ -59,13 +59,13 @@ class LicenceConflict:
         return len({fold_licence_name(name) for name in self.standing_licences}) == 1
 
     def effective_licence(self, policy: Licences) -> str:
-        """The licence by which the document is judged: the strictest standing licence; its own if that is as strict."""
+        """Return the licence by which the document is judged: the strictest standing licence, or the document's own if it is equally strict."""
         return strictest_licence(self.standing_licences, policy)
 
 
 def strictest_licence(licences: Collection[str], policy: Licences) -> str:
-    """The strictest licence. If several are equally strict: the first of ``licences`` if it is among them, else the first by name, so that the
-    order of arrival does not matter."""
+    """Return the strictest licence. If several are equally strict, return the first of ``licences`` if it is among them, else the first by name, so
+    that the order of arrival does not matter."""
     allows = {name: (policy.find_licence(name).train, policy.find_licence(name).release) for name in licences}
     least = min(allows.values())
     first = next(iter(licences))
@@ -73,12 +73,12 @@ def strictest_licence(licences: Collection[str], policy: Licences) -> str:
 
 
 def find_licence_conflicts(db: ReadsSql, key: str | None = None) -> list[LicenceConflict]:
-    """Every document with differing claims, or only the document with that key."""
+    """Return every document whose claims differ, or only the document with this key."""
     rules = ", ".join(f"'{rule}'" for rule in COPY_RULES)
     named = [f"d.{name}" for name in ("key", "id", "fate", "token_shard", "supervised_tokens", "license", "shard")]
     columns = ", ".join([*named, "c.key AS copy", "c.license AS other", "c.shard AS from_shard"])
     other = "AND COALESCE(c.license, '') <> COALESCE(d.license, '')" + (" AND d.key = :key" if key else "")
-    # A barred text may be let in later, by a person's word or another policy. The new row is not a copy of the barred row.
+    # A barred text may be accepted later, by a person's decision or another policy. The new row is not a copy of the barred row.
     sql = f"""SELECT {columns} FROM documents c JOIN documents d ON d.key = c.matched WHERE c.rule IN ({rules}) {other}
         UNION SELECT {columns} FROM documents c JOIN documents d ON d.content_sha256 = c.content_sha256
         WHERE c.rule = 'licence' AND d.fate <> 'dropped' {other} ORDER BY 1, 8"""
@@ -101,7 +101,7 @@ def find_licence_conflicts(db: ReadsSql, key: str | None = None) -> list[Licence
 
 
 def list_set_aside_rows(db: ReadsSql) -> set[str]:
-    """Keys of the rows whose claims a person set aside. A person's newest word about each document counts."""
+    """Return the keys of the rows whose claims a person set aside. The newest settlement of each document counts."""
     newest: dict[str, list[str]] = {}
     for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SETTLED):
         newest |= row["detail"]["aside"]
@@ -109,7 +109,7 @@ def list_set_aside_rows(db: ReadsSql) -> set[str]:
 
 
 def find_relicensed_documents(db: ReadsSql, policy: Licences) -> Mapping[str, LicenceConflict]:
-    """By key, the conflicts of documents that are judged by another licence than their own row names."""
+    """Return, by key, the conflicts of the documents that are judged by another licence than the one in their own row."""
     return {
         one.key: one for one in find_licence_conflicts(db) if one.effective_licence(policy) != one.claims[0].license
     }

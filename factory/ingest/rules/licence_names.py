@@ -1,8 +1,8 @@
-"""Reads names of licences as SPDX expressions (specification 3.0.1, annex B).
+"""Reads licence names as SPDX expressions (specification 3.0.1, annex B).
 
-``AND`` binds more strongly than ``OR``, and ``WITH`` more strongly than both. Names are compared without case and blanks. Unlike in SPDX, a name
-may have several words, since data policies list such names. A text that is not an expression is one name. The common spellings of a licence
-stand for its id in the SPDX License List (https://spdx.org/licenses/). A name that leaves the version open ('BSD', 'GPL', 'CC-BY') stands for
+``AND`` binds more strongly than ``OR``, and ``WITH`` more strongly than both. Case and blanks are ignored when names are compared. Unlike in SPDX,
+a name may have several words, since data policies list such names. A text that is not an expression is one name. A common spelling of a licence
+stands for the id in the SPDX License List (https://spdx.org/licenses/). A name that leaves the version open ('BSD', 'GPL', 'CC-BY') stands only for
 itself.
 """
 
@@ -21,7 +21,7 @@ _TOKEN = re.compile(r"[()]|[^\s()]+")
 
 @lru_cache(maxsize=4096)
 def fold_licence_name(name: str | None) -> str:
-    """A name in the form in which names are compared: its SPDX id if it is a spelling of one; '' for no name.
+    """Return a name in the form in which names are compared: the SPDX id if the name is a spelling of it; '' if there is no name.
 
     >>> (fold_licence_name("  CC-BY-4.0 "), fold_licence_name("Apache 2.0"), fold_licence_name("Public-Domain"),
     ...  fold_licence_name("My  Own"), fold_licence_name(None))
@@ -32,8 +32,8 @@ def fold_licence_name(name: str | None) -> str:
 
 @dataclass(frozen=True)
 class LicenceReader(Generic[A]):
-    """Evaluates an expression of licence names. ``known``: the value of each folded name; ``unknown``: the value of any other name. ``all_of``
-    joins the values of licences that all apply (AND), ``one_of`` those of licences to choose from (OR).
+    """Evaluates an expression of licence names. ``known`` has the value of each folded name, and ``unknown`` is the value of any other name.
+    ``all_of`` combines the values of licences that all apply (AND). ``one_of`` combines the values of licences to choose from (OR).
 
     >>> reader = LicenceReader({"mit": 2, "gpl": 1, "gpl with x": 3, "public domain": 4}, 0, min, max)
     >>> [reader.read(name) for name in ("mit", "MIT AND GPL", "(mit or gpl) and MIT", "MIT OR GPL AND other")]
@@ -60,7 +60,8 @@ class LicenceReader(Generic[A]):
         return self.unknown if tokens else found
 
     def _either(self, tokens: list[str], depth: int) -> A:
-        """Read an expression from the beginning of ``tokens``, and remove the tokens that were read. Raises: ValueError if it is not one."""
+        """Evaluate the expression at the beginning of ``tokens``, and remove the tokens that were read. Raises: ValueError if there is no
+        expression."""
         parts = [self._both(tokens, depth)]
         while _took(tokens, "OR"):
             parts.append(self._both(tokens, depth))
@@ -87,7 +88,7 @@ class LicenceReader(Generic[A]):
 
 
 def _took(tokens: list[str], token: str) -> bool:
-    """Remove the first token if it is this operator, in upper or lower case."""
+    """Remove the first token if it is this operator, in upper or lower case. Returns whether it was."""
     return bool(tokens) and tokens[0] in (token, token.lower()) and bool(tokens.pop(0))
 
 
@@ -100,7 +101,7 @@ def _name(tokens: list[str]) -> str:
     return fold_licence_name(" ".join(words))
 
 
-PUBLIC_DOMAIN = "public domain"  # not a licence, so SPDX has no id for it; data policies list it by this name
+PUBLIC_DOMAIN = "public domain"  # this is not a licence, so SPDX has no id for it; data policies use this name
 
 _IDS = """
     0BSD AFL-3.0 AGPL-3.0-only AGPL-3.0-or-later Apache-1.1 Apache-2.0 Artistic-2.0 BSD-2-Clause BSD-3-Clause BSD-3-Clause-Clear BSD-4-Clause
@@ -131,7 +132,7 @@ _OTHER = {
 }  # fmt: skip
 _BY_FORM = {one.casefold(): one.casefold() for one in _IDS.split()} | _OTHER
 
-# Addresses of licences, and the form of the name that each stands for.
+# Addresses of licences, each with the form of the name that it stands for.
 _WEBSITES = (
     (re.compile(r"creativecommons\.org/licenses/([a-z-]+)/(\d\.\d)(?:/([a-z]{2})(?=/|$))?"), r"cc-\1-\2-\3"),
     (re.compile(r"creativecommons\.org/publicdomain/zero/1\.0"), "cc0-1.0"),
@@ -158,7 +159,7 @@ _NO_NAME = {"the", "license", "licence", "licenses", "licensed", "under", "versi
 
 
 def find_spdx_id(name: str) -> str | None:
-    """The SPDX id that a name stands for, in lower case; 'public domain' for the public domain; None: the name is not known, or is ambiguous.
+    """Return the SPDX id of a name in lower case, or 'public domain'. Returns None if the name is unknown or ambiguous.
 
     >>> [find_spdx_id(name) for name in ("CC0", "cc-by-4.0 ", "MIT License", "Apache 2.0", "Apache License, Version 2.0", "public-domain")]
     ['cc0-1.0', 'cc-by-4.0', 'mit', 'apache-2.0', 'apache-2.0', 'public domain']
@@ -189,7 +190,7 @@ def find_spdx_id(name: str) -> str | None:
 
 
 def _form(name: str) -> str:
-    """The words of a name in lower case, joined by '-', without filler words.
+    """Return the words of a name in lower case, joined by '-', without filler words.
 
     >>> _form("The Apache License, Version 2.0"), _form("CC_BY_4.0"), _form("GPL v3")
     ('apache-2.0', 'cc-by-4.0', 'gpl-3')

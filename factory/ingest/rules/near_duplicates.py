@@ -1,10 +1,10 @@
-"""Near-duplicates: MinHash signatures (rensa) of 5-word shingles, locality-sensitive bands, and a check of each pair.
+"""Finds near-duplicates with MinHash signatures (rensa) of 5-word shingles, locality-sensitive bands, and a check of each pair.
 
 There are 120 permutations in 20 bands of 6 rows. A pair with Jaccard similarity 0.8 shares a band with probability 0.997,
-a pair with 0.5 with probability 0.27 (1 - (1 - s^6)^20). A shared band only nominates a pair. The two are near-duplicates
-if the estimate from their whole signatures (standard error 0.04 at 0.8) reaches the policy's threshold.
+a pair with 0.5 with probability 0.27 (1 - (1 - s^6)^20). A shared band only nominates a pair. The two documents are
+near-duplicates if the estimate from their whole signatures (standard error 0.04 at 0.8) reaches the policy's threshold.
 
-The first document stays. A later similar document is dropped, and its row names the first. Documents are compared only
+The first document is kept. A later similar document is dropped, and its row names the first document. Documents are compared only
 with kept documents, so a chain of small edits ends where its similarity to the first falls below the threshold.
 """
 
@@ -20,10 +20,8 @@ from rensa import RMinHash
 from factory.ingest.rules.word_hashes import Hashes, hash_runs, mix_bits
 
 PERMUTATIONS, BANDS, ROWS, SHINGLE, SEED = 120, 20, 6, 5, 20200528
-CANDIDATES = (
-    50  # documents of one band that a later document is compared with: limits the work that a hostile shard can cause
-)
-# The parameters of the stored index. Hashes that were made with other parameters cannot be compared.
+CANDIDATES = 50  # a later document is compared with at most this many documents of one band; this limits the work that a hostile shard can cause
+# The parameters of the stored index. Hashes that were made with different parameters cannot be compared.
 INDEX = " ".join(
     (
         f"rensa RMinHash v{RMinHash.ALGORITHM_VERSION}",
@@ -36,7 +34,7 @@ Bands = npt.NDArray[np.uint64]  # [documents, BANDS]
 
 
 def hash_shingles(words: Hashes, content: bytes) -> Hashes:
-    """The distinct 5-word shingles of a document. A shorter document is one shingle: of its words, or of its content's hash."""
+    """Return the distinct 5-word shingles of a document, hashed. A document of fewer words is one shingle: of its words, or of its content's hash."""
     if len(words) >= SHINGLE:
         return np.unique(hash_runs(words, SHINGLE))
     if len(words):
@@ -53,7 +51,7 @@ def compute_signatures(sets: Sequence[Hashes]) -> Signatures:
 
 
 def hash_bands(signed: Signatures) -> Bands:
-    """A hash for each band of each signature; the band's number is part of it."""
+    """Return a hash for each band of each signature. The number of the band is part of the hash."""
     mixed: Bands = np.tile(np.arange(BANDS, dtype=np.uint64), (len(signed), 1))
     grouped = signed.reshape(len(signed), BANDS, ROWS).astype(np.uint64)
     for row in range(ROWS):
@@ -62,12 +60,13 @@ def hash_bands(signed: Signatures) -> Bands:
 
 
 def estimate_similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> float:
-    """Estimated Jaccard similarity of two signatures."""
+    """Estimate the Jaccard similarity of two documents from their signatures."""
     return float((a == b).mean())
 
 
 class NearDuplicates:
-    """The kept documents of one shard so far. ``known`` returns the stored documents that share band hashes."""
+    """Compares the documents of one shard with its kept documents so far and with stored ones. ``known`` returns the stored documents that share
+    band hashes."""
 
     def __init__(self, signed: Signatures, threshold: float, known: Callable[[Bands], StoredDocuments]) -> None:
         self._signed = signed
@@ -80,7 +79,8 @@ class NearDuplicates:
         self.stored = known(values)
 
     def find_most_similar(self, document: int) -> tuple[int | str, float] | None:
-        """(the number in the shard, or the stored key, of the most similar kept document; the similarity); None: none is similar enough."""
+        """Return the most similar kept document (its number in the shard, or its stored key) and the similarity, or None if none is similar
+        enough."""
         hashes = self._bands[document].tolist()
         here = {other for value in hashes for other in self._here.get(value, ())}
         stored = {key for value in hashes for key in self.stored.keys.get(value, ())}
@@ -93,7 +93,7 @@ class NearDuplicates:
         return (best[1], best[0]) if best and best[0] >= self._threshold else None
 
     def add_document(self, document: int) -> None:
-        """Compare later documents with this one too."""
+        """Add a kept document, so that later documents are compared with it."""
         for value in self._bands[document].tolist():
             if value in self._shared and len(kept := self._here.setdefault(value, [])) < CANDIDATES:
                 kept.append(document)
@@ -101,7 +101,7 @@ class NearDuplicates:
 
 @dataclass(frozen=True)
 class StoredDocuments:
-    """Documents of earlier shards with some band hashes: their keys by hash, and their signatures by key."""
+    """The documents of earlier shards that have given band hashes: their keys by hash, and their signatures by key."""
 
     keys: dict[int, list[str]]
     signatures: dict[str, npt.NDArray[np.uint32]]

@@ -42,7 +42,7 @@ _DIGITS = re.compile(r"\D")
 
 
 def replace_personal_data(text: str, kinds: Iterable[str]) -> tuple[str, dict[str, int]]:
-    """(the text with all data of ``kinds`` replaced, by kind the number of replacements)."""
+    """Return (the text with all data of ``kinds`` replaced, the number of replacements by kind)."""
     counts: Counter[str] = Counter()
 
     def one(match: re.Match[str]) -> str:
@@ -60,7 +60,7 @@ def replace_personal_data(text: str, kinds: Iterable[str]) -> tuple[str, dict[st
 
 
 def has_valid_check_digit(digits: str) -> bool:
-    """Is the check digit of a card number right (ISO/IEC 7812-1, annex B)?"""
+    """Return whether the check digit of a card number is right (ISO/IEC 7812-1, annex B)."""
     total = 0
     for place, digit in enumerate(reversed(digits)):
         value = int(digit) * (1 + place % 2)
@@ -71,7 +71,7 @@ def has_valid_check_digit(digits: str) -> bool:
 def _is_public(dotted: str) -> bool:
     try:
         return ipaddress.IPv4Address(dotted).is_global
-    except ValueError:  # not an address: a part is above 255, or has a leading zero
+    except ValueError:  # this is not an address: a part is above 255, or has a leading zero
         return False
 
 
@@ -82,7 +82,8 @@ def _is_card(found: str) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One kind of data. ``signs``: a text without any of these has none of the kind. ``counts``: is a match of the pattern really of the kind?"""
+    """One kind of data. A text without any of the ``signs`` has no data of this kind. ``counts`` returns whether a match of the pattern really is
+    data of this kind."""
 
     pattern: re.Pattern[str]
     placeholder: str

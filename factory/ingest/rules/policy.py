@@ -1,4 +1,4 @@
-"""``policies/data.yaml``: which documents may become training data, and which must not."""
+"""Defines the keys of ``policies/data.yaml``, which says which documents may become training data and which must not."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ NotNegative = Annotated[int, Field(ge=0)]
 
 
 class DomainRules(StrictPolicy):
-    """The limits for documents of one domain; the rules are in ``filters.py`` under the same names."""
+    """The limits for documents of one domain. ``filters.py`` has the rules that apply them."""
 
     min_chars: NotNegative = 40
     """Rule 'too_short'."""
     max_chars: Count = 2_000_000
     """Rule 'too_long'."""
     min_alphabetic: Share = 0.25
-    """Share of letters among non-blank characters; rule 'low_alphabetic'."""
+    """Smallest share of letters among non-blank characters; rule 'low_alphabetic'."""
     max_line: Count = 100_000
-    """Characters of the longest line; rule 'long_lines'."""
+    """Largest number of characters in a line; rule 'long_lines'."""
     max_repeated_lines: Share = 1.0
-    """Share of lines that repeat an earlier one; rule 'repetition'."""
+    """Largest share of lines that repeat an earlier line; rule 'repetition'."""
     max_encoded: Share = 1.0
-    """Share of characters in base64- or hex-like runs; rule 'encoded_data'."""
+    """Largest share of characters in base64- or hex-like runs; rule 'encoded_data'."""
     generated: bool = True
-    """May a file say that a program wrote it? Rule 'generated'."""
+    """Whether a file may say that a program generated it; rule 'generated'."""
     must_parse: bool = False
-    """Python sources must parse; rule 'does_not_parse'."""
+    """Whether Python sources must parse; rule 'does_not_parse'."""
     pii: list[PiiKind] = ["email", "ip", "phone", "card", "secret"]
-    """What is replaced, see pii.py."""
+    """Kinds of personal data that are replaced (``personal_data.py``)."""
     group: GroupKind = "document"
-    """Which documents depend on one another. A group is held out or trained on as a whole, and counts once at the release gate: each document
-    by itself ('document', or 'none'), or all of one source, of one path (a row's 'path', else the file it came in), of one host (its 'url'), of
-    one conversation (its 'conversation_id'). A document that lacks the key is a group of its own."""
+    """Which documents depend on one another and form a group. A group is held out or trained on as a whole, and counts once at the release gate. A
+    group is each document by itself ('document', or 'none'), or all documents of one source, of one path (a row's 'path', else the file it came in),
+    of one host (its 'url'), or of one conversation (its 'conversation_id'). A document that lacks the key is a group of its own."""
     hold_out_at_most: NotNegative = 400
-    """Documents of this domain, over all shards."""
+    """Largest number of held-out documents of this domain, over all shards."""
 
     @model_validator(mode="before")
     @classmethod
@@ -57,29 +57,29 @@ class DomainRules(StrictPolicy):
 
 class NearDuplicateRules(StrictPolicy):
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Estimated Jaccard similarity of 5-word shingles from which two documents are near-duplicates."""
+    """Two documents are near-duplicates if the estimated Jaccard similarity of their 5-word shingles is at least this."""
 
 
 class Decontamination(StrictPolicy):
     ngram: Annotated[int, Field(ge=8, le=50)] = 13
-    """Words that a training document may not share with a held-out one (GPT-3, appendix C)."""
+    """Length, in words, of a run that a training document may not share with a held-out document (GPT-3, appendix C)."""
     sample_window: Annotated[int, Field(ge=1, le=256)] = 32
-    """Training documents are indexed by winnowing: overlaps of ngram + window - 1 words are always found."""
+    """Window for the winnowed index of training documents. Overlaps of ngram + window - 1 words are always found."""
     common: Count = 10
-    """An n-gram of more documents than this is a common phrase, not a leak."""
+    """An n-gram that occurs in more documents than this is a common phrase, not a leak."""
     margin: NotNegative = 100
     """Characters removed on either side of a collision."""
     max_trimmed: Share = 0.3
-    """Share of a document that may be removed; more, and it is dropped."""
+    """Largest share of a document that may be removed. If more had to be removed, the document is dropped."""
 
 
 class HeldOut(StrictPolicy):
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.02
-    """Of groups, as ``group`` of their domain says."""
+    """Share of the groups that is held out. ``group`` of a domain says what a group is."""
     least: NotNegative = 8
-    """Groups of each domain in each half, sealed and dev, that are held out before the share applies; at most half of the domain is. A domain with
-    fewer cannot be judged (``documents_min`` in gates/release.yaml). The first group of each half is held out even if that is more than half (16
-    documents together at most). At most ``hold_out_at_most`` documents are held out; with a share of 0, none."""
+    """Number of groups of each domain that are held out in each half (sealed and dev) before the share applies. A domain with fewer groups cannot be
+    judged (``documents_min`` in gates/release.yaml). At most half of a domain is held out, but the first group of each half is held out in any case
+    if these two have at most 16 documents together. At most ``hold_out_at_most`` documents are held out, and none if the share is 0."""
 
 
 class Licence(StrictPolicy):
@@ -89,12 +89,12 @@ class Licence(StrictPolicy):
 
 class Licences(StrictPolicy):
     default: Licence = Licence(train=True, release=False)
-    """Of a licence that ``known`` does not list."""
+    """What a licence allows that ``known`` does not list."""
     missing: Licence = Licence(train=True, release=False)
-    """Of a document that names no licence."""
+    """What is allowed for a document that names no licence."""
     known: dict[str, Licence] = {}
-    """What each licence allows: to train on a document, to release a model that was. Case and blanks do not count; of names in an SPDX
-    expression those that it joins by AND must all allow it, and one of those that it joins by OR."""
+    """What each licence allows: to train on a document, and to release a model that was trained on it. Case and blanks are ignored. In an SPDX
+    expression, all names that AND joins must allow it, and at least one of the names that OR joins."""
 
     def find_licence(self, name: str | None) -> Licence:
         """
@@ -109,12 +109,12 @@ class Licences(StrictPolicy):
         if (exact := self.known.get(name)) is not None:
             return exact
         known: dict[str, Licence] = {}
-        for other, licence in self.known.items():  # of two spellings of one name the stricter
+        for other, licence in self.known.items():  # if two spellings of one name are listed, the stricter counts
             known[fold_licence_name(other)] = _strictest([licence, known.get(fold_licence_name(other), licence)])
         return LicenceReader(known, self.default, _strictest, _laxest).read(name)
 
     def is_listed(self, name: str) -> bool:
-        """Is every name of an expression listed?
+        """Return whether every name of an expression is listed.
 
         >>> policy = Licences(known={"MIT": Licence(train=True, release=True), "public domain": Licence(train=True, release=True)})
         >>> [policy.is_listed(name) for name in ("mit license", "Public-Domain", "MIT OR Unlicense", "Unlicense", "")]
@@ -124,7 +124,7 @@ class Licences(StrictPolicy):
 
 
 def _strictest(licences: Sequence[Licence]) -> Licence:
-    """What all of them allow."""
+    """Return what all of the licences allow."""
     return Licence(train=all(one.train for one in licences), release=all(one.release for one in licences))
 
 
@@ -134,33 +134,33 @@ def _laxest(licences: Sequence[Licence]) -> Licence:
 
 class TokenizerRules(StrictPolicy):
     vocab_size: Annotated[int, Field(ge=300, le=1 << 20)] = 4096
-    """Must be the recipe's."""
+    """Number of tokens in the vocabulary. It must fit ``model.vocab_size`` of the recipe."""
     sample_bytes: Annotated[int, Field(ge=1000)] = 6_000_000
-    """Of text that the tokenizer is trained on."""
+    """Bytes of text that the tokenizer is trained on."""
 
 
 class ShardLimits(StrictPolicy):
     max_row_bytes: Annotated[int, Field(ge=1000)] = 8_000_000
-    """A longer line is one dropped row."""
+    """Largest size of a row, in bytes. A longer row is dropped."""
     max_rows: Count = 500_000
-    """Of a shard; a file with more is cut into several."""
+    """Largest number of rows of a shard. A file with more rows is cut into several shards."""
     part_bytes: Annotated[int, Field(ge=1000)] = 256_000_000
-    """A larger file is cut into shards of about so many bytes of JSON lines."""
+    """A larger file is cut into shards of about this many bytes of JSON lines."""
     max_shard_bytes: Annotated[int, Field(ge=1000)] = 8_000_000_000
-    """Of what is compressed, after decompression."""
+    """Largest size of a compressed file after decompression, in bytes."""
     max_expansion: Annotated[float, Field(gt=1)] = 200.0
-    """Decompressed over compressed bytes, beyond the first 64 MB: more is a decompression bomb."""
+    """Largest ratio of decompressed to compressed bytes. It is checked after the first 64 MiB; a larger ratio is a sign of a decompression bomb."""
     max_bad_rows: Share = 0.5
-    """Share of rows that cannot be read; with more the whole shard is quarantined."""
+    """Largest share of rows that cannot be read. With a larger share the whole shard is quarantined."""
 
 
 class DataPolicy(StrictPolicy):
-    """Every key is optional."""
+    """The content of ``data.yaml``. Every key is optional."""
 
     default_domain: str = "text"
-    """Of a row or file that names none; a row with 'messages' becomes 'chat'."""
+    """Domain of a row that names no domain. A row with 'messages' gets the domain 'chat' instead."""
     domains: dict[str, DomainRules] = {}
-    """By name; 'default' is for every domain that is not listed."""
+    """The rules of each domain, by name. 'default' has the rules of every domain that is not listed."""
     near_duplicates: NearDuplicateRules = NearDuplicateRules()
     decontamination: Decontamination = Decontamination()
     held_out: HeldOut = HeldOut()
@@ -174,10 +174,10 @@ class DataPolicy(StrictPolicy):
         return self.domains.get(domain) or self.domains.get("default") or DomainRules()
 
     def find_mapping(self, *files: str) -> tuple[int, FieldMapping] | None:
-        """Of a file of one of these names: its place under ``fields``, and what it says."""
+        """Return (place under ``fields``, mapping) for a file with one of these names, or None if no mapping matches."""
         return find_mapping(self.fields, *files) if self.fields else None
 
     @classmethod
     def load(cls, path: Path) -> DataPolicy:
-        """Raises: ConfigError that names the file and the key, and the nearest known key for an unknown one."""
+        """Load a file. Raises: ConfigError that names the file and the key, and the nearest known key if the key is unknown."""
         return load_policy(cls, path)

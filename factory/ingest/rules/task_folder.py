@@ -1,5 +1,7 @@
-"""The files of ``policies/tasks/``: those with items, and those that may have items but cannot be read. Apart because ``factory status`` imports
-this without numpy."""
+"""Lists the files of ``policies/tasks/`` with items of tasks, and the files that may have items but cannot be read.
+
+This is a file of its own so that ``factory status`` can import it without numpy.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from pathlib import Path
 
 PLAIN = (".jsonl", ".json", ".csv", ".parquet")
 SUFFIXES = (*PLAIN, *(f"{suffix}.gz" for suffix in PLAIN if suffix != ".parquet"))
-BESIDE = (".yaml", ".py", ".pyc", ".md")  # kinds of files in that folder that have no items
+BESIDE = (".yaml", ".py", ".pyc", ".md")  # suffixes of files in that folder that have no items
 
 
 def data_suffix(path: Path) -> str:
-    """The suffix of a data file, with ``.gz``; '': the file is not a data file.
+    """Return the suffix of a data file, including ``.gz``, or '' if the file is not a data file.
 
     >>> data_suffix(Path("HumanEval.jsonl.gz")), data_suffix(Path("arc.csv")), data_suffix(Path("MATH.tar"))
     ('.jsonl.gz', '.csv', '')
@@ -21,20 +23,20 @@ def data_suffix(path: Path) -> str:
 
 
 def list_item_files(folder: Path) -> list[Path]:
-    """The data files of a folder and of the folders below it, in order. A folder of ``0.json``, ``1.json`` … with one record each, as MATH has,
+    """Return the data files of a folder and of the folders below it, sorted. A folder of ``0.json``, ``1.json`` … with one record each, as in MATH,
     counts as one data file."""
     numbered = {path for path in {file.parent for file in _files(folder)} - {folder} if is_numbered_folder(path)}
     return sorted(numbered | {path for path in _files(folder) if data_suffix(path) and path.parent not in numbered})
 
 
 def is_numbered_folder(path: Path) -> bool:
-    """Is the path a folder of numbered JSON files and nothing else?"""
+    """Return whether the path is a folder of numbered JSON files and nothing else."""
     return path.is_dir() and all(re.fullmatch(r"\d+\.json", one.name) for one in path.iterdir())
 
 
 def list_unread_files(folder: Path) -> list[Path]:
-    """The files of a folder and of the folders below it that may have items, but are of kinds that are not read. Ingest does not keep their items
-    out of training data."""
+    """Return the files of a folder and of the folders below it that may have items, but are of kinds that cannot be read. Ingest cannot keep the
+    items of these files out of training data."""
     return [
         path
         for path in _files(folder)

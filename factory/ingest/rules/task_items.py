@@ -1,9 +1,8 @@
 """Reads the items of evaluation tasks: every string in every data file of ``policies/tasks/``.
 
-Items need no schema, so ingest keeps a task file of any kind out of training data as soon as it is in the folder, even if no task uses it
-yet. The tasks read their items with this module too, so that both see the same records. ``task_folder.list_unread_files`` names the files that
-cannot be
-read.
+Items need no schema. Ingest therefore keeps the items of any task file out of training data as soon as the file is in the folder, even if no task
+uses it yet. The tasks read their items with this module too, so that both see the same records. ``task_folder.list_unread_files`` names the files
+that cannot be read.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from factory.ingest.rules.word_hashes import Hashes, hash_words
 from kernels.contract.message import CodedError
 from trainer.contract.data.token_shard import file_sha256
 
-LARGEST = 256 << 20  # the largest file, in bytes after unpacking
+LARGEST = 256 << 20  # largest size of a file, in bytes after decompression
 MMLU_COLUMNS = (
     "question",
     "A",
@@ -36,13 +35,13 @@ MMLU_COLUMNS = (
     "C",
     "D",
     "answer",
-)  # the columns of MMLU's files, which have no header (Hendrycks et al. 2021)
+)  # the columns of MMLU's files (Hendrycks et al. 2021), which have no header
 DEPTH = 32  # the deepest nesting of lists that is searched for strings
 
 
 @dataclass(frozen=True)
 class ItemFile:
-    """One data file: its path, the hash of its content (unpacked), its records."""
+    """One data file: its path, the hash of its decompressed content, and its records."""
 
     path: Path
     sha256: str
@@ -50,7 +49,7 @@ class ItemFile:
 
 
 def read_items(path: Path) -> ItemFile:
-    """The records of a data file. Raises: InputError, which names the file and the line, if the file is not a table of records."""
+    """Read the records of a data file. Raises: InputError, which names the file and the line, if the file is not a table of records."""
     if path.is_dir():
         return _numbered(path)
     try:
@@ -98,7 +97,7 @@ def _not_of_kind(path: Path, kind: str, error: Exception) -> InputError:
 
 
 def _numbered(folder: Path) -> ItemFile:
-    """The records of a folder of numbered files (``task_folder.is_numbered_folder``), in the order of the numbers."""
+    """Read the records of a folder of numbered files (``task_folder.is_numbered_folder``), in the order of the numbers."""
     if not is_numbered_folder(folder) or not any(folder.iterdir()):
         below = next(
             (path for path in sorted(folder.rglob("*")) if is_numbered_folder(path) and any(path.iterdir())), None
@@ -137,7 +136,7 @@ def _numbered(folder: Path) -> ItemFile:
 
 
 def hash_item_file(path: Path) -> str:
-    """The hash of a data file as it is on disk, compressed or not, or of a folder of numbered files. Raises: OSError."""
+    """Return the hash of a data file as it is on disk, compressed or not, or of a folder of numbered files. Raises: OSError."""
     if not path.is_dir():
         return file_sha256(path)
     named = [(one.name, file_sha256(one)) for one in sorted(path.iterdir())]
@@ -145,14 +144,14 @@ def hash_item_file(path: Path) -> str:
 
 
 def hash_item_ngrams(record: Any, n: int) -> Hashes:
-    """The n-grams of each string of a record, and of all strings joined, since most copies have question and answer together."""
+    """Return the n-grams of each string of a record and of all its strings joined, because most copies contain question and answer together."""
     texts = list(_strings(record, 0))
     every = [hash_ngrams(hash_words(text), n) for text in [*texts, "\n".join(texts)]]
     return np.unique(np.concatenate(every))
 
 
 class _BadItems(CodedError):
-    """A fault inside a data file, without the file's name."""
+    """The error of a fault inside a data file. It does not name the file."""
 
 
 def _unpacked(path: Path) -> bytes:
@@ -237,7 +236,7 @@ def _csv(text: str) -> list[Any]:
 
 
 def _headless(row: list[str]) -> bool:
-    """Is the row an item of MMLU, and so not a header? The letter of an answer cannot be the name of a column."""
+    """Return whether the row is an item of MMLU, and so not a header. The letter of an answer cannot be the name of a column."""
     return len(row) == len(MMLU_COLUMNS) and row[-1] in MMLU_COLUMNS[1:-1]
 
 

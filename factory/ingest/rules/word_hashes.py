@@ -1,6 +1,6 @@
-"""Hashes of words and of runs of words, for near-duplicate search and decontamination.
+"""Hashes words and runs of words, for near-duplicate search and decontamination.
 
-A word is a run of letters, digits and underscores in lower case. BLAKE2b hashes it to 64 bits, the same in all versions. The
+A word is a run of letters, digits and underscores in lower case. BLAKE2b hashes it to 64 bits. The hashes are the same in all versions. The
 hash of a run of n words is a polynomial of the words' hashes, mixed (splitmix64).
 """
 
@@ -33,17 +33,17 @@ _hashes = _WordHashes()
 
 
 def hash_words(text: str) -> Hashes:
-    """One hash for each word, shape [words]."""
+    """Return one hash for each word, shape [words]."""
     return np.fromiter(map(_hashes.__getitem__, _WORD.findall(text)), np.uint64)
 
 
 def find_word_spans(text: str) -> list[tuple[int, int]]:
-    """The place of each word of ``hash_words`` in the text, as [start, stop) characters."""
+    """Return the place of each word of ``hash_words`` in the text, as [start, stop) in characters."""
     return [match.span() for match in _WORD.finditer(text)]
 
 
 def hash_runs(words: Hashes, n: int) -> Hashes:
-    """A hash for every run of ``n`` consecutive words, shape [max(words - n + 1, 0)]."""
+    """Return a hash for every run of ``n`` consecutive words, shape [max(words - n + 1, 0)]."""
     count = len(words) - n + 1
     if count <= 0:
         return words[:0]
@@ -54,16 +54,16 @@ def hash_runs(words: Hashes, n: int) -> Hashes:
 
 
 def mix_bits(values: Hashes) -> Hashes:
-    """Spread the bits (the finaliser of splitmix64), so that the smallest hash is a fair sample."""
+    """Mix the bits of hashes (the finaliser of splitmix64), so that the smallest hash is an unbiased sample."""
     values = values ^ (values >> np.uint64(31))
     values = values * _MIX
     return values ^ (values >> np.uint64(29))
 
 
 def winnow(hashes: Hashes, window: int) -> Hashes:
-    """The smallest hash of every window, each once: about 2 of every ``window + 1`` hashes.
+    """Return the smallest hash of every window, each once: about 2 of every ``window + 1`` hashes.
 
-    Two texts that share ``window`` consecutive hashes share a chosen hash (Schleimer, Wilkerson, Aiken 2003).
+    Two texts that share ``window`` consecutive hashes share a returned hash (Schleimer, Wilkerson, Aiken 2003).
     """
     if len(hashes) <= window:
         return hashes[[hashes.argmin()]] if len(hashes) else hashes

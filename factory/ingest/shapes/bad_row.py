@@ -1,4 +1,4 @@
-"""The error that drops a row. Readers, shapes and documents raise it, so this module imports none of them."""
+"""Defines the error that drops a row. Readers, shapes and documents raise it, so this module imports none of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kernels.contract.message import CodedError, Message
 
 
 class BadRow(CodedError):
-    """The row is dropped. ``rule``: the short name under which ingest counts the row. ``detail``: one line for a person."""
+    """The error of a row that is dropped. ``rule`` is the short name under which ingest counts the row. ``detail`` is one line for a person."""
 
     def __init__(self, rule: str, detail: str) -> None:
         super().__init__(Message.from_json(detail))
@@ -16,11 +16,11 @@ class BadRow(CodedError):
         self.detail = detail
 
     def __reduce__(self) -> tuple[type[BadRow], tuple[str, str]]:
-        return BadRow, (self.rule, self.detail)  # so that it can be pickled for worker processes
+        return BadRow, (self.rule, self.detail)  # makes the error picklable, for worker processes
 
 
 def not_an_object_error(row: Any) -> BadRow:
-    """The error of a decoded row that is not a JSON object."""
+    """Return the error of a decoded row that is not a JSON object."""
     return BadRow(
         "bad_schema", Message("shapes.not_an_object", "expected an object, got {kind}", kind=type(row).__name__)
     )

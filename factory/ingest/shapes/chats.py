@@ -1,10 +1,10 @@
-"""The messages of public chat formats, in the form of this factory's chat template: role, text, and whether a message carries loss.
+"""Reads the messages of public chat formats into the form of this factory's chat template: role, text, and whether a message carries loss.
 
     >>> read_turns([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 0}], frozenset(), ReadingNotes())
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello', 'weight': 0}]
 
 The template shows a role and a text, and writes tools, tool calls and reasoning as text (``tool_calls``). This module does the same. It refuses a row
-with another field that has a meaning (names, images), since the meaning would be lost. A person can drop such a field: ``ignore`` in
+with another field that has a meaning (names, images), because the meaning would be lost. A person can have such a field dropped with ``ignore`` in
 ``data.yaml: fields``.
 """
 
@@ -31,7 +31,7 @@ from kernels.contract.message import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 
-# Roles of OpenAI's chat format ('developer', 'function') and of ShareGPT and its variants (the others) → the role of the template.
+# Maps the roles of OpenAI's chat format ('developer', 'function') and of ShareGPT and its variants (the others) to the roles of the template.
 _ROLE_OF = {
     **{role: role for role in ROLES},
     "developer": "system",
@@ -53,9 +53,9 @@ _TEXT_PARTS = (
     "text",
     "input_text",
     "output_text",
-)  # types of text in content with parts: of chat completions, and of OpenAI's responses
+)  # types of text parts: of OpenAI's chat completions, and of its responses
 
-# Fields of a message or a row with a meaning for a reader of the chat. Each is shown, or the row is refused.
+# Fields of a message or a row that mean something to a reader of the chat. The template shows each, or the row is refused.
 Meaningful = Literal[
     "tools", "functions", "tool_calls", "function_call", "function_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking",
     "refusal", "audio", "audios", "image", "images", "video", "videos", "documents", "label", "train_detail",
@@ -63,7 +63,7 @@ Meaningful = Literal[
 MEANINGFUL: frozenset[str] = frozenset(get_args(Meaningful))
 _OF_MESSAGES = MEANINGFUL - {"label"}
 _OF_ROWS = MEANINGFUL - {"name"}
-# Beside these fields, the reasoning of a row may belong to any of several messages.
+# If a row has one of these fields, its reasoning may belong to any of several messages.
 _OF_MANY = frozenset({"messages", "conversations", "conversation", "chosen"})
 _READ = frozenset({"role", "content", "from", "value", "weight", "train", "training"})
 
@@ -72,9 +72,8 @@ Turn = dict[str, Any]  # {"role": str, "content": str}; also {"weight": 0} if it
 
 @dataclass
 class ReadingNotes:
-    """Facts about how a row was read. ``messages``: messages for a person. ``unread_fields``: fields that nothing reads. ``refused_fields``: fields
-    with a meaning
-    that the template cannot show. ``shows_text_only``: the template is an older one that shows roles and texts only."""
+    """Facts about how a row was read. ``messages`` are for a person. ``unread_fields`` are the fields that are not used. ``refused_fields`` are
+    fields with a meaning that the template cannot show. ``shows_text_only`` is true for an older template, which shows only roles and texts."""
 
     shows_text_only: bool = False
     messages: set[str] = field(default_factory=set)
@@ -83,7 +82,7 @@ class ReadingNotes:
 
 
 def message_has_loss(message: Mapping[str, Any]) -> bool:
-    """Does a message carry loss? The assistant's messages do, except those of weight 0.
+    """Return whether a message carries loss. The assistant's messages do, except those of weight 0.
 
     >>> message_has_loss({"role": "assistant", "content": "a"}), message_has_loss({"role": "assistant", "content": "a", "weight": 0})
     (True, False)
@@ -92,7 +91,7 @@ def message_has_loss(message: Mapping[str, Any]) -> bool:
 
 
 def make_turn(role: str, content: str, learned: bool) -> Turn:
-    """A turn as its tokens tell it. ``learned``: the end of the turn has loss.
+    """Return a turn that is decoded from its tokens. ``learned`` says whether the end of the turn has loss.
 
     >>> make_turn("assistant", "a", False), make_turn("user", "a", False)
     ({'role': 'assistant', 'content': 'a', 'weight': 0}, {'role': 'user', 'content': 'a'})
@@ -102,15 +101,15 @@ def make_turn(role: str, content: str, learned: bool) -> Turn:
 
 
 def read_turns(messages: Any, ignore: Collection[str], notes: ReadingNotes) -> list[Turn]:
-    """The turns of a list of messages. Fields that cannot be shown are added to ``notes.refused``. Raises: BadRow 'bad_schema'."""
+    """Read a list of messages as turns. Fields that cannot be shown are added to ``notes.refused_fields``. Raises: BadRow 'bad_schema'."""
     if not isinstance(messages, list | tuple) or not messages:
         raise BadRow("bad_schema", Message("shapes.messages_type", "'messages' is not a list of messages"))
-    awaited: list[DocumentToolCall] = []  # calls of the turn before; their results come next, in the same order
+    awaited: list[DocumentToolCall] = []  # calls of the previous turn, whose results must follow in the same order
     return [_turn(place, message, ignore, notes, awaited) for place, message in enumerate(messages)]
 
 
 def raise_for_refused_fields(notes: ReadingNotes) -> None:
-    """Raises: BadRow where a field has a meaning that the chat template cannot show."""
+    """Raise BadRow if ``notes`` has a field whose meaning the chat template cannot show."""
     if notes.refused_fields:
         named = sorted(notes.refused_fields)
         if notes.shows_text_only and any(name in (*TOOLS, *CALLS, *REASONING_KEYS, "tool_call_id") for name in named):
@@ -133,7 +132,8 @@ def raise_for_refused_fields(notes: ReadingNotes) -> None:
 def check_other_fields(
     row: Mapping[str, Any], read: Collection[str], ignore: Collection[str], notes: ReadingNotes
 ) -> None:
-    """Add each field of a chat's row that has a meaning to ``notes.refused``; a field that a person ignores, to ``notes.said``."""
+    """Add the fields of a chat's row that have a meaning to ``notes.refused_fields``. For a field in ``ignore``, add a message to ``notes``
+    instead."""
     for name in sorted(_OF_ROWS.difference(TOOLS).intersection(row).difference(read)):
         if _says_something(name, row[name]):
             _refused_or_ignored(name, ignore, notes)
@@ -142,7 +142,7 @@ def check_other_fields(
 def add_reasoning(
     row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: ReadingNotes
 ) -> list[Turn]:
-    """The chat of a row with one answer, with the row's reasoning before that answer. Raises: BadRow 'bad_schema'."""
+    """Return the chat with the row's reasoning before its answer, if the chat has one answer. Raises: BadRow 'bad_schema'."""
     names = [name for name in REASONING_KEYS if name in row and name not in read and _says_something(name, row[name])]
     names = [name for name in names if name not in ignore and not notes.shows_text_only]
     last, answers = said[-1], [turn for turn in said if turn["role"] == "assistant"]
@@ -156,7 +156,7 @@ def add_reasoning(
 def add_tools(
     row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: ReadingNotes
 ) -> list[Turn]:
-    """The chat of a row, with the row's tools in the system turn. Raises: BadRow 'bad_schema'."""
+    """Return the chat with the row's tools in its system turn. Raises: BadRow 'bad_schema'."""
     found = [name for name in TOOLS if name in row and name not in read and _says_something(name, row[name])]
     read.update(TOOLS)
     for name in [name for name in found if notes.shows_text_only or name in ignore]:
@@ -219,7 +219,7 @@ def _turn(
     if content is None and not (reasoning or calls):
         if (
             ignored or notes.refused_fields
-        ):  # the message is only a call that a person ignores, or that is refused later
+        ):  # the message is only a call, which a person ignores or which is refused later
             return {"role": role, "content": "", "weight": 0}
         raise _no_string(place)
     if all(name in shown for name in CALLS) or calls and "<tool_call>" in (content or ""):
@@ -239,7 +239,7 @@ def _turn(
 
 
 def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content: str, notes: ReadingNotes) -> str:
-    """The reasoning of an answer; empty if no field has it. Raises: BadRow 'bad_schema'."""
+    """Return the reasoning of an answer, or '' if no field has reasoning. Raises: BadRow 'bad_schema'."""
     reasoning = read_reasoning(where, holder, names)
     if reasoning and content.lstrip().startswith("<think>"):
         twice = Message(
@@ -256,15 +256,17 @@ def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content:
 
 
 def _no_string(place: int) -> BadRow:
-    return BadRow("bad_schema", Message("shapes.content_type", "message {place}: content is not a string", place=place))
+    return BadRow(
+        "bad_schema", Message("shapes.content_type", "message {place}: the content is not a string", place=place)
+    )
 
 
 def _fields(
     role: str, message: dict[str, Any], ignore: Collection[str], notes: ReadingNotes, awaited: list[DocumentToolCall]
 ) -> tuple[set[str], bool]:
-    """(the fields of a message that are shown beside its content, whether a call is ignored). Other fields with a meaning are refused.
+    """Return (the fields of a message that are shown besides its content, whether a call is ignored). Other fields with a meaning are refused.
 
-    Raises: BadRow for results in another order than their calls.
+    Raises: BadRow if results are not in the order of their calls.
     """
     shown: set[str] = set()
     ignored = False
@@ -283,11 +285,11 @@ def _fields(
                 continue
             if (
                 answers and name == "tool_call_id"
-            ):  # the template shows no ids: the order tells which call a result is of
+            ):  # the template shows no ids, so the order tells which call a result belongs to
                 if answers.id not in (None, value):
                     order = Message(
                         "shapes.order_of_results",
-                        "the result of the call {result!r} comes where the result of the call {call!r} is expected: results must be in the "
+                        "the result of the call {result!r} stands where the result of the call {call!r} is expected. Results must be in the "
                         "order of their calls",
                         result=str(value)[:40],
                         call=str(answers.id)[:40],
@@ -302,7 +304,7 @@ def _fields(
 
 
 def _text(place: int, content: Any, notes: ReadingNotes) -> str | None:
-    """The text of a message's content; None: the message has no content."""
+    """Return the text of a message's content, or None if it has no content. Raises: BadRow for content that is not text."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -314,18 +316,18 @@ def _text(place: int, content: Any, notes: ReadingNotes) -> str | None:
         if kind not in _TEXT_PARTS or not isinstance(text, str):
             wrong = Message(
                 "shapes.part_type",
-                "message {place}: a part of its content is {kind!r}; a text is expected",
+                "message {place}: a part of the content has the type {kind!r}, but only text is supported",
                 place=place,
                 kind=str(kind)[:40],
             )
             raise BadRow("bad_schema", wrong)
         texts.append(text)
-    notes.messages.add(Message("shapes.parts_joined", "messages that come in several parts are joined to one text"))
-    return "".join(texts)  # the served model's API joins the texts in the same way
+    notes.messages.add(Message("shapes.parts_joined", "the parts of a message are joined into one text"))
+    return "".join(texts)  # the API of the served model joins the texts in the same way
 
 
 def _weighs_nothing(place: int, role: str, message: dict[str, Any], notes: ReadingNotes) -> bool:
-    """Does a field of the message say that it carries no loss? OpenAI and Mistral write ``weight: 0``, Axolotl ``training: false``."""
+    """Return whether a field of the message says that it carries no loss. OpenAI and Mistral write ``weight: 0``, Axolotl ``training: false``."""
     if role != "assistant":
         for name in ("train", "training"):
             if message.get(name) is True:
@@ -374,10 +376,10 @@ def _refused_or_ignored(name: str, ignore: Collection[str], notes: ReadingNotes)
 
 
 def _says_something(name: str, value: Any) -> bool:
-    """Does the value of a field have a meaning? Empty lists, texts and objects have none. A ``label`` has one only if it says that the completion
-    is bad (KTO: ``label: false``)."""
-    if name == "label":  # in a CSV file it is a word
+    """Return whether the value of a field has a meaning. Empty lists, texts and objects have none. A ``label`` has one only if it calls the
+    completion bad (KTO: ``label: false``)."""
+    if name == "label":  # in a CSV file the label is a word
         return value is False or isinstance(value, str) and value.strip().lower() == "false"
     if isinstance(value, str):
-        return value.strip() not in ("", "[]", "{}", "null")  # some data sets hold JSON in a string
+        return value.strip() not in ("", "[]", "{}", "null")  # some data sets have JSON in a string
     return value is not None and value is not False and value != [] and value != {}

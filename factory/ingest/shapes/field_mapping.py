@@ -1,4 +1,4 @@
-"""``data.yaml: fields``: the meaning of the columns in a team's own files.
+"""Reads ``data.yaml: fields``, which gives the columns of a team's own files their meaning.
 
 A value is the dotted path of a column, a template of columns, or a constant:
 
@@ -28,13 +28,14 @@ from factory.ingest.shapes.chats import Meaningful
 from kernels.contract.message import Message
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|([{}])")
-_PART = re.compile(r"#\d+\.jsonl(\.zst)?\Z")  # the end of the name of a file's part
-_MOST_COLUMNS = 200  # columns of a row that are compared with the name of a missing column
+_PART = re.compile(r"#\d+\.jsonl(\.zst)?\Z")  # the end of the name of a part of a file
+_MOST_COLUMNS = 200  # at most this many columns of a row are compared with the name of a missing column
 
 
 @dataclass(frozen=True)
 class MappedValue:
-    """A parsed value of the mapping. ``pieces``: texts at even places, columns between them. ``plain``: one column, whose value stays as it is."""
+    """A parsed value of the mapping. ``pieces`` has texts at even places and columns between them. ``plain`` means a single column, whose value is
+    not converted to text."""
 
     pieces: tuple[str, ...]
     plain: bool = False
@@ -46,7 +47,7 @@ class MappedValue:
 
 @lru_cache(maxsize=1024)
 def parse_value(value: str) -> MappedValue:
-    """Parse a value of the mapping. Raises: ValueError for an empty value, or a brace that is neither closed nor doubled."""
+    """Parse a value of the mapping. Raises: ValueError for an empty value, and for a brace that is neither closed nor doubled."""
     if not value.strip():
         raise ValueError(
             "the value is empty: name a column, a template of columns ('{title}: {body}'), or a constant ('=MIT')"
@@ -94,36 +95,36 @@ NAMES = ("domain", "source", "license", "id", "url", "path", "conversation", "sy
 
 
 class FieldMapping(StrictPolicy):
-    """The meaning of columns in some files. A value is a dotted path ('meta.lang', 'turns.0.content'), a template ('{title}: {body}'), or a
-    constant ('=prose'). Keys that are not mapped are read as without a mapping."""
+    """The meaning of the columns in files with matching names. A value is a dotted path ('meta.lang', 'turns.0.content'), a template ('{title}:
+    {body}'), or a constant ('=prose'). A key that is not mapped is read as if there were no mapping."""
 
     files: Annotated[str, Field(min_length=1), AfterValidator(_a_file_name)]
-    """Pattern of the files' names ('*.csv'); the first mapping that matches is used."""
+    """Pattern of the files' names ('*.csv'). The first mapping that matches is used."""
     text: Column | None = None
     """The text of a plain document."""
     messages: Column | None = None
     """The turns of a chat: a list of objects with role and content, or from and value."""
     prompt: Column | None = None
-    """The user's question; needs ``completion``."""
+    """The user's question. It needs ``completion``."""
     completion: Column | None = None
     """The assistant's answer to ``prompt``."""
     system: ColumnOrConstant | None = None
-    """A system turn before the others of a chat."""
+    """The system turn of a chat, before all other turns."""
     domain: ColumnOrConstant | None = None
     source: ColumnOrConstant | None = None
     license: ColumnOrConstant | None = None
-    """An SPDX name or expression; of a list of names all apply."""
+    """An SPDX name or expression. If the value is a list of names, all of them apply."""
     id: Column | None = None
     url: Column | None = None
-    """The address that a document is from; its host may be the document's group."""
+    """The address from which a document comes. Its host may be the document's group."""
     path: Column | None = None
-    """The file that a document is, or is a part of; it may be the document's group."""
+    """The path of the file that contains a document. It may be the document's group."""
     conversation: Column | None = None
-    """The conversation that a document belongs to; it may be the document's group."""
+    """The conversation to which a document belongs. It may be the document's group."""
     synthetic_by: ColumnOrConstant | None = None
     """The model that wrote the document."""
     ignore: list[Meaningful] = []
-    """Fields of a chat with a meaning (tools, reasoning, images …) that ingest drops; the texts stay."""
+    """Fields of a chat with a meaning (tools, reasoning, images …) that ingest drops. The texts stay."""
 
     @model_validator(mode="after")
     def _one_content(self) -> FieldMapping:
@@ -137,19 +138,19 @@ class FieldMapping(StrictPolicy):
         return self
 
     def value(self, name: str) -> MappedValue | None:
-        """The value that a key is mapped to; None: the key is not mapped."""
+        """Return the value to which a key is mapped, or None if the key is not mapped."""
         value = getattr(self, name)
         return None if value is None else parse_value(value)
 
     def values(self) -> Iterator[tuple[str, MappedValue]]:
-        """(key, value) of all mapped keys."""
+        """Yield (key, value) of all mapped keys."""
         for name in ("text", "messages", "prompt", "completion", "system", *NAMES):
             if (value := self.value(name)) is not None:
                 yield name, value
 
 
 def original_file_name(shard: str) -> str:
-    """The name of the file that a shard is a part of; the shard's own name if it is a whole file.
+    """Return the name of the file that a shard is a part of, or the shard's own name if it is a whole file.
 
     >>> original_file_name("a.csv#2.jsonl.zst"), original_file_name("a.jsonl")
     ('a.csv', 'a.jsonl')
@@ -158,8 +159,8 @@ def original_file_name(shard: str) -> str:
 
 
 def find_mapping(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMapping] | None:
-    """(place in ``fields``, mapping) of the first mapping for a file with one of these names; '' is no name. A part of a file has the file's
-    mapping.
+    """Return (place in ``fields``, mapping) of the first mapping for a file with one of these names, or None. A name '' is ignored. A part of a file
+    has the file's mapping.
 
     >>> fields = [FieldMapping(files="*.csv", text="a"), FieldMapping(files="x*", text="b")]
     >>> [found[0] if (found := find_mapping(fields, name)) else None for name in ("a.csv", "a.csv#2.jsonl.zst", "x.jsonl", "y.jsonl")]
@@ -172,7 +173,8 @@ def find_mapping(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMap
 
 
 def read_value(value: MappedValue, row: Mapping[str, Any]) -> Any:
-    """The value in this row; None if the row lacks one of the columns. Raises: BadRow for a column in a template that is not a text or number."""
+    """Return the value in this row, or None if the row lacks one of the columns. Raises: BadRow if a column in a template is not a text or a
+    number."""
     found = [_at(row, path) for path in value.columns]
     if value.plain:
         return found[0]
@@ -183,12 +185,12 @@ def read_value(value: MappedValue, row: Mapping[str, Any]) -> Any:
 
 
 def has_column(row: Mapping[str, Any], path: str) -> bool:
-    """Does a row have this column, even if it is empty?"""
+    """Return whether a row has this column. The column may be empty."""
     return any(True for _ in _places(row, path))
 
 
 def list_columns(row: Mapping[str, Any]) -> set[str]:
-    """The columns of a row, and those of the records in it as dotted paths.
+    """Return the columns of a row, and the columns of the records in it as dotted paths.
 
     >>> sorted(list_columns({"a": 1, "b": {"c": [{"d": 2}]}}))
     ['a', 'b', 'b.c']
@@ -202,7 +204,7 @@ def _at(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _places(value: Any, path: str) -> Iterator[Any]:
-    """The values at a path. A key that itself has dots is found too, before the values that its parts name."""
+    """Yield the values at a path. Keys that themselves contain dots are found too, and come first."""
     if isinstance(value, Mapping):
         if path in value:
             yield value[path]
@@ -224,7 +226,7 @@ def _in_words(path: str, value: Any) -> str:
     if isinstance(value, int) or isinstance(value, float) and math.isfinite(value):
         try:
             return str(value)
-        except ValueError:  # the number has more digits than Python writes
+        except ValueError:  # the number has more digits than Python converts to text
             pass
     wrong = Message(
         "shapes.template_value",

@@ -1,4 +1,4 @@
-"""Counts how the rows of a shard were read, and describes that to the person who brought the shard."""
+"""Counts how the rows of a shard were read, and describes the result to the person who ingests the shard."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.field_mapping import FieldMapping, has_column, list_columns
 from kernels.contract.message import Message
 
-_SAMPLED = 20  # rows of a chunk whose columns are kept, to suggest one for a missing column
-_MOST_NAMED = 12  # fields that a line names
+_SAMPLED = 20  # the columns of this many rows of a chunk are kept, to suggest one in place of a missing column
+_MOST_NAMED = 12  # a line names at most this many fields
 
 
 @dataclass
 class MappedColumns:
-    """The rows of one mapping: their number, the mapped columns that were ``found``, and the ``others`` that some rows have."""
+    """Counts the rows of one mapping, and collects the mapped columns that were ``found`` and ``others`` that the first rows have."""
 
     rows: int = 0
     found: set[str] = field(default_factory=set)
@@ -26,16 +26,15 @@ class MappedColumns:
 
 @dataclass
 class RowCounts:
-    """How the rows were read. ``messages``: by message, its number of rows. ``unread_fields``: by field that nothing reads, its number of rows.
-    ``mapped``:
-    by place of the mapping in ``fields``, the columns that its rows have."""
+    """Counts how rows were read. ``messages`` has the number of rows by message, and ``unread_fields`` by field that is not used. ``mapped`` has the
+    columns of the rows, by the place of their mapping in ``fields``."""
 
     messages: Counter[str] = field(default_factory=Counter)
     unread_fields: Counter[str] = field(default_factory=Counter)
     mapped: dict[int, MappedColumns] = field(default_factory=dict)
 
     def count_columns(self, row: Any, place: int, mapping: FieldMapping) -> None:
-        """Count the columns of a decoded row whose mapping has this place in ``fields``."""
+        """Count the columns of a decoded row. ``place`` is the place of its mapping in ``fields``."""
         if not isinstance(row, dict):
             return
         seen = self.mapped.setdefault(place, MappedColumns())
@@ -46,7 +45,7 @@ class RowCounts:
             seen.found.update(path for path in value.columns if path not in seen.found and has_column(row, path))
 
     def count_notes(self, notes: ReadingNotes) -> None:
-        """Count the notes of a row that is a document."""
+        """Count the notes about a row that was read as a document."""
         self.messages.update(notes.messages)
         self.unread_fields.update(notes.unread_fields)
 
@@ -61,13 +60,13 @@ class RowCounts:
             mine.others |= seen.others
 
     def to_shard_counts(self) -> dict[str, dict[str, int]]:
-        """The keys that a shard's ``to_shard_counts`` in the ledger get; empty counts are left out."""
+        """Return the keys that are added to a shard's ``counts`` in the ledger. Empty counts are left out."""
         both = {"read_as": self.messages, "unread": self.unread_fields}
         return {name: dict(sorted(found.items())) for name, found in both.items() if found}
 
 
 def find_missing_columns(told: RowCounts, fields: list[FieldMapping]) -> list[tuple[int, str, str]]:
-    """(place of the mapping, its key, the column) of each mapped column that no row has."""
+    """Return (place of the mapping, its key, the column) for each mapped column that no row has."""
     return [
         (place, name, path)
         for place, seen in sorted(told.mapped.items())
@@ -78,11 +77,11 @@ def find_missing_columns(told: RowCounts, fields: list[FieldMapping]) -> list[tu
 
 
 def refuse_missing_columns(told: RowCounts, fields: list[FieldMapping], file: str) -> None:
-    """Raises: InputError where a mapping names a column that no row of the file has."""
+    """Raise InputError if a mapping names a column that no row of the file has."""
     for place, name, path in find_missing_columns(told, fields):
         raise InputError(
             "shapes.no_row_has_column",
-            "{file}: no row has the column {column!r}, which fields.{place}.{key} in data.yaml names (for files {pattern!r}){near}; nothing was "
+            "{file}: no row has the column {column!r}, which data.yaml names in fields.{place}.{key} (for files {pattern!r}){near}. Nothing was "
             "stored",
             file=file,
             column=path,
@@ -94,9 +93,9 @@ def refuse_missing_columns(told: RowCounts, fields: list[FieldMapping], file: st
 
 
 def describe_rows(counts: dict[str, Any]) -> list[Message]:
-    """Lines for a person about the rows of a shard, from the shard's counts."""
+    """Return lines about the rows of a shard, from the shard's counts."""
     found = [
-        Message("shapes.read_as", "{how}: {rows:,|row|rows}", how=how, rows=rows)
+        Message("shapes.read_as", "{how} ({rows:,|row|rows})", how=how, rows=rows)
         for how, rows in counts.get("read_as", {}).items()
     ]
     if unread := counts.get("unread", {}):

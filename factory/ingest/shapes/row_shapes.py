@@ -1,4 +1,4 @@
-"""Turns a row of any known shape into the form of the document contract: by a mapping if there is one, else by the row's columns.
+"""Turns a row of any known shape into the form of the document contract. A mapping decides how, if there is one, else the row's columns do.
 
     >>> notes = ReadingNotes()
     >>> normalise_row({"instruction": "Add.", "input": "1, 2", "output": "3", "lang": "en"}, None, notes)
@@ -6,7 +6,7 @@
     >>> sorted(notes.messages), sorted(notes.unread_fields)
     (['read as Alpaca: instruction, input, output → messages'], ['lang'])
 
-The contract's own keys go first: a row with 'text' or 'messages' never has another shape. Sources of the shapes: ShareGPT's and Alpaca's
+The contract's own keys take precedence: a row with 'text' or 'messages' never has another shape. Sources of the shapes: ShareGPT's and Alpaca's
 published files, OpenAI's fine-tuning format, and TRL's "Dataset formats and types" (prompt/completion, preference).
 """
 
@@ -30,16 +30,16 @@ from factory.ingest.shapes.field_mapping import NAMES, FieldMapping, read_value
 from kernels.contract.message import Message
 
 Shape = Callable[[dict[str, Any], frozenset[str], ReadingNotes], "Content | None"]
-Content = tuple[str, Any, set[str]]  # ('text' or 'messages', its value, the columns that it was made of)
+Content = tuple[str, Any, set[str]]  # ('text' or 'messages', the value, the columns from which it was made)
 
 TEXTS = ("content", "body", "markdown", "code")  # columns other than 'text' that may hold a plain document
 _NAMING = ("id", "domain", "source", "license", "url", "path", "conversation_id", "synthetic_by")
 _CONTRACT = {*_NAMING, "created"}
-_NAMED = {"conversation": "conversation_id"}  # keys of a mapping that have another name in the contract
+_NAMED = {"conversation": "conversation_id"}  # keys of a mapping that have a different name in the contract
 
 
 def normalise_row(row: Any, mapping: FieldMapping | None, notes: ReadingNotes) -> dict[str, Any]:
-    """The row's 'text' or 'messages', and the keys that name the document. Adds to ``notes`` how the row was read.
+    """Return the row's 'text' or 'messages', and the keys that describe the document. Adds to ``notes`` how the row was read.
 
     Raises: BadRow 'bad_schema' | 'no_supervised'.
     """
@@ -81,7 +81,7 @@ def normalise_row(row: Any, mapping: FieldMapping | None, notes: ReadingNotes) -
 
 # -- by a mapping ------------------------------------------------------------------------------------------------------
 def _mapped(row: dict[str, Any], mapping: FieldMapping, ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
-    """The row's content by the mapping; None: the mapping names no content."""
+    """Return the row's content by the mapping, or None if the mapping names no content."""
 
     def column(name: str) -> Any:
         value = mapping.value(name)
@@ -144,7 +144,7 @@ def _recognised(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes
 
 
 def _conversations(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
-    """ShareGPT's conversations, or messages in a column of that name."""
+    """Read the column 'conversations': ShareGPT's turns, or messages."""
     for name in ("conversations", "conversation"):
         value = row.get(name)
         if not isinstance(value, list) or not value or not isinstance(value[0], dict):
@@ -158,7 +158,7 @@ def _conversations(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNo
 
 
 def _preference(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
-    """The prompt and the chosen answer. If the row names no prompt, the turns that both answers begin with are the prompt."""
+    """Read the prompt and the chosen answer. If the row names no prompt, the turns with which both answers begin are the prompt."""
     if "chosen" not in row or "rejected" not in row:
         return None
     notes.messages.add(
@@ -195,7 +195,7 @@ def _preference(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes
 
 
 def _alpaca(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
-    """An instruction, an optional input, and the output; also under Dolly's names. 'history' holds earlier pairs, as in LLaMA-Factory."""
+    """Read an instruction, an optional input, and the output, also under Dolly's names. 'history' has earlier pairs, as in LLaMA-Factory."""
     answer = next((name for name in ("output", "response") if isinstance(row.get(name), str)), None)
     if not isinstance(row.get("instruction"), str) or answer is None:
         return None
@@ -233,12 +233,12 @@ def _prompt_and_completion(row: dict[str, Any], ignore: frozenset[str], notes: R
 
 
 def _is_pair_of_one(used: set[str], mapping: FieldMapping | None) -> bool:
-    """Is the row a prompt and a completion, so that its ``label`` may call the completion good or bad (TRL's KTO)?"""
+    """Return whether the row is a prompt and a completion. Its ``label`` may then call the completion good or bad (TRL's KTO)."""
     return used >= {"prompt", "completion"} or (mapping is not None and mapping.prompt is not None)
 
 
 def _is_zero(label: Any) -> bool:
-    """Is the label ``false`` written as a number, as in tables? A 0 may also be a class; a person then writes 'ignore: [label]'.
+    """Return whether the label is ``false`` written as a number, as in tables. If a 0 is a class instead, a person writes 'ignore: [label]'.
 
     >>> [_is_zero(label) for label in (0, 0.0, "0", "0.0", 1, "1", 2, "bad", None)]
     [True, True, True, True, False, False, False, False, False]
@@ -247,7 +247,7 @@ def _is_zero(label: Any) -> bool:
 
 
 def _question_and_answer(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
-    """A question and its answer, if no other column may belong to the question (choices, or a passage)."""
+    """Read a question and its answer, if no other column may belong to the question (choices, or a passage)."""
     words = {"question", "answer"}
     other_files = {
         "choices",
@@ -302,7 +302,8 @@ def _asked_and_answered(prompt: str, completion: str) -> list[Turn]:
 
 
 def _pair(prompt: Any, completion: Any, ignore: frozenset[str], notes: ReadingNotes) -> list[Turn]:
-    """A prompt and its completion, each a text or a list of messages. Only the completion carries loss (TRL's ``completion_only_loss``)."""
+    """Return the turns of a prompt and its completion, each a text or a list of messages. Only the completion carries loss (TRL's
+    ``completion_only_loss``)."""
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list | tuple):
             wrong = Message(
@@ -322,12 +323,12 @@ def _pair(prompt: Any, completion: Any, ignore: frozenset[str], notes: ReadingNo
 
 
 def _silent(before: list[Turn]) -> list[Turn]:
-    """The turns of a prompt, without loss."""
+    """Return the turns of a prompt without loss."""
     return [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in before]
 
 
 def _with_row_system(row: Mapping[str, Any], said: list[Turn], used: set[str]) -> Content:
-    """The chat with the column 'system' as its first turn, as in Anthropic's and LLaMA-Factory's formats."""
+    """Return the chat with the column 'system' as its first turn, as in Anthropic's and LLaMA-Factory's formats."""
     system = row.get("system")
     if isinstance(system, str):
         return "messages", _with_system(system, said), used | {"system"}

@@ -1,6 +1,6 @@
-"""Tools, tool calls and reasoning as text: the form of the training data, and of the exported chat template.
+"""Writes tools, tool calls and reasoning as text, in the form of the training data and of the exported chat template.
 
-Hermes 2 Pro and Qwen2.5 use this form; vLLM's parser ``hermes`` and others read it. All of it is ordinary text without special tokens.
+Hermes 2 Pro and Qwen2.5 use this form, and vLLM's parser ``hermes`` and others read it. All of it is ordinary text without special tokens.
 
     >>> print(render_answer("Let me see.", "Which town?", [DocumentToolCall("weather", {"town": "Zürich"})]))
     <think>
@@ -13,7 +13,7 @@ Hermes 2 Pro and Qwen2.5 use this form; vLLM's parser ``hermes`` and others read
     </tool_call>
 
 JSON is written as transformers' filter ``tojson`` writes it: characters as they are, keys in the order of the row. The keys of a tool are in
-the order of vLLM's API (name, description, parameters, others). Keys with null are left out, since that API adds some.
+the order of vLLM's API (name, description, parameters, others). Keys with null are left out, because that API adds some.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ REASONING_KEYS = (
     "reasoning_content",
     "reasoning",
     "thinking",
-)  # of DeepSeek and Qwen; of OpenRouter and vLLM; of gpt-oss
+)  # used by DeepSeek and Qwen; by OpenRouter and vLLM; by gpt-oss
 CALLS = ("tool_calls", "function_call")  # OpenAI's key, and its older key
 TOOLS = ("tools", "functions")
 
 
 @dataclass(frozen=True)
 class DocumentToolCall:
-    """A tool call in a turn. ``id``: a result may name the call by it."""
+    """A tool call in a turn. A result may refer to the call by ``id``."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class DocumentToolCall:
 
 @dataclass(frozen=True)
 class OfferedTool:
-    """A tool that a system turn offers. ``json_line``: its line of JSON."""
+    """A tool that a system turn offers. ``json_line`` is the tool as one line of JSON."""
 
     name: str
     json_line: str
 
 
 def render_answer(content: str, reasoning: str, calls: Sequence[DocumentToolCall]) -> str:
-    """The text of an assistant's turn. Content without reasoning and calls stays as it is."""
+    """Return the text of an assistant's turn. Content without reasoning and calls stays as it is."""
     if not reasoning and not calls:
         return content
     said = "\n".join([*([content.strip()] if content.strip() else []), *map(_called, calls)])
@@ -64,24 +64,24 @@ def render_answer(content: str, reasoning: str, calls: Sequence[DocumentToolCall
 
 
 def append_tools(system: str, tools: Sequence[OfferedTool]) -> str:
-    """A system turn that offers tools after its own text."""
+    """Return the text of a system turn that offers tools after its own text."""
     lines = "".join(f"\n{tool.json_line}" for tool in tools)
     return "\n\n".join([*([system.strip()] if system.strip() else []), f"{TOOLS_HEAD}{lines}{TOOLS_TAIL}"])
 
 
 def strip_tools(system: str) -> str:
-    """A system turn's own text, without the tools. All chats of an application list the same tools, which does not make the chats similar."""
+    """Return a system turn's own text without the tools. All chats of an application list the same tools, which does not make the chats similar."""
     return system.partition(TOOLS_HEAD)[0]
 
 
 def lists_all_tools(system: str, tools: Sequence[OfferedTool]) -> bool:
-    """Does a system turn already list all of these tools, as in the rows of Hermes' function calling data?"""
+    """Return whether a system turn already lists all of these tools, as in the rows of Hermes' function calling data."""
     listed = system.partition("<tools>")[2].rpartition("</tools>")[0]
     return all(f'"{tool.name}"' in listed or f"'{tool.name}'" in listed for tool in tools)
 
 
 def read_tools(name: str, value: Any) -> list[OfferedTool]:
-    """The tools of a row: a list of OpenAI's objects or of bare functions, or the list as JSON. Raises: BadRow 'bad_schema'."""
+    """Read the tools of a row: a list of OpenAI's objects or of bare functions, or the list as JSON text. Raises: BadRow 'bad_schema'."""
     found = _decoded(value, repr(name))
     items = [found] if isinstance(found, Mapping) else found
     if not isinstance(items, list | tuple):
@@ -94,7 +94,7 @@ def read_tools(name: str, value: Any) -> list[OfferedTool]:
 
 
 def read_calls(where: str, value: Any) -> list[DocumentToolCall]:
-    """The calls of a message: one call or a list, as objects or as JSON. Raises: BadRow 'bad_schema'."""
+    """Read the calls of a message: one call or a list, as objects or as JSON text. Raises: BadRow 'bad_schema'."""
     found = _decoded(value, where)
     items = [found] if isinstance(found, Mapping) else found
     if not isinstance(items, list | tuple):
@@ -105,7 +105,7 @@ def read_calls(where: str, value: Any) -> list[DocumentToolCall]:
 
 
 def read_reasoning(where: str, message: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The reasoning of a message, from any of the fields ``names``. Raises: BadRow 'bad_schema' where the fields differ or are not text."""
+    """Read the reasoning of a message from any of the fields ``names``. Raises: BadRow 'bad_schema' if the fields differ or are not text."""
     found = ""
     for name in names:
         value = message[name]
@@ -154,7 +154,7 @@ def _tool(where: str, item: Any) -> OfferedTool:
 
 
 def _call(where: str, item: Any) -> DocumentToolCall:
-    """Raises: BadRow for an item that is not a call, and for a call with a key that the chat template cannot show."""
+    """Read one call. Raises: BadRow for an item that is not a call, and for a call with a key that the chat template cannot show."""
     function = _function(item, where, Message("shapes.unnamed_call", "{where}: a call names no function", where=where))
     known = {"id", "type", "index", "function", "name", "arguments"}
     if strange := sorted(str(key) for one in (item, function) for key in one if key not in known and one[key]):
@@ -184,7 +184,7 @@ def _call(where: str, item: Any) -> DocumentToolCall:
 
 
 def _function(item: Any, where: str, unnamed: Message) -> Mapping[str, Any]:
-    """The value of ``function`` in OpenAI's object, or a bare function. Raises: BadRow where it has no name, or is of another type."""
+    """Return the value of ``function`` in OpenAI's object, or the bare function. Raises: BadRow if it has no name or is of another type."""
     inner = item.get("function") if isinstance(item, Mapping) else None
     function = inner if isinstance(inner, Mapping) else item
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
@@ -201,7 +201,7 @@ def _function(item: Any, where: str, unnamed: Message) -> Mapping[str, Any]:
 
 
 def _decoded(value: Any, where: str) -> Any:
-    """The JSON value of a text, as many data sets have it, or the value itself."""
+    """Return the JSON value of a text, since many data sets have JSON in a string, or the value itself."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:
@@ -214,7 +214,7 @@ def _decoded(value: Any, where: str) -> Any:
 
 
 def _json(value: Any, where: str = "") -> str:
-    """A value as JSON. Raises: BadRow for a value that JSON cannot express, such as NaN or a date."""
+    """Return a value as JSON text. Raises: BadRow for a value that JSON cannot express, such as NaN or a date."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""The text that offers tools to a model in a system turn: in training data, and in the exported chat template."""
+"""Defines the text that offers tools to a model in a system turn. Training data and the exported chat template use it."""
 
 from __future__ import annotations
 
-# Before and after the list of tools, which has one line for each tool.
+# The text before and after the list of tools. The list has one line for each tool.
 TOOLS_HEAD = (
     "# Tools\n\nYou may call functions to help with what is asked. Their signatures are between <tools> and </tools>, one JSON object a "
     "line:\n<tools>"

@@ -1,4 +1,4 @@
-"""From seconds of runs to seconds of a step: gains that do not count, in tables; and what CPU time may decide."""
+"""How the patch gate computes seconds of a step from seconds of runs, which gains do not count, and when CPU time decides."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_only_quicker_steps_are_a_gain(measured: RunSeconds, ratio: float) -> No
 
 
 @pytest.mark.parametrize("steps", [200, 800, 3200])
-def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps: int) -> None:
+def test_a_candidate_that_hides_its_start_up_time_is_not_promoted(steps: int) -> None:
     """The candidate waits only in the runs that show its overhead. Short runs credit a gain, long runs never enough."""
     overhead = 0.5
     found = step_seconds_evidence(POLICY, runs(overhead, 0.05, brief=overhead))
@@ -95,7 +95,7 @@ def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps:
         (RunSeconds([1, 2], [2, 2], [1, 1], twice=5, overhead=1), "patch.too_short", {"steps": 100, "overhead": 1}),
     ],
 )
-def test_doubts_about_the_baseline_are_found(measured: RunSeconds, code: str, data: dict[str, Any]) -> None:
+def test_an_unreliable_baseline_timing_is_reported(measured: RunSeconds, code: str, data: dict[str, Any]) -> None:
     found = step_seconds_evidence(POLICY, measured)
     said = find_unreliable_timing(POLICY, found, 1)
     assert getattr(said, "code", "") == code and all(has(said, name, value) for name, value in data.items())
@@ -115,13 +115,13 @@ SHORT = TrainingPolicy(steps=11, pairs=2, max_noise=1.5)
         (RunSeconds([2.0, 2.0], [1.01, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), False),
     ],
 )
-def test_doubtful_seconds_are_found(measured: RunSeconds, doubtful: bool) -> None:
+def test_no_step_seconds_are_computed_from_doubtful_runs(measured: RunSeconds, doubtful: bool) -> None:
     found = step_seconds_evidence(SHORT, measured)
     assert ("doubt" in found) == doubtful == ("baseline_seconds" not in found)
     assert found["total_seconds"] == {"baseline": list(measured.baseline), "candidate": list(measured.candidate)}
 
 
-def test_seconds_of_a_step_are_those_beside_the_overhead() -> None:
+def test_step_seconds_exclude_the_overhead() -> None:
     found = step_seconds_evidence(SHORT, RunSeconds([3.0, 2.0], [1.5, 2.5], [1.0, 1.25], twice=4.0, overhead=1.0))
     assert found["baseline_seconds"] == [pytest.approx(0.2), pytest.approx(0.1)] and found["slow_control"] == 2.0
     # of the candidate the longer of: all but the overhead; all but a brief run, for as many steps as that has not
@@ -137,7 +137,7 @@ def test_seconds_of_a_step_are_those_beside_the_overhead() -> None:
     )
 
 
-def test_the_gain_of_a_quick_start() -> None:
+def test_long_runs_limit_the_gain_that_a_quick_start_can_hide() -> None:
     assert long_run_gain(11.0, 6.0, 11, 1.0) == {"steps": 11, "ratio": 2.0, "hideable": 1.0}  # the start is one step
     assert gain_of_quick_start(3.0, 10.0, 10) == pytest.approx(10 / 8) and gain_of_quick_start(0.5, 10.0, 10) == 1.0
     assert long_run_gain(11.0, 1.0, 11, 1.0)["ratio"] == pytest.approx(10_000)
@@ -148,7 +148,7 @@ times = st.lists(st.floats(0.6, 9), min_size=2, max_size=2)
 
 
 @given(times, times, times, times)
-def test_the_candidates_runs_never_cause_a_repetition(
+def test_seconds_of_the_candidate_never_cause_a_new_measurement(
     baseline: list[float], candidate: list[float], other: list[float], briefs: list[float]
 ) -> None:
     """Otherwise a patch could be measured until its result is lucky."""
@@ -161,7 +161,7 @@ def test_the_candidates_runs_never_cause_a_repetition(
     assert len(said) == 1
 
 
-def test_the_overhead_of_cpu_time_is_told_by_twice_the_steps() -> None:
+def test_cpu_overhead_is_found_from_a_run_of_twice_the_steps() -> None:
     assert cpu_overhead(POLICY, [run(0.5, 100)] * 3, run(0.5, 200)) == pytest.approx(0.5)
     assert cpu_overhead(POLICY, [1.0, 1.0], 9.0) == 0.0
 
@@ -196,7 +196,9 @@ BUSY = LESS | {"baseline_seconds": [1.0, 1.4, 1.0, 1.0]}
         (LESS, LESS | {"baseline_seconds": [1.0, math.nan, 1.0, 1.0]}, {}, "hold"),
     ],
 )
-def test_when_cpu_time_decides(tree: Any, thread: Any, others: dict[str, Any], outcome: str) -> None:
+def test_cpu_time_decides_only_if_both_cpu_clocks_show_the_gain(
+    tree: Any, thread: Any, others: dict[str, Any], outcome: str
+) -> None:
     told = {"device": "cpu", "new_code": False, "cpu": {"tree": tree, "thread": thread}}
     verdict = judge_patch(SHIPPED, evidence(NOISY["baseline"], NOISY["candidate"], **(told | others)))
     assert verdict.outcome == outcome, verdict
@@ -206,7 +208,7 @@ def test_when_cpu_time_decides(tree: Any, thread: Any, others: dict[str, Any], o
         assert tells(verdict.reasons[:1], expect("patch.held_by_noise", noisy="patch.too_noisy", pairs=4))
 
 
-def test_the_smaller_gain_by_cpu_time_is_reported_and_each_is_told() -> None:
+def test_the_smaller_of_two_cpu_gains_decides_and_both_are_reported() -> None:
     more = LESS | {"candidate_seconds": [0.5, 0.5, 0.51, 0.5]}
     for tree, thread in ((LESS, more), (more, LESS)):
         told = {
@@ -238,7 +240,7 @@ EVEN, ALIKE, LOWER = [1.0] * 4, [1.0, 1.01, 1.0, 1.0], [0.95, 0.975, 0.925, 0.95
         ([1.0, 1.3, 1.0, 1.0], [0.5] * 4, 0, 0.9, "hold"),  # this clock is as noisy
     ],
 )
-def test_what_cpu_time_must_show(
+def test_cpu_time_promotes_only_a_clear_gain_on_quiet_clocks(
     baseline: list[float], candidate: list[float], discarded: int, wall: float, outcome: str
 ) -> None:
     clock = {"baseline_seconds": baseline, "candidate_seconds": candidate}
@@ -261,7 +263,7 @@ def test_a_quiet_wall_clock_is_not_overruled_by_cpu_time() -> None:
     assert verdict.outcome == "reject" and verdict.reasons[1].code == "patch.wall_gain"
 
 
-def test_how_often_cpu_time_errs() -> None:
+def test_cpu_time_rarely_promotes_a_patch_without_a_gain() -> None:
     """Simulated, a patch without a gain on a wall clock that nobody could read: processes move CPU seconds by 1 to 3 %, runs by 1 %."""
     draw, times = random.Random(3), 1500
     for apart in (0.01, 0.02, 0.03):
@@ -285,7 +287,7 @@ def test_how_often_cpu_time_errs() -> None:
 
 # -- measuring anew --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("skewed", [False, True])
-def test_how_often_the_judge_errs_when_noise_is_measured_anew(skewed: bool) -> None:
+def test_new_measurements_do_not_raise_the_share_of_wrong_promotions(skewed: bool) -> None:
     """Simulated, a patch without a gain: a process moves its two runs by 1 %, other programs each run by ``each``. Trying again is no
     second chance: what a verdict after it needs makes up for what luck it adds."""
     policy, draw, times = SHIPPED.training, random.Random(11), 1500

@@ -1,4 +1,5 @@
-"""How the last stages read a training's files: the weights in the judge's own model, and the state from which the next run continues."""
+"""How the last stages of the patch gate read the files of a training: the weights in the judge's own model, and the state from which a run
+continues."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from trainer.model.transformer import Decoder
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_judges_model_of_a_checkpoint_is_the_trainers(family: str) -> None:
+def test_the_judges_model_computes_the_same_as_the_trainers_model(family: str) -> None:
     recipe = recipe_with(**(ODD | FAMILIES[family][1]))
     trained = Decoder(recipe.model, bind_ops({}), torch.float32)
     trained.initialise(seed=4)
@@ -53,7 +54,7 @@ def test_the_judges_model_of_a_checkpoint_is_the_trainers(family: str) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_recipe_of_many_ranks_runs_alone_in_the_sandbox() -> None:
+def test_a_recipe_for_many_ranks_is_changed_to_one_rank_for_the_sandbox() -> None:
     many = recipe_with(parallel={"tensor": 2, "replicas": 2, "recompute": "block"}).model_dump()
     parsed = Recipe.parse(many)
     with pytest.raises(RecipeError, match="parallel.tensor"):
@@ -105,7 +106,7 @@ def test_read_tensors_are_not_views_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("regions", ["[]", "1", '"x"', '{"w": 7}', "{"])
-def test_odd_regions_are_the_codes_fault(tmp_path: Path, regions: str) -> None:
+def test_a_checkpoint_with_odd_regions_is_refused_as_untrusted(tmp_path: Path, regions: str) -> None:
     """The error is an expected one: an unexpected error would hold the patch instead of rejecting it."""
     path = written(tmp_path, optimizer()) / "model.safetensors"
     save_file(WEIGHTS, path, metadata={REGIONS: regions})
@@ -160,7 +161,7 @@ def test_odd_regions_are_the_codes_fault(tmp_path: Path, regions: str) -> None:
         (optimizer(), {"recipe": 7}, expect("patch.state_differs", keys=["recipe"])),
     ],
 )
-def test_a_checkpoint_is_compared_whole(
+def test_checkpoints_are_compared_in_weights_optimizer_and_state(
     tmp_path: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any], expected: Expected | None
 ) -> None:
     written(tmp_path / "a", tensors, **state)
@@ -196,7 +197,7 @@ def linked(folder: Path) -> None:
         (shutil.rmtree, "is missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_no_checkpoint(tmp_path: Path, spoil: Callable[[Path], Any], words: str) -> None:
+def test_a_damaged_checkpoint_counts_as_missing(tmp_path: Path, spoil: Callable[[Path], Any], words: str) -> None:
     spoil(written(tmp_path, optimizer()))
     with refused("runs.no_checkpoint", UntrustedFileError) as error:
         left_in(tmp_path)
@@ -214,7 +215,7 @@ def test_a_damaged_checkpoint_is_no_checkpoint(tmp_path: Path, spoil: Callable[[
         ({"w": torch.full((4,), math.inf)}, "runs.weights_not_finite", "w"),
     ],
 )
-def test_weights_of_another_model_are_none(
+def test_weights_of_another_model_are_refused(
     tmp_path: Path, weights: dict[str, torch.Tensor], code: str, tensor: str
 ) -> None:
     save(tmp_path / "checkpoints", Checkpoint(weights, optimizer(), STATE))
@@ -222,7 +223,7 @@ def test_weights_of_another_model_are_none(
         left_in(tmp_path)
 
 
-def test_a_run_is_revealed_whole(tmp_path: Path) -> None:
+def test_the_spec_of_a_run_appears_complete(tmp_path: Path) -> None:
     """A trainer that waits reads the file as soon as it has its name."""
     folder = os.open(tmp_path, os.O_RDONLY)
     try:

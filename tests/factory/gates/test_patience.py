@@ -1,4 +1,4 @@
-"""Time limits of a candidate: relative to the baseline, one longer second attempt, then a hold; and repeated measurements of noise."""
+"""Time limits of a candidate follow the baseline: one longer second attempt, then the patch is held. Noisy measurements are repeated."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_candidates_limits_follow_the_baseline(baseline: float, limits: tuple[
     assert all(f"{limit:.0f}" in said for limit in limits) and "raise oracle.patience" in said
 
 
-def test_only_a_stopped_attempt_is_repeated() -> None:
+def test_only_an_attempt_that_ran_out_of_time_is_repeated() -> None:
     tried: list[tuple[int, float]] = []
 
     def needs(seconds: float) -> Callable[[int, float], bool]:
@@ -268,7 +268,7 @@ def test_a_disturbed_baseline_is_measured_again(
     ],
 )
 @pytest.mark.parametrize("new_code", [False, True])
-def test_a_gain_is_measured_again_the_candidate_first(
+def test_a_gain_is_measured_again_with_the_candidate_first(
     plant: Sessions,
     tmp_path: Path,
     workspace: Any,
@@ -331,7 +331,9 @@ def test_a_session_that_never_ends_holds_the_patch(
     assert tells(verdict.reasons[:1], expected), verdict
 
 
-def test_a_compile_cache_moves_along_with_its_own_side(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+def test_each_side_keeps_its_own_compile_cache_between_sessions(
+    plant: Sessions, tmp_path: Path, workspace: Any
+) -> None:
     compiled = devices.compiled_code_folder(workspace.root, "") / "inductor"
     compiled.mkdir(parents=True)
     plant.out_of_time = {("candidate", 1)}
@@ -397,7 +399,7 @@ def test_partly_missing_cpu_time_is_left_out(plant: Sessions, tmp_path: Path, wo
         ({("baseline", 0): [0.98, 1.0]}, 2, "failed", "reject"),
     ],
 )
-def test_weights_that_are_apart_end_the_measurement(
+def test_weights_that_differ_end_the_measurement(
     plant: Sessions, tmp_path: Path, workspace: Any, weights: Any, sessions: int, state: str, outcome: str
 ) -> None:
     plant.weights = weights
@@ -414,7 +416,9 @@ def test_weights_that_are_apart_end_the_measurement(
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_moments_that_are_apart_fail_the_patch(plant: Sessions, tmp_path: Path, workspace: Any, number: int) -> None:
+def test_optimizer_moments_that_differ_fail_the_patch(
+    plant: Sessions, tmp_path: Path, workspace: Any, number: int
+) -> None:
     """One pair's checkpoints of each half are compared whole."""
     plant.moments = {("candidate", number): 1.009}
     assert compared(plant, POLICY, tmp_path, workspace)[0]["state"] == "passed"
@@ -428,7 +432,7 @@ def test_moments_that_are_apart_fail_the_patch(plant: Sessions, tmp_path: Path, 
     )
 
 
-def test_the_control_is_held_against_the_run_on_its_own_data(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+def test_the_control_is_compared_with_the_run_on_the_same_data(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     """The second half's data move weights and moments by other steps."""
     large = {(side, 1): [2.0, 2.0] for side in ("baseline", "candidate")}
     plant.weights, plant.moments = large, {("baseline", 1): 3.0, ("candidate", 1): 3.0}
@@ -439,7 +443,7 @@ def test_the_control_is_held_against_the_run_on_its_own_data(plant: Sessions, tm
 
 
 @pytest.mark.parametrize(("side", "state"), [("candidate", "failed"), ("baseline", "missing")])
-def test_a_run_that_breaks_is_told_with_its_side(
+def test_a_run_that_breaks_is_reported_with_its_side(
     plant: Sessions, tmp_path: Path, workspace: Any, side: str, state: str
 ) -> None:
     plant.broken = {(side, 1): "run 2: no"}
@@ -450,7 +454,7 @@ def test_a_run_that_breaks_is_told_with_its_side(
     assert row["arm"]["name"].startswith(f"{side}, ") and row["arm"]["code"] == side[0] * 40
 
 
-def test_limits_follow_the_session_before_and_a_long_run_has_its_share(
+def test_time_limits_follow_the_baselines_session_and_grow_with_the_long_run(
     plant: Sessions, tmp_path: Path, workspace: Any
 ) -> None:
     plant.busy = FASTER
@@ -467,7 +471,7 @@ def test_limits_follow_the_session_before_and_a_long_run_has_its_share(
 
 
 @pytest.mark.parametrize(("first", "second", "told"), [(1.004, 1.002, 0), (1.002, 1.004, 1), (1.002, 1.002, 0)])
-def test_of_two_measurements_the_pair_that_is_further_apart_is_scored(
+def test_the_pair_that_differs_more_of_two_measurements_is_scored(
     plant: Sessions, tmp_path: Path, workspace: Any, first: float, second: float, told: int
 ) -> None:
     plant.busy = FASTER
@@ -480,7 +484,7 @@ def test_of_two_measurements_the_pair_that_is_further_apart_is_scored(
     assert found["drift"] == pytest.approx(first - 1, rel=1e-3)
 
 
-def test_the_arms_of_each_session(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+def test_each_session_trains_the_planned_arms(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.busy = FASTER
     compared(plant, POLICY, tmp_path, workspace)
     assert [(side, [arm.last - arm.first for arm in arms]) for side, arms, *_ in plant.given] == [
@@ -517,7 +521,7 @@ def test_the_arms_of_each_session(plant: Sessions, tmp_path: Path, workspace: An
         (520.0, [90.0, 90.0, 10.0, 10.0, 10.0, 10.0], 2),
     ],
 )
-def test_another_measurement_begins_only_if_the_longest_so_far_would_end_in_time(
+def test_a_new_measurement_begins_only_if_it_would_probably_end_in_time(
     plant: Sessions, tmp_path: Path, workspace: Any, monkeypatch: Any, budget: float, seconds: list[float], rounds: int
 ) -> None:
     monkeypatch.setattr(patch_training, "time", SimpleNamespace(monotonic=lambda: 1000.0 + plant.now))
@@ -531,7 +535,7 @@ def test_another_measurement_begins_only_if_the_longest_so_far_would_end_in_time
         assert one["overhead_seconds"] == pytest.approx(OVERHEAD) and len(one["total_seconds"]["candidate"]) == 4
 
 
-def test_a_measurement_without_seconds_of_a_step_has_no_noise(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+def test_a_measurement_without_step_seconds_has_no_noise(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.busy = {("baseline", number): [0.0, 0.0] for number in range(9)}
     found, pair = compared(plant, POLICY.model_copy(update={"tries": 2}), tmp_path, workspace)
     assert [one["noise"] for one in found["discarded"]] == [None] and found["state"] == "missing" and pair is not None

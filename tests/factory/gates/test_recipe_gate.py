@@ -149,7 +149,7 @@ def test_code_with_a_learnt_key_is_refused_by_the_patch_gate(made: Made, old: st
     assert tells(verdict["reasons"][:1], expect("patch.computes_other", path=TINY, key=key))
 
 
-def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
+def test_a_change_of_a_recipe_that_this_workspace_does_not_train_is_held(made: Made) -> None:
     found = submitted(made, ("lr: 4e-3", "lr: 5e-3"), path="policies/recipes/demo.yaml")
     assert found.verdict["outcome"] == "hold"
     assert tells(found.verdict["reasons"][:1], expect("gates.unused_recipe", used=TINY))
@@ -167,7 +167,7 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     assert tells(found.verdict["reasons"][:1], expect("gates.own_recipe", used=TINY))
 
 
-def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
+def test_a_model_as_scout_gets_two_drafts_refused_and_one_judged(made: Made) -> None:
     """Over a real server: two drafts that cannot be, and one that goes to a branch and to the gate."""
     bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_training_start(made.ledger))  # type: ignore[arg-type]
     with ReplayServer(recorded("scout")) as server:
@@ -188,7 +188,7 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     assert len(spent) == 4 and spent[-1]["tokens"] == 1000 and made.left_behind() == []
 
 
-def test_an_unknown_key_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_target_key_is_refused_before_any_request(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_training_start(made.ledger))  # type: ignore[arg-type]
     with ReplayServer(RecordedSession(turns=[])) as server:
         options = AgentOptions(server.url, "m", target="optimizer.rate")
@@ -222,7 +222,7 @@ def test_a_candidate_never_gets_more_tokens_than_the_baseline() -> None:
     assert (longer["candidate"].trunk, longer["candidate"].tail) == (7, 10)
 
 
-def test_changes_that_short_runs_favour_run_longer() -> None:
+def test_changes_that_short_runs_favour_get_longer_runs() -> None:
     policy, base = RunsPolicy(seeds=3, steps=12, tail_steps=5, calmer_longer=3), recipe()
     for parts, times in (
         ({"optimizer": {"lr": 2e-3}}, 3),
@@ -237,7 +237,7 @@ def test_changes_that_short_runs_favour_run_longer() -> None:
         assert (size.trunk, size.tail) == (12 * times, 5 * times)
 
 
-def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) -> None:
+def test_every_run_ends_in_an_anneal_to_zero_on_the_data_that_follows(made: Made) -> None:
     start = find_training_start(made.ledger)
     assert start is not None
     other = recipe(
@@ -260,7 +260,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
 
 
 # -- real runs -------------------------------------------------------------------------------------------------------
-def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None:
+def test_a_null_change_has_no_gain_and_both_sides_of_a_pair_share_their_data(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 3.0003e-3"))
     assert found.verdict["outcome"] == "reject"
     assert tells(found.verdict["reasons"][:1], expect("recipe.no_gain"))
@@ -277,7 +277,7 @@ def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None
     assert {run["arm"]["last"] - run["arm"]["first"] for run in rows} == {12, 5}
 
 
-def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
+def test_a_harmful_change_is_rejected_and_the_report_shows_the_loss(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 0.9"))
     assert found.verdict["outcome"] == "reject"
     assert tells(found.verdict["reasons"][:1], expect("recipe.worse"))
@@ -291,14 +291,16 @@ def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     assert "Predicted: 0.0100 bits " in git(made.target, "log", "-1", "--format=%B", found.row["branch"])
 
 
-def test_a_candidate_that_breaks_down_is_rejected_at_once(made: Made) -> None:
+def test_a_candidate_whose_first_run_breaks_down_is_rejected_at_once(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 1e39"))
     assert found.verdict["outcome"] == "reject"
     assert tells(found.verdict["reasons"][:1], expect("recipe.run_failed", side="candidate"))
     assert len(found.runs["baseline"]) == 1 and found.runs["candidate"] == []  # the others were not run
 
 
-def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_judge_holds_the_change_and_leaves_no_files(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*arguments: Any) -> dict[str, float]:
         raise OSError("no space left on device")
 
@@ -309,7 +311,7 @@ def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkey
     assert tells(verdict["reasons"][:1], expected)
 
 
-def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> None:
+def test_a_rate_that_is_too_low_is_found_by_the_scout_and_its_change_is_merged(made: Made) -> None:
     """Proposed, judged, approved; the next segment is planned with the new recipe and needs no runs to be certified."""
     (made.target / TINY).write_text((made.target / TINY).read_text().replace(RATE, LOW))
     git(made.target, "commit", "-q", "-am", "a rate that is much too low")

@@ -1,4 +1,4 @@
-"""The judge of recipe changes as a pure function: what promotes, what doesn't, and what evidence it refuses to believe."""
+"""The judge of recipe changes as a pure function: which evidence promotes, which does not, and which evidence it does not accept."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SLOW = {"candidate_tokens_per_s": [80.0, 81.0, 79.0, 80.0]}
         (evidence([0.03] * 4, **SLOW, same_cost="True"), "reject", expect("recipe.slower", slower=1.25)),
     ],
 )
-def test_each_evidence_has_its_verdict(found: dict[str, Any], outcome: str, expected: Expected) -> None:
+def test_each_kind_of_evidence_gets_its_verdict(found: dict[str, Any], outcome: str, expected: Expected) -> None:
     verdict = judge_recipe(POLICY, found)
     assert verdict.outcome == outcome and tells(verdict.reasons[:1], expected), verdict
 
@@ -110,7 +110,7 @@ FINE: dict[str, Any] = {
         ({"memory": 2.01, "slower": 1.6, "surely": 1.0}, "reject"),
     ],
 )
-def test_values_on_a_threshold(shown: dict[str, Any], outcome: str) -> None:
+def test_the_judge_decides_values_on_both_sides_of_each_threshold(shown: dict[str, Any], outcome: str) -> None:
     of = FINE | shown
     wide = lambda mean, lower: BoundedMean(mean, lower, 9.0)
     domains = {"code": wide(1.0, 1.0), "docs": wide(of["docs"], of["least"])}
@@ -123,7 +123,7 @@ def test_values_on_a_threshold(shown: dict[str, Any], outcome: str) -> None:
     assert _decide(ROUND, found, same_cost=True).outcome == ("promote" if costs else outcome)
 
 
-def test_numbers_are_counted_and_summed_as_they_are() -> None:
+def test_the_comparison_has_the_means_of_the_measured_numbers() -> None:
     runs = evidence([0.03, 0.01, 0.02, 0.04], docs=[0.01, 0.01, 0.02, 0.02])["stages"]["runs"]
     runs |= {"baseline_memory": 2.0, "candidate_memory": 3.0, "candidate_tokens_per_s": [50.0, 50.5, 49.5, 50.0]}
     found = compare_recipes(POLICY.runs, runs, 1)
@@ -145,7 +145,7 @@ def test_numbers_are_counted_and_summed_as_they_are() -> None:
     assert compare_recipes(POLICY.runs, runs | {"candidate_tokens_per_s": [1.0] * 5}, 1) is None
 
 
-def test_the_bounds_are_those_of_a_paired_t_test_shared_among_the_tries() -> None:
+def test_bounds_follow_a_paired_t_test_corrected_for_the_number_of_tries() -> None:
     gains = [0.012, 0.004, 0.009, 0.007]
     found = compare_recipes(POLICY.runs, evidence(gains)["stages"]["runs"], tries=2)
     assert found is not None
@@ -163,13 +163,13 @@ def test_a_gain_that_one_try_shows_is_not_shown_after_many() -> None:
     assert judge_recipe(POLICY, once | {"tries": 10}).outcome == "hold"
 
 
-def test_the_noise_floor_is_that_of_the_seeds() -> None:
+def test_a_gain_below_the_noise_of_the_seeds_is_rejected() -> None:
     below, above = (evidence([NOISE * share] * 4) for share in (0.99, 1.01))
     assert POLICY.runs.min_gain < NOISE
     assert [judge_recipe(POLICY, found).outcome for found in (below, above)] == ["reject", "promote"]
 
 
-def test_scores_that_no_seed_moves_were_not_measured() -> None:
+def test_scores_that_are_equal_for_all_seeds_hold() -> None:
     same = copy.deepcopy(GOOD)
     same["stages"]["runs"]["baseline"] = [{"code": 2.0, "docs": 2.0}] * 4
     same["stages"]["runs"]["candidate"] = [{"code": 1.9, "docs": 1.9}] * 4
@@ -193,7 +193,7 @@ HOSTILE: list[Any] = [None, math.nan, math.inf, -math.inf, "0.1", "", True, [], 
 
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("place", ["score", "run", "runs", "speed", "speeds", "memory"])
-def test_no_number_no_promotion(place: str, value: Any) -> None:
+def test_a_missing_or_odd_number_never_promotes(place: str, value: Any) -> None:
     for sides in (("baseline",), ("candidate",), ("baseline", "candidate")):
         _no_promotion(copy.deepcopy(GOOD), sides, place, value)
 
@@ -216,7 +216,7 @@ def _no_promotion(found: dict[str, Any], sides: tuple[str, ...], place: str, val
         assert judge_recipe(POLICY, found).outcome == "hold"
 
 
-def test_too_few_seeds_or_other_domains_hold() -> None:
+def test_too_few_seeds_or_differing_domains_hold() -> None:
     few, lost, uneven = (copy.deepcopy(GOOD) for _ in range(3))
     runs = few["stages"]["runs"]
     few["stages"]["runs"] = {key: value[:3] if isinstance(value, list) else value for key, value in runs.items()}
@@ -246,7 +246,7 @@ def test_every_stage_must_have_passed(name: str, state: str | None, outcome: str
 
 
 @pytest.mark.parametrize("tries", [0, -1, True, "1", None, 1.5])
-def test_unknown_tries_hold(tries: Any) -> None:
+def test_an_unknown_number_of_tries_holds(tries: Any) -> None:
     assert judge_recipe(POLICY, GOOD | {"tries": tries}).outcome == "hold"
 
 

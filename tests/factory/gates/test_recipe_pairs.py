@@ -70,7 +70,9 @@ COSINE = {"schedule__kind": "cosine", "schedule__cosine_steps": 40, "schedule__f
         ({"schedule__final_lr_share": 0.2}, {"schedule__final_lr_share": 0.1}, 6, 1),  # of an anneal alone
     ],
 )
-def test_calmer_recipes_run_longer(old: dict[str, Any], new: dict[str, Any], step: int, times: int) -> None:
+def test_recipes_with_smaller_steps_get_longer_runs(
+    old: dict[str, Any], new: dict[str, Any], step: int, times: int
+) -> None:
     found = lengthen_runs_in_policy(POLICY, step, recipe(**old), recipe(**new))
     assert found == POLICY.model_copy(update={"steps": 12 * times, "tail_steps": 6 * times})
 
@@ -87,7 +89,7 @@ def test_calmer_recipes_run_longer(old: dict[str, Any], new: dict[str, Any], ste
         ({"batch__sequences": 4}, 24, 12),
     ],
 )
-def test_the_candidates_steps_have_the_baselines_tokens(keys: dict[str, Any], trunk: int, tail: int) -> None:
+def test_the_candidates_run_lengths_match_the_baselines_tokens(keys: dict[str, Any], trunk: int, tail: int) -> None:
     assert choose_lengths(POLICY, 6, recipe(), recipe(**keys)) == {
         "baseline": RunLengths(12, 6),
         "candidate": RunLengths(trunk, tail),
@@ -106,7 +108,7 @@ def test_impossible_runs_are_refused(keys: dict[str, Any], code: str, data: dict
         choose_lengths(POLICY, 6, recipe(), recipe(**keys))
 
 
-def test_a_run_leaves_its_last_step_only() -> None:
+def test_a_run_keeps_only_its_last_checkpoint() -> None:
     of = recipe(stability__noise_scale_every=3, checkpoint_every=2, keep_checkpoints=4, schedule__final_lr_share=0.3)
     raw = stage.make_run_recipe(of, own_floor=False, precision="bf16")
     changes = {
@@ -133,7 +135,7 @@ def start_of(folder: Path, **shard: Any) -> TrainingStart:
     )
 
 
-def test_a_run_is_two_arms_of_one_plan(tmp_path: Path) -> None:
+def test_a_run_consists_of_two_arms_on_one_data_plan(tmp_path: Path) -> None:
     start = start_of(tmp_path, content="x", moved={"docs": "0"})
     assert trained_domains(start) == {"code", "docs"}
     side = RecipeSide("candidate", recipe(), dict(RAW), RunLengths(4, 3), {"code", "docs"}, "d" * 40, "cpu: {}\n")
@@ -221,7 +223,7 @@ def pairs(trainer: Trainer, score: Any) -> tuple[MeasuredRuns, list[str], list[A
 ORDER = ["baseline", "candidate", "candidate", "baseline", "baseline", "candidate"]
 
 
-def test_pairs_share_their_seed_and_begin_in_turn(tmp_path: Path, left: list[Any]) -> None:
+def test_both_sides_of_a_pair_share_a_seed_and_alternate_in_order(tmp_path: Path, left: list[Any]) -> None:
     trainer = Trainer(tmp_path, {})
     found, said, drawn = pairs(trainer, lambda weights: {"code": float(weights["w"]), "docs": float(weights["w"]) + 1})
     assert [name for name, *_ in drawn] == ORDER and {step for _, step, *_ in drawn} == {6}
@@ -250,7 +252,7 @@ def test_pairs_share_their_seed_and_begin_in_turn(tmp_path: Path, left: list[Any
     }  # fmt: skip
 
 
-def test_memory_is_the_first_runs_and_short_runs_have_a_speed(tmp_path: Path, left: list[Any]) -> None:
+def test_memory_is_measured_in_the_first_run_and_speed_even_in_short_runs(tmp_path: Path, left: list[Any]) -> None:
     ends = {(0, 0): {"lines": [(5.0, 7)]}, (0, 1): {"lines": [(3.0, 8)]}, (3, 0): {"lines": [(5.0, 100)]}}
     found, _, _ = pairs(Trainer(tmp_path, ends), lambda weights: {"code": 1.0})
     assert found.memory["baseline"] == 8.0 and found.tokens_per_s["baseline"][0] == 4.0
@@ -276,7 +278,7 @@ def test_memory_is_the_first_runs_and_short_runs_have_a_speed(tmp_path: Path, le
         ),
     ],
 )
-def test_the_first_run_that_fails_ends_all(
+def test_the_first_run_that_fails_ends_all_runs(
     tmp_path: Path, left: list[Any], ends: Any, side: str, problem: Any, scored: int
 ) -> None:
     trainer = Trainer(tmp_path, ends)
@@ -288,7 +290,7 @@ def test_the_first_run_that_fails_ends_all(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_weights_without_a_loss_fail_their_side(tmp_path: Path, left: list[Any], bad: float) -> None:
+def test_weights_without_a_finite_loss_fail_their_side(tmp_path: Path, left: list[Any], bad: float) -> None:
     found, _, _ = pairs(Trainer(tmp_path, {}), lambda weights: {"code": 1.0, "docs": bad if len(left) == 2 else 1.0})
     assert (
         found.failed_side == "candidate"
@@ -354,7 +356,7 @@ def staged(
 DONE = MeasuredRuns(bits={"baseline": [{"code": 2.0}], "candidate": [{"code": 1.0}]})
 
 
-def test_the_stage_plans_both_sides_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stage_plans_the_runs_of_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = start_of(tmp_path / "shards")
     found, asked, case = staged(monkeypatch, tmp_path, DONE, start=start, texts="abc")
     (documents, size, plant), cache, (runs, policy, sides, code, origin, score) = asked
@@ -429,7 +431,7 @@ FLOOR = {"schedule.final_lr_share": (0.0, 0.5)}
         ),
     ],
 )
-def test_a_change_must_show_in_the_runs(
+def test_the_stage_passes_only_changes_that_the_runs_can_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: Recipe, changes: Any, state: str, expected: Expected
 ) -> None:
     told, asked, _ = staged(monkeypatch, tmp_path, DONE, start=start_of(tmp_path / "shards"), new=new, changes=changes)

@@ -1,4 +1,4 @@
-"""The report before the first candidate: the judge's own computation from the sizes."""
+"""The report before the first candidate makes the judge's own computation from the sizes of the held-out data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def guard(sizes: SuiteSizes, name: str, policy: ReleasePolicy = POLICY) -> Guard
         (DomainSize(0, 0, 0), "missing", "release.nothing_in_dev_half"),
     ],
 )
-def test_a_domain_without_enough_documents_holds(domain: DomainSize, state: str, code: str) -> None:
+def test_a_domain_with_too_few_documents_or_groups_holds(domain: DomainSize, state: str, code: str) -> None:
     found = compute_releasability(POLICY, replace(ENOUGH, domains={**ENOUGH.domains, "law": domain}))
     law = next(one for one in found.guards if one.name == "law")
     assert (law.state, law.have, law.needed) == (state, domain.groups, 17)
@@ -57,7 +57,7 @@ def test_a_domain_without_enough_documents_holds(domain: DomainSize, state: str,
         }  # fmt: skip
 
 
-def test_cloze_and_tasks_say_the_size_that_they_need() -> None:
+def test_small_cloze_and_task_guards_are_set_aside_with_the_size_that_they_need() -> None:
     small = replace(
         ENOUGH,
         cloze_items=36,
@@ -88,7 +88,7 @@ def test_cloze_and_tasks_say_the_size_that_they_need() -> None:
         assert guard(grown(needed + 2), name).state == "stands" and guard(grown(needed - 2), name).state == "aside"
 
 
-def test_it_is_the_judges_own_answer() -> None:
+def test_the_report_names_the_same_gain_and_guards_as_verdicts_of_the_judge() -> None:
     """Verdicts on drawn pairs with these sizes and this spread name the same gain, and set the same guards aside."""
     kind, rng = calibration.KINDS[0], np.random.default_rng(0)
     none = dict.fromkeys(calibration.DOMAINS, 0.0)
@@ -102,7 +102,7 @@ def test_it_is_the_judges_own_answer() -> None:
     assert told.gain == pytest.approx(float(np.median(drawn)), rel=0.15)
 
 
-def test_more_groups_show_a_smaller_gain_and_more_spread_a_larger() -> None:
+def test_the_detectable_gain_falls_with_groups_and_rises_with_spread() -> None:
     gains = [
         compute_releasability(POLICY, SuiteSizes(dict.fromkeys("ab", DomainSize(n, n, n)))).gain or 9.0
         for n in (8, 20, 60, 200)
@@ -117,7 +117,7 @@ def test_more_groups_show_a_smaller_gain_and_more_spread_a_larger() -> None:
     assert compute_releasability(POLICY, SuiteSizes({})).gain is None
 
 
-def test_the_spread_is_that_of_the_newest_verdict(workspace: object, ledger: Ledger) -> None:
+def test_the_spread_is_read_from_the_newest_verdict(workspace: object, ledger: Ledger) -> None:
     from tests.support.plants.release_scene import add_candidate
 
     assert measured_spreads(ledger) == {}

@@ -1,4 +1,4 @@
-"""Evaluate and decide on real exports, a real ledger and the real server-side probe."""
+"""The release gate evaluates and judges candidates with real exports, a real ledger and the real probe of the server."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_evaluate_writes_items_and_summary_once(plant: FilledPlant, weak: int) -
     assert summary["bytes"]["docs"] == whole  # the first token too, from BOS
 
 
-def test_first_release_below_the_floor_is_rejected_in_words(plant: FilledPlant, weak: int) -> None:
+def test_a_first_candidate_worse_than_trigrams_is_rejected_with_the_reason(plant: FilledPlant, weak: int) -> None:
     number = judge_candidate(plant, weak)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "reject" and verdict["against"] is None
@@ -129,7 +129,7 @@ def test_better_model_is_promoted_over_the_champion_on_the_same_items(
     assert ours["baselines"] == theirs["baselines"] and ours["baselines_key"] == theirs["baselines_key"]
 
 
-def test_a_candidate_that_was_trained_on_the_exam_is_held(
+def test_a_candidate_that_was_trained_on_the_sealed_half_is_held(
     plant: FilledPlant, weak: int, better: int, tmp_path: Path
 ) -> None:
     """The candidate is better than all others on the sealed half, but not on documents that it did not see."""
@@ -290,7 +290,9 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPl
         assert plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
 
 
-def test_licences_must_allow_the_release(plant: FilledPlant, weak: int, better: int) -> None:
+def test_a_candidate_is_not_promoted_unless_licences_allow_the_release(
+    plant: FilledPlant, weak: int, better: int
+) -> None:
     """The current policy decides: after a person with the right allows the licence, the next verdict follows."""
     with_champion(plant, weak)
     allowed = verdict_of(plant, judge_candidate(plant, better))
@@ -325,7 +327,7 @@ def test_licences_must_allow_the_release(plant: FilledPlant, weak: int, better: 
     assert allowed["evidence"]["releasable"] == 1 and not tells(allowed["reasons"], expect("release.licences"))
 
 
-def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: FilledPlant, weak: int, better: int) -> None:
+def test_a_domain_that_is_trained_on_but_not_held_out_is_named(plant: FilledPlant, weak: int, better: int) -> None:
     with_champion(plant, weak)
     law = {
         "key": "law",
@@ -403,12 +405,12 @@ def test_server_disagreement_and_contamination_are_found(plant: FilledPlant, bet
     assert "not the chat template" in checks["engine_start"]["detail"] and checks["engine_chat"]["ok"] is None
 
 
-def test_unknown_candidate(plant: FilledPlant) -> None:
+def test_an_unknown_candidate_is_an_error(plant: FilledPlant) -> None:
     with pytest.raises(InputError, match="no candidate 99. The ledger has: 1"):
         evaluate_candidate(plant, 99)
 
 
-def test_an_undone_change_gets_a_new_verdict(tmp_path: Path) -> None:
+def test_a_candidate_gets_a_new_verdict_after_each_change_of_a_licence(tmp_path: Path) -> None:
     """A wrong licence that a person corrects does not hold a candidate for ever."""
     plant = released_plant(tmp_path)
     candidate = plant.add_candidate(

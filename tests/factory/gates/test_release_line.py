@@ -1,4 +1,4 @@
-"""The number of comparisons with one champion, and losses that add up along the line of releases."""
+"""The gate counts the comparisons with one champion, and adds up the losses along the line of releases."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def released(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
         )  # fmt: skip
 
 
-def test_each_candidate_and_each_suite_is_a_look(workspace: Workspace, ledger: Ledger) -> None:
+def test_each_pair_of_candidate_and_suite_counts_as_one_comparison(workspace: Workspace, ledger: Ledger) -> None:
     first, second, third = (add_candidate(workspace, ledger) for _ in range(3))
     assert count_champion_comparisons(ledger, first, second, "a") == 1
     judged(ledger, second, "a", first)
@@ -103,7 +103,7 @@ def test_a_rolled_back_release_does_not_count(workspace: Workspace, ledger: Ledg
     )  # 4 regained it: a rollback to 2
 
 
-def test_small_steps_of_the_dev_half_alone_are_seen_together(workspace: Workspace, ledger: Ledger) -> None:
+def test_small_gains_on_the_dev_half_alone_are_added_up_and_noticed(workspace: Workspace, ledger: Ledger) -> None:
     """Candidates 2 to 7 against champion 1: each gains a little more on dev than the one before, and nothing on sealed."""
     policy = ReleasePolicy()
     line = [add_candidate(workspace, ledger) for _ in range(7)]
@@ -124,7 +124,7 @@ def test_small_steps_of_the_dev_half_alone_are_seen_together(workspace: Workspac
     assert found[-1][1] in (line[0], line[1])
 
 
-def test_rises_along_the_line_add_up() -> None:
+def test_gains_along_the_line_of_champions_add_up_with_their_errors() -> None:
     """Their gains and the squares of their errors; degrees of freedom by Welch and Satterthwaite."""
     at = lambda number, against, *of: JudgedCandidate(number, against, {"on_dev": Gain(*of)})
     line = [
@@ -143,7 +143,7 @@ def test_rises_along_the_line_add_up() -> None:
     assert compute_rise_between(few[0], few[2], few)["on_dev"] == Gain(), "one group has no spread that is known"
 
 
-def test_fitting_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) -> None:
+def test_a_candidate_fitted_to_the_dev_half_is_held_and_recorded_as_an_anomaly(tmp_path: Path) -> None:
     plant = released_plant(tmp_path)
     suite = load_current_suite(Plant(plant.workspace, plant.ledger))
     export = save_export(tiny_model(3), plant.workspace.exports / "fitted", plant.tokenizer)

@@ -1,4 +1,4 @@
-"""Lock files that a killed git left are removed; those of a person's git stay."""
+"""Lock files of a killed git command are removed. Lock files of a person's git stay."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def killed(target: Path, *names: str) -> None:
         raise Killed
 
 
-def test_the_next_command_removes_the_lock_files_of_a_killed_one(target: Path) -> None:
+def test_the_next_command_removes_the_lock_files_of_a_killed_command(target: Path) -> None:
     killed(target, *LEFT)
     assert list_lock_files(target / ".git") == set(LEFT)
     move(target)
     assert not list_lock_files(target / ".git") and not (target / ".git" / MARK).exists()
 
 
-def test_an_older_lock_file_is_a_persons_and_stays(target: Path) -> None:
+def test_a_lock_file_older_than_the_killed_command_stays(target: Path) -> None:
     (target / ".git" / "index.lock").touch()
     killed(target, "refs/heads/main.lock")
     with pytest.raises(RepositoryError, match=r"index\.lock"):
@@ -95,7 +95,7 @@ def test_commands_of_several_threads_take_turns(target: Path) -> None:
     assert len(git(target, "for-each-ref", "refs/heads/made/").splitlines()) == 20
 
 
-def test_a_cut_off_registration_of_a_worktree_is_removed_and_a_whole_one_stays(target: Path, tmp_path: Path) -> None:
+def test_a_cut_off_worktree_registration_is_removed_and_a_complete_one_stays(target: Path, tmp_path: Path) -> None:
     """The rest of the path names an existing folder: git itself would keep the registration for ever."""
     for name in ("whole", "torn"):
         git(target, "worktree", "add", "-q", "--detach", str(tmp_path / "trees" / name))

@@ -75,7 +75,7 @@ def test_live_code_is_checked_out_once_and_repaired(live: Workspace, target: Pat
 @pytest.mark.parametrize(
     "damage", ["folder deleted", "pruned", "registration deleted", "half written", "a file in its place"]
 )
-def test_live_code_survives_damage(live: Workspace, target: Path, damage: str) -> None:
+def test_damaged_live_code_is_checked_out_again(live: Workspace, target: Path, damage: str) -> None:
     import shutil
 
     folder = repository.checkout_live_code(live)
@@ -106,7 +106,7 @@ def test_a_detached_head_is_allowed_and_uncommitted_files_are_named(live: Worksp
 
 
 @pytest.mark.parametrize("what", ["no folder", "no repository", "inside another", "no commit"])
-def test_a_folder_that_is_not_a_repository_is_a_clear_error(tmp_path: Path, target: Path, what: str) -> None:
+def test_a_folder_that_is_not_a_repository_with_a_commit_is_refused(tmp_path: Path, target: Path, what: str) -> None:
     folder = {"no folder": tmp_path / "none", "inside another": target / "kernels"}.get(what, tmp_path / "plain")
     if what in ("no repository", "no commit"):
         folder.mkdir()
@@ -192,7 +192,7 @@ def test_executable_files_keep_their_mode(target: Path, tmp_path: Path) -> None:
     assert repository.read_modes(target, applied.commit)["kernels/ops.py"] == "100755"
 
 
-def test_branch_names() -> None:
+def test_a_branch_name_has_only_safe_characters() -> None:
     assert repository.branch_name("search", 3, "Attention: grouped rows!") == "factory/search/3-attention-grouped-rows"
     assert repository.branch_name("../x", 3, "$(rm -rf /)\n") == "factory/x/3-rm-rf"
     assert repository.branch_name("", 3, "…") == "factory/agent/3-patch"

@@ -1,4 +1,4 @@
-"""The index of hashes is the same however it was made, and duplicates of earlier shards are still found."""
+"""The index of hashes is the same after every way to rebuild it, and duplicates of earlier shards are still found."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class TestUpgrade:
     def ledger(self, workspace: Workspace) -> Ledger:
         return Ledger.create(workspace.ledger_url, workspace.root)
 
-    def test_an_older_ledger_gives_its_hashes_to_files(
+    def test_an_upgrade_moves_the_hashes_of_an_older_ledger_into_files(
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest, two_shards: dict[str, list[Any]]
     ) -> None:
         as_schema_5(workspace.root, ledger)
@@ -148,7 +148,7 @@ class TestUpgrade:
     @pytest.mark.parametrize(
         "lost", ["document LIKE 'task-%'", "hash = (SELECT MAX(hash) FROM ngrams WHERE document LIKE 'task-%')"]
     )
-    def test_items_whose_hashes_an_older_ledger_lost_are_held_again(
+    def test_task_items_whose_hashes_an_older_ledger_lost_are_recorded_again(
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path, lost: str
     ) -> None:
         ingest(texts(0, 30))
@@ -175,7 +175,7 @@ class TestMadeAgain:
         hashes_file(workspace.root, subject).unlink()
         return subject, before
 
-    def test_hashes_are_not_made_again_without_documents_that_another_policy_drops(
+    def test_hashes_are_not_rebuilt_if_another_policy_would_drop_documents(
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest
     ) -> None:
         ingest([*texts(0, 30), *({"text": prose(800 + at, 60), **MIT} for at in range(20))])
@@ -190,7 +190,9 @@ class TestMadeAgain:
         assert rebuild_hashes(Plant(workspace, ledger), subject) == ""
         assert len(read_hashes(workspace.root, subject)) == len(before) == 50
 
-    def test_barred_documents_are_not_held_out(self, workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+    def test_rebuilt_hashes_do_not_mark_barred_documents_as_held_out(
+        self, workspace: Workspace, ledger: Ledger, ingest: Ingest
+    ) -> None:
         """Also not copies of them, which ingest drops, and not after a later policy allows their licence."""
         barred = {"text": prose(700), "license": "proprietary"}
         ingest([barred, *texts(0, 30), {"text": prose(700), **MIT}, {"text": "too short", "license": "proprietary"}])
@@ -208,7 +210,7 @@ class TestMadeAgain:
             assert again[-1] == before[-1] and before[-1]["key"].endswith(":0") and not before[-1]["grams"]
             policy.write_text(old)
 
-    def test_the_hashes_of_a_file_whose_one_document_was_erased(
+    def test_hashes_of_a_file_whose_only_document_was_erased_can_be_rebuilt(
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest
     ) -> None:
         plant = Plant(workspace, ledger)
@@ -230,7 +232,7 @@ class TestMadeAgain:
         assert ingest(texts(500, 5), "later.jsonl").counts["train"]
 
     @pytest.mark.parametrize("is_there", [True, False])
-    def test_the_hashes_of_a_task(
+    def test_the_hashes_of_a_task_are_rebuilt_only_if_its_file_exists(
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path, is_there: bool
     ) -> None:
         ingest(texts(0, 30))
@@ -245,7 +247,7 @@ class TestMadeAgain:
         assert codes([why]) == ["" if is_there else "token_shards.no_task_items"]
         assert file.exists() == is_there and (not is_there or file.read_bytes() == whole)
 
-    def test_hashes_made_again_after_a_restore_are_the_same(
+    def test_rebuilt_hashes_after_a_restore_are_the_same(
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path
     ) -> None:
         """A phrase that was common stays out of the held-out index; a task's items need no file in ``policies/tasks``."""
@@ -265,7 +267,7 @@ class TestMadeAgain:
         assert report.counts["held_out"] and not _hashes_from_backup(Plant(workspace, ledger), subject)
 
     @pytest.mark.parametrize("links", [True, False])
-    def test_a_backup_alone_gives_a_factory_that_ingests(
+    def test_a_factory_restored_from_a_backup_alone_can_ingest(
         self,
         workspace: Workspace,
         ledger: Ledger,

@@ -1,3 +1,5 @@
+"""The data policy ``data.yaml``: the shipped file, the defaults, and errors."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -43,5 +45,5 @@ def test_an_invalid_policy_is_an_error_that_names_the_key(tmp_path: Path, text: 
     assert message in str(caught.value)
 
 
-def test_an_empty_policy_is_the_defaults(tmp_path: Path) -> None:
+def test_an_empty_policy_has_the_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, "") == DataPolicy()

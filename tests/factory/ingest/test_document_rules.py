@@ -1,4 +1,4 @@
-"""Filters, personal data, the split, near-duplicates and decontamination as functions."""
+"""The rules of ingest as functions: filters, personal data, the held-out split, near-duplicates and decontamination."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ BORDERS = [
 
 
 @pytest.mark.parametrize(("rule", "passes", "fails", "reason"), BORDERS)
-def test_each_rule_fires_beyond_its_border_and_not_on_it(rule: str, passes: str, fails: str, reason: str) -> None:
+def test_each_rule_drops_a_text_beyond_its_limit_and_keeps_one_on_it(
+    rule: str, passes: str, fails: str, reason: str
+) -> None:
     judged = getattr(filters, rule)
     found = judged(fails, RULES)
     assert found and found.code == f"filters.{rule}" and reason in found
@@ -68,7 +70,7 @@ def test_a_limit_of_zero_does_not_turn_a_rule_off() -> None:
     assert filters.encoded_data("words", nothing) is None and filters.repetition("a\nb\nc\nd", nothing) is None
 
 
-def test_every_rule_has_its_borders_and_the_first_that_fires_is_named() -> None:
+def test_every_rule_has_a_test_case_and_the_first_broken_rule_is_named() -> None:
     assert [rule.__name__ for rule in filters.FILTERS] == list(dict.fromkeys(case[0] for case in BORDERS))
     assert filters.find_first_broken_rule(GOOD, RULES) is None
     for rule, _, fails, _ in BORDERS:
@@ -100,7 +102,7 @@ KEYS = ("AKIA" + "Q" * 16, "ASIA" + "7" * 16, *(f"gh{kind}_" + "a" * 36 for kind
         ("secret", "<SECRET>", KEYS, [*(key[:-1] for key in KEYS[:9]), "sk-" + "c" * 31, "sk-proj-" + "d" * 23, "<SECRET>"]),
     ],
 )  # fmt: skip
-def test_each_kind_of_personal_data_at_its_borders(
+def test_each_kind_of_personal_data_is_replaced_and_similar_text_is_not(
     kind: str, becomes: str, found: list[str], passed_over: list[str]
 ) -> None:
     replaced, counts = personal_data.replace_personal_data(f" {'; '.join(found)} ", [kind])
@@ -111,18 +113,18 @@ def test_each_kind_of_personal_data_at_its_borders(
 
 
 @given(st.text("4111 -0@a.co+()", max_size=60))
-def test_replacing_twice_changes_nothing_more(text: str) -> None:
+def test_replacing_personal_data_twice_changes_nothing_more(text: str) -> None:
     kinds = ("email", "ip", "card", "secret")
     once, _ = personal_data.replace_personal_data(text, kinds)
     assert personal_data.replace_personal_data(once, kinds) == (once, {})
 
 
-def test_luhn_knows_the_published_numbers() -> None:
+def test_the_check_digits_of_published_card_numbers_are_valid() -> None:
     assert all(map(personal_data.has_valid_check_digit, ("4111111111111111", "378282246310005", "79927398713")))
     assert not personal_data.has_valid_check_digit("79927398710")
 
 
-def test_the_split_takes_its_share_by_content_or_by_group() -> None:
+def test_the_split_draws_its_share_by_content_or_by_group() -> None:
     units = [held_out_split.name_draw_unit(None, f"{i:064x}") for i in range(4000)]
     taken = [held_out_split.is_drawn(unit, 0.05) for unit in units]
     assert 150 < sum(taken) < 250 and 1800 < sum(map(held_out_split.goes_to_sealed_half_on_tie, units)) < 2200
@@ -148,7 +150,7 @@ def jaccard(a: str, b: str) -> float:
     return len(one & two) / len(one | two)
 
 
-def test_near_duplicates_are_found_and_others_left_alone() -> None:
+def test_near_duplicates_are_found_and_other_documents_are_not() -> None:
     """Recall at true similarity >= 0.9 and precision at <= 0.7, on pairs over the whole range of edits."""
     pairs = [(prose(i, 300), edited(prose(i, 300), i % 20 / 200, i)) for i in range(200)]
     texts = [text for pair in pairs for text in pair]
@@ -184,7 +186,7 @@ def test_stored_hashes_are_the_same_in_every_version() -> None:
     assert (empty.shape, empty.dtype, near_duplicates.hash_bands(empty).shape) == ((0, 120), np.uint32, (0, 20))
 
 
-def test_a_document_matches_the_most_like_it_at_the_threshold_and_not_below() -> None:
+def test_a_document_matches_the_most_similar_one_at_or_above_the_threshold() -> None:
     signed = near_duplicates.compute_signatures([np.arange(i, i + 100, dtype=np.uint64) for i in (0, 1, 4, 0)])
     nearest = near_duplicates.estimate_similarity(signed[0], signed[1])
     for threshold, found in ((nearest, (1, nearest)), (np.nextafter(nearest, 2), None)):
@@ -200,7 +202,7 @@ def test_a_document_matches_the_most_like_it_at_the_threshold_and_not_below() ->
     assert near.find_most_similar(0) == ("shard:9", 1.0) and asked == [sorted(set(bands[:3].ravel().tolist()))]
 
 
-def test_a_band_that_many_share_is_compared_with_the_first_of_them() -> None:
+def test_a_document_is_compared_only_with_the_first_documents_of_a_crowded_band() -> None:
     """Only a hash that occurs twice in the shard is kept in memory."""
     count = near_duplicates.CANDIDATES + 1
     signed = np.repeat(near_duplicates.compute_signatures([np.arange(100, dtype=np.uint64)]), count + 1, axis=0)
@@ -253,7 +255,7 @@ def test_an_overlap_is_cut_out_with_its_margin_and_a_large_one_drops_the_documen
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.lists(st.integers(0, 9), max_size=6))
-def test_the_index_finds_what_it_holds_and_nothing_else(held: list[int], asked: list[int]) -> None:
+def test_the_held_out_index_finds_exactly_the_ngrams_that_it_contains(held: list[int], asked: list[int]) -> None:
     of = lambda values: np.array(values, np.uint64)
     index = contamination.HeldOutNgrams.build([("a", of(held[:3])), ("b", of(held[3:]))])
     found = index.find(of(asked)).tolist()
@@ -263,7 +265,7 @@ def test_the_index_finds_what_it_holds_and_nothing_else(held: list[int], asked: 
 
 
 @given(st.sets(st.integers(0, 40), max_size=6), st.integers(1, 6))
-def test_spans_and_what_lies_away_from_them_part_the_words(places: set[int], n: int) -> None:
+def test_every_word_is_either_in_a_colliding_span_or_outside(places: set[int], n: int) -> None:
     """An n-gram after a common phrase counts if its first word comes after the phrase."""
     at, count = np.array(sorted(places), np.int64), 41
     away = contamination.mask_without_overlap(at, count, n)
@@ -275,7 +277,7 @@ def test_spans_and_what_lies_away_from_them_part_the_words(places: set[int], n: 
 
 
 @given(st.lists(st.tuples(st.integers(0, 25), st.integers(1, 8)), max_size=4), st.integers(0, 12), st.integers(0, 40))
-def test_overlaps_near_each_other_are_cut_once(at: list[tuple[int, int]], margin: int, part: int) -> None:
+def test_overlaps_that_are_close_together_are_cut_as_one(at: list[tuple[int, int]], margin: int, part: int) -> None:
     text = " ".join(f"w{i:02}" for i in range(30))
     cut = np.zeros(len(text), bool)
     for first, count in at:
@@ -290,7 +292,7 @@ def test_overlaps_near_each_other_are_cut_once(at: list[tuple[int, int]], margin
     assert found == (None if cut.sum() > part / 40 * len(text) or not kept else "\n\n".join(kept))
 
 
-def test_a_cut_goes_to_the_ends_of_lines_that_are_near() -> None:
+def test_a_cut_is_extended_to_line_ends_within_the_margin() -> None:
     text = "one two three\nfour five six\nseven eight nine"
     cut = lambda first, stop, margin: contamination.cut_spans(text, [(first, stop)], margin, 1)
     assert cut(4, 5, 0) == "one two three\nfour \n\n six\nseven eight nine"
@@ -303,5 +305,5 @@ def test_a_cut_goes_to_the_ends_of_lines_that_are_near() -> None:
     assert contamination.cut_spans(words, apart[:9], 0, 0.9) and contamination.cut_spans(words, apart, 0, 0.9) is None
 
 
-def test_short_documents_are_one_ngram_and_tiny_ones_none() -> None:
+def test_a_short_document_is_one_ngram_and_a_tiny_one_has_none() -> None:
     assert [len(contamination.hash_ngrams(hash_words(prose(1, n)), 13)) for n in (7, 8, 12, 13, 14)] == [0, 1, 1, 1, 2]

@@ -43,7 +43,7 @@ def test_rows_appended_after_filing_are_ingested_as_another_shard(workspace: Wor
     assert one_pass(workspace, ledger, settle=0).lines == []
 
 
-def test_a_filed_shard_whose_first_rows_changed_returns_completely(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_filed_shard_whose_first_rows_changed_returns_to_the_inbox(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, rows(0, 20))
     one_pass(workspace, ledger)
     (filed,) = (workspace.shards / "raw").iterdir()
@@ -54,7 +54,7 @@ def test_a_filed_shard_whose_first_rows_changed_returns_completely(workspace: Wo
     assert trained_on(ledger) == exactly(30)
 
 
-def test_a_filed_shard_is_watched_whatever_the_clock_does(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_filed_shard_is_watched_even_if_the_clock_jumps(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, rows(0, 20))
     one_pass(workspace, ledger)
     with ledger.begin() as tx:
@@ -64,7 +64,7 @@ def test_a_filed_shard_is_watched_whatever_the_clock_does(workspace: Workspace, 
     assert "ingest.changed_after" in codes(one_pass(workspace, ledger).lines)
 
 
-def test_only_so_many_filed_shards_are_watched(
+def test_only_the_newest_filed_shards_are_watched(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(filing, "MOST_WATCHED_FILES", 1)
@@ -78,7 +78,7 @@ def test_only_so_many_filed_shards_are_watched(
     assert the(said.lines, "ingest.changed_after").data["file"] == newer.name and not said.about(older.name)
 
 
-def test_a_filed_shard_that_was_only_touched_stays(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_filed_shard_with_only_a_new_mtime_stays(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, rows(0, 20))
     one_pass(workspace, ledger)
     (filed,) = (workspace.shards / "raw").iterdir()
@@ -96,7 +96,7 @@ def tries(ledger: Ledger) -> int:
     return len(ledger.select_rows(sa.select(events.c.id).where(events.c.kind == "quarantined")))
 
 
-def test_a_quarantined_file_is_tried_again_under_another_name(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_quarantined_file_is_tried_again_after_a_rename(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, rows(0, 20), "a.jason")
     one_pass(workspace, ledger)
     assert quarantined(ledger) == ["a.jason"]
@@ -107,7 +107,9 @@ def test_a_quarantined_file_is_tried_again_under_another_name(workspace: Workspa
     assert quarantined(ledger) == [] and trained_on(ledger) == exactly(20) and not list(workspace.quarantine.iterdir())
 
 
-def test_a_quarantined_file_that_its_user_put_back_under_another_name(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_quarantined_file_that_is_put_back_under_another_name_is_ingested(
+    workspace: Workspace, ledger: Ledger
+) -> None:
     put(workspace, rows(0, 20), "a.jason")
     one_pass(workspace, ledger)
     put(workspace, rows(0, 20), "a.jsonl")
@@ -115,7 +117,7 @@ def test_a_quarantined_file_that_its_user_put_back_under_another_name(workspace:
     assert trained_on(ledger) == exactly(20) and quarantined(ledger) == []
 
 
-def test_a_quarantined_copy_of_an_unrecorded_file_is_not_tried_too(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_quarantined_copy_of_a_file_still_in_the_inbox_is_not_tried_too(workspace: Workspace, ledger: Ledger) -> None:
     path = put(workspace, b"nothing\n" * 30)  # killed between the copy and the transaction that names it
     copy = workspace.quarantine / name_filed_file(file_sha256(path), path)
     copy.write_bytes(path.read_bytes())
@@ -132,7 +134,7 @@ def test_a_repaired_quarantined_file_is_tried_again(workspace: Workspace, ledger
     assert trained_on(ledger) == exactly(9)
 
 
-def test_a_quarantined_file_is_tried_again_by_another_policy(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_quarantined_file_is_tried_again_after_the_policy_changed(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, b"nothing\n" * 30 + rows(0, 17))
     one_pass(workspace, ledger)
     assert tries(ledger) == 1
@@ -156,7 +158,9 @@ def test_a_person_can_have_a_quarantined_file_tried_again(workspace: Workspace, 
     assert "no file other.jsonl was found" in str(ingest("--again", "other.jsonl").exception)
 
 
-def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_request_to_retry_a_quarantined_file_is_left_to_a_running_daemon(
+    workspace: Workspace, ledger: Ledger
+) -> None:
     home = ("--workspace", str(workspace.root))
     with at_work(workspace):
         assert factory("ingest", "--again", *home).stdout == "  No file is in quarantine.\n"
@@ -176,7 +180,7 @@ def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, l
         assert not one_pass(workspace, ledger).lines, "once"
 
 
-def test_a_killed_return_leaves_two_names_and_nothing_is_doubled(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_file_with_two_names_after_a_killed_return_is_ingested_once(workspace: Workspace, ledger: Ledger) -> None:
     path = put(workspace, rows(0, 20))
     os.link(path, workspace.inbox / "b.jsonl")
     one_pass(workspace, ledger)

@@ -1,4 +1,4 @@
-"""``factory ingest`` with files, folders and patterns; the tokenizer that waits for text; exit codes."""
+"""``factory ingest`` with files, folders and patterns, its exit codes, and files that wait because the text is too short to train a tokenizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gathered(workspace: Workspace, ledger: Ledger, *paths: Path | str) -> tuple[
     return [pack.name for pack in found.packs], [path.name for path in found.files]
 
 
-def test_folders_patterns_and_data_sets(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_files_are_found_by_folder_pattern_and_data_set(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     data = tmp_path / "data"
     (data / "deep" / ".git").mkdir(parents=True)
     dataset(data / "hf")
@@ -125,7 +125,7 @@ def test_an_unreadable_file_does_not_stop_the_ingest_of_its_folder(
     assert done.exit_code == 0, done.output
     assert trained_on(ledger) == exactly(30)
     assert "3 shards: " in done.output and "2 quarantined; 1 not ingested" in done.output
-    assert "the name is not UTF-8" in done.output and "cut off after 0 whole items" in done.output
+    assert "the name is not UTF-8" in done.output and "cut off after 0 complete items" in done.output
 
 
 def test_content_that_was_ingested_before_is_reported_with_its_name(
@@ -184,7 +184,7 @@ def test_files_of_one_name_in_two_folders_are_told_apart(workspace: Workspace, l
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.zip"])
-def test_the_exit_code_says_that_nothing_was_taken(
+def test_the_exit_code_is_not_zero_if_nothing_was_ingested(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).write_bytes(b'"\n' * 20)
@@ -237,7 +237,9 @@ def test_a_person_can_allow_a_small_vocabulary(workspace: Workspace, ledger: Led
     assert names(ledger) == ["a.txt"] and Tokenizer.load(workspace.tokenizer).vocab_size < 400
 
 
-def test_files_named_together_are_counted_together(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_the_text_of_all_named_files_counts_for_the_vocabulary(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
     wants(workspace, 2000)
     paths = [tmp_path / f"{name}.txt" for name in "abcdefgh"]
     for number, path in enumerate(paths):

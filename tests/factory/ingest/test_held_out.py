@@ -40,7 +40,7 @@ def test_a_document_that_a_model_wrote_is_never_held_out(workspace: Workspace, l
     assert len(rows) == 40 and {row["fate"] for row in rows} == {"train"}
 
 
-def test_a_makers_name_is_one_short_line_whatever_a_shard_says(
+def test_the_name_of_a_model_that_wrote_a_document_is_stored_as_one_short_line(
     ledger: Ledger, ingest: Ingest, workspace: Workspace
 ) -> None:
     use_policy(workspace, "held_out: {share: 0}\n")
@@ -92,7 +92,7 @@ def test_a_small_domain_is_held_out_until_it_can_be_judged(
     assert ingest(law(100, 40), "c.jsonl").counts["held_out"] == 0
 
 
-def test_a_key_that_makes_one_group_of_a_domain_is_reported_with_the_remedy(
+def test_a_key_that_puts_a_domain_into_one_group_is_reported_with_the_remedy(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     """A part of the group is held out; when other sources arrive, whole sources come first."""
@@ -134,7 +134,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("kind", GROUPS)
-def test_groups_by_a_rows_own_key_and_documents_that_lack_it(
+def test_documents_are_grouped_by_a_key_and_stay_single_without_the_key(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, kind: str
 ) -> None:
     use_policy(workspace, f"held_out: {{share: 1.0e-9, least: 4}}\ndomains: {{default: {{group: {kind}}}}}\n")

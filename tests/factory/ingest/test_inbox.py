@@ -45,7 +45,7 @@ def waits(said: Said) -> dict[str, Any]:
     return {line.data["file"]: line.data["why"] for line in lines}
 
 
-def test_a_name_that_is_not_utf8_is_ingested_under_one_that_is(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_file_whose_name_is_not_utf8_is_ingested_under_an_escaped_name(workspace: Workspace, ledger: Ledger) -> None:
     path = Path(os.fsdecode(os.fsencode(workspace.inbox) + b"/caf\xe9.jsonl"))
     path.write_bytes(rows(0, 20))
     said = one_pass(workspace, ledger, settle=0)
@@ -75,7 +75,7 @@ def test_a_pipe_or_socket_is_named_and_never_opened(workspace: Workspace, ledger
     assert trained_on(ledger) == exactly(10)
 
 
-def test_an_unexpected_error_refuses_one_file_once(
+def test_an_unexpected_error_refuses_one_file_and_other_files_are_ingested(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad, good = put(workspace, rows(0, 10), "bad.jsonl"), put(workspace, rows(10, 10), "good.jsonl")
@@ -100,7 +100,7 @@ def test_an_unexpected_error_refuses_one_file_once(
     assert tried == ["bad.jsonl", "good.jsonl", "bad.jsonl"]
 
 
-def test_too_few_file_handles_are_not_the_files_fault(
+def test_too_few_file_handles_do_not_count_as_a_fault_of_the_file(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = put(workspace, rows(0, 10), "good.jsonl")
@@ -119,7 +119,7 @@ def test_too_few_file_handles_are_not_the_files_fault(
     assert len(trained_on(ledger)) == 10
 
 
-def test_a_file_that_the_disk_cannot_read_waits_and_the_others_do_not(
+def test_a_file_that_the_disk_cannot_read_waits_and_other_files_are_ingested(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault ends no pass, and the file is not quarantined, since its content is not known."""
@@ -175,7 +175,7 @@ def go_on(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def test_a_writer_that_pauses_loses_nothing(
+def test_a_file_with_a_paused_writer_waits_and_loses_no_rows(
     workspace: Workspace, ledger: Ledger, writer: Callable[..., subprocess.Popen[str]]
 ) -> None:
     data, path = rows(0, 40), workspace.inbox / "a.jsonl"
@@ -251,7 +251,7 @@ def test_a_command_names_a_file_whose_name_is_not_utf8(workspace: Workspace, led
     assert done.returncode == 0 and json.loads(done.stdout)[0]["name"] == "\\xff.jsonl", done.stderr
 
 
-def test_folders_and_links_are_named_once(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_folders_links_and_pipes_are_reported_once(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     (workspace.inbox / "folder").mkdir()
     (tmp_path / "far.jsonl").write_bytes(rows(0, 5))
     (workspace.inbox / "link.jsonl").symlink_to(tmp_path / "far.jsonl")

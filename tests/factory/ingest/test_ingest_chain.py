@@ -1,3 +1,5 @@
+"""The ingest of one shard from file to token shard: fates of rows, quarantine, kills and faults of the machine."""
+
 from __future__ import annotations
 
 import glob
@@ -68,7 +70,7 @@ def test_a_shard_becomes_a_token_shard_and_rows(workspace: Workspace, ledger: Le
     assert columns["key"] == [row["key"] for row in kept]  # in the order of rows, held-out ones not among them
 
 
-def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_every_rule_of_the_chain_drops_its_row(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     first = ingest(texts(0, 200), "first.jsonl")
     assert first.counts["dropped"] == {}
     key, secret = held_out_texts(ledger)[0]
@@ -130,7 +132,7 @@ def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: I
             assert not secrets & {int(gram) for gram in kept}
 
 
-def test_common_phrases_are_not_contamination(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_common_phrases_do_not_count_as_contamination(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     header = prose(5000, 40)
     rows = [{"id": f"d{i}", "text": f"{header}\n{prose(i, 300)}"} for i in range(150)]
     report = ingest(rows)
@@ -197,14 +199,18 @@ def test_a_shard_of_which_nothing_is_kept_is_ingested_with_its_counts(ledger: Le
     assert (report.state, report.counts["dropped"], report.tokens) == ("ingested", {"too_short": 2}, 0)
 
 
-def test_a_wrong_path_is_an_error_that_stores_nothing(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_refused_and_nothing_is_stored(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
     for path, code in ((tmp_path / "none.jsonl", "ingest.no_file"), (tmp_path, "ingest.folder")):
         with refused(code, InputError, path=path):
             ingest_shard(Plant(workspace, ledger), path)
     assert ledger.select_rows(sa.select(shards)) == []
 
 
-def test_a_changed_tokenizer_or_index_is_refused(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_a_changed_tokenizer_file_or_hash_parameter_is_refused(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
     ingest(texts(0, 30), "a.jsonl")
     use_policy(workspace, "decontamination: {ngram: 9}\n")
     with refused("ingest.index_parameters", ConfigError) as caught:
@@ -303,7 +309,7 @@ def test_after_a_kill_anywhere_the_next_run_ends_with_the_same_rows(tmp_path: Pa
     ]
 
 
-def test_the_number_of_workers_changes_nothing(
+def test_the_number_of_workers_does_not_change_the_result(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, tmp_path: Path
 ) -> None:
     rows = texts(0, 60)

@@ -1,4 +1,4 @@
-"""One text, several licences: the strictest claim counts, whichever shard came first, until a person settles it."""
+"""If one text has several licences, the strictest claim counts in every order of arrival, until a person settles the conflict."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_settled_licence_counts_until_another_claim_comes(
     )
 
 
-def test_a_removal_by_licence_takes_texts_whose_copies_came_under_it(
+def test_a_removal_by_licence_includes_texts_whose_copies_came_under_it(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
 ) -> None:
     shard(ingest, "MIT", "a")
@@ -214,7 +214,7 @@ def test_no_spelling_of_a_forbidding_licence_allows_training(
     assert states(ledger)["b"] == ("dropped", "licence")
 
 
-def test_spellings_of_one_licence_are_no_conflict(
+def test_spellings_of_one_licence_do_not_conflict(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
 ) -> None:
     shard(ingest, "MIT", "a")
@@ -233,7 +233,7 @@ def test_spellings_of_one_licence_are_no_conflict(
     assert states(ledger)["d"] == ("dropped", "removed")
 
 
-def test_a_near_copy_of_a_barred_copy_is_barred(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+def test_a_near_copy_of_a_barred_document_is_barred(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
     words = TEXT.split()
     second = [f"changed{n}" if n in (20, 65, 110, 155) else word for n, word in enumerate(words)]
     third = [f"again{n}" if n in (40, 85, 130, 175) else word for n, word in enumerate(second)]

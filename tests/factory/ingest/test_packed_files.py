@@ -61,7 +61,9 @@ def csv_of(first: int, count: int) -> bytes:
     return "\n".join(["id,source,license,text", *lines]).encode()
 
 
-def test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_table_becomes_a_shard_of_json_lines_and_the_original_file_is_kept(
+    workspace: Workspace, ledger: Ledger
+) -> None:
     put(workspace, csv_of(0, 20), "a.csv")
     said = one_pass(workspace, ledger)
     assert trained_on(ledger) == exactly(20) and names(ledger) == ["a.csv#1.jsonl.zst"], said.lines
@@ -76,7 +78,7 @@ def test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept(workspace: Worksp
     assert one_pass(workspace, ledger).about("b.csv was already ingested") and names(ledger) == ["a.csv#1.jsonl.zst"]
 
 
-def test_a_file_with_more_rows_or_bytes_than_a_shard_is_cut(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_file_with_too_many_rows_or_bytes_is_cut_into_several_shards(workspace: Workspace, ledger: Ledger) -> None:
     with_limits(workspace, "max_rows: 8, part_bytes: 50000")
     put(workspace, rows(0, 20), "rows.jsonl")
     put(workspace, compress(rows(20, 10), "gz"), "packed.jsonl.gz")
@@ -109,12 +111,14 @@ def test_a_column_of_one_part_counts_as_a_column_of_the_file(
     assert [one.state for one in reports] == ["ingested"] * 3 and trained_on(ledger) == exactly(20)
 
 
-def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_truncated_file_is_quarantined_and_its_parts_before_the_error_stay(
+    workspace: Workspace, ledger: Ledger
+) -> None:
     with_limits(workspace, "max_rows: 8")
     array = json.dumps(texts(0, 20)).encode()
     put(workspace, array[:-40], "a.json", age=3600)
     said = one_pass(workspace, ledger)
-    assert said.about("a.json: ") and said.about("cut off after 19 whole items") and said.about("The 16 rows before")
+    assert said.about("a.json: ") and said.about("cut off after 19 complete items") and said.about("The 16 rows before")
     assert trained_on(ledger) == exactly(16) and [path.name[17:] for path in workspace.quarantine.iterdir()] == [
         "a.json"
     ]
@@ -181,7 +185,7 @@ def test_a_killed_ingest_of_a_large_file_continues_at_the_next_part(
     assert [one.name for one in ingest_path(Plant(workspace, ledger), path, workers=0)] == list(after)
 
 
-def test_another_policy_begins_an_unfinished_file_again_and_doubles_nothing(
+def test_after_a_policy_change_an_unfinished_file_is_read_again_without_duplicates(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     with_limits(workspace, "max_rows: 8")
@@ -194,9 +198,7 @@ def test_another_policy_begins_an_unfinished_file_again_and_doubles_nothing(
     assert trained_on(ledger) == exactly(20)
 
 
-def test_a_file_that_changes_during_its_ingest_is_not_mixed(
-    workspace: Workspace, ledger: Ledger, tmp_path: Path
-) -> None:
+def test_a_file_that_changes_during_its_ingest_is_refused(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     with_limits(workspace, "max_rows: 8")
     path = tmp_path / "large.jsonl"
     path.write_bytes(rows(0, 20))
@@ -218,7 +220,7 @@ def small_files(folder: Path, numbers: Iterable[int], suffix: str = "txt") -> No
         os.utime(path, (time.time() - 10,) * 2)
 
 
-def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledger: Ledger) -> None:
+def test_many_small_files_of_the_inbox_become_one_shard(workspace: Workspace, ledger: Ledger) -> None:
     small_files(workspace.inbox, range(300))
     put(workspace, b"\xff\xfe not UTF-8", "bad.txt")
     put(workspace, rows(1000, 20), "large.jsonl")
@@ -269,7 +271,7 @@ def test_each_of_many_bad_files_is_quarantined_once(workspace: Workspace, ledger
     assert len(list(workspace.quarantine.iterdir())) == 40 and not list(workspace.inbox.iterdir())
 
 
-def test_the_same_files_are_the_same_shard(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_the_same_files_are_not_ingested_twice(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     small_files(tmp_path / "docs", range(40))
     pack = FileGroup("docs", [(path.name, path) for path in sorted((tmp_path / "docs").iterdir())])
     (first,) = ingest_file_group(Plant(workspace, ledger), pack, workers=0)
@@ -279,7 +281,7 @@ def test_the_same_files_are_the_same_shard(workspace: Workspace, ledger: Ledger,
     assert ingest_file_group(Plant(workspace, ledger), pack, workers=0) == [first]
 
 
-def test_one_unreadable_file_is_left_out_and_a_pack_of_them_is_an_error(
+def test_an_unreadable_file_is_left_out_and_a_group_of_only_such_files_is_refused(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     small_files(tmp_path, range(5))
@@ -313,7 +315,7 @@ def test_an_erasure_deletes_the_file_that_the_shard_was_made_from(workspace: Wor
     assert not list((workspace.root / "shards" / "originals").iterdir()) and len(names(ledger)) == 1
 
 
-def test_a_persons_own_original_is_named_before_an_erasure(
+def test_an_original_outside_the_workspace_is_named_before_an_erasure(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     (tmp_path / "a.csv").write_bytes(csv_of(0, 20))

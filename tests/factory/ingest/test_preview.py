@@ -71,7 +71,7 @@ def test_a_preview_shows_each_turn_of_a_chat_and_which_turns_carry_loss(workspac
     (tmp_path / "chats.jsonl").write_text(json.dumps({"conversations": turns, "source": "s"}) + "\n")
     said = command_here("ingest", "--preview", str(tmp_path / "chats.jsonl"), home=workspace).stdout.splitlines()
     lines = [line.strip() for line in said]
-    assert any(line.startswith("chats.jsonl: 1 row read: 1 would") for line in lines)
+    assert any(line.startswith("chats.jsonl: 1 row was read; 1 would") for line in lines)
     assert any(line.startswith("row 0: domain chat, source s,") for line in lines)
     assert lines.index("user: Hi there") + 1 == lines.index("assistant: Hello")
     assert any(line.startswith("assistant (loss): ") for line in lines)

@@ -254,5 +254,5 @@ REFUSED = {
     "a.pdf": "pdftotext", "a.docx": "pandoc", "a.odt": "pandoc", "a.epub": "pandoc", "a.xlsx": "the sheet as CSV", "a.png": "an image",
     "a.jpg": "an image", "a.mp3": "transcribe", "a.mp4": "transcribe", "a.pkl": "JSON lines", "a.pt": "JSON lines", "a.npy": "JSON lines",
     "a.sqlite": "export", "a.7z": "only zip and tar", "a.rar": "only zip and tar", "a.avro": "Parquet", "a.orc": "Parquet",
-    "a.mbox": "JSON lines", "a.unheard": "supported are JSON", "noname": "supported are JSON",
+    "a.mbox": "JSON lines", "a.unheard": "supported types are JSON", "noname": "supported types are JSON",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tools, calls and reasoning: ingest and transformers, with the exported template, make the same ids of the same messages."""
+"""Tools, calls and reasoning: ingest, and transformers with the exported template, encode the same messages as the same ids."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ ROWS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[Any] | None, st
 @pytest.mark.parametrize(
     ("row", "messages", "tools", "learned"), [one[1:] for one in ROWS], ids=[one[0] for one in ROWS]
 )
-def test_ids_at_ingest_are_those_of_the_exported_template_and_only_the_assistants_words_carry_loss(
+def test_ingest_encodes_as_the_exported_template_and_only_answers_carry_loss(
     tokenizer: Tokenizer, hf: Any, row: dict[str, Any], messages: list[dict[str, Any]], tools: Any, learned: str
 ) -> None:
     said, _ = turns_of(row)
@@ -153,7 +153,7 @@ def test_ids_at_ingest_are_those_of_the_exported_template_and_only_the_assistant
     assert tokenizer.decode_document(ids.astype(int), mask) == {"messages": said}, "a token shard gives the turns back"
 
 
-def test_the_tools_of_vllm_and_of_a_row_give_the_same_ids(tokenizer: Tokenizer, hf: Any) -> None:
+def test_tools_as_vllm_fills_them_and_tools_of_a_row_give_the_same_ids(tokenizer: Tokenizer, hf: Any) -> None:
     """vLLM adds missing keys with null, in the order of its own fields."""
     row = {"name": "get_weather", "parameters": {"b": 1, "a": 2}, "strict": True}
     filled = {"type": "function", "function": {"name": "get_weather", "description": None, **row}}
@@ -168,7 +168,7 @@ def test_the_tools_of_vllm_and_of_a_row_give_the_same_ids(tokenizer: Tokenizer, 
     "system",
     ["Use get_weather.", "<tools> of get_weather", "<tools>[]</tools> get_weather", "<tools>['other']</tools>"],
 )
-def test_a_system_message_that_only_names_a_tool_does_not_list_it(system: str) -> None:
+def test_a_system_message_that_only_names_a_tool_gets_the_list_of_tools(system: str) -> None:
     said, _ = turns_of({"messages": [SYSTEM | {"content": system}, ASKED, SAID], "tools": [WEATHER]})
     assert said[0]["content"].startswith(f"{system}\n\n# Tools") and "naïve ☃" in said[0]["content"] and len(said) == 3
 
@@ -277,7 +277,7 @@ def test_a_row_with_a_number_that_json_cannot_express_is_dropped() -> None:
         parse_document(calling([{"name": "f", "arguments": '{"a": "\\ud800"}'}]), "text")
 
 
-def test_a_tokenizer_that_was_frozen_with_an_older_template_keeps_it_and_refuses_what_that_does_not_show(
+def test_a_tokenizer_keeps_an_older_template_and_refuses_fields_that_it_cannot_show(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     assert template_shows_calls(tokenizer.folder) and template_shows_calls(tmp_path / "not there yet")
@@ -326,7 +326,7 @@ def chats(first: int, count: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_chats_of_one_application_are_no_copies_of_one_another_and_their_mask_is_the_assistants(
+def test_chats_with_the_same_tools_are_not_copies_of_one_another(
     workspace: Workspace, ledger: Ledger, ingest: Callable[..., ShardReport]
 ) -> None:
     """A shared list of tools makes chats neither near-duplicates nor contaminated, within one shard and over two."""
@@ -353,7 +353,7 @@ def test_chats_of_one_application_are_no_copies_of_one_another_and_their_mask_is
     assert "has 0% of its" in checks[1].detail
 
 
-def test_an_older_workspace_drops_such_rows_and_says_why(
+def test_a_workspace_with_an_older_template_drops_rows_with_calls_and_says_why(
     workspace: Workspace, ingest: Callable[..., ShardReport]
 ) -> None:
     ingest([{"text": prose(n)} for n in range(20)], "first.jsonl")

@@ -1,3 +1,5 @@
+"""``fields`` of ``data.yaml``: the mapping of columns, its errors, and the report about how rows were read."""
+
 from __future__ import annotations
 
 import re
@@ -92,7 +94,7 @@ def test_a_row_is_dropped_if_a_column_cannot_have_its_meaning(
         ("[{files: '*', ignore: [tool]}]", "fields.0.ignore.0"),
     ],
 )
-def test_an_invalid_mapping_is_an_error_of_one_line(tmp_path: Path, fields: str, said: str) -> None:
+def test_an_invalid_mapping_is_refused_with_one_line(tmp_path: Path, fields: str, said: str) -> None:
     (tmp_path / "data.yaml").write_text(f"fields: {fields}\n")
     with pytest.raises(ConfigError, match="data.yaml") as caught:
         DataPolicy.load(tmp_path / "data.yaml")
@@ -107,7 +109,7 @@ def said(report: ShardReport) -> Message:
     return describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
 
 
-def test_a_column_that_no_row_has_is_named_with_the_nearest_and_nothing_is_stored(
+def test_a_mapped_column_that_no_row_has_is_refused_with_the_nearest_name(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     rows = [{"title": "T", "body": {"words": prose(n)}, "id": f"m{n}", "where": None} for n in range(30)] + [
@@ -181,7 +183,7 @@ def test_a_licence_that_holds_releases_back_is_reported_at_ingest(
     )
 
 
-def test_the_example_of_the_documentation_is_a_policy(tmp_path: Path) -> None:
+def test_the_example_of_the_documentation_is_a_valid_policy(tmp_path: Path) -> None:
     (example,) = re.findall(r"```\n(fields:\n.*?)```", (ROOT / "docs" / "DATA.md").read_text(), re.DOTALL)
     (tmp_path / "data.yaml").write_text(example)
     first, second, third, last = DataPolicy.load(tmp_path / "data.yaml").fields

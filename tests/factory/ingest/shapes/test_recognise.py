@@ -1,4 +1,4 @@
-"""Each shape's row, and the document that it must be."""
+"""A row of each known shape is read as the right document."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ SHAPES: list[tuple[str, dict[str, Any], Any, str]] = [
 
 
 @pytest.mark.parametrize(("row", "words", "code"), [case[1:] for case in SHAPES], ids=[case[0] for case in SHAPES])
-def test_each_shape_is_read_as_that_document_and_reported(row: dict[str, Any], words: Any, code: str) -> None:
+def test_each_known_shape_is_read_as_its_document_and_reported(row: dict[str, Any], words: Any, code: str) -> None:
     found, notes = of(json.loads(json.dumps(row)))
     assert found == words
     assert code in codes(notes.messages) if code else not notes.messages
 
 
-def test_rows_of_the_contract_keep_their_content_hash() -> None:
+def test_rows_in_the_contracts_own_form_keep_their_content_hash() -> None:
     """The hashes are older than the shapes: an old shard that comes again must be a copy."""
     for row, sha256 in (
         ({"text": "Once\r\nupon  \u0065\u0301", "score": 1}, "d2efe400"),
@@ -118,14 +118,14 @@ def test_a_row_with_a_meaning_that_no_document_can_hold_is_dropped(
     assert caught.value.rule == ("no_supervised" if code == "shapes.all_weight_0" else "bad_schema")
 
 
-def test_a_reserved_domain_and_one_with_other_characters_are_told_apart() -> None:
+def test_reserved_domains_and_invalid_characters_have_different_messages() -> None:
     for domain, code in (("My Domain!", "ingest.domain_characters"), ("cloze", "ingest.reserved_domain")):
         with refused("ingest.row_domain", BadRow) as caught:
             of({"text": "a", "domain": domain})
         assert codes([caught.value.data["why"]]) == [code]
 
 
-def test_a_label_is_bad_only_beside_prompt_and_completion_and_only_as_false() -> None:
+def test_a_label_rejects_a_row_only_if_it_is_false_beside_prompt_and_completion() -> None:
     for label in (1, "1", True, 2):
         assert of({"prompt": "Why?", "completion": "So.", "label": label})[0][1]["content"] == "So."
     assert of({"messages": [ASKED, SAID], "label": 0})[0] == [ASKED, SAID]  # a class of the chat
