@@ -167,7 +167,7 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
         Shot("segment", at + place(Subject("segment", segment.id)).link("/model-metrics"), "loss", 900, charts=3),
         Shot("version", version, "what decides", 1440),
         Shot("tags", version, "what decides", 860, prepare=TO_TAGS),
-        Shot("beside", at + mine.model_page(theirs), "Run details", 860, prepare=FOLD_PLOTS),
+        Shot("beside", at + mine.comparison_page(theirs), "Run details", 860, prepare=FOLD_PLOTS),
         Shot("report", at + mine.link("/artifacts/report.html"), "report.html", 900),
     ]
 
@@ -178,7 +178,7 @@ def say_a_word(workspace: Workspace, by: str = "ada") -> None:
     version = client.get_model_version_by_alias(MODEL, CHAMPION).version
     for key, value in ((APPROVAL_TAG, "rejected"), (REASON_TAG, "it swears"), (BY_TAG, by)):
         client.set_model_version_tag(MODEL, version, key, value)
-    ApprovalResponder(Plant(workspace, Ledger.open(workspace.ledger_url))).look()
+    ApprovalResponder(Plant(workspace, Ledger.open(workspace.ledger_url))).answer_new_decisions()
 
 
 def small(png: bytes) -> bytes:

@@ -80,13 +80,13 @@ def _machine() -> CheckResult:
 def _releasable(workspace: Workspace) -> CheckResult:
     """Check whether models trained on the ingested data could be released."""
     from factory.ledger.ledger import Ledger
-    from factory.releasable.report import make_report, report_lines, summary_line
+    from factory.releasable.report import format_report, format_summary, make_report
 
     lines = make_report(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not lines:
         return None, "no data yet"
     # Missing data or a missing decision is not a fault of the workspace, so ok is not False.
-    return (None if any(line.ok is False for line in lines) else True), [summary_line(lines), *report_lines(lines)]
+    return (None if any(line.ok is False for line in lines) else True), [format_summary(lines), *format_report(lines)]
 
 
 def _compiler() -> CheckResult:
@@ -115,12 +115,12 @@ def _gpu(number: int) -> str:
     """Describe one GPU: its name, the peak rate of its data sheet, and the rates that matrix products and copies reach now."""
     import torch
 
-    from trainer.contract.plan.precision import DTYPES, precisions
-    from trainer.contract.plan.rates import data_sheet_peak, matmul_rate, memory_rate
+    from trainer.contract.plan.precision import DTYPES, list_precisions
+    from trainer.contract.plan.rates import data_sheet_peak, measure_matmul_rate, measure_memory_rate
 
     device = torch.device("cuda", number)
     facts = torch.cuda.get_device_properties(device)
-    name = precisions(device)[-1]
+    name = list_precisions(device)[-1]
     peak = data_sheet_peak(device, DTYPES[name])
     return Message(
         "machine_check.gpu",
@@ -132,8 +132,8 @@ def _gpu(number: int) -> str:
         memory=facts.total_memory / 2**30,
         precision=name,
         peak=f"{peak / 1e12:.0f} TFLOP/s" if peak else "unknown (so no MFU)",
-        products=matmul_rate(device, DTYPES[name]) / 1e12,
-        copies=memory_rate(device) / 1e12,
+        products=measure_matmul_rate(device, DTYPES[name]) / 1e12,
+        copies=measure_memory_rate(device) / 1e12,
     )
 
 
@@ -234,12 +234,12 @@ def _sandbox() -> CheckResult:
 
 
 def _endpoint(workspace: Workspace | None) -> CheckResult:
-    from factory.code_loop.agent_runs import AgentOptions, endpoint_of
+    from factory.code_loop.agent_runs import AgentOptions, choose_endpoint
     from factory.git.scope import AgentsPolicy
 
     path = workspace.policy_path("agents.yaml") if workspace else checkout_root() / "policies" / "agents.yaml"
     policy = AgentsPolicy.load(path).llm
-    where = endpoint_of(policy, AgentOptions())
+    where = choose_endpoint(policy, AgentOptions())
     if not where:
         return None, Message(
             "machine_check.no_endpoint",
@@ -277,12 +277,14 @@ def _workspace(workspace: Workspace) -> CheckResult:
 
 
 def _ranks(workspace: Workspace) -> CheckResult:
-    from factory.core.launching import count_ranks, launcher_command
+    from factory.core.launching import build_launcher_command, count_ranks
 
     count = count_ranks(workspace)
     return (
         True,
-        f"{count}, started by: {' '.join(launcher_command(workspace))} -m trainer" if count > 1 else "1: one process",
+        f"{count}, started by: {' '.join(build_launcher_command(workspace))} -m trainer"
+        if count > 1
+        else "1: one process",
     )
 
 

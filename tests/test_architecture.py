@@ -203,7 +203,7 @@ def test_a_large_folder_or_file_gives_a_warning() -> None:
         warnings.warn("; ".join(told), stacklevel=1)
 
 
-REASON = ("A separate file, because ", "Apart because ")
+REASON = "A separate file, because "
 
 
 def is_small_and_alone(path: Path, importers: set[str]) -> bool:

@@ -28,7 +28,7 @@ WAIT_SECONDS = 0.002
 def main(arguments: list[str]) -> int:
     wait, folders = arguments[:1] == ["--wait"], segment_folders(arguments)
     if "RANK" in os.environ:
-        end_with_launcher()
+        end_when_launcher_dies()
     if not folders or len(folders) > 1 and not wait or any(name.startswith("-") for name in arguments[wait:]):
         print(__doc__, file=sys.stderr)
         return 2
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
             wait_for_spec(folder)  # run_segment raises StoppedBySignal if a signal ended the wait
         code = run_for_exit_code("trainer", functools.partial(run_segment, folder), KernelError, folder)
         if code:
-            exit_code(folder, code)
+            write_exit_code(folder, code)
             return code
     return 0
 
@@ -54,14 +54,14 @@ def segment_folders(arguments: list[str]) -> list[Path]:
     return [Path(name) for name in arguments[arguments[:1] == ["--wait"] :]]
 
 
-def exit_code(folder: Path, code: int) -> None:
+def write_exit_code(folder: Path, code: int) -> None:
     """Under torchrun, write the exit code as the name of a file in ``folder``; else do nothing."""
     if "RANK" in os.environ:
         with contextlib.suppress(OSError):
             (folder / f"exit-{code}").touch()  # empty: a full disk takes it too
 
 
-def end_with_launcher() -> None:
+def end_when_launcher_dies() -> None:
     """Let the system kill this rank when its launcher dies. Otherwise it would train on while other ranks take its place."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -80,5 +80,5 @@ if __name__ == "__main__":
     for given in segment_folders(sys.argv[1:])[
         :1
     ]:  # of several folders any will do: the process that started us looks into all
-        stopping.end_on_sigterm(before=functools.partial(exit_code, given, EXIT_STOPPED))
+        stopping.end_on_sigterm(before=functools.partial(write_exit_code, given, EXIT_STOPPED))
     stopping.end_process(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 
-from kernels.contract.op import max_document_runs
+from kernels.contract.op import round_up_document_runs
 from trainer.contract.data.data_order import DataOrder, Row
 
 PADDING = -1  # document number of empty positions
@@ -65,7 +65,7 @@ class Batch:
         size = rows or len(self.tokens_BT)
         parts = {name: value.split(size) for name, value in tensors.items()}
         most = max((sum(self.stretches_B[at : at + size]) for at in range(0, len(self.stretches_B), size)), default=0)
-        stretches = max_document_runs(most)
+        stretches = round_up_document_runs(most)
         return [
             {name: part[i] for name, part in parts.items()} | {"stretches": stretches}
             for i in range(len(parts["tokens_BT"]))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.contract.checkpoint.format import Regions, Tensors, save_rank_share, saved_steps
+from trainer.contract.checkpoint.format import Regions, Tensors, list_checkpoints, save_rank_share
 from trainer.locked_memory import HostMemory
 
 ALIGNED = 256  # bytes: where each tensor begins in ``HostMemory``
@@ -95,7 +95,7 @@ class CheckpointWriter:
                 self._memory is not None
             ):  # the disk's thread makes it, because that thread starts no kernels (see ``lock_pages``)
                 memory = self._disk.submit(
-                    self._memory.reserve, host_bytes(t for _, _, t in each_tensor(contents))
+                    self._memory.reserve, host_bytes(t for _, _, t in iterate_tensors(contents))
                 ).result()
             copied = copy_to_host(contents, memory, ready)
         finally:
@@ -103,7 +103,7 @@ class CheckpointWriter:
         written = self._disk.submit(save_rank_share, self.parent, step, copied, regions, state, self.rank, self.ranks)
         path = written.result()
         if self.rank == 0:
-            for _, old in saved_steps(self.parent)[: -self.keep]:
+            for _, old in list_checkpoints(self.parent)[: -self.keep]:
                 shutil.rmtree(old)
         return path
 
@@ -130,7 +130,7 @@ def padded_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // ALIGNED) * ALIGNED
 
 
-def each_tensor(contents: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
+def iterate_tensors(contents: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (kind, name, tensor) of each tensor."""
     return ((kind, name, tensor) for kind, tensors in contents.items() for name, tensor in tensors.items())
 
@@ -142,20 +142,20 @@ def copy_to_host(
     stream, after ``ready``."""
     copied: dict[str, Tensors] = {kind: {} for kind in contents}
     start = 0
-    for kind, name, tensor in each_tensor(contents):
+    for kind, name, tensor in iterate_tensors(contents):
         if memory is None:
             copied[kind][name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         else:
             copied[kind][name] = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             start += padded_bytes(tensor)
     if ready is None:  # by numpy: torch would start threads of its own, which take the cores from the step
-        for kind, name, tensor in each_tensor(contents):
+        for kind, name, tensor in iterate_tensors(contents):
             np.copyto(_bytes(copied[kind][name]), _bytes(tensor.detach().contiguous()))
         return copied
     stream = torch.cuda.Stream()
     stream.wait_event(ready)
     with torch.cuda.stream(stream):
-        for kind, name, tensor in each_tensor(contents):
+        for kind, name, tensor in iterate_tensors(contents):
             copied[kind][name].copy_(tensor.detach(), non_blocking=True)
     stream.synchronize()
     return copied

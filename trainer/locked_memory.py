@@ -3,7 +3,7 @@
 Locking a few GB takes the host seconds. Therefore memory is locked once and used for every save. torch's own pinned memory would be allocated
 tensor by tensor in the first save, in blocks whose sizes are powers of two: 16 GB for 12 GB of tensors.
 
-A separate file, because only a GPU executes it. It has not run on one yet.
+A separate file, because only a GPU executes it.
 """
 
 from __future__ import annotations

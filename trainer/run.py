@@ -28,10 +28,10 @@ from trainer.contract.plan.spec import SegmentSpec
 from trainer.cuda_graphs import Capture, CudaGraphCapture, GraphReplayer, uses_graphs
 from trainer.model.transformer import Decoder
 from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate, copy_to_host
-from trainer.monitor.metrics import device_name, memory_bytes
+from trainer.monitor.metrics import device_name, peak_memory_bytes
 from trainer.monitor.monitor import Monitor
 from trainer.monitor.signals import InstabilitySignals, LayerInputs
-from trainer.monitor.stability import StabilityDetector, ThroughputDetector, clip_and_skip
+from trainer.monitor.stability import StabilityDetector, ThroughputDetector, decide_clip_and_skip
 from trainer.optim.optimizer import Optimizer, sums_of_squares
 from trainer.optim.schedule import lr_share
 from trainer.parallel.ranks import Ranks, is_first_rank_with_part, local_part
@@ -155,7 +155,7 @@ class SegmentRun:
         sums, squares_P, stop = self._over_ranks(sums, sums_of_squares(gradients) * self.monitor.shares)
         norm = squares_P.sum().sqrt()
         targets, limit = sums.supervised_D.sum(), self.detector.grad_norm_limit()
-        divide_by, skip = clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, limit, targets)
+        divide_by, skip = decide_clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, limit, targets)
         update = WeightUpdate(batch.step, gradients, squares_P, load)
         for hook in self.hooks:
             hook.before_update(update)
@@ -213,7 +213,7 @@ class SegmentRun:
         }
         for hook, numbers in zip(self.hooks, of_hooks, strict=True):
             record |= hook.record(numbers, outcome)
-        return record | {"lr": step.lr, "skipped": skipped, "memory": memory_bytes(self.ranks.device)}
+        return record | {"lr": step.lr, "skipped": skipped, "memory": peak_memory_bytes(self.ranks.device)}
 
     def _over_ranks(self, sums: BatchSums, squares_P: Tensor) -> tuple[BatchSums, Tensor, Tensor]:
         """Sum over all ranks, in one message: ``sums``, ``squares_P``, ``stop_asked`` and each rank's measurements for ``signals``.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from kernels.contract.files import write_atomically
 from kernels.contract.host_memory import release_freed_memory
 from kernels.contract.message import Message
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from trainer.batch import prefetch
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.contract import stopping
@@ -62,7 +62,7 @@ def run_segment(folder: Path) -> None:
             replaced = [str(kernel) for kernel in run.kernels if kernel.by != kernel.chosen]
             if replaced:  # the policy allows it, so it is not an error
                 print(Message("trainer.kernels", "kernels: {replaced}", replaced="; ".join(replaced)), flush=True)
-        with bf16_matmul(DTYPES[spec.recipe.precision]):
+        with allow_bf16_matmul(DTYPES[spec.recipe.precision]):
             train_steps(folder, run)
     finally:
         ranks.leave()
@@ -79,7 +79,7 @@ def find_start_checkpoint(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tupl
     if ranks.is_leader:
         checkpoints.delete_unfinished(own)
     ranks.wait()
-    for _, path in reversed(checkpoints.saved_steps(own)):
+    for _, path in reversed(checkpoints.list_checkpoints(own)):
         fault = find_fault_by_ranks(path, ranks)
         if not fault:
             return path, skipped
@@ -106,7 +106,7 @@ def find_start_checkpoint(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tupl
 
 def find_fault_by_ranks(path: Path, ranks: Ranks) -> str:
     """The first fault that any rank finds in its share of a checkpoint's files; '' if none does."""
-    fault = checkpoints.find_fault(path, ranks.rank, ranks.size)
+    fault = checkpoints.find_checkpoint_fault(path, ranks.rank, ranks.size)
     if ranks.size == 1:
         return fault
     faults: list[str] = [""] * ranks.size
@@ -148,7 +148,7 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
                 now = left = time.perf_counter()
                 run.counters["seconds"] = now - began
                 for step, record in records:
-                    record |= speed.record_fields(len(step.rows) * recipe.model.context, (now - last) / count)
+                    record |= speed.compute_step_fields(len(step.rows) * recipe.model.context, (now - last) / count)
                     record |= {"data_wait_s": waited / count}
                     metrics.write(record | {"time": time.time()})
                     for anomaly in (anomaly for hook in run.hooks for anomaly in hook.after_step(record)):
@@ -185,7 +185,7 @@ def write_result(folder: Path, run: SegmentRun, apart: list[str], speed: SpeedMe
     lines = every[-LAST_STEPS:]
     mean = lambda key: mean_or_none([line[key] for line in lines if line.get(key) is not None])
     spent = {key: run.counters[key] - run.at_start[key] for key in run.counters}
-    shares = run.order.domain_shares()
+    shares = run.order.current_stream_shares()
     result = {
         "state": "done",
         "last_step": run.spec.last_step,
@@ -198,7 +198,7 @@ def write_result(folder: Path, run: SegmentRun, apart: list[str], speed: SpeedMe
         "loss_by_domain": {n: mean(f"loss/{n}") for n in run.order.domains if mean(f"loss/{n}") is not None},
         "documents_seen": spent["documents"],
         "seconds": spent["seconds"],
-        "speed": speed.segment_fields(every),
+        "speed": speed.compute_segment_fields(every),
         "replicas_apart": apart,
         "skipped_checkpoints": [asdict(bad) for bad in run.skipped],
         "domains_without_weight": [d for d in run.order.domains if not any(n.rpartition("/")[0] == d for n in shares)],

@@ -57,6 +57,6 @@ def is_quality_target(target: str) -> bool:
     return target.startswith(f"{QUALITY}:")
 
 
-def gain_with_unit(target: str, gain: float) -> str:
+def format_gain(target: str, gain: float) -> str:
     """A predicted gain as text, with its unit."""
     return f"{gain:.4f} bits per byte better" if is_quality_target(target) else f"{gain:.3f}× on the whole step"

@@ -41,10 +41,10 @@ def set_value(text: str, path: Sequence[str], value: Scalar) -> str:
         node, depth = found, depth + 1
     if not isinstance(node, yaml.ScalarNode):
         raise ValueError(f"{'.'.join(path)} is a mapping or a list, not a single value")
-    return text[: node.start_mark.index] + yaml_text(value) + text[node.end_mark.index :]
+    return text[: node.start_mark.index] + format_yaml_value(value) + text[node.end_mark.index :]
 
 
-def yaml_text(value: Scalar) -> str:
+def format_yaml_value(value: Scalar) -> str:
     """The value as people write it in YAML: 0.006, 1e-05, linear, true, null."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -74,7 +74,7 @@ def _added(text: str, mapping: yaml.MappingNode, rest: Sequence[str], value: Sca
 
 def _line(path: Sequence[str], value: Scalar) -> str:
     *sections, key = path
-    line = f"{_word(key)}: {yaml_text(value)}"
+    line = f"{_word(key)}: {format_yaml_value(value)}"
     for section in reversed(sections):
         line = f"{_word(section)}: {{{line}}}"
     return line

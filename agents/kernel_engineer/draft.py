@@ -8,7 +8,7 @@ from agents.core.proposal import Edit, Proposal
 from agents.core.untrusted import one_line
 from agents.core.workbench import ReadError, Workbench
 from agents.kernel_engineer.targets import ProfileTarget
-from agents.loop.role import DraftError, read_number, read_object, read_text, title_and_hypothesis
+from agents.loop.role import DraftError, parse_arguments, read_number, read_text, title_and_hypothesis
 from kernels.contract.message import Message
 
 AGENT = "kernel-engineer"
@@ -18,7 +18,7 @@ LEAST_PREDICTED = 1.005  # no measurement of the gate could refute a smaller gai
 
 def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, tried: str = "") -> Proposal:
     """The proposal that a call of ``propose`` makes, with the edits of the last ``try_patch`` if the call has none. Raises: DraftError."""
-    raw = read_object(arguments)
+    raw = parse_arguments(arguments)
     title, hypothesis = title_and_hypothesis(raw)
     gain, saved, work = (read_number(raw, key) for key in ("predicted_gain", "bytes_saved", "flops_saved"))
     if not LEAST_PREDICTED <= gain <= target.largest_possible_gain + 0.0005:  # the prompt gives the limit rounded
@@ -45,7 +45,7 @@ def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, trie
         least=1 + (gain - 1) / 2,
         gain=gain,
     )
-    edits = raw.get("edits") or (read_object(tried).get("edits") if tried else None)
+    edits = raw.get("edits") or (parse_arguments(tried).get("edits") if tried else None)
     return Proposal(AGENT, target.name, title, words, gain, read_edits(edits, workbench))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agents.core.workbench import EarlierProposal
-from agents.loop.role import TargetError, did_you_mean, known_names_hint
+from agents.loop.role import TargetError, known_names_hint, nearest_name_hint
 
 MOST_LINES = 12  # lines named for a target, hottest first
 MOST_TRIES = 3  # rejected proposals after which the agent leaves a target alone, unless a person names it
@@ -98,5 +98,5 @@ def find_named_target(wanted: str, found: Sequence[ProfileTarget], profile: Mapp
         "kernel_engineer.unknown_target",
         "target {target!r} is neither an op nor a line of the profile. {hint}",
         target=wanted,
-        hint=did_you_mean(near[0]) if near else known_names_hint(known[:8]),
+        hint=nearest_name_hint(near[0]) if near else known_names_hint(known[:8]),
     )

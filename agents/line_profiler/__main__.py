@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from agents.line_profiler.capture import ROOT, RecordedOperation
-from agents.line_profiler.lines import phase_of_line, source_text
+from agents.line_profiler.lines import phase_of_line, read_source_line
+from agents.line_profiler.profile_schema import Profile, line_name
 from agents.line_profiler.report.page import html_page
 from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, ProfileSession, measure_profile
-from agents.line_profiler.table import Profile, line_name
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import format_error_with_code
 from kernels.contract.registry import KernelError
@@ -62,7 +62,7 @@ def chrome_trace(profile: Profile, events: Sequence[RecordedOperation]) -> str:
         now += event.host_s
         about = {
             "operation": event.operation,
-            "source": source_text(file, number),
+            "source": read_source_line(file, number),
             "shapes": str(event.signature) if event.signature else "",
             "host_us": round(event.host_s * 1e6, 3),
             "bytes": event.bytes,

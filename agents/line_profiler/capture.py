@@ -156,7 +156,7 @@ class OperationRecorder(TorchDispatchMode):
             above = above.f_back
         return tuple(found)
 
-    def watch(self, ops: Ops) -> Ops:
+    def wrap_ops(self, ops: Ops) -> Ops:
         """The ops, wrapped so that the operations inside an op are recorded with its name."""
         return replace(ops, **{name: self._watched(name, getattr(ops, name)) for name in OPS})
 

@@ -13,7 +13,7 @@ from itertools import combinations
 
 from agents.line_profiler.capture import Line, RecordedOperation
 from agents.line_profiler.lines import source_lines
-from agents.line_profiler.table import Edge, FusionCandidate, ProfiledLine, StreamCandidate, line_name
+from agents.line_profiler.profile_schema import Edge, FusionCandidate, ProfiledLine, StreamCandidate, line_name
 
 LEAST_GAIN = 1e-3  # share of the step: smaller candidates are not listed
 MOST_LISTED = 20

@@ -82,7 +82,7 @@ def _measure(
     sets = [make_inputs(signature, values, device, generator)]
     written = _written(signature)
     pristine = [sets[0][i].clone() for i in written]  # torch.clone keeps the strides of a dense tensor
-    clock = make_clock(device)
+    clock = make_call_timer(device)
 
     def call(number: int) -> float:
         leaves = sets[number % len(sets)]
@@ -114,7 +114,7 @@ def time_repeatedly(call: Callable[[int], float], first: float, ends: float) -> 
     return IsolatedTime(statistics.median(times), quartiles[2] - quartiles[0], len(times))
 
 
-def make_clock(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+def make_call_timer(device: torch.device) -> Callable[[Callable[[], Any]], float]:
     """A function that calls another function on a device and returns the seconds of the call."""
     return _cuda_seconds if device.type == "cuda" else _seconds
 

@@ -9,8 +9,8 @@ from functools import cache
 
 from agents.line_profiler.capture import ROOT, Line, RecordedOperation, is_view_or_empty
 from agents.line_profiler.isolation import IsolatedTime
+from agents.line_profiler.profile_schema import ProfiledLine, ProfiledOp
 from agents.line_profiler.signature import OperationSignature
-from agents.line_profiler.table import ProfiledLine, ProfiledOp
 from kernels.contract.registry import OPS
 
 OPTIMIZER_FILES = ("trainer/optim/optimizer.py", "trainer/monitor/stability.py", "trainer/optim/muon.py")
@@ -35,7 +35,7 @@ class PeakRates:
         return "compute" if flops / self.flops_per_s >= bytes / self.bytes_per_s else "memory"
 
 
-def profile_lines(
+def summarize_lines(
     events: Iterable[RecordedOperation],
     calls: Mapping[Line, float],
     step_s: float,
@@ -68,7 +68,7 @@ def _line(
     return ProfiledLine(
         file=file,
         line=number,
-        source=source_text(file, number),
+        source=read_source_line(file, number),
         op=op,
         phase=phase_of_line(line),
         forward_s=forward,
@@ -117,14 +117,14 @@ def data_loader_lines(traced: Mapping[Line, tuple[float, float]], step_s: float)
     """The data loader's lines. ``traced``: line → (seconds, times executed). All of this time is the host's."""
     return [
         ProfiledLine(
-            file, line, source_text(file, line), "", "data", 0.0, 0.0, seconds, times, 0.0, 0.0, seconds / step_s, 0.0,
+            file, line, read_source_line(file, line), "", "data", 0.0, 0.0, seconds, times, 0.0, 0.0, seconds / step_s, 0.0,
             "host", (), None, None,
         )
         for (file, line, _), (seconds, times) in traced.items()
     ]  # fmt: skip
 
 
-def profile_ops(
+def summarize_ops(
     events: Iterable[RecordedOperation], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float, device: str
 ) -> list[ProfiledOp]:
     """The times of each op, with the registry's facts about it, so that readers of a profile need not import the kernels."""
@@ -142,7 +142,7 @@ def profile_ops(
     return found
 
 
-def source_text(file: str, line: int) -> str:
+def read_source_line(file: str, line: int) -> str:
     text = source_lines(file)
     return text[line - 1].strip() if 0 < line <= len(text) else file
 

@@ -21,7 +21,8 @@ from torch.profiler import profile as torch_profile
 from agents.line_profiler.capture import ROOT, Line, OperationRecorder, RecordedOperation
 from agents.line_profiler.graph import data_flow_edges, fusion_candidates, stream_candidates
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, IsolatedTime, measure_operations
-from agents.line_profiler.lines import PeakRates, data_loader_lines, profile_lines, profile_ops
+from agents.line_profiler.lines import PeakRates, data_loader_lines, summarize_lines, summarize_ops
+from agents.line_profiler.profile_schema import FORMAT, CrossCheck, IsolationStatistics, Profile
 from agents.line_profiler.signature import OperationSignature, Samples
 from agents.line_profiler.stopwatch import (
     TimedOperation,
@@ -34,15 +35,14 @@ from agents.line_profiler.stopwatch import (
     total_seconds,
     without_garbage_collection,
 )
-from agents.line_profiler.table import FORMAT, CrossCheck, IsolationStatistics, Profile
-from agents.line_profiler.workload import make_run, smallest_recipe
+from agents.line_profiler.workload import make_run, shrink_recipe
 from kernels.contract.choice import implementation_names
 from kernels.contract.message import Message
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
-from trainer.contract.plan.precision import DTYPES, this_device, with_chosen_precision
-from trainer.contract.plan.rates import matmul_rate, memory_rate
+from trainer.contract.plan.precision import DTYPES, replace_auto_precision, this_device
+from trainer.contract.plan.rates import measure_matmul_rate, measure_memory_rate
 from trainer.contract.recipe import Recipe
 from trainer.run import SegmentRun
 
@@ -76,8 +76,8 @@ def measure_profile(
 
     Raises: TrainerError, KernelError.
     """
-    recipe = with_chosen_precision(recipe, this_device())
-    with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
+    recipe = replace_auto_precision(recipe, this_device())
+    with allow_bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report(Message("line_profiler.eager_step", "preparing the eager step"))
         run = make_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
         device = run.ranks.device
@@ -90,7 +90,7 @@ def measure_profile(
         # One batch for all steps, so that the same step is compared.
         batch = make_batch(run.order).to(device)
         recorder = OperationRecorder()
-        with _ops_of(run, recorder.watch(run.model.ops)), without_garbage_collection(), recorder:
+        with _ops_of(run, recorder.wrap_ops(run.model.ops)), without_garbage_collection(), recorder:
             run.train_step(batch)
         rounds = _rounds(run, batch, steps, synchronize, report)
         # The fastest of each: other programs only add time.
@@ -104,13 +104,13 @@ def measure_profile(
         )
         check = CrossCheck(min(rounds.torch), sum(e.seconds for e in events))
         calls = _calls(run, batch, recorder)
-        roof = PeakRates(matmul_rate(device, DTYPES[recipe.precision]), memory_rate(device))
+        roof = PeakRates(measure_matmul_rate(device, DTYPES[recipe.precision]), measure_memory_rate(device))
         alone, isolation = None, None
         if isolate:
             alone, isolation = _isolate(recorder.samples, events, device, isolation_budget_s, report)
         recipe_step = _recipe_step(recipe, kernels, Path(folder), steps, report) if measure_recipe_step else None
     choice = {op: implementation_names(name)[0] for op, name in load_choice(kernels, device.type).items()}
-    every = profile_lines(events, calls, step_s, roof, alone) + data_loader_lines(data, step_s)
+    every = summarize_lines(events, calls, step_s, roof, alone) + data_loader_lines(data, step_s)
     lines = sorted(every, key=lambda line: -line.seconds)
     covered = sum(line.seconds for line in lines)
     found = Profile(
@@ -131,7 +131,7 @@ def measure_profile(
         cross_check=check,
         isolation=isolation,
         lines=tuple(lines),
-        ops=tuple(profile_ops(events, recorder.op_calls, choice, step_s, device.type)),
+        ops=tuple(summarize_ops(events, recorder.op_calls, choice, step_s, device.type)),
         edges=tuple(data_flow_edges(events, recorder.callers)),
         fusion_candidates=tuple(fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
         stream_candidates=tuple(stream_candidates(events, step_s)),
@@ -182,7 +182,7 @@ def _rounds(
 
 
 def _crossing(recipe: Recipe, kernels: Path, folder: Path) -> float:
-    run = make_run(smallest_recipe(recipe), kernels, folder, steps=WARMUP_STEPS + 1, compile=False)
+    run = make_run(shrink_recipe(recipe), kernels, folder, steps=WARMUP_STEPS + 1, compile=False)
     for _ in range(WARMUP_STEPS):
         run.train_step(make_batch(run.order).to(run.ranks.device))
     batch = make_batch(run.order).to(run.ranks.device)
@@ -236,7 +236,7 @@ def _calls(run: SegmentRun, batch: Batch, recorder: OperationRecorder) -> dict[L
     """How often a step executes each line, counted by a tracer in a step of its own."""
     counted = recorder.op_calls.copy()
     with (
-        _ops_of(run, recorder.watch(run.model.ops)),
+        _ops_of(run, recorder.wrap_ops(run.model.ops)),
         trace_line_times(("trainer", "kernels"), lambda: recorder.current_op) as found,
     ):
         run.train_step(batch)

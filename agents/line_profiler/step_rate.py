@@ -18,10 +18,10 @@ from agents.line_profiler.workload import make_run
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import format_error_with_code
 from kernels.contract.op import KernelError
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from trainer.batch import make_batch
 from trainer.contract.errors import TrainerError
-from trainer.contract.plan.precision import DTYPES, this_device, with_chosen_precision
+from trainer.contract.plan.precision import DTYPES, replace_auto_precision, this_device
 from trainer.contract.recipe import Recipe
 
 STEPS, SECONDS = 8, 6.0
@@ -33,8 +33,8 @@ def measure_step_rate(recipe: Recipe, kernels: Path, steps: int = STEPS) -> dict
     Raises: TrainerError, KernelError.
     """
     began = time.perf_counter()
-    recipe = with_chosen_precision(recipe, this_device())
-    with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="rate-") as folder:
+    recipe = replace_auto_precision(recipe, this_device())
+    with allow_bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="rate-") as folder:
         run = make_run(recipe, kernels, Path(folder), steps=steps + 2, compile=recipe.compile)
         run.train_step(make_batch(run.order).to(run.ranks.device))
         started = time.perf_counter()

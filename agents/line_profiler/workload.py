@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
-from trainer.contract.plan.precision import this_device, with_chosen_precision
+from trainer.contract.plan.precision import replace_auto_precision, this_device
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
@@ -31,7 +31,7 @@ def make_run(
 
     Raises: TrainerError, KernelError.
     """
-    recipe = with_chosen_precision(recipe, this_device()).model_copy(update={"compile": compile})
+    recipe = replace_auto_precision(recipe, this_device()).model_copy(update={"compile": compile})
     recipe = recipe if compile else recipe.model_copy(update={"cuda_graphs": "off"})
     wanted = steps * recipe.tokens_per_step * 2
     shard = write_token_shard(
@@ -46,7 +46,7 @@ def make_run(
     return SegmentRun(spec, Ranks.join(recipe.parallel, recipe.model), None)
 
 
-def smallest_recipe(recipe: Recipe) -> Recipe:
+def shrink_recipe(recipe: Recipe) -> Recipe:
     """The recipe with two narrow, dense layers and eight short rows: the same lines, over tensors of a few kilobytes."""
     sizes = {"vocab_size": 512, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "d_ff": 64}
     model = recipe.model.model_copy(update=sizes | {"context": 32, "experts": None, "nope_every": None})

@@ -68,7 +68,7 @@ class LlmClient:
         raise AssertionError("unreachable")
 
     def _once(self, request: Request) -> Reply:
-        most = request.most_tokens
+        most = request.worst_case_usage
         entry = self.books.reserve(request.label, most.tokens, self._usd(most))
         began = time.time()
         try:
@@ -115,4 +115,4 @@ class LlmClient:
 
 def _most(request: Request, reply: Reply) -> Usage:
     """The largest possible usage of a reply, for an endpoint that reports none."""
-    return Usage(request.most_tokens.input_tokens, min(request.reply_tokens, len(json.dumps(reply.message()))))
+    return Usage(request.worst_case_usage.input_tokens, min(request.reply_tokens, len(json.dumps(reply.message()))))

@@ -81,7 +81,7 @@ class Request:
         return made
 
     @property
-    def most_tokens(self) -> Usage:
+    def worst_case_usage(self) -> Usage:
         """An upper bound of the usage: no token is shorter than a byte, and a chat template adds less than JSON does."""
         return Usage(len(json.dumps(self.request_body())), self.reply_tokens)
 

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainer.contract.strict import Strict
+from trainer.contract.strict import StrictSchema
 
 
-class Budget(Strict):
+class Budget(StrictSchema):
     """Hard limits: a request whose worst case would exceed either is not sent."""
 
     tokens: int = Field(gt=0)
@@ -18,7 +18,7 @@ class Budget(Strict):
     """At the prices of this policy."""
 
 
-class LlmPolicy(Strict):
+class LlmPolicy(StrictSchema):
     """Every key is optional. Nothing is spent by default: an endpoint must be named first."""
 
     endpoint: str = ""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from agents.core.proposal import Edit, Proposal, gain_with_unit
+from agents.core.proposal import Edit, Proposal, format_gain
 from agents.core.untrusted import limited_text, one_line
 from agents.core.workbench import Workbench
 from agents.llm.client import LlmClient
@@ -177,7 +177,7 @@ class _Loop:
                     "  round {number}: {title} (predicted {gain})",
                     number=number,
                     title=draft.title,
-                    gain=gain_with_unit(draft.target, draft.predicted_gain),
+                    gain=format_gain(draft.target, draft.predicted_gain),
                 )
             )
             before = [a for a in run.workbench.history(draft.target) if a.patch_id == draft.patch_id]

@@ -66,7 +66,7 @@ class Role(Protocol):
 LARGEST = 1e30
 
 
-def read_object(arguments: str) -> dict[str, Any]:
+def parse_arguments(arguments: str) -> dict[str, Any]:
     """The arguments of a call, parsed. Raises: DraftError, as the other reading functions here do."""
     try:
         raw = json.loads(arguments)
@@ -109,7 +109,7 @@ def read_number(raw: dict[str, Any], key: str) -> float:
     return float(value)
 
 
-def did_you_mean(near: str) -> Message:
+def nearest_name_hint(near: str) -> Message:
     """The hint of an error that knows a name close to the given one."""
     return Message("loop.near", "Did you mean {near!r}?", near=near)
 

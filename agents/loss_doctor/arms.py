@@ -153,7 +153,7 @@ def arms_against_large_steps(case: AnomalyCase) -> list[ReplayArm]:
     return arms
 
 
-def remove_gradient_accumulation(recipe: Mapping[str, Any]) -> ReplayArm | None:
+def make_arm_without_accumulation(recipe: Mapping[str, Any]) -> ReplayArm | None:
     """The arm with the same batch without accumulation; None if the recipe does not accumulate."""
     micro = recipe["batch"].get("micro_sequences")
     return ReplayArm(MICRO, {"batch.micro_sequences": None}) if micro else None

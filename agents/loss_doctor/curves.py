@@ -116,13 +116,13 @@ class Symptom:
         3.0
         """
         quantity = quantity_of_anomaly(kind, where)
-        usual = UsualValue.of(values_by_step(before, quantity))
+        usual = UsualValue.of(list_values(before, quantity))
         symptom = cls(kind, quantity, kind in LOW, usual, 0.0)
         return cls(kind, quantity, symptom.low, usual, symptom.largest_excess(window, usual))
 
     def largest_excess(self, window: Sequence[StepMetrics], usual: UsualValue) -> float:
         """The largest distance from ``usual`` in the symptom's direction; infinite where a value is not finite."""
-        values = values_by_step(window, self.quantity)
+        values = list_values(window, self.quantity)
         if self.kind == "non_finite" or not all(map(math.isfinite, values)):
             odd = any(not math.isfinite(x) for point in window for x in (point.loss, point.grad_norm))
             return math.inf if odd else 0.0
@@ -169,7 +169,7 @@ class Symptom:
         )
 
 
-def values_by_step(points: Sequence[StepMetrics], quantity: str) -> list[float]:
+def list_values(points: Sequence[StepMetrics], quantity: str) -> list[float]:
     """The values of a quantity, at the steps that have it, in the order of ``points``."""
     return [value for point in points if (value := point.value(quantity)) is not None]
 
@@ -200,7 +200,7 @@ def find_anomaly_onset(lines: Sequence[StepMetrics], step: int, reach: int = 16,
     40
     """
     earlier = [point for point in lines if step - 3 * reach <= point.step < step - reach]
-    usual = {key: UsualValue.of(values_by_step(earlier, key)) for key in ("loss", "grad_norm")}
+    usual = {key: UsualValue.of(list_values(earlier, key)) for key in ("loss", "grad_norm")}
     before = {point.step: point for point in lines}
     while step - 1 in before and reach and earlier:
         point = before[step - 1]

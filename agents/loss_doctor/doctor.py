@@ -25,7 +25,7 @@ from agents.loss_doctor.arms import (
     ReplayBench,
     ReplayBudgetSpentError,
     arms_against_large_steps,
-    remove_gradient_accumulation,
+    make_arm_without_accumulation,
 )
 from agents.loss_doctor.causes import (
     BAD_DATA,
@@ -190,7 +190,7 @@ class _Consultation:
             self._tried(FP32)
         if not self.case.all_reference:
             self._tried(KERNELS)
-        if choose_cause(self.findings) is None and (arm := remove_gradient_accumulation(self.case.recipe)) is not None:
+        if choose_cause(self.findings) is None and (arm := make_arm_without_accumulation(self.case.recipe)) is not None:
             self._tried(arm)
 
     def _commit(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from agents.core.untrusted import one_line
 from agents.llm.client import LlmClient
-from agents.loop.role import DraftError, read_object, read_text
+from agents.loop.role import DraftError, parse_arguments, read_text
 from agents.loop.tools import TEXT, make_tool
 from agents.loss_doctor.causes import TABLE
 from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS, SYSTEM, task_message
@@ -101,7 +101,7 @@ def read_wording(arguments: str, facts: DiagnosisFacts) -> CheckedWording:
     >>> found.claims, found.dropped
     ((Claim(says='It stays in fp32.', rests_on='fp32', shows='there'),), ('the claim rests on an arm or a fact that the record does not have',))
     """
-    raw = read_object(arguments).get("claims")
+    raw = parse_arguments(arguments).get("claims")
     if not isinstance(raw, list):
         raise DraftError("loss_doctor.no_claims", "'claims' is not a list.")
     claims: list[Claim] = []

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agents.core.yaml_edit import Scalar, yaml_text
-from agents.recipe_scout.course import TrainingRecord
+from agents.core.yaml_edit import Scalar, format_yaml_value
+from agents.recipe_scout.training_record import TrainingRecord
 from kernels.contract.message import Message
 from trainer.contract.plan.run_plan import deepseek_rule_lr
 
@@ -37,7 +37,7 @@ class RecipeChange:
 
     @property
     def title(self) -> str:
-        return f"{self.key} {yaml_text(self.old)} → {yaml_text(self.new)}"
+        return f"{self.key} {format_yaml_value(self.old)} → {format_yaml_value(self.new)}"
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class RejectedDirections:
     rejected: int = 0
 
 
-def all_changes(course: TrainingRecord, tried_rate: RejectedDirections) -> list[RecipeChange]:
+def suggest_changes(course: TrainingRecord, tried_rate: RejectedDirections) -> list[RecipeChange]:
     """Every change for which the record gives a reason, largest predicted gain first."""
     sources = (
-        change_rates(course, tried_rate),
-        change_mixture(course),
-        change_batch(course),
-        change_schedule(course),
-        change_regularisers(course),
+        suggest_rate_changes(course, tried_rate),
+        suggest_mixture_changes(course),
+        suggest_batch_changes(course),
+        suggest_schedule_changes(course),
+        suggest_regulariser_changes(course),
     )
     return sorted((change for source in sources for change in source), key=lambda change: -change.gain)
 
 
-def change_rates(course: TrainingRecord, tried: RejectedDirections) -> Iterator[RecipeChange]:
+def suggest_rate_changes(course: TrainingRecord, tried: RejectedDirections) -> Iterator[RecipeChange]:
     """Yield rates towards DeepSeek's rule (arXiv 2401.02954 §3.2), lower after anomalies, and away from a rejected direction."""
     rate = course.recipe.optimizer.lr
     tokens = course.tokens + course.judged_tokens
@@ -105,7 +105,7 @@ def change_rates(course: TrainingRecord, tried: RejectedDirections) -> Iterator[
             yield RecipeChange(("schedule", "warmup_steps"), warm, new_warm, course.gain_of_token_worth(1.05), reason)
 
 
-def change_mixture(course: TrainingRecord) -> Iterator[RecipeChange]:
+def suggest_mixture_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
     """Yield each domain's weight times 1.5 and times 2/3. Each domain's loss follows its own slope in its own tokens.
 
     The shares of supervised tokens that are best for the mean over domains are proportional to the slopes.
@@ -141,7 +141,7 @@ def change_mixture(course: TrainingRecord) -> Iterator[RecipeChange]:
             yield RecipeChange(("mixture", "weights", name), weight, new, gain, why)
 
 
-def change_batch(course: TrainingRecord) -> Iterator[RecipeChange]:
+def suggest_batch_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
     """Yield half the batch, if the noise scale was measured: the tokens needed grow as 1 + batch / scale (arXiv 1812.06162 §2.3)."""
     sequences, scale = course.recipe.batch.sequences, course.noise_scale
     if scale and course.supervised and sequences % 2 == 0 and not course.recipe.batch.warmup:
@@ -158,7 +158,7 @@ def change_batch(course: TrainingRecord) -> Iterator[RecipeChange]:
         yield RecipeChange(("batch", "sequences"), sequences, sequences // 2, course.gain_of_token_worth(speed), why)
 
 
-def change_schedule(course: TrainingRecord) -> Iterator[RecipeChange]:
+def suggest_schedule_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
     """Yield a longer anneal if the anneal is short, and the shape 1 − sqrt."""
     rule = course.recipe.schedule
     share = rule.anneal_steps / (rule.anneal_steps + rule.trunk_steps.later)
@@ -180,7 +180,7 @@ def change_schedule(course: TrainingRecord) -> Iterator[RecipeChange]:
         yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", course.gain_of_token_worth(1.03), why)
 
 
-def change_regularisers(course: TrainingRecord) -> Iterator[RecipeChange]:
+def suggest_regulariser_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
     """Yield changes of clipping and z-loss if the record gives a reason, and of weight decay. The predicted gains are guesses."""
     stability, decay = course.recipe.stability, course.recipe.optimizer.weight_decay
     if course.clipped > 0.5 and not course.trouble:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from agents.loop.prompts import MATERIAL
 from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, make_tool
-from agents.recipe_scout.course import TrainingRecord
+from agents.recipe_scout.training_record import TrainingRecord
 
 MOST_CHANGES = 3  # of one proposal: the effects of many changes cannot be separated
 

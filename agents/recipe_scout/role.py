@@ -10,26 +10,26 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from agents.core.proposal import QUALITY, Edit, Proposal, gain_with_unit
+from agents.core.proposal import QUALITY, Edit, Proposal, format_gain
 from agents.core.untrusted import one_line, quote_as_data
 from agents.core.workbench import Workbench
-from agents.core.yaml_edit import Scalar, change_recipe, values_by_key, yaml_text
+from agents.core.yaml_edit import Scalar, change_recipe, format_yaml_value, values_by_key
 from agents.loop import tools
 from agents.loop.role import (
     AgentTask,
     DraftError,
     JsonObject,
     TargetError,
-    did_you_mean,
     known_names_hint,
+    nearest_name_hint,
+    parse_arguments,
     read_number,
-    read_object,
     read_text,
 )
 from agents.recipe_scout import prompts
-from agents.recipe_scout.changes import all_changes
-from agents.recipe_scout.course import TrainingRecord
+from agents.recipe_scout.changes import suggest_changes
 from agents.recipe_scout.scout import AGENT, describe_refuting_result, rejected_directions
+from agents.recipe_scout.training_record import TrainingRecord
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 
@@ -58,7 +58,7 @@ class RecipeScout:
                 "recipe_scout.not_changeable",
                 "target {target!r} is not a key of the recipe that may be changed. {hint}",
                 target=self.asked,
-                hint=did_you_mean(near[0]) if near else known_names_hint(keys),
+                hint=nearest_name_hint(near[0]) if near else known_names_hint(keys),
             )
         if not keys:
             return Message(
@@ -105,13 +105,13 @@ class RecipeScout:
         rate_tried = rejected_directions(
             self.course.recipe.optimizer.lr, self.workbench.history(f"{QUALITY}:optimizer.lr")
         )
-        found = [c for c in all_changes(self.course, rate_tried) if self.course.may_change(c.key)][:MOST_IDEAS]
+        found = [c for c in suggest_changes(self.course, rate_tried) if self.course.may_change(c.key)][:MOST_IDEAS]
         words = [
             Message(
                 "recipe_scout.idea",
                 "{change}: predicted gain {gain}, because {why}",
                 change=c.title,
-                gain=gain_with_unit(f"{QUALITY}:{c.key}", c.gain),
+                gain=format_gain(f"{QUALITY}:{c.key}", c.gain),
                 why=c.why,
             )
             for c in found
@@ -127,7 +127,7 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
 
     Raises: DraftError.
     """
-    raw = read_object(arguments)
+    raw = parse_arguments(arguments)
     hypothesis = one_line(read_text(raw, "hypothesis"), 2000)
     if not hypothesis:
         raise DraftError("recipe_scout.no_hypothesis", "hypothesis must not be empty.")
@@ -153,7 +153,7 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
                 "recipe_scout.wrong_value",
                 "{key} cannot be {value}: {problem}",
                 key=key,
-                value=yaml_text(value),
+                value=format_yaml_value(value),
                 problem=one_line(str(error), 300),
             ) from None
     after = values_by_key(made)
@@ -164,7 +164,7 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
             keys=sorted(differing),
         )
     words_of_each = [
-        f"{key} {yaml_text(before[key]) if key in before else 'unset'} → {yaml_text(value)}"
+        f"{key} {format_yaml_value(before[key]) if key in before else 'unset'} → {format_yaml_value(value)}"
         for key, value in new_values.items()
     ]
     title = f"recipe {course.recipe.name}: {' and '.join(words_of_each)}{' together' if len(words_of_each) > 1 else ''}"

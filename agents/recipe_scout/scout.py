@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from agents.core.proposal import QUALITY, Edit, Proposal
 from agents.core.workbench import EarlierProposal, Workbench
-from agents.core.yaml_edit import change_recipe, yaml_text
-from agents.recipe_scout.changes import RecipeChange, RejectedDirections, all_changes
-from agents.recipe_scout.course import TrainingRecord
+from agents.core.yaml_edit import change_recipe, format_yaml_value
+from agents.recipe_scout.changes import RecipeChange, RejectedDirections, suggest_changes
+from agents.recipe_scout.training_record import TrainingRecord
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 
@@ -23,7 +23,7 @@ def propose_change(course: TrainingRecord, workbench: Workbench) -> Proposal | N
     text = workbench.read(course.path)
     rate_tried = rejected_directions(course.recipe.optimizer.lr, workbench.history(f"{QUALITY}:optimizer.lr"))
     ranked = []
-    for change in all_changes(course, rate_tried):
+    for change in suggest_changes(course, rate_tried):
         history = workbench.history(f"{QUALITY}:{change.key}")
         rejected = sum(attempt.outcome == REFUSED for attempt in history)
         worth = change.gain * DISCOURAGED**rejected
@@ -41,7 +41,7 @@ def propose_change(course: TrainingRecord, workbench: Workbench) -> Proposal | N
 
 def _waits(change: RecipeChange, history: Sequence[EarlierProposal]) -> bool:
     """True if the key is closed, or if the gate promoted another change from its present value (which waits for approval, or was reverted)."""
-    begins = f": {change.key} {yaml_text(change.old)} → "
+    begins = f": {change.key} {format_yaml_value(change.old)} → "
     return any(attempt.closed or (attempt.outcome == "promote" and begins in attempt.title) for attempt in history)
 
 

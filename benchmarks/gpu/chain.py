@@ -113,7 +113,7 @@ def killed_and_resumed(folder: Path, seconds: float) -> int:
 
     ends = time.monotonic() + seconds
     with training(folder) as process:
-        while not (found := checkpoints.saved_steps(folder / "checkpoints")):
+        while not (found := checkpoints.list_checkpoints(folder / "checkpoints")):
             if process.poll() is not None or time.monotonic() > ends:
                 raise RuntimeError("the trainer ended, or its time did, before its first checkpoint")
             time.sleep(0.002)
@@ -128,7 +128,7 @@ def distance(ours: Path, theirs: Path) -> tuple[int, int, float]:
     """(tensors equal to the bit, tensors, the largest relative distance) of two segments' last checkpoints."""
     from trainer.contract.checkpoint import format as checkpoints
 
-    a, b = (checkpoints.load(checkpoints.saved_steps(folder / "checkpoints")[-1][1]) for folder in (ours, theirs))
+    a, b = (checkpoints.load(checkpoints.list_checkpoints(folder / "checkpoints")[-1][1]) for folder in (ours, theirs))
     pairs = [(a.model[name], b.model[name]) for name in b.model]
     pairs += [(a.optimizer[name], b.optimizer[name]) for name in b.optimizer]
     equal = sum(torch.equal(x, y) for x, y in pairs)
@@ -217,7 +217,7 @@ def sandbox(context: Context) -> None:
     from factory.core import devices
     from factory.sandbox import live_sandbox, seccomp_filter
 
-    if refusal := live_sandbox.find_refusal():
+    if refusal := live_sandbox.find_sandbox_problem():
         context.not_run("a segment in the live sandbox", refusal)
         return
     folder = Path(context.settings.scratch) / "sandbox"

@@ -84,9 +84,9 @@ def of_the_card(context: Context) -> None:
         note="other work on the card slows it: the numbers below are not the card's own" if busy else "",
     )
     try:
-        from trainer.contract.plan.gpus import gpu_named
+        from trainer.contract.plan.gpus import find_gpu
 
-        gpu = gpu_named(about.name)
+        gpu = find_gpu(about.name)
     except ImportError as error:
         context.not_run("the data sheet's peak", needs.why(error))
         return

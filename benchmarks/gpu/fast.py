@@ -25,7 +25,7 @@ from kernels.contract.choice import implementation_names, untuned_implementation
 from kernels.contract.machine import this_machine
 from kernels.contract.op import Inputs, Op, OracleCase, Shape
 from kernels.contract.oracle import compare_with_fp64, outputs_and_gradients
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import OPS
 
 SECONDS = 0.08  # of the timing of one pass
@@ -217,7 +217,7 @@ def run(item: str, context: Context) -> None:
         context.not_run(f"{name} at width {width_of(int(number), settings)}", str(error))
         return
     done, skipped = 0, 0
-    with bf16_matmul(shapes.dtype_of(op)):  # as the trainer does
+    with allow_bf16_matmul(shapes.dtype_of(op)):  # as the trainer does
         for rival in in_order(op, int(number), settings.device):
             if context.left <= 0:
                 if not warms:

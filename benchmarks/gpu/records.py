@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.gpu import page
-from kernels.contract.files import finite_json, finite_values, write_atomically
+from kernels.contract.files import encode_finite_json, replace_non_finite, write_atomically
 
 Record = dict[str, Any]
 
@@ -73,7 +73,7 @@ class Records:
 
     def take(self, record: Mapping[str, Any]) -> Record:
         """Keep a record, on disk before this returns."""
-        kept: Record = finite_values(dict(record))
+        kept: Record = replace_non_finite(dict(record))
         self.every.append(kept)
         if self._lines is not None:
             self._write(kept)
@@ -89,7 +89,7 @@ class Records:
         if self._lines is not None:
             write_atomically(self.markdown, page.markdown(self.every))
             write_atomically(
-                self.markdown.with_suffix(".json"), finite_json(page.document(self.every), indent=1) + "\n"
+                self.markdown.with_suffix(".json"), encode_finite_json(page.document(self.every), indent=1) + "\n"
             )
 
     def finish(self, complete: bool) -> None:

@@ -30,13 +30,13 @@ from benchmarks.gpu.timing import synchronize
 from benchmarks.gpu.worker import Context, short
 from benchmarks.support.waits import waits
 from kernels.contract.host_memory import keep_freed_memory
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from trainer.batch import Batch, prefetch
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.errors import RecipeError
-from trainer.contract.plan.gpus import gpu_named
+from trainer.contract.plan.gpus import find_gpu
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.sizing import GpuLayout, memory_parts, total_bytes
 from trainer.contract.recipe import Recipe
@@ -82,7 +82,7 @@ class Stepper:
     recipe: Recipe
 
     def step(self) -> dict[str, Any]:
-        with bf16_matmul(DTYPES.get(self.recipe.precision, torch.bfloat16)):
+        with allow_bf16_matmul(DTYPES.get(self.recipe.precision, torch.bfloat16)):
             return self.run.train_step(next(self.batches).to(self.run.ranks.device))
 
 
@@ -293,7 +293,7 @@ def speed(name: str, made: Stepper, context: Context) -> None:
     if settings.product_rate:
         context.number("MFU of the measured bf16 product rate", flops / settings.product_rate, "share")
     if cuda:
-        gpu = gpu_named(card)
+        gpu = find_gpu(card)
         if gpu is None:
             context.not_run(f"{context.item}: {sheet}", f"no data sheet of {card!r} is known")
         else:

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from factory.core.workspace import Workspace
 from factory.demo.summary import JudgedShardTimes, list_judged_shards
 from factory.ledger.reader import LedgerReader
-from trainer.contract.plan.rates import matmul_rate
+from trainer.contract.plan.rates import measure_matmul_rate
 
 ROOT = Path(__file__).parents[2]
 NOT_IN_REQUIREMENTS = ["pip"]  # which a virtual environment brings
@@ -28,7 +28,7 @@ BLOCK = 512  # bytes; of ``st_blocks``
 def matmul_peaks() -> dict[str, float]:
     """FLOP/s of square products alone, by precision (``trainer.contract.plan.rates``). On a CPU: of all threads, if none had to wait."""
     return {
-        name: matmul_rate(torch.device("cpu"), dtype)
+        name: measure_matmul_rate(torch.device("cpu"), dtype)
         for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
     }
 

@@ -35,11 +35,11 @@ from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import build_suite
 from factory.evals.tasks import ScoredText, bits_per_byte_by_domain, encode_documents, score_bits_per_byte
 from factory.evals.token_bytes import TokenBytes
-from factory.ingest.inbox import ingest_and_file, list_complete_files
+from factory.ingest.inbox import ingest_and_move, list_complete_files
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.plant import Plant
 from kernels.contract.host_memory import keep_freed_memory
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.strict_yaml import read_yaml
 from trainer.batch import Batch, make_batch
 from trainer.contract.checkpoint.export import export, hf_config, hf_tensors
@@ -48,7 +48,7 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError
 from trainer.contract.json_lines import read_lines
-from trainer.contract.plan.precision import DTYPES, this_device, with_chosen_precision
+from trainer.contract.plan.precision import DTYPES, replace_auto_precision, this_device
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
@@ -123,7 +123,7 @@ def recipe_of(steps: int, width: int, lr: float, compile: bool = True) -> Recipe
     raw["schedule"] |= {"trunk_steps": trunk, "anneal_steps": anneal, "warmup_steps": warm_up}
     raw["optimizer"] |= {"lr": lr}
     raw["stability"] = {"noise_scale_every": 0}  # it would split a batch of each 32 steps in two, and compile halves
-    return with_chosen_precision(Recipe.parse(raw), this_device())
+    return replace_auto_precision(Recipe.parse(raw), this_device())
 
 
 def ingest_library(root: Path, progress: Progress, share: float = 1.0) -> Plant:
@@ -133,7 +133,7 @@ def ingest_library(root: Path, progress: Progress, share: float = 1.0) -> Plant:
     plant = Plant(workspace, make_or_open_ledger(workspace), progress)
     write_corpus(workspace.inbox, progress, share)
     for path in list_complete_files(plant, settle=0.0):
-        ingest_and_file(plant, path)
+        ingest_and_move(plant, path)
     return plant
 
 
@@ -291,7 +291,7 @@ def step_seconds(task: Task, kernels: Path, seconds: float) -> tuple[list[float]
         began = time.perf_counter()
         if began > ends and len(found[0]) >= LEAST_ROUNDS:
             break
-        with bf16_matmul(DTYPES[task.recipe.precision]):
+        with allow_bf16_matmul(DTYPES[task.recipe.precision]):
             run.train_step(batch)
         between = time.perf_counter()
         theirs.step(batch, lr)

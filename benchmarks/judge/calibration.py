@@ -38,8 +38,8 @@ from factory.evals.parity import CHECKS
 from factory.evals.statistics import CLOZE, holm_step_down
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.gate import evidence_of_evaluations
-from factory.gates.release.guards import compute_guard_floors, detectable_gain, guard_names, list_unreliable_guards
+from factory.gates.release.gate import make_evidence_of_evaluations
+from factory.gates.release.guards import compute_guard_floors, detectable_gain, list_guard_names, list_unreliable_guards
 from factory.gates.release.held_out_gaps import TASK
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, judge
 from factory.gates.release.policy import ReleasePolicy
@@ -117,7 +117,9 @@ def draw(kind: Kind, rng: np.random.Generator, gains: dict[str, float], sizes: S
 def evidence_of(pair: Pair, look: int, lost: dict[str, float]) -> ReleaseEvidence:
     """As ``factory.gates.release.gate`` gathers it, all checks passed."""
     ours, theirs = (_summary(side) for side in (pair.candidate, pair.champion))
-    found = evidence_of_evaluations(POLICY, DOMAINS, "candidate:1", (ours, pair.candidate), (theirs, pair.champion))
+    found = make_evidence_of_evaluations(
+        POLICY, DOMAINS, "candidate:1", (ours, pair.candidate), (theirs, pair.champion)
+    )
     return replace(
         found,
         anomalies=(),
@@ -211,7 +213,7 @@ CLOZES = tuple(
 def outcome_before(evidence: ReleaseEvidence) -> str:
     """As the judge decided when cloze guarded always, whatever an equally good model makes of it; of what passes all else."""
     floor, _, _ = compute_guard_floors(POLICY, evidence)
-    every = guard_names(evidence)
+    every = list_guard_names(evidence)
 
     def above(name: str, shared: int) -> bool:
         bound = evidence.guards[name].confidence_bound(POLICY.guards.alpha / shared)

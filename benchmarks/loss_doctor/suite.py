@@ -42,10 +42,10 @@ from factory.diagnosis.diagnosing import (
     find_previous_weights,
 )
 from factory.diagnosis.replay_bench import AnomalyEpisode, EpisodeReplayBench
-from factory.gates.patch.matrix.cases import recipe_with
+from factory.gates.patch.matrix.cases import make_case_recipe
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.runs.arm import Arm
-from factory.runs.live_training import prepare_folder
+from factory.runs.live_training import prepare_arm_folder
 from factory.runs.sandboxed_training import ArmRunEnd
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
@@ -109,7 +109,7 @@ def trunk_of(fault: Fault, seed: int, root: Path) -> Trunk:
     kernels = folder.parent / "kernels.yaml"
     kernels.write_text(yaml.safe_dump({"cpu": chosen}))
     spec: dict[str, Any] = {
-        "kind": "trunk", "recipe": recipe_with(same), "data_plan": {"token_shards": shards} | planned, "first_step": 0, "last_step": FIRST,
+        "kind": "trunk", "recipe": make_case_recipe(same), "data_plan": {"token_shards": shards} | planned, "first_step": 0, "last_step": FIRST,
         "initial_checkpoint": None, "code_commit": "0" * 40, "kernels": str(kernels),
     }  # fmt: skip
     sound = Fault(fault.name, fault.causes)
@@ -134,7 +134,7 @@ def _try_fault(fault: Fault, seed: int, root: Path, trunk: Trunk) -> Tried:
         shards.append({"id": joined.id, "path": str(joined.path), "generation": 1})
         plan = DataPlan.from_json({"token_shards": shards, "replay": fault.replay} | trunk.planned)
     second = spec | {
-        "kind": fault.kind, "recipe": recipe_with(trunk.recipe | dict(fault.later)),
+        "kind": fault.kind, "recipe": make_case_recipe(trunk.recipe | dict(fault.later)),
         "first_step": FIRST, "last_step": fault.until, "data_plan": json.loads(plan.to_json()), "initial_checkpoint": str(start),
     }  # fmt: skip
     # The run was stopped in the middle of its segment, and went on from what was left of it.
@@ -173,7 +173,9 @@ def diagnose_run(ran: Ran, root: Path) -> Tried:
     lines = read_step_metrics(ran.lines_of("metrics.jsonl"))
     noted = [line for line in ran.lines_of("anomalies.jsonl") if line["step"] >= begins]
     found = find_episodes(
-        [RecordedAnomaly.of(n, line["step"], line["kind"], line) for n, line in enumerate(noted)], lines, begins
+        [RecordedAnomaly.from_detail(n, line["step"], line["kind"], line) for n, line in enumerate(noted)],
+        lines,
+        begins,
     )
     chosen = [span for span in found if span.kind in DIAGNOSED]
     if not ran.fault.healthy:
@@ -191,7 +193,7 @@ def diagnose_run(ran: Ran, root: Path) -> Tried:
 def diagnose_span(ran: Ran, root: Path, lines: list[StepMetrics], span: EpisodeSpan) -> Tried:
     """One diagnosis, as the factory makes it."""
     fault, (before, spec) = ran.fault, ran.specs
-    every = dict(rung for folder in ran.folders for rung in checkpoints.saved_steps(folder / "checkpoints"))
+    every = dict(rung for folder in ran.folders for rung in checkpoints.list_checkpoints(folder / "checkpoints"))
     rungs = [(step, path) for step, path in every.items() if step <= span.onset]
     recent = span.onset <= FIRST + RECENT_STEPS
     episode = AnomalyEpisode(
@@ -205,7 +207,7 @@ def diagnose_span(ran: Ran, root: Path, lines: list[StepMetrics], span: EpisodeS
 
     def run(arm: Arm) -> ArmRunEnd:
         folder = root / "runs" / arm.key
-        spec = prepare_folder(root / "runs", folder, arm)
+        spec = prepare_arm_folder(root / "runs", folder, arm)
         code = episode.code_folder(arm)
         return ArmRunEnd(
             folder, failed=run_here(fault, ran.seed, folder, spec, code, live=False, changed=not arm.environment)

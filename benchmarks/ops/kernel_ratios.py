@@ -20,7 +20,7 @@ from benchmarks.support.best_here import DTYPE, PRECISION, ROOT
 from kernels.contract.bench import BenchSetting, compare_implementations
 from kernels.contract.machine import this_machine
 from kernels.contract.op import Shape
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import OPS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,7 +67,7 @@ def measure(name: str, implementation: str, shape: str) -> Ratio:
     setting, threads = BenchSetting(SHAPES[shape], PRECISION, False), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with bf16_matmul(DTYPE):  # as the trainer does
+        with allow_bf16_matmul(DTYPE):  # as the trainer does
             pilot = compare_implementations(
                 contest(name), implementation, setting=setting, device=DEVICE, pairs=3, warmup=2
             )

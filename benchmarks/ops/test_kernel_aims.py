@@ -20,7 +20,7 @@ from benchmarks.support.memory import printed_by, resident, restart_peak
 from kernels.contract.bench import BenchSetting, compare_implementations
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import OracleCase, Shape
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import OPS, load_choice
 from trainer.batch import prefetch
 from trainer.contract.plan.precision import DTYPES
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the aims of C
 def test_the_loss_head_at_32k_is_faster_than_eager() -> None:
     keep_freed_memory()
     chosen = load_choice(tuned_kernels())[HEAD]
-    with bf16_matmul(DTYPE):
+    with allow_bf16_matmul(DTYPE):
         found = compare_implementations(
             HEAD, chosen, setting=BenchSetting(AT_32K, PRECISION, False), pairs=ROUNDS, warmup=1
         )
@@ -94,7 +94,7 @@ def step_of(kernels: Path, folder: Path) -> Callable[[], Any]:
     batches = prefetch(run.order, 100)
 
     def step() -> None:
-        with bf16_matmul(DTYPES[recipe.precision]):
+        with allow_bf16_matmul(DTYPES[recipe.precision]):
             run.train_step(next(batches))
 
     return step

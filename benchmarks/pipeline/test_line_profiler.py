@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from agents.line_profiler.profile_schema import Profile
 from agents.line_profiler.report.summary_text import profile_summary
-from agents.line_profiler.table import Profile
 from benchmarks.support.best_here import ROOT
 
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from kernels.contract.machine import fast_precision, this_machine
-from trainer.contract.plan.precision import DTYPES, this_device, with_chosen_precision
+from trainer.contract.plan.precision import DTYPES, replace_auto_precision, this_device
 from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ DTYPE = DTYPES[PRECISION]
 
 def demo_recipe() -> Recipe:
     """The demo's recipe, in the precision that trains fastest here."""
-    return with_chosen_precision(Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml"), this_device())
+    return replace_auto_precision(Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml"), this_device())
 
 
 def tuned_kernels(recipe: Recipe | None = None) -> Path:

@@ -103,7 +103,7 @@ def test_a_checkpoint_hardly_stalls_a_step_nor_slows_a_run(tmp_path: Path) -> No
     low, high = (statistics.median(extra) + side * spread(extra) for side in (-2, 2))
     overhead = [seconds / (EVERY * step) for seconds in (statistics.median(extra), low, high)]
     stall, blocked = statistics.median(stalls), statistics.median(blocking)
-    size = sum(f.stat().st_size for f in (checkpoints.saved_steps(tmp_path / "checkpoints")[-1][1]).iterdir())
+    size = sum(f.stat().st_size for f in (checkpoints.list_checkpoints(tmp_path / "checkpoints")[-1][1]).iterdir())
     print(
         f"\n{recipe.name}: {size / 1e6:.0f} MB, a step takes {step * 1e3:.0f} ms, {torch.get_num_threads()} threads\n"
         f"blocking save {blocked * 1e3:.0f} ms ({min(blocking) * 1e3:.0f} to {max(blocking) * 1e3:.0f}), stall with the "

@@ -24,7 +24,7 @@ from kernels.contract.host_memory import keep_freed_memory
 from trainer.batch import Batch, prefetch
 from trainer.contract.recipe import Recipe
 from trainer.monitor.metrics import MetricsFile
-from trainer.monitor.stability import StabilityDetector, clip_and_skip
+from trainer.monitor.stability import StabilityDetector, decide_clip_and_skip
 from trainer.optim.optimizer import sums_of_squares
 from trainer.run import SegmentRun
 
@@ -83,7 +83,7 @@ def bare_step(run: SegmentRun) -> Callable[[Batch], None]:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         norm = sums_of_squares(run.optimizer.gradients()).sum().sqrt()
-        run.optimizer.step(1e-3, *clip_and_skip(total, norm, recipe.stability.grad_clip, limit))
+        run.optimizer.step(1e-3, *decide_clip_and_skip(total, norm, recipe.stability.grad_clip, limit))
         run.optimizer.zero_grad()
         total.item()
 
@@ -109,7 +109,7 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
     looks = [block._forward_pre_hooks for block in run.model.blocks]
     for held in looks:
         held.update({number: clock.around("signals.look", look) for number, look in held.items()})
-    monkeypatch.setattr(trainer.run, "memory_bytes", clock.around("memory", trainer.run.memory_bytes))
+    monkeypatch.setattr(trainer.run, "peak_memory_bytes", clock.around("memory", trainer.run.peak_memory_bytes))
     metrics = MetricsFile(tmp_path / "metrics.jsonl", 0)
     kinds = {"full": full_step(run, metrics, clock), "bare": bare_step(run)}
     batches = prefetch(run.order, steps)

@@ -26,11 +26,11 @@ from benchmarks.support.best_here import CUDA, PRECISION, ROOT, demo_recipe, tun
 from benchmarks.support.memory import printed_by, resident, restart_peak
 from kernels.contract.host_memory import keep_freed_memory, release_freed_memory
 from kernels.contract.machine import this_machine
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from trainer.batch import Batch, make_batch, prefetch
 from trainer.contract.checkpoint.export import hf_config
 from trainer.contract.plan.precision import DTYPES
-from trainer.contract.plan.rates import data_sheet_peak, matmul_rate
+from trainer.contract.plan.rates import data_sheet_peak, measure_matmul_rate
 from trainer.contract.recipe import Recipe
 
 KERNELS = ROOT / "policies" / "kernels.yaml"
@@ -66,7 +66,7 @@ def ours(recipe: Recipe, folder: Path) -> Step:
     batches = prefetch(run.order, steps)
 
     def step() -> None:
-        with bf16_matmul(DTYPES[recipe.precision]):
+        with allow_bf16_matmul(DTYPES[recipe.precision]):
             run.train_step(next(batches).to(run.ranks.device))
 
     for _ in range(
@@ -149,7 +149,7 @@ def print_peak_memory(name: str) -> None:
 def utilisation(recipe: Recipe, device: torch.device, tokens_per_s: float) -> str:
     """Model FLOP/s, as shares of the data sheet's peak (MFU) and of what products alone reach here, where each is known."""
     flops, dtype = tokens_per_s * recipe.model.flops_per_token(), DTYPES[recipe.precision]
-    peak, products = data_sheet_peak(device, dtype), matmul_rate(device, dtype)
+    peak, products = data_sheet_peak(device, dtype), measure_matmul_rate(device, dtype)
     mfu = f"MFU {flops / peak:.1%} of {peak / 1e12:.0f} TFLOP/s, " if peak else ""
     return f"{flops / 1e9:,.0f} GFLOP/s, {mfu}{flops / products:.1%} of the products' {products / 1e9:,.0f} GFLOP/s"
 

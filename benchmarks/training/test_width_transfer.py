@@ -21,7 +21,7 @@ from benchmarks.support.best_here import ROOT
 from kernels.contract.registry import bind_ops
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Decoder
-from trainer.monitor.stability import clip_and_skip
+from trainer.monitor.stability import decide_clip_and_skip
 from trainer.optim.optimizer import Optimizer, sums_of_squares
 
 NARROW, WIDE = 64, 256
@@ -81,7 +81,7 @@ def trained_loss(recipe: Recipe, batches: list[Tensor], held_out: Tensor) -> flo
         loss.backward()  # type: ignore[no-untyped-call]
         rate = recipe.optimizer.lr * min((step + 1) / WARM_UP, (STEPS - step) / (STEPS - WARM_UP))
         norm = sums_of_squares(optimizer.gradients()).sum().sqrt()
-        optimizer.step(rate, *clip_and_skip(loss.detach(), norm, recipe.stability.grad_clip, math.inf))
+        optimizer.step(rate, *decide_clip_and_skip(loss.detach(), norm, recipe.stability.grad_clip, math.inf))
         optimizer.zero_grad()
     with torch.no_grad():
         return float(loss_of(model, held_out))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from factory.audit.audit_windows import AuditWindow, count_tries
-from factory.audit.judge import find_differences, judge_audit, max_distance_share
+from factory.audit.audit_windows import AuditWindow, count_audit_tries
+from factory.audit.judge import allowed_distance_share, find_differences, judge_audit
 from factory.audit.kept_checkpoints import audit_folder, keep_window_checkpoints, window_checkpoint
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AUDIT
@@ -23,23 +23,27 @@ from factory.core import devices
 from factory.core.errors import FactoryError, InputError
 from factory.core.faults import is_machine_fault_without_file
 from factory.core.launching import count_ranks
+from factory.core.path_removal import remove_path
 from factory.core.policy_file import hash_policy
-from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
-from factory.gates.patch.checkpoint_difference import find_checkpoint_difference, squared_moment_distances, weight_drift
+from factory.gates.patch.checkpoint_difference import (
+    compute_weight_drift,
+    find_checkpoint_difference,
+    squared_moment_distances,
+)
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
 from factory.runs.arm import Arm, recipe_for_one_rank
-from factory.runs.distance import find_unlike_tensor, have_same_bits
-from factory.runs.task_runs import TaskRuns
+from factory.runs.arm_runner import ArmRunner
+from factory.runs.distance import find_unmatched_tensor, have_same_bits
 from factory.runs.trace import Trace
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.segment_folder import segment_spec
 from kernels.contract.choice import resolve_auto_in_text
-from kernels.contract.files import finite_values
+from kernels.contract.files import replace_non_finite
 from kernels.contract.message import CodedError, Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors, load, manifest_sha256
 from trainer.contract.errors import TrainerError
@@ -71,14 +75,14 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     window = keep_window_checkpoints(plant, row, window)
     if not window.steps:
         return None
-    number = count_tries(plant.ledger, segment) + 1
+    number = count_audit_tries(plant.ledger, segment) + 1
     title = Message(
         "audit.task",
         "audit of segment {segment}, steps {first}–{last}",
         segment=segment, first=window.first, last=window.last,
     )  # fmt: skip
     with plant.progress.task(title):
-        evidence = finite_values(gather_audit_evidence(plant, row, window, policy, number * policy.wall_seconds))
+        evidence = replace_non_finite(gather_audit_evidence(plant, row, window, policy, number * policy.wall_seconds))
     verdict = judge_audit(policy, evidence)
     subject = Subject("segment", segment)
     detail = {"outcome": verdict.outcome, "patches": list(window.patches), "suspects": evidence.get("suspects", [])}
@@ -119,7 +123,7 @@ class _Measured:
     """The files of live training, and the other inputs of its comparison with replays."""
 
     policy: AuditPolicy
-    runs: TaskRuns
+    runs: ArmRunner
     row: SegmentRow
     window: AuditWindow
     tuned: Mapping[str, str]  # op → the implementation that ``auto`` stood for before the patches
@@ -143,7 +147,7 @@ class _Measured:
             else ""
         )
         return Arm(
-            name, spec, repository.git_line(plant.workspace.repository, "rev-parse", f"{commit}^{{tree}}"),
+            name, spec, repository.read_git_line(plant.workspace.repository, "rev-parse", f"{commit}^{{tree}}"),
             recipe={} if until == window.last else {"checkpoint_every": until, "keep_checkpoints": 2},
             start=window_checkpoint(plant, row, window.first) if window.first > row.first_step else None, until=until, kernels=kernels,
             repeat=name == "again",
@@ -180,20 +184,22 @@ class _Measured:
         live, window = self.live, self.window
         assert live is not None
         found: dict[str, Any] = {"same_bits": have_same_bits(live.final_checkpoint, base.final_checkpoint)}
-        if missing := find_unlike_tensor(live.final_checkpoint, base.final_checkpoint):
+        if missing := find_unmatched_tensor(live.final_checkpoint, base.final_checkpoint):
             unlike_tensor = Message(
                 "audit.tensor_unlike",
                 "Tensor {tensor} of the live checkpoint is missing, or its shape or dtype is not the replay's.",
                 tensor=missing,
             )
             return found | {"told": [unlike_tensor]}
-        share = max_distance_share(self.policy, self.claims | {"steps": window.steps})
+        share = allowed_distance_share(self.policy, self.claims | {"steps": window.steps})
         away: dict[str, float] = {}
         if shorter is not None:
             away = squared_moment_distances(remove_layout_keys(shorter), remove_layout_keys(base.final_checkpoint))
             found |= {
-                "drift": weight_drift(live.final_checkpoint.model, base.final_checkpoint.model, self.origin),
-                "control_drift": weight_drift(shorter.model, base.final_checkpoint.model, self.origin, of_one=False),
+                "drift": compute_weight_drift(live.final_checkpoint.model, base.final_checkpoint.model, self.origin),
+                "control_drift": compute_weight_drift(
+                    shorter.model, base.final_checkpoint.model, self.origin, of_one=False
+                ),
             }
         told = shorter is not None or found["same_bits"]
         state = (
@@ -216,7 +222,7 @@ def gather_audit_evidence(
         "segment": row.id, "first": window.first, "last": window.last, "steps": window.steps, "patches": list(window.patches),
         "code_commit": row.code_commit, "against": patches[0].base_commit, "subject_sha256": "", **_claims(plant.ledger, patches),
     }  # fmt: skip
-    runs = TaskRuns(plant, audit_folder(plant.workspace, row.id), "audit", Subject("segment", row.id))
+    runs = ArmRunner(plant, audit_folder(plant.workspace, row.id), "audit", Subject("segment", row.id))
     tuned = _tuned(plant, row, patches[0])
     end = window_checkpoint(plant, row, window.last)
     try:
@@ -265,7 +271,7 @@ def _replay(
         return {"again": {"same_bits": True}, "suspects": list(window.patches)}
     found = measured.compare(base, None)
     shorter = None
-    if not found["same_bits"] and not find_unlike_tensor(measured.live.final_checkpoint, base.final_checkpoint):
+    if not found["same_bits"] and not find_unmatched_tensor(measured.live.final_checkpoint, base.final_checkpoint):
         left_out = window.last - 1
         if left_out > window.first:
             shorter = measured.trace("shorter", commit, left_out).final_checkpoint
@@ -283,7 +289,7 @@ def _replay(
     if not find_differences(policy, evidence | found):
         return found
     again = measured.trace("again", commit, window.last)
-    off = weight_drift(again.final_checkpoint.model, base.final_checkpoint.model, measured.origin)
+    off = compute_weight_drift(again.final_checkpoint.model, base.final_checkpoint.model, measured.origin)
     found["again"] = {"same_bits": have_same_bits(again.final_checkpoint, base.final_checkpoint), "drift": off}
     found["suspects"] = [_suspect(measured, evidence | found, shorter, patches).number]
     return found

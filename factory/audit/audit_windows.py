@@ -21,7 +21,7 @@ from factory.code_loop.reverting import AUDITED
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ProposalRow, ReadsSql, SegmentRow, Subject, VerdictRow
+from factory.ledger.rows import ProposalRow, SegmentRow, SqlReader, Subject, VerdictRow
 from factory.training.certificate import TRAINING_FILES
 
 DRAWN = "audit_drawn"
@@ -39,7 +39,7 @@ class AuditWindow:
     patches: tuple[int, ...] = ()
 
     @classmethod
-    def of_segment(cls, db: ReadsSql, segment: int) -> Self | None:
+    def of_segment(cls, db: SqlReader, segment: int) -> Self | None:
         """Return the window that was drawn for a segment; None before the draw."""
         sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
         found = db.read(sql, kind=DRAWN, subject=str(Subject("segment", segment)))
@@ -61,7 +61,7 @@ def draw_window(plant: Plant, row: SegmentRow) -> AuditWindow | None:
         return known
     policy = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
     patches = find_merged_patches(plant, row.code_commit)
-    windows = list_windows(row)
+    windows = list_possible_windows(row)
     if not patches or not windows:
         return None
     chosen, share = choose_patches([patch.number for patch in patches], count_agreements(plant.ledger), policy)
@@ -76,11 +76,11 @@ def record_window(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWin
     return window
 
 
-def list_windows(row: SegmentRow) -> list[tuple[int, int]]:
+def list_possible_windows(row: SegmentRow) -> list[tuple[int, int]]:
     """Return (first, last) of every window of a segment that could be audited, in order. The first window counts only if a checkpoint precedes it.
 
     >>> from types import SimpleNamespace
-    >>> list_windows(SimpleNamespace(first_step=10, last_step=22, parent=1, recipe_json={"checkpoint_every": 5}))
+    >>> list_possible_windows(SimpleNamespace(first_step=10, last_step=22, parent=1, recipe_json={"checkpoint_every": 5}))
     [(10, 15), (15, 20), (20, 22)]
     """
     every = int(row.recipe_json["checkpoint_every"])
@@ -127,7 +127,7 @@ def find_merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
     return sorted(found, key=lambda row: order.get(str(Subject("proposal", row.number)), -1))
 
 
-def find_due_audits(db: ReadsSql, policy: AuditPolicy) -> list[int]:
+def find_due_audits(db: SqlReader, policy: AuditPolicy) -> list[int]:
     """Return the numbers of the segments whose audit is due now, oldest first."""
     drawn = {
         Subject.parse(row["subject"]).number
@@ -136,7 +136,7 @@ def find_due_audits(db: ReadsSql, policy: AuditPolicy) -> list[int]:
     return [number for number in sorted(drawn) if _waits(db, number, policy)]
 
 
-def _waits(db: ReadsSql, number: int, policy: AuditPolicy) -> bool:
+def _waits(db: SqlReader, number: int, policy: AuditPolicy) -> bool:
     window = AuditWindow.of_segment(db, number)
     if window is None or not window.steps or SegmentRow.get(db, number).state != "done":
         return False
@@ -144,16 +144,16 @@ def _waits(db: ReadsSql, number: int, policy: AuditPolicy) -> bool:
     if newest is None:
         return True
     due = time.time() >= newest.created_at + policy.again_after_seconds
-    return newest.outcome == "hold" and due and count_tries(db, number) < policy.tries
+    return newest.outcome == "hold" and due and count_audit_tries(db, number) < policy.tries
 
 
-def count_tries(db: ReadsSql, number: int) -> int:
+def count_audit_tries(db: SqlReader, number: int) -> int:
     """Return how many verdicts the audit of a segment has, including 'hold'."""
     which = "WHERE gate = :gate AND subject = :subject"
     return len(VerdictRow.select(db, which, gate=AUDIT, subject=str(Subject("segment", number))))
 
 
-def list_audits(ledger: ReadsSql) -> list[dict[str, Any]]:
+def list_audits(ledger: SqlReader) -> list[dict[str, Any]]:
     """Return all drawn audits, oldest first, each with its segment, window, patches, and the verdict if there is one."""
     subjects = dict.fromkeys(
         row["subject"] for row in ledger.read("SELECT subject FROM events WHERE kind = :kind ORDER BY id", kind=DRAWN)

@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from factory.audit.audit_windows import AuditWindow, draw_window, list_windows, record_window
+from factory.audit.audit_windows import AuditWindow, draw_window, list_possible_windows, record_window
 from factory.core.errors import FactoryError
 from factory.core.faults import is_machine_fault_without_file
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.core.untrusted_trainer_files import parse_json
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
@@ -31,7 +31,7 @@ from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_checkpoint
 from kernels.contract.files import sync_tree
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.format import checkpoint_name, saved_steps
+from trainer.contract.checkpoint.format import checkpoint_name, list_checkpoints
 
 POLL_SECONDS = 0.05
 MANIFEST_BYTES = 1 << 24
@@ -82,7 +82,7 @@ def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) 
     and a line tells a person. Raises: the error of a machine fault, after which a later call can still keep the window.
     """
     problem = ""
-    whole = [(row.first_step, row.last_step)] if row.parent else list_windows(row)[-1:]
+    whole = [(row.first_step, row.last_step)] if row.parent else list_possible_windows(row)[-1:]
     for first, last in ((window.first, window.last), *whole):
         keeper = _Keeper(plant, row, replace(window, first=first, last=last))
         if keeper.look():
@@ -245,7 +245,7 @@ def update_kept_checkpoints(source: Path, target: Path, every: int) -> bool:
     """Copy the checkpoints that the ladder lacks, and remove those that it no longer needs. Returns False, since more checkpoints may follow."""
     for left in target.glob(".*"):  # left by a killed process
         remove_path(left)
-    held, there = ({step for step, _ in saved_steps(folder)} for folder in (target, source))
+    held, there = ({step for step, _ in list_checkpoints(folder)} for folder in (target, source))
     wanted = choose_steps_to_keep(held | there, every)
     for step in wanted:
         if step not in held:

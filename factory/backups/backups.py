@@ -22,7 +22,7 @@ from typing import Any
 from factory.backups.signing_keys import KEYS, copy_keys
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.faults import BROKEN, NO_WRITE_PERMISSION, find_fault_in
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace, list_factory_files
 from factory.ingest.hash_index import FOLDER
 from factory.ledger import journal
@@ -50,7 +50,7 @@ class DamagedDatabaseError(WorkspaceError):
     """SQLite reports that a database is damaged."""
 
 
-def time_for_name() -> str:
+def format_backup_time() -> str:
     """Return the present time in the format of backup names, such as '2026-01-31T12-00-00'."""
     return datetime.now(UTC).strftime(journal.NAME_TIME_FORMAT)
 
@@ -277,7 +277,7 @@ def _copy_hashes(root: Path, aside: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def restore_hashes(root: Path, backup: Path) -> int:
+def restore_document_hashes(root: Path, backup: Path) -> int:
     """Copy the files with hashes of documents that the workspace ``root`` lacks. Returns their number; an old backup has none. Raises: OSError."""
     folder = root / "shards" / FOLDER
     lacking = [path for path in (backup / "shards" / FOLDER).glob("*.parquet") if not (folder / path.name).exists()]

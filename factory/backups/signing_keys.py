@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 

@@ -8,7 +8,7 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from alembic.script import ScriptDirectory
 
-from factory.backups.backups import back_up_daily, copy_database, time_for_name
+from factory.backups.backups import back_up_daily, copy_database, format_backup_time
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ledger.engine import sqlite_file
@@ -17,7 +17,7 @@ from factory.ledger.ledger import Ledger, meta, metadata
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA_VERSION, check_version
-from factory.training.segment_folder import mark_owner
+from factory.training.segment_folder import write_owner
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 
@@ -84,7 +84,7 @@ def _backup(workspace: Workspace, version: str) -> Path:
     # Remove the files of an upgrade that was killed, SQLite's logs too.
     for left in make_backup_folder(workspace).glob(".ledger-*.part*"):
         left.unlink()
-    path = make_backup_folder(workspace) / f"ledger-{version}-{time_for_name()}.db"
+    path = make_backup_folder(workspace) / f"ledger-{version}-{format_backup_time()}.db"
     aside = path.with_name(f".{path.name}.part")
     source = sqlite_file(workspace.ledger_url)
     assert source is not None
@@ -104,7 +104,7 @@ def upgrade_workspace(workspace: Workspace, has_backup: bool = False) -> list[st
         if done or made.exists():  # older factories wrote the file 'root', and no owner into the folders of segments
             for row in SegmentRow.select(ledger):
                 if Path(row.folder).is_dir():
-                    mark_owner(ledger, row)
+                    write_owner(ledger, row)
             made.unlink(missing_ok=True)
             back_up_daily(Plant(workspace, ledger))
         return done

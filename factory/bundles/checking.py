@@ -14,13 +14,13 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import (
     BundleError,
     BundleFolder,
-    bundle_file_missing_error,
+    bundle_file_missing_message,
+    escape_unprintable,
     file_too_large,
     find_first_json_difference,
     parse_json_object,
-    printable,
 )
-from factory.core.exports import export_files_sha256
+from factory.core.exports import hash_export_files
 from factory.core.launching import make_die_with_parent
 from factory.core.workspace import checkout_root
 from factory.gates.release.policy import ReleasePolicy
@@ -37,26 +37,26 @@ def check_export(folder: BundleFolder) -> list[Message]:
     inside = {path: hashed.sha256 for path, hashed in folder.hashes.items() if path.startswith(f"{layout.MODEL}/")}
     digests = {Path(PurePosixPath(path).relative_to(layout.MODEL)): sha256 for path, sha256 in inside.items()}
     wanted = folder.read_object(layout.VERDICT).get("subject_sha256")
-    found = export_files_sha256(digests)
+    found = hash_export_files(digests)
     if found == wanted:
         return []
     return [
         Message(
             "checking.other_model", "{folder}/ (sha256 {found:.12}) is not the judged export (sha256 {judged})",
-            folder=layout.MODEL, found=found, judged=printable(str(wanted), 12),
+            folder=layout.MODEL, found=found, judged=escape_unprintable(str(wanted), 12),
         )
     ]  # fmt: skip
 
 
-def check_fixture(folder: BundleFolder) -> list[Message]:
+def check_parity_fixture(folder: BundleFolder) -> list[Message]:
     """Check that weights and tokenizer give the recorded answers (the parity fixture). A separate process computes the answers again."""
     recorded = folder.read_object(layout.FIXTURE)
     tokenizer = f"{layout.MODEL}/tokenizer.json"
     if tokenizer not in folder.paths:
-        return [bundle_file_missing_error(tokenizer)]
+        return [bundle_file_missing_message(tokenizer)]
     if folder.hashes[tokenizer].bytes > layout.TOKENIZER_BYTES:
         return [file_too_large(tokenizer, layout.TOKENIZER_BYTES)]
-    again = make_fixture(folder.root / layout.MODEL)
+    again = compute_parity_fixture(folder.root / layout.MODEL)
     for name in ("texts", "chats"):  # compared first, because different ids explain different continuations
         if problem := find_first_json_difference(recorded.get(name), again[name], place=name):
             return [problem]
@@ -64,7 +64,7 @@ def check_fixture(folder: BundleFolder) -> list[Message]:
     return [problem] if problem else []
 
 
-def make_fixture(export: Path) -> dict[str, Any]:
+def compute_parity_fixture(export: Path) -> dict[str, Any]:
     """Compute the parity fixture of an export: run ``factory.serving.fixture`` in a separate process. Raises: BundleError."""
     with tempfile.TemporaryDirectory(prefix="factory-fixture-") as folder:
         out = Path(folder) / "fixture.json"
@@ -91,7 +91,7 @@ def make_fixture(export: Path) -> dict[str, Any]:
                 "checking.fixture_failed",
                 "The model's expected answers (the parity fixture) cannot be computed from {folder}/: {reason}",
                 folder=layout.MODEL,
-                reason=printable(last[0], 300),
+                reason=escape_unprintable(last[0], 300),
             )
         return parse_json_object(out.read_bytes(), layout.FIXTURE)
 
@@ -127,7 +127,7 @@ def check_licences(folder: BundleFolder) -> list[Message]:
                 "checking.odd_shard_rows",
                 "{file}: a row cannot be read: {reason}",
                 file=layout.SHARDS,
-                reason=printable(repr(error)),
+                reason=escape_unprintable(repr(error)),
             )
         ]
     policy = parse(ReleasePolicy, folder.read_object(layout.POLICY), layout.POLICY, BundleError)
@@ -171,10 +171,10 @@ def _synthetic_problems(stored: Any, rows: list[dict[str, Any]]) -> list[Message
     return [problem] if problem else []
 
 
-def check_document(folder: BundleFolder, path: str) -> list[Message]:
+def check_generated_document(folder: BundleFolder, path: str) -> list[Message]:
     """Check that a generated document is the one that the bundle's other files give."""
     if path not in folder.paths:
-        return [bundle_file_missing_error(path)]
+        return [bundle_file_missing_message(path)]
     again = generate_document(folder, path)
     if isinstance(again, str):
         problem = find_first_json_difference(
@@ -198,7 +198,7 @@ def check_document_licences(folder: BundleFolder) -> list[Message]:
     """Check that every document in the bundle has a licence that allows its release, and that no such document is missing."""
     included = {str(row.get("license")): 0 for row in folder.read_rows(layout.SHARDS) if row.get("included") is True}
     if layout.DOCUMENTS not in folder.paths:
-        return [bundle_file_missing_error(layout.DOCUMENTS)] if included else []
+        return [bundle_file_missing_message(layout.DOCUMENTS)] if included else []
     wanted = dict(included)
     for row in folder.read_rows(layout.SHARDS):
         if (
@@ -213,7 +213,7 @@ def check_document_licences(folder: BundleFolder) -> list[Message]:
             return [
                 Message(
                     "checking.licence_not_included", "{file}, line {line}: licence {licence} is not among the licences that may be passed on",
-                    file=layout.DOCUMENTS, line=number, licence=printable(licence),
+                    file=layout.DOCUMENTS, line=number, licence=escape_unprintable(licence),
                 )
             ]  # fmt: skip
         included[licence] += 1

@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.shards import shard_rows, token_shards_of_lineage
+from factory.bundles.shards import list_shard_rows, token_shards_of_lineage
 from factory.core.errors import InputError
 from factory.core.policy_file import hash_policy
-from factory.data.synthetic import count_synthetic
+from factory.data.synthetic import count_synthetic_documents
 from factory.evals.evaluator import read_items_of_evaluation
 from factory.evals.policy import EvalPolicy
-from factory.evals.suite import hash_held_out_document, hash_suite, read_held_out_documents
+from factory.evals.suite import hash_suite, identify_held_out_document, read_held_out_documents
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.held_out_gaps import TASK
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.trained_licences import (
     NONE,
+    compute_unreleasable_shares,
     count_tokens_by_licence,
     find_masked_documents,
-    shares_not_releasable,
 )
 from factory.ingest.document import read_writing_model
 from factory.ingest.rules.policy import DataPolicy
@@ -78,7 +78,7 @@ def read_release_files(plant: Plant, release: ReleaseRow, licence: str, with_doc
         layout.HELD_OUT: held,
         layout.LICENCES: licences,
         layout.ANOMALIES: _anomalies(plant.ledger, release.segment),
-        layout.SHARDS: shard_rows(plant.ledger, release.segment, rules, with_documents),
+        layout.SHARDS: list_shard_rows(plant.ledger, release.segment, rules, with_documents),
     }
 
 
@@ -112,7 +112,7 @@ def _policy(verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
 def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence: str) -> dict[str, Any]:
     rules = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
     tokens = count_tokens_by_licence(plant.ledger, release.segment, rules)
-    other = shares_not_releasable(rules, tokens)
+    other = compute_unreleasable_shares(rules, tokens)
     if not any(tokens.values()):
         raise InputError(
             "gathering.unknown_licences",
@@ -130,7 +130,7 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
             limit=policy.not_releasable_max,
             named=[f"{name} ({share:.0%})" for name, share in list(other.items())[:5]],
         )
-    written = count_synthetic(plant.ledger, token_shards_of_lineage(plant.ledger, release.segment))
+    written = count_synthetic_documents(plant.ledger, token_shards_of_lineage(plant.ledger, release.segment))
     synthetic = Counter({one.maker: one.supervised_tokens for one in written})
     for row in find_masked_documents(plant.ledger, release.segment).values():
         if maker := read_writing_model(row["detail"]):
@@ -170,7 +170,7 @@ def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], 
     halves = {}
     for name, task in (("items", TASK), ("dev", DEV)):
         documents = read_held_out_documents(plant.ledger, sorted({item.item for item in items if item.task == task}))
-        halves[name] = list(map(hash_held_out_document, documents))
+        halves[name] = list(map(identify_held_out_document, documents))
     parts = {
         "tasks": summary.get("task_versions"),
         "policy": hash_policy(EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))),

@@ -16,9 +16,9 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import (
     BundleError,
     BundleFolder,
+    escape_unprintable,
     find_first_json_difference,
     no_object_error,
-    printable,
     unexpected_key,
 )
 from factory.bundles.verdict_comparison import VerdictComparison
@@ -28,11 +28,11 @@ from factory.evals.statistics import Gain
 from factory.evals.suite import hash_suite
 from factory.evals.tasks import EvalItem, bits_per_byte_by_domain
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
-from factory.gates.release.gate import evidence_of_evaluations
+from factory.gates.release.gate import make_evidence_of_evaluations
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.recorded_verdict import evidence_sha256, read_evidence, rejudge_stored_evidence
-from factory.tasks.comparing import TaskEvidence, compare_evaluations, score_metrics
-from kernels.contract.files import finite_values
+from factory.tasks.comparing import TaskEvidence, compare_evaluations, compute_metric_scores
+from kernels.contract.files import replace_non_finite
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
 
@@ -56,7 +56,7 @@ def check_policy(folder: BundleFolder) -> list[Message]:
             Message(
                 "judging_again.other_policy",
                 "The bundle's policy is not the policy that the verdict names (sha256 {sha256})",
-                sha256=printable(str(wanted), 12),
+                sha256=escape_unprintable(str(wanted), 12),
             )
         ]
     return []
@@ -87,7 +87,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
     sides = {who: (_mapping(summaries[who], who), items.get(who, [])) for who in wanted}
     found = [problem for who, side in sides.items() if (problem := _summary_problem(who, *side))]
     try:
-        again = evidence_of_evaluations(
+        again = make_evidence_of_evaluations(
             _policy(folder),
             evidence.domains,
             str(evidence.against),
@@ -101,10 +101,10 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
                 "judging_again.odd_measurements",
                 "{file} cannot be evaluated: {reason}",
                 file=layout.MEASUREMENTS,
-                reason=printable(repr(error)),
+                reason=escape_unprintable(repr(error)),
             ),
         ]
-    values, recorded = finite_values(asdict(again)), finite_values(asdict(evidence))
+    values, recorded = replace_non_finite(asdict(again)), replace_non_finite(asdict(evidence))
     for name in RECORDED:
         del values[name], recorded[name]
     if problem := find_first_json_difference(recorded, values, TOLERANCE):
@@ -162,7 +162,7 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
                 )
             ]
     if extra := sorted(stored.keys() - {"suite_sha256", "identity", *halves}):
-        return [unexpected_key(printable(extra[0]))]
+        return [unexpected_key(escape_unprintable(extra[0]))]
     if isinstance(identity, dict) and hash_suite(identity | halves) != stored["suite_sha256"]:
         return [
             Message(
@@ -176,7 +176,7 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
                 return [
                     Message(
                         "judging_again.unknown_item", "{file}: item {item} of the {model} is not a held-out document of the suite",
-                        file=layout.ITEMS, item=printable(item.item), model=who,
+                        file=layout.ITEMS, item=escape_unprintable(item.item), model=who,
                     )
                 ]  # fmt: skip
     return []
@@ -216,7 +216,7 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
         if not isinstance(count, int) or count < sum(item.domain == domain for item in scored):
             return Message(
                 "judging_again.too_many_items", "The {model} has more items of domain {domain} than the domain has held-out documents",
-                model=who, domain=printable(domain),
+                model=who, domain=escape_unprintable(domain),
             )  # fmt: skip
     return None
 
@@ -232,7 +232,7 @@ def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> Message | None:
         if not isinstance(task, str) or task not in tasks.evaluations:
             raise BundleError(
                 "judging_again.unknown_task", "{file}, line {line}: task {task} was not judged",
-                file=layout.TASK_ITEMS, line=number, task=printable(str(task)),
+                file=layout.TASK_ITEMS, line=number, task=escape_unprintable(str(task)),
             )  # fmt: skip
         if not isinstance(cost, bool):
             raise BundleError(
@@ -248,11 +248,11 @@ def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> Message | None:
     over: dict[str, Gain] = {}
     for sides in of_task.values():
         ours, theirs = (sides.get(who, []) for who in (layout.CANDIDATE, layout.CHAMPION))
-        values |= {metric: gain.gain for metric, gain in score_metrics(ours).items()}
+        values |= {metric: gain.gain for metric, gain in compute_metric_scores(ours).items()}
         over |= (compare_evaluations(ours, theirs, sorted(costs)) or {}) if theirs else {}
     told = {"values": dict(tasks.values), "gains": {name: asdict(gain) for name, gain in tasks.gains.items()}}
     again = {"values": values, "gains": {name: asdict(gain) for name, gain in over.items()}}
-    return find_first_json_difference(finite_values(told), finite_values(again), TOLERANCE)
+    return find_first_json_difference(replace_non_finite(told), replace_non_finite(again), TOLERANCE)
 
 
 def _items(folder: BundleFolder) -> dict[str, list[EvalItem]]:
@@ -272,12 +272,12 @@ def _item(name: str, number: int, row: dict[str, Any]) -> tuple[str, EvalItem]:
         first = error.errors(include_url=False)[0]
         raise BundleError(
             "judging_again.odd_item", "{file}, line {line}: {key}: {reason}",
-            file=name, line=number, key=printable(".".join(map(str, first["loc"]))), reason=printable(str(first["msg"])),
+            file=name, line=number, key=escape_unprintable(".".join(map(str, first["loc"]))), reason=escape_unprintable(str(first["msg"])),
         ) from None  # fmt: skip
     if who not in (layout.CANDIDATE, layout.CHAMPION):
         raise BundleError(
             "judging_again.unknown_model", "{file}, line {line}: {model} is not one of: {models}",
-            file=name, line=number, model=printable(str(who)), models=[layout.CANDIDATE, layout.CHAMPION],
+            file=name, line=number, model=escape_unprintable(str(who)), models=[layout.CANDIDATE, layout.CHAMPION],
         )  # fmt: skip
     if set(row) != (known := {field.name for field in fields(EvalItem)}):
         raise BundleError(
@@ -314,7 +314,7 @@ def _policy(folder: BundleFolder) -> ReleasePolicy:
 
 def _shown_error(error: InputError) -> Message:
     """Return the message of an error that may quote a bundle, safe to print."""
-    return Message.from_parts(error.code, printable(str(error), 300), error.data)
+    return Message.from_parts(error.code, escape_unprintable(str(error), 300), error.data)
 
 
 def _mapping(value: Any, who: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from importlib.metadata import version as installed
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleFolder, FileHash, find_first_json_difference, printable
+from factory.bundles.files.folder import BundleFolder, FileHash, escape_unprintable, find_first_json_difference
 from factory.git.version import describe_version
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
@@ -45,7 +45,7 @@ def build_statement(
     candidate = CandidateRow.get(ledger, release.candidate)
     return {
         "_type": STATEMENT,
-        "subject": model_subjects(hashes),
+        "subject": list_model_subjects(hashes),
         "predicateType": PREDICATE,
         "predicate": {
             "buildDefinition": {
@@ -71,7 +71,7 @@ def build_statement(
     }  # fmt: skip
 
 
-def model_subjects(hashes: Mapping[str, FileHash]) -> list[dict[str, Any]]:
+def list_model_subjects(hashes: Mapping[str, FileHash]) -> list[dict[str, Any]]:
     """Return the statement's subjects, which are the model's files."""
     listed = sorted(path for path in hashes if path.startswith(f"{layout.MODEL}/"))
     return [{"name": path, "digest": {"sha256": hashes[path].sha256}} for path in listed]
@@ -88,7 +88,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
                 file=layout.PROVENANCE,
             )
         ]
-    found = [find_first_json_difference(stored.get("subject"), model_subjects(folder.hashes), place="subject")]
+    found = [find_first_json_difference(stored.get("subject"), list_model_subjects(folder.hashes), place="subject")]
     try:
         predicate = stored["predicate"]
         build = predicate["buildDefinition"]
@@ -104,7 +104,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
                 "provenance.incomplete",
                 "{file} lacks a value: {reason}",
                 file=layout.PROVENANCE,
-                reason=printable(repr(error)),
+                reason=escape_unprintable(repr(error)),
             )
         ]
     there = {path: folder.hashes[path].sha256 for path in BYPRODUCTS if path in folder.hashes}

@@ -36,7 +36,7 @@ def token_shards_of_lineage(ledger: Ledger, segment: int) -> dict[str, dict[str,
     return found
 
 
-def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents: bool) -> list[dict[str, Any]]:
+def list_shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents: bool) -> list[dict[str, Any]]:
     """Return a row for each token shard and licence: counts, whether the licence allows a release, and whether the bundle includes the documents.
 
     ``quarantined`` counts documents that were trained on, and quarantined or removed later. No bundle includes them.
@@ -90,7 +90,7 @@ def _add(found: dict[tuple[str, str], dict[str, Any]], row: dict[str, Any], lice
         into[name] += sign * int(row[name])
 
 
-def releasable_documents(
+def read_releasable_documents(
     root: Path, ledger: Ledger, tokenizer: Tokenizer, segment: int, licences: Licences
 ) -> Iterator[dict[str, Any]]:
     """Yield the documents that a segment was trained on and that may be passed on by their licence. The text is what the trainer read.

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from factory.backups.signing_keys import KEY, KEYS, PUBLIC
-from factory.bundles.files.folder import BundleError, printable
+from factory.bundles.files.folder import BundleError, escape_unprintable
 from factory.bundles.files.layout import SIGNATURE
 from factory.core.errors import InputError
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
 
@@ -65,7 +65,7 @@ def _make(folder: Path) -> None:
         remove_path(aside)
 
 
-def read_public_key(private: Path) -> bytes:
+def derive_public_key(private: Path) -> bytes:
     """Return the public key, as PEM, of the private key in a file. Raises: InputError unless it is an unencrypted key of a supported curve."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -96,7 +96,7 @@ def fingerprint_of_key(pem: bytes, where: str) -> str:
             "signing.no_public_key",
             "{path} is not a public key in PEM format: {reason}",
             path=where,
-            reason=printable(str(error)),
+            reason=escape_unprintable(str(error)),
         ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in CURVES:
         raise BundleError(_other_curve(where))
@@ -140,7 +140,7 @@ def check_signature(folder: Path, public: Path) -> None:
             )
         raise BundleError(
             "signing.other_signature", "{file} is not a signature of these files by this key: {reason}",
-            file=SIGNATURE, reason=printable(reason, 300),
+            file=SIGNATURE, reason=escape_unprintable(reason, 300),
         ) from error  # fmt: skip
 
 

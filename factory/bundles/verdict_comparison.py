@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleError, find_first_json_difference, printable
+from factory.bundles.files.folder import BundleError, escape_unprintable, find_first_json_difference
 from factory.gates.release.guards import ESTIMATE_CODES
 from factory.gates.release.judge import HOLD, PROMOTE, Verdict
 from factory.gates.release.judge_version import JudgeVersion, judge_version
@@ -64,7 +64,7 @@ class VerdictComparison:
         return JudgeVersion(**told)
 
     @property
-    def same_judge(self) -> bool:
+    def is_same_judge(self) -> bool:
         """Whether this version of the judge gave the recorded verdict."""
         return self.recorded_judge_version is not None and self.recorded_judge_version.sha256 == judge_version().sha256
 
@@ -83,7 +83,7 @@ class VerdictComparison:
     def problems(self) -> list[Message]:
         """Return the problems of the recorded verdict; [] if it is valid. Raises: BundleError if it cannot be read."""
         here: dict[str, Any] = {"outcome": self.again.outcome, "against": self.against}
-        if self.same_judge:
+        if self.is_same_judge:
             here["reasons"] = [str(reason) for reason in self.again.reasons]
         told = {key: self.recorded.get(key) for key in here}
         found: list[Message] = []
@@ -94,10 +94,10 @@ class VerdictComparison:
                     outcome=self.again.outcome, problem=problem,
                 )
             )  # fmt: skip
-        if not self.same_judge and (number := self._other_number()):
+        if not self.is_same_judge and (number := self._other_number()):
             found.append(number)
         if found:
-            return found if self.same_judge else [*found, self._judges()]
+            return found if self.is_same_judge else [*found, self._judges()]
         if self.override is not None:
             return self._override_problems(self.override)
         if self.again.outcome == PROMOTE:
@@ -133,22 +133,22 @@ class VerdictComparison:
                 Message(
                     "verdict_comparison.not_overridable",
                     "Nobody can override the reason for this hold: {reason}",
-                    reason=printable(reason, 300),
+                    reason=escape_unprintable(reason, 300),
                 )
             ]
         return []
 
-    def verdict_text(self) -> Message:
+    def describe_verdict(self) -> Message:
         """Return a message about a valid verdict: its outcome, and whether another version of the judge gave it."""
         outcome = Message("verdict_comparison.promoted", "the outcome is promote")
         if over := self.override:
             outcome = Message(
                 "verdict_comparison.overridden",
                 "the outcome is hold, and {by} overrode it ({why})",
-                by=printable(over["by"]),
-                why=printable(over["why"], 500),
+                by=escape_unprintable(over["by"]),
+                why=escape_unprintable(over["why"], 500),
             )
-        if self.same_judge:
+        if self.is_same_judge:
             return Message(
                 "verdict_comparison.same",
                 "In a new judgement, {outcome}. All reasons are the same as recorded",
@@ -167,14 +167,14 @@ class VerdictComparison:
             judges=self._judges(),
             differing=len(self.reasons_not_repeated),
             reasons=len(self.recorded["reasons"]),
-            first=[printable(reason) for reason in self.reasons_not_repeated[:NAMED]],
+            first=[escape_unprintable(reason) for reason in self.reasons_not_repeated[:NAMED]],
         )
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as JSON-ready values."""
         by = self.recorded_judge_version.to_json() if self.recorded_judge_version else None
-        facts = {"same": self.same_judge, "recorded": by, "here": judge_version().to_json()}
-        return facts | {"worded_otherwise": [] if self.same_judge else list(self.reasons_not_repeated)}
+        facts = {"same": self.is_same_judge, "recorded": by, "here": judge_version().to_json()}
+        return facts | {"worded_otherwise": [] if self.is_same_judge else list(self.reasons_not_repeated)}
 
     def _judges(self) -> Message:
         """Return a message with the two versions of the judge."""
@@ -198,10 +198,10 @@ class VerdictComparison:
                 return Message(
                     "verdict_comparison.other_number",
                     "A new judgement gives a reason with other numbers. Recorded: {recorded!r}. Expected: {expected!r}",
-                    recorded=printable(reason, 300), expected=own,
+                    recorded=escape_unprintable(reason, 300), expected=own,
                 )  # fmt: skip
         return None
 
 
 def _named(by: JudgeVersion) -> str:
-    return f"{printable(by.version)}, sha256 {by.sha256[:12]}"
+    return f"{escape_unprintable(by.version)}, sha256 {by.sha256[:12]}"

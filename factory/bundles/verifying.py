@@ -11,7 +11,7 @@ from typing import Any
 
 from factory.bundles import checking, judging_again, provenance
 from factory.bundles.files import layout, manifest
-from factory.bundles.files.folder import BundleError, BundleFolder, printable, unreadable_error
+from factory.bundles.files.folder import BundleError, BundleFolder, escape_unprintable, unreadable_error
 from factory.bundles.judging_again import compare_verdicts
 from factory.bundles.signing import KEY_BYTES, check_signature, fingerprint_of_key
 from factory.core.errors import FactoryError
@@ -46,14 +46,14 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
     ),
     "verdict": (
         lambda folder: compare_verdicts(folder).problems(),
-        lambda folder: compare_verdicts(folder).verdict_text(),
+        lambda folder: compare_verdicts(folder).describe_verdict(),
     ),
     "held_out": (
         judging_again.check_held_out,
         Message("verifying.same_suite", "The items belong to the suite that the evidence names"),
     ),
     "fixture": (
-        checking.check_fixture,
+        checking.check_parity_fixture,
         Message(
             "verifying.same_fixture",
             "The answers computed from weights and tokenizer are the recorded answers (the parity fixture)",
@@ -67,9 +67,9 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
         provenance.check_provenance,
         Message("verifying.same_provenance", "The provenance names the bundle's files, evidence and token shards"),
     ),
-    "card": (partial(checking.check_document, path=layout.CARD), _same_document(layout.CARD)),
-    "croissant": (partial(checking.check_document, path=layout.CROISSANT), _same_document(layout.CROISSANT)),
-    "spdx": (partial(checking.check_document, path=layout.SPDX), _same_document(layout.SPDX)),
+    "card": (partial(checking.check_generated_document, path=layout.CARD), _same_document(layout.CARD)),
+    "croissant": (partial(checking.check_generated_document, path=layout.CROISSANT), _same_document(layout.CROISSANT)),
+    "spdx": (partial(checking.check_generated_document, path=layout.SPDX), _same_document(layout.SPDX)),
     "data": (
         checking.check_document_licences,
         Message(
@@ -135,7 +135,7 @@ def run_check(name: str, folder: BundleFolder) -> ProbeCheck:
 
 def _shown_error(error: FactoryError) -> Message:
     """Return the message of an error that may quote a bundle, safe to print."""
-    return Message.from_parts(error.code, printable(str(error), 500), error.data)
+    return Message.from_parts(error.code, escape_unprintable(str(error), 500), error.data)
 
 
 def _judge(folder: BundleFolder) -> dict[str, Any] | None:

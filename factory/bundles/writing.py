@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from factory.bundles import signing
-from factory.bundles.checking import make_fixture
+from factory.bundles.checking import compute_parity_fixture
 from factory.bundles.documents.generated import generate_document
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.files.manifest import build_manifest
 from factory.bundles.gathering import read_release_files
 from factory.bundles.provenance import build_statement
-from factory.bundles.shards import releasable_documents, to_json_line
+from factory.bundles.shards import read_releasable_documents, to_json_line
 from factory.bundles.verifying import VerifyResult, verify_bundle
 from factory.core.errors import InputError
-from factory.core.exports import export_folder_sha256
-from factory.core.removal import remove_path
+from factory.core.exports import hash_export_folder
+from factory.core.path_removal import remove_path
 from factory.core.untrusted_trainer_files import DEPTH, open_regular_file
 from factory.evals.probes.checks import join_sentences
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.anomalies import rewound_segments_of_lineage
+from factory.ledger.anomalies import list_rewound_segments_of_lineage
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from factory.release.checks import check_export_unchanged
-from kernels.contract.files import finite_json, rename_into_place
+from kernels.contract.files import encode_finite_json, rename_into_place
 from kernels.contract.message import Message
 
 # With ``--traces``, the bundle has these files of every segment, and the checkpoints that still exist.
@@ -127,7 +127,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
             "writing.not_published", "Release {release} is {state}, not published. Finish the release with 'factory release'",
             release=number, state=release.state,
         )  # fmt: skip
-    if spoiled := rewound_segments_of_lineage(plant.ledger, release.segment):
+    if spoiled := list_rewound_segments_of_lineage(plant.ledger, release.segment):
         raise InputError(
             "writing.rewound", "Release {release} gets no bundle, because segment {segment} of its training was rewound",
             release=number, segment=spoiled[0],
@@ -135,7 +135,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
     check_export_unchanged(plant.ledger, release.candidate)
     files = read_release_files(plant, release, options.licence, options.data)
     private = options.key or signing.ensure_own_key(plant.workspace.root)
-    public = signing.read_public_key(private)
+    public = signing.derive_public_key(private)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -156,7 +156,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         if options.data:
             rules = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
             known = plant.workspace.root, plant.ledger, Tokenizer.load(plant.workspace.tokenizer)
-            _write_lines(aside / layout.DOCUMENTS, releasable_documents(*known, release.segment, rules))
+            _write_lines(aside / layout.DOCUMENTS, read_releasable_documents(*known, release.segment, rules))
         if options.traces:
             copy_traces(plant.workspace.root, plant.ledger, release.segment, aside / layout.TRACES)
         plant.progress.line(
@@ -166,7 +166,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
                 release=number,
             )
         )
-        _write(aside, layout.FIXTURE, make_fixture(aside / layout.MODEL))
+        _write(aside, layout.FIXTURE, compute_parity_fixture(aside / layout.MODEL))
         _write(aside, layout.PUBLIC_KEY, public.decode())
         shards = files[layout.SHARDS]
         _write(
@@ -203,7 +203,7 @@ def _copy_export(release: ReleaseRow, aside: Path) -> None:
     shutil.copytree(release.export_path, aside / layout.MODEL, symlinks=True)
     for path in (aside / layout.MODEL).iterdir():
         path.chmod(0o644)  # so that other users can read it
-    if (found := export_folder_sha256(aside / layout.MODEL)) != release.export_sha256:
+    if (found := hash_export_folder(aside / layout.MODEL)) != release.export_sha256:
         raise InputError(
             "writing.export_changed", "{export} changed during the copy (sha256 {found:.12}…, recorded {recorded:.12}…). No bundle was made",
             export=release.export_path, found=found, recorded=release.export_sha256,
@@ -228,7 +228,9 @@ def _write(aside: Path, path: str, value: Any) -> None:
     if isinstance(value, list):
         _write_lines(place, value)
     else:
-        place.write_text(value if isinstance(value, str) else finite_json(value, indent=1) + "\n", encoding="utf-8")
+        place.write_text(
+            value if isinstance(value, str) else encode_finite_json(value, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def _write_lines(place: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -39,11 +39,11 @@ def diagnose(
     from factory.diagnosis.diagnosing import diagnose_and_act
     from factory.diagnosis.wording import describe_waiting_diagnoses
     from factory.gates.release.anomaly_policy import AnomalyPolicy
-    from factory.ledger.anomalies import AnomalyRow, next_undiagnosed_anomaly
-    from factory.show.catching_up import show_unshown_items
+    from factory.ledger.anomalies import AnomalyRow, find_next_undiagnosed_anomaly
+    from factory.show.unshown_items import show_unshown_items
 
     kinds = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml")).kinds
-    number = next_undiagnosed_anomaly(plant.ledger, kinds) if anomaly is None else anomaly
+    number = find_next_undiagnosed_anomaly(plant.ledger, kinds) if anomaly is None else anomaly
     if number is None:
         say({}, Message("anomalies.none_waits", "  No anomaly waits for a diagnosis."))
         return

@@ -74,7 +74,7 @@ def propose(
     from agents.kernel_engineer.draft import AGENT
     from factory.code_loop.agent_runs import AgentOptions, needs_model
     from factory.code_loop.proposing import propose as propose_patch
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     plant, terminal = open_plant(where)
     options = AgentOptions(endpoint, model, target, _ask if interactive else None)
@@ -109,7 +109,7 @@ def _ask(question: str) -> str:
 
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
-    from agents.core.proposal import gain_with_unit
+    from agents.core.proposal import format_gain
     from agents.core.untrusted import one_line
     from factory.ledger.reader import LedgerReader
     from factory.ledger.rows import ProposalRow
@@ -119,7 +119,7 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     if as_json:
         print_json(vars(row) | {"evidence": row.evidence(db) or None})
         return
-    gain = f" (predicted {gain_with_unit(row.target, row.predicted_gain)})" if row.predicted_gain else ""
+    gain = f" (predicted {format_gain(row.target, row.predicted_gain)})" if row.predicted_gain else ""
     print(
         Message(
             "cli.proposal",
@@ -244,7 +244,7 @@ def revert_proposal(context: typer.Context, number: Number, where: WorkspaceOpti
 
 def _decide(context: typer.Context, where: Path, number: int, decision: Callable[[Plant], object]) -> None:
     """Carry out a person's decision while holding the code loop's lock. Then show the result in MLflow, and print the proposal."""
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     plant, _ = open_plant(_named(context, where))
     with plant.workspace.hold_lock("code-loop"):
@@ -272,7 +272,7 @@ def audit(
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.code_loop.reverting import open_reverts
     from factory.ledger.rows import SegmentRow
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     numbers = (
         find_due_audits(plant.ledger, AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml")))

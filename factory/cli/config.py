@@ -184,7 +184,7 @@ def _schemas() -> dict[str, Callable[[Path], BaseModel]]:
     from factory.ingest.rules.policy import DataPolicy
     from factory.retention.policy import RetentionPolicy
     from factory.retrying.policy import RetryPolicy
-    from factory.show.telling.receivers import NotificationPolicy
+    from factory.show.notifications.receivers import NotificationPolicy
     from factory.tasks.policy import TasksPolicy
     from factory.training.certificate import CertificatePolicy
     from trainer.contract.recipe import Recipe

@@ -57,10 +57,10 @@ def duties(plant: Plant, say: AnswerPrinter) -> None:
     last done.
     """
     from factory.core.time_formats import replace_moments_by_iso
-    from factory.duties.listing import duty_facts, duty_lines
+    from factory.duties.listing import collect_duty_facts, format_duty_list
 
-    found = duty_facts(plant)
-    say(replace_moments_by_iso(found), duty_lines(found))
+    found = collect_duty_facts(plant)
+    say(replace_moments_by_iso(found), format_duty_list(found))
 
 
 @app.command()
@@ -199,7 +199,7 @@ def check(
     if mend and workspace:
         from factory.ledger.ledger import Ledger
         from factory.repairs.repairing import repair_all
-        from factory.show.catching_up import show_unshown_items
+        from factory.show.unshown_items import show_unshown_items
 
         done = repair_all(workspace, deep, progress)
         show_unshown_items(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress))

@@ -111,7 +111,7 @@ def run(
     Stop the daemon with Ctrl-C. You can also kill the daemon at any moment: it continues when you start it again.
     """
     from factory.core.console import Terminal
-    from factory.duties.back_off import retry_faults
+    from factory.duties.back_off import retry_during_faults
     from factory.duties.runner import run_daemon as run_daemon
     from factory.status.daemon_log import LoggedProgress
     from factory.status.metrics import serve_metrics
@@ -134,7 +134,7 @@ def run(
     if once:
         start()
     else:
-        retry_faults(start, Terminal().line)
+        retry_during_faults(start, Terminal().line)
 
 
 @app.command()
@@ -146,13 +146,13 @@ def train(
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.training import train_segment as train_segment
     from factory.repairs.repairing import call_with_repairs
-    from factory.retrying.requests import refuse_paused
+    from factory.retrying.requests import refuse_while_paused
     from factory.retrying.trainer_deaths import find_open_segment
     from factory.training.planning import plan_trunk
 
     plant, terminal = open_plant(where)
     with plant.workspace.hold_lock(MODEL_LOOP):
-        refuse_paused(plant.ledger)
+        refuse_while_paused(plant.ledger)
         waiting = find_open_segment(plant.ledger)
         if waiting:
             terminal.line(
@@ -212,14 +212,14 @@ def anneal(where: WorkspaceOption = DEFAULT) -> None:
     from factory.duties.releasing import find_unexported_segments
     from factory.duties.training import train_segment as train_segment
     from factory.repairs.repairing import call_with_repairs
-    from factory.retrying.requests import refuse_paused
+    from factory.retrying.requests import refuse_while_paused
     from factory.retrying.trainer_deaths import find_open_segment
     from factory.training.exporting import export_candidate
     from factory.training.planning import plan_anneal
 
     plant, terminal = open_plant(where)
     with plant.workspace.hold_lock(MODEL_LOOP):
-        refuse_paused(plant.ledger)
+        refuse_while_paused(plant.ledger)
         waiting = find_open_segment(plant.ledger)
         if waiting:
             train_segment(plant, waiting)
@@ -282,7 +282,7 @@ def evaluate(
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.duties.releasing import judge_one_candidate
     from factory.ledger.rows import EvaluationRow, VerdictRow
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     number = _candidate(plant.ledger, candidate)
     with ExitStack() as held:
@@ -331,7 +331,7 @@ def release(
     from factory.release.checks import get_newest_verdict
     from factory.release.releases import release_candidate as release_verdict
     from factory.release.releases import roll_back_to as roll_back
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     asked = [
         name for name, value in (("CANDIDATE", candidate), ("--rollback", rollback), ("--bundle", bundle)) if value is not None

@@ -138,7 +138,7 @@ def clean_up(
     """
     from factory.core.workspace import MODEL_LOOP
     from factory.retention.cleaning import CleaningResult, describe_cleaning, list_retention_decisions, remove_unneeded
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     if dry_run:
         choices = list_retention_decisions(plant)

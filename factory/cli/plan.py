@@ -54,7 +54,7 @@ def plan(
     from trainer.contract.errors import TrainerError
     from trainer.contract.plan.gpus import GPUS
     from trainer.contract.plan.hf_config import read_config
-    from trainer.contract.plan.plan_report import as_json as plan_json
+    from trainer.contract.plan.plan_report import plan_to_json as plan_json
     from trainer.contract.plan.run_plan import PRICE, PlanRequest, SizingError, active_parameters, plan_run
     from trainer.contract.plan.sizing import GB, model_shape_of
 

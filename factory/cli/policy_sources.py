@@ -1,6 +1,6 @@
 """Lists the values of a policy with their sources and meanings, for ``factory config show``.
 
-Apart because this file imports pydantic, and that import takes longer than 'factory status' may take.
+A separate file, because this file imports pydantic, and that import takes longer than 'factory status' may take.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Shows the slowest lines with their time, calls, share of the step, share of the 
 host). The command also names lines that could be fused or could overlap, and compares the sum of the lines with the step's own
 time and with torch.profiler. Every operation is also timed outside the step: 10 warm-ups, 100 calls, median.
 
-The command writes three files. profile.json is for programs; agents/line_profiler/table.py has its schema. profile.html shows the
+The command writes three files. profile.json is for programs; agents/line_profiler/profile_schema.py has its schema. profile.html shows the
 source with a heat column, a graph and the roofline, and opens offline. trace.json opens at ui.perfetto.dev. In a workspace the files
 are in reports/profiles/ and among the artifacts of an MLflow run. Without a workspace, this checkout's code is profiled into --out.
 
@@ -64,7 +64,7 @@ def profile(
     from factory.code_loop.profiling import ProfileOptions, SweepOptions, profile_checkout
     from factory.code_loop.profiling import profile_live_code as profile_step
     from factory.core.console import Terminal
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     options = ProfileOptions(recipe, alone)
     of_sweep = SweepOptions(models, batches, sequences, workers, ray, budget)
@@ -87,8 +87,8 @@ def profile(
     if as_json:
         print(path.read_text(encoding="utf-8"))
         return
+    from agents.line_profiler.profile_schema import Profile
     from agents.line_profiler.report.report import profile_table
-    from agents.line_profiler.table import Profile
 
     terminal.console.print(profile_table(Profile.from_mapping(json.loads(path.read_text(encoding="utf-8")))))
     terminal.line(f"  files: {path.with_suffix('.html')}, {path}, {path.with_name('trace.json')}")

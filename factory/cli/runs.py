@@ -1,6 +1,6 @@
 """The command ``factory runs``: lists the training runs besides the segments.
 
-Apart because each group of commands has its own file.
+A separate file, because each group of commands has its own file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def runs(
 
     Certificates, preflights, audits, diagnoses, replicas and the gates of patches start such runs.
     """
-    from factory.runs.task_runs import list_runs, run_line
+    from factory.runs.arm_runner import format_run, list_runs
 
     found = list_runs(plant.ledger, lines)
     nothing = Message(
@@ -32,4 +32,4 @@ def runs(
         "  No training run was started besides the segments. Certificates, preflights, audits, diagnoses and gates start such "
         "runs.",
     )
-    say(found, map(run_line, found), nothing=nothing)
+    say(found, map(format_run, found), nothing=nothing)

@@ -191,7 +191,7 @@ class AgentRuns:
         policy = AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")).llm
         policy = policy.model_copy(update={"model": options.model or policy.model})
         policy = policy.with_diagnosis_limits() if work == "diagnosis" else policy
-        if endpoint_of(policy, options) == CHAMPION:
+        if choose_endpoint(policy, options) == CHAMPION:
             policy, endpoint = _champion(plant.workspace, policy)
         else:
             endpoint = _endpoint(policy, options, plant.progress.line)
@@ -283,7 +283,7 @@ def print_why_nothing_proposed(plant: Plant, why: str) -> None:
     plant.print_line(Message("code_loop.nothing_proposed", "  nothing proposed: {why}", why=why))
 
 
-def endpoint_of(policy: LlmPolicy, options: AgentOptions) -> str:
+def choose_endpoint(policy: LlmPolicy, options: AgentOptions) -> str:
     """Return the address of the model: the person's choice, else the policy's, else ``OPENAI_BASE_URL``; '' if none of them is set."""
     return options.endpoint or policy.endpoint or os.environ.get("OPENAI_BASE_URL", "")
 
@@ -294,7 +294,7 @@ def has_endpoint(workspace: Workspace) -> bool:
         policy = AgentsPolicy.load(workspace.policy_path("agents.yaml")).llm
     except ConfigError:
         return True
-    return endpoint_of(policy, DEFAULTS) not in ("", NONE)
+    return choose_endpoint(policy, DEFAULTS) not in ("", NONE)
 
 
 def needs_model(workspace: Workspace, options: AgentOptions) -> bool:
@@ -307,7 +307,7 @@ def needs_model(workspace: Workspace, options: AgentOptions) -> bool:
             )
         return False
     policy = AgentsPolicy.load(workspace.policy_path("agents.yaml")).llm
-    return options != DEFAULTS or bool(endpoint_of(policy, options))
+    return options != DEFAULTS or bool(choose_endpoint(policy, options))
 
 
 def checkpoint_place(workspace: Workspace) -> Path | str:
@@ -336,7 +336,7 @@ def _champion(workspace: Workspace, policy: LlmPolicy) -> tuple[LlmPolicy, Endpo
 
 
 def _endpoint(policy: LlmPolicy, options: AgentOptions, say: Callable[[str], None]) -> Endpoint:
-    where = endpoint_of(policy, options)
+    where = choose_endpoint(policy, options)
     if where in ("", NONE):
         raise InputError(
             "code_loop.no_endpoint",

@@ -245,7 +245,9 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
 def judge_due_patches_again(plant: Plant) -> list[int]:
     """Have the held patches that are due judged again, as new proposals. Returns the new proposals' numbers."""
     made = []
-    for row in due_proposals(plant.ledger, PatchPolicy.load(plant.workspace.policy_path("gates/patch.yaml"))):
+    for row in find_proposals_to_judge_again(
+        plant.ledger, PatchPolicy.load(plant.workspace.policy_path("gates/patch.yaml"))
+    ):
         words = Message("code_loop.not_again", "proposal {proposal} cannot be judged again now", proposal=row.number)
         made.append(
             run_under_lock(
@@ -277,7 +279,7 @@ def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
     return judge_again(plant, row, live)
 
 
-def due_proposals(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
+def find_proposals_to_judge_again(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
     """Return the held proposals that the gate shall judge again now, oldest first."""
     held = [
         (row, evidence)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from factory.core.workspace import Workspace, load_yaml
-from factory.ledger.rows import ReadsSql
+from factory.ledger.rows import SqlReader
 from kernels.contract.message import Message
 
 # The two events of a stage. BEGAN: {"stage", "situation"}, and "agent" and "proposal" where they apply. ENDED: {"began": id of the event BEGAN,
@@ -54,7 +54,7 @@ class BegunStage:
     until: float  # seconds since 1970: its end, the next one's beginning, or now
 
 
-def newest_stages(db: ReadsSql, now: float) -> list[BegunStage]:
+def read_newest_stages(db: SqlReader, now: float) -> list[BegunStage]:
     """Return the newest stages in the ledger, oldest first."""
     sql = f"SELECT id, at, kind, detail FROM events WHERE kind IN ('{BEGAN}', '{ENDED}') ORDER BY id DESC LIMIT {REMEMBERED}"
     events = db.read(sql)[::-1]
@@ -67,7 +67,7 @@ def newest_stages(db: ReadsSql, now: float) -> list[BegunStage]:
     return found
 
 
-def budget_use(db: ReadsSql, done: list[BegunStage], now: float) -> BudgetUse:
+def budget_use(db: SqlReader, done: list[BegunStage], now: float) -> BudgetUse:
     """Return the use in the 24 hours before ``now``: the time of the stages that ended then, and the cost of their language models."""
     since = now - DAY
     seconds = sum(one.left["seconds"] * one.left["devices"] for one in done if one.left and one.until >= since)
@@ -90,9 +90,9 @@ def read_unchecked_improve_policy(workspace: Workspace) -> dict[str, Any]:
     return section if isinstance(section, dict) else {"when": section}
 
 
-def improvement_facts(db: ReadsSql, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
+def improvement_facts(db: SqlReader, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
     """Return the data for 'factory status'. ``policy``: the section ``improve`` of agents.yaml, as ``read_unchecked_improve_policy`` returns it."""
-    done = newest_stages(db, now)
+    done = read_newest_stages(db, now)
     sql = f"SELECT at, detail FROM events WHERE kind = '{WAITS}' ORDER BY id DESC LIMIT 1"
     waits = [row["detail"]["why"] for row in db.read(sql) if not done or row["at"] >= done[-1].at]
     begun = next(({"at": one.at, **one.began} for one in done[-1:] if one.left is None), None)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from agents.core.improve_policy import OFF, ImprovePolicy
+from agents.core.improvement_policy import OFF, ImprovePolicy
 from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.search_proposer.search_proposer import AGENT as SEARCH
-from factory.code_loop.agent_runs import DEFAULTS, FILES, IMPROVE, NONE, ModelError, endpoint_of
+from factory.code_loop.agent_runs import DEFAULTS, FILES, IMPROVE, NONE, ModelError, choose_endpoint
 from factory.code_loop.approvals import carry_out_decisions
 from factory.code_loop.improvements import (
     ALONE,
@@ -33,7 +33,7 @@ from factory.code_loop.improvements import (
     BegunStage,
     BudgetUse,
     budget_use,
-    newest_stages,
+    read_newest_stages,
     stage_name,
 )
 from factory.code_loop.profiling import QUICK, profile_live_code
@@ -54,7 +54,7 @@ from factory.git import repository
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import agent_runs, events, exchanges, record_event
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ProposalRow, ReadsSql, SegmentRow, Subject
+from factory.ledger.rows import ProposalRow, SegmentRow, SqlReader, Subject
 from factory.ledger.writing import insert_row, record_event_once
 from kernels.contract.machine import this_machine
 from kernels.contract.message import Message
@@ -138,11 +138,11 @@ class CodeLoopSituation:
     """The state of a workspace at one moment, as the code loop reads it."""
 
     plant: Plant
-    db: ReadsSql
+    db: SqlReader
     agents: AgentsPolicy
 
     @classmethod
-    def read_situation(cls, plant: Plant, db: ReadsSql) -> CodeLoopSituation:
+    def read_situation(cls, plant: Plant, db: SqlReader) -> CodeLoopSituation:
         """Read the situation of a workspace. Raises: ConfigError that names an unknown agent."""
         return cls(plant, db, AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")))
 
@@ -159,7 +159,7 @@ class CodeLoopSituation:
 
     @cached_property
     def past_stages(self) -> list[BegunStage]:
-        return newest_stages(self.db, time.time())
+        return read_newest_stages(self.db, time.time())
 
     @property
     def past_stages_here(self) -> list[BegunStage]:
@@ -198,7 +198,7 @@ class CodeLoopSituation:
     @cached_property
     def has_model(self) -> bool:
         """Whether a language model is configured that answers without a person."""
-        where = endpoint_of(self.agents.llm, DEFAULTS)
+        where = choose_endpoint(self.agents.llm, DEFAULTS)
         return where not in ("", NONE) and not where.startswith(FILES)
 
     def _promoted(self) -> int | None:
@@ -212,7 +212,7 @@ class CodeLoopSituation:
         return None
 
 
-def due_stages(plant: Plant, db: ReadsSql) -> list[LoopStage]:
+def due_stages(plant: Plant, db: SqlReader) -> list[LoopStage]:
     """Return the stages to do now, one for each agent with work. The caller does the first stage that does not rest. Raises: ConfigError."""
     situation = CodeLoopSituation.read_situation(plant, db)
     policy = situation.agents.improve

@@ -23,8 +23,8 @@ import yaml
 from factory.computing import compute_settings
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError, suggest_name
+from factory.core.path_removal import remove_path
 from factory.core.progress import Progress
-from factory.core.removal import remove_path
 from factory.core.untrusted_trainer_files import read_json_object
 from factory.core.workspace import Workspace, checkout_root
 from factory.git import repository
@@ -41,7 +41,7 @@ PROGRESS = "profile: "  # prefix of the profiler's lines of progress
 USER_ERROR = 2  # the profiler's exit code for an error that its user can correct
 
 
-FORMAT = 3  # equals that of agents.line_profiler.table, which only the profiler's own process imports
+FORMAT = 3  # equals that of agents.line_profiler.profile_schema, which only the profiler's own process imports
 
 
 class ProfileError(FactoryError):
@@ -202,7 +202,7 @@ def run_profiler(
             writable=writable, readonly=readonly, environment=devices.device_environment(), stdout=output, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:
-            for line in process.errors():
+            for line in process.read_error_lines():
                 if line.startswith(PROGRESS):
                     task.advance(1, line.removeprefix(PROGRESS).strip())
                 elif line.strip():

@@ -22,8 +22,8 @@ from agents.kernel_engineer.role import KernelEngineer
 from agents.kernel_engineer.targets import find_targets, worthwhile_targets
 from agents.loop.role import Role
 from agents.recipe_scout import scout
-from agents.recipe_scout.course import TrainingRecord, make_record
 from agents.recipe_scout.role import RecipeScout
+from agents.recipe_scout.training_record import TrainingRecord, make_record
 from agents.search_proposer import search_proposer
 from factory.code_loop.agent_runs import (
     DEFAULTS,
@@ -118,7 +118,7 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Sub
 def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
     runs = AgentRuns.open(bench.plant, KERNEL_ENGINEER, options, count, by=bench.by)
     work_on = begin_or_continue_runs(runs, bench, bench.base, count)
-    return _with_model(runs, work_on, bench, partial(kernel_engineer_role, bench.plant.ledger), submit)
+    return _with_model(runs, work_on, bench, partial(make_kernel_engineer, bench.plant.ledger), submit)
 
 
 def begin_or_continue_runs(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int) -> list[AgentRun]:
@@ -141,7 +141,7 @@ def begin_or_continue_runs(runs: AgentRuns, bench: LiveWorkbench, base: str, cou
     return found
 
 
-def kernel_engineer_role(ledger: Ledger, run: AgentRun, bench: LiveWorkbench) -> KernelEngineer:
+def make_kernel_engineer(ledger: Ledger, run: AgentRun, bench: LiveWorkbench) -> KernelEngineer:
     """Return the role of the kernel engineer for a run. Raises: ProfileError if the run's profile can no longer be read."""
     return KernelEngineer(_read(ledger, run.profile), bench, run.target)
 

@@ -68,14 +68,14 @@ def revalidate(plant: Plant, base: str) -> list[int]:
                 proposal=row.number,
             )
         )
-        drafted = reverse_patch(plant.workspace, row, base, changed)
+        drafted = draft_reverse_patch(plant.workspace, row, base, changed)
         if drafted is not None:
             made.append(submit_proposal(plant, drafted, base))
         record_validated_conditions(plant.ledger, row.number, start)
     return made
 
 
-def reverse_patch(workspace: Workspace, row: ProposalRow, base: str, changed: list[str]) -> Proposal | None:
+def draft_reverse_patch(workspace: Workspace, row: ProposalRow, base: str, changed: list[str]) -> Proposal | None:
     """Return a proposal of the reverse patch on top of ``base``; None if the patch's files changed since, or if the patch only added files."""
     code = workspace.repository
     live = {change.path for change in repository.read_changes(code, row.patch_commit, base)}

@@ -45,7 +45,7 @@ def open_reverts(plant: Plant) -> list[int]:
     made = []
     for number, why in {number: why for number, why in _blamed(plant.ledger) if why}.items():
         row = ProposalRow.get(plant.ledger, number)
-        if row.state == "approved" and newest_revert(plant.ledger, number) is None:
+        if row.state == "approved" and find_newest_revert(plant.ledger, number) is None:
             words = Message(
                 "code_loop.undo_by_hand",
                 "proposal {proposal} must be undone by hand",
@@ -150,7 +150,7 @@ def _in_words(ledger: Ledger, why: VerdictRow) -> str:
     return format_claims(said) if said else ""
 
 
-def newest_revert(ledger: Ledger, number: int) -> ProposalRow | None:
+def find_newest_revert(ledger: Ledger, number: int) -> ProposalRow | None:
     """Return the newest revert of a proposal, whatever was decided about the revert. Reverts that failed or were superseded do not count."""
     which = "WHERE agent = :agent AND target = :target AND state NOT IN ('failed', 'superseded') ORDER BY number DESC"
     return ProposalRow.first(ledger, which, agent=AGENT, target=f"{UNDO_TARGET}:{number}")

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from agents.core.proposal import Edit, Proposal, gain_with_unit
-from factory.code_loop.workbench import judged_proposals
+from agents.core.proposal import Edit, Proposal, format_gain
+from factory.code_loop.workbench import list_judged_proposals
 from factory.core import devices
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.faults import find_fault_in
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import make_patch_gate
 from factory.gates.recipe.gate import count_tries, is_recipe_patch, make_recipe_gate
@@ -173,7 +173,7 @@ def _decide(
     gate: StagedGate[Any] = make_recipe_gate(plant.workspace) if learns else make_patch_gate(plant.workspace)
     with devices.hold_device():
         # The same edits under another target count as another try, and so does the same key of a recipe.
-        tries = sum(row.target == target or earlier == patch_id for row, earlier in judged_proposals(plant.ledger))
+        tries = sum(row.target == target or earlier == patch_id for row, earlier in list_judged_proposals(plant.ledger))
         tries = 1 + max(tries, count_tries(plant, applied) if learns else 0)
         return gate.judge_proposal(plant, number, applied, tries=tries, patch_id=patch_id)
 
@@ -275,7 +275,7 @@ def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any
     """Return the commit's message: hypothesis and prediction; after the judgement, also evidence and verdict."""
     lines = [drafted.title.splitlines()[0][:100] if drafted.title else "A proposal", "", drafted.hypothesis.strip(), ""]
     if drafted.predicted_gain:
-        lines.append(f"Predicted: {gain_with_unit(drafted.target, drafted.predicted_gain)}.")
+        lines.append(f"Predicted: {format_gain(drafted.target, drafted.predicted_gain)}.")
     for name, stage in ((evidence or {}).get("stages") or {}).items():
         lines.append(f"{name.capitalize()}: {stage['state']}; {' '.join(map(str, read_reasons(stage)))[:300]}")
     if verdict:

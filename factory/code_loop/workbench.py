@@ -31,7 +31,7 @@ from agents.core.workbench import (
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.gates.patch.changed_ops import ChangedOp, find_changed_ops, find_other_devices, find_unknown_ops
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import find_source_problems as source_problems
@@ -89,7 +89,7 @@ class LiveWorkbench:
         return AgentsPolicy.load(self.plant.workspace.policy_path("agents.yaml"))
 
     @cached_property
-    def recipe_modes(self) -> dict[str, str]:
+    def file_modes(self) -> dict[str, str]:
         return repository.read_modes(self.plant.workspace.repository, self.base)
 
     @cached_property
@@ -106,7 +106,7 @@ class LiveWorkbench:
     def files(self, patchable: bool = False) -> list[str]:
         """Return the paths of the live code's files that agents may read. ``patchable``: only those that agents may patch."""
         wanted = self.agents.is_patchable if patchable else self.agents.is_readable
-        return sorted(filter(wanted, self.recipe_modes))
+        return sorted(filter(wanted, self.file_modes))
 
     def read(self, path: str) -> str:
         """Return the text of a file of the live code. Raises: OutOfScopeError for a file that is not in scope."""
@@ -119,7 +119,7 @@ class LiveWorkbench:
         if path not in self.written:
             found = []
             changed = (
-                repository.last_commit_of_lines(self.plant.workspace.repository, self.base, path)
+                repository.list_last_commits_of_lines(self.plant.workspace.repository, self.base, path)
                 if self.proposals
                 else []
             )
@@ -131,7 +131,7 @@ class LiveWorkbench:
         return self.written[path]
 
     def _refuse(self, path: str) -> None:
-        if not self.agents.is_readable(path) or path not in self.recipe_modes:
+        if not self.agents.is_readable(path) or path not in self.file_modes:
             raise OutOfScopeError("code_loop.not_readable", "{path!r} is not a file that agents may read.", path=path)
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> QuickCheck:
@@ -143,12 +143,12 @@ class LiveWorkbench:
         if timed and self.seconds_left < 1:
             problem = Message("code_loop.no_timing_left", "the time for measuring is used up: make the proposal now")
             return QuickCheck("budget", (problem,))
-        changes = repository.edits_to_changes(self.recipe_modes, [(edit.path, edit.new_text) for edit in edits])
-        if found := find_scope_problems(self.agents, changes, self.recipe_modes):
+        changes = repository.edits_to_changes(self.file_modes, [(edit.path, edit.new_text) for edit in edits])
+        if found := find_scope_problems(self.agents, changes, self.file_modes):
             return QuickCheck("scope", tuple(found))
         baseline = repository.checkout_live_code(self.plant.workspace, self.base)
         for change in changes:
-            base = (baseline / change.path).read_bytes() if change.path in self.recipe_modes else None
+            base = (baseline / change.path).read_bytes() if change.path in self.file_modes else None
             refused = source_problems(change, base)
             if change.path == KERNELS:
                 refused += find_unknown_ops(change.content) + find_other_devices(base, change.content)
@@ -309,7 +309,7 @@ class LiveWorkbench:
             EarlierProposal(
                 patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title, row.number in self.closed
             )
-            for row, patch_id in judged_proposals(self.plant.ledger)
+            for row, patch_id in list_judged_proposals(self.plant.ledger)
             if of_kind(row.target)
         ] + [  # proposals that could not be judged, and must not be tried again for now
             EarlierProposal(
@@ -329,7 +329,7 @@ def parse_measurement(said: str) -> Measurement | None:
         return None
 
 
-def judged_proposals(ledger: Ledger) -> list[tuple[ProposalRow, str]]:
+def list_judged_proposals(ledger: Ledger) -> list[tuple[ProposalRow, str]]:
     """Return (proposal, id of its patch) for each judged proposal, oldest first."""
     judged = ProposalRow.select(ledger, "WHERE verdict IS NOT NULL ORDER BY number")
     return [(row, row.evidence(ledger).get("patch_id") or "") for row in judged]

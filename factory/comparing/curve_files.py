@@ -56,7 +56,7 @@ class RunCurves:
     notes: list[str] = field(default_factory=list)
 
 
-def read_file(path: Path, x: str, metrics: Sequence[str], x_column: str | None = None) -> RunCurves:
+def read_curve_file(path: Path, x: str, metrics: Sequence[str], x_column: str | None = None) -> RunCurves:
     """Return the curves of ``metrics`` in a file. ``x``: 'steps' or 'tokens'. ``x_column``: the column of x, if its name is unusual.
 
     Raises: InputError with the file and the line.
@@ -92,7 +92,7 @@ def read_file(path: Path, x: str, metrics: Sequence[str], x_column: str | None =
         ) from error
 
 
-def read_segments(rows: Sequence[SegmentRow], name: str, x: str, metrics: Sequence[str]) -> RunCurves:
+def read_segment_curves(rows: Sequence[SegmentRow], name: str, x: str, metrics: Sequence[str]) -> RunCurves:
     """Return the curves of consecutive segments. Raises: InputError for a metric that no segment has."""
     lines: list[dict[str, Any]] = []
     for row, child in zip(rows, [*rows[1:], None]):

@@ -9,7 +9,7 @@ from pathlib import Path
 from factory.core.errors import InputError
 
 
-def export_folder_sha256(folder: Path) -> str:
+def hash_export_folder(folder: Path) -> str:
     """Return one hash over the names and contents of all files of an export. The ledger stores this hash in ``candidates.export_sha256``.
 
     Raises: InputError when the folder does not exist, or has an entry that is not a plain file (a link could lead anywhere).
@@ -27,11 +27,11 @@ def export_folder_sha256(folder: Path) -> str:
         if path.is_file():
             with open(path, "rb") as file:
                 digests[path.relative_to(folder)] = hashlib.file_digest(file, "sha256").hexdigest()
-    return export_files_sha256(digests)
+    return hash_export_files(digests)
 
 
-def export_files_sha256(digests: Mapping[Path, str]) -> str:
-    """Return the same hash as ``export_folder_sha256``, computed from the SHA-256 of each file. ``digests``: by path within the folder."""
+def hash_export_files(digests: Mapping[Path, str]) -> str:
+    """Return the same hash as ``hash_export_folder``, computed from the SHA-256 of each file. ``digests``: by path within the folder."""
     total = hashlib.sha256()
     for path in sorted(digests):
         total.update(f"{path}\0{digests[path]}\n".encode())

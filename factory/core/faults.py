@@ -170,7 +170,7 @@ def parse_printed_fault(words: str) -> OSError | None:
     return None
 
 
-def is_unreadable_now(error: BaseException) -> bool:
+def is_temporary_read_failure(error: BaseException) -> bool:
     """Return whether a read failed for a reason outside the file: no handle, no memory, or no answer from the file server.
 
     An error of the disk does not count, because the file may then be damaged.

@@ -62,7 +62,7 @@ def check_ranks_fit(workspace: Workspace, recipe: Recipe) -> None:
         ) from error
 
 
-def launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None = None) -> list[str]:
+def build_launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None = None) -> list[str]:
     """Return the part of the training command before ``-m trainer``: the launcher, torchrun or Python. torchrun makes a folder in ``logs``.
 
     ``count``: the number of ranks to start on this machine, whatever ``factory.yaml`` says.

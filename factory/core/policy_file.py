@@ -17,7 +17,7 @@ Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class StrictPolicy(trainer.contract.strict.Strict):
+class StrictPolicy(trainer.contract.strict.StrictSchema):
     """Base class of policies. Unknown keys, values of another type and infinities are errors. A loaded policy is immutable."""
 
     model_config = ConfigDict(allow_inf_nan=False)

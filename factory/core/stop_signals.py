@@ -71,7 +71,7 @@ def handle_signals() -> Callable[[], None]:
 def kill_all_and_exit(number: int) -> NoReturn:
     """Kill all processes that this process started, print how to continue, and exit with the code that a shell expects."""
     try:
-        stopping.kill_with_descendants(stopping.child_processes(os.getpid()))
+        stopping.kill_with_descendants(stopping.list_child_processes(os.getpid()))
         with contextlib.suppress(OSError):  # the terminal is closed
             if os.isatty(1):
                 os.write(1, SHOW_CURSOR)

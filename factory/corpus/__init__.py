@@ -11,7 +11,7 @@ Modules are read as text and parsed, never imported. A hash of a module's path a
 a shard are a fair sample. The same interpreter gives the same bytes.
 """
 
-from factory.corpus.bad import write_bad_shard
+from factory.corpus.bad_shard import write_bad_shard
 from factory.corpus.shards import write_corpus
 
 __all__ = ["write_bad_shard", "write_corpus"]

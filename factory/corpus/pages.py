@@ -6,14 +6,14 @@ import ast
 from collections.abc import Iterator
 
 from factory.corpus.chat import DocumentedName
-from factory.corpus.library import SourceModule
+from factory.corpus.standard_library import LibraryModule
 
 _PAGE = 4000  # characters of a full page
 _LONGEST_PAGE = 6000
 _SHORTEST_PAGE = 200
 
 
-def describe_module(module: SourceModule) -> Iterator[DocumentedName]:
+def describe_module(module: LibraryModule) -> Iterator[DocumentedName]:
     """Yield the module, its public functions and classes, and their methods, in the order of the source."""
     assert module.tree
     yield DocumentedName(
@@ -47,7 +47,7 @@ def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
     return tuple(one.name for one in node.body if isinstance(one, kinds) and not one.name.startswith("_"))
 
 
-def render_name(one: DocumentedName) -> str:
+def render_reference_entry(one: DocumentedName) -> str:
     """Return the text of one name for a reference page; empty if the name has no docstring."""
     if not one.doc:
         return ""

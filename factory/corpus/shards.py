@@ -9,8 +9,8 @@ from typing import Any
 
 from factory.core.progress import Progress
 from factory.corpus.chat import make_chats
-from factory.corpus.library import SourceModule, list_source_files, read_module
-from factory.corpus.pages import describe_module, paginate, read_help_topics, render_name, split_long_text
+from factory.corpus.pages import describe_module, paginate, read_help_topics, render_reference_entry, split_long_text
+from factory.corpus.standard_library import LibraryModule, list_source_files, read_module
 from kernels.contract.files import write_atomically
 
 LICENSE = "PSF-2.0"
@@ -44,7 +44,7 @@ def write_corpus(folder: Path, progress: Progress, share: float = 1.0) -> list[P
     return paths
 
 
-def _documents(module: SourceModule) -> Documents:
+def _documents(module: LibraryModule) -> Documents:
     documents: Documents = {"code": [_document(module.source, "code", 0, text=module.text)], "docs": [], "chat": []}
     if module.tree is None:
         return documents
@@ -60,7 +60,9 @@ def _documents(module: SourceModule) -> Documents:
             documents["docs"].append(_document(source, "docs", by_source[source], text=page))
         return documents
     described = list(describe_module(module))
-    for number, page in enumerate(paginate([part for one in described for part in split_long_text(render_name(one))])):
+    for number, page in enumerate(
+        paginate([part for one in described for part in split_long_text(render_reference_entry(one))])
+    ):
         documents["docs"].append(_document(module.source, "docs", number, text=page))
     for number, messages in enumerate(make_chats(described)):
         documents["chat"].append(_document(module.source, "chat", number, messages=messages))

@@ -16,9 +16,9 @@ from factory.core.errors import FactoryError
 from factory.data.metrics import read_metrics
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import with_replaced_token_shards
-from factory.ledger.rows import ReadsSql, SegmentRow
+from factory.ledger.rows import SegmentRow, SqlReader
 from factory.training.planning import last_checkpoint, read_data_plan
-from trainer.contract.checkpoint.format import read_state, saved_steps
+from trainer.contract.checkpoint.format import list_checkpoints, read_state
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
@@ -141,7 +141,7 @@ class Exposure:
         return walk.state_dict()
 
 
-def list_contributing_segments(db: ReadsSql, segment: int) -> list[SegmentRow]:
+def list_contributing_segments(db: SqlReader, segment: int) -> list[SegmentRow]:
     """Return the segments whose steps made a segment's weights, oldest first.
 
     They are its lineage. For an average, they are also the lineages of the averaged segments.
@@ -184,7 +184,7 @@ def _trained_until(row: SegmentRow) -> int:
 
 def _states(row: SegmentRow) -> Sequence[tuple[int, SamplerState]]:
     """Return (step, state of the sampler) of each remaining checkpoint of a segment, in order."""
-    listed = sorted(saved_steps(Path(row.folder) / "checkpoints"))
+    listed = sorted(list_checkpoints(Path(row.folder) / "checkpoints"))
     return [(step, state) for step, path in listed if (state := _read(path)) is not None]
 
 

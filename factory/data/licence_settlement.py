@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from factory.core.errors import InputError, suggest_name
-from factory.data.selecting import find_keys_of_one
+from factory.data.selecting import find_keys_of_one_document
 from factory.ingest.rules.licence_claims import SETTLED, LicenceConflict, find_licence_conflicts
 from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.policy import Licences
@@ -101,9 +101,9 @@ def settle_licence(
     """Set aside all claims except ``licence`` ('none': no licence) about some documents. Returns the conflicts before the change.
 
     The documents are those with the ids or keys ``names``, and those on which the shards ``shards``, or parts of these files, conflict with others.
-    Raises: InputError if there is no conflict, or no row claims ``licence``, and as ``find_keys_of_one`` does.
+    Raises: InputError if there is no conflict, or no row claims ``licence``, and as ``find_keys_of_one_document`` does.
     """
-    wanted = {key for name in names for key in find_keys_of_one(ledger, name)}
+    wanted = {key for name in names for key in find_keys_of_one_document(ledger, name)}
     about = [
         one
         for one in find_licence_conflicts(ledger)

@@ -23,17 +23,17 @@ from factory.core.errors import InputError
 from factory.data.selecting import (
     AT_ONCE,
     DocumentSelection,
-    find_keys_of_one,
+    find_keys_of_one_document,
+    make_unknown_value_error,
     select_documents_by_label,
-    unknown_value_error,
 )
 from factory.ingest.document import LONGEST_NAME, refuse_domain
 from factory.ingest.rules.held_out_split import (
     KINDS,
     GroupKind,
     goes_to_sealed_half_on_tie,
-    name_document_group,
-    name_draw_unit,
+    make_draw_unit_name,
+    make_group_name,
 )
 from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.policy import DataPolicy
@@ -241,7 +241,7 @@ def _selected(ledger: Ledger, chosen: DocumentFilter) -> list[dict[str, Any]]:
     if not chosen.document:
         return ledger.select_rows(sa.select(*COLUMNS).where(*where).order_by(c.key))
     fitting = c.fate.in_((*REMOVABLE_FATES, REMOVED_FATE))
-    keys = sorted({key for name in chosen.document for key in find_keys_of_one(ledger, name, fitting)})
+    keys = sorted({key for name in chosen.document for key in find_keys_of_one_document(ledger, name, fitting)})
     parts = [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
     return [row for part in parts for row in ledger.select_rows(sa.select(*COLUMNS).where(*where, c.key.in_(part)))]
 
@@ -250,7 +250,7 @@ def _known(names: Sequence[str], noun: str, rows: Iterable[Mapping[str, Any]]) -
     known = {row["name"] for row in rows}
     for name in names:
         if name not in known:
-            raise unknown_value_error(noun, name, known)
+            raise make_unknown_value_error(noun, name, known)
     return set(names)
 
 
@@ -284,7 +284,7 @@ def _changed(row: Mapping[str, Any], change: NewLabels, policy: DataPolicy) -> d
 
 
 def _group(kind: GroupKind, source: str | None, row: Mapping[str, Any]) -> str | None:
-    return name_document_group(kind, source, row["facts"] or {}, row["key"].partition(":")[0])
+    return make_group_name(kind, source, row["facts"] or {}, row["key"].partition(":")[0])
 
 
 def _kind_of(row: Mapping[str, Any]) -> GroupKind | None:
@@ -361,7 +361,7 @@ def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[s
             for domain in {row["domain"] for row in rows if row["fate"] != REMOVED_FATE}:
                 more[domain] += 1 if rows[0]["sealed"] else -1
     unit = {
-        name: name_draw_unit(None if name in held else name, members[name][0]["content_sha256"] or name)
+        name: make_draw_unit_name(None if name in held else name, members[name][0]["content_sha256"] or name)
         for name in dealt
     }
     for name in sorted(dealt, key=lambda name: (unit[name], name)):

@@ -229,7 +229,7 @@ def undo_removal(ledger: Ledger, number: int, by: str) -> str:
     )
 
 
-def mark_new_releases(ledger: Ledger) -> list[str]:
+def mark_releases_made_after_removals(ledger: Ledger) -> list[str]:
     """Mark the releases that were made after a removal from segments that were planned before it. Returns lines for a person."""
     taken = [one for one in list_removals(ledger) if one.state != "returned" and one.token_shards]
     if not taken:

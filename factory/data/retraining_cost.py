@@ -14,7 +14,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_segment
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.format import saved_steps
+from trainer.contract.checkpoint.format import list_checkpoints
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def estimate_retraining_cost(ledger: Ledger, exposure: Exposure) -> RetrainingCo
     sound = [
         (step, path)
         for one in lineage[: lineage.index(row) + 1]
-        for step, path in saved_steps(Path(one.folder) / "checkpoints")
+        for step, path in list_checkpoints(Path(one.folder) / "checkpoints")
         if step <= first and (path / "manifest.json").is_file()
     ]
     start, checkpoint = max(sound, default=(0, None))

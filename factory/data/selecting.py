@@ -63,12 +63,12 @@ def removable_fates(erase: bool) -> tuple[str, ...]:
 
 
 def select_by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> DocumentSelection:
-    """Return the documents with these keys or ids. Raises: InputError as ``find_keys_of_one``."""
-    keys = [key for name in names for key in find_keys_of_one(ledger, name, documents.c.fate.in_(fates))]
+    """Return the documents with these keys or ids. Raises: InputError as ``find_keys_of_one_document``."""
+    keys = [key for name in names for key in find_keys_of_one_document(ledger, name, documents.c.fate.in_(fates))]
     return DocumentSelection("key", tuple(dict.fromkeys(keys)))
 
 
-def find_keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> list[str]:
+def find_keys_of_one_document(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> list[str]:
     """Return the keys of the one document that a person names by its key, or by an id that no other document has.
 
     Copies of its text with the same id are included. If several documents have the id, only those that meet the conditions ``fitting`` count. If none
@@ -132,11 +132,11 @@ def select_documents_by_label(ledger: Ledger, column: str, names: Sequence[str])
             known = ledger.select_rows(
                 sa.select(values.label("name")).where(values.is_not(None)).distinct().limit(10_000)
             )
-            raise unknown_value_error(noun, name, [row["name"] for row in known])
+            raise make_unknown_value_error(noun, name, [row["name"] for row in known])
     return selection
 
 
-def unknown_value_error(noun: str, name: str, known: Collection[str]) -> InputError:
+def make_unknown_value_error(noun: str, name: str, known: Collection[str]) -> InputError:
     """Return the error for a domain, source, licence or shard (``noun``) that no document has. ``known``: the names that documents have."""
     near = suggest_name(name, known)[:300] if known else ""
     return InputError(

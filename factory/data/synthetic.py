@@ -31,7 +31,7 @@ class SyntheticCount:
         return asdict(self)
 
 
-def count_synthetic(ledger: Ledger, used: Collection[str]) -> list[SyntheticCount]:
+def count_synthetic_documents(ledger: Ledger, used: Collection[str]) -> list[SyntheticCount]:
     """Count the documents in these token shards that models wrote, for each maker, with the most tokens first.
 
     Removed and quarantined documents count too, because models were trained on them.

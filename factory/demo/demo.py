@@ -28,7 +28,7 @@ from factory.demo.demo_size import LADDER, DemoPlan, DemoShape, DemoTimings
 from factory.demo.summary import summarise_demo
 from factory.duties.runner import run_pass
 from factory.git.repository import fork_repository, get_live_commit
-from factory.ingest.inbox import ingest_and_file, list_complete_files
+from factory.ingest.inbox import ingest_and_move, list_complete_files
 from factory.ledger.ledger import sa, shards
 from factory.ledger.plant import Plant
 from factory.ledger.status import read_status
@@ -77,7 +77,7 @@ def run_demo(
         _arrive(plant, first)
         ingesting = time.monotonic()
         for path in list_complete_files(plant, settle=0.0):
-            ingest_and_file(plant, path)
+            ingest_and_move(plant, path)
         if not workspace.repository.exists():
             terminal.heading(
                 Message("demo.step_measure", "3  Measure the speed of this machine, and choose the model and its steps")

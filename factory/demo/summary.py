@@ -11,7 +11,7 @@ from typing import Any
 
 from factory.core.workspace import Workspace
 from factory.ledger.reader import LedgerReader
-from factory.ledger.rows import CandidateRow, ReadsSql, SegmentRow, VerdictRow
+from factory.ledger.rows import CandidateRow, SegmentRow, SqlReader, VerdictRow
 from factory.ledger.status import describe_average
 from kernels.contract.message import Message
 
@@ -191,7 +191,7 @@ class JudgedShardTimes:
     seconds: float  # from the moment that its ingest was recorded
 
 
-def list_judged_shards(db: ReadsSql) -> list[JudgedShardTimes]:
+def list_judged_shards(db: SqlReader) -> list[JudgedShardTimes]:
     """Return the times of every ingested shard that has such a verdict, in the order in which the shards arrived."""
     shards = db.read("SELECT sha256, name, ingested_at FROM shards WHERE state = 'ingested' ORDER BY ingested_at")
     shard_of = {row["id"]: row["shard"] for row in db.read("SELECT id, shard FROM token_shards")}
@@ -208,7 +208,7 @@ def list_judged_shards(db: ReadsSql) -> list[JudgedShardTimes]:
     ]
 
 
-def _numbers(db: ReadsSql, facts: dict[str, Any], seconds: float) -> list[str]:
+def _numbers(db: SqlReader, facts: dict[str, Any], seconds: float) -> list[str]:
     """Return lines with numbers for a comparison with other systems. ``python -m benchmarks.headline`` measures the same with more care."""
     lines = ["  IN NUMBERS"]
     timed = [one for one in facts["segments"] if isinstance(_tokens_per_s(one), float)]

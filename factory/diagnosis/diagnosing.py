@@ -23,9 +23,9 @@ from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.faults import is_machine_fault_without_file
 from factory.core.launching import count_ranks
+from factory.core.path_removal import remove_path
 from factory.core.policy_file import hash_policy
 from factory.core.progress import Progress
-from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.diagnosis import remedies
 from factory.diagnosis.replay_bench import AnomalyEpisode, EpisodeReplayBench
@@ -44,13 +44,13 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from factory.runs.arm import Arm, recipe_for_one_rank
+from factory.runs.arm_runner import ArmRunner
 from factory.runs.sandboxed_training import ArmRunEnd
-from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import read_step_lines
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.planning import read_data_plan
 from factory.training.segment_folder import segment_spec
-from kernels.contract.files import finite_values
+from kernels.contract.files import replace_non_finite
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan
@@ -80,7 +80,7 @@ class RecordedAnomaly:
     where: str = ""
 
     @classmethod
-    def of(cls, number: int, step: int, kind: str, detail: Mapping[str, Any] | None) -> RecordedAnomaly:
+    def from_detail(cls, number: int, step: int, kind: str, detail: Mapping[str, Any] | None) -> RecordedAnomaly:
         """Make an anomaly from ``detail``, a line of anomalies.jsonl.
 
         Code that agents may patch wrote the line, so an impossible onset is ignored.
@@ -166,7 +166,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
     recorded = newest_details_by_anomaly(plant.ledger, DIAGNOSED).get(number)
     if recorded and number not in find_settled_anomalies(plant.ledger):  # killed before it acted on the diagnosis
         return recorded | {"done": _done(plant.ledger, policy, recorded, plant.progress)}
-    remedies.refuse_closed(plant.ledger, number)
+    remedies.refuse_closed_anomaly(plant.ledger, number)
     segment = SegmentRow.get(plant.ledger, row.segment)
     lines: list[StepMetrics] = []
     unreadable: InputError | None = None
@@ -193,7 +193,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 raise unreadable
             episode, notes = _episode(plant, segment, span, lines)
             trainers = _Trainers(
-                TaskRuns(plant, folder, "diagnosis", Subject("anomaly", lead)), episode, policy.wall_seconds
+                ArmRunner(plant, folder, "diagnosis", Subject("anomaly", lead)), episode, policy.wall_seconds
             )
             bench = EpisodeReplayBench(episode, folder, trainers, budget, told=told.advance)
             if policy.previous_python and not os.access(policy.previous_python, os.X_OK):
@@ -229,7 +229,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
     page = plant.workspace.reports / f"anomaly-{lead}.html"
     detail |= {"report": plant.ledger.to_stored_path(page), "drawn": _drawn(detail, lines, told_of), "undo": undo}
     with plant.ledger.begin() as tx:
-        record_event(tx, DIAGNOSED, Subject("anomaly", lead), finite_values(detail))
+        record_event(tx, DIAGNOSED, Subject("anomaly", lead), replace_non_finite(detail))
         if undo:
             record_verdict(
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=hash_policy(policy), subject_sha256=segment.code_commit,
@@ -326,7 +326,7 @@ def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepMetrics]
         return EpisodeSpan(row.kind, row.step, row.step, (row.id,), noted=(row.step, row.step))
     others = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=row.segment)
     for span in find_episodes(
-        [RecordedAnomaly.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins
+        [RecordedAnomaly.from_detail(other.id, other.step, other.kind, other.detail) for other in others], lines, begins
     ):
         if row.id in span.anomalies:
             return span
@@ -365,9 +365,11 @@ def _episode(
     every: dict[int, Path] = {}
     for row in SegmentRow.lineage(plant.ledger, segment.id):
         for folder in (kept_checkpoints_folder(plant.workspace, row.id), Path(row.folder) / "checkpoints"):
-            every |= dict(checkpoints.saved_steps(folder))
+            every |= dict(checkpoints.list_checkpoints(folder))
     sound = [
-        (step, path) for step, path in sorted(every.items()) if step <= span.onset and not checkpoints.find_fault(path)
+        (step, path)
+        for step, path in sorted(every.items())
+        if step <= span.onset and not checkpoints.find_checkpoint_fault(path)
     ]
     if not sound:
         raise InputError(
@@ -396,7 +398,9 @@ def _episode(
     if begins is not None and not begins <= span.onset <= begins + RECENT_STEPS:
         begins = None
     recent = parent is not None and span.onset <= segment.first_step + RECENT_STEPS
-    after = [path for step, path in sorted(every.items()) if step > span.last and not checkpoints.find_fault(path)]
+    after = [
+        path for step, path in sorted(every.items()) if step > span.last and not checkpoints.find_checkpoint_fault(path)
+    ]
     episode = AnomalyEpisode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.device_kind(), lines=lines, rungs=sound, code=code,
         kernels=dict(segment.computing["kernels"]) if segment.computing else {},
@@ -479,7 +483,7 @@ class _Trainers:
     limit is much shorter than the policy's. Otherwise, code that hangs in every arm would take days.
     """
 
-    def __init__(self, runs: TaskRuns, episode: AnomalyEpisode, wall_seconds: float) -> None:
+    def __init__(self, runs: ArmRunner, episode: AnomalyEpisode, wall_seconds: float) -> None:
         self.runs, self.episode, self.wall_seconds = runs, episode, wall_seconds
         self._ended: list[float] = []  # seconds
         self._left: list[Path] = []

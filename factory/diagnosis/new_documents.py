@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from agents.loss_doctor.arms import NewShardsComparison
 from trainer.contract.data.data_order import DataOrder
-from trainer.contract.data.document_stream import DocumentStream, shard_domain, shard_generation
+from trainer.contract.data.document_stream import DocumentStream, stream_domain, stream_generation
 
 SAMPLE = 200  # documents of a stream that are read
 TOKEN_BUCKETS = 1 << 17  # for counting tokens: more than the largest vocabulary that is trained here
@@ -26,15 +26,15 @@ def compare_new_documents(order: DataOrder, keys: Mapping[str, tuple[str, ...]])
 
     ``keys`` maps each stream to the keys of the window's documents.
     """
-    newest = max(map(shard_generation, order.streams))
+    newest = max(map(stream_generation, order.streams))
     before: dict[str, list[DocumentStream]] = {}
     for name, stream in order.streams.items():
-        if shard_generation(name) < newest:
+        if stream_generation(name) < newest:
             before.setdefault(stream.domain, []).append(stream)
     found = []
     for name, documents in sorted(keys.items()):
-        domain = shard_domain(name)
-        if shard_generation(name) < newest or domain not in before:
+        domain = stream_domain(name)
+        if stream_generation(name) < newest or domain not in before:
             continue
         new, old = _documents([order.streams[name]]), _documents(before[domain])
         others = {other: [tokens for tokens, _ in _documents(streams)] for other, streams in before.items()}

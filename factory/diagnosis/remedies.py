@@ -21,7 +21,7 @@ from factory.audit.audit_windows import find_merged_patches
 from factory.core.errors import InputError
 from factory.data.exposure import Exposure
 from factory.data.retraining_cost import find_releases_trained_on
-from factory.data.selecting import find_keys_of_one
+from factory.data.selecting import find_keys_of_one_document
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
 from factory.ingest.document import SYNTHETIC_PREFIX, keep_writing_model
@@ -40,7 +40,7 @@ from factory.ledger.anomalies import (
 )
 from factory.ledger.ledger import Ledger, documents, record_event, segments
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReadsSql, ReleaseRow, SegmentRow, Subject
+from factory.ledger.rows import ReleaseRow, SegmentRow, SqlReader, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.training.planning import RecipeOverride, has_override, last_checkpoint, record_override
 from kernels.contract.message import Message
@@ -183,11 +183,11 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
             {"documents": guilty, "reason": reason, "by": by},
         )
         record_exposed_releases(tx, saw, found["lead"])
-        mark_rewound(tx, segment_and_descendants(db, found["segment"]), {"anomaly": found["lead"]})
+        mark_segments_rewound(tx, list_segment_and_descendants(db, found["segment"]), {"anomaly": found["lead"]})
         _closed(tx, found, "quarantined", by)
     return Message(
         "diagnosis.quarantined", "{documents:,|document is|documents are} quarantined, and segment {segment} is rewound.{releases}",
-        documents=len(guilty), segment=found["segment"], releases=exposure_message(saw),
+        documents=len(guilty), segment=found["segment"], releases=format_exposed_releases(saw),
     )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def override_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
         override = _override(found)
         assert override is not None
         record_override(tx, SegmentRow.get(db, found["segment"]), override)
-        mark_rewound(tx, segment_and_descendants(db, found["segment"]), {"anomaly": found["lead"]})
+        mark_segments_rewound(tx, list_segment_and_descendants(db, found["segment"]), {"anomaly": found["lead"]})
         _closed(tx, found, "trained again", by)
     return Message(
         "diagnosis.rate_lowered", "Segment {segment} is rewound. Training repeats the segment with {values} until step {until}.",
@@ -235,7 +235,7 @@ def _reason(found: Mapping[str, Any]) -> str:
     return f"anomaly {found['lead']}: {' or '.join(found['causes'])}"
 
 
-def segment_and_descendants(db: ReadsSql, segment: int) -> list[SegmentRow]:
+def list_segment_and_descendants(db: SqlReader, segment: int) -> list[SegmentRow]:
     """Return a segment and all its descendants."""
     return [row for row in SegmentRow.select(db) if any(p.id == segment for p in SegmentRow.lineage(db, row.id))]
 
@@ -247,7 +247,7 @@ def _replaced(ledger: Ledger, segment: int) -> bool:
     return spoiled.state == "rewound" and any(row.parent == spoiled.parent for row in later)
 
 
-def mark_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mapping[str, Any]) -> None:
+def mark_segments_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mapping[str, Any]) -> None:
     """Mark segments as rewound, in the caller's transaction. ``detail`` is stored with the events."""
     for row in spoiled:
         if row.state != "rewound":  # also a failed segment, else training would wait for a person
@@ -258,14 +258,14 @@ def mark_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mappi
 def _noted(ledger: Ledger, number: int, how: str, by: str) -> Message:
     """Close an anomaly that the judge recorded. It needs no further action, because the verdict of its candidate contains it."""
     with ledger.begin() as tx:
-        refuse_closed(Snapshot(tx, ledger.root), number)
+        refuse_closed_anomaly(Snapshot(tx, ledger.root), number)
         _closed(tx, {"lead": number, "anomalies": [number]}, how, by)
     return Message(
         "diagnosis.noted", "The anomaly is closed. The candidate is still held, because its verdict has not changed."
     )
 
 
-def refuse_closed(db: ReadsSql, number: int) -> None:
+def refuse_closed_anomaly(db: SqlReader, number: int) -> None:
     """Refuse an anomaly that is closed. Raises: InputError."""
     if end := newest_details_by_anomaly(db, CLOSED).get(number):
         raise InputError(
@@ -287,7 +287,7 @@ def _closed(tx: sa.Connection, found: Mapping[str, Any], how: str, by: str, **mo
     record_event(tx, CLOSED, Subject("anomaly", found["lead"]), detail)
 
 
-def _diagnosis(db: ReadsSql, number: int, also_closed: bool = False) -> dict[str, Any]:
+def _diagnosis(db: SqlReader, number: int, also_closed: bool = False) -> dict[str, Any]:
     """Return the newest diagnosis of an anomaly. Raises: InputError when there is none, or the anomaly is closed."""
     found = newest_details_by_anomaly(db, DIAGNOSED).get(number)
     if found is None:
@@ -297,7 +297,7 @@ def _diagnosis(db: ReadsSql, number: int, also_closed: bool = False) -> dict[str
             anomaly=number,
         )
     if not also_closed:
-        refuse_closed(db, number)
+        refuse_closed_anomaly(db, number)
     return found
 
 
@@ -317,10 +317,10 @@ def record_exposed_releases(tx: sa.Connection, saw: ReleaseExposure, anomaly: in
         )
 
 
-def exposure_message(saw: ReleaseExposure) -> str:
+def format_exposed_releases(saw: ReleaseExposure) -> str:
     """Return sentences that name the releases that were trained on some documents.
 
-    >>> exposure_message({1: (["a"], True), 2: (["a"], True), 3: (["a"], False)})
+    >>> format_exposed_releases({1: (["a"], True), 2: (["a"], True), 3: (["a"], False)})
     ' Releases trained on these documents: 1, 2. Releases possibly trained on these documents: 3.'
     """
     certain, possible = ([release for release, (_, exact) in saw.items() if exact is known] for known in (True, False))
@@ -366,8 +366,8 @@ def rewind_segment(ledger: Ledger, number: int, by: str, why: str = "") -> Messa
                     segment=number,
                     checkpoint=before,
                 )
-        spoiled = [one for one in segment_and_descendants(db, number) if one.state != "rewound"]
-        mark_rewound(tx, spoiled, {"by": by, "why": why})
+        spoiled = [one for one in list_segment_and_descendants(db, number) if one.state != "rewound"]
+        mark_segments_rewound(tx, spoiled, {"by": by, "why": why})
     ids = [one.id for one in spoiled]
     made = [one.number for one in ReleaseRow.select(ledger) if one.segment in ids]
     stays = Message(
@@ -399,7 +399,7 @@ def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str
         record_exposed_releases(tx, saw)
     return Message(
         "diagnosis.quarantined_by_person", "{documents:,|document is|documents are} quarantined. From the next segment on, quarantined documents "
-        "carry no loss.{releases}", documents=len(keys), releases=exposure_message(saw),
+        "carry no loss.{releases}", documents=len(keys), releases=format_exposed_releases(saw),
     )  # fmt: skip
 
 
@@ -432,7 +432,7 @@ def _keys(
     found: list[str] = []
     for name in names:
         try:
-            keys = find_keys_of_one(ledger, name, fits)
+            keys = find_keys_of_one_document(ledger, name, fits)
         except InputError as error:
             if "nothing was changed" in str(error).lower():
                 raise

@@ -26,7 +26,7 @@ from agents.loss_doctor.arms import (
 )
 from agents.loss_doctor.curves import StepMetrics, Symptom, quantity_of_anomaly, read_step_metrics
 from factory.audit.kept_checkpoints import copy_checkpoint
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.diagnosis.new_documents import compare_new_documents
 from factory.gates.patch.held_out_scores import make_reference_model
 from factory.runs.arm import Arm
@@ -38,7 +38,7 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, checkpoint_name
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import DocumentPiece, DocumentStream, shard_generation
+from trainer.contract.data.document_stream import DocumentPiece, DocumentStream, stream_generation
 from trainer.contract.recipe import Recipe
 
 ArmTrainer = Callable[[Arm], ArmRunEnd]  # trains an arm
@@ -312,7 +312,7 @@ def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentS
         key = order.streams[piece.stream].key(piece.document)
         if (key, True) not in pieces:
             pieces[key, False].append(piece)
-    joined = newest_streams(order)
+    joined = find_newest_streams(order)
     every = [order.streams[piece.stream].tokens(piece).astype(np.int64) for parts in pieces.values() for piece in parts]
     counts = np.bincount(np.concatenate(every), minlength=int(episode.spec["recipe"]["model"]["vocab_size"])) + 1.0
     nats_of = -np.log(counts / counts.sum())
@@ -334,26 +334,26 @@ def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentS
     return found
 
 
-def newest_streams(order: DataOrder) -> set[str]:
+def find_newest_streams(order: DataOrder) -> set[str]:
     """Return the names of the streams of the newest generation. The set is empty if there is only one generation."""
-    newest, oldest = (end(map(shard_generation, order.streams)) for end in (max, min))
-    return {name for name in order.streams if shard_generation(name) == newest > oldest}
+    newest, oldest = (end(map(stream_generation, order.streams)) for end in (max, min))
+    return {name for name in order.streams if stream_generation(name) == newest > oldest}
 
 
 def sample_pieces(order: DataOrder, count: int) -> list[DocumentPiece]:
     """Return the first piece of about ``count`` documents of the newest generation, and of as many earlier documents, evenly spaced."""
-    joined, found = newest_streams(order), []
+    joined, found = find_newest_streams(order), []
     for new in (True, False):
         streams = [stream for name, stream in order.streams.items() if (name in joined) == new]
         share = min(1.0, count / max(1, sum(len(stream.length) for stream in streams)))
         for stream in streams:
             length = len(stream.length)
             chosen = np.linspace(0, length - 1, max(1, int(share * length))).astype(int)
-            found += [first_piece(stream, int(index)) for index in chosen if stream.length[index] > 1]
+            found += [read_first_piece(stream, int(index)) for index in chosen if stream.length[index] > 1]
     return found
 
 
-def first_piece(stream: DocumentStream, document: int) -> DocumentPiece:
+def read_first_piece(stream: DocumentStream, document: int) -> DocumentPiece:
     """Return the first piece of a document, as a row would hold it."""
     shard, first = int(stream.shard[document]), int(stream.start[document])
     positions = min(stream.context, int(stream.length[document]) - 1)

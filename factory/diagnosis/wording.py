@@ -23,7 +23,7 @@ from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.diagnosis.diagnosing import read_live_metrics
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, newest_details_by_anomaly, next_unexplained_episode
+from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, find_next_unexplained_episode, newest_details_by_anomaly
 from factory.ledger.ledger import Ledger, agent_runs, documents, exchanges, record_event, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
@@ -95,7 +95,7 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
 
 def describe_waiting_diagnoses(plant: Plant) -> None:
     """Let a language model describe every diagnosis that waits for a description."""
-    while (lead := next_unexplained_episode(plant.ledger)) is not None:
+    while (lead := find_next_unexplained_episode(plant.ledger)) is not None:
         describe_diagnosis(plant, lead)
 
 

@@ -6,7 +6,7 @@ from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.diagnosis.wording import describe_diagnosis
 from factory.duties.duty import Duty, DutyState
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.ledger.anomalies import next_undiagnosed_anomaly, next_unexplained_episode
+from factory.ledger.anomalies import find_next_undiagnosed_anomaly, find_next_unexplained_episode
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
@@ -14,7 +14,7 @@ from kernels.contract.message import Message
 def _undiagnosed(look: DutyState) -> list[int]:
     policy = AnomalyPolicy.load(look.plant.workspace.policy_path("anomalies.yaml"))
     found = (
-        next_undiagnosed_anomaly(look.db, policy.kinds, look.waiting_subjects("diagnose"))
+        find_next_undiagnosed_anomaly(look.db, policy.kinds, look.waiting_subjects("diagnose"))
         if policy.diagnose == "automatic"
         else None
     )
@@ -27,7 +27,7 @@ def _diagnose(plant: Plant, anomaly: int, replayed_steps: int | None = None) -> 
 
 
 def _unworded(look: DutyState) -> list[int]:
-    found = next_unexplained_episode(look.db, look.waiting_subjects("word"))
+    found = find_next_unexplained_episode(look.db, look.waiting_subjects("word"))
     return [] if found is None else [found]
 
 

@@ -4,7 +4,7 @@ A fault of the machine ends the pass. A failure is reported once and recorded as
 also reports when the errand works again. The traceback of an unexpected exception goes to ``logs/errors.log``. Waits are in memory only, so a new
 daemon tries at once.
 
-Background work of the daemon (``run_in_background``) and its start (``retry_faults``) are retried in the same way.
+Background work of the daemon (``run_in_background``) and its start (``retry_during_faults``) are retried in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from factory.retrying.failure_waits import FailureWait, FailureWaits, append_tra
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.requests import RewoundError
 from factory.retrying.trainer_deaths import ASKED, TrainerDiedError
-from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing_actions
+from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, list_failing_actions
 from kernels.contract.message import Message
 
 PASS_KEY = "a pass"  # the key of a whole pass
@@ -83,7 +83,7 @@ class DutyTaskRetries(DutyTaskAttempts):
         self._unrecorded: list[tuple[str, dict[str, Any]]] = []  # events that the ledger could not record
         self._told: set[str] = set()  # keys of reported failures, also of an earlier daemon
         with contextlib.suppress(Exception):  # the ledger cannot be read now
-            self._told = {one["what"] for one in failing_actions(plant.ledger)}
+            self._told = {one["what"] for one in list_failing_actions(plant.ledger)}
         self._rested: set[str] = set()  # keys that rested at some moment of this pass
         self._failed: set[str] = set()  # keys that failed in this pass
         self._waiting = ""  # the reported reason why training waits
@@ -170,7 +170,7 @@ class DutyTaskRetries(DutyTaskAttempts):
     def record_pass_failure(self, error: Exception) -> None:
         """Record that a fault of the machine or a bug ended a pass early."""
         fault = find_fault_in(error)
-        said = fault_message(fault) if fault else self._words(error, PASS_KEY)
+        said = make_fault_message(fault) if fault else self._words(error, PASS_KEY)
         longest = min(FAULT_SECONDS, self.backoff.longest)
         rest, news = self.backoff.record_failure(PASS_KEY, said, about=fault.remedy if fault else "", longest=longest)
         if news:
@@ -225,7 +225,7 @@ class DutyTaskRetries(DutyTaskAttempts):
             self._asked = newest or self._asked or 0
 
 
-def fault_message(fault: Fault) -> Message:
+def make_fault_message(fault: Fault) -> Message:
     """Return the message that the factory prints while it waits for the end of a fault of the machine."""
     return Message(
         "duties.waiting_for_machine", "{fault}: {to_do}. The factory waits, tries again at least every {seconds:.0f} s, and continues by itself.",
@@ -294,7 +294,7 @@ def _failure(workspace: Workspace, name: str, act: Callable[[], object]) -> str:
     return ""
 
 
-def retry_faults(act: Callable[[], T], say: Callable[[str], object]) -> T:
+def retry_during_faults(act: Callable[[], T], say: Callable[[str], object]) -> T:
     """Return the result of ``act()``. The call is repeated while a fault of the machine makes it fail, and each fault is reported once.
 
     Just after its start, a machine may still lack a disk. Raises: any other error of ``act``. A ConfigError or InputError with a fault is raised if a
@@ -313,5 +313,5 @@ def retry_faults(act: Callable[[], T], say: Callable[[str], object]) -> T:
             if news:
                 if isinstance(error, FactoryError):  # it has more facts, for example the server's name
                     say(f"  {error}")
-                say(f"  {fault_message(fault)}")
+                say(f"  {make_fault_message(fault)}")
         time.sleep(rest.seconds)

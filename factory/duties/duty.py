@@ -12,7 +12,7 @@ from typing import Literal
 from factory.core.errors import InputError
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReadsSql, SegmentRow
+from factory.ledger.rows import SegmentRow, SqlReader
 from factory.retrying.requests import EVERYTHING, Pause, current_pause
 from factory.retrying.trainer_deaths import find_open_segment
 from kernels.contract.message import Message
@@ -23,7 +23,7 @@ class DutyState:
     """The state of the factory at one moment, for each ``due``. Each value of the ledger is read once."""
 
     plant: Plant
-    db: ReadsSql  # the ledger, at one moment
+    db: SqlReader  # the ledger, at one moment
     duties: tuple[Duty, ...] = ()  # the list of duties, for the requests of a person
     low_on_disk: bool = False
     resting: frozenset[str] = frozenset()  # failed errands, as text, that are not tried now

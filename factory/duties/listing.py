@@ -20,7 +20,7 @@ from factory.duties.table import DUTIES
 from factory.ledger.file_events import find_low_disk
 from factory.ledger.plant import Plant
 from factory.retrying.failure_waits import FailureWait
-from factory.status.waiting import failing_actions
+from factory.status.waiting import list_failing_actions
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -28,9 +28,9 @@ NAME = "duties.json"  # in logs/: {"done": {duty: {"errand", "at"}}, "rests": {e
 MOST_SHOWN = 5  # errands of a duty
 
 
-def write_note(workspace: Workspace, rests: Mapping[str, FailureWait], done: DutyTask | None = None) -> None:
+def write_duty_note(workspace: Workspace, rests: Mapping[str, FailureWait], done: DutyTask | None = None) -> None:
     """Write the rests and the finished errand to a file for people. If the disk is full, nothing is written and no error is raised."""
-    before, now = read_note(workspace), time.time()
+    before, now = read_duty_note(workspace), time.time()
     known = before["rests"]
     after = {
         "done": before["done"] | ({done.duty.name: {"errand": str(done), "at": now}} if done else {}),
@@ -45,7 +45,7 @@ def write_note(workspace: Workspace, rests: Mapping[str, FailureWait], done: Dut
             write_atomically(workspace.logs / NAME, json.dumps(after, indent=1))
 
 
-def read_note(workspace: Workspace) -> dict[str, dict[str, Any]]:
+def read_duty_note(workspace: Workspace) -> dict[str, dict[str, Any]]:
     """Return the content of the note; empty if the note is missing or cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads((workspace.logs / NAME).read_text())
@@ -54,14 +54,14 @@ def read_note(workspace: Workspace) -> dict[str, dict[str, Any]]:
     return {"done": {}, "rests": {}}
 
 
-def duty_facts(plant: Plant) -> list[dict[str, Any]]:
+def collect_duty_facts(plant: Plant) -> list[dict[str, Any]]:
     """Return the facts of each duty: ``rank``, ``name``, ``does``, ``when`` it is looked at, ``due``, ``held``, ``rests``, ``done``.
 
     ``does``: its description. ``due``: errands, or an error. ``held``: why the duty waits. ``rests``: until when each errand rests, and why.
     ``done``: the last errand, and when it was done. Times are seconds since 1970.
     """
-    noted, now = read_note(plant.workspace), time.time()
-    errors = {one["what"]: one["error"] for one in failing_actions(plant.ledger)}
+    noted, now = read_duty_note(plant.workspace), time.time()
+    errors = {one["what"]: one["error"] for one in list_failing_actions(plant.ledger)}
     with plant.ledger.snapshot() as db:
         look = DutyState(plant, db, DUTIES, low_on_disk=find_low_disk(db) is not None, endless=True)
         return [
@@ -105,7 +105,7 @@ def _of(duty: Duty, key: str) -> bool:
     return key in (duty.name, duty.due_check_key) or key.startswith(f"{duty.name} ")
 
 
-def duty_lines(found: list[dict[str, Any]]) -> list[str]:
+def format_duty_list(found: list[dict[str, Any]]) -> list[str]:
     """Return the facts as lines for people: one line for each duty, and below it its present state."""
     width = max(len(one["name"]) for one in found)
     title = Message(

@@ -5,17 +5,17 @@ from __future__ import annotations
 from factory.duties.duty import Duty, DutyState
 from factory.evals.evaluator import evaluate_candidate
 from factory.gates.release.gate import judge_candidate
-from factory.ledger.anomalies import rewound_segments_of_lineage
+from factory.ledger.anomalies import list_rewound_segments_of_lineage
 from factory.ledger.decisions import find_decision, was_export_rejected
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, ReadsSql, ReleaseRow, SegmentRow, VerdictRow
+from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, SqlReader, VerdictRow
 from factory.release.approvals import describe_waiting_candidate, is_release_automatic, needs_decision
 from factory.release.releases import OutOfDateError, release_candidate
 from factory.training.exporting import export_candidate
 from kernels.contract.message import Message
 
 
-def find_unexported_segments(db: ReadsSql) -> list[int]:
+def find_unexported_segments(db: SqlReader) -> list[int]:
     """Return the finished anneals and averages that have no candidate."""
     rows = SegmentRow.select(
         db,
@@ -41,7 +41,7 @@ def _promoted(look: DutyState) -> list[int]:
         return []
     if ReleaseRow.select(look.db, "WHERE verdict = :verdict", verdict=verdict.id):
         return []
-    if rewound_segments_of_lineage(
+    if list_rewound_segments_of_lineage(
         look.db, CandidateRow.get(look.db, verdict.subject_number).segment
     ) or was_export_rejected(look.db, verdict):
         return []

@@ -17,16 +17,16 @@ from factory.core.faults import is_machine_fault_without_file
 from factory.core.workspace import MODEL_LOOP
 from factory.duties.back_off import DutyTaskAttempts, DutyTaskRetries, run_in_background
 from factory.duties.duty import Duty, DutyState, DutyTask, always_due
-from factory.duties.listing import write_note
+from factory.duties.listing import write_duty_note
 from factory.duties.table import DUTIES
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.repairs.repairing import call_with_repairs
-from factory.retention.low_disk import free_space, is_own_disk_full, must_training_wait
+from factory.retention.low_disk import is_own_disk_full, make_room_on_disk, must_training_wait
 from factory.retrying.requests import PausedError, open_requests, record_request_done
-from factory.retrying.trainer_deaths import parked_instructions
+from factory.retrying.trainer_deaths import explain_parked_segment
 from factory.training.certifying import NotCertifiedError, certificate_instructions, newest_code_verdict
 from kernels.contract.message import Message
 
@@ -111,10 +111,10 @@ def run_pass(
             repeats = repeats + 1 if str(errand) == previous and not errand.duty.recurs else 0
             previous = str(errand)
             worked = attempts.try_task(previous, partial(_do, plant, errand, repeats))
-            write_note(plant.workspace, attempts.failure_states(), errand if worked else None)
+            write_duty_note(plant.workspace, attempts.failure_states(), errand if worked else None)
             done += worked
         if over:
-            write_note(plant.workspace, attempts.failure_states())
+            write_duty_note(plant.workspace, attempts.failure_states())
             attempts.report_training_wait(why)
             return done
 
@@ -161,7 +161,11 @@ def _why_training_waits(look: DutyState) -> FactoryError | None:
         )  # fmt: skip
     log = look.plant.workspace.logs / f"segment-{row.id:05d}.log"
     return SegmentError(
-        "duties.parked", "{parked} The log is {log}.", parked=parked_instructions(look.db, row), segment=row.id, log=log
+        "duties.parked",
+        "{parked} The log is {log}.",
+        parked=explain_parked_segment(look.db, row),
+        segment=row.id,
+        log=log,
     )
 
 
@@ -198,7 +202,7 @@ def run_daemon(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
                     back_off.record_pass_failure(error)
                     if is_own_disk_full(plant.workspace, error):
                         with suppress(Exception):  # the next pass meets the error again
-                            free_space(plant)
+                            make_room_on_disk(plant)
             time.sleep(every)
 
 

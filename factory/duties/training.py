@@ -18,7 +18,7 @@ from factory.ledger.rows import SegmentRow
 from factory.ledger.status import describe_average
 from factory.ledger.writing import record_event_once
 from factory.repairs.repairing import repair_inputs
-from factory.replicas.train_replicas import find_waiting_anneal, train_next_replica
+from factory.replicas.train_replicas import find_anneal_with_replica_work, train_next_replica
 from factory.retention.cleaning import clean_after_segment
 from factory.show.mlflow.runs import MlflowTracking
 from factory.status.status import AHEAD
@@ -77,7 +77,9 @@ def _unannealed(look: DutyState) -> list[int]:
 def _unmeasured(look: DutyState) -> list[int]:
     """Return the anneal whose noise over data orders is not measured yet, if its first checkpoint exists."""
     workspace = look.plant.workspace
-    found = find_waiting_anneal(workspace, look.db, ReleasePolicy.load(workspace.policy_path("gates/release.yaml")))
+    found = find_anneal_with_replica_work(
+        workspace, look.db, ReleasePolicy.load(workspace.policy_path("gates/release.yaml"))
+    )
     return [] if found is None else [found]
 
 

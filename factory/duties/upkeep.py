@@ -13,9 +13,9 @@ from factory.ingest.inbox import ingest_inbox_file, list_complete_files, update_
 from factory.ledger.plant import Plant
 from factory.releasable.recorded_report import update_report
 from factory.release.releases import finish_releases
-from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.approval_answers import ApprovalResponder
-from factory.show.telling.delivery import Notifier
+from factory.show.notifications.delivery import Notifier
+from factory.show.unshown_items import show_unshown_items
 from kernels.contract.message import Message
 
 UPDATE_INBOX = Duty(
@@ -87,5 +87,5 @@ NOTIFY = Duty(
 )  # fmt: skip
 ANSWER_APPROVALS = Duty(
     "answer_approvals", Message("duties.answer_approvals", "read people's decisions about candidates from MLflow"), always_due,
-    lambda plant, _: _answers(plant).look_and_ask(), in_background=15.0,
+    lambda plant, _: _answers(plant).answer_and_announce(), in_background=15.0,
 )  # fmt: skip

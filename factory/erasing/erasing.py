@@ -26,13 +26,13 @@ import pyarrow.parquet as pq
 import sqlalchemy as sa
 
 from factory.backups.backups import make_backup
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
-from factory.data.removing import mark_new_releases
+from factory.data.removing import mark_releases_made_after_removals
 from factory.data.selecting import DocumentSelection
 from factory.ingest.filing import remove_originals
 from factory.ingest.reading.file_kinds import detect_kind
-from factory.ledger.file_events import SHARD_FILED, filed_shards, sources_of_shard
+from factory.ledger.file_events import SHARD_FILED, read_filed_shards, sources_of_shard
 from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger, documents, held_out, record_event, shards, token_shards
 from factory.ledger.plant import Plant
@@ -42,10 +42,10 @@ from factory.ledger.removals import (
     REMOVED_FATE,
     SHARD_ERASED,
     Removal,
-    erased_shards,
     former_file_hashes,
     former_token_shard_names,
     list_removals,
+    read_erased_shards,
 )
 from factory.ledger.rows import SegmentRow, Subject
 from factory.repairs.token_shards import find_raw_shard
@@ -124,7 +124,7 @@ def finish_pending_removals(plant: Plant) -> list[str]:
 
     The caller holds the model loop's lock.
     """
-    said = mark_new_releases(plant.ledger)
+    said = mark_releases_made_after_removals(plant.ledger)
     pending = [one for one in list_removals(plant.ledger) if one.erase and one.state == "removed"]
     for removal in pending:
         if waits := _reader(plant.ledger, removal):
@@ -170,7 +170,7 @@ def _erase(plant: Plant, removal: Removal) -> list[str]:
 
 def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
     """Erase the text of these rows of a shard. Rows that were erased before are erased again."""
-    before = erased_shards(plant.ledger).get(sha256)
+    before = read_erased_shards(plant.ledger).get(sha256)
     rows |= set(before["rows"]) if before else set()
     listed = plant.ledger.read("SELECT id, path FROM token_shards WHERE shard = :shard", shard=sha256)
     keys = {f"{sha256[:16]}:{row}" for row in rows}
@@ -258,7 +258,7 @@ def _raw_without(
     aside = raw.with_name(f".{raw.name}.erased")
     rewrite_without_rows(raw, name, rows, aside)
     shutil.copymode(raw, aside)
-    known = filed_shards(plant.ledger).get((str(raw.parent.relative_to(plant.workspace.root)), raw.name))
+    known = read_filed_shards(plant.ledger).get((str(raw.parent.relative_to(plant.workspace.root)), raw.name))
     status = aside.stat()
     return aside, known and known | {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}, []
 

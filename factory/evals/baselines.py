@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from factory.core.progress import ProgressTask
-from factory.evals.suite import hash_order
+from factory.evals.suite import make_sort_key
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from trainer.contract.data.token_shard import TokenShard
@@ -111,7 +111,7 @@ def _training_text(
         table = shard.documents
         columns = [table.column(name).to_pylist() for name in ("domain", "key", "start", "length")]
         listed += [
-            (hash_order("baseline", key), shard, start, length)
+            (make_sort_key("baseline", key), shard, start, length)
             for where, key, start, length in zip(*columns, strict=True)
             if where == domain
         ]

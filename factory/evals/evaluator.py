@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import DamagedExportError, InputError
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.core.faults import is_machine_fault_without_file
 from factory.evals.baselines import hash_baseline_inputs, measure_baselines, open_shards
 from factory.evals.export_config import ExportError
@@ -48,7 +48,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import with_replaced_token_shards
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject
 from factory.ledger.writing import insert_row
-from kernels.contract.files import finite_values
+from kernels.contract.files import replace_non_finite
 from kernels.contract.message import CodedError, Message
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TokenShardError
@@ -110,7 +110,7 @@ def read_items_of_evaluation(ledger: Ledger, evaluation_id: int) -> list[EvalIte
 def refuse_damaged_export(candidate: CandidateRow) -> None:
     """Refuse a candidate whose export is missing or has another hash than recorded. Raises: DamagedExportError."""
     try:
-        if export_folder_sha256(Path(candidate.export_path)) != candidate.export_sha256:
+        if hash_export_folder(Path(candidate.export_path)) != candidate.export_sha256:
             raise DamagedExportError(
                 candidate.id,
                 Message(
@@ -317,7 +317,7 @@ def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, A
         known = tx.execute(sa.select(evaluations.c.id).where(mine)).scalar()
         if known is not None:  # another process was faster; its measurement stands
             return int(known)
-        values = {"candidate": candidate_id, "suite_sha256": suite.sha256, "summary": finite_values(summary)}
+        values = {"candidate": candidate_id, "suite_sha256": suite.sha256, "summary": replace_non_finite(summary)}
         number = insert_row(tx, evaluations, **values, created_at=time.time())
         if items:
             tx.execute(eval_items.insert(), [asdict(item) | {"evaluation": number} for item in items])

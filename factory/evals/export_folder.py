@@ -109,7 +109,7 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError, ValueError) as error:
         if is_machine_fault_without_file(error):
             raise
-        raise unreadable_weights(path, error) from error
+        raise make_unreadable_weights_error(path, error) from error
     broken = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]
     if broken:
         raise ExportError(
@@ -119,7 +119,7 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
     return weights
 
 
-def unreadable_weights(path: Path, error: Exception) -> ExportError:
+def make_unreadable_weights_error(path: Path, error: Exception) -> ExportError:
     """Return the error for a weights file that cannot be read."""
     return ExportError("export_folder.unreadable", "{file} cannot be read: {reason}", file=path, reason=str(error))
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from factory.core.errors import NoMemoryError, SegmentError
 from factory.core.faults import is_machine_fault_without_file
 from factory.evals.export_config import parse_config
-from factory.evals.export_folder import ExportError, read_json, unreadable_weights
+from factory.evals.export_folder import ExportError, make_unreadable_weights_error, read_json
 from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, ProbeCheck, join_sentences
 from factory.ingest.tokenizer import END, IM_END
 from factory.ledger.ledger import Ledger
@@ -63,7 +63,7 @@ def expected_export(checkpoint: Path, recipe: dict[str, Any]) -> ExpectedExport:
     return ExpectedExport(_total(hash_checkpoint_tensors(checkpoint, recipe)), config)
 
 
-def recorded_export(ledger: Ledger, candidate: int) -> ExpectedExport | None:
+def read_recorded_export(ledger: Ledger, candidate: int) -> ExpectedExport | None:
     """Return the expected content that the ledger recorded with the candidate's export; None if an older factory exported it and recorded nothing."""
     found = ledger.read(
         "SELECT detail FROM events WHERE kind = 'candidate' AND subject = :subject ORDER BY id DESC LIMIT 1",
@@ -129,7 +129,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     except (SafetensorError, OSError, ValueError) as error:
         if is_machine_fault_without_file(error):
             raise
-        raise unreadable_weights(path, error) from error
+        raise make_unreadable_weights_error(path, error) from error
 
 
 def _digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Digests:
@@ -148,7 +148,7 @@ def _total(digests: Digests) -> str:
 # -- is it that? -------------------------------------------------------------------------------------------------------
 def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary: int) -> list[ProbeCheck]:
     """Return a check for each name in ``OF_CHECKPOINT``. ``vocabulary``: the number of tokens of the tokenizer."""
-    made = recorded_export(ledger, candidate.id)
+    made = read_recorded_export(ledger, candidate.id)
     if made is None:
         detail = join_sentences(
             [Message("export_parity.not_recorded", "The ledger has no hashes of this export"), AGAIN]

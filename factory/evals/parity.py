@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from factory.evals.contamination import check_contamination
-from factory.evals.export_parity import check_against_checkpoint, check_export_files, recorded_export
+from factory.evals.export_parity import check_against_checkpoint, check_export_files, read_recorded_export
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, ProbeRequest, check_chats
 from factory.evals.probes.checks import CHECKS as CHECKS
@@ -37,7 +37,7 @@ from factory.evals.probes.engine_process import (
 )
 from factory.evals.probes.server import ProbeAnswer, run_probe
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.suite import Suite, hash_order
+from factory.evals.suite import Suite, make_sort_key
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.shapes.chats import make_turn
@@ -80,7 +80,7 @@ class ParityCase:
 def check_parity(case: ParityCase) -> list[ProbeCheck]:
     """Return all checks except 'export' and 'finite_loss'. A failed check raises no error."""
     count = case.policy.parity_documents
-    by_hash = sorted(case.suite.documents, key=lambda document: hash_order("parity", document.key))
+    by_hash = sorted(case.suite.documents, key=lambda document: make_sort_key("parity", document.key))
     # Left out: documents that spell a special token. Programs that match special tokens in text give them other ids.
     texts = [
         d.content["text"][:2000] for d in by_hash if d.messages is None and not spells_special_token(d.content["text"])
@@ -150,7 +150,7 @@ def _together(checks: Sequence[ProbeCheck]) -> ProbeCheck:
 
 
 def _files(case: ParityCase, stop: list[int], served: ProbeAnswer) -> list[ProbeCheck]:
-    made = recorded_export(case.ledger, case.candidate.id)
+    made = read_recorded_export(case.ledger, case.candidate.id)
     bos = case.tokenizer.bos_token
     ids = served.answer.get(
         "tokenizer_ids", [bos, stop[1], stop[0]]
@@ -184,7 +184,8 @@ def _sampled(case: ParityCase, count: int) -> list[tuple[str, str, TokenShard, i
     for shard in case.shards:
         columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]
         listed += [
-            (hash_order("parity", key), key, shard, start, length) for key, start, length in zip(*columns, strict=True)
+            (make_sort_key("parity", key), key, shard, start, length)
+            for key, start, length in zip(*columns, strict=True)
         ]
     return sorted(listed, key=lambda entry: entry[0])[:count]
 

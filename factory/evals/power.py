@@ -108,7 +108,7 @@ class ScoredGuard:
         return self.share_passing >= 1 - MOST_FAILED
 
     @property
-    def share_losing_by_chance(self) -> float:
+    def false_failure_rate(self) -> float:
         """The share of equally good models whose measured loss exceeds the margin."""
         from scipy.special import ndtr  # takes a moment, which only a comparison needs to wait for
 
@@ -117,10 +117,10 @@ class ScoredGuard:
     @property
     def is_loss_informative(self) -> bool:
         """Whether a measured loss beyond the margin is informative, because at most one in five equally good models has such a loss."""
-        return self.groups > 1 and self.share_losing_by_chance <= MOST_FAILED
+        return self.groups > 1 and self.false_failure_rate <= MOST_FAILED
 
     @property
-    def describe_effect(self) -> Message:
+    def remaining_effect(self) -> Message:
         """The effect that the guard still has after it is set aside."""
         if not self.is_loss_informative:
             return Message(
@@ -134,7 +134,7 @@ class ScoredGuard:
             "With its present number of items, the guard holds a release only if the measured loss is more than {margin:.3f}. By chance, "
             "{chance:.0f} of 100 equally good models have such a measured loss. A release is rejected if its confidence "
             "bound shows such a loss.",
-            margin=self.margin, chance=100 * self.share_losing_by_chance,
+            margin=self.margin, chance=100 * self.false_failure_rate,
         )  # fmt: skip
 
     def items_needed(self) -> int | None:
@@ -225,7 +225,7 @@ def smallest_detectable_gain(
     return high
 
 
-def groups_factor_to_detect(
+def find_groups_factor_to_detect(
     gain: float,
     needed: Sequence[RequiredBound],
     otherwise: float = 0.0,
@@ -237,7 +237,7 @@ def groups_factor_to_detect(
     With a factor of at most 1, the present groups are enough. None if the factor is more than 1000.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
-    >>> round(groups_factor_to_detect(0.014, [RequiredBound(target, 0.025)]), 1)  # half the gain of above
+    >>> round(find_groups_factor_to_detect(0.014, [RequiredBound(target, 0.025)]), 1)  # half the gain of above
     4.1
     """
 

@@ -112,7 +112,7 @@ def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Su
     sealed = select_held_out_documents(ledger, policy.documents_per_domain, sealed=True, cap=cap)
     dev = select_held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False, cap=cap)
     identity = {"tasks": TASK_VERSIONS, "policy": hash_policy(policy), "tokenizer": tokenizer_sha256}
-    items = {"items": list(map(hash_held_out_document, sealed)), "dev": list(map(hash_held_out_document, dev))}
+    items = {"items": list(map(identify_held_out_document, sealed)), "dev": list(map(identify_held_out_document, dev))}
     return Suite(hash_suite(identity | items), sealed, dev)
 
 
@@ -127,7 +127,7 @@ def select_held_out_documents(
     by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     listed = sa.select(h.key, h.domain, h.group_key, d.content_sha256).join(documents, d.key == h.key)
     for row in ledger.select_rows(listed.where(d.fate != REMOVED_FATE, h.sealed == sealed)):
-        drawn = hash_order("suite", row["content_sha256"] or row["key"])
+        drawn = make_sort_key("suite", row["content_sha256"] or row["key"])
         by_domain[row["domain"]].append((drawn, row["group_key"], row["key"]))
     chosen: dict[str, list[str]] = {}  # by domain, in the order of turns
     for domain, drawn_ones in by_domain.items():
@@ -150,10 +150,10 @@ def read_held_out_documents(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDoc
     parts = [sa.select(held_out).where(held_out.c.key.in_(keys[at : at + 500])) for at in range(0, len(keys), 500)]
     rows = [row for part in parts for row in ledger.select_rows(part)]
     found = [HeldOutDocument(row["key"], row["domain"], row["group_key"], row["content"]) for row in rows]
-    return tuple(sorted(found, key=lambda document: (document.domain, hash_order("suite", document.key))))
+    return tuple(sorted(found, key=lambda document: (document.domain, make_sort_key("suite", document.key))))
 
 
-def hash_held_out_document(document: HeldOutDocument) -> list[str]:
+def identify_held_out_document(document: HeldOutDocument) -> list[str]:
     """Return the identity of a held-out document without its text: key, domain, cluster, SHA-256 of its content."""
     content = hashlib.sha256(_canonical(document.content)).hexdigest()
     return [document.key, document.domain, document.cluster, content]
@@ -164,7 +164,7 @@ def hash_suite(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(identity)).hexdigest()
 
 
-def hash_order(*parts: str) -> str:
+def make_sort_key(*parts: str) -> str:
     """Return a sort key that gives a fixed, arbitrary order: the hash of the parts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -22,7 +22,7 @@ import torch
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.reply_code import extract_fenced_code
-from factory.evals.suite import HeldOutDocument, Suite, hash_order
+from factory.evals.suite import HeldOutDocument, Suite, make_sort_key
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.shapes.chats import message_has_loss
 from factory.ingest.tokenizer import Tokenizer
@@ -235,7 +235,7 @@ def _piece(
     room = len(text) - long - policy.cloze_context_bytes // 2
     if room <= 0:
         return None
-    at = policy.cloze_context_bytes // 2 + int(hash_order("cloze", document.key)[:12], 16) % room
+    at = policy.cloze_context_bytes // 2 + int(make_sort_key("cloze", document.key)[:12], 16) % room
     blank = re.compile(r"\s").search(text, at, at + 32)  # start at a blank after a word, as tokens do
     at = blank.start() if blank and blank.start() + long <= len(text) else at
     begin = max(0, at - policy.cloze_context_bytes)

@@ -12,8 +12,8 @@ from typing import Any, Generic, Protocol
 
 from agents.core.untrusted import one_line
 from factory.core.errors import FactoryError
+from factory.core.path_removal import remove_path
 from factory.core.policy_file import hash_policy
-from factory.core.removal import remove_path
 from factory.gates.release.judge import Verdict
 from factory.gates.stage_interface import (
     PatchCase,
@@ -33,7 +33,7 @@ from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.ledger.writing import record_verdict
-from kernels.contract.files import finite_values
+from kernels.contract.files import replace_non_finite
 from kernels.contract.message import Message
 
 LONGEST_REASON = 1000  # characters
@@ -120,7 +120,7 @@ class StagedGate(Generic[Policy]):
             "files": case.paths,
             "gain": gain.to_json() if gain else None,
         }
-        return finite_values(evidence)  # type: ignore[no-any-return]
+        return replace_non_finite(evidence)  # type: ignore[no-any-return]
 
     def _run_stages(self, case: PatchCase[Policy]) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}

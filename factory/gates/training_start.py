@@ -27,7 +27,7 @@ class TrainingStart:
     kernels: Mapping[str, str] = field(default_factory=dict)  # op → the implementation that ``auto`` stands for
     commit: str = ""  # of the code that wrote it
 
-    def kernels_of(self, code: Path) -> str:
+    def resolve_kernels(self, code: Path) -> str:
         """Return the text of a checkout's ``kernels.yaml``, with each ``auto`` replaced by the implementation that the trunk uses."""
         return resolve_auto_in_text((code / KERNELS).read_bytes(), devices.device_kind(), self.kernels)
 

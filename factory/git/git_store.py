@@ -25,7 +25,7 @@ from typing import Any
 from factory.core.errors import FactoryError
 from factory.core.faults import parse_printed_fault
 from factory.core.file_lock import hold_file_lock
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.git.scope import FileChange
 
 TURN, MARK = "factory-turn", "factory-at-work"
@@ -208,7 +208,7 @@ def run_git(
     return b"" if status else output
 
 
-def git_line(folder: Path, *arguments: str, **how: Any) -> str:
+def read_git_line(folder: Path, *arguments: str, **how: Any) -> str:
     """Run a git command and return the line that it prints; '' if it prints nothing."""
     return os.fsdecode(run_git(folder, *arguments, **how)).rstrip("\n")
 
@@ -222,13 +222,13 @@ def make_commit(repository: Path, base: str, edited: Sequence[FileChange], messa
             if change.content is None:
                 run_git(repository, "update-index", "--force-remove", change.path, environment=index)
                 continue
-            blob = git_line(repository, "hash-object", "-w", "--no-filters", "--stdin", data=change.content)
+            blob = read_git_line(repository, "hash-object", "-w", "--no-filters", "--stdin", data=change.content)
             entry = f"{change.mode},{blob},{change.path}"
             run_git(repository, "update-index", "--add", "--cacheinfo", entry, environment=index)
-        tree = git_line(repository, "write-tree", environment=index)
-    if tree == git_line(repository, "rev-parse", f"{base}^{{tree}}"):
+        tree = read_git_line(repository, "write-tree", environment=index)
+    if tree == read_git_line(repository, "rev-parse", f"{base}^{{tree}}"):
         return None
-    return git_line(repository, "commit-tree", tree, "-p", base, data=message.encode())
+    return read_git_line(repository, "commit-tree", tree, "-p", base, data=message.encode())
 
 
 def read_entries(repository: Path, commit: str | None) -> dict[str, tuple[str, str]]:
@@ -245,7 +245,7 @@ def read_entries(repository: Path, commit: str | None) -> dict[str, tuple[str, s
 def hash_files(repository: Path, files: Sequence[Path]) -> list[str]:
     """Return the blob hash that git would give each file, in order."""
     names = "".join(f"{file.absolute()}\n" for file in files)
-    return git_line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
+    return read_git_line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
 
 
 def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path, *, flushed: bool = False) -> None:

@@ -16,16 +16,16 @@ from pathlib import Path
 
 from factory.core.errors import InputError
 from factory.core.faults import is_machine_fault_without_file
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
 from factory.git.git_store import (
     ENVIRONMENT,
     REGULAR,
     encode_text,
-    git_line,
     hash_files,
     make_commit,
     read_entries,
+    read_git_line,
     run_git,
     write_files,
 )
@@ -75,7 +75,7 @@ def get_live_commit(repository: Path) -> str:
             "{repository} is not a folder: set 'repository' in factory.yaml to a git checkout",
             repository=repository,
         )
-    top = git_line(repository, "rev-parse", "--show-toplevel", check=False)
+    top = read_git_line(repository, "rev-parse", "--show-toplevel", check=False)
     if not top or Path(top).resolve() != repository.resolve():
         raise RepositoryError(
             "git.no_checkout",
@@ -84,7 +84,7 @@ def get_live_commit(repository: Path) -> str:
             "this folder",
             repository=repository,
         )
-    head = git_line(repository, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
+    head = read_git_line(repository, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
     if not head:
         raise RepositoryError(
             "git.no_commit",
@@ -105,7 +105,7 @@ def list_changed_files(repository: Path) -> list[str]:
 
 def check_committed(repository: Path) -> None:
     """Check that a branch is checked out without uncommitted changes. Proposals are made and merged only then. Raises: RepositoryError."""
-    if not git_line(repository, "symbolic-ref", "--quiet", "HEAD", check=False):
+    if not read_git_line(repository, "symbolic-ref", "--quiet", "HEAD", check=False):
         raise RepositoryError(
             "git.no_branch",
             "{repository} is on no branch (detached HEAD). Switch to the branch for proposals with 'git switch NAME', "
@@ -171,7 +171,7 @@ def remove_branch(repository: Path, branch: str) -> None:
 
 def list_branch_numbers(repository: Path) -> set[int]:
     """Return the numbers in the names of branches ``factory/<agent>/<number>-<slug>``."""
-    names = git_line(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").split()
+    names = read_git_line(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").split()
     found = (re.fullmatch(r"refs/heads/factory/[^/]+/(\d+)-.*", name) for name in names)
     return {int(match.group(1)) for match in found if match}
 
@@ -251,7 +251,8 @@ def edits_to_changes(existing: Mapping[str, str], edits: Iterable[tuple[str, str
 def get_branch_commit(repository: Path, branch: str) -> str | None:
     """Return the commit of a branch; None if the branch does not exist."""
     return (
-        git_line(repository, "rev-parse", "--verify", "--quiet", f"refs/heads/{branch}^{{commit}}", check=False) or None
+        read_git_line(repository, "rev-parse", "--verify", "--quiet", f"refs/heads/{branch}^{{commit}}", check=False)
+        or None
     )
 
 
@@ -290,7 +291,7 @@ def advance_branch(repository: Path, base: str, commit: str) -> None:
     Raises: RepositoryError without moving the branch if no branch is checked out, the branch is no longer at ``base``, or a file to change has
     uncommitted changes.
     """
-    head = git_line(repository, "symbolic-ref", "--quiet", "HEAD", check=False)
+    head = read_git_line(repository, "symbolic-ref", "--quiet", "HEAD", check=False)
     if not head:
         raise RepositoryError(
             "git.detached",
@@ -331,7 +332,9 @@ def advance_branch(repository: Path, base: str, commit: str) -> None:
 
 def reword_commit(repository: Path, applied: AppliedPatch, message: str) -> str:
     """Give the proposal's commit another message, and move its branch to the new commit. Returns the new commit: same tree, same parent."""
-    new = git_line(repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode())
+    new = read_git_line(
+        repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode()
+    )
     run_git(repository, "update-ref", f"refs/heads/{applied.branch}", new, applied.commit)
     return new
 
@@ -390,7 +393,7 @@ def read_file_text(repository: Path, commit: str, path: str) -> str:
     return run_git(repository, "cat-file", "blob", f"{commit}:{path}").decode("utf-8", "replace")
 
 
-def last_commit_of_lines(repository: Path, commit: str, path: str) -> list[str]:
+def list_last_commits_of_lines(repository: Path, commit: str, path: str) -> list[str]:
     """Return for each line of a stored file the commit that last changed it. Raises: RepositoryError for an unknown file."""
     blame = ("-c", "blame.ignoreRevsFile=", "blame", "--line-porcelain", "--no-textconv", commit, "--", path)
     lines = run_git(repository, *blame).split(b"\n")
@@ -409,9 +412,9 @@ def _holds(repository: Path, folder: Path, commit: str, entries: dict[str, tuple
     """Return whether ``folder`` is a registered worktree at ``commit`` with all files, byte for byte."""
     if folder.is_symlink() or not (folder / ".git").is_file():
         return False
-    head = git_line(folder, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
+    head = read_git_line(folder, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
     common = ("rev-parse", "--path-format=absolute", "--git-common-dir")
-    if head != commit or git_line(folder, *common, check=False) != git_line(repository, *common):
+    if head != commit or read_git_line(folder, *common, check=False) != read_git_line(repository, *common):
         return False
     files = {folder / path: blob for path, (mode, blob) in entries.items() if mode in REGULAR}
     if not all(file.is_file() and not file.is_symlink() for file in files):

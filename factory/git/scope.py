@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from agents.core.improve_policy import ImprovePolicy
+from agents.core.improvement_policy import ImprovePolicy
 from agents.core.untrusted import INVISIBLE
 from agents.llm.policy import LlmPolicy
 from factory.core.policy_file import Count, StrictPolicy, load_policy

@@ -34,7 +34,7 @@ from factory.ingest import ledger_rows
 from factory.ingest.decisions import ShardDecisions, decide_fates
 from factory.ingest.document import BadRow, Row
 from factory.ingest.document_index import PARAMETERS, DocumentIndex
-from factory.ingest.filing import ASKED, name_filed_file
+from factory.ingest.filing import ASKED, make_filed_name
 from factory.ingest.hash_index import write_hashes
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading.rows import UNREADABLE_ROW_RULES
@@ -386,7 +386,7 @@ def _identity(stat: os.stat_result) -> tuple[int, int, int]:
 
 
 def _copy_to_quarantine(workspace: Workspace, path: Path, sha256: str) -> None:
-    target = workspace.quarantine / name_filed_file(sha256, path)
+    target = workspace.quarantine / make_filed_name(sha256, path)
     if target.exists() or path.resolve().parent == workspace.quarantine.resolve():
         return
     workspace.quarantine.mkdir(parents=True, exist_ok=True)

@@ -282,7 +282,7 @@ def _grouping(rows: Sequence[Row], index: DocumentIndex, policy: DataPolicy) -> 
         if kind in held_out_split.DOCUMENT_KINDS:
             continue
         ours = [row for row in rows if row.domain == domain and not row.synthetic_by]
-        known = before.get(domain, held_out_split.EarlierHeldOut())
+        known = before.get(domain, held_out_split.EarlierHeldOutCounts())
         held = [row for row in ours if row.fate == "held_out"]
         parts = sum(row.held_out_group != row.group for row in held)
         lacking = sum(row.group_key is None for row in ours)

@@ -12,7 +12,7 @@ from factory.core.errors import ConfigError
 from factory.ingest.document import SYNTHETIC_PREFIX
 from factory.ingest.hash_index import HashIndex
 from factory.ingest.rules import near_duplicates
-from factory.ingest.rules.held_out_split import HALVES, EarlierHeldOut
+from factory.ingest.rules.held_out_split import HALVES, EarlierHeldOutCounts
 from factory.ingest.rules.licence_claims import list_set_aside_rows
 from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.policy import DataPolicy, Licences
@@ -136,7 +136,7 @@ class DocumentIndex:
         """Return, for each group that was ever held out, whether it is in the sealed half."""
         return {row["group_key"]: bool(row["sealed"]) for row in self._held_out}
 
-    def read_held_out_counts(self) -> dict[str, EarlierHeldOut]:
+    def read_held_out_counts(self) -> dict[str, EarlierHeldOutCounts]:
         """Return, for each domain, what earlier shards hold out. Removed documents do not count."""
         of: dict[str, list[dict[str, Any]]] = {}
         for row in self._held_out:
@@ -165,8 +165,10 @@ class DocumentIndex:
                 yield from (tuple(row) for row in found)
 
 
-def _before(rows: Sequence[dict[str, Any]]) -> EarlierHeldOut:
-    """Return the ``EarlierHeldOut`` of one domain, from the rows of its held-out documents."""
+def _before(rows: Sequence[dict[str, Any]]) -> EarlierHeldOutCounts:
+    """Return the ``EarlierHeldOutCounts`` of one domain, from the rows of its held-out documents."""
     of = {half: [row for row in rows if bool(row["sealed"]) == half] for half in HALVES}
     groups = {half: frozenset(row["group_key"] for row in ones if row["whole"]) for half, ones in of.items()}
-    return EarlierHeldOut(len(rows), groups, {half: sum(not row["whole"] for row in ones) for half, ones in of.items()})
+    return EarlierHeldOutCounts(
+        len(rows), groups, {half: sum(not row["whole"] for row in ones) for half, ones in of.items()}
+    )

@@ -33,10 +33,10 @@ from typing import Any
 from factory.core.workspace import Workspace
 from factory.ingest.reading.file_kinds import detect_kind
 from factory.ingest.reading_key import compute_reading_key
-from factory.ledger.file_events import SHARD_FILED, filed_shards, list_shards_made_from, sources_of_shard
+from factory.ledger.file_events import SHARD_FILED, list_shards_made_from, read_filed_shards, sources_of_shard
 from factory.ledger.ledger import Ledger, record_event, shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import erased_shards, former_file_hashes
+from factory.ledger.removals import former_file_hashes, read_erased_shards
 from kernels.contract.files import rename_into_place, sync_folder
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
@@ -50,15 +50,15 @@ ASKED = "asked"  # ``read_by`` of a quarantined file that a person wants tried a
 PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # the start of a filed file's name: digits of its SHA-256
 
 
-def name_filed_file(sha256: str, path: Path) -> str:
+def make_filed_name(sha256: str, path: Path) -> str:
     """Return the name that a file gets when it leaves the inbox. The name is short enough for any file system."""
     return f"{sha256[:16]}-{path.name[-LONGEST_NAME:]}"
 
 
-def file_shard(plant: Plant, path: Path, sha256: str, state: str) -> None:
+def move_ingested_file(plant: Plant, path: Path, sha256: str, state: str) -> None:
     """Move an ingested file out of the inbox. If another file took its name meanwhile, the hash differs, and that other file goes back to it."""
     folder = QUARANTINE if state == "quarantined" else RAW
-    place = plant.workspace.root / folder / name_filed_file(sha256, path)
+    place = plant.workspace.root / folder / make_filed_name(sha256, path)
     place.parent.mkdir(parents=True, exist_ok=True)
     status = path.stat()
     detail = {"folder": folder, "name": place.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
@@ -77,19 +77,19 @@ def file_shard(plant: Plant, path: Path, sha256: str, state: str) -> None:
         shutil.move(place, plant.workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")
 
 
-def file_original(plant: Plant, path: Path, reported: Container[str]) -> None:
+def move_original_file(plant: Plant, path: Path, reported: Container[str]) -> None:
     """Move a file that was cut into shards out of the inbox. The shards hold its rows, so nothing reads the original again.
 
     The original is deleted if text of its shards was erased. It is quarantined if it could not be read to its end: then its own SHA-256 is in
     ``reported``, the SHA-256 of all reports."""
     sha256 = file_sha256(path)
     if sha256 in reported:
-        file_shard(plant, path, sha256, "quarantined")
+        move_ingested_file(plant, path, sha256, "quarantined")
         return
-    if {part["shard"] for part in list_shards_made_from(plant.ledger, sha256)} & set(erased_shards(plant.ledger)):
+    if {part["shard"] for part in list_shards_made_from(plant.ledger, sha256)} & set(read_erased_shards(plant.ledger)):
         path.unlink()
         return
-    original = plant.workspace.root / ORIGINALS / name_filed_file(sha256, path)
+    original = plant.workspace.root / ORIGINALS / make_filed_name(sha256, path)
     original.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(path, original)
 
@@ -113,7 +113,7 @@ def remove_originals(plant: Plant, shard: str) -> list[str]:
 def return_changed_files(plant: Plant) -> None:
     """Move files of ``shards/raw/`` that changed after their ingest back to the inbox. If a changed file still begins with the ingested content,
     that content stays in ``shards/raw/``."""
-    for (folder, name), known in filed_shards(plant.ledger, MOST_WATCHED_FILES).items():
+    for (folder, name), known in read_filed_shards(plant.ledger, MOST_WATCHED_FILES).items():
         path = plant.workspace.root / folder / name
         if folder != RAW or not _changed(path, known):
             continue
@@ -173,7 +173,7 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
 def return_quarantined_files(plant: Plant) -> None:
     """Move the files of ``quarantine/`` that ingest may be able to read now back to the inbox."""
     there = list_quarantined_files(plant.workspace)
-    known = filed_shards(plant.ledger) if there else {}
+    known = read_filed_shards(plant.ledger) if there else {}
     key = compute_reading_key(plant.workspace) if there else ""
     for path in there:
         last = known.get((QUARANTINE, path.name))
@@ -199,7 +199,7 @@ def return_quarantined_files(plant: Plant) -> None:
 
 def request_retry(ledger: Ledger, paths: Sequence[Path]) -> None:
     """Ask the daemon to try quarantined files again in its next pass, as it does after a change of the reading code."""
-    known = filed_shards(ledger)
+    known = read_filed_shards(ledger)
     with ledger.begin() as tx:
         for path in paths:
             if last := known.get((QUARANTINE, path.name)):  # a file that was never filed is tried anyway

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from factory.core.errors import WorkspaceError
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.ingest.rules.near_duplicates import PERMUTATIONS, hash_bands
 from factory.ingest.rules.word_hashes import Hashes
 from factory.ledger.engine import DAMAGED
@@ -64,16 +64,16 @@ class HashedDocument:
     held_out: bool
 
 
-def hashes_file(root: Path, subject: str) -> Path:
+def get_hashes_path(root: Path, subject: str) -> Path:
     """Return the path of a file of hashes in the workspace ``root``. ``subject`` is the subject of the event that recorded the file: 'shard:ab12…'
     or 'task:ab12…'."""
-    return root / "shards" / FOLDER / f"{key_prefix(subject)}.parquet"
+    return root / "shards" / FOLDER / f"{make_key_prefix(subject)}.parquet"
 
 
-def key_prefix(subject: str) -> str:
+def make_key_prefix(subject: str) -> str:
     """Return the prefix of the keys of the rows of a shard or a task file: the part before the colon and the row's number.
 
-    >>> key_prefix("shard:00112233"), key_prefix("task:00112233")
+    >>> make_key_prefix("shard:00112233"), make_key_prefix("task:00112233")
     ('00112233', 'task-00112233')
     """
     return subject.replace(":", "-", 1).removeprefix("shard-")
@@ -91,7 +91,7 @@ def write_hashes(root: Path, subject: str, documents: Iterable[HashedDocument]) 
     made = io.BytesIO()
     table = pa.table(columns, schema=_COLUMNS)
     pq.write_table(table, made, compression="zstd", use_dictionary=False, write_page_checksum=True)
-    path = hashes_file(root, subject)
+    path = get_hashes_path(root, subject)
     path.parent.mkdir(exist_ok=True)
     for left in path.parent.glob(f".{path.name}.*.part"):  # files of a process that was killed while it wrote
         left.unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def write_hashes(root: Path, subject: str, documents: Iterable[HashedDocument]) 
 
 def read_hashes(root: Path, subject: str) -> pa.Table:
     """Read the hashes of a shard or a task file. Raises: WorkspaceError when the file of hashes is missing or damaged."""
-    path = hashes_file(root, subject)
+    path = get_hashes_path(root, subject)
     try:
         return pq.read_table(path, schema=_COLUMNS, page_checksum_verification=True)
     except FileNotFoundError:

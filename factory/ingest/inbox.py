@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
-from factory.core.faults import is_machine_fault, is_unreadable_now
+from factory.core.faults import is_machine_fault, is_temporary_read_failure
 from factory.core.progress import Progress
 from factory.core.time_formats import format_duration
 from factory.core.workspace import Workspace
@@ -28,10 +28,10 @@ from factory.ingest.filing import (
     COMPLETE_AFTER_SECONDS,
     LONGEST_NAME,
     FileStamp,
-    file_original,
-    file_shard,
     find_truncation,
     find_writer,
+    move_ingested_file,
+    move_original_file,
     read_file_stamp,
     return_changed_files,
     return_quarantined_files,
@@ -41,10 +41,10 @@ from factory.ingest.reading_key import compute_reading_key
 from factory.ingest.rules.held_out_split import describe_grouping
 from factory.ingest.shapes.field_mapping import original_file_name
 from factory.ingest.shapes.row_counts import describe_rows
-from factory.ledger.file_events import HELD, held_files, is_small_vocabulary_allowed
+from factory.ledger.file_events import HELD, is_small_vocabulary_allowed, read_held_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.removals import REMOVED_FATE, erased_shards
+from factory.ledger.removals import REMOVED_FATE, read_erased_shards
 from factory.ledger.writing import record_event_once
 from factory.retrying.failure_waits import append_traceback
 from factory.retrying.policy import RetryPolicy
@@ -109,7 +109,7 @@ def _take_alone(plant: Plant, path: Path) -> None:
         stamp = read_file_stamp(path)
         path = _readable(path, plant.progress)
         stamp = read_file_stamp(path)
-        ingest_and_file(plant, path, workers=1 if _deaths(plant, path, stamp) else None)
+        ingest_and_move(plant, path, workers=1 if _deaths(plant, path, stamp) else None)
     except FileNotFoundError:
         if path.exists():
             raise
@@ -242,11 +242,11 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
 def concerns_only_this_file(error: Exception) -> bool:
     """Return whether the error concerns this file alone, so that other files can be ingested."""
     if isinstance(error, FactoryError):
-        return isinstance(error, InputError) and not is_unreadable_now(error)
+        return isinstance(error, InputError) and not is_temporary_read_failure(error)
     return not isinstance(error, sa.exc.DBAPIError) and not is_machine_fault(error)
 
 
-def ingest_and_file(plant: Plant, path: Path, workers: int | None = None) -> None:
+def ingest_and_move(plant: Plant, path: Path, workers: int | None = None) -> None:
     """Ingest a file of the inbox, then move it to ``shards/raw/`` or ``quarantine/``.
 
     If the process is killed between the two steps, the next call recognises the content and only moves the file.
@@ -296,11 +296,11 @@ def ingest_path(
             other_files=other_files,
         )
         if folder == plant.workspace.inbox.resolve():
-            file_original(plant, path, {report.sha256 for report in reports})
+            move_original_file(plant, path, {report.sha256 for report in reports})
         return reports
     report = ingest_shard(plant, path, again=again, workers=workers, other_files=other_files)
     ingested(report)
-    if folder == plant.workspace.inbox.resolve() and report.sha256 in erased_shards(plant.ledger):
+    if folder == plant.workspace.inbox.resolve() and report.sha256 in read_erased_shards(plant.ledger):
         path.unlink()  # keeping it would restore erased text
         plant.progress.line(
             Message(
@@ -310,7 +310,7 @@ def ingest_path(
             )
         )
     elif folder == plant.workspace.inbox.resolve():
-        file_shard(plant, path, report.sha256, report.state)
+        move_ingested_file(plant, path, report.sha256, report.state)
     return [report]
 
 
@@ -351,7 +351,7 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
         for n in sorted(os.listdir(plant.workspace.inbox))
         if not n.startswith(".") and not n.endswith(PARTIAL_SUFFIXES)
     ]
-    refused = {name: one for name, one in held_files(plant.ledger).items() if one["refused"]} if names else {}
+    refused = {name: one for name, one in read_held_files(plant.ledger).items() if one["refused"]} if names else {}
     key = compute_reading_key(plant.workspace) if refused else ""
     asked = newest_retry_request(plant.ledger) if refused else 0
     for name in names:
@@ -376,7 +376,7 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
 
 def _deaths(plant: Plant, path: Path, stamp: FileStamp) -> int:
     """Return how many workers died while they read this file in its present state."""
-    known = held_files(plant.ledger).get(printable_name(path), {})
+    known = read_held_files(plant.ledger).get(printable_name(path), {})
     if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (
         stamp,
         compute_reading_key(plant.workspace),
@@ -442,7 +442,7 @@ def _text_there(plant: Plant) -> str:
 
 def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0, text: str = "") -> bool:
     """Record why a file waits. Returns whether the reason is new. ``text`` is ``_text_there`` for a file that waits for more text, else ''."""
-    known = held_files(plant.ledger).get(file.name)
+    known = read_held_files(plant.ledger).get(file.name)
     if not refused and known and (tuple(known["stamp"]), known["why"]) == (file.stamp, file.why):
         return False
     detail: dict[str, Any] = {

@@ -36,7 +36,7 @@ from factory.ingest.chain import (
     read_report,
 )
 from factory.ingest.document import Row
-from factory.ingest.filing import file_shard
+from factory.ingest.filing import move_ingested_file
 from factory.ingest.readers import RawRow, ShardProblem, exceeds_one_shard, is_ingested_as_is, read_rows
 from factory.ingest.reading.columns import list_dataset_files
 from factory.ingest.reading.rows import BadRow, add_path, row_to_line
@@ -48,7 +48,7 @@ from factory.ingest.worker import count_row_columns, read_row
 from factory.ledger.file_events import PACKED, list_shards_made_from
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
-from factory.ledger.removals import erased_shards
+from factory.ledger.removals import read_erased_shards
 from kernels.contract.files import sync_folder
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
@@ -286,11 +286,11 @@ def _finished(parts: Sequence[dict[str, Any]], key: str, ledger: Ledger) -> list
 
 
 def _file(plant: Plant, path: Path, one: ShardReport) -> None:
-    if one.sha256 in erased_shards(plant.ledger):
+    if one.sha256 in read_erased_shards(plant.ledger):
         path.unlink()  # keeping it would restore erased text
     else:
         sync_folder(path)  # the file that was converted may be deleted next
-        file_shard(plant, path, one.sha256, one.state)
+        move_ingested_file(plant, path, one.sha256, one.state)
 
 
 def read_file_group_rows(pack: FileGroup, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from factory.core.errors import InputError
 from factory.core.faults import is_machine_fault_without_file
 from factory.core.progress import Progress
-from factory.ingest.filing import file_shard
+from factory.ingest.filing import move_ingested_file
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from kernels.contract.files import rename_into_place, write_atomically
@@ -67,7 +67,7 @@ def fetch_files(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]
     return folder, found, known
 
 
-def file_fetched(plant: Plant, path: Path, address: str, reports: Sequence[ShardReport]) -> None:
+def record_fetched_file(plant: Plant, path: Path, address: str, reports: Sequence[ShardReport]) -> None:
     """Record that a fetched file was ingested, and move it to its place as a shard. A file that was cut into shards is deleted, because
     the address still has it."""
     sha256 = file_sha256(path)
@@ -75,7 +75,7 @@ def file_fetched(plant: Plant, path: Path, address: str, reports: Sequence[Shard
     detail = {"address": address, **about, "shards": [one.sha256 for one in reports]}
     own = next((one for one in reports if one.sha256 == sha256), None)
     if own:
-        file_shard(plant, path, sha256, own.state)
+        move_ingested_file(plant, path, sha256, own.state)
     else:
         path.unlink()
     with plant.ledger.begin() as tx:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from factory.ingest.hash_index import HELD, HashedDocument, hashes_file, key_prefix, write_hashes
+from factory.ingest.hash_index import HELD, HashedDocument, get_hashes_path, make_key_prefix, write_hashes
 from factory.ingest.reading.streams import unreadable_file_error
 from factory.ingest.rules.task_folder import list_item_files
 from factory.ingest.rules.task_items import hash_item_file, hash_item_ngrams, read_items
@@ -41,7 +41,7 @@ def _hold(plant: Plant, subject: str, n: int, name: str, items: list[np.ndarray]
     of: dict[int, list[int]] = {}
     for gram, number in first.items():
         of.setdefault(number, []).append(gram)
-    prefix = key_prefix(subject)
+    prefix = make_key_prefix(subject)
     hashed = (
         HashedDocument(f"{prefix}:{number}", None, np.array(grams, np.uint64), True) for number, grams in of.items()
     )
@@ -54,5 +54,6 @@ def _held(plant: Plant, subject: str) -> bool:
     """Return whether the task file is recorded with its n-grams. A workspace that lost its folders has the event but not the n-grams."""
     sql = "SELECT id FROM events WHERE kind = :kind AND subject = :subject LIMIT 1"
     return (
-        bool(plant.ledger.read(sql, kind=HELD, subject=subject)) and hashes_file(plant.workspace.root, subject).exists()
+        bool(plant.ledger.read(sql, kind=HELD, subject=subject))
+        and get_hashes_path(plant.workspace.root, subject).exists()
     )

@@ -127,11 +127,11 @@ class Tokenizer:
                 ),
             )
         tokenizer = cls(folder, inner, hashlib.sha256(data).hexdigest())
-        if probed and (wrong := tokenizer.find_difference()):
+        if probed and (wrong := tokenizer.find_encoding_difference()):
             raise _foreign(path, wrong)
         return tokenizer
 
-    def find_difference(self) -> Message | None:
+    def find_encoding_difference(self) -> Message | None:
         """Return how this factory's ids differ from the ids of the tokenizer's own library, or None if they are equal.
 
         Both encode ``PROBES`` and the spelling of every added token. At least one of these texts gets other ids, or decodes to another text, if the
@@ -158,7 +158,7 @@ class Tokenizer:
                 )
         return None
 
-    def has_gaps(self) -> bool:
+    def has_id_gaps(self) -> bool:
         """Return whether the ids are not exactly 0 to ``vocab_size`` − 1. An embedding of ``vocab_size`` rows then lacks some ids."""
         return sorted(self._inner.get_vocab().values()) != list(range(self.vocab_size))
 

@@ -1,6 +1,6 @@
 """Texts on which split patterns and normalisers differ: contractions, numbers, blanks, line ends, composed letters, scripts.
 
-Apart because these texts are inputs that test a tokenizer, and not messages.
+A separate file, because these texts are inputs that test a tokenizer, and not messages.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from factory.core.errors import DamagedTokenizerError, InputError
-from factory.core.faults import is_unreadable_now
+from factory.core.faults import is_temporary_read_failure
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Row, join_texts
 from factory.ingest.readers import ShardProblem, read_rows
@@ -157,8 +157,8 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
             except BadRow:
                 continue
             assert row.content_sha256
-            if row.spells_special_token or not held_out_split.is_drawn(
-                held_out_split.name_draw_unit(row.group_key, row.content_sha256), policy.held_out.share
+            if row.spells_special_token or not held_out_split.is_drawn_to_hold_out(
+                held_out_split.make_draw_unit_name(row.group_key, row.content_sha256), policy.held_out.share
             ):
                 text = join_texts(content)[:_OF_ONE_DOCUMENT]
                 drawn += len(text)
@@ -166,6 +166,6 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
             if drawn >= budget:
                 return
     except (ShardProblem, InputError, OSError) as error:
-        if is_unreadable_now(error):
+        if is_temporary_read_failure(error):
             raise  # the vocabulary is permanent, so no file may be missing from its sample
         return

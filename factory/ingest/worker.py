@@ -169,7 +169,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCoun
     row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
     rules = policy.rules_of_domain(row.domain)
     row.grouping_facts = parsed.facts
-    row.group_key = held_out_split.name_document_group(
+    row.group_key = held_out_split.make_group_name(
         rules.group, row.source, row.grouping_facts, row.key.partition(":")[0]
     )
     licence = policy.licences.find_licence(row.license)

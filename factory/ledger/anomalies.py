@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from factory.ledger.rows import LedgerRow, ReadsSql, SegmentRow, Subject
+from factory.ledger.rows import LedgerRow, SegmentRow, SqlReader, Subject
 from kernels.contract.message import Message
 
 REPLICAS_DIFFER = "replicas_apart"  # kind of anomaly at a segment's end: the ranks' copies of the weights differ
@@ -39,7 +39,7 @@ class AnomalyRow(LedgerRow):
     detail: dict[str, Any] | None
 
 
-def newest_details_by_anomaly(db: ReadsSql, kind: str) -> dict[int, dict[str, Any]]:
+def newest_details_by_anomaly(db: SqlReader, kind: str) -> dict[int, dict[str, Any]]:
     """Return, for each anomaly, the detail of the newest event of this kind that lists it. ``lead`` and ``event`` (the event's number) are added."""
     found: dict[int, dict[str, Any]] = {}
     for row in db.read("SELECT id, subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=kind):
@@ -48,13 +48,13 @@ def newest_details_by_anomaly(db: ReadsSql, kind: str) -> dict[int, dict[str, An
     return found
 
 
-def open_anomalies(db: ReadsSql, kinds: Collection[str]) -> list[AnomalyRow]:
+def list_open_anomalies(db: SqlReader, kinds: Collection[str]) -> list[AnomalyRow]:
     """Return the open anomalies of these kinds, oldest first."""
     closed = newest_details_by_anomaly(db, CLOSED)
     return [row for row in AnomalyRow.select(db) if row.kind in kinds and row.id not in closed]
 
 
-def find_settled_anomalies(db: ReadsSql) -> set[int]:
+def find_settled_anomalies(db: SqlReader) -> set[int]:
     """Return the anomalies that need no further diagnosis: they are closed, or a person was asked about their newest diagnosis."""
     asked = newest_details_by_anomaly(db, ASKED)
     known = newest_details_by_anomaly(db, DIAGNOSED)
@@ -63,23 +63,25 @@ def find_settled_anomalies(db: ReadsSql) -> set[int]:
     )
 
 
-def next_undiagnosed_anomaly(db: ReadsSql, kinds: Collection[str], but: Collection[int] = ()) -> int | None:
+def find_next_undiagnosed_anomaly(db: SqlReader, kinds: Collection[str], but: Collection[int] = ()) -> int | None:
     """Return the oldest open anomaly of a finished segment that waits for a diagnosis or for an action, or None.
 
     Anomalies in ``but`` are left out.
     """
     known = {*find_settled_anomalies(db), *but}
     counts = {row.id for row in SegmentRow.select(db, "WHERE state = 'done'")}
-    return next((row.id for row in open_anomalies(db, kinds) if row.id not in known and row.segment in counts), None)
+    return next(
+        (row.id for row in list_open_anomalies(db, kinds) if row.id not in known and row.segment in counts), None
+    )
 
 
-def find_explanation(db: ReadsSql, number: int) -> dict[str, Any] | None:
+def find_explanation(db: SqlReader, number: int) -> dict[str, Any] | None:
     """Return a language model's explanation of the newest diagnosis of an anomaly (``claims``, ``dropped``, ``failed``), or None if there is none."""
     diagnosis = newest_details_by_anomaly(db, DIAGNOSED).get(number)
     return _worded(db).get(diagnosis["event"]) if diagnosis else None
 
 
-def next_unexplained_episode(db: ReadsSql, but: Collection[int] = ()) -> int | None:
+def find_next_unexplained_episode(db: SqlReader, but: Collection[int] = ()) -> int | None:
     """Return the lead of the oldest episode whose newest diagnosis waits for a language model's explanation, or None.
 
     Episodes whose lead is in ``but`` are left out.
@@ -161,24 +163,24 @@ def format_claims(said: Mapping[str, Any]) -> Message | str:
     return Message("anomalies.claims", " In a language model's words: {claims}", claims=words) if words else ""
 
 
-def _worded(db: ReadsSql) -> dict[int, dict[str, Any]]:
+def _worded(db: SqlReader) -> dict[int, dict[str, Any]]:
     """Return the details of ``EXPLAINED`` events, by the number of the event of the diagnosis."""
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=EXPLAINED)
     return {row["detail"]["diagnosis"]: row["detail"] for row in rows}
 
 
-def open_anomalies_of_lineage(db: ReadsSql, segment: int, kinds: Collection[str]) -> list[AnomalyRow]:
+def list_open_anomalies_of_lineage(db: SqlReader, segment: int, kinds: Collection[str]) -> list[AnomalyRow]:
     """Return the open anomalies of a segment and of its ancestors."""
     lineage = {row.id for row in SegmentRow.lineage(db, segment)}
-    return [row for row in open_anomalies(db, kinds) if row.segment in lineage]
+    return [row for row in list_open_anomalies(db, kinds) if row.segment in lineage]
 
 
-def rewound_segments_of_lineage(db: ReadsSql, segment: int) -> list[int]:
+def list_rewound_segments_of_lineage(db: SqlReader, segment: int) -> list[int]:
     """Return the rewound segments among a segment and its ancestors. A rewound segment stays unusable after its anomaly is closed."""
     return [row.id for row in SegmentRow.lineage(db, segment) if row.state == "rewound"]
 
 
-def list_anomalies(db: ReadsSql) -> list[dict[str, Any]]:
+def list_anomalies(db: SqlReader) -> list[dict[str, Any]]:
     """Return all anomalies, oldest first, with ``state`` (open, diagnosed, closed, or rewound with its segment), ``causes``, and ``how`` it was
     closed."""
     diagnosed, closed = newest_details_by_anomaly(db, DIAGNOSED), newest_details_by_anomaly(db, CLOSED)

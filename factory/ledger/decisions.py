@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factory.ledger.anomalies import rewound_segments_of_lineage
-from factory.ledger.rows import CandidateRow, ReadsSql, ReleaseRow, Subject, VerdictRow, find_champion
+from factory.ledger.anomalies import list_rewound_segments_of_lineage
+from factory.ledger.rows import CandidateRow, ReleaseRow, SqlReader, Subject, VerdictRow, find_champion
 
 APPROVED, REJECTED = "approved", "rejected"  # events about a verdict: {sha256, by, why}
 OVERRIDDEN = (
@@ -29,7 +29,7 @@ class Decision:
         return f"{self.word} by {self.by}" + (f": {self.why}" if self.why else "")
 
 
-def find_decision(db: ReadsSql, verdict: VerdictRow) -> Decision | None:
+def find_decision(db: SqlReader, verdict: VerdictRow) -> Decision | None:
     """Return the rejection of the export that a verdict judged, else its newest approval or override, or None if nobody decided."""
     newest, gone = None, _withdrawn_at(db, verdict)
     sql = "SELECT id, kind, detail FROM events WHERE kind IN (:yes, :no, :over) AND subject = :subject ORDER BY id"
@@ -43,7 +43,7 @@ def find_decision(db: ReadsSql, verdict: VerdictRow) -> Decision | None:
     return newest
 
 
-def find_override(db: ReadsSql, verdict: VerdictRow) -> dict[str, str] | None:
+def find_override(db: SqlReader, verdict: VerdictRow) -> dict[str, str] | None:
     """Return the valid override of the export that a verdict judged: {by, why, sha256 of the export, evidence_sha256}, or None."""
     sql = "SELECT detail FROM events WHERE kind = :over AND subject = :subject AND id > :gone ORDER BY id DESC"
     about = {"over": OVERRIDDEN, "subject": str(Subject("verdict", verdict.id)), "gone": _withdrawn_at(db, verdict)}
@@ -54,19 +54,19 @@ def find_override(db: ReadsSql, verdict: VerdictRow) -> dict[str, str] | None:
     return None
 
 
-def _withdrawn_at(db: ReadsSql, verdict: VerdictRow) -> int:
+def _withdrawn_at(db: SqlReader, verdict: VerdictRow) -> int:
     """Return the number of the newest event that withdrew a release of a verdict's candidate, or 0."""
     rows = db.read("SELECT id, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=WITHDRAWN)
     return next((int(row["id"]) for row in rows if row["detail"].get("candidate") == verdict.subject_number), 0)
 
 
-def was_export_rejected(db: ReadsSql, verdict: VerdictRow) -> bool:
+def was_export_rejected(db: SqlReader, verdict: VerdictRow) -> bool:
     """Return whether a person rejected the same export under any verdict. If so, a new verdict alone does not release the export."""
     rows = db.read("SELECT detail FROM events WHERE kind = :no AND subject LIKE 'verdict:%'", no=REJECTED)
     return any(row["detail"]["sha256"] == verdict.subject_sha256 for row in rows)
 
 
-def list_undecided_verdicts(db: ReadsSql) -> list[VerdictRow]:
+def list_undecided_verdicts(db: SqlReader) -> list[VerdictRow]:
     """Return the verdicts, oldest first, that promote a candidate over the current champion and wait for a person's decision.
 
     Only the newest verdict of each candidate counts. Candidates that are released or whose training was rewound are left out.
@@ -81,5 +81,5 @@ def list_undecided_verdicts(db: ReadsSql) -> list[VerdictRow]:
         if row.against == against
         and row.subject_number not in released
         and find_decision(db, row) is None
-        and not rewound_segments_of_lineage(db, CandidateRow.get(db, row.subject_number).segment)
+        and not list_rewound_segments_of_lineage(db, CandidateRow.get(db, row.subject_number).segment)
     ]

@@ -81,7 +81,7 @@ def _pragmas(connection: Any, _record: Any) -> None:
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=60000"):
             cursor.execute(f"PRAGMA {pragma}")
     except sqlite3.Error as error:
-        check_not_damaged(error)
+        raise_if_damaged(error)
         raise
     finally:
         cursor.close()
@@ -102,7 +102,7 @@ def check_ledger_exists(file: Path, root: Path) -> None:
         )
 
 
-def check_not_damaged(error: BaseException | None) -> None:
+def raise_if_damaged(error: BaseException | None) -> None:
     """Raise WorkspaceError if SQLite's ``error`` means that the ledger's file is damaged."""
     if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED:
         raise WorkspaceError(
@@ -111,4 +111,4 @@ def check_not_damaged(error: BaseException | None) -> None:
 
 
 def _say_if_damaged(context: sa.ExceptionContext) -> None:
-    check_not_damaged(context.original_exception)
+    raise_if_damaged(context.original_exception)

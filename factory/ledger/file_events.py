@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.ledger.rows import ReadsSql
+from factory.ledger.rows import SqlReader
 
 # A file stays in the inbox: {name, stamp, why, refused, read_by, deaths (of workers that read the file)}
 HELD = "file_held"
@@ -22,14 +22,14 @@ MLFLOW_REMADE = "mlflow_remade"  # MLflow's database was lost, and replaced by a
 DISK_LOW, DISK_NORMAL = "disk_low", "disk_well"  # {free, floor}, in bytes
 
 
-def held_files(db: ReadsSql) -> dict[str, dict[str, Any]]:
+def read_held_files(db: SqlReader) -> dict[str, dict[str, Any]]:
     """Return the detail of the newest ``HELD`` event of each file by the file's name, with ``at`` (seconds since 1970) and ``event`` (the event's
     number)."""
     rows = db.read("SELECT id, at, detail FROM events WHERE kind = :kind ORDER BY id", kind=HELD)
     return {row["detail"]["name"]: row["detail"] | {"at": row["at"], "event": row["id"]} for row in rows}
 
 
-def filed_shards(db: ReadsSql, most: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
+def read_filed_shards(db: SqlReader, most: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the detail of the newest ``SHARD_FILED`` event of each file by its folder and name. Only the newest ``most`` events are read (-1:
     all)."""
     sql = "SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC"
@@ -37,7 +37,7 @@ def filed_shards(db: ReadsSql, most: int = -1) -> dict[tuple[str, str], dict[str
     return {(one["folder"], one["name"]): one for one in (row["detail"] for row in reversed(rows))}
 
 
-def list_shards_made_from(db: ReadsSql, sha256: str) -> list[dict[str, Any]]:
+def list_shards_made_from(db: SqlReader, sha256: str) -> list[dict[str, Any]]:
     """Return the ``PACKED`` details of the shards that were made from a file, a folder or a group of files, oldest first. ``sha256`` is the
     source's."""
     rows = db.read(
@@ -48,23 +48,23 @@ def list_shards_made_from(db: ReadsSql, sha256: str) -> list[dict[str, Any]]:
     return [row["detail"] for row in rows]
 
 
-def sources_of_shard(db: ReadsSql, shard: str) -> list[dict[str, Any]]:
+def sources_of_shard(db: SqlReader, shard: str) -> list[dict[str, Any]]:
     """Return the ``PACKED`` details of the sources of a shard. ``shard`` is its SHA-256. The list is empty if its file was ingested unchanged."""
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=PACKED)
     return [row["detail"] for row in rows if row["detail"]["shard"] == shard]
 
 
-def is_small_vocabulary_allowed(db: ReadsSql) -> bool:
+def is_small_vocabulary_allowed(db: SqlReader) -> bool:
     """Return whether a person allowed a tokenizer trained on little text."""
     return bool(db.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=SMALL_VOCABULARY))
 
 
-def list_paths_removed_by_retention(db: ReadsSql) -> set[str]:
+def list_paths_removed_by_retention(db: SqlReader) -> set[str]:
     """Return the paths, relative to the workspace, of all files that retention removed. Some may exist again."""
     return {row["detail"]["path"] for row in db.read("SELECT detail FROM events WHERE kind = :kind", kind=RETIRED)}
 
 
-def find_low_disk(db: ReadsSql) -> dict[str, Any] | None:
+def find_low_disk(db: SqlReader) -> dict[str, Any] | None:
     """If the disk is too full to train, return ``free``, ``floor`` and ``at`` from the moment when it became so, else None."""
     sql = "SELECT at, kind, detail FROM events WHERE kind IN (:low, :well) ORDER BY id DESC LIMIT 1"
     newest = db.read(sql, low=DISK_LOW, well=DISK_NORMAL)

@@ -408,7 +408,7 @@ class Ledger:
         return next(iter(self.select_rows(statement)), None)
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
-        """Return all rows of ``sql``, which must be valid for both databases (``factory.ledger.rows.ReadsSql.read``)."""
+        """Return all rows of ``sql``, which must be valid for both databases (``factory.ledger.rows.SqlReader.read``)."""
         with self.snapshot() as db:
             return db.read(sql, **parameters)
 

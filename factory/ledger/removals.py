@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from factory.ledger.anomalies import RELEASE_MARKED
-from factory.ledger.rows import ReadsSql, Subject
+from factory.ledger.rows import SqlReader, Subject
 from kernels.contract.message import Message
 
 REMOVED, RETURNED, SHARD_ERASED, ERASED = "data_removed", "data_returned", "shard_erased", "data_erased"
@@ -55,16 +55,16 @@ def removal_rule(number: int, fate: str) -> str:
     return f"removal {number} of {fate}"
 
 
-def removal_number_of_rule(rule: str) -> int:
+def parse_removal_number(rule: str) -> int:
     """Return the number of the removal in a document's rule.
 
-    >>> removal_number_of_rule("removal 3 of train")
+    >>> parse_removal_number("removal 3 of train")
     3
     """
     return int(rule.split()[1])
 
 
-def list_removals(db: ReadsSql) -> list[Removal]:
+def list_removals(db: SqlReader) -> list[Removal]:
     """Return all removals, oldest first."""
     kinds = ", ".join(f"'{kind}'" for kind in (REMOVED, RETURNED, ERASED))
     found: dict[int, Removal] = {}
@@ -78,7 +78,7 @@ def list_removals(db: ReadsSql) -> list[Removal]:
     return list(found.values())
 
 
-def find_refused_labels(db: ReadsSql) -> dict[str, dict[str | None, int]]:
+def find_refused_labels(db: SqlReader) -> dict[str, dict[str | None, int]]:
     """Return the sources and licences that new documents may not have: {'source': {name: number of the removal}, 'license': {…}}.
 
     The name None stands for documents without a licence.
@@ -92,35 +92,35 @@ def find_refused_labels(db: ReadsSql) -> dict[str, dict[str | None, int]]:
     return found
 
 
-def erased_shards(db: ReadsSql) -> dict[str, Mapping[str, Any]]:
+def read_erased_shards(db: SqlReader) -> dict[str, Mapping[str, Any]]:
     """Return the detail of the newest ``shard_erased`` event of each shard with erased text, by the shard's SHA-256."""
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SHARD_ERASED)
     return {row["detail"]["sha256"]: row["detail"] for row in rows}
 
 
-def former_file_hashes(db: ReadsSql, sha256: str) -> set[str]:
+def former_file_hashes(db: SqlReader, sha256: str) -> set[str]:
     """Return the SHA-256 of each file that replaced a shard when text was erased. After a kill the newest of these files may not
     exist yet."""
     return {detail["raw"] for detail in _erasings(db, sha256) if detail["raw"]}
 
 
-def former_token_shard_names(db: ReadsSql, sha256: str) -> set[str]:
+def former_token_shard_names(db: SqlReader, sha256: str) -> set[str]:
     """Return the names of all token shards that replaced a shard's own when text was erased."""
     return {one["content"] for detail in _erasings(db, sha256) for one in detail["token_shards"].values()}
 
 
-def _erasings(db: ReadsSql, sha256: str) -> list[Mapping[str, Any]]:
+def _erasings(db: SqlReader, sha256: str) -> list[Mapping[str, Any]]:
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SHARD_ERASED)
     return [row["detail"] for row in rows if row["detail"]["sha256"] == sha256]
 
 
-def with_replaced_token_shards(db: ReadsSql, plan: Mapping[str, Any]) -> dict[str, Any]:
+def with_replaced_token_shards(db: SqlReader, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a data plan that reads the current token shards. Where text was erased (``factory.erasing.erasing``), these are the
     replacements.
 
     Use the copy only for new training, because the token shards of earlier segments no longer exist.
     """
-    shards = erased_shards(db).values()
+    shards = read_erased_shards(db).values()
     erased = {number: one["content"] for shard in shards for number, one in shard["token_shards"].items()}
     if not erased:
         return dict(plan)
@@ -129,7 +129,7 @@ def with_replaced_token_shards(db: ReadsSql, plan: Mapping[str, Any]) -> dict[st
     return {**plan, "token_shards": [{**shard, **now(shard["id"])} for shard in plan["token_shards"]]}
 
 
-def list_releases_with_removed_data(db: ReadsSql) -> list[dict[str, Any]]:
+def list_releases_with_removed_data(db: SqlReader) -> list[dict[str, Any]]:
     """Return the releases trained on documents that were quarantined or removed later. Removals that were undone do not count.
 
     Each has ``release``, ``documents`` (their number), ``removal`` (None if they were quarantined) and ``exact``. ``exact`` is false if the data

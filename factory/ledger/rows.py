@@ -26,7 +26,7 @@ JSON_COLUMNS = frozenset(
 )  # fmt: skip
 
 
-class ReadsSql(Protocol):
+class SqlReader(Protocol):
     """An object that reads SQL from the ledger."""
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
@@ -69,19 +69,19 @@ class LedgerRow:
     hint: ClassVar[str] = ""  # the end of an error's text, which says how the first row is made
 
     @classmethod
-    def select(cls, db: ReadsSql, which: str = "", **parameters: object) -> list[Self]:
+    def select(cls, db: SqlReader, which: str = "", **parameters: object) -> list[Self]:
         """Return the rows that ``which`` (WHERE …, ORDER BY …) selects. Without ``which``, return all rows, ordered by key."""
         columns = ", ".join(f'"{field.name}"' for field in fields(cls))
         sql = f"SELECT {columns} FROM {cls.source} {which or f'ORDER BY {cls.key}'}"
         return [cls(**row) for row in db.read(sql, **parameters)]
 
     @classmethod
-    def first(cls, db: ReadsSql, which: str, **parameters: object) -> Self | None:
+    def first(cls, db: SqlReader, which: str, **parameters: object) -> Self | None:
         """Return the first row that ``which`` selects, or None."""
         return next(iter(cls.select(db, f"{which} LIMIT 1", **parameters)), None)
 
     @classmethod
-    def get(cls, db: ReadsSql, key: int | str) -> Self:
+    def get(cls, db: SqlReader, key: int | str) -> Self:
         """Return the row with this key. Raises: InputError, which lists the known keys, if no row has it."""
         row = cls.first(db, f"WHERE {cls.key} = :key", key=key)
         if row is None:
@@ -129,7 +129,7 @@ class SegmentRow(LedgerRow):
     finished_at: float | None
 
     @classmethod
-    def lineage(cls, db: ReadsSql, segment: int) -> list[Self]:
+    def lineage(cls, db: SqlReader, segment: int) -> list[Self]:
         """Return a segment and its ancestors, oldest first."""
         chain = [cls.get(db, segment)]
         while parent := chain[0].parent:
@@ -177,7 +177,7 @@ class EvaluationRow(LedgerRow):
     created_at: float
 
     @classmethod
-    def newest(cls, db: ReadsSql, candidate: int) -> Self | None:
+    def newest(cls, db: SqlReader, candidate: int) -> Self | None:
         """Return a candidate's newest evaluation on held-out documents, or None. Evaluations on one task (suite 'task:…') do not count."""
         which = "WHERE candidate = :candidate AND suite_sha256 NOT LIKE 'task:%' ORDER BY id DESC"
         return cls.first(db, which, candidate=candidate)
@@ -204,15 +204,15 @@ class VerdictRow(LedgerRow):
         """The number of the candidate, proposal or segment that was judged."""
         return Subject.parse(self.subject).number
 
-    def evidence(self, db: ReadsSql) -> dict[str, Any]:
+    def evidence(self, db: SqlReader) -> dict[str, Any]:
         return dict(db.read("SELECT evidence FROM verdicts WHERE id = :id", id=self.id)[0]["evidence"])
 
-    def with_evidence(self, db: ReadsSql) -> dict[str, Any]:
+    def with_evidence(self, db: SqlReader) -> dict[str, Any]:
         """Return all fields and the evidence, as JSON-ready values."""
         return vars(self) | {"evidence": self.evidence(db)}
 
     @classmethod
-    def newest(cls, db: ReadsSql, gate: str, subject: Subject) -> Self | None:
+    def newest(cls, db: SqlReader, gate: str, subject: Subject) -> Self | None:
         which = "WHERE gate = :gate AND subject = :subject ORDER BY id DESC"
         return cls.first(db, which, gate=gate, subject=str(subject))
 
@@ -285,12 +285,12 @@ class ProposalRow(LedgerRow):
             )
         return self.commit
 
-    def evidence(self, db: ReadsSql) -> dict[str, Any]:
+    def evidence(self, db: SqlReader) -> dict[str, Any]:
         """Return the evidence of the proposal's verdict, or {} if there is no verdict."""
         return VerdictRow.get(db, self.verdict).evidence(db) if self.verdict else {}
 
 
-def find_champion(db: ReadsSql) -> ReleaseRow | None:
+def find_champion(db: SqlReader) -> ReleaseRow | None:
     """Return the champion: the release of the newest 'promoted' or 'rolled_back' event, or None before the first release.
 
     MLflow's alias and the served folder follow the champion.

@@ -26,6 +26,6 @@ class Snapshot:
         ]
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
-        """Return all rows of ``sql``, as ``factory.ledger.rows.ReadsSql.read`` does."""
+        """Return all rows of ``sql``, as ``factory.ledger.rows.SqlReader.read`` does."""
         found = self.connection.execute(sa.text(sql), parameters).mappings()
         return [with_absolute_paths(decode_row(dict(row)), self.root) for row in found]

@@ -22,7 +22,7 @@ from factory.ingest.tokenizer import Tokenizer, write_tokenizer_files
 from factory.ingest.vocabulary_size import is_padded_size, pad_size
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
-from factory.presets.presets import PRESETS, Hardware, largest_fitting_preset, why_too_large
+from factory.presets.presets import PRESETS, Hardware, explain_too_large, largest_fitting_preset
 from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
@@ -35,7 +35,7 @@ LARGEST = 1 << 28  # most bytes of a tokenizer.json
 def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
     """Load a person's tokenizer.json (``given``: the file or its folder) into a temporary folder. The folder exists during the ``with`` block.
 
-    Raises: InputError if this factory would give other ids than the tokenizer itself (``Tokenizer.find_difference``), or if the ids have gaps.
+    Raises: InputError if this factory would give other ids than the tokenizer itself (``Tokenizer.find_encoding_difference``), or if the ids have gaps.
     """
     path = given / "tokenizer.json" if given.is_dir() else given
     try:
@@ -66,7 +66,7 @@ def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
                 "--tokenizer: {reason}. Without --tokenizer, the factory trains a tokenizer on your data.",
                 reason=said,
             ) from None
-        if tokenizer.has_gaps():
+        if tokenizer.has_id_gaps():
             raise InputError(
                 "presets.tokenizer_gaps",
                 "--tokenizer: the token ids in {file} have gaps. All ids from 0 to {last} must exist. Without --tokenizer, the factory trains a "
@@ -252,7 +252,9 @@ def plan_workspace(
         text = set_value(text, ("model", "vocab_size"), size)
         recipe, policies[f"recipes/{name}.yaml"] = _parsed(text, source), text
 
-    if not asked.force and (why := why_too_large(recipe, machine, PRESETS[asked.preset].gpus if asked.preset else 0)):
+    if not asked.force and (
+        why := explain_too_large(recipe, machine, PRESETS[asked.preset].gpus if asked.preset else 0)
+    ):
         other = largest_fitting_preset(machine, shipped / "recipes")
         way = (
             Message(

@@ -78,7 +78,7 @@ def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> f
     return total_bytes(parts)
 
 
-def why_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
+def explain_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
     """Return why a machine cannot train a recipe; '' if it can. ``gpus``: the number of GPUs that the recipe's preset is made for."""
     if gpus and not machine.gpus:
         size = memory_needed(recipe, gpus, 0.0, 2)
@@ -115,6 +115,6 @@ def largest_fitting_preset(machine: Hardware, folder: Path) -> str:
     found = [
         name
         for name, preset in PRESETS.items()
-        if not why_too_large(Recipe.load(folder / f"{name}.yaml"), machine, preset.gpus)
+        if not explain_too_large(Recipe.load(folder / f"{name}.yaml"), machine, preset.gpus)
     ]
     return found[-1] if found else ""

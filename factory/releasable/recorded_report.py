@@ -10,14 +10,14 @@ from typing import Any
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReadsSql
+from factory.ledger.rows import SqlReader
 from kernels.contract.message import Message
 
 RELEASABLE = "releasable"  # event: {"key", "lines"}
 POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
 
 
-def newest_report(workspace: Workspace, db: ReadsSql) -> dict[str, Any] | None:
+def newest_report(workspace: Workspace, db: SqlReader) -> dict[str, Any] | None:
     """Return the newest report: its ``lines``, its time ``at``, and ``stale`` (whether its input has changed since). None: no report yet."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
         stale = row["detail"]["key"] != _key(workspace, db)
@@ -29,7 +29,7 @@ def newest_report(workspace: Workspace, db: ReadsSql) -> dict[str, Any] | None:
 def update_report(plant: Plant) -> None:
     """Make a new report if its input has changed, and print the lines that are new. Does nothing if the report cannot be made."""
     from factory.ledger.writing import record_event_once
-    from factory.releasable.report import make_report, report_lines, summary_line
+    from factory.releasable.report import format_report, format_summary, make_report
 
     before = newest_report(plant.workspace, plant.ledger)
     if before and not before["stale"]:
@@ -45,8 +45,8 @@ def update_report(plant: Plant) -> None:
     fresh = [line for line in lines if tuple(map(str, vars(line).values())) not in known and line.ok is not True]
     record_event_once(plant.ledger, RELEASABLE, "data", {"key": key, "lines": [line.to_json() for line in lines]})
     if fresh:
-        plant.progress.line(f"  {summary_line(lines)}")
-    for words in report_lines(fresh):
+        plant.progress.line(f"  {format_summary(lines)}")
+    for words in format_report(fresh):
         plant.progress.line(f"  {words}")
 
 
@@ -55,7 +55,7 @@ def _read(value: Any) -> Any:
     return Message.from_json(value) if isinstance(value, dict) else value
 
 
-def _key(workspace: Workspace, db: ReadsSql) -> str:
+def _key(workspace: Workspace, db: SqlReader) -> str:
     """Return a hash that changes when the report's input does. It covers counts in the ledger, and sizes and times of policies, recipe and tasks."""
     counts = db.read(
         "SELECT (SELECT COUNT(*) FROM shards) AS shards, (SELECT MAX(ingested_at) FROM shards) AS at, (SELECT COUNT(*) FROM verdicts) AS verdicts, "

@@ -25,9 +25,9 @@ from factory.gates.release.releasability import (
     SuiteSizes,
     TaskSize,
     compute_releasability,
-    measured_spreads,
+    read_measured_spreads,
 )
-from factory.gates.release.trained_licences import NONE, count_tokens_by_licence, shares_not_releasable
+from factory.gates.release.trained_licences import NONE, compute_unreleasable_shares, count_tokens_by_licence
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
@@ -66,7 +66,7 @@ def make_report(plant: Plant) -> list[ReportLine]:
     return sorted(lines, key=lambda line: (line.ok is not False, line.ok is not None))
 
 
-def report_lines(lines: list[ReportLine]) -> list[str]:
+def format_report(lines: list[ReportLine]) -> list[str]:
     """Format the report as text. The advice for a line stands below the line."""
     said = []
     for line in lines:
@@ -76,7 +76,7 @@ def report_lines(lines: list[ReportLine]) -> list[str]:
     return said
 
 
-def summary_line(lines: list[ReportLine]) -> str:
+def format_summary(lines: list[ReportLine]) -> str:
     """Return one line that names everything that holds back releases."""
     holding = [line.name for line in lines if line.ok is False]
     if holding:
@@ -96,7 +96,7 @@ def _held_out(plant: Plant) -> Iterator[ReportLine]:
         EvalPolicy.load(plant.workspace.policy_path("evals.yaml")),
     )
     suite = build_suite(plant.ledger, measured, tokenizer.sha256)
-    known = measured_spreads(plant.ledger)
+    known = read_measured_spreads(plant.ledger)
     trained = {
         row["domain"]: row["documents"]
         for row in plant.ledger.read(
@@ -294,14 +294,14 @@ def _licences(plant: Plant) -> Iterator[ReportLine]:
         DataPolicy.load(plant.workspace.policy_path("data.yaml")),
     )
     tokens = count_tokens_by_licence(plant.ledger, None, data.licences)
-    other = shares_not_releasable(data.licences, tokens)
+    other = compute_unreleasable_shares(data.licences, tokens)
     share = sum(other.values())
     if share <= policy.not_releasable_max:
         trunk = last_segment(plant.ledger, "trunk")
         lineage = [row.id for row in SegmentRow.lineage(plant.ledger, trunk.id)] if trunk else []
         shares = {
             number: sum(
-                shares_not_releasable(
+                compute_unreleasable_shares(
                     data.licences, count_tokens_by_licence(plant.ledger, number, data.licences)
                 ).values()
             )

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from factory.core.errors import InputError
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import training_reasons
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.training_evidence import read_training_evidence
-from factory.ledger.anomalies import rewound_segments_of_lineage
+from factory.ledger.anomalies import list_rewound_segments_of_lineage
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, ReadsSql, Subject, VerdictRow, find_champion
+from factory.ledger.rows import CandidateRow, SqlReader, Subject, VerdictRow, find_champion
 
 
 class OutOfDateError(InputError):
@@ -72,9 +72,9 @@ def check_verdict_current(plant: Plant, verdict: VerdictRow) -> None:
     check_training_unchanged(plant, verdict)
 
 
-def check_not_rewound(db: ReadsSql, verdict: VerdictRow) -> None:
+def check_not_rewound(db: SqlReader, verdict: VerdictRow) -> None:
     """Raises: InputError when a segment of the candidate's training was rewound."""
-    if spoiled := rewound_segments_of_lineage(db, CandidateRow.get(db, verdict.subject_number).segment):
+    if spoiled := list_rewound_segments_of_lineage(db, CandidateRow.get(db, verdict.subject_number).segment):
         raise InputError(
             "checks.rewound",
             "{subject} is not released: segment {segment} of its training was rewound",
@@ -148,7 +148,7 @@ def get_newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
 def check_export_unchanged(ledger: Ledger, candidate_id: int) -> CandidateRow:
     """Return the candidate. Raises: InputError when the bytes of its export are not those that the ledger recorded."""
     row = CandidateRow.get(ledger, candidate_id)
-    found = export_folder_sha256(Path(row.export_path))
+    found = hash_export_folder(Path(row.export_path))
     if found != row.export_sha256:
         raise InputError(
             "checks.changed_export",

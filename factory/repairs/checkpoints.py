@@ -12,11 +12,11 @@ from typing import Any
 
 from factory.audit.kept_checkpoints import audit_folder, copy_checkpoint, kept_checkpoints_folder
 from factory.core.errors import FactoryError, InputError
-from factory.core.exports import export_folder_sha256
-from factory.core.faults import is_unreadable_now
-from factory.core.removal import remove_path
+from factory.core.exports import hash_export_folder
+from factory.core.faults import is_temporary_read_failure
+from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
-from factory.evals.export_parity import recorded_export
+from factory.evals.export_parity import read_recorded_export
 from factory.ledger.ledger import Ledger, candidates, checkpoints, record_event, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
@@ -30,11 +30,11 @@ from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import (
     checkpoint_name,
-    find_fault,
+    find_checkpoint_fault,
+    list_checkpoints,
     manifest_sha256,
     mark_as_bad,
     read_manifest,
-    saved_steps,
 )
 from trainer.contract.errors import CheckpointError
 
@@ -63,10 +63,10 @@ def find_checkpoint_damage(row: dict[str, Any], deep: bool) -> str:
                     size=expected["bytes"],
                 )
     except (OSError, CheckpointError) as error:
-        if is_unreadable_now(error):
+        if is_temporary_read_failure(error):
             raise
         return str(error)
-    return find_fault(path) if deep else ""
+    return find_checkpoint_fault(path) if deep else ""
 
 
 def replay_checkpoint(plant: Plant, number: int) -> str:
@@ -171,9 +171,9 @@ def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[s
         kept_checkpoints_folder(workspace, row.id),
         audit_folder(workspace, row.id) / "live",
     )
-    found = [one for source in sources for one in saved_steps(source)]
+    found = [one for source in sources for one in list_checkpoints(source)]
     for step, path in sorted(found, reverse=True):
-        if step > row.last_step or step <= row.first_step or find_fault(path):
+        if step > row.last_step or step <= row.first_step or find_checkpoint_fault(path):
             continue
         if step == row.last_step and manifest_sha256(path) != recorded["id"]:
             continue
@@ -227,12 +227,12 @@ def find_export_damage(row: CandidateRow, deep: bool) -> str:
     if not (path / "config.json").is_file():
         return Message("checkpoints.no_export", "{path} is missing or incomplete", path=path)
     try:
-        if deep and export_folder_sha256(path) != row.export_sha256:
+        if deep and hash_export_folder(path) != row.export_sha256:
             return Message(
                 "checkpoints.other_export", "{path} is damaged: its SHA-256 differs from the recorded one", path=path
             )
     except (InputError, OSError) as error:
-        if is_unreadable_now(error):
+        if is_temporary_read_failure(error):
             raise
         return str(error)
     return ""
@@ -249,9 +249,9 @@ def remake_export(plant: Plant, number: int) -> str:
     place = Path(row.export_path)
     aside = plant.workspace.exports / f".again-{row.segment:05d}"
     remove_path(aside)
-    older = recorded_export(plant.ledger, number) is None
+    older = read_recorded_export(plant.ledger, number) is None
     write_export(plant, SegmentRow.get(plant.ledger, row.segment), aside, as_it_was=older)
-    if export_folder_sha256(aside) != row.export_sha256:
+    if hash_export_folder(aside) != row.export_sha256:
         shutil.rmtree(aside)
         return Message(
             "checkpoints.export_differs",

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from factory.backups.backups import MLFLOW_TABLE, find_database_damage
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
-from factory.ingest.hash_index import INDEX, hashes_file, list_hash_sources, read_hashes
+from factory.ingest.hash_index import INDEX, get_hashes_path, list_hash_sources, read_hashes
 from factory.ledger.engine import sqlite_file
 from factory.ledger.file_events import list_paths_removed_by_retention
 from factory.ledger.plant import Plant
-from factory.ledger.removals import erased_shards
+from factory.ledger.removals import read_erased_shards
 from factory.ledger.rows import CandidateRow, SegmentRow, find_champion
 from factory.release.published_link import read_published_note
 from factory.repairs.checkpoints import find_checkpoint_damage, find_export_damage
@@ -49,7 +49,7 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class ExaminedKind:
+class ExaminationResult:
     """The result for one kind of files."""
 
     kind: str
@@ -58,7 +58,7 @@ class ExaminedKind:
     faults: list[Damage]
 
 
-def examine_workspace_files(plant: Plant, deep: bool) -> list[ExaminedKind]:
+def examine_workspace_files(plant: Plant, deep: bool) -> list[ExaminationResult]:
     """Examine each kind of ``CHECKS``, in that order. Changes nothing."""
     return [check(plant, deep) for check in CHECKS.values()]
 
@@ -100,7 +100,7 @@ def _damaged(file: Path, why: str) -> Message:
 def _look(
     plant: Plant, deep: bool, kind: str, rows: Sequence[Row], subject: Callable[[Row], object], fault: Callable[[Row, bool], str],
     remedy: Message,
-) -> ExaminedKind:  # fmt: skip
+) -> ExaminationResult:  # fmt: skip
     """Check each row with ``fault(row, hashed)``, which returns the damage or ''. With ``deep``, ``hashed`` is True for all rows, else for a few."""
     every = range(len(rows))
     hashed = set(every) if deep else {*every[-1:], *random.SystemRandom().sample(every, min(DRAWN, len(rows)))}
@@ -110,7 +110,7 @@ def _look(
             if what := fault(row, number in hashed):
                 faults.append(Damage(kind, str(subject(row)), what, remedy, remedy.code == "examining.repair"))
             task.advance()
-    return ExaminedKind(kind, len(rows), len(hashed), faults)
+    return ExaminationResult(kind, len(rows), len(hashed), faults)
 
 
 def _kept(plant: Plant, rows: Sequence[Row], place: Callable[[Row], str]) -> list[Row]:
@@ -119,7 +119,7 @@ def _kept(plant: Plant, rows: Sequence[Row], place: Callable[[Row], str]) -> lis
     return [row for row in rows if Path(place(row)) not in gone or Path(place(row)).exists()]
 
 
-def examine_token_shards(plant: Plant, deep: bool) -> ExaminedKind:
+def examine_token_shards(plant: Plant, deep: bool) -> ExaminationResult:
     """Examine all token shards."""
     rows = plant.ledger.read("SELECT id, path FROM token_shards ORDER BY created_at, id")
     fault = lambda row, hashed: find_token_shard_damage(Path(row["path"]), hashed)
@@ -131,7 +131,7 @@ def examine_token_shards(plant: Plant, deep: bool) -> ExaminedKind:
     return _look(plant, deep, "token shards", rows, lambda row: row["id"], fault, _repair(effect))
 
 
-def examine_checkpoints(plant: Plant, deep: bool) -> ExaminedKind:
+def examine_checkpoints(plant: Plant, deep: bool) -> ExaminationResult:
     """Examine the last checkpoint of each finished segment."""
     rows = plant.ledger.read(
         "SELECT c.*, s.kind FROM checkpoints c JOIN segments s ON s.id = c.segment "
@@ -151,7 +151,7 @@ def examine_checkpoints(plant: Plant, deep: bool) -> ExaminedKind:
     return replace(found, faults=[again(one) if one.subject in averages else one for one in found.faults])
 
 
-def _exports(plant: Plant, deep: bool) -> ExaminedKind:
+def _exports(plant: Plant, deep: bool) -> ExaminationResult:
     best = find_champion(plant.ledger)
     fault = lambda row, hashed: find_export_damage(row, hashed or (best is not None and best.candidate == row.id))
     rows = _kept(plant, CandidateRow.select(plant.ledger), lambda row: row.export_path)
@@ -159,9 +159,9 @@ def _exports(plant: Plant, deep: bool) -> ExaminedKind:
     return _look(plant, deep, "exports", rows, lambda row: row.id, fault, _repair(effect))
 
 
-def _raw_shards(plant: Plant, deep: bool) -> ExaminedKind:
+def _raw_shards(plant: Plant, deep: bool) -> ExaminationResult:
     """Examine the raw shards, from which repairs make token shards again."""
-    erased = {sha256: one["raw"] for sha256, one in erased_shards(plant.ledger).items() if one["raw"]}
+    erased = {sha256: one["raw"] for sha256, one in read_erased_shards(plant.ledger).items() if one["raw"]}
 
     def fault(row: dict[str, Any], hashed: bool) -> str:
         path, name = find_raw_shard(plant, row["sha256"])
@@ -187,11 +187,11 @@ def _raw_shards(plant: Plant, deep: bool) -> ExaminedKind:
     return _look(plant, deep, "raw shards", rows, lambda row: row["sha256"], fault, remedy)
 
 
-def _hashes(plant: Plant, deep: bool) -> ExaminedKind:
+def _hashes(plant: Plant, deep: bool) -> ExaminationResult:
     """Examine the files with hashes of documents, and their index."""
 
     def fault(source: tuple[int, str], hashed: bool) -> str:
-        file = hashes_file(plant.workspace.root, source[1])
+        file = get_hashes_path(plant.workspace.root, source[1])
         try:
             if hashed or not file.exists():
                 read_hashes(plant.workspace.root, source[1])
@@ -215,14 +215,16 @@ def _hashes(plant: Plant, deep: bool) -> ExaminedKind:
     return found
 
 
-def examine_tokenizer(plant: Plant, deep: bool) -> ExaminedKind:
+def examine_tokenizer(plant: Plant, deep: bool) -> ExaminationResult:
     """Examine the tokenizer."""
     fault = find_tokenizer_damage(plant)
     effect = Message("examining.restore_tokenizer", "The repair restores the tokenizer from a backup or an export")
-    return ExaminedKind("tokenizer", 1, 1, [Damage("tokenizer", "", fault, _repair(effect), True)] if fault else [])
+    return ExaminationResult(
+        "tokenizer", 1, 1, [Damage("tokenizer", "", fault, _repair(effect), True)] if fault else []
+    )
 
 
-def _folders(plant: Plant, deep: bool) -> ExaminedKind:
+def _folders(plant: Plant, deep: bool) -> ExaminationResult:
     """Check that each segment's folder exists and belongs to this segment's plan."""
 
     def fault(row: SegmentRow, hashed: bool) -> str:
@@ -248,13 +250,13 @@ def _folders(plant: Plant, deep: bool) -> ExaminedKind:
     return _look(plant, deep, "segments", rows, lambda row: row.id, fault, remedy)
 
 
-def _served(plant: Plant, deep: bool) -> ExaminedKind:
+def _served(plant: Plant, deep: bool) -> ExaminationResult:
     best = find_champion(plant.ledger)
     if best is None:
-        return ExaminedKind("served", 0, 0, [])
+        return ExaminationResult("served", 0, 0, [])
     note = read_published_note(plant.workspace)
     if note and (note["release"], note["export_sha256"]) == (best.number, best.export_sha256):
-        return ExaminedKind("served", 1, 1, [])
+        return ExaminationResult("served", 1, 1, [])
     what = Message(
         "examining.other_served",
         "{path} does not lead to the export of the champion, release {release}",
@@ -265,10 +267,10 @@ def _served(plant: Plant, deep: bool) -> ExaminedKind:
         "examining.serve_champion",
         "The repair points this link at the champion's export. 'factory run' also does so in its next pass",
     )
-    return ExaminedKind("served", 1, 1, [Damage("served", str(best.number), what, _repair(effect), True)])
+    return ExaminationResult("served", 1, 1, [Damage("served", str(best.number), what, _repair(effect), True)])
 
 
-def _orphans(plant: Plant, deep: bool) -> ExaminedKind:
+def _orphans(plant: Plant, deep: bool) -> ExaminationResult:
     """List segments and token shards without a row in the ledger. Unfinished ones do not appear: their folders are hidden, or have a row."""
     segments = {Path(row.folder).name for row in SegmentRow.select(plant.ledger)}
     shards = {Path(row["path"]).name for row in plant.ledger.read("SELECT path FROM token_shards")}
@@ -283,10 +285,10 @@ def _orphans(plant: Plant, deep: bool) -> ExaminedKind:
         Damage("orphans", path.name, Message("examining.orphan", "{path} is not in the ledger", path=path), remedy)
         for path in sorted(found)
     ]
-    return ExaminedKind("orphans", len(found), 0, faults)
+    return ExaminationResult("orphans", len(found), 0, faults)
 
 
-CHECKS: dict[str, Callable[[Plant, bool], ExaminedKind]] = {
+CHECKS: dict[str, Callable[[Plant, bool], ExaminationResult]] = {
     "tokenizer": examine_tokenizer,
     "token shards": examine_token_shards,
     "raw shards": _raw_shards,

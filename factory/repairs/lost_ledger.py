@@ -25,15 +25,15 @@ from factory.backups.backups import (
     POSTGRESQL_ADVICE,
     find_backup,
     find_database_damage,
+    format_backup_time,
     make_backup,
     read_backup_info,
-    restore_hashes,
-    time_for_name,
+    restore_document_hashes,
 )
 from factory.backups.signing_keys import restore_key
 from factory.core.errors import FactoryError, InputError, WorkspaceError
+from factory.core.path_removal import remove_path
 from factory.core.progress import Progress
-from factory.core.removal import remove_path
 from factory.core.workspace import FOLDERS, Workspace, list_factory_files
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ def restore_ledger(root: Path, name: str, progress: Progress) -> list[str]:
         if file.exists() and not find_database_damage(file) and list_backups(root):
             with suppress(OSError, ValueError, sqlite3.Error), journal.hold_journal_lock(root):
                 journal.append_changes(file, list_backups(root)[-1])
-        if base and (count := restore_hashes(root, base)):
+        if base and (count := restore_document_hashes(root, base)):
             said.append(
                 Message(
                     "lost_ledger.hashes",
@@ -276,7 +276,7 @@ def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
                 )
 
 
-def ingest_raw_shard(plant: Plant, path: Path, name: str) -> str:
+def reingest_raw_shard(plant: Plant, path: Path, name: str) -> str:
     """Ingest a raw shard under its original name, which determines the reader. Returns its SHA-256."""
     folder = plant.workspace.shards / f".again-{os.getpid()}"
     for left in (folder, *plant.workspace.shards.glob(".again-*")):  # left by a process that was killed
@@ -320,7 +320,7 @@ def _unknown_shards(plant: Plant) -> list[str]:
         prefix, _, name = path.name.partition("-")
         if len(prefix) == 16 and name and prefix not in known and not path.name.startswith("."):
             try:
-                ingest_raw_shard(plant, path, name)
+                reingest_raw_shard(plant, path, name)
                 said.append(
                     Message(
                         "lost_ledger.shard",
@@ -442,7 +442,7 @@ def _replace(root: Path, file: Path, made: Path, said: list[str]) -> None:
 
 def _replaced(root: Path) -> Path:
     """Make a new folder for replaced files. A second folder in the same second gets a number."""
-    name, number = f"replaced-{time_for_name()}", 0
+    name, number = f"replaced-{format_backup_time()}", 0
     while (folder := root / BACKUPS_FOLDER / (f"{name}-{number}" if number else name)).exists():
         number += 1
     folder.mkdir(parents=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from factory.core.errors import DamagedExportError, FactoryError, WorkspaceError
-from factory.core.faults import is_unreadable_now
+from factory.core.faults import is_temporary_read_failure
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ingest.hash_index import INDEX, HashIndex
@@ -27,7 +27,7 @@ from factory.repairs.examining import (
 )
 from factory.repairs.lost_ledger import restore_ledger, restore_mlflow
 from factory.repairs.token_shards import (
-    HashedShardNotes,
+    VerifiedShardRecord,
     find_token_shard_damage,
     rebuild_hashes,
     rebuild_token_shard,
@@ -118,7 +118,7 @@ def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
     Without ``every``, only token shards that changed since they were last hashed are hashed. The trainer itself hashes its other inputs.
     Raises: FactoryError with the remedy if a repair fails.
     """
-    row, known = SegmentRow.get(plant.ledger, number), HashedShardNotes(plant.workspace)
+    row, known = SegmentRow.get(plant.ledger, number), VerifiedShardRecord(plant.workspace)
     shards = {shard["id"]: Path(shard["path"]) for shard in read_data_plan(plant.ledger, row)["token_shards"]}
     looked = {name: path for name, path in shards.items() if every or not known.is_unchanged(path)}
     damaged = []
@@ -130,7 +130,7 @@ def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
     if every and row.parent and (fault := find_checkpoint_damage(last_checkpoint(plant.ledger, row.parent), deep=True)):
         damaged.append(Damage("checkpoints", str(row.parent), fault, "", True))
     mended = _mended(plant, damaged)
-    known.note_undamaged(looked.values())
+    known.record_verified(looked.values())
     return mended
 
 
@@ -144,7 +144,7 @@ def call_with_repairs(plant: Plant, act: Callable[[], T]) -> T:
         try:
             return act()
         except (FactoryError, TrainerError, OSError, ValueError) as error:
-            if isinstance(error, WorkspaceError) or is_unreadable_now(error):
+            if isinstance(error, WorkspaceError) or is_temporary_read_failure(error):
                 raise  # the workspace is in use, the ledger is damaged, or a fault of the machine prevents reading
             if isinstance(error, DamagedExportError):
                 found = [Damage("exports", str(error.candidate), error.why, "", True)]

@@ -22,8 +22,8 @@ import sqlalchemy as sa
 import yaml
 
 from factory.core.errors import ConfigError, WorkspaceError
-from factory.core.faults import is_unreadable_now
-from factory.core.removal import remove_path
+from factory.core.faults import is_temporary_read_failure
+from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
 from factory.ingest.chain import split_into_chunks
 from factory.ingest.decisions import COPY_OF_BARRED
@@ -32,8 +32,8 @@ from factory.ingest.hash_index import (
     HELD,
     HashedDocument,
     HashIndex,
-    hashes_file,
-    key_prefix,
+    get_hashes_path,
+    make_key_prefix,
     read_hashes,
     write_hashes,
 )
@@ -55,7 +55,7 @@ from factory.ingest.worker import (
 from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger, record_event, tokenizers
 from factory.ledger.plant import Plant
-from factory.ledger.removals import erased_shards
+from factory.ledger.removals import read_erased_shards
 from factory.training.segment_folder import move_to_set_aside
 from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
@@ -94,11 +94,11 @@ def find_token_shard_damage(path: Path, deep: bool) -> str:
                     path=file,
                 )
     except TokenShardError as error:
-        if is_unreadable_now(error):
+        if is_temporary_read_failure(error):
             raise
         return Message.from_json(getattr(error, "message", str(error))) if path.exists() else _missing(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if is_unreadable_now(error):
+        if is_temporary_read_failure(error):
             raise
         return Message("token_shards.unreadable", "{path} cannot be read: {why}", path=path, why=str(error))
     return ""
@@ -108,7 +108,7 @@ def _missing(path: Path) -> Message:
     return Message("token_shards.missing", "{path} is missing", path=path)
 
 
-class HashedShardNotes:
+class VerifiedShardRecord:
     """Notes, in ``cache/hashed.json``, the sizes and times that the files of a token shard had when their hashes were last found correct.
 
     A file with the noted size and times counts as unchanged, so the start of a segment hashes only new and changed files. A disk that corrupts a
@@ -127,7 +127,7 @@ class HashedShardNotes:
         """Return whether a token shard's files have the noted sizes and times."""
         return self.known.get(folder.name) == _times(folder)
 
-    def note_undamaged(self, folders: Iterable[Path]) -> None:
+    def record_verified(self, folders: Iterable[Path]) -> None:
         """Note the sizes and times of token shards whose hashes were found correct."""
         new = {folder.name: _times(folder) for folder in folders}
         if any(self.known.get(name) != times for name, times in new.items()):
@@ -160,7 +160,7 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
     """Make a token shard again from its raw shard. Returns why this is impossible, or ''. The damaged token shard is set aside."""
     row = plant.ledger.read("SELECT shard, path FROM token_shards WHERE id = :id", id=number)[0]
     # If text of the shard was erased, the raw file has changed and gives other tokens.
-    erased = erased_shards(plant.ledger).get(row["shard"])
+    erased = read_erased_shards(plant.ledger).get(row["shard"])
     expected = erased["token_shards"].get(number, {}).get("content", number) if erased else number
     raw, why = _whole_raw(plant, row["shard"])
     if raw is None:
@@ -212,7 +212,7 @@ def rebuild_hashes(plant: Plant, subject: str) -> str:
     An undamaged copy in a backup is used if there is one. Otherwise the new file has all n-grams of each held-out document, also those that were
     common at ingest, and no n-grams of erased documents. The damaged file is set aside.
     """
-    file = hashes_file(plant.workspace.root, subject)
+    file = get_hashes_path(plant.workspace.root, subject)
     if file.exists():
         move_to_set_aside(plant.workspace.root, file)
     make = _hashes_of_shard if subject.startswith("shard:") else _hashes_of_task
@@ -231,13 +231,15 @@ def _hashes_from_backup(plant: Plant, subject: str) -> bool:
             continue
         if subject.startswith("shard:"):
             shard, wanted = _hashed_rows(plant, subject)
-            erased = {f"{shard[:16]}:{row}" for row in erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]}
+            erased = {
+                f"{shard[:16]}:{row}" for row in read_erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]
+            }
             listed = {row["key"]: row["held_out"] for row in found if row["key"] not in erased}
             if listed != {key: bool(row["is_held"]) for key, row in wanted.items()}:
                 continue
-        file = hashes_file(plant.workspace.root, subject)
+        file = get_hashes_path(plant.workspace.root, subject)
         file.parent.mkdir(exist_ok=True)
-        write_atomically(file, hashes_file(backup, subject).read_bytes())
+        write_atomically(file, get_hashes_path(backup, subject).read_bytes())
         return True
     return False
 
@@ -288,7 +290,7 @@ def _hashes_of_shard(plant: Plant, subject: str) -> str:
 
 def _hashed_rows(plant: Plant, subject: str) -> tuple[str, dict[str, Any]]:
     """Return a shard's SHA-256 and, by key and in order, the document rows that its file of hashes must have. Erased documents are left out."""
-    of = f"{key_prefix(subject)}%"
+    of = f"{make_key_prefix(subject)}%"
     shard: str = plant.ledger.read("SELECT sha256 FROM shards WHERE sha256 LIKE :of", of=of)[0]["sha256"]
     sql = (
         'SELECT "key", row, content_sha256, token_shard, "key" IN (SELECT "key" FROM held_out) AS is_held FROM documents '
@@ -296,7 +298,7 @@ def _hashed_rows(plant: Plant, subject: str) -> tuple[str, dict[str, Any]]:
         "ORDER BY fate = 'dropped', row"
     )
     rows = plant.ledger.read(sql, shard=shard, copy=f"%{COPY_OF_BARRED}%")
-    erased = set(erased_shards(plant.ledger).get(shard, {"rows": []})["rows"])
+    erased = set(read_erased_shards(plant.ledger).get(shard, {"rows": []})["rows"])
     return shard, {row["key"]: row for row in rows if row["row"] not in erased}
 
 
@@ -310,7 +312,7 @@ def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
             shard=name,
             folder=plant.workspace.shards / "raw",
         )
-    erased = erased_shards(plant.ledger).get(shard)
+    erased = read_erased_shards(plant.ledger).get(shard)
     if file_sha256(raw) != ((erased and erased["raw"]) or shard):
         return None, Message(
             "token_shards.other_raw_shard",
@@ -357,7 +359,7 @@ def _documents(
     plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, token_shard: str
 ) -> Iterator[TokenizedDocument]:
     """Yield the documents of a token shard, in its order."""
-    erased = erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]
+    erased = read_erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]
     wanted = {
         row["key"]
         for row in plant.ledger.read('SELECT "key" FROM documents WHERE token_shard = :number', number=token_shard)
@@ -443,7 +445,7 @@ def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hash
         table = read_hashes(plant.workspace.root, subject)
     except WorkspaceError:
         sql = 'SELECT "key", content FROM held_out WHERE "key" LIKE :of'
-        for row in plant.ledger.read(sql, of=f"{key_prefix(subject)}:%"):
+        for row in plant.ledger.read(sql, of=f"{make_key_prefix(subject)}:%"):
             yield row["key"], np.unique(contamination.hash_ngrams(hash_words(text_to_compare(row["content"])), n))
     else:
         for row in table.filter(pc.field("held_out")).to_pylist():

@@ -16,22 +16,22 @@ from typing import Any
 
 from factory.computing.compute_settings import format_kernels
 from factory.core.errors import FactoryError, SegmentError
-from factory.core.faults import is_unreadable_now
-from factory.core.removal import remove_path
+from factory.core.faults import is_temporary_read_failure
+from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
-from factory.evals.suite import hash_held_out_document, hash_suite
-from factory.gates.patch.held_out_scores import measure_weights, read_held_out_texts
+from factory.evals.suite import hash_suite, identify_held_out_document
+from factory.gates.patch.held_out_scores import measure_bits_per_byte, read_held_out_texts
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.replica_noise import MEASURED, ReplicaNoise, find_due_anneal, may_start_replicas
 from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
 from factory.ledger.removals import with_replaced_token_shards
-from factory.ledger.rows import ReadsSql, SegmentRow, Subject
+from factory.ledger.rows import SegmentRow, SqlReader, Subject
 from factory.retrying.watchdog import measure_usual_times
 from factory.runs.arm import Arm
+from factory.runs.arm_runner import ArmRunner
 from factory.runs.live_code import LiveCode
-from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import read_checkpoint
 from factory.runs.trainer_folder import read_result
 from factory.training.planning import last_checkpoint
@@ -45,7 +45,7 @@ def train_next_replica(plant: Plant, anneal: int) -> None:
     If the anneal's replicas are not due, only its folder of replicas is removed. Raises: FactoryError if a trainer fails; PausedError.
     """
     policy = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml"))
-    wanted = find_replica_to_train(plant.workspace, plant.ledger, policy)
+    wanted = find_anneal_to_replicate(plant.workspace, plant.ledger, policy)
     runs = replica_runs(plant, anneal)
     if wanted is None or wanted[0].id != anneal:
         remove_path(runs.home)
@@ -60,15 +60,17 @@ def train_next_replica(plant: Plant, anneal: int) -> None:
     remove_path(runs.home)
 
 
-def find_waiting_anneal(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> int | None:
+def find_anneal_with_replica_work(workspace: Workspace, db: SqlReader, policy: ReleasePolicy) -> int | None:
     """Return the number of an anneal whose replicas must be trained, measured or removed; None: no such anneal."""
-    if wanted := find_replica_to_train(workspace, db, policy):
+    if wanted := find_anneal_to_replicate(workspace, db, policy):
         return wanted[0].id
     left = sorted(int(path.name) for path in replicas_folder(workspace).glob("*") if path.name.isdigit())
     return left[0] if left else None
 
 
-def find_replica_to_train(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> tuple[SegmentRow, int] | None:
+def find_anneal_to_replicate(
+    workspace: Workspace, db: SqlReader, policy: ReleasePolicy
+) -> tuple[SegmentRow, int] | None:
     """Return the anneal whose replicas are due, and its release; None: no such anneal.
 
     An anneal is skipped if its parent's checkpoint is missing, or if no replica has begun and they would take more than their share of all steps.
@@ -88,8 +90,8 @@ def replicas_folder(workspace: Workspace) -> Path:
     return workspace.root / "replicas"
 
 
-def replica_runs(plant: Plant, anneal: int) -> TaskRuns:
-    return TaskRuns(plant, replicas_folder(plant.workspace) / f"{anneal:05d}", "replica", Subject("segment", anneal))
+def replica_runs(plant: Plant, anneal: int) -> ArmRunner:
+    return ArmRunner(plant, replicas_folder(plant.workspace) / f"{anneal:05d}", "replica", Subject("segment", anneal))
 
 
 def replica_arm(plant: Plant, row: SegmentRow, number: int) -> Arm:
@@ -100,19 +102,19 @@ def replica_arm(plant: Plant, row: SegmentRow, number: int) -> Arm:
     return Arm(f"replica {number}", spec, row.code_commit, plan=order, kernels=format_kernels(row.computing))
 
 
-def _fault(runs: TaskRuns, arm: Arm) -> str:
+def _fault(runs: ArmRunner, arm: Arm) -> str:
     """Return why a replica is unfinished or damaged; '' if it is neither."""
-    from trainer.contract.checkpoint.format import find_fault
+    from trainer.contract.checkpoint.format import find_checkpoint_fault
 
     try:
-        return find_fault(Path(read_result(runs.folder(arm), arm.last)["checkpoint"]))
+        return find_checkpoint_fault(Path(read_result(runs.folder(arm), arm.last)["checkpoint"]))
     except (SegmentError, OSError) as error:
-        if is_unreadable_now(error):
+        if is_temporary_read_failure(error):
             raise
         return str(error)
 
 
-def _train(runs: TaskRuns, row: SegmentRow, number: int, arm: Arm) -> None:
+def _train(runs: ArmRunner, row: SegmentRow, number: int, arm: Arm) -> None:
     plant, folder = runs.plant, runs.folder(arm)
     if (folder / "result.json").exists():
         remove_path(folder)  # the replica is damaged
@@ -153,7 +155,7 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
     title = Message("replicas.measuring", "measuring replicas of segment {segment}", segment=row.id)
     with plant.progress.task(title, len(checkpoints)) as task:
         for checkpoint in checkpoints:
-            found = measure_weights(read_checkpoint(checkpoint).model, row.recipe_json, texts, evals)
+            found = measure_bits_per_byte(read_checkpoint(checkpoint).model, row.recipe_json, texts, evals)
             task.advance(1, "bits per byte")
             if broken := sorted(domain for domain, bits in found.items() if not math.isfinite(bits)):
                 raise FactoryError(
@@ -163,21 +165,21 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
                     checkpoint=checkpoint, domains=broken, segment=row.id,
                 )  # fmt: skip
             runs.append(found)
-    documents = {"items": [hash_held_out_document(text.document) for text in texts]}
+    documents = {"items": [identify_held_out_document(text.document) for text in texts]}
     detail: dict[str, Any] = {
         "release": release, "recipe_sha256": row.recipe_sha256, "documents_sha256": hash_suite(documents), "runs": runs,
         "checkpoints": [manifest_sha256(checkpoint) for checkpoint in checkpoints],
     }  # fmt: skip
     with plant.ledger.begin() as tx:
         record_event(tx, MEASURED, Subject("segment", row.id), detail)
-    noise = noise_line(ReplicaNoise.of_runs(runs, policy.target.weights))
+    noise = describe_noise(ReplicaNoise.of_runs(runs, policy.target.weights))
     plant.progress.line(Message("replicas.measured", "  {noise}", noise=noise))
 
 
-def noise_line(noise: ReplicaNoise) -> Message:
+def describe_noise(noise: ReplicaNoise) -> Message:
     """Return the noise as a line for a person.
 
-    >>> noise_line(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
+    >>> describe_noise(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
     'With another order of the same data, bits per byte change by 0.0042 (code), 0.0050 (docs) (standard deviation of 3 trainings).'
     """
     return Message(

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.faults import is_disk_full
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
 from factory.git.repository import remove_worktree
 from factory.ledger.file_events import RETIRED
@@ -28,7 +28,7 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.retention.choosing import RetentionDecision, choose_removals
 from factory.retention.needs import RetentionNeeds
 from factory.retention.policy import RetentionPolicy
-from factory.retention.stored_folders import list_stored
+from factory.retention.stored_folders import list_stored_folders
 from kernels.contract.message import Message
 
 REMOVED = ".retired-"  # the prefix of a folder while it is being removed
@@ -51,7 +51,7 @@ class CleaningResult:
 def list_retention_decisions(plant: Plant, *, hard: bool = False) -> list[RetentionDecision]:
     """Decide about each stored folder. With ``hard``, keep only needed files, as for a full disk. Raises: ConfigError, RepositoryError."""
     policy = RetentionPolicy.load(plant.workspace.policy_path("retention.yaml"))
-    found = list_stored(
+    found = list_stored_folders(
         plant
     )  # listed before the needs are read, so that a folder that is made meanwhile is not in the list
     needs = RetentionNeeds.find(plant)

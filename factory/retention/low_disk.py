@@ -27,7 +27,7 @@ def is_own_disk_full(workspace: Workspace, error: BaseException) -> bool:
     return room.free < room.total / 2
 
 
-def free_space(plant: Plant) -> None:
+def make_room_on_disk(plant: Plant) -> None:
     """Remove all files that nothing needs. Prints a line if any were removed."""
     cleaned = remove_unneeded(plant, hard=True)
     if cleaned.removed_decisions():
@@ -48,7 +48,7 @@ def must_training_wait(plant: Plant) -> bool:
     floor = policy.floor_for_disk(room.total)
     was_low = find_low_disk(plant.ledger) is not None
     if room.free < floor:
-        free_space(plant)
+        make_room_on_disk(plant)
         room = disk_usage(plant.workspace.root)
     is_low = room.free < floor
     if is_low != was_low:

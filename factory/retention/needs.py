@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from factory.audit.audit_windows import DRAWN, AuditWindow, count_tries
+from factory.audit.audit_windows import DRAWN, AuditWindow, count_audit_tries
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AUDIT
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.replica_noise import find_due_anneal
 from factory.git.repository import get_live_commit
-from factory.ledger.anomalies import CLOSED, newest_details_by_anomaly, open_anomalies
+from factory.ledger.anomalies import CLOSED, list_open_anomalies, newest_details_by_anomaly
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, ProposalRow, ReadsSql, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, SqlReader, Subject, VerdictRow
 from kernels.contract.message import Message
 
 Reasons = dict[int, str]
@@ -60,7 +60,7 @@ class RetentionNeeds:
         )
         return found
 
-    def _unfinished(self, db: ReadsSql) -> None:
+    def _unfinished(self, db: SqlReader) -> None:
         rows = SegmentRow.select(db)
         for row in rows:
             replaced = any(
@@ -83,7 +83,7 @@ class RetentionNeeds:
                         averaged = Message("needs.averaged", "{why} and averages this checkpoint", why=why)
                         self.steps.setdefault((source["segment"], source["step"]), averaged)
 
-    def _trunk(self, db: ReadsSql) -> None:
+    def _trunk(self, db: SqlReader) -> None:
         """Find the checkpoints from which the next segments start, and from which the gates train."""
         trunk = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
         if trunk is None:
@@ -97,7 +97,7 @@ class RetentionNeeds:
         if anneal := SegmentRow.first(db, "WHERE kind = 'anneal' AND state = 'done' ORDER BY id DESC"):
             self.ends.setdefault(anneal.id, Message("needs.anneal", "the trunk may continue from this checkpoint"))
 
-    def _candidates(self, db: ReadsSql) -> None:
+    def _candidates(self, db: SqlReader) -> None:
         released = {row.candidate: row.number for row in ReleaseRow.select(db)}
         rows = CandidateRow.select(db)
         done = SegmentRow.select(db, "WHERE kind <> 'trunk' AND state = 'done'")
@@ -125,11 +125,11 @@ class RetentionNeeds:
             self.exports.setdefault(row.segment, why)
             self.ends.setdefault(row.segment, why)
 
-    def _anomalies(self, db: ReadsSql, kinds: Collection[str]) -> None:
+    def _anomalies(self, db: SqlReader, kinds: Collection[str]) -> None:
         """Find all segments of the lineage of each open anomaly: its diagnosis may replay from any earlier checkpoint."""
         counts = {row.id for row in SegmentRow.select(db, "WHERE state <> 'rewound'")}
         open_ = lambda number: Message("needs.open_anomaly", "anomaly {anomaly} is open", anomaly=number)
-        for anomaly in open_anomalies(db, kinds):
+        for anomaly in list_open_anomalies(db, kinds):
             if anomaly.segment in counts:
                 for row in SegmentRow.lineage(db, anomaly.segment):
                     self.segments.setdefault(row.id, open_(anomaly.id))
@@ -139,7 +139,7 @@ class RetentionNeeds:
             row["id"]: open_(row["id"]) for row in rows if row["id"] not in closed and row["segment"] in counts
         }
 
-    def _audits(self, db: ReadsSql, policy: AuditPolicy) -> None:
+    def _audits(self, db: SqlReader, policy: AuditPolicy) -> None:
         drawn = {
             Subject.parse(row["subject"]).number
             for row in db.read("SELECT subject FROM events WHERE kind = :kind", kind=DRAWN)
@@ -147,7 +147,7 @@ class RetentionNeeds:
         for number in drawn:
             window, row = AuditWindow.of_segment(db, number), SegmentRow.get(db, number)
             verdict = VerdictRow.newest(db, AUDIT, Subject("segment", number))
-            over = verdict is not None and (verdict.outcome != "hold" or count_tries(db, number) >= policy.tries)
+            over = verdict is not None and (verdict.outcome != "hold" or count_audit_tries(db, number) >= policy.tries)
             if window is None or not window.steps or over or row.state == "rewound":
                 continue
             why = Message("needs.audit", "the audit of segment {segment} is not done", segment=number)
@@ -156,7 +156,7 @@ class RetentionNeeds:
             if row.parent is not None:
                 self.ends.setdefault(row.parent, why)
 
-    def _replicas(self, db: ReadsSql, policy: ReleasePolicy) -> None:
+    def _replicas(self, db: SqlReader, policy: ReleasePolicy) -> None:
         if wanted := find_due_anneal(db, policy.replicas):
             row, _ = wanted
             why = Message("needs.replicas", "replicas of segment {segment} will be trained", segment=row.id)

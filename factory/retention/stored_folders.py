@@ -46,7 +46,7 @@ class StoredFolder:
         return sum(_size(Path(folder) / name) for folder, _, names in os.walk(self.path) for name in names)
 
 
-def list_stored(plant: Plant) -> list[StoredFolder]:
+def list_stored_folders(plant: Plant) -> list[StoredFolder]:
     """Return all stored folders, in a fixed order."""
     kinds = (_of_candidates(plant), _of_nothing(plant), _runs(plant))
     return [*_of_segments(plant.workspace), *_of_commits(plant.workspace), *(what for kind in kinds for what in kind)]

@@ -16,7 +16,7 @@ from factory.core.errors import InputError, WaitingError
 from factory.core.time_formats import format_local_time
 from factory.ledger.anomalies import CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED, SEGMENT_REWOUND
 from factory.ledger.removals import REMOVED, RETURNED
-from factory.ledger.rows import ReadsSql, SegmentRow
+from factory.ledger.rows import SegmentRow, SqlReader
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Pause:
         )  # fmt: skip
 
 
-def current_pause(db: ReadsSql) -> Pause | None:
+def current_pause(db: SqlReader) -> Pause | None:
     """Return the pause in force, or None."""
     found = db.read(
         f"SELECT kind, at, detail FROM events WHERE kind IN ('{PAUSED}', '{RESUMED}') ORDER BY id DESC LIMIT 1"
@@ -93,7 +93,7 @@ def resume_daemon(ledger: Ledger, by: str) -> Pause:
     return found
 
 
-def refuse_paused(db: ReadsSql) -> None:
+def refuse_while_paused(db: SqlReader) -> None:
     """Raises: PausedError while training is paused."""
     if found := current_pause(db):
         raise PausedError(found.message)
@@ -108,7 +108,7 @@ def request_actions(ledger: Ledger, actions: Iterable[str], by: str, **how: Any)
             record_event(tx, ASKED, "daemon", {"action": action, "by": by, **how})
 
 
-def open_requests(db: ReadsSql) -> dict[str, dict[str, Any]]:
+def open_requests(db: SqlReader) -> dict[str, dict[str, Any]]:
     """Return the requests that are not done yet, by action, oldest first.
 
     Each has ``action``, ``by``, ``at`` and ``event`` (the number of its newest event).
@@ -142,7 +142,7 @@ class RewoundError(WaitingError):
     """A person or a diagnosis made a decision that invalidates the work. The work did not fail, and none of it is recorded."""
 
 
-def refuse_rewound(db: ReadsSql, segment: int) -> None:
+def refuse_rewound(db: SqlReader, segment: int) -> None:
     """Raises: RewoundError when the segment was rewound."""
     if SegmentRow.get(db, segment).state == "rewound":
         raise RewoundError(
@@ -152,7 +152,7 @@ def refuse_rewound(db: ReadsSql, segment: int) -> None:
         )
 
 
-def newest_decision_event(db: ReadsSql) -> int:
+def newest_decision_event(db: SqlReader) -> int:
     """Return the number of the newest event that changes the start, the documents or the recipe of the next segment; 0 without one."""
     kinds = ", ".join(
         f"'{kind}'"
@@ -161,7 +161,7 @@ def newest_decision_event(db: ReadsSql) -> int:
     return int(db.read(f"SELECT MAX(id) AS id FROM events WHERE kind IN ({kinds})")[0]["id"] or 0)
 
 
-def refuse_newer_decision(db: ReadsSql, before: int) -> None:
+def refuse_newer_decision(db: SqlReader, before: int) -> None:
     """Raises: RewoundError when a decision is newer than ``before``, a result of ``newest_decision_event``."""
     if newest_decision_event(db) != before:
         raise RewoundError(

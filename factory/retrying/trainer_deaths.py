@@ -19,7 +19,7 @@ from factory.core.errors import InputError, SegmentError
 from factory.core.faults import is_machine_fault_without_file
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
 from factory.core.untrusted_trainer_files import read_json_object
-from factory.ledger.rows import ReadsSql, SegmentRow, Subject
+from factory.ledger.rows import SegmentRow, SqlReader, Subject
 from factory.retrying.requests import refuse_rewound
 from kernels.contract.message import Message
 
@@ -199,7 +199,7 @@ def record_death(
     return SegmentRow.get(ledger, row.id)
 
 
-def _steps_at_deaths(db: ReadsSql, segment: int) -> list[int]:
+def _steps_at_deaths(db: SqlReader, segment: int) -> list[int]:
     """Return, for each death since the last ``factory retry`` of the segment, the step of the newest checkpoint; −1: no checkpoint."""
     subject = str(Subject("segment", segment))
     rows = db.read("SELECT kind, detail FROM events WHERE subject = :subject ORDER BY id", subject=subject)
@@ -213,19 +213,19 @@ def _steps_at_deaths(db: ReadsSql, segment: int) -> list[int]:
     return steps
 
 
-def find_open_segment(db: ReadsSql) -> int | None:
+def find_open_segment(db: SqlReader) -> int | None:
     """Return the number of the oldest segment in the state 'planned', or None."""
     row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
     return row.id if row else None
 
 
-def find_parked_segment(db: ReadsSql) -> SegmentRow | None:
+def find_parked_segment(db: SqlReader) -> SegmentRow | None:
     """Return the newest segment (averages do not count) if it is parked, else None. No other segment trains before a person decides about it."""
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     return newest if newest is not None and newest.state == "failed" else None
 
 
-def parked_message(db: ReadsSql, row: SegmentRow) -> Message:
+def describe_parked_segment(db: SqlReader, row: SegmentRow) -> Message:
     """Return a line that says which segment is parked, at which step and why."""
     step = newest_checkpoint_step(row)
     begun = Message("retrying.before_first_checkpoint", "before its first checkpoint")
@@ -246,13 +246,13 @@ def parked_commands(row: SegmentRow) -> Message:
     return Message("retrying.parked_commands", "factory retry {segment}, or factory abandon {segment}", segment=row.id)
 
 
-def parked_instructions(db: ReadsSql, row: SegmentRow) -> Message:
-    """Return ``parked_message`` with the two commands and their effects."""
+def explain_parked_segment(db: SqlReader, row: SegmentRow) -> Message:
+    """Return ``describe_parked_segment`` with the two commands and their effects."""
     step = newest_checkpoint_step(row)
     return Message(
         "retrying.parked_to_do", "{parked}. Training waits until a person decides. To continue the segment from {start} with its recipe and data, "
         "correct the cause and run 'factory retry {segment}'. To give up the segment's steps and train with the present recipe and data, run "
-        "'factory abandon {segment}'.", parked=parked_message(db, row), start=format_start(step), step=step, segment=row.id,
+        "'factory abandon {segment}'.", parked=describe_parked_segment(db, row), start=format_start(step), step=step, segment=row.id,
     )  # fmt: skip
 
 
@@ -265,13 +265,13 @@ def format_start(step: int | None) -> str:
     return f"step {step}" if step is not None else "its beginning"
 
 
-def refuse_parked(db: ReadsSql) -> None:
+def refuse_while_parked(db: SqlReader) -> None:
     """Raises: InputError while a segment is parked."""
     if row := find_parked_segment(db):
-        raise InputError(parked_instructions(db, row))
+        raise InputError(explain_parked_segment(db, row))
 
 
-def newest_retry_request(db: ReadsSql) -> int:
+def newest_retry_request(db: SqlReader) -> int:
     """Return the number of the newest event in which a person asked for another try; 0 without one."""
     return int(db.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=ASKED)[0]["id"] or 0)
 

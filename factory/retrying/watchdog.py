@@ -156,7 +156,7 @@ class Watchdog:
 def _tree(process: int) -> Iterator[int]:
     """Yield a process and all its descendants."""
     yield process
-    for child in stopping.child_processes(process):
+    for child in stopping.list_child_processes(process):
         yield from _tree(child)
 
 

@@ -89,7 +89,7 @@ def tensor_distance(
     return TensorDistance(float((others - way).norm()), float(way.norm()))
 
 
-def sum_by_kind(moments: Mapping[str, TensorDistance]) -> dict[str, TensorDistance]:
+def sum_distances_by_kind(moments: Mapping[str, TensorDistance]) -> dict[str, TensorDistance]:
     """Sum the distances of moments by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``): sizes of different kinds are not comparable."""
     kinds = sorted({name.partition(".")[0] for name in moments})
     return {
@@ -97,7 +97,7 @@ def sum_by_kind(moments: Mapping[str, TensorDistance]) -> dict[str, TensorDistan
     }
 
 
-def find_unlike_tensor(a: Checkpoint, b: Checkpoint) -> str:
+def find_unmatched_tensor(a: Checkpoint, b: Checkpoint) -> str:
     """Return the name of the first tensor that has no counterpart of the same shape and dtype; '': none."""
     for ours, theirs in ((a.model, b.model), (a.optimizer, b.optimizer)):
         for name in sorted(ours.keys() | theirs.keys()):
@@ -115,7 +115,7 @@ def have_same_bits(a: Checkpoint, b: Checkpoint) -> bool:
         for name in ours
         if name in theirs
     ]
-    return not find_unlike_tensor(a, b) and all(torch.equal(one, two) for one, two in pairs)
+    return not find_unmatched_tensor(a, b) and all(torch.equal(one, two) for one, two in pairs)
 
 
 def find_different_weights(a: Tensors, b: Tensors) -> list[str]:
@@ -136,10 +136,10 @@ def sum_distances(parts: Iterable[TensorDistance]) -> TensorDistance:
     TensorDistance(apart=5.0, size=1.0)
     """
     held = list(parts)
-    return TensorDistance(vector_norm(one.apart for one in held), vector_norm(one.size for one in held))
+    return TensorDistance(combine_norms(one.apart for one in held), combine_norms(one.size for one in held))
 
 
-def vector_norm(parts: Iterable[float]) -> float:
+def combine_norms(parts: Iterable[float]) -> float:
     """Return the norm of a vector, given the norms of its parts."""
     return math.sqrt(math.fsum(part * part for part in parts))
 

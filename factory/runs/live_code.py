@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from factory.core import devices
 from factory.core.errors import ConfigError, IsolationError
-from factory.core.launching import count_ranks, launcher_command, make_die_with_parent
+from factory.core.launching import build_launcher_command, count_ranks, make_die_with_parent
 from factory.core.stop_signals import TRAINER_STOP_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
@@ -126,7 +126,7 @@ class LiveCode:
             errors = []
             try:
                 with kill_when_idle(process.pid, self.hung_seconds) as killed:
-                    for line in process.errors():
+                    for line in process.read_error_lines():
                         on_line(line)
                         errors.append(line)
                     process.wait()
@@ -157,7 +157,7 @@ def choose_isolation(plant: Plant) -> tuple[bool, str]:
             file=where,
         )
     else:
-        why = live_sandbox.find_refusal()
+        why = live_sandbox.find_sandbox_problem()
     if not why:
         return True, ""
     advice = Message(
@@ -228,7 +228,7 @@ def start_trainer(
         threads = str(max(1, len(os.sched_getaffinity(0)) // started))
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
     logs = Path("/tmp") if code.isolated else workspace.logs / "torchrun"
-    words = launcher_command(workspace, logs, count)
+    words = build_launcher_command(workspace, logs, count)
     try:
         return code.start(
             [*words, "-m", "trainer", *arguments],

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from factory.core import devices
 from factory.core.errors import SegmentError, WaitingError
-from factory.core.faults import is_machine_fault, is_unreadable_now
+from factory.core.faults import is_machine_fault, is_temporary_read_failure
 from factory.core.launching import (
     EXIT_DISK_FULL,
     LOG_BYTES,
@@ -26,12 +26,12 @@ from factory.core.launching import (
     read_exit_code,
     remove_exit_codes,
 )
+from factory.core.path_removal import remove_path
 from factory.core.progress import ProgressTask
-from factory.core.removal import remove_path
 from factory.core.untrusted_trainer_files import count_lines, read_json_object, read_tail
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.requests import refuse_paused
+from factory.retrying.requests import refuse_while_paused
 from factory.retrying.trainer_deaths import (
     HUNG,
     KILLED,
@@ -80,14 +80,14 @@ def train_live(
     hung, had too little memory, or found the disk full. After ``tries`` (``policies/retries.yaml``) such ends without a new result, the last end is
     returned instead.
     """
-    refuse_paused(plant.ledger)
+    refuse_while_paused(plant.ledger)
     home.mkdir(parents=True, exist_ok=True)
     (count,) = {arm.ranks for arm in arms.values()}
     alone = (count_ranks(plant.workspace) if count is None else count) == 1
     lanes = _lanes(arms, len(devices.device_names()) if alone and len(arms) > 1 else 1)
     with lock_folder(home) as lock:  # the trainer of a killed factory may still write its last checkpoint
         remove_links_and_pipes(home, plant.progress)
-        specs = {folder: prepare_folder(home, folder, arm) for folder, arm in arms.items()}
+        specs = {folder: prepare_arm_folder(home, folder, arm) for folder, arm in arms.items()}
         if all((folder / "result.json").exists() for folder in arms):
             return TrainerExit()
         steps = sum(arm.last - arm.first for arm in arms.values())
@@ -155,7 +155,7 @@ class _Lane:
                     made, done = made + max(0, now - done), now
                     hung = "" if over else dog.check(made)
                     with ignore_machine_faults():
-                        refuse_paused(plant.ledger)
+                        refuse_while_paused(plant.ledger)
             except BaseException:
                 stop_trainer(process)
                 raise
@@ -214,7 +214,7 @@ def _count_end(path: Path, folders: Sequence[Path]) -> int:
     return int(count) + 1
 
 
-def prepare_folder(home: Path, folder: Path, arm: Arm) -> Spec:
+def prepare_arm_folder(home: Path, folder: Path, arm: Arm) -> Spec:
     """Make the folder of an arm, with a copy of the checkpoint from which it resumes. A folder with the same specification is kept.
 
     Returns the specification.
@@ -226,7 +226,7 @@ def prepare_folder(home: Path, folder: Path, arm: Arm) -> Spec:
     try:
         known = json.loads((folder / "segment.json").read_text())
     except (OSError, ValueError) as error:
-        if is_unreadable_now(error):
+        if is_temporary_read_failure(error):
             raise
         known = None
     if known != spec:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from factory.core import devices
 from factory.core.faults import is_machine_fault_without_file
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.runs.arm import Arm, Spec
 from factory.runs.trainer_folder import write_spec_into_open_folder
 from factory.sandbox import cpu_clock, sandbox

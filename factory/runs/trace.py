@@ -221,12 +221,12 @@ def read_step_lines(folder: Path, name: str) -> list[dict[str, Any]]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise missing_file_error(folder.name, error) from None
     try:
-        return read_lines_in(opened, name)
+        return read_step_lines_in_open_folder(opened, name)
     finally:
         os.close(opened)
 
 
-def read_lines_in(folder: int, name: str) -> list[dict[str, Any]]:
+def read_step_lines_in_open_folder(folder: int, name: str) -> list[dict[str, Any]]:
     """Do the same as ``read_step_lines`` for a folder that is given as a descriptor."""
     stored = read_bytes(folder, (name,), LOG_BYTES) if name in os.listdir(folder) else b""
     found = []

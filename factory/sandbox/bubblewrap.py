@@ -63,7 +63,7 @@ def build_command(
     starts, and ``{"exit-code": n}``, which is missing if bubblewrap itself failed. Raises: IsolationError.
     """
     arguments = [
-        *private_mount_words(bool(nodes)),
+        *build_private_mount_command(bool(nodes)),
         choose_bubblewrap()[0],
         *NAMESPACES,
         "--new-session",
@@ -102,7 +102,7 @@ def build_command(
     return [*arguments, "--", *words]
 
 
-def private_mount_words(gpu: bool) -> list[str]:
+def build_private_mount_command(gpu: bool) -> list[str]:
     """Return the beginning of the command line, which starts bubblewrap in a private mount namespace.
 
     Later mounts of the host then do not appear in the sandbox. Root needs this, because user 0 could write to a later mount. The list is empty for

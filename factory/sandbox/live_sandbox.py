@@ -21,7 +21,7 @@ from typing import IO
 from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap, sandbox
 from factory.sandbox.linked_mounts import make_mounts
-from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launcher_words
+from factory.sandbox.pipes import StartPipes, StatusPipe, build_launcher_command, kill_and_wait
 from factory.sandbox.view import cache_variables, clean_environment, writable_system_paths
 from trainer.contract import stopping
 
@@ -78,11 +78,11 @@ class RunningCommand:
 
     def command(self) -> int:
         """Return the process number of the command, or of bubblewrap before the command starts and after it ends."""
-        return min(stopping.child_processes(self.init), default=self.pid) if self.init else self.pid
+        return min(stopping.list_child_processes(self.init), default=self.pid) if self.init else self.pid
 
     def terminate(self) -> None:
         """Send SIGTERM to the command. In a sandbox the signal goes to the children of its init, since bubblewrap would not forward it."""
-        started = stopping.child_processes(self.init) if self.init else [self.pid]
+        started = stopping.list_child_processes(self.init) if self.init else [self.pid]
         for process in started or [self.pid]:  # before the command starts, bubblewrap gets the signal
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
@@ -105,7 +105,7 @@ class RunningCommand:
             self._end = None
         self._links.close()
 
-    def errors(self) -> Iterator[str]:
+    def read_error_lines(self) -> Iterator[str]:
         """Yield the lines of the command's standard error, which must be a pipe, until the command closes it."""
         assert self.process.stderr is not None
         with self.process.stderr as pipe:
@@ -154,7 +154,7 @@ def start_in_sandbox(
     rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *writable_system_paths(nodes)]}
     with StartPipes() as opening, contextlib.ExitStack() as links:
         arguments = bubblewrap.build_command(
-            launcher_words(command, rules, opening),
+            build_launcher_command(command, rules, opening),
             opening,
             writable=folders,
             given=links.enter_context(make_mounts([*readonly, cwd])),
@@ -191,7 +191,7 @@ def start_in_sandbox(
         return RunningCommand(process, events, init or 0, status, links.pop_all())
 
 
-def find_refusal() -> str:
+def find_sandbox_problem() -> str:
     """Return why no sandbox can be made on this machine; '' if one can. A success is cached."""
     try:
         _try(os.environ.get("FACTORY_BWRAP", ""))

@@ -37,7 +37,7 @@ from factory.sandbox import bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import seccomp_filter as sandbox_filter
 from factory.sandbox.linked_mounts import make_mounts
-from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launcher_words
+from factory.sandbox.pipes import StartPipes, StatusPipe, build_launcher_command, kill_and_wait
 from factory.sandbox.usage import free_disk_bytes, measure_deleted_files, measure_folder, read_process_tree
 from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment, writable_system_paths
 from kernels.contract.message import Message
@@ -140,7 +140,7 @@ def run_in_sandbox(
     with StartPipes() as opening, make_mounts(readonly) as given:
         rules = _rules(output, limits, devices.list_gpu_device_files())
         arguments = bubblewrap.build_command(
-            launcher_words(command, rules, opening),
+            build_launcher_command(command, rules, opening),
             opening,
             writable=[output],
             given=given,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core.errors import InputError
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.core.workspace import Workspace
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import find_champion
@@ -24,7 +24,7 @@ class Champion:
 
     def check_export(self) -> None:
         """Raises: InputError when the export is missing or differs in a byte from the judged export."""
-        found = export_folder_sha256(self.export)
+        found = hash_export_folder(self.export)
         if found != self.export_sha256:
             raise InputError(
                 "serving.export_changed",

@@ -1,6 +1,6 @@
 """Counts the server's events, and formats the counters for Prometheus (text format 0.0.4).
 
-Apart because its texts describe metrics and are not messages.
+A separate file, because its texts describe metrics and are not messages.
 """
 
 from __future__ import annotations

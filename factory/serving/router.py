@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from factory.release.published_link import MODEL_NAME
-from factory.serving.api.disconnects import ClientGone, cancel_if_gone
+from factory.serving.api.disconnects import ClientDisconnectedError, cancel_if_gone
 from factory.serving.api.errors import ApiError
 from factory.serving.engines import Engine
 from factory.serving.supervisor import Supervisor, UnavailableError
@@ -68,7 +68,7 @@ class _Router:
             except UnavailableError as error:
                 body = ApiError(503, Message.from_json(error.message), openai_code="no_engine").body()
                 response = JSONResponse(body, 503, {"Retry-After": "5"})
-            except (ClientGone, ClientDisconnect):
+            except (ClientDisconnectedError, ClientDisconnect):
                 response = Response(status_code=499)
             self.metrics.count("factory_serve_requests_total", status=response.status_code)
             return response

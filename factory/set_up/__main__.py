@@ -32,7 +32,7 @@ def refuse_old_python(version: "tuple[int, ...]") -> str:
     return line if tuple(version[:2]) < (3, 11) else ""
 
 
-def list_missing(folder: Path) -> "list[str]":
+def list_missing_requirements(folder: Path) -> "list[str]":
     """Return a line for each program that a person must install, and for missing space on the disk of ``folder``."""
     venv = all(map(importlib.util.find_spec, ("venv", "ensurepip")))
     compiler, free = shutil.which("g++") or shutil.which("clang++"), shutil.disk_usage(str(folder)).free / 1e9
@@ -71,8 +71,8 @@ def make_environment(
         fcntl.flock(lock, fcntl.LOCK_EX)
     if stamp.exists() and stamp.read_text() in (made_from, better) and has_working_pip(venv):
         return
-    if list_missing(venv.parent):
-        sys.exit("\n".join(list_missing(venv.parent)))
+    if list_missing_requirements(venv.parent):
+        sys.exit("\n".join(list_missing_requirements(venv.parent)))
     stamp.unlink(missing_ok=True)  # a half-updated environment does not count as made
     if not has_working_pip(venv):
         print(f"making {venv.name} with Python {'.'.join(map(str, sys.version_info[:3]))}", flush=True)

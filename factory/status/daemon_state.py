@@ -10,7 +10,7 @@ from typing import Any
 
 from factory.core.untrusted_trainer_files import parse_json, read_tail
 from factory.core.workspace import Workspace
-from factory.ledger.rows import ReadsSql, SegmentRow
+from factory.ledger.rows import SegmentRow, SqlReader
 
 LOCK_FILE = "model-loop.lock"
 TASK_NOTE = "doing.json"  # in logs/: {"process", "task", "since"}
@@ -64,7 +64,7 @@ def _doing(workspace: Workspace, process: int) -> dict[str, Any]:
     return {}
 
 
-def current_segment_facts(db: ReadsSql, now: float | None = None) -> dict[str, Any] | None:
+def current_segment_facts(db: SqlReader, now: float | None = None) -> dict[str, Any] | None:
     """The planned segment with the numbers of its newest step. None: no segment is planned.
 
     ``step`` of ``last_step``, and ``loss`` of the newest step; ``tokens_per_s``, ``mfu`` (known GPUs) and ``step_seconds``, medians of the

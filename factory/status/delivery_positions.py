@@ -1,4 +1,4 @@
-"""Reads ``notified.json``: the last event delivered to each receiver of notifications. ``factory.show.telling`` writes the file."""
+"""Reads ``notified.json``: the last event delivered to each receiver of notifications. ``factory.show.notifications`` writes the file."""
 
 from __future__ import annotations
 

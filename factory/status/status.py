@@ -14,15 +14,15 @@ from factory.ledger import status as recorded
 from factory.ledger.anomalies import list_anomalies
 from factory.ledger.file_events import find_low_disk
 from factory.ledger.reader import LedgerReader
-from factory.ledger.rows import ReadsSql
+from factory.ledger.rows import SqlReader
 from factory.releasable.recorded_report import newest_report
 from factory.retention.disk import FLOOR_BYTES, estimate_hours_left, read_free_space_samples
 from factory.status.daemon_state import current_segment_facts, daemon_facts
 from factory.status.waiting import (
     ACTION_FAILED,
     PASS_FAILED,
+    list_open_verdicts,
     list_waiting_for_person,
-    open_verdicts,
     waiting_facts,
     waiting_lines,
 )
@@ -44,7 +44,7 @@ def status_facts(workspace: Workspace) -> dict[str, Any]:
             "last_error": read_last_error(db),
             "training": current_segment_facts(db, now),
             "waiting_for_a_person": list_waiting_for_person(workspace, db),
-            "open_verdicts": open_verdicts(db),
+            "open_verdicts": list_open_verdicts(db),
             "open_anomalies": sum(row["state"] in ("open", "diagnosed") for row in list_anomalies(db)),
             "data_ahead": read_remaining_data(db),
             "releasable": newest_report(workspace, db),
@@ -55,7 +55,7 @@ def status_facts(workspace: Workspace) -> dict[str, Any]:
     )
 
 
-def read_last_error(db: ReadsSql) -> dict[str, Any] | None:
+def read_last_error(db: SqlReader) -> dict[str, Any] | None:
     """``at``, ``what`` and ``error`` of the newest failure that the daemon recorded, even if the action succeeded since."""
     sql = "SELECT at, detail FROM events WHERE kind IN (:one, :other) ORDER BY id DESC LIMIT 1"
     for row in db.read(sql, one=PASS_FAILED, other=ACTION_FAILED):
@@ -63,14 +63,14 @@ def read_last_error(db: ReadsSql) -> dict[str, Any] | None:
     return None
 
 
-def read_remaining_data(db: ReadsSql) -> dict[str, Any] | None:
+def read_remaining_data(db: SqlReader) -> dict[str, Any] | None:
     """The training that the data allowed when the daemon last looked: ``steps``, ``wanted``, ``new_shards``, ``missing_tokens``, ``at``."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=AHEAD):
         return dict(row["detail"] | {"at": row["at"]})
     return None
 
 
-def disk_facts(workspace: Workspace, db: ReadsSql, now: float) -> dict[str, Any]:
+def disk_facts(workspace: Workspace, db: SqlReader, now: float) -> dict[str, Any]:
     """``free``, ``total`` and ``floor`` in bytes, and ``low``: whether training waits for space.
 
     ``hours_left``: hours until the free space reaches the floor, at the rate of the last hours. None: the free space does not shrink, or too little
@@ -97,7 +97,7 @@ def disk_facts(workspace: Workspace, db: ReadsSql, now: float) -> dict[str, Any]
     }
 
 
-def spending_facts(db: ReadsSql, now: float) -> dict[str, Any]:
+def spending_facts(db: SqlReader, now: float) -> dict[str, Any]:
     """Cost of the agents' language models: USD, tokens and requests, ``today`` (UTC) and ``in_all``."""
     sql = "SELECT COUNT(*) AS requests, COALESCE(SUM(tokens), 0) AS tokens, COALESCE(SUM(usd), 0.0) AS usd FROM exchanges WHERE at >= :since"
     return {"today": db.read(sql, since=now - now % DAY)[0], "in_all": db.read(sql, since=0.0)[0]}

@@ -13,17 +13,22 @@ from factory.core.workspace import Workspace
 from factory.ingest.rules.task_folder import list_unread_files
 from factory.ledger.anomalies import ASKED, CLOSED, newest_details_by_anomaly
 from factory.ledger.decisions import list_undecided_verdicts
-from factory.ledger.file_events import find_low_disk, held_files
-from factory.ledger.rows import CandidateRow, ProposalRow, ReadsSql, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.file_events import find_low_disk, read_held_files
+from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, SqlReader, Subject, VerdictRow
 from factory.retrying.requests import Pause, current_pause, open_requests
-from factory.retrying.trainer_deaths import find_parked_segment, parked_commands, parked_instructions, parked_message
+from factory.retrying.trainer_deaths import (
+    describe_parked_segment,
+    explain_parked_segment,
+    find_parked_segment,
+    parked_commands,
+)
 from factory.status.delivery_positions import FILE, read_positions
 from kernels.contract.message import Message
 
 ACTION_FAILED, PASS_FAILED, WORKS_AGAIN = "action_failed", "pass_failed", "works_again"
 
 
-def list_waiting_for_person(workspace: Workspace, db: ReadsSql) -> list[dict[str, str]]:
+def list_waiting_for_person(workspace: Workspace, db: SqlReader) -> list[dict[str, str]]:
     """Each thing that waits for a person: ``what`` it is, and the ``command`` to type (or what to do). The most urgent comes first."""
     found = [
         *_training(db),
@@ -36,7 +41,7 @@ def list_waiting_for_person(workspace: Workspace, db: ReadsSql) -> list[dict[str
     return [{"what": what, "command": command} for what, command in found]
 
 
-def _training(db: ReadsSql) -> list[tuple[str, str]]:
+def _training(db: SqlReader) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if pause := current_pause(db):
         paused = Message("waiting.paused", "{person} paused {what}", what=pause.what, person=pause.by)
@@ -50,7 +55,7 @@ def _training(db: ReadsSql) -> list[tuple[str, str]]:
         )
         found.append((low, Message("waiting.free_space", "free some space, for example with 'factory clean'")))
     if row := find_parked_segment(db):
-        found.append((parked_message(db, row), parked_commands(row)))
+        found.append((describe_parked_segment(db, row), parked_commands(row)))
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     if newest and newest.state == "uncertified":
         uncertified = Message(
@@ -60,7 +65,7 @@ def _training(db: ReadsSql) -> list[tuple[str, str]]:
     return found
 
 
-def _verdicts(db: ReadsSql) -> list[tuple[str, str]]:
+def _verdicts(db: SqlReader) -> list[tuple[str, str]]:
     """Promoted candidates that are not released, and promoted proposals that are not merged."""
     found: list[tuple[str, str]] = []
     for verdict in list_undecided_verdicts(db):
@@ -91,7 +96,7 @@ def _verdicts(db: ReadsSql) -> list[tuple[str, str]]:
     return found
 
 
-def _anomalies(db: ReadsSql) -> list[tuple[str, str]]:
+def _anomalies(db: SqlReader) -> list[tuple[str, str]]:
     asked, closed = newest_details_by_anomaly(db, ASKED), newest_details_by_anomaly(db, CLOSED)
     leads = sorted({detail["lead"] for number, detail in asked.items() if number not in closed})
     return [
@@ -107,12 +112,12 @@ def _anomalies(db: ReadsSql) -> list[tuple[str, str]]:
     ]
 
 
-def _inbox(workspace: Workspace, db: ReadsSql) -> list[tuple[str, str]]:
+def _inbox(workspace: Workspace, db: SqlReader) -> list[tuple[str, str]]:
     try:
         names = {os.fsencode(name).decode("utf-8", "backslashreplace") for name in os.listdir(workspace.inbox)}
     except OSError:
         return []
-    return [(f"{name} in the inbox", one["why"]) for name, one in sorted(held_files(db).items()) if name in names]
+    return [(f"{name} in the inbox", one["why"]) for name, one in sorted(read_held_files(db).items()) if name in names]
 
 
 def _tasks(workspace: Workspace) -> list[tuple[str, str]]:
@@ -141,7 +146,7 @@ def _notifying(workspace: Workspace) -> list[tuple[str, str]]:
     return [(unsent(name, why), repair) for name, why in failing.items()]
 
 
-def open_verdicts(db: ReadsSql) -> list[str]:
+def list_open_verdicts(db: SqlReader) -> list[str]:
     """Candidates and proposals that are not judged yet or are held, such as 'candidate 3: hold'."""
     outcomes = {row.subject: row.outcome for row in VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id")}
     newest = max((row.candidate for row in ReleaseRow.select(db)), default=0)
@@ -156,13 +161,13 @@ def open_verdicts(db: ReadsSql) -> list[str]:
     return found
 
 
-def waiting_facts(db: ReadsSql) -> dict[str, Any]:
+def waiting_facts(db: SqlReader) -> dict[str, Any]:
     """The pause, the parked segment, the failing actions and the requests to the daemon, as JSON-ready facts."""
     pause, row = current_pause(db), find_parked_segment(db)
     return {
         "paused": vars(pause) if pause else None,
-        "parked": {"segment": row.id, "says": parked_instructions(db, row)} if row else None,
-        "failing": failing_actions(db),
+        "parked": {"segment": row.id, "says": explain_parked_segment(db, row)} if row else None,
+        "failing": list_failing_actions(db),
         "asked": [{key: one[key] for key in ("action", "by", "at")} for one in open_requests(db).values()],
     }
 
@@ -194,7 +199,7 @@ def waiting_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def failing_actions(db: ReadsSql) -> list[dict[str, Any]]:
+def list_failing_actions(db: SqlReader) -> list[dict[str, Any]]:
     """Actions that failed and have not succeeded since, oldest first: ``what``, ``error``, ``failures`` (at the last record), ``since``."""
     found: dict[str, dict[str, Any]] = {}
     kinds = ", ".join(f"'{kind}'" for kind in (ACTION_FAILED, PASS_FAILED, WORKS_AGAIN))

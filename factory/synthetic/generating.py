@@ -28,7 +28,7 @@ from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
 from factory.git.scope import AgentsPolicy
 from factory.ingest.reading.streams import unreadable_file_error
-from factory.ingest.rules.licence_claims import find_relicensed_documents, strictest_licence
+from factory.ingest.rules.licence_claims import find_relicensed_documents, find_strictest_licence
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards
@@ -349,7 +349,7 @@ def _write(
                 prompt, answer = what.prompt(number), journal.answer(number)
                 if prompt.opening_of in claimed:  # perhaps by a shard that was ingested after the plan
                     both = [prompt.license or "", claimed[prompt.opening_of]]
-                    prompt = replace(prompt, license=strictest_licence(both, licences) or None)
+                    prompt = replace(prompt, license=find_strictest_licence(both, licences) or None)
                 end = _end(prompt, answer, gone)
                 ends[end] += 1
                 if end not in LEFT_OUT:

@@ -44,7 +44,7 @@ class TaskEvidence:
         return replace(self, **both, problems=(*self.problems, *other.problems))
 
 
-def score_metrics(items: Sequence[EvalItem]) -> dict[str, Gain]:
+def compute_metric_scores(items: Sequence[EvalItem]) -> dict[str, Gain]:
     """Each metric's score with its standard error, as a gain over zero."""
     return compare_evaluations(items, [replace(item, value=0.0) for item in items]) or {}
 
@@ -237,7 +237,7 @@ def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
         held=100 * (1 - known.share_passing),
         limit=100 * MOST_FAILED,
         size=size,
-        effect=known.describe_effect,
+        effect=known.remaining_effect,
     )
 
 

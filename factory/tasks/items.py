@@ -28,7 +28,7 @@ class TaskError(FactoryError):
     exit_code = 2
 
 
-def repeated_id(where: str, name: str, first: int, second: int) -> Message:
+def repeated_id_message(where: str, name: str, first: int, second: int) -> Message:
     """The message that two records of a file have the same id."""
     return Message(
         "items.repeated_id",
@@ -40,7 +40,7 @@ def repeated_id(where: str, name: str, first: int, second: int) -> Message:
     )
 
 
-def file_unreadable(path: object, error: Exception) -> Message:
+def unreadable_file_message(path: object, error: Exception) -> Message:
     """The message that a file of a task cannot be read."""
     return Message("items.unreadable", "{file} cannot be read: {reason}", file=str(path), reason=str(error))
 
@@ -192,7 +192,7 @@ def _parsed(
     for number, record in records:
         item = parse(KINDS[kind], record, f"{where}, record {number}", TaskError)
         if (first := ids.setdefault(item.key, number)) != number:
-            raise TaskError(repeated_id(where, item.key, first, number))
+            raise TaskError(repeated_id_message(where, item.key, first, number))
         if fault := _fault(item, doubled_choices):
             raise TaskError(
                 "items.odd_record", "{file}, record {record}: {fault}", file=where, record=number, fault=fault

@@ -26,7 +26,7 @@ import yaml
 
 from factory.core.errors import suggest_name
 from factory.ingest.rules.task_folder import SUFFIXES, data_suffix, list_item_files
-from factory.tasks.items import TaskError, file_unreadable, repeated_id
+from factory.tasks.items import TaskError, repeated_id_message, unreadable_file_message
 from kernels.contract.message import Message
 
 LARGEST = 1 << 20  # bytes of a YAML file
@@ -199,7 +199,7 @@ def check_records(file: LmEvalFile, records: Sequence[Mapping[str, Any]], where:
                     file=where, record=number, key=key, value=value,
                 )  # fmt: skip
         if (name := record.get("id")) is not None and (first := ids.setdefault(str(name), number)) != number:
-            raise TaskError(repeated_id(where, str(name)[:100], first, number))
+            raise TaskError(repeated_id_message(where, str(name)[:100], first, number))
         text = json.dumps(record, ensure_ascii=False, default=repr)
         try:
             text.encode()
@@ -292,7 +292,7 @@ def _with_included(path: Path, folder: Path, read: list[Path]) -> dict[Any, Any]
             )
         config = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(file_unreadable(path, error)) from error
+        raise TaskError(unreadable_file_message(path, error)) from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise TaskError(
             "lm_eval_file.no_yaml",

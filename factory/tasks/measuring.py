@@ -25,7 +25,7 @@ from factory.ledger.ledger import Ledger, eval_items, evaluations, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, Subject
 from factory.ledger.writing import insert_row
-from factory.tasks.comparing import score_metrics
+from factory.tasks.comparing import compute_metric_scores
 from factory.tasks.generation import generate_and_check
 from factory.tasks.items import TaskError
 from factory.tasks.libraries import refuse_missing_libraries
@@ -35,7 +35,7 @@ from factory.tasks.multiple_choice import score_choices
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.proving import is_proven, prove_task
 from factory.tasks.task_file import EvalTask, TaskFile
-from kernels.contract.files import finite_values
+from kernels.contract.files import replace_non_finite
 
 
 def measure_task(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy) -> int:
@@ -79,12 +79,12 @@ def measure_task(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksP
         "task": task.name,
         "kind": task.kind,
         "format": task.format,
-        "protocol": task.protocol,
+        "protocol": task.protocol_sha256,
         "items": len({row.item for row in rows}),
         "clusters": len({row.cluster for row in rows}),
         "metrics": {
             name: {"value": gain.gain, "error": gain.error, "effective_clusters": gain.effective}
-            for name, gain in score_metrics(rows).items()
+            for name, gain in compute_metric_scores(rows).items()
         },
         "contaminated": len(contaminated),
         "cut": model.cut_contexts,
@@ -153,7 +153,7 @@ def _write(ledger: Ledger, candidate: int, identity: str, summary: dict[str, Any
         known = tx.execute(evaluations.select().where(mine)).scalar()
         if known is not None:  # another process was faster; its measurement stands
             return int(known)
-        values = {"candidate": candidate, "suite_sha256": identity, "summary": finite_values(summary)}
+        values = {"candidate": candidate, "suite_sha256": identity, "summary": replace_non_finite(summary)}
         number = insert_row(tx, evaluations, **values, created_at=time.time())
         tx.execute(eval_items.insert(), [asdict(row) | {"evaluation": number} for row in rows])
         detail = {"evaluation": number, "task": summary["task"], "items": summary["items"]}

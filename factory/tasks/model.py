@@ -80,7 +80,7 @@ class TaskModel:
         return cls(model.move_to(device), tokenizer, batch_tokens)
 
     @property
-    def context(self) -> int:
+    def context_length(self) -> int:
         return self.model.config.context
 
     @property
@@ -106,10 +106,10 @@ class TaskModel:
         sequences = []
         for context, continuation in pairs:
             before, after = self.encode_pair(context, continuation)
-            if len(after) > self.context:
+            if len(after) > self.context_length:
                 raise TaskError(
                     "model.long_answer", "An answer of {tokens:,} tokens is longer than the model's context of {context:,} tokens: {text!r}",
-                    tokens=len(after), context=self.context, text=continuation[:60],
+                    tokens=len(after), context=self.context_length, text=continuation[:60],
                 )  # fmt: skip
             sequences.append((before, after))
         return self.score_tokens(sequences, advance)
@@ -121,7 +121,7 @@ class TaskModel:
         found = [ContinuationScore(0.0, True)] * len(sequences)
         kept = []
         for before, after in sequences:
-            whole = (before + after)[-(self.context + 1) :]
+            whole = (before + after)[-(self.context_length + 1) :]
             self.cut_contexts += len(before) + len(after) > len(whole)
             kept.append((whole, len(after)))
         ranked = sorted(range(len(kept)), key=lambda i: len(kept[i][0]), reverse=True)
@@ -155,8 +155,8 @@ class TaskModel:
         sequences, owner = [], []
         for index, text in enumerate(texts):
             tokens = [*self.tokens_without_context, *self.tokenizer.bos, *self.tokenizer.encode(text)]
-            for start, stop in _windows(len(tokens) - 1, self.context):
-                begin = max(0, stop - self.context)
+            for start, stop in _windows(len(tokens) - 1, self.context_length):
+                begin = max(0, stop - self.context_length)
                 sequences.append((tokens[begin : start + 1], tokens[start + 1 : stop + 1]))
                 owner.append(index)
         sums = np.zeros(len(texts))
@@ -168,13 +168,13 @@ class TaskModel:
         self, prompts: Sequence[str], how: GenerationParameters, seeds: Sequence[int], advance: Advance
     ) -> list[GeneratedText]:
         """A text for each prompt, drawn with the prompt's own seed. Raises: TaskError if ``max_tokens`` leaves no room for a prompt."""
-        room = self.context - how.max_tokens
+        room = self.context_length - how.max_tokens
         if room <= 0:
             raise TaskError(
                 "model.no_room",
                 "An answer of {max_tokens:,} tokens leaves no room for a question in the model's context of {context:,} tokens. "
                 "Lower max_tokens of the task",
-                max_tokens=how.max_tokens, context=self.context,
+                max_tokens=how.max_tokens, context=self.context_length,
             )  # fmt: skip
         encoded = []
         for prompt in prompts:

@@ -26,7 +26,7 @@ class TaskSettings(StrictPolicy):
     margin: Annotated[float, Field(ge=0, le=1)] = 0.02
     """The loss against the champion that a candidate may have, as a share of right answers."""
 
-    def due(self, candidate: int, would_promote: bool) -> bool:
+    def is_due(self, candidate: int, would_promote: bool) -> bool:
         """Is this candidate measured on the task?"""
         if self.tier == "every":
             return candidate % self.every == 0

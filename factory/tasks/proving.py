@@ -96,7 +96,7 @@ def is_proven(ledger: Ledger, task: EvalTask) -> bool:
 
 
 def _what(task: EvalTask) -> dict[str, Any]:
-    return {"protocol": task.protocol, "items": list(task.items_sha256)}
+    return {"protocol": task.protocol_sha256, "items": list(task.items_sha256)}
 
 
 # -- multiple choice ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from factory.core.workspace import Workspace, load_yaml
 from factory.ingest.rules.task_folder import SUFFIXES, data_suffix, list_item_files, list_unread_files
 from factory.ingest.rules.task_items import ItemFile, read_items
 from factory.tasks.file_rules import refuse_examples_among_items, refuse_repeated_records, resolve_answers
-from factory.tasks.items import TaskError, TaskItem, file_unreadable, read_published, read_records
+from factory.tasks.items import TaskError, TaskItem, read_published, read_records, unreadable_file_message
 from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.published.benchmarks import (
@@ -169,23 +169,23 @@ class EvalTask:
         return f"{first}, {self.file.shots} shots{drawn}"
 
     @property
-    def protocol(self) -> str:
+    def protocol_sha256(self) -> str:
         """A hash of everything that changes the meaning of the score, except the items."""
         if isinstance(self.file, LmEvalFile):
             said = self.file.sha256
         else:
             said = _file_sha256(self.file.model_copy(update={"items": "", "examples": ""}))
-        examples = [_told(item, LATER_OF_ITEMS) for item in self.shown_examples_of_task]
+        examples = [_told(item, LATER_OF_ITEMS) for item in self.shown_examples]
         return _sha256([VERSIONS[self.kind], self.kind, said, examples])
 
     @property
-    def shown_examples_of_task(self) -> tuple[Any, ...]:
+    def shown_examples(self) -> tuple[Any, ...]:
         """The examples that are shown before questions: the first ``shots`` of each subject."""
         return first_examples_of_subjects(self.examples, self.file.shots)
 
     def identity(self, tokenizer_sha256: str) -> str:
         """The identity of this task's evaluations. Evaluations with the same identity have the same items and protocol."""
-        return "task:" + _sha256([self.name, self.protocol, self.items_sha256, tokenizer_sha256])
+        return "task:" + _sha256([self.name, self.protocol_sha256, self.items_sha256, tokenizer_sha256])
 
 
 def first_examples_of_subjects(examples: Sequence[Any], shots: int) -> tuple[Any, ...]:
@@ -451,7 +451,7 @@ def _ours(path: Path) -> bool:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(file_unreadable(path, error)) from error
+        raise TaskError(unreadable_file_message(path, error)) from error
     return any(re.match(r"""(["']?)(kind|published)\1:""", line) for line in lines)
 
 

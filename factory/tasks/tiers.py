@@ -37,7 +37,7 @@ def measure_due_tasks(plant: Plant, candidate: int, *, would_promote: bool) -> T
         remedy = Message("tiers.write_file", "write the task's file, or remove {task} from tasks.yaml.", task=name)
         evidence = evidence.merge(TaskEvidence.of_problem(problem, remedy))
     for name in names:
-        if policy.settings_of(name).due(candidate, would_promote):
+        if policy.settings_of(name).is_due(candidate, would_promote):
             evidence = evidence.merge(_evidence(plant, candidate, name, policy))
     return evidence
 
@@ -95,7 +95,7 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
 def describe_protocol_change(ledger: Ledger, task: EvalTask) -> Message | None:
     """A sentence if the task's protocol differs from that of earlier releases. None: it is the same."""
     fixed = read_baseline(ledger, task.name)
-    if fixed is None or fixed["protocol"] == task.protocol:
+    if fixed is None or fixed["protocol"] == task.protocol_sha256:
         return None
     change = (
         f"{fixed['format']} → {task.format}"
@@ -132,6 +132,6 @@ def take_baseline(plant: Plant, task: EvalTask, policy: TasksPolicy, by: str) ->
     best = find_champion(plant.ledger)
     number = measure_task(plant, best.candidate, task, policy) if best else None
     with plant.ledger.begin() as tx:
-        detail = {"protocol": task.protocol, "format": task.format, "by": by, "evaluation": number}
+        detail = {"protocol": task.protocol_sha256, "format": task.format, "by": by, "evaluation": number}
         record_event(tx, "task_baseline", f"task:{task.name}", detail)
     return number

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from factory.core.errors import ConfigError, InputError
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import select_held_out_documents
@@ -77,19 +77,19 @@ def weights_from_losses(losses: Sequence[float], noise: float) -> list[float]:
 
 
 # -- choosing and planning ---------------------------------------------------------------------------------------------
-def checkpoints_to_average(ledger: Ledger, segment: SegmentRow) -> list[SourceCheckpoint]:
+def list_averageable_checkpoints(ledger: Ledger, segment: SegmentRow) -> list[SourceCheckpoint]:
     """The checkpoints on disk that may be averaged with a segment's newest checkpoint, oldest first.
 
     An anneal has its own checkpoints only. A trunk segment also has those of earlier trunk segments with the same recipe.
     """
-    from trainer.contract.checkpoint.format import manifest_sha256, saved_steps
+    from trainer.contract.checkpoint.format import list_checkpoints, manifest_sha256
 
     found: dict[Path, SourceCheckpoint] = {}
     row = segment
     while row.recipe_sha256 == segment.recipe_sha256:
         if row.kind == segment.kind:
             listed = ledger.read("SELECT path FROM checkpoints WHERE segment = :segment", segment=row.id)
-            own = {path.resolve(): step for step, path in saved_steps(Path(row.folder) / "checkpoints")}
+            own = {path.resolve(): step for step, path in list_checkpoints(Path(row.folder) / "checkpoints")}
             own |= {Path(r["path"]).resolve(): int(Path(r["path"]).name.rpartition("-")[2]) for r in listed}
             for path, step in own.items():
                 if path not in found and (path / "manifest.json").is_file():
@@ -120,7 +120,7 @@ def choose_checkpoints(ledger: Ledger, segment: int | None, last: int | None) ->
                 "training.segment_not_finished", "Segment {segment} is not finished or does not exist. Finished segments: {finished}.",
                 segment=segment, finished=[one.id for one in trained] or "none",
             )  # fmt: skip
-    available = checkpoints_to_average(ledger, row)
+    available = list_averageable_checkpoints(ledger, row)
     count = last if last is not None else min(MOST_CHECKPOINTS, len(available))
     if count < 2 or len(available) < count:
         raise InputError(
@@ -234,7 +234,7 @@ def _measure(
     remove_path(scratch)
     for part, weight in zip(parts, weights_from_losses([part["loss"] for part in parts], noise), strict=True):
         part["weight"] = weight
-    return {"noise": noise, "documents": ruler.documents, "shares": ruler.shares}
+    return {"noise": noise, "documents": ruler.document_counts, "shares": ruler.shares}
 
 
 def _succeeded(plant: Plant, row: SegmentRow, done: subprocess.CompletedProcess[str]) -> None:
@@ -276,7 +276,7 @@ class HeldOutLoss:
         return loss, items
 
     @property
-    def documents(self) -> dict[str, int]:
+    def document_counts(self) -> dict[str, int]:
         """The number of measured documents of each domain."""
         return {domain: sum(text.document.domain == domain for text in self.texts) for domain in sorted(self.shares)}
 

@@ -22,9 +22,9 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import with_replaced_token_shards
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm, Spec
+from factory.runs.arm_runner import ArmRunner
 from factory.runs.distance import Tensors, sum_distances, tensor_distances, tensor_norms
 from factory.runs.live_code import LiveCode
-from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import (
@@ -77,12 +77,12 @@ def gather_certificate_evidence(
     )
     steps = min(policy.steps, row.last_step - row.first_step)
     plan = with_replaced_token_shards(plant.ledger, read_data_plan(plant.ledger, row))
-    seeds = tuple(noise_seed(plan, number) for number in range(policy.seeds))
+    seeds = tuple(derive_noise_seed(plan, number) for number in range(policy.seeds))
     evidence = replace(evidence, changed=changed, first_step=row.first_step, steps=steps, seeds=seeds)
-    runs = TaskRuns(plant, Path(row.folder) / "certificate", "certificate", Subject("segment", row.id))
+    runs = ArmRunner(plant, Path(row.folder) / "certificate", "certificate", Subject("segment", row.id))
     for basis, spec in list_comparable_specs(plant.ledger, row, parent, steps).items():
         evidence = replace(evidence, basis=basis, old_failed="")
-        old, again, others, new = certificate_arms(spec, parent, row, seeds)
+        old, again, others, new = make_certificate_arms(spec, parent, row, seeds)
         done = runs.train_live(sides["old"], [old, *again, *others], "certificate, old code")
         if done.code == 0:
             break
@@ -97,7 +97,7 @@ def gather_certificate_evidence(
     return compare_certificate_runs(evidence, Path(spec["initial_checkpoint"]), before, repeated, seeded, after)
 
 
-def noise_seed(plan: dict[str, Any], number: int) -> int:
+def derive_noise_seed(plan: dict[str, Any], number: int) -> int:
     """The seed of a noise run. It depends on the content of the data plan alone.
 
     After a kill, the factory therefore resumes the same runs, and the same data give the same noise on every machine.
@@ -122,7 +122,7 @@ def list_comparable_specs(ledger: Ledger, row: SegmentRow, parent: SegmentRow, s
     return {"segment": spec, "parent": plain | before}
 
 
-def certificate_arms(
+def make_certificate_arms(
     spec: Spec, parent: SegmentRow, row: SegmentRow, seeds: Sequence[int]
 ) -> tuple[Arm, list[Arm], list[Arm], Arm]:
     """The runs of one spec: (old code, old code a second time or none, old code with each other seed, new code).

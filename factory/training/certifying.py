@@ -18,8 +18,8 @@ from typing import Any
 
 from factory.computing.compute_settings import describe_changes
 from factory.core.errors import InputError, SegmentError, WaitingError
+from factory.core.path_removal import remove_path
 from factory.core.policy_file import hash_policy
-from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, record_event, segments
@@ -37,7 +37,7 @@ from factory.training.certificate import (
 )
 from factory.training.planning import last_checkpoint
 from factory.training.preflight import judge_preflight
-from kernels.contract.files import finite_json, finite_values, write_atomically
+from kernels.contract.files import encode_finite_json, replace_non_finite, write_atomically
 from kernels.contract.message import Message
 
 GATE = "code"
@@ -171,9 +171,9 @@ def _verdict(
         judgement, measured = measure()
         outcome, reasons = judgement.outcome, list(judgement.reasons)
         file = Path(row.folder) / f"{RUNS_FOLDER[gate]}.json"
-        shown = finite_values(measured) | {"file": str(file)}
+        shown = replace_non_finite(measured) | {"file": str(file)}
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, finite_json(shown | {"outcome": outcome, "reasons": reasons}, indent=1))
+        write_atomically(file, encode_finite_json(shown | {"outcome": outcome, "reasons": reasons}, indent=1))
         shown.pop("evidence", None)  # every number of every step: the file has it, the ledger does not
     event = {"promote": "certified", "hold": "not_certified", "reject": "not_certified"}[outcome]
     subject = Subject("segment", row.id)

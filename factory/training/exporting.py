@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from factory.core.errors import SegmentError
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
+from factory.core.path_removal import remove_path
 from factory.core.progress import SILENT
-from factory.core.removal import remove_path
 from factory.ledger.ledger import candidates, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
@@ -44,7 +44,7 @@ def export_candidate(plant: Plant, segment: int) -> int:
             "export_path": plant.ledger.to_stored_path(target),
             "created_at": time.time(),
         }
-        values |= {"id": next_key(tx, candidates), "segment": segment, "export_sha256": export_folder_sha256(target)}
+        values |= {"id": next_key(tx, candidates), "segment": segment, "export_sha256": hash_export_folder(target)}
         number = insert_row(tx, candidates, **values)
         record_event(tx, "candidate", Subject("candidate", number), {"segment": segment, "made": made.to_json()})
     return number

@@ -27,12 +27,12 @@ from factory.ingest.vocabulary_size import check_vocabulary
 from factory.ledger.ledger import Ledger, data_plans, record_event, segments, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED, REMOVED_FATE, list_removals, with_replaced_token_shards
-from factory.ledger.rows import ReadsSql, SegmentRow, Subject
+from factory.ledger.rows import SegmentRow, SqlReader, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.stored_paths import to_stored_path, to_stored_paths
 from factory.ledger.writing import insert_row, next_key
 from factory.retrying.requests import OVERRIDDEN, newest_decision_event, refuse_newer_decision, refuse_rewound
-from factory.retrying.trainer_deaths import refuse_parked
+from factory.retrying.trainer_deaths import refuse_while_parked
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
 
@@ -59,7 +59,7 @@ def forecast_trunk(plant: Plant, steps: int | None = None) -> TrunkForecast:
     that pads therefore leaves data over, and never runs out of data.
     """
     recipe = load_recipe(plant.workspace)
-    last = trunk_parent(plant.ledger, recipe)
+    last = find_trunk_parent(plant.ledger, recipe)
     wanted = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
     first = last.last_step if last else 0
     # Positions of a trunk segment of that many steps and its anneal. The batch size may still warm up.
@@ -81,10 +81,10 @@ def plan_trunk(plant: Plant, steps: int | None = None) -> int:
 
     Shards that the trunk has not seen become a new generation. Raises: InputError when the data are too few or a segment is parked.
     """
-    refuse_parked(plant.ledger)
+    refuse_while_parked(plant.ledger)
     trunk = forecast_trunk(plant, steps)
     recipe = load_recipe(plant.workspace)
-    last = trunk_parent(plant.ledger, recipe)
+    last = find_trunk_parent(plant.ledger, recipe)
     if not trunk.steps:
         if not trunk.new_shards and not last:
             raise InputError(
@@ -99,7 +99,7 @@ def plan_trunk(plant: Plant, steps: int | None = None) -> int:
 
 def plan_anneal(plant: Plant) -> int:
     """Record an anneal from the trunk's last checkpoint over the trunk's token shards; returns its id. Raises: InputError."""
-    refuse_parked(plant.ledger)
+    refuse_while_parked(plant.ledger)
     trunk = last_segment(plant.ledger, "trunk")
     if trunk is None:
         raise InputError(
@@ -116,7 +116,7 @@ def last_segment(ledger: Ledger, kind: str) -> SegmentRow | None:
     return SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind=kind)
 
 
-def trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
+def find_trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
     """The segment from whose last checkpoint the next trunk segment starts; None for the first trunk segment.
 
     With ``schedule.continue_from: anneal`` (WSD-S, arXiv 2410.05192) it is the anneal of the newest trunk segment. The next trunk
@@ -129,12 +129,12 @@ def trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
     return anneal if anneal is not None and anneal.parent == trunk.id else trunk
 
 
-def last_checkpoint(db: ReadsSql, segment: int) -> dict[str, Any]:
+def last_checkpoint(db: SqlReader, segment: int) -> dict[str, Any]:
     """The last checkpoint of a finished segment, as its row."""
     return db.read("SELECT * FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1", segment=segment)[0]
 
 
-def read_data_plan(db: ReadsSql, segment: SegmentRow) -> dict[str, Any]:
+def read_data_plan(db: SqlReader, segment: SegmentRow) -> dict[str, Any]:
     """The data plan of a segment, as JSON values."""
     return dict(db.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]["plan"])
 
@@ -351,18 +351,18 @@ def record_override(tx: sa.Connection, spoiled: SegmentRow, override: RecipeOver
     record_event(tx, OVERRIDDEN, Subject("segment", spoiled.id), place | detail)
 
 
-def find_override(db: ReadsSql, kind: str, parent: int | None) -> RecipeOverride | None:
+def find_override(db: SqlReader, kind: str, parent: int | None) -> RecipeOverride | None:
     """The newest override for a segment of this kind and parent; None when it has no keys, as after a rejected diagnosis."""
     found = _newest(db, kind, parent)
     return RecipeOverride(found["keys"], found["until"], found["reason"]) if found and found["keys"] else None
 
 
-def has_override(db: ReadsSql, kind: str, parent: int | None) -> bool:
+def has_override(db: SqlReader, kind: str, parent: int | None) -> bool:
     """Whether the ledger has an override for a segment of this kind and parent; a person's order to have none also counts."""
     return _newest(db, kind, parent) is not None
 
 
-def _newest(db: ReadsSql, kind: str, parent: int | None) -> dict[str, Any] | None:
+def _newest(db: SqlReader, kind: str, parent: int | None) -> dict[str, Any] | None:
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=OVERRIDDEN)
     found = (row["detail"] for row in rows)
     return next((detail for detail in found if (detail["kind"], detail["parent"]) == (kind, parent)), None)

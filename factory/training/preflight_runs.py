@@ -19,6 +19,7 @@ from factory.git.repository import CheckoutError, RepositoryError
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm
+from factory.runs.arm_runner import ArmRunner
 from factory.runs.distance import (
     checkpoint_distance,
     find_different_weights,
@@ -26,7 +27,6 @@ from factory.runs.distance import (
     save_perturbed_checkpoint,
 )
 from factory.runs.live_code import LiveCode
-from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import Series, Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import PreflightPolicy
@@ -97,7 +97,7 @@ class PreflightRuns:
 
     def __init__(self, plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> None:
         self.row, self.last = row, LEAD_STEPS + policy.steps
-        self.runs = TaskRuns(plant, Path(row.folder) / "preflight", "preflight", Subject("segment", row.id))
+        self.runs = ArmRunner(plant, Path(row.folder) / "preflight", "preflight", Subject("segment", row.id))
         self.recipe = Recipe.parse(
             make_small_recipe(Recipe.parse(row.recipe_json).model_dump(), policy.steps)
         ).model_dump()
@@ -143,20 +143,23 @@ class PreflightRuns:
 
     def arms_by_trainer(self) -> Iterator[tuple[str, list[Arm]]]:
         """Yield (name, arms) of each trainer, in order. The arms of later trainers start from a checkpoint of the first."""
-        yield "straight", [self.arm("straight")]
+        yield "straight", [self.make_arm("straight")]
         ranks = [way.name for way in self.ways if way.ranks > 1]
         alone = [way.name for way in self.ways if way.ranks == 1]
         yield (
             "one rank",
             [
-                self.arm(name)
+                self.make_arm(name)
                 for name in (*alone, *PERTURBED_RUNS, *([INITIAL_WEIGHTS_PREFIX + "1 rank"] if ranks else []))
             ],
         )
         if ranks:
-            yield f"{RANKS} ranks", [self.arm(name) for way in ranks for name in (INITIAL_WEIGHTS_PREFIX + way, way)]
+            yield (
+                f"{RANKS} ranks",
+                [self.make_arm(name) for way in ranks for name in (INITIAL_WEIGHTS_PREFIX + way, way)],
+            )
 
-    def arm(self, name: str) -> Arm:
+    def make_arm(self, name: str) -> Arm:
         """The arm of a run. ``name``: 'straight', a name in ``WAYS`` or ``PERTURBED_RUNS``, or a name after ``INITIAL_WEIGHTS_PREFIX``."""
         way = next((way for way in WAYS if way.name == name.removeprefix(INITIAL_WEIGHTS_PREFIX)), None)
         born, kernels = name.startswith(INITIAL_WEIGHTS_PREFIX), self.row.computing
@@ -172,13 +175,13 @@ class PreflightRuns:
     def trace(self, name: str) -> Trace:
         """The trace of a run from step ``LEAD_STEPS`` on, where the runs separate."""
         return replace(
-            self.runs.trace(self.arm(name)), first=0 if name.startswith(INITIAL_WEIGHTS_PREFIX) else LEAD_STEPS
+            self.runs.trace(self.make_arm(name)), first=0 if name.startswith(INITIAL_WEIGHTS_PREFIX) else LEAD_STEPS
         )
 
     @cached_property
     def branch_checkpoint(self) -> Path:
         """The straight run's checkpoint at step ``LEAD_STEPS``, where the runs separate."""
-        return self.runs.folder(self.arm("straight")) / "checkpoints" / checkpoint_name(LEAD_STEPS)
+        return self.runs.folder(self.make_arm("straight")) / "checkpoints" / checkpoint_name(LEAD_STEPS)
 
     def start_checkpoint(self, name: str) -> Path:
         """The checkpoint from which a run starts: the straight run's checkpoint, or a perturbed copy of it."""

@@ -77,12 +77,12 @@ def claim_folder(plant: Plant, row: SegmentRow) -> Path:
         )
         with plant.ledger.begin() as tx:
             record_event(tx, "set_aside", Subject("segment", row.id), {"where": plant.ledger.to_stored_path(away)})
-    mark_owner(plant.ledger, row)
+    write_owner(plant.ledger, row)
     sync_folder(folder.parent)
     return folder
 
 
-def mark_owner(ledger: Ledger, row: SegmentRow) -> None:
+def write_owner(ledger: Ledger, row: SegmentRow) -> None:
     """Write the owner of a segment into its folder, and make the folder if it is missing."""
     path = Path(row.folder) / OWNER_FILE
     if not path.exists():

@@ -19,7 +19,7 @@ from factory.core.untrusted_trainer_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.requests import refuse_paused, refuse_rewound
+from factory.retrying.requests import refuse_rewound, refuse_while_paused
 from factory.retrying.trainer_deaths import HUNG, REFUSED, TrainerFailure, count_oom_kills
 from factory.retrying.watchdog import Watchdog, measure_usual_times, record_first_step
 from factory.runs.live_code import LiveCode, list_trainer_read_paths, start_trainer, stop_trainer, wait_for_end
@@ -58,7 +58,7 @@ def run_segment(
     row = SegmentRow.get(plant.ledger, number)
     if row.state == "done":
         return dict(row.result or {})
-    refuse_paused(plant.ledger)
+    refuse_while_paused(plant.ledger)
     refuse_rewound(plant.ledger, number)
     if row.kind == "average":
         from factory.training.averaging import run_average
@@ -134,7 +134,7 @@ def run_trainer(
                 with ignore_machine_faults():
                     if begins and dog.steps is not None:
                         record_first_step(plant.ledger, row, number, dog.clock() - dog.started)
-                    refuse_paused(plant.ledger)
+                    refuse_while_paused(plant.ledger)
                     if row.state == "planned":  # else a finished segment is replayed
                         refuse_rewound(plant.ledger, row.id)
                     if follower:
@@ -172,11 +172,11 @@ class _StepWatch:
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.path, self.done, self.made = path, first_step, 0
-        last = last_metrics(path)  # of an earlier trainer; a trainer that resumes first cuts off the later lines
+        last = read_last_metrics(path)  # of an earlier trainer; a trainer that resumes first cuts off the later lines
         self._last = last["step"] if last else first_step - 1
 
     def report(self, task: Any) -> None:
-        last = last_metrics(self.path)
+        last = read_last_metrics(self.path)
         if not last:
             return
         self.made += max(0, last["step"] - self._last)
@@ -190,7 +190,7 @@ class _StepWatch:
             self.done = last["step"] + 1
 
 
-def last_metrics(path: Path) -> dict[str, Any] | None:
+def read_last_metrics(path: Path) -> dict[str, Any] | None:
     """The newest whole line of a metrics.jsonl, or None."""
     for line in reversed(read_tail(path, 16384).split(b"\n")[:-1]):
         try:

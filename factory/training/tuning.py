@@ -24,7 +24,7 @@ from factory.git.repository import checkout_live_code, get_live_commit
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.runs.live_code import LiveCode
-from factory.training.planning import load_recipe, trunk_parent
+from factory.training.planning import find_trunk_parent, load_recipe
 from kernels.contract.choice import auto_ops, device_section
 from kernels.contract.files import write_atomically
 from kernels.contract.machine import this_machine
@@ -102,7 +102,7 @@ def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECO
 def next_trunk_precision(workspace: Workspace) -> str:
     """The precision in which the kernels of the next trunk segment will compute."""
     recipe = load_recipe(workspace)
-    last = trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
+    last = find_trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
     return precision_of_values(measure_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
 
 

@@ -17,7 +17,7 @@ from kernels.contract.op import (
     Implementation,
     Inputs,
     Shape,
-    lazily_compiled,
+    compile_lazily,
     make_op,
     normal_tensor,
     triton_implementation,
@@ -107,10 +107,10 @@ def fused_adamw(
     torch._foreach_sub_(steps, [skip] * len(steps))
 
 
-one_region = lazily_compiled(reference)
+one_region = compile_lazily(reference)
 
 
-def compiled(
+def compiled_adamw(
     weights: Tensors,
     gradients: Tensors,
     exp_avgs: Tensors,
@@ -148,7 +148,9 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return *made, exp_avg_sqs, steps, *scalars, *SETTINGS
 
 
-COMPILED = Implementation("compiled", compiled, description="the reference through torch.compile", eager=reference)
+COMPILED = Implementation(
+    "compiled", compiled_adamw, description="the reference through torch.compile", eager=reference
+)
 FUSED = Implementation(
     "fused", fused_adamw, description="torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it"
 )

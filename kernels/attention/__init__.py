@@ -20,8 +20,8 @@ from kernels.contract.op import (
     ImportedAtFirstCall,
     Inputs,
     Shape,
+    compile_lazily,
     compiled_implementation,
-    lazily_compiled,
     make_op,
     normal_tensor,
 )
@@ -66,7 +66,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
 BLOCK = 64  # queries of a block, at least (else an eighth of the row). The scores of a block leave out later keys
 
 
-class Recompute(torch.autograd.Function):
+class RecomputedAttention(torch.autograd.Function):
     """torch's SDPA forward on the CPU, and a backward pass of matrix products that computes the softmax again (arXiv 2205.14135 §3.1).
 
     torch's own backward pass on the CPU does not use the matrix units. Here the scores and the gradients of the weights are fp32 products, so that
@@ -120,13 +120,13 @@ class Recompute(torch.autograd.Function):
 
 
 def recompute(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """The same as ``reference``, with a backward pass of matrix products (``Recompute``)."""
-    return Recompute.apply(q_BTHK, k_BTGK, v_BTGK, document_BT)  # type: ignore[no-any-return,no-untyped-call]
+    """The same as ``reference``, with a backward pass of matrix products (``RecomputedAttention``)."""
+    return RecomputedAttention.apply(q_BTHK, k_BTGK, v_BTGK, document_BT)  # type: ignore[no-any-return,no-untyped-call]
 
 
 RECOMPUTE = Implementation(
     "recompute",
-    lazily_compiled(recompute),
+    compile_lazily(recompute),
     description="SDPA forward; backward by matrix products on recomputed fp32 scores, compiled",
     devices=("cpu",),
     eager=recompute,
@@ -201,7 +201,7 @@ VARLEN = Implementation(
 )
 FLEX = Implementation(
     "flex",
-    lazily_compiled(flex.flex),
+    compile_lazily(flex.flex),
     description="FlexAttention over blocks of one document, found once a batch; compiled",
     devices=("cuda",),
     eager=flex.flex,

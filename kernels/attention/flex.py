@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from kernels.contract.op import lazily_compiled
+from kernels.contract.op import compile_lazily
 
 LEAST_HEAD_DIM = 16  # the smallest head that torch's template supports (torch 2.11 raises NotImplementedError below it)
 
-make_blocks = lazily_compiled(create_block_mask)  # the eager function writes the whole [B, T, T]
+make_blocks = compile_lazily(create_block_mask)  # the eager function writes the whole [B, T, T]
 
 
 def document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask | Tensor:

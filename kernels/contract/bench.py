@@ -24,9 +24,9 @@ from torch import Tensor
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.machine import fast_precision
 from kernels.contract.message import format_error_with_code
-from kernels.contract.op import KernelError, Op, OracleCase, Shape, unreadable_file
-from kernels.contract.precision import DTYPES, bf16_matmul
-from kernels.contract.registry import DEVICE_CLASSES, OPS, find_implementation, find_op, unknown_device_class
+from kernels.contract.op import KernelError, Op, OracleCase, Shape, unreadable_file_error
+from kernels.contract.precision import DTYPES, allow_bf16_matmul
+from kernels.contract.registry import DEVICE_CLASSES, OPS, find_implementation, find_op, unknown_device_class_error
 from kernels.contract.strict_yaml import read_yaml
 
 
@@ -46,7 +46,7 @@ class BenchSetting:
             recipe: Any = read_yaml(Path(path).read_text(encoding="utf-8"), str(path), KernelError)
             return cls.of_mapping(recipe)
         except (OSError, UnicodeDecodeError) as error:
-            raise unreadable_file(path, error) from error
+            raise unreadable_file_error(path, error) from error
         except (KeyError, TypeError) as error:
             raise KernelError(
                 "kernels.not_a_recipe",
@@ -104,7 +104,7 @@ def compare_implementations(
     op = find_op(name) if isinstance(name, str) else name
     deadline = time.monotonic() + seconds
     if device.split(":")[0] not in DEVICE_CLASSES:
-        raise unknown_device_class(device)
+        raise unknown_device_class_error(device)
     if device != "cpu" and not torch.cuda.is_available():
         raise KernelError(
             "kernels.no_gpu", "device {device!r}: torch sees no GPU on this machine. Use 'cpu'.", device=device
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
         setting = BenchSetting.of_recipe(chosen.recipe) if chosen.recipe else BenchSetting()
         given = chosen.precision or setting.precision
         setting = replace(setting, precision=fast_precision(chosen.device) if given == "auto" else given)
-        with bf16_matmul(DTYPES[setting.precision]):  # as the trainer does
+        with allow_bf16_matmul(DTYPES[setting.precision]):  # as the trainer does
             found = compare_implementations(
                 chosen.op,
                 chosen.implementation,

@@ -61,7 +61,7 @@ def rename_into_place(made: Path, place: Path) -> None:
     sync_folder(place.parent)
 
 
-def finite_values(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """``value`` in a form that JSON can represent: NaN and infinity become None, keys become strings, tuples become lists, at any depth.
 
     JSON has no number for NaN or infinity. The judges read None as "not measured".
@@ -69,12 +69,12 @@ def finite_values(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): finite_values(part) for key, part in value.items()}
+        return {str(key): replace_non_finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite_values(part) for part in value]
+        return [replace_non_finite(part) for part in value]
     return value
 
 
-def finite_json(value: Any, indent: int | None = None) -> str:
-    """``finite_values(value)`` as JSON text. Raises: TypeError for a value that JSON cannot represent."""
-    return json.dumps(finite_values(value), indent=indent, allow_nan=False)
+def encode_finite_json(value: Any, indent: int | None = None) -> str:
+    """``replace_non_finite(value)`` as JSON text. Raises: TypeError for a value that JSON cannot represent."""
+    return json.dumps(replace_non_finite(value), indent=indent, allow_nan=False)

@@ -64,14 +64,14 @@ def this_machine(device: str | None = None) -> Machine:
     return Machine(_cpu_class(), device, _cpu_facts()[0], torch.get_num_threads(), torch.__version__, "")
 
 
-def fast_bf16() -> bool:
+def has_fast_bf16() -> bool:
     """True if this CPU can multiply bf16 in hardware and torch's settings allow it."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _cpu_class() in CPU_CLASSES[:2]
 
 
 def fast_precision(device: str) -> str:
     """The precision in which a device multiplies fastest, ``bf16`` or ``fp32``, by its class. Nothing is measured."""
-    return "bf16" if device != "cpu" or fast_bf16() else "fp32"
+    return "bf16" if device != "cpu" or has_fast_bf16() else "fp32"
 
 
 def _cpu_class() -> str:

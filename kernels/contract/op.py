@@ -21,7 +21,7 @@ class KernelError(CodedError):
     """An op, an implementation or a file of the kernels is unknown, wrong or cannot be used on this machine."""
 
 
-def unreadable_file(path: object, problem: Exception) -> KernelError:
+def unreadable_file_error(path: object, problem: Exception) -> KernelError:
     """The error for a file that cannot be read."""
     return KernelError(
         "kernels.unreadable_file", "{file} cannot be read: {problem}", file=str(path), problem=str(problem)
@@ -69,10 +69,10 @@ Inputs = tuple[Any, ...]
 LEAST_STRETCHES = 64
 
 
-def max_document_runs(stretches: int) -> int:
+def round_up_document_runs(stretches: int) -> int:
     """An upper bound of the number of stretches (runs of one document) in a micro-batch. It is a power of two, so that few values are compiled.
 
-    >>> max_document_runs(3), max_document_runs(64), max_document_runs(65)
+    >>> round_up_document_runs(3), round_up_document_runs(64), round_up_document_runs(65)
     (64, 64, 128)
     """
     return max(LEAST_STRETCHES, 1 << max(0, stretches - 1).bit_length())
@@ -101,7 +101,7 @@ class Implementation:
             return inputs
         *others, document_BT = inputs
         stretches = int((document_BT[:, 1:] != document_BT[:, :-1]).sum()) + len(document_BT)
-        return *others, self.prepare(document_BT, max_document_runs(stretches))
+        return *others, self.prepare(document_BT, round_up_document_runs(stretches))
 
     def can_run_on(self, device_class: str) -> bool:
         if self.needs_triton and importlib.util.find_spec("triton") is None:
@@ -176,7 +176,7 @@ def normal_tensor(
     return (torch.randn(size, generator=generator) * scale).to(device=device, dtype=dtype)
 
 
-def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
+def compile_lazily(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
     """``function``, compiled by ``torch.compile`` at its first call. Loading the compiler takes a second, for which other runs need not wait.
 
     If code that calls the function is being compiled, the function becomes part of that code. With ``dynamic`` False the sizes are fixed. That
@@ -227,7 +227,7 @@ def triton_implementation(module: str, function: str, about: str = "") -> Implem
 def compiled_implementation(reference: Callable[..., Any]) -> Implementation:
     """The implementation called ``compiled``: the reference through torch.compile. If the block is compiled, the reference becomes part of it."""
     return Implementation(
-        "compiled", lazily_compiled(reference), description="the reference through torch.compile", eager=reference
+        "compiled", compile_lazily(reference), description="the reference through torch.compile", eager=reference
     )
 
 

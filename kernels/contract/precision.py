@@ -22,7 +22,7 @@ def precision_of_values(precision: str) -> str:
 
 
 @contextmanager
-def bf16_matmul(dtype: torch.dtype) -> Iterator[None]:
+def allow_bf16_matmul(dtype: torch.dtype) -> Iterator[None]:
     """Within this context, and if ``dtype`` is bf16, fp32 products may use bf16 matrix units, which sum in fp32.
 
     The scores of attention and the logits of a router are fp32 products of bf16 values. These units do not round such values. On a CPU that has

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.contract import machine
 from kernels.contract.choice import AUTO, Choice, implementation_names, replace_auto
 from kernels.contract.message import Message
-from kernels.contract.op import CASES, Cost, Implementation, KernelError, Op, OracleCase, Shape, unreadable_file
+from kernels.contract.op import CASES, Cost, Implementation, KernelError, Op, OracleCase, Shape, unreadable_file_error
 from kernels.contract.oracle import compare_with_fp64, outputs_and_gradients
 from kernels.contract.strict_yaml import read_yaml
 
@@ -124,7 +124,7 @@ def _read(path: Path | str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise unreadable_file(path, error) from error
+        raise unreadable_file_error(path, error) from error
     document = read_yaml(text, str(path), KernelError)
     if not isinstance(document, dict):
         raise KernelError(
@@ -138,7 +138,7 @@ def _read(path: Path | str) -> dict[str, Any]:
                 _check_fallback(value)
                 continue
             if key not in DEVICE_CLASSES:
-                raise unknown_device_class(key)
+                raise unknown_device_class_error(key)
             if not isinstance(value, dict):
                 raise KernelError("kernels.not_a_section", "Expected a map of ops to implementations.")
             for name, implementation in value.items():
@@ -156,7 +156,7 @@ def _read(path: Path | str) -> dict[str, Any]:
     return document
 
 
-def unknown_device_class(name: object) -> KernelError:
+def unknown_device_class_error(name: object) -> KernelError:
     """The error for a device class that does not exist."""
     return KernelError(
         "kernels.no_device_class",
@@ -332,7 +332,7 @@ def bind_ops(
         )
     device_class = torch.device(device).type
     if device_class not in DEVICE_CLASSES:
-        raise unknown_device_class(device_class)
+        raise unknown_device_class_error(device_class)
     _check_fallback(fallback)
     bound = {}
     for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():

@@ -27,7 +27,7 @@ from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.op import CASES, Implementation, KernelError, Op
 from kernels.contract.oracle import compare_with_fp64
-from kernels.contract.precision import DTYPES, bf16_matmul
+from kernels.contract.precision import DTYPES, allow_bf16_matmul
 from kernels.contract.registry import OPS
 
 SECONDS = 60.0
@@ -166,7 +166,7 @@ def _time(
                 tensors=tensors,
             )
             return TimedImplementation(op.name, name, why=why)
-        with bf16_matmul(dtype):
+        with allow_bf16_matmul(dtype):
             found: Comparison = compare_implementations(
                 op, name, setting=setting, device=device, pairs=PAIRS, warmup=2, seconds=seconds
             )
@@ -201,7 +201,7 @@ def _progress(one: TimedImplementation) -> Message:
     )
 
 
-def ops_of_training(recipe: Path) -> tuple[str, ...]:
+def list_training_ops(recipe: Path) -> tuple[str, ...]:
     """The ops that training with a recipe calls. Newton–Schulz, which takes the longest to time, is left out unless the optimiser is Muon."""
     optimizer = (yaml.safe_load(recipe.read_text("utf-8")).get("optimizer") or {}).get("name", "adamw")
     return tuple(name for name in OPS if name != "newton_schulz" or optimizer == "muon")
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
         setting = BenchSetting.of_recipe(chosen.recipe)
         setting = replace(setting, precision=chosen.precision)
         say = lambda line: print(line, file=sys.stderr, flush=True)
-        found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops) or ops_of_training(chosen.recipe), say)
+        found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops) or list_training_ops(chosen.recipe), say)
     except KernelError as error:
         print(format_error_with_code(error), file=sys.stderr)
         return 2

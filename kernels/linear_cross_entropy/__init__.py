@@ -20,8 +20,8 @@ from kernels.contract.op import (
     Implementation,
     Inputs,
     Shape,
+    compile_lazily,
     compiled_implementation,
-    lazily_compiled,
     make_op,
     normal_tensor,
     triton_implementation,
@@ -84,7 +84,7 @@ def rows_eager(
     return term, nll, dlogits.to(logits_CV.dtype)
 
 
-def rows_without_targets_zeroed(
+def rows_eager_without_targets_zeroed(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same as ``rows_eager``, but with zeros for tokens without loss, even if their logits are not finite."""
@@ -94,8 +94,8 @@ def rows_without_targets_zeroed(
     return term.masked_fill(silent, 0.0), nll.masked_fill(silent, 0.0), dlogits
 
 
-rows_compiled = lazily_compiled(rows_eager, dynamic=None)
-all_rows_compiled = lazily_compiled(rows_without_targets_zeroed, dynamic=None)
+rows_compiled = compile_lazily(rows_eager, dynamic=None)
+all_rows_compiled = compile_lazily(rows_eager_without_targets_zeroed, dynamic=None)
 
 
 @torch.library.custom_op("factory::linear_cross_entropy_chunked", mutates_args=())
@@ -107,7 +107,7 @@ def chunked_op(
     On a GPU the chunks are larger and include tokens without loss, because only the device knows which tokens carry loss.
     """
     if x_ND.is_cuda:
-        rows = all_rows_compiled if fuse else rows_without_targets_zeroed
+        rows = all_rows_compiled if fuse else rows_eager_without_targets_zeroed
         size = chunks.chunk_tokens_on_gpu(x_ND, weight_VD)
         return chunks.compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
@@ -264,7 +264,7 @@ CHUNKED_COMPILED = Implementation(
 )
 SAVED_LOGITS = Implementation(
     "saved_logits",
-    lazily_compiled(saved_logits),
+    compile_lazily(saved_logits),
     description="logits kept in the inputs' dtype, their gradient in one pass, compiled",
     eager=saved_logits,
 )

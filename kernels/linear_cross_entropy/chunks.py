@@ -25,11 +25,11 @@ ChunkSize = Callable[[Tensor, Tensor], int]  # (x [N, D], weight [V, D]) → tok
 RowsFunction = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]
 
 
-def gpu_chunk(N: int, V: int, itemsize: int, memory: int) -> int:
+def choose_gpu_chunk_tokens(N: int, V: int, itemsize: int, memory: int) -> int:
     """Number of tokens of a chunk on a GPU with ``memory`` bytes. It does not depend on free memory, so that equal sizes give equal sums.
 
-    >>> gpu_chunk(16384, 131072, 2, 80 << 30), gpu_chunk(16384, 151936, 2, 80 << 30), gpu_chunk(9000, 32768, 2, 80 << 30)
-    (8192, 4096, 4608)
+    >>> [choose_gpu_chunk_tokens(N, V, 2, 80 << 30) for N, V in ((16384, 131072), (16384, 151936), (9000, 32768))]
+    [8192, 4096, 4608]
     """
     fits = max(1, min(GPU_BYTES, memory // MEMORY_SHARE) // max(1, V * itemsize))
     most = min(GPU_TOKENS, 1 << (fits.bit_length() - 1))
@@ -42,7 +42,7 @@ def gpu_chunk(N: int, V: int, itemsize: int, memory: int) -> int:
 
 
 def chunk_tokens_on_gpu(x_ND: Tensor, weight_VD: Tensor) -> int:
-    return gpu_chunk(x_ND.shape[0], weight_VD.shape[0], x_ND.element_size(), _memory(x_ND.device))
+    return choose_gpu_chunk_tokens(x_ND.shape[0], weight_VD.shape[0], x_ND.element_size(), _memory(x_ND.device))
 
 
 @functools.cache

@@ -56,7 +56,7 @@ def load_library(name: str) -> ctypes.CDLL:
     text = (SOURCES / name / f"{name}.cpp").read_text(encoding="utf-8")
     for header in HEADERS.glob("*.h"):  # headers are inserted into the text, so that the key depends on them
         text = text.replace(f'#include "{header.name}"', header.read_text(encoding="utf-8").replace("#pragma once", ""))
-    words = compiler_words()
+    words = compiler_arguments()
     key = hashlib.sha256("\0".join((text, *words, torch.__version__, processor_features())).encode()).hexdigest()
     target = cache_folder() / f"{name}-{key[:32]}.so"
     if not target.exists():
@@ -88,7 +88,7 @@ def _alone(folder: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def compiler_words() -> list[str]:
+def compiler_arguments() -> list[str]:
     """The arguments of the compiler, except input and output. They select the vector instructions that torch itself uses on this machine."""
     torch_folder = Path(torch.__file__).parent
     vectors = torch.backends.cpu.get_cpu_capability()

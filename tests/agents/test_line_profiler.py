@@ -15,11 +15,11 @@ import torch
 from agents.line_profiler import session
 from agents.line_profiler.__main__ import write_profile
 from agents.line_profiler.capture import OperationRecorder
+from agents.line_profiler.profile_schema import FORMAT, Profile
 from agents.line_profiler.report.page import html_page
 from agents.line_profiler.report.report import profile_table
 from agents.line_profiler.report.summary_text import profile_summary
 from agents.line_profiler.session import ProfileSession, measure_profile
-from agents.line_profiler.table import FORMAT, Profile
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
 

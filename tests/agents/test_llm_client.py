@@ -79,7 +79,7 @@ def test_a_streamed_reply_is_read_with_its_tool_calls_and_usage() -> None:
     assert server.requests[0]["tools"] == [TOOL] and "temperature" not in server.requests[0]
     (kept,) = notes.kept
     assert kept.usage == Usage(100, 20) and kept.usd == pytest.approx((100 + 200) / 1e6)
-    assert kept.request.most_tokens.tokens >= kept.usage.tokens
+    assert kept.request.worst_case_usage.tokens >= kept.usage.tokens
     assert KEY not in repr(kept)
 
 
@@ -105,7 +105,7 @@ def test_a_request_is_sent_again_after_a_temporary_fault(faults: list[dict[str, 
     if faults[0].get("status") == 429:
         assert failed[0].usage.tokens == 0 and notes.kept[-1].began - failed[0].ended >= 0.2
     else:  # it may have worked, and bill for it
-        assert failed[0].usage == failed[0].request.most_tokens
+        assert failed[0].usage == failed[0].request.worst_case_usage
 
 
 @pytest.mark.parametrize(

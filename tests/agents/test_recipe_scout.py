@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.core.proposal import Proposal, gain_with_unit
+from agents.core.proposal import Proposal, format_gain
 from agents.core.workbench import AgentWrittenLines, EarlierProposal, QuickCheck, ReadError
 from agents.core.yaml_edit import change_recipe, set_value, values_by_key
 from agents.loop.role import AgentTask, DraftError, TargetError
-from agents.recipe_scout.changes import RejectedDirections, all_changes
-from agents.recipe_scout.course import LEAST_SLOPE, TrainingRecord, fit_log_step_slope, make_record
+from agents.recipe_scout.changes import RejectedDirections, suggest_changes
 from agents.recipe_scout.role import RecipeScout, read_change
 from agents.recipe_scout.scout import propose_change, rejected_directions
+from agents.recipe_scout.training_record import LEAST_SLOPE, TrainingRecord, fit_log_step_slope, make_record
 from kernels.contract.strict_yaml import read_yaml
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -129,7 +129,7 @@ def test_a_record_with_gaps_or_no_fall_gives_the_least_slope() -> None:
 
 # -- the choice -------------------------------------------------------------------------------------------------------
 def keys(found: TrainingRecord, rate: RejectedDirections = RejectedDirections()) -> dict[str, Any]:  # noqa: B008 - frozen
-    return {change.title: change.gain for change in all_changes(found, rate)}
+    return {change.title: change.gain for change in suggest_changes(found, rate)}
 
 
 def test_a_proposed_rate_moves_towards_the_scaling_rule_and_down_after_anomalies() -> None:
@@ -169,8 +169,8 @@ def test_a_proposal_names_the_result_that_would_refute_it() -> None:
     assert proposal.edits[0].new_text == bench.text.replace("lr: 3e-4", "lr: 0.0006")
     half = f"{proposal.predicted_gain / 2:.4f}"
     assert f"the gain is less than {half}" in proposal.hypothesis
-    assert gain_with_unit(proposal.target, 0.0123) == "0.0123 bits per byte better"
-    assert gain_with_unit("kernel:rope", 1.5) == "1.500× on the whole step"
+    assert format_gain(proposal.target, 0.0123) == "0.0123 bits per byte better"
+    assert format_gain("kernel:rope", 1.5) == "1.500× on the whole step"
 
 
 def test_a_rejected_change_is_not_repeated_and_the_other_direction_is_next() -> None:

@@ -18,8 +18,8 @@ from agents.line_profiler.sweep.sweep import SweepResult, measure_slices, parse_
 from agents.line_profiler.sweep.sweep_items import (
     SweepLimits,
     collect_operations,
+    mark_measurable_items,
     measure_item,
-    select_measurable_items,
 )
 from agents.line_profiler.sweep.work_queue import ProcessWorkers, SweepError
 from tests.support.messages import codes, refused
@@ -58,7 +58,7 @@ def test_identical_operations_of_all_slices_are_measured_once() -> None:
 
 
 def test_an_item_that_does_not_fit_names_the_limit() -> None:
-    items = select_measurable_items(
+    items = mark_measurable_items(
         collect_operations([LayerSlice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 1e9, 1), workers=1
     )
     large = [item for item in items if item.bytes > 1e9]
@@ -67,7 +67,7 @@ def test_an_item_that_does_not_fit_names_the_limit() -> None:
         "line_profiler.needs_time",
     }
     assert any(not item.fits for item in items)
-    none = select_measurable_items(
+    none = mark_measurable_items(
         collect_operations([LayerSlice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 0.0, 1), workers=1
     )
     assert all(item.fits for item in none) and "line_profiler.no_time" in codes(item.fits for item in none)

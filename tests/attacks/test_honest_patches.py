@@ -65,7 +65,9 @@ def silu_times(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
 def _implementation(name: str, function: str, about: str) -> Callable[[str], str]:
     """Adds an implementation beside those that an op has."""
     return lambda text: text.replace(
-        "from kernels.contract.op import ", "from kernels.contract.op import Implementation\nfrom kernels.contract.op import ", 1
+        "from kernels.contract.op import ",
+        "from kernels.contract.op import Implementation\nfrom kernels.contract.op import ",
+        1,
     ).replace("implementations=(", f'implementations=(Implementation("{name}", {function}, "{about}"), ', 1)
 
 

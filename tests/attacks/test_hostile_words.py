@@ -33,7 +33,7 @@ from factory.core.console import Terminal
 from factory.core.progress import SILENT
 from factory.gates.training_start import TrainingStart
 from factory.ledger.plant import Plant
-from factory.show.catching_up import show_unshown_items
+from factory.show.unshown_items import show_unshown_items
 from factory.ledger.ledger import proposals, verdicts
 from factory.code_loop.submitting import submit_proposal
 

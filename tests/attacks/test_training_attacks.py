@@ -20,7 +20,7 @@ from factory.gates.patch.stages.training import TrainingSide, compare_training
 from factory.gates.training_start import find_training_start
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
-from factory.runs.task_runs import TaskRuns
+from factory.runs.arm_runner import ArmRunner
 from factory.core.workspace import checkout_root
 
 SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")
@@ -124,7 +124,7 @@ def compared(
         )
         for name, code in (("a", baseline), ("b", code))
     ]
-    runs = TaskRuns(Plant(made.workspace, made.ledger), folder, "patch gate", Subject("proposal", 99))
+    runs = ArmRunner(Plant(made.workspace, made.ledger), folder, "patch gate", Subject("proposal", 99))
     return compare_training(runs, policy, start, *sides, new_code, 1)[0]
 
 
@@ -186,7 +186,9 @@ def test_a_checkpoint_that_cannot_continue_training_is_rejected(
     assert old in text
     code = candidate("trainer/run.py", text.replace(old, new))
     found = compared(made, POLICY.training, tmp_path, repository.checkout_live_code(made.workspace, made.base), code)
-    assert found["state"] == "failed" and tells(found["reasons"], expect("patch.checkpoint_differs", difference=difference))
+    assert found["state"] == "failed" and tells(
+        found["reasons"], expect("patch.checkpoint_differs", difference=difference)
+    )
 
 
 LINE = '    """Train all steps of a segment, and write its metrics, anomalies, checkpoints and result."""\n'

@@ -205,7 +205,7 @@ MUTANTS = (
         "tests/factory/repairs/test_lost_ledger.py::test_the_newest_backups_stay_and_a_damaged_one_is_skipped",
     ),
     Mutant(
-        "factory/core/removal.py",
+        "factory/core/path_removal.py",
         "os.rename(inner, moved, src_dir_fd=folder, dst_dir_fd=top)",
         "tests/factory/core/test_removal.py",
     ),

@@ -110,7 +110,7 @@ def with_proposal(site: Path) -> None:
                 created_at=time.time(),
             )
         )  # fmt: skip
-    MlflowTracking.open(Plant(workspace, ledger)).proposal_run(1)
+    MlflowTracking.open(Plant(workspace, ledger)).update_proposal_run(1)
 
 
 def with_anomaly(site: Path) -> None:

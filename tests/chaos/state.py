@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from factory.backups.backups import find_database_damage
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.git.git_store import MARK
-from factory.ingest.hash_index import key_prefix
+from factory.ingest.hash_index import make_key_prefix
 from factory.ledger.journal import NAME, describe_damage, list_backup_folders, read_backup_info
 from trainer.contract.json_lines import read_lines
 
@@ -159,7 +159,7 @@ def broken(site: Path) -> list[str]:
         wrong += [f"{row[0]} was promoted twice" for row in db.execute(promoted)]
         there = {p.stem for p in (plant / "shards" / "hashes").glob("*")}
         for (subject,) in db.execute("SELECT subject FROM events WHERE kind IN ('ingested', 'task_items_held')"):
-            wrong += [] if key_prefix(subject) in there else [f"{subject} was recorded without its hashes"]
+            wrong += [] if make_key_prefix(subject) in there else [f"{subject} was recorded without its hashes"]
     if (plant / "index.db").exists():
         with closing(_opened(plant / "index.db")) as db:
             wrong += [f"index.db: {row[0]}" for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
@@ -194,7 +194,7 @@ def lost(site: Path, scenario: str) -> list[str]:
         return [f"a database cannot be read: {error}"]
     with closing(_opened(plant / "ledger.db")) as db:
         for number, path, sha256 in db.execute("SELECT id, export_path, export_sha256 FROM candidates"):
-            if not (plant / path).is_dir() or export_folder_sha256(plant / path) != sha256:
+            if not (plant / path).is_dir() or hash_export_folder(plant / path) != sha256:
                 wrong.append(f"the export of candidate {number} is not what was recorded")
         served = "SELECT number FROM releases WHERE state = 'published' ORDER BY number DESC LIMIT 1"
         for (number,) in db.execute(served):

@@ -16,8 +16,8 @@ import pytest
 from factory.backups.backups import find_database_damage
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
-from factory.ingest.filing import file_shard
-from factory.ingest.inbox import ingest_and_file
+from factory.ingest.filing import move_ingested_file
+from factory.ingest.inbox import ingest_and_move
 from factory.ingest.packing import MANY
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules.policy import ShardLimits
@@ -174,7 +174,7 @@ def test_a_file_with_the_name_of_an_ingested_one_returns_to_the_inbox(workspace:
     path.write_text("{" * 9)
     report = ingest_shard(Plant(workspace, ledger), path)
     path.write_text("other")  # before the ingested file is moved away
-    file_shard(Plant(workspace, ledger), path, report.sha256, report.state)
+    move_ingested_file(Plant(workspace, ledger), path, report.sha256, report.state)
     (back,) = workspace.inbox.iterdir()
     assert back.name.endswith("-bad.jsonl") and back.read_text() == "other"
 
@@ -186,7 +186,7 @@ def test_rows_appended_to_a_filed_shard_survive_a_power_cut(tmp_path: Path) -> N
     ledger = Ledger.create(workspace.ledger_url)
     row = b'{"text": "def one(value):\\n    return value + 1\\n", "domain": "code"}\n'
     (workspace.inbox / "late.jsonl").write_bytes(row)
-    ingest_and_file(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
+    ingest_and_move(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
     ledger.engine.dispose()
     (filed,) = (workspace.shards / "raw").iterdir()
     shutil.copytree(folder.root, start)

@@ -132,8 +132,8 @@ def test_each_gpu_is_reported_with_its_peak_and_reached_rates(monkeypatch: pytes
     }
     for name, answer in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr(rates, "matmul_rate", lambda device, dtype: 7e14 if dtype == torch.bfloat16 else 0.0)
-    monkeypatch.setattr(rates, "memory_rate", lambda device: 2.9e12)
+    monkeypatch.setattr(rates, "measure_matmul_rate", lambda device, dtype: 7e14 if dtype == torch.bfloat16 else 0.0)
+    monkeypatch.setattr(rates, "measure_memory_rate", lambda device: 2.9e12)
     ok, lines = machine_check._torch()
     gpus: Any = lines[1:]
     assert ok and codes(gpus) == ["machine_check.gpu"] * 2

@@ -26,11 +26,11 @@ from factory.gates.release.replica_noise import (
 )
 from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReadsSql, SegmentRow
+from factory.ledger.rows import SegmentRow, SqlReader
 from factory.replicas.train_replicas import replica_arm, replica_runs, replicas_folder, train_next_replica
 from factory.retention.needs import RetentionNeeds
 from factory.runs.arm import Arm
-from factory.runs.task_runs import TaskRuns, list_runs
+from factory.runs.arm_runner import ArmRunner, list_runs
 from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target
@@ -54,7 +54,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     yield workspace, ledger
 
 
-def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[TaskRuns, list[Arm]]:
+def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[ArmRunner, list[Arm]]:
     plant = Plant(workspace, ledger)
     return replica_runs(plant, 2), [replica_arm(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
 
@@ -114,12 +114,12 @@ def test_a_replica_trains_an_anneal_again_on_other_documents_and_is_measured(pla
 
 def overflows(folder: Path) -> None:
     """Make the newest checkpoint one of finite weights that gives no finite loss."""
-    whole = checkpoints.load(checkpoints.saved_steps(folder)[-1][1])
+    whole = checkpoints.load(checkpoints.list_checkpoints(folder)[-1][1])
     model = {name: torch.full_like(w, 3e38) if w.dim() == 1 else w for name, w in whole.model.items()}
     checkpoints.save(folder, replace(whole, model=model))
 
 
-def schedule(db: ReadsSql, **keys: int) -> tuple[int, int] | None:
+def schedule(db: SqlReader, **keys: int) -> tuple[int, int] | None:
     found = find_due_anneal(db, ReplicaNoisePolicy(**keys))
     return (found[0].id, found[1]) if found else None
 

@@ -20,7 +20,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.runs.live_code import LiveCode, start_trainer, stop_trainer
 from factory.training.planning import plan_trunk
-from factory.training.segment_folder import mark_owner
+from factory.training.segment_folder import write_owner
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.paths import ROOT
@@ -52,7 +52,7 @@ class Slow:
 
     def start(self, *words: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
         """(the factory's process while its trainer is within a slow step, all processes that it started)."""
-        mark_owner(self.ledger, SegmentRow.get(self.ledger, self.segment))  # makes the folder, which is this segment's
+        write_owner(self.ledger, SegmentRow.get(self.ledger, self.segment))  # makes the folder, which is this segment's
         for old in self.folder.glob("slow-*"):
             old.unlink()
         self.mark.touch()

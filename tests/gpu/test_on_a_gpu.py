@@ -17,9 +17,9 @@ from benchmarks.gpu.parts import Settings
 from benchmarks.gpu.rivals import rivals
 from benchmarks.support.waits import waits
 from kernels.contract.op import Op
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import OPS
-from trainer.contract.plan.gpus import gpu_named
+from trainer.contract.plan.gpus import find_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +53,7 @@ def test_the_fastest_registered_implementation_reaches_its_share_of_the_gpus_pea
     number = [width.d_model for width in shapes.WIDTHS].index(aims.AIM_WIDTH)
     shape = shapes.shape_for(op, number, fast.free_bytes(settings))
     shares = {}
-    with bf16_matmul(shapes.dtype_of(op)):
+    with allow_bf16_matmul(shapes.dtype_of(op)):
         for rival in rivals(op, CUDA):
             if rival.name in op.implementations or rival.name == "torch.compile":
                 shares[rival.name] = fast.timed(rival, op, shape, settings).share or 0.0
@@ -76,7 +76,7 @@ def test_a_step_waits_for_the_gpu_only_once(one_billion: step.Stepper) -> None:
 
 def test_a_step_of_one_billion_parameters_reaches_its_mfu(one_billion: step.Stepper) -> None:
     card = torch.cuda.get_device_name()
-    gpu, aim = gpu_named(card), aims.mfu_aim("1b", card)
+    gpu, aim = find_gpu(card), aims.mfu_aim("1b", card)
     if gpu is None or aim is None:
         pytest.skip(f"no data sheet of {card} is known")
     recipe = one_billion.recipe

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.contract.files import finite_json, finite_values, sync_tree, write_atomically
+from kernels.contract.files import encode_finite_json, replace_non_finite, sync_tree, write_atomically
 
 KILLED_WHILE_WRITING = """
 import os, pathlib, sys
@@ -67,12 +67,12 @@ def test_a_process_that_dies_before_the_rename_leaves_the_old_content(tmp_path: 
 
 def test_non_finite_values_become_null_at_any_depth() -> None:
     value = {"a": math.nan, "b": [1.5, (math.inf, {"c": -math.inf})], "d": "NaN", "e": True, "f": 3}
-    assert finite_values(value) == {"a": None, "b": [1.5, [None, {"c": None}]], "d": "NaN", "e": True, "f": 3}
-    assert json.loads(finite_json(value)) == finite_values(value)
-    assert json.dumps(finite_values({2: 0, 10: 0}), sort_keys=True) == '{"10": 0, "2": 0}', (
+    assert replace_non_finite(value) == {"a": None, "b": [1.5, [None, {"c": None}]], "d": "NaN", "e": True, "f": 3}
+    assert json.loads(encode_finite_json(value)) == replace_non_finite(value)
+    assert json.dumps(replace_non_finite({2: 0, 10: 0}), sort_keys=True) == '{"10": 0, "2": 0}', (
         "hashes of evidence depend on it"
     )
-    assert finite_json({"a": 1}, indent=1) == '{\n "a": 1\n}'
+    assert encode_finite_json({"a": 1}, indent=1) == '{\n "a": 1\n}'
 
 
 def test_a_tree_is_flushed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

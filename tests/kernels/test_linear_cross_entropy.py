@@ -91,7 +91,7 @@ GIB = 1 << 30
 def test_the_size_of_a_chunk_on_a_gpu_follows_from_its_cost(
     N: int, V: int, itemsize: int, memory: int, chunk: int
 ) -> None:
-    assert chunks.gpu_chunk(N, V, itemsize, memory) == chunk
+    assert chunks.choose_gpu_chunk_tokens(N, V, itemsize, memory) == chunk
     assert chunk * V * itemsize <= max(V * itemsize, min(2 * GIB, memory // 16))
     if chunk < N:
         assert chunk % 128 == 0 or chunk == 1
@@ -119,7 +119,7 @@ def test_chunks_for_a_gpu_cover_every_token_with_loss(
     poisoned = x.clone()
     poisoned[::3] = torch.finfo(dtype).max / 4  # their logits overflow
     found = chunks.compute_in_chunks(
-        head.rows_without_targets_zeroed, poisoned, weight, targets, weights, 1e-3, True, size
+        head.rows_eager_without_targets_zeroed, poisoned, weight, targets, weights, 1e-3, True, size
     )
     tolerance = {"rtol": 2e-2, "atol": 2e-3} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(found[0], loss, **tolerance)
@@ -143,7 +143,9 @@ def test_the_host_never_waits_for_the_gpu(tokens: int) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         head.chunked_op._init_fn(x, weight, targets, weights, 1e-4, True, False)  # a CPU's: it begins with nonzero
     size = chunks.chunk_tokens_on_gpu(x, weight)
-    found = chunks.compute_in_chunks(head.rows_without_targets_zeroed, x, weight, targets, weights, 1e-4, True, size)
+    found = chunks.compute_in_chunks(
+        head.rows_eager_without_targets_zeroed, x, weight, targets, weights, 1e-4, True, size
+    )
     with FakeTensorMode():
         cuda = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (x, weight, targets, weights)]
         promised = torch.ops.factory.linear_cross_entropy_chunked(*cuda, 1e-4, True, True)

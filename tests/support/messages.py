@@ -58,7 +58,7 @@ NOT_MESSAGES = {
     "trainer/contract/plan/gpus.py": "names of data sheets",
     "agents/loss_doctor/prompts.py": "a prompt for a language model",
     "agents/recipe_scout/prompts.py": "a prompt for a language model",
-    "factory/show/telling/sending.py": "a process of its own that imports nothing of this project",
+    "factory/show/notifications/sending.py": "a process of its own that imports nothing of this project",
     "factory/show/pages/svg_charts.py": "drawings as SVG",
     "factory/status/metrics.py": "HELP lines of Prometheus' format",
     "factory/gates/patch/source_names.py": "lists of names that are looked for in source",

@@ -24,19 +24,19 @@ from pydantic import Field
 from agents.llm.exchange import LlmError
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import TrainerError, run_for_exit_code
-from trainer.contract.strict import Strict, parse
+from trainer.contract.strict import StrictSchema, parse
 
 PIECE = 24  # characters of a streamed chunk
 
 
-class Call(Strict):
+class Call(StrictSchema):
     """A tool call. Its arguments are an object, or text that may not be JSON."""
 
     name: str
     arguments: dict[str, Any] | str
 
 
-class Answer(Strict):
+class Answer(StrictSchema):
     """A reply (``text``, ``calls``, with its ``usage``), or one fault: ``status`` (with ``headers`` and ``text``), ``hang`` or
     ``raw``, ``endless``, ``drop``."""
 
@@ -57,7 +57,7 @@ class Answer(Strict):
     """The connection ends in the middle of the reply."""
 
 
-class RecordedSession(Strict):
+class RecordedSession(StrictSchema):
     model: str = ""
     key: str = ""
     turns: list[Answer | list[Answer]]

@@ -17,7 +17,7 @@ from tests.support.trainer.models import run_of
 from tests.support.trainer.segments import MakeShard
 from trainer import checkpoint_writer, locked_memory
 from trainer.batch import make_batch
-from trainer.checkpoint_writer import ALIGNED, CheckpointWriter, each_tensor, host_bytes
+from trainer.checkpoint_writer import ALIGNED, CheckpointWriter, host_bytes, iterate_tensors
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Tensors
 from trainer.locked_memory import HostMemory
@@ -44,7 +44,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
     save_share = checkpoint_writer.save_rank_share
 
     def noted(parent: Path, step: int, copied: Contents, *rest: Any) -> Path:
-        found.append([(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in each_tensor(copied)])
+        found.append([(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in iterate_tensors(copied)])
         return save_share(parent, step, copied, *rest)
 
     monkeypatch.setattr(checkpoint_writer, "save_rank_share", noted)
@@ -54,7 +54,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
 def test_reserved_memory_is_used_by_every_save_and_changes_no_byte_of_the_files(
     tmp_path: Path, written: list[list[tuple[int, int]]]
 ) -> None:
-    size = host_bytes(tensor for _, _, tensor in each_tensor(contents_of(1)))
+    size = host_bytes(tensor for _, _, tensor in iterate_tensors(contents_of(1)))
     plain, reserved = (
         CheckpointWriter(tmp_path / "plain", keep=3),
         CheckpointWriter(tmp_path / "reserved", keep=3, reserve=size),
@@ -120,7 +120,7 @@ def test_memory_is_not_written_again_while_the_disk_still_reads_it(
     second.join()
     writer.wait()
     writer.close()
-    found = [float(checkpoints.load(path).model["w"].unique()) for _, path in checkpoints.saved_steps(tmp_path)]
+    found = [float(checkpoints.load(path).model["w"].unique()) for _, path in checkpoints.list_checkpoints(tmp_path)]
     assert found == [1.0, 2.0]
 
 
@@ -131,7 +131,7 @@ def test_memory_grows_for_a_save_that_needs_more(tmp_path: Path, written: list[l
     writer.wait()
     writer.close()
     assert written[1] == written[3] and written[1][0][0] == written[2][0][0]
-    for step, path in checkpoints.saved_steps(tmp_path):
+    for step, path in checkpoints.list_checkpoints(tmp_path):
         assert float(checkpoints.load(path).model["w"].unique()) == step
 
 
@@ -149,7 +149,7 @@ def test_checkpoint_bytes_before_the_first_step_is_the_size_of_every_checkpoint(
     writer.wait()
     writer.close()
     contents, _ = run.checkpoint_contents()
-    assert host_bytes(tensor for _, _, tensor in each_tensor(contents)) == size and written[0] == written[1]
+    assert host_bytes(tensor for _, _, tensor in iterate_tensors(contents)) == size and written[0] == written[1]
 
 
 @pytest.mark.parametrize("code", [0, 801])

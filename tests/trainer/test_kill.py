@@ -81,7 +81,7 @@ def test_a_checkpoint_that_lacks_a_hooks_state_gives_another_run(
     tmp_path: Path, plan: DataPlan, straight: Path, lost: str
 ) -> None:
     """The comparison of the test above would notice if the state of the monitor or of the detector were lost."""
-    kept = [path for step, path in checkpoints.saved_steps(straight / "checkpoints") if step < 32][-1]
+    kept = [path for step, path in checkpoints.list_checkpoints(straight / "checkpoints") if step < 32][-1]
     whole = checkpoints.load(kept)
     forgetful, _ = everything(tmp_path / "forgetful", plan)
     empty: dict[str, Any] = {"monitor": {}, "detector": whole.state["detector"] | {"loss": [], "grad_norm": []}}

@@ -143,7 +143,7 @@ def test_a_killed_run_continues_bit_for_bit_with_the_same_limit(tmp_path: Path, 
     killed = spec_of(tmp_path / "killed", plan, 4, **EVERYTHING, **LIMITED)
     assert die(killed, 10, 300) == -9
     assert die(killed, 13, 50, signal.SIGTERM) == 75
-    assert [step for step, _ in checkpoints.saved_steps(killed / "checkpoints")] == [12, 15]
+    assert [step for step, _ in checkpoints.list_checkpoints(killed / "checkpoints")] == [12, 15]
     assert train_here(killed) == (0, "")
     assert_same_run(limited, killed)
     assert anomalies(limited) == anomalies(killed)
@@ -151,7 +151,7 @@ def test_a_killed_run_continues_bit_for_bit_with_the_same_limit(tmp_path: Path, 
 
 def test_a_checkpoint_has_the_gradient_norm_limit_in_force(tmp_path: Path, plan: DataPlan, limited: Path) -> None:
     """A run continues from a checkpoint without a limit, of a run that was read at every step. With another limit it skips other updates."""
-    kept = next(path for step, path in checkpoints.saved_steps(limited / "checkpoints") if step == 18)
+    kept = next(path for step, path in checkpoints.list_checkpoints(limited / "checkpoints") if step == 18)
     whole = checkpoints.load(kept)
     older = {key: value for key, value in whole.state["detector"].items() if key != "limit"}
     for name, detector, changed in (("older", older, False), ("other", older | {"limit": 0.0}, True)):
@@ -198,6 +198,6 @@ def test_two_ranks_stop_at_the_next_reading_and_go_on_to_the_bit(tmp_path: Path,
     assert run_trainer(often, *TORCHRUN)[0] == 0
     process = start_dying(stopped, 9, 50, *TORCHRUN, sent=signal.SIGTERM, rank=1)
     process.communicate()
-    assert [step for step, _ in checkpoints.saved_steps(stopped / "checkpoints")] == [7, 12]
+    assert [step for step, _ in checkpoints.list_checkpoints(stopped / "checkpoints")] == [7, 12]
     assert run_trainer(stopped, *TORCHRUN)[0] == 0
     assert_alike(often, stopped)

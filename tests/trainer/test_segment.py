@@ -100,7 +100,7 @@ def test_a_bad_checkpoint_is_skipped_and_reported_and_the_end_is_the_same(
     assert train_here(straight)[0] == 0
     damaged = write_spec(tmp_path / "damaged", plan)
     assert die(damaged, 14, 1) == -9
-    newest = checkpoints.saved_steps(damaged / "checkpoints")[-1][1]
+    newest = checkpoints.list_checkpoints(damaged / "checkpoints")[-1][1]
     with open(newest / "model.safetensors", "r+b") as file:
         file.seek(-3, 2)
         file.write(b"\x00\x01\x02")
@@ -116,7 +116,7 @@ def test_a_full_disk_ends_with_one_line_and_code_74_and_the_run_resumes(tmp_path
     plan = plan_of(make_shard())
     folder = write_spec(tmp_path / "full", plan)
     assert die(folder, 14, 1) == -9
-    kept = checkpoints.saved_steps(folder / "checkpoints")
+    kept = checkpoints.list_checkpoints(folder / "checkpoints")
     while len(kept) > 1:
         kept.pop()[1].rename(tmp_path / f"away-{len(kept)}")
     size = (kept[0][1] / "optimizer.safetensors").stat().st_size
@@ -124,7 +124,7 @@ def test_a_full_disk_ends_with_one_line_and_code_74_and_the_run_resumes(tmp_path
     code, errors = run_trainer(folder, preexec_fn=limit)
     assert code == 74
     assert len(errors.strip().splitlines()) == 1 and "File too large" in errors
-    assert checkpoints.saved_steps(folder / "checkpoints") == kept
+    assert checkpoints.list_checkpoints(folder / "checkpoints") == kept
     assert checkpoints.load(kept[0][1]).step == kept[0][0]
     assert train_here(folder) == (0, "")
     straight = write_spec(tmp_path / "straight", plan)

@@ -64,7 +64,7 @@ def test_sigterm_within_a_step_ends_the_run_and_the_next_resumes_to_the_bit(
     process.terminate()
     assert process.wait(timeout=WITHIN) == 75
     assert len(started) >= 2 and not left_of(started)
-    assert [step for step, _ in checkpoints.saved_steps(stopped / "checkpoints")] == [3]
+    assert [step for step, _ in checkpoints.list_checkpoints(stopped / "checkpoints")] == [3]
     assert run_trainer(stopped) == (0, "")
     assert_same_run(straight, stopped)
 
@@ -110,7 +110,7 @@ def test_sigterm_lets_a_quick_step_finish_and_saves_it(tmp_path: Path, make_shar
     process.terminate()
     _, errors = process.communicate(timeout=WITHIN)
     assert process.returncode == 75 and "error[trainer.stopped_after]" in errors
-    assert checkpoints.saved_steps(folder / "checkpoints")[-1][0] == records(folder)[-1]["step"] + 1
+    assert checkpoints.list_checkpoints(folder / "checkpoints")[-1][0] == records(folder)[-1]["step"] + 1
 
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow("two ranks"))])

@@ -15,7 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
-from trainer.contract.strict import Strict, parse
+from trainer.contract.strict import StrictSchema, parse
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -60,7 +60,7 @@ def _only_with(key: str, kind: str) -> Message:
     )
 
 
-class ExpertsRecipe(Strict):
+class ExpertsRecipe(StrictSchema):
     """Experts that replace the dense SwiGLU: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4Moe`` computes it."""
 
     count: Annotated[int, Field(ge=2)]  # routed experts
@@ -74,7 +74,7 @@ class ExpertsRecipe(Strict):
     z_loss: Annotated[float, Field(ge=0)] = 1e-4  # weight of the router's logsumexp², ST-MoE (arXiv 2202.08906) §3.1
 
 
-class ModelRecipe(Strict):
+class ModelRecipe(StrictSchema):
     """The shape of a decoder with tied embeddings. ``trainer.contract.checkpoint.export`` names the equivalent class of ``transformers``."""
 
     vocab_size: Positive
@@ -233,14 +233,14 @@ class ModelRecipe(Strict):
         return 6.0 * self.matmul_parameters + 6.0 * self.layers * self.attention_width * self.context
 
 
-class Phase(Strict):
+class Phase(StrictSchema):
     """The weights of a mixture from a step of the trunk on."""
 
     from_step: Annotated[int, Field(ge=0)]
     weights: dict[str, Annotated[float, Field(ge=0)]]
 
 
-class MixtureRecipe(Strict):
+class MixtureRecipe(StrictSchema):
     """Shares of *supervised* tokens by domain. ``"*"`` stands for all domains that are not named, in proportion to their size."""
 
     weights: dict[str, Annotated[float, Field(ge=0)]]
@@ -265,14 +265,14 @@ class MixtureRecipe(Strict):
         return self
 
 
-class WarmupBatch(Strict):
+class WarmupBatch(StrictSchema):
     """A smaller batch at the beginning of a run: ``sequences`` rows before ``until_step``."""
 
     until_step: Positive
     sequences: Positive
 
 
-class BatchRecipe(Strict):
+class BatchRecipe(StrictSchema):
     """The batch of one optimiser step."""
 
     sequences: Positive  # rows of ``model.context`` positions, over all ranks
@@ -318,7 +318,7 @@ class BatchRecipe(Strict):
                 )
 
 
-class MuonRecipe(Strict):
+class MuonRecipe(StrictSchema):
     """Muon, for the matrices inside the layers (https://kellerjordan.github.io/posts/muon), scaled as in arXiv 2502.16982 §2.2."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -326,7 +326,7 @@ class MuonRecipe(Strict):
     steps: Annotated[int, Field(ge=1)] = 5  # of Newton–Schulz
 
 
-class OptimizerRecipe(Strict):
+class OptimizerRecipe(StrictSchema):
     """AdamW with decoupled decay (arXiv 1711.05101); embeddings, norms and vectors are never decayed.
 
     With ``name: muon`` the matrices inside the layers are updated by Muon and everything else by AdamW, at one rate.
@@ -341,21 +341,21 @@ class OptimizerRecipe(Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
 
 
-class TrunkSteps(Strict):
+class TrunkSteps(StrictSchema):
     """Number of steps of a trunk segment: of the first one, and of each later one."""
 
     first: Positive
     later: Positive
 
 
-class LrMilestone(Strict):
+class LrMilestone(StrictSchema):
     """From ``from_step`` of the trunk on, the learning rate is ``share`` of the peak."""
 
     from_step: Positive
     share: Share
 
 
-class ScheduleRecipe(Strict):
+class ScheduleRecipe(StrictSchema):
     """The learning rate: that of the trunk, and that of the anneals, which branch off the trunk and decay.
 
     ``wsd``: the trunk's rate stays at the peak (arXiv 2405.18392). ``cosine``: the rate falls to ``final_lr_share`` over ``cosine_steps``
@@ -405,7 +405,7 @@ class ScheduleRecipe(Strict):
         return self
 
 
-class StabilityRecipe(Strict):
+class StabilityRecipe(StrictSchema):
     """Clipping, skipping of updates, and the limits beyond which a value is an anomaly."""
 
     grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest global gradient norm
@@ -424,7 +424,7 @@ class StabilityRecipe(Strict):
     read_every: Annotated[int, Field(ge=1, le=100)] = 1
 
 
-class ParallelRecipe(Strict):
+class ParallelRecipe(StrictSchema):
     """How the ranks that torchrun started share the work. A run with one rank uses none of these keys but ``recompute``.
 
     Groups of ``tensor`` neighbouring ranks split every matrix. The groups split the batch. Together they hold ``replicas`` copies of weights
@@ -475,7 +475,7 @@ class ParallelRecipe(Strict):
         return ranks // self.tensor
 
 
-class Recipe(Strict):
+class Recipe(StrictSchema):
     """All settings of a run. Recipe, data, code and first checkpoint together determine the run."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]

@@ -43,7 +43,7 @@ def end_on_sigterm(seconds: float = GRACE_SECONDS, before: Callable[[], None] = 
 
     def end(number: int) -> NoReturn:
         try:
-            kill_with_descendants(child_processes(os.getpid()))
+            kill_with_descendants(list_child_processes(os.getpid()))
             before()
         finally:
             os._exit(EXIT_STOPPED)
@@ -101,7 +101,7 @@ def _wait(received: int, numbers: Collection[int], seconds: float, end: Callable
             end(first)
 
 
-def child_processes(process: int) -> list[int]:
+def list_child_processes(process: int) -> list[int]:
     """The ids of a process's children that are not reaped yet."""
     found: list[int] = []
     gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)  # the process, or a thread of it, ended meanwhile
@@ -117,7 +117,7 @@ def kill_with_descendants(processes: Iterable[int]) -> None:
     found = list(processes)
     for process in found:
         _send(process, signal.SIGSTOP)
-        found += child_processes(process)
+        found += list_child_processes(process)
     for process in found:
         _send(process, signal.SIGKILL)
 

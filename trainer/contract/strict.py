@@ -11,13 +11,13 @@ from kernels.contract.message import CodedError, Message
 from trainer.contract.errors import did_you_mean
 
 
-class Strict(BaseModel):
+class StrictSchema(BaseModel):
     """A frozen schema that refuses unknown keys and conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-Schema = TypeVar("Schema", bound=Strict)
+Schema = TypeVar("Schema", bound=StrictSchema)
 
 
 def parse(schema: type[Schema], raw: object, where: str, error: type[Exception]) -> Schema:
@@ -62,7 +62,7 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         raise error(said) from None
 
 
-def not_json(file: object, problem: Exception, error: type[CodedError]) -> CodedError:
+def not_json_error(file: object, problem: Exception, error: type[CodedError]) -> CodedError:
     """The error for a file that is not JSON."""
     return error("strict.not_json", "{file} is not valid JSON: {problem}", file=str(file), problem=str(problem))
 

@@ -95,8 +95,8 @@ class Block(nn.Module):
         x_BSD, h_BSD = self.ops.add_rms_norm(x_BSD, y_BSD, self.weight(self.mlp_norm), eps)
         h_BTD = tensor.gather(h_BSD)
         if self.experts is None:
-            return x_BSD + tensor.scatter(self.transform(h_BTD, self.gate, self.up, self.down)), None
-        y_BTD, extras = self.transform_by_experts(h_BTD, documents_BT)
+            return x_BSD + tensor.scatter(self.apply_mlp(h_BTD, self.gate, self.up, self.down)), None
+        y_BTD, extras = self.apply_experts(h_BTD, documents_BT)
         return x_BSD + tensor.scatter(y_BTD), extras
 
     def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, seen: Any) -> Tensor:
@@ -113,11 +113,11 @@ class Block(nn.Module):
         o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, seen)
         return self.multiply(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
 
-    def transform(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def apply_mlp(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate_BTF, up_BTF = self._products(h_BTD, (gate, up))
         return self.multiply(self.ops.swiglu(gate_BTF, up_BTF), self.weight(down))
 
-    def transform_by_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def apply_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
         assert self.experts is not None
         weight = self.weight
         h_ND, holds_N = h_BTD.flatten(0, 1), documents_BT.flatten() >= 0
@@ -125,7 +125,7 @@ class Block(nn.Module):
         gate, up, down = (weight(m).transpose(1, 2) for m in (self.experts_gate, self.experts_up, self.experts_down))
         y_BTD = self.mixture.mix_experts(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
         if self.experts.shared:
-            y_BTD = y_BTD + self.transform(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
+            y_BTD = y_BTD + self.apply_mlp(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
         return y_BTD, torch.cat((routing.z_loss(holds_N)[None], routing.tokens_per_expert(holds_N))) / self.tensor.size
 
@@ -135,7 +135,7 @@ class Block(nn.Module):
         if self.joined:
             joined_BTX = self.multiply(h_BTD, torch.cat(weights))
             return joined_BTX.split([len(weight) for weight in weights], dim=-1)
-        return fp8.fp8_products(h_BTD, weights) if self.fp8 else [F.linear(h_BTD, weight) for weight in weights]
+        return fp8.fp8_linears(h_BTD, weights) if self.fp8 else [F.linear(h_BTD, weight) for weight in weights]
 
     def weight(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, in the dtype of the layer's products."""
@@ -230,7 +230,7 @@ class Decoder(nn.Module):
     def use_fp8(self) -> None:
         """Compute the products of attention, dense MLPs and shared experts in fp8. Routers, routed experts and the head stay in bf16."""
         for block in self.blocks:
-            block.fp8, block.multiply = True, fp8.fp8_product  # type: ignore[assignment]
+            block.fp8, block.multiply = True, fp8.fp8_linear  # type: ignore[assignment]
 
     def use_recomputation(self) -> None:
         """Use activation checkpointing: keep only each block's input, and compute the block again in the backward pass."""

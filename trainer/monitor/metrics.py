@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.contract.files import finite_json, sync_folder, write_atomically
+from kernels.contract.files import encode_finite_json, sync_folder, write_atomically
 from trainer.contract.json_lines import read_lines
 
 FLUSH_SECONDS = 1.0
@@ -58,7 +58,7 @@ class MetricsFile:
 
 
 def encode(record: dict[str, Any]) -> str:
-    return finite_json(record) + "\n"
+    return encode_finite_json(record) + "\n"
 
 
 def device_name(device: torch.device) -> str:
@@ -70,7 +70,7 @@ def device_name(device: torch.device) -> str:
     )
 
 
-def memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """The most bytes of memory that this process has held so far: on the GPU, or on the host if ``device`` is a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate
 from trainer.optim.optimizer import Optimizer
-from trainer.parallel.ranks import Ranks, copies_of_tensor, local_part
+from trainer.parallel.ranks import Ranks, count_tensor_copies, local_part
 
 TURN_STEPS = 4  # number of steps from one layer's turn to the next layer's turn
 SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
@@ -79,9 +79,11 @@ class Monitor(StepHook):
         for name in optimizer.parameters:
             self.layers.setdefault(layer_of_parameter(name), []).append(name)
         # by parameter: 1 / the number of ranks that hold each of its elements
-        self.shares = self._on_device([1 / copies_of_tensor(parameter) for parameter in optimizer.parameters.values()])
+        self.shares = self._on_device(
+            [1 / count_tensor_copies(parameter) for parameter in optimizer.parameters.values()]
+        )
         self._shares = {
-            layer: self._on_device([1 / copies_of_tensor(optimizer.parameters[name]) for name in names])
+            layer: self._on_device([1 / count_tensor_copies(optimizer.parameters[name]) for name in names])
             for layer, names in self.layers.items()
         }
         self._is_in = self._on_device(  # [layers, parameters]
@@ -95,7 +97,7 @@ class Monitor(StepHook):
         """The layer to measure at a step; None at most steps."""
         return None if step % TURN_STEPS else list(self.layers)[step // TURN_STEPS % len(self.layers)]
 
-    def layer_norms(self, squares: Tensor) -> Tensor:
+    def grad_norms_by_layer(self, squares: Tensor) -> Tensor:
         """Gradient norm by layer, in the order of ``layers``, from Σ gradient² by parameter."""
         return torch.where(self._is_in, squares, 0.0).sum(1).sqrt()
 
@@ -156,7 +158,7 @@ class Monitor(StepHook):
             numbers = {f"agreement/{layer}": sums[number] for number, layer in enumerate(before.agreements)}
             if before.layer is not None:
                 numbers[f"lengths/{before.layer}"] = sums[len(before.agreements) :]
-        return numbers | {"grad_norms": self.layer_norms(update.squares_P)}
+        return numbers | {"grad_norms": self.grad_norms_by_layer(update.squares_P)}
 
     def _on_device(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, device=self.ranks.device)

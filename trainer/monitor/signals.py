@@ -45,7 +45,7 @@ PAST, ENOUGH = (
 KINDS = {"update_ratio": "update_jump", "activation_max": "activation_jump", "attention_logit_max": "attention_logits"}
 
 
-class PartHistory:
+class LayerHistory:
     """The past values of one quantity of many parts (layers). It compares each new value with the past values of the same part. The unit is the usual
     change of all parts."""
 
@@ -133,7 +133,7 @@ class InstabilitySignals(StepHook):
         self.per_token = recipe.model.experts.per_token if recipe.model.experts is not None else 0
         self.layers = [f"blocks.{number}" for number in range(len(model.blocks))]
         self.expert_layers = [name for name, block in zip(self.layers, model.blocks) if block.experts is not None]
-        self.turns = {name: PartHistory(recipe.stability.window) for name in KINDS}
+        self.turns = {name: LayerHistory(recipe.stability.window) for name in KINDS}
         self.norms = RankNorms(recipe.stability.window)
         self.reported: list[str] = []  # lasting states that were reported and still hold
         self.measured: dict[str, int] = {}  # layer → the last step that it was measured at
@@ -172,7 +172,7 @@ class InstabilitySignals(StepHook):
             low, high = inputs[0].aminmax()
             own[1] = torch.maximum(own[1], torch.maximum(-low, high).float())
             if self._first and self.ranks.data_rank == 0:  # the same row in every layout
-                own[2] = largest_logit(block, *inputs[:4])  # type: ignore[arg-type]
+                own[2] = largest_attention_logit(block, *inputs[:4])  # type: ignore[arg-type]
         self._first = False
 
     @torch.no_grad()
@@ -267,7 +267,9 @@ def max_or_nan(values: list[float]) -> float:
 
 
 @torch.no_grad()
-def largest_logit(block: Block, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
+def largest_attention_logit(
+    block: Block, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor
+) -> Tensor:
     """The largest attention logit of about ``QUERIES`` queries of the first row, or zero if all are negative. Returns an fp32 scalar.
 
     Only the heads of this rank are used. A logit is q · k / √head_dim, for a key of the same document at or before the query.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.contract.plan.precision import DTYPES
-from trainer.contract.plan.rates import data_sheet_peak, matmul_rate
+from trainer.contract.plan.rates import data_sheet_peak, measure_matmul_rate
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
 
@@ -32,12 +32,12 @@ class SpeedMeter:
         self.peak = peak and peak * ranks.size
         self.measured: float | None = None
         if device.type == "cuda":
-            self.measured = matmul_rate(device, dtype) * ranks.size
+            self.measured = measure_matmul_rate(device, dtype) * ranks.size
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)  # a record's memory is that of steps
         self._first = True
 
-    def record_fields(self, tokens: int, seconds: float) -> dict[str, float]:
+    def compute_step_fields(self, tokens: int, seconds: float) -> dict[str, float]:
         """The speed of a step, for its record. The first step of a process also has ``first_step_s``, its seconds, which include compiling."""
         rate = tokens / seconds
         found = {"tokens_per_s": rate} | self._of_rate(rate)
@@ -46,7 +46,7 @@ class SpeedMeter:
         self._first = False
         return found
 
-    def segment_fields(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def compute_segment_fields(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The speed of a segment, from its records: the median rates without the first step of each process, and the last ``first_step_s``."""
         first = [line["first_step_s"] for line in lines if "first_step_s" in line]
         rates = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line and "first_step_s" not in line]

@@ -1,6 +1,6 @@
 """The optimiser: AdamW alone, or Muon for the matrices inside the layers and AdamW for the rest.
 
-``group_table`` lists for each parameter which of the two updates it.
+``make_group_table`` lists for each parameter which of the two updates it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, as torch names them
 
 @dataclass(frozen=True)
 class GroupRow:
-    """How one parameter is updated: its line in the table of ``group_table``."""
+    """How one parameter is updated: its line in the table of ``make_group_table``."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class GroupRow:
     weight_decay: float
 
 
-def group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> list[GroupRow]:
+def make_group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> list[GroupRow]:
     """One row for each trainable parameter: the optimiser that updates it, its share of the learning rate, and its weight decay.
 
     Only the matrices inside the layers decay, and only they can be updated by Muon. For them and the router, whose products sum over the width, the
@@ -73,7 +73,7 @@ class Optimizer:
     ) -> None:
         self.recipe, self.adamw = recipe, adamw
         self.parameters = dict(model.named_parameters())
-        self.table = group_table(model, recipe, width_share)
+        self.table = make_group_table(model, recipe, width_share)
         muon: dict[str, Tensor] = {r.parameter: self.parameters[r.parameter] for r in self.table if r.rule == "muon"}
         self.muon = Muon(muon, recipe.muon, newton_schulz) if muon else None
         self.groups: dict[tuple[float, float], list[str]] = {}  # AdamW's, by share of the rate and decay

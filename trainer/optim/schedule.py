@@ -38,7 +38,7 @@ def trunk_share(schedule: ScheduleRecipe, step: int) -> float:
     return warm * TRUNKS[schedule.kind](schedule, step)
 
 
-def cosine_share(schedule: ScheduleRecipe, step: int) -> float:
+def cosine_factor(schedule: ScheduleRecipe, step: int) -> float:
     """Half a cosine from one at the end of the warm-up to ``final_lr_share`` at ``cosine_steps``, and ``final_lr_share`` from then on.
 
     This is SGDR (arXiv 1608.03983 eq. 5) without restarts.
@@ -57,7 +57,7 @@ def milestone_share(schedule: ScheduleRecipe, step: int) -> float:
 
 TRUNKS = {
     "wsd": lambda schedule, step: 1.0,  # the peak (Hägele et al. 2024, arXiv 2405.18392 §3)
-    "cosine": cosine_share,
+    "cosine": cosine_factor,
     "multi-step": milestone_share,
 }
 

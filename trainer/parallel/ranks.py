@@ -61,7 +61,7 @@ class Ranks:
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             timeout=PATIENCE,
-            store=join_ranks(),
+            store=open_rendezvous_store(),
             rank=rank,
             world_size=size,
             device_id=device if cuda else None,  # so that NCCL forms each group of the mesh here, not in the first step
@@ -105,7 +105,7 @@ class Ranks:
 _joined = itertools.count()  # number of groups that this process joined; the same in every rank
 
 
-def join_ranks() -> dist.Store | None:
+def open_rendezvous_store() -> dist.Store | None:
     """Open the store through which ranks find one another. Returns None if torch's default store is to be used.
 
     torchrun may offer its own store (c10d and static rendezvous). It still holds the addresses of ranks that died (pytorch/pytorch#135712), or
@@ -135,7 +135,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return held.to_local() if is_split(held) else held  # type: ignore[no-any-return]
 
 
-def copies_of_tensor(tensor: Any) -> int:
+def count_tensor_copies(tensor: Any) -> int:
     """The number of ranks that hold each element of a tensor."""
     if not is_split(tensor):
         return 1

@@ -26,10 +26,10 @@ from trainer.contract.errors import CheckpointError, TrainerError, run_for_exit_
 
 
 class AverageError(TrainerError):
-    """An argument of ``average`` is wrong. The message names the argument."""
+    """An argument of ``average_checkpoints`` is wrong. The message names the argument."""
 
 
-def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> Checkpoint:
+def average_checkpoints(sources: Sequence[Path], weights: Sequence[float] | None = None) -> Checkpoint:
     """The weighted mean of checkpoints. The weights are scaled to sum to one.
 
     Raises: AverageError if the list of sources or weights is wrong. CheckpointError if a checkpoint cannot be verified, or does not fit the first
@@ -154,7 +154,7 @@ def main(arguments: list[str]) -> int:
         return 2
     out, *sources = map(Path, arguments)
     return run_for_exit_code(
-        "trainer.tools.average", lambda: print(checkpoints.save(out, average(sources, weights))), where=out
+        "trainer.tools.average", lambda: print(checkpoints.save(out, average_checkpoints(sources, weights))), where=out
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from kernels.contract.message import format_error_with_code
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.data.data_order import DataOrder, document_indices_at
+from trainer.contract.data.data_order import DataOrder, document_keys_at
 from trainer.contract.data.token_shard import file_sha256
 from trainer.contract.errors import CheckpointError, SpecError, TrainerError
 from trainer.contract.plan.spec import SegmentSpec
@@ -38,7 +38,7 @@ def list_step_documents(segment: Path, step: int) -> list[str]:
             first=spec.first_step,
             last=spec.last_step - 1,
         )
-    return document_indices_at(data_order_before(segment, spec, step), step)
+    return document_keys_at(data_order_before(segment, spec, step), step)
 
 
 def data_order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
@@ -47,12 +47,12 @@ def data_order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
     for path in sorted((segment / "checkpoints").glob("step-[0-9]*"), reverse=True):
         if spec.first_step < int(path.name.removeprefix("step-")) <= step:
             try:
-                state = sampler_state(path)
+                state = read_sampler_state(path)
                 break
             except CheckpointError:
                 continue  # an older one gives the same order, after more steps
     if state is None and spec.initial_checkpoint is not None and not spec.restart_data:
-        state = sampler_state(Path(spec.initial_checkpoint))
+        state = read_sampler_state(Path(spec.initial_checkpoint))
     recipe = spec.recipe
     order = DataOrder(
         spec.data_plan,
@@ -64,7 +64,7 @@ def data_order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
     return order if state is not None else order.copy_at_step(spec.first_step)
 
 
-def sampler_state(checkpoint: Path) -> dict[str, Any]:
+def read_sampler_state(checkpoint: Path) -> dict[str, Any]:
     """The data order's state in a checkpoint. Only state.json is read and verified. Raises: CheckpointError."""
     expected = checkpoints.read_manifest(checkpoint)["files"].get("state.json", {}).get("sha256")
     state = checkpoints.read_state(checkpoint)

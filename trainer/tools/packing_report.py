@@ -157,7 +157,7 @@ def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
             path=str(first),
         )
     recipe = Recipe.load(first)
-    shards = [TokenShard(path) for given in rest for path in token_shards_in(given)]
+    shards = [TokenShard(path) for given in rest for path in find_token_shards(given)]
     plan = DataPlan.make(recipe.mixture, "trunk", [(s.id, str(s.path), 0) for s in shards], recipe.seed)
     held = {name for shard in shards for name in shard.documents["domain"].unique().to_pylist()}
     plan, left_out = plan.without_missing_domains(held, 0, 1)
@@ -171,7 +171,7 @@ def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
     return recipe, plan
 
 
-def token_shards_in(folder: Path) -> list[Path]:
+def find_token_shards(folder: Path) -> list[Path]:
     """The folder itself if it is a token shard, else the token shards in it. Raises: SpecError if it contains none."""
     if (folder / "manifest.json").exists():
         return [folder]

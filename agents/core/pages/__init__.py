@@ -43,7 +43,7 @@ def _environment(folder: Path) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = number_text
+    environment.filters["number"] = format_number
     return environment
 
 
@@ -58,12 +58,12 @@ def svg_file(svg: str) -> str:
     return svg.replace(found[0], start, 1).replace(">", f">{own}", 1)
 
 
-def html_text(value: object) -> str:
+def escape_html(value: object) -> str:
     """Any value as HTML text, for drawings: escaped, without invisible characters, always encodable."""
     return html.escape(replace_invisible(str(value)), quote=True)
 
 
-def number_text(value: object, digits: int = 3) -> str:
+def format_number(value: object, digits: int = 3) -> str:
     """A number as text for a person; ``–`` if it was not measured or is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "–"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from agents.core.pages import html_text
-from agents.line_profiler.table import Profile, ProfiledLine
+from agents.core.pages import escape_html
+from agents.line_profiler.profile_schema import Profile, ProfiledLine
 
 ROW, LEFT, WIDE = 22, 330, 1100  # pixels: a row of the graph, where its boxes begin, the whole width
 PLOT_W, PLOT_H, MARGIN = 900, 420, 60
@@ -38,7 +38,7 @@ def draw_graph(profile: Profile) -> str:
         about = f"{edge.source} → {edge.target}: {edge.bytes / 1e6:.1f} MB" + (", conditional" * edge.conditional)
         parts.append(
             f'<path class="edge" d="M{x} {y1:.0f} C{x + bend:.0f} {y1:.0f} {x + bend:.0f} {y2:.0f} {x} {y2:.0f}"{dash}>'
-            f"<title>{html_text(about)}</title></path>"
+            f"<title>{escape_html(about)}</title></path>"
         )
     for name in names:
         line, y = by_name.get(name), row[name] * ROW
@@ -46,7 +46,7 @@ def draw_graph(profile: Profile) -> str:
         label = f"{name}  {line.source}" if line else name
         parts.append(
             f'<rect x="{LEFT}" y="{y + 2}" width="480" height="{ROW - 4}" fill="{heat_colour(share, hottest)}" stroke="#999"/>'
-            f'<text x="{LEFT + 6}" y="{y + 15}">{html_text(label[:62])}<title>{html_text(label)}</title></text>'
+            f'<text x="{LEFT + 6}" y="{y + 15}">{escape_html(label[:62])}<title>{escape_html(label)}</title></text>'
             f'<text x="{right - 6}" y="{y + 15}" text-anchor="end">{share:.1%}</text>'
         )
     return f'<svg class="graph" viewBox="0 0 {WIDE} {len(names) * ROW + 4}" role="img">{"".join(parts)}</svg>'
@@ -79,7 +79,7 @@ def draw_roofline(profile: Profile) -> str:
         about = f"{line.name}: {line.source}\n{_rate(line) / 1e9:.1f} GFLOP/s, {line.roofline:.0%} of the roofline"
         radius = 3 + 9 * math.sqrt(line.share / hottest if hottest else 0.0)
         parts.append(
-            f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"><title>{html_text(about)}</title></circle>'
+            f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"><title>{escape_html(about)}</title></circle>'
         )
     return f'<svg viewBox="0 0 {PLOT_W} {PLOT_H}" role="img">{"".join(parts)}</svg>'
 

@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from agents.line_profiler.profile_schema import Profile
 from agents.line_profiler.report.summary_text import profile_summary, shorten_lines
-from agents.line_profiler.table import Profile
 from kernels.contract.message import Message
 
 

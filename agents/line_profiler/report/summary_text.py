@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agents.line_profiler.table import Profile
+from agents.line_profiler.profile_schema import Profile
 from kernels.contract.message import Message
 
 

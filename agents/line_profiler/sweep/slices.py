@@ -51,7 +51,7 @@ def record_slice_operations(of: LayerSlice) -> tuple[RecordedOperation, ...]:
     shape = make_one_layer_model(SHAPES[of.model], of.sequence)
     recorder = OperationRecorder()
     with torch.device("meta"):
-        block = Block(shape, 0, recorder.watch(bind_ops({}, "cpu", DTYPE, compile=False)), DTYPE, TensorRanks())
+        block = Block(shape, 0, recorder.wrap_ops(bind_ops({}, "cpu", DTYPE, compile=False)), DTYPE, TensorRanks())
         block.joined = True
         x_BTD = torch.empty(of.batch, of.sequence, shape.d_model, dtype=DTYPE, requires_grad=True)
         positions_BT = torch.zeros(of.batch, of.sequence, dtype=torch.int64)

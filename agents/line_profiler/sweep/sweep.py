@@ -23,7 +23,8 @@ from pydantic import TypeAdapter
 
 from agents.line_profiler.capture import ROOT, is_view_or_empty
 from agents.line_profiler.isolation import IsolatedTime
-from agents.line_profiler.lines import PeakRates, source_text
+from agents.line_profiler.lines import PeakRates, read_source_line
+from agents.line_profiler.profile_schema import line_name
 from agents.line_profiler.session import device_name
 from agents.line_profiler.stopwatch import make_progress_reporter
 from agents.line_profiler.sweep.shapes import SHAPES
@@ -35,8 +36,8 @@ from agents.line_profiler.sweep.sweep_items import (
     attention_shape_key,
     build_attention,
     collect_operations,
+    mark_measurable_items,
     measure_item,
-    select_measurable_items,
 )
 from agents.line_profiler.sweep.work_queue import (
     ProcessWorkers,
@@ -47,12 +48,11 @@ from agents.line_profiler.sweep.work_queue import (
     measure_items_on_workers,
     require_ray,
 )
-from agents.line_profiler.table import line_name
 from kernels.contract.choice import implementation_names
 from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.registry import KernelError, load_choice
 from trainer.contract import stopping
-from trainer.contract.plan.rates import matmul_rate, memory_rate
+from trainer.contract.plan.rates import measure_matmul_rate, measure_memory_rate
 
 FORMAT = 1
 MEMORY_SHARE = 0.5  # of the free memory, for all workers together
@@ -132,8 +132,8 @@ def measure_slices(
     Raises: SweepError.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    roof = PeakRates(matmul_rate(device, DTYPE), memory_rate(device))
-    items = select_measurable_items(collect_operations(slices, roof), limits, workers)
+    roof = PeakRates(measure_matmul_rate(device, DTYPE), measure_memory_rate(device))
+    items = mark_measurable_items(collect_operations(slices, roof), limits, workers)
     wanted = [item for item in items if not item.fits]
     report(
         Message(
@@ -206,7 +206,7 @@ def _slice(of: LayerSlice, swept: Mapping[object, SweepItemResult], roof: PeakRa
     for event in record_slice_operations(of):
         if event.signature is not None and not is_view_or_empty(event.signature.func):
             name = line_name(*event.line)
-            parts[name, source_text(*event.line[:2])].append((swept[event.signature], event.flops, event.bytes))
+            parts[name, read_source_line(*event.line[:2])].append((swept[event.signature], event.flops, event.bytes))
     cost = of.attention_cost
     flops, moved = cost.forward_flops + cost.backward_flops, cost.forward_bytes + cost.backward_bytes
     parts[f"kernels/attention/__init__.py#{ATTENTION}", ATTENTION].append(
@@ -259,7 +259,7 @@ def sweep_table(found: SweepResult, top: int = 3) -> str:
     return "\n".join(lines)
 
 
-def free_memory() -> float:
+def count_free_bytes() -> float:
     """Free bytes of the GPU, else of the machine (Linux)."""
     if torch.cuda.is_available():
         return float(torch.cuda.mem_get_info()[0])
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.ray:
             require_ray()  # before anything is measured
         workers = max(1, chosen.workers)
-        memory = chosen.memory_gb * 1e9 if chosen.memory_gb else MEMORY_SHARE * free_memory() / workers
+        memory = chosen.memory_gb * 1e9 if chosen.memory_gb else MEMORY_SHARE * count_free_bytes() / workers
         limits = SweepLimits(memory, chosen.item_seconds, chosen.budget, max(1, torch.get_num_threads() // workers))
         start: Callable[[], Workers] = lambda: (
             RayActors(measure_item, workers, chosen.ray) if chosen.ray else ProcessWorkers(measure_item, workers)

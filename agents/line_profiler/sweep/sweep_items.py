@@ -10,13 +10,13 @@ from functools import cache
 import torch
 
 from agents.line_profiler.capture import is_view_or_empty
-from agents.line_profiler.isolation import IsolatedTime, make_clock, measure_operation, time_repeatedly
+from agents.line_profiler.isolation import IsolatedTime, make_call_timer, measure_operation, time_repeatedly
 from agents.line_profiler.lines import PeakRates
 from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, LayerSlice, record_slice_operations
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import Message
 from kernels.contract.op import OracleCase
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import OPS, find_implementation
 
 FILL_BYTES_PER_S = 4e8  # making random inputs on one core
@@ -72,7 +72,7 @@ def attention_shape_key(of: LayerSlice) -> object:
     return (ATTENTION, s.batch, s.context, s.heads, s.kv_heads, s.head_dim)
 
 
-def select_measurable_items(items: Sequence[SweepItem], limits: SweepLimits, workers: int) -> list[SweepItem]:
+def mark_measurable_items(items: Sequence[SweepItem], limits: SweepLimits, workers: int) -> list[SweepItem]:
     """All items with their estimates; ``fits`` of an item that is not measured gives the reason. The shortest items get the time first."""
     sized = [_sized(item, limits) for item in items]
     spent = 0.0
@@ -132,7 +132,7 @@ def measure_item(task: SweepTask) -> tuple[IsolatedTime, float]:
     _prepare_worker()
     if device.type == "cpu":
         torch.set_num_threads(task.limits.threads)
-    with bf16_matmul(DTYPE):
+    with allow_bf16_matmul(DTYPE):
         if task.item.index < 0:
             found = _attention(task, device)
         else:
@@ -162,7 +162,7 @@ def _attention(task: SweepTask, device: torch.device) -> IsolatedTime:
         made = op.inputs(OracleCase("sweep", task.item.of.shape), device=device, dtype=DTYPE)
         needed = [made[position] for position in op.gradients]
         gradient = torch.randn_like(made[0])
-        clock = make_clock(device)
+        clock = make_call_timer(device)
         call = lambda number: clock(lambda: torch.autograd.grad(function(*made), needed, gradient))
         return time_repeatedly(call, call(0), began + task.limits.item_s)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ import numpy as np
 import sqlalchemy as sa
 from alembic import op
 
-from factory.ingest.hash_index import HELD, HashedDocument, key_prefix, write_hashes
+from factory.ingest.hash_index import HELD, HashedDocument, make_key_prefix, write_hashes
 from factory.ledger.ledger import events
 
 revision = "6"
@@ -24,7 +24,7 @@ def upgrade() -> None:
     held = sa.select(events.c.subject, events.c.detail).where(events.c.kind == HELD).order_by(events.c.id)
     ngrams = {subject: detail["ngrams"] for subject, detail in tx.execute(held)}
     ingested = tx.execute(sa.select(events.c.subject).where(events.c.kind == "ingested")).scalars()
-    subjects = {key_prefix(subject): subject for subject in (*ingested, *ngrams)}
+    subjects = {make_key_prefix(subject): subject for subject in (*ingested, *ngrams)}
     for prefix, documents in groupby(_documents(tx), lambda one: one.key.partition(":")[0]):
         if subject := subjects.pop(prefix, ""):
             found = sorted(documents, key=lambda one: int(one.key.partition(":")[2]))

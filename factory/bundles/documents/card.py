@@ -76,7 +76,7 @@ def _overridden(facts: BundleFacts) -> str:
 
 
 def _data(facts: BundleFacts) -> str:
-    documents, tokens = facts.by_licence("documents"), facts.by_licence("supervised_tokens")
+    documents, tokens = facts.sum_by_licence("documents"), facts.sum_by_licence("supervised_tokens")
     allowed = facts.licences["release_allowed"]
     included = {row["license"] for row in facts.shards if row["included"]}
     rows = [

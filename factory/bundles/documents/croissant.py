@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.bundles.documents.facts import BundleFacts, licence_expression
+from factory.bundles.documents.facts import BundleFacts, to_spdx_expression
 from factory.bundles.files import layout
 
 CONFORMS = "http://mlcommons.org/croissant/1.1"
@@ -59,7 +59,7 @@ def build_croissant(facts: BundleFacts) -> dict[str, Any]:
         "version": f"{facts.verdict['release']}.0.0",
         "datePublished": facts.released_at,
         "creator": {"@type": "sc:Organization", "name": "the publisher of this bundle"},
-        "license": [_licence(name) for name in facts.by_licence("documents")],
+        "license": [_licence(name) for name in facts.sum_by_licence("documents")],
         "distribution": [_file(facts, path) for path in there],
         "recordSet": [_records(path, DESCRIBED[path][0], fields(path)) for path in there],
         "isBasedOn": [_shard(row) for row in facts.shards],
@@ -92,7 +92,7 @@ def _shard(row: dict[str, Any]) -> dict[str, Any]:
     """Return the entry of one licence of one token shard. The bundle need not include its documents."""
     return {
         "@type": "sc:Dataset",
-        "@id": f"token-shard:{row['token_shard']}:{licence_expression(row['license'])}",
+        "@id": f"token-shard:{row['token_shard']}:{to_spdx_expression(row['license'])}",
         "name": row["shard"],
         "identifier": f"sha256:{row['shard_sha256']}",
         "license": _licence(row["license"]),
@@ -104,5 +104,5 @@ def _shard(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _licence(name: str) -> str:
-    expression = licence_expression(name)
+    expression = to_spdx_expression(name)
     return name if expression.startswith(("LicenseRef-", "NOASSERTION")) else f"{SPDX_PAGE}{expression}.html"

@@ -75,7 +75,7 @@ class BundleFacts:
         """The supervised tokens of synthetic documents, by the model that wrote them. Empty in a bundle of an older factory."""
         return dict(self.licences.get("synthetic") or {})
 
-    def by_licence(self, value: str) -> dict[str, int]:
+    def sum_by_licence(self, value: str) -> dict[str, int]:
         """Return the sum of a column of the token shards' rows, by licence."""
         found: Counter[str] = Counter()
         for row in self.shards:
@@ -83,10 +83,10 @@ class BundleFacts:
         return dict(sorted(found.items()))
 
 
-def licence_expression(name: str) -> str:
+def to_spdx_expression(name: str) -> str:
     """Return a licence as an SPDX expression.
 
-    >>> licence_expression("MIT"), licence_expression("public domain"), licence_expression("no licence")
+    >>> to_spdx_expression("MIT"), to_spdx_expression("public domain"), to_spdx_expression("no licence")
     ('MIT', 'LicenseRef-public-domain', 'NOASSERTION')
     """
     if name in SPDX_LICENCES or name == NO_ASSERTION:

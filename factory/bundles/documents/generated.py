@@ -10,7 +10,7 @@ from factory.bundles.documents.croissant import build_croissant
 from factory.bundles.documents.facts import BundleFacts
 from factory.bundles.documents.spdx import build_spdx
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleError, BundleFolder, printable
+from factory.bundles.files.folder import BundleError, BundleFolder, escape_unprintable
 
 MADE_BY: dict[str, Callable[[BundleFacts], Any]] = {
     layout.CARD: write_card,
@@ -29,5 +29,5 @@ def generate_document(folder: BundleFolder, path: str) -> Any:
             "bundles.not_generated",
             "{file} cannot be generated from the other files: {reason}",
             file=path,
-            reason=printable(repr(error)),
+            reason=escape_unprintable(repr(error)),
         ) from error

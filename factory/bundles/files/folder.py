@@ -45,7 +45,7 @@ class BundleFolder:
             raise BundleError(
                 "bundles.no_folder",
                 "{folder} does not exist, is not a folder, or is a link",
-                folder=printable(str(root)),
+                folder=escape_unprintable(str(root)),
             )
         names: list[str] = []
         pending = [("", 0)]
@@ -55,7 +55,7 @@ class BundleFolder:
                 raise BundleError(
                     "bundles.too_deep",
                     "{path} is nested deeper than {limit:,|folder|folders}",
-                    path=printable(inner),
+                    path=escape_unprintable(inner),
                     limit=DEPTH,
                 )
             try:
@@ -66,7 +66,7 @@ class BundleFolder:
                             raise BundleError(
                                 "bundles.link",
                                 "{path} is a link. A bundle holds only plain files",
-                                path=printable(name),
+                                path=escape_unprintable(name),
                             )
                         if entry.is_dir(follow_symlinks=False):
                             pending.append((name, depth + 1))
@@ -74,7 +74,7 @@ class BundleFolder:
                             names.append(name)
                         else:
                             raise BundleError(
-                                "bundles.special_file", "{path} is not a plain file", path=printable(name)
+                                "bundles.special_file", "{path} is not a plain file", path=escape_unprintable(name)
                             )
                         if len(names) + len(pending) > FILES_AT_MOST:
                             raise BundleError(
@@ -83,7 +83,7 @@ class BundleFolder:
                                 limit=FILES_AT_MOST,
                             )
             except OSError as error:
-                raise unreadable_error(printable(inner) or "the folder", error) from error
+                raise unreadable_error(escape_unprintable(inner) or "the folder", error) from error
         return cls(root, tuple(sorted(names)))
 
     @cached_property
@@ -100,12 +100,12 @@ class BundleFolder:
                     size += len(block)
                 return FileHash(digest.hexdigest(), size)
         except OSError as error:
-            raise unreadable_error(printable(name), error) from error
+            raise unreadable_error(escape_unprintable(name), error) from error
 
     def read(self, name: str, limit: int = JSON_BYTES) -> bytes:
         """Return the content of a file of at most ``limit`` bytes."""
         if name not in self.paths:
-            raise BundleError(bundle_file_missing_error(name))
+            raise BundleError(bundle_file_missing_message(name))
         try:
             with open_regular_file(self.root / name) as file:
                 found = file.read(limit + 1)
@@ -122,7 +122,7 @@ class BundleFolder:
     def read_rows(self, name: str, limit: int | None = ROWS_BYTES) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects of a JSON Lines file. ``limit``: the most bytes of the file; None for a caller that keeps no row in memory."""
         if name not in self.paths:
-            raise BundleError(bundle_file_missing_error(name))
+            raise BundleError(bundle_file_missing_message(name))
         if limit is not None and self.hashes[name].bytes > limit:
             raise BundleError(file_too_large(name, limit))
         try:
@@ -138,7 +138,7 @@ class BundleFolder:
             raise unreadable_error(name, error) from error
 
 
-def bundle_file_missing_error(name: str) -> Message:
+def bundle_file_missing_message(name: str) -> Message:
     """Return the message about a file that is not in the bundle."""
     return Message("bundles.missing_file", "{file} is missing", file=name)
 
@@ -183,11 +183,12 @@ def _odd(value: Any, place: str = "", depth: int = 0) -> Message | None:
             else Message("bundles.not_finite", "{place} is not a finite number", place=place)
         )
     if depth > NESTED:
-        return Message("bundles.nested_too_deeply", "{place} is nested too deeply", place=printable(place))
+        return Message("bundles.nested_too_deeply", "{place} is nested too deeply", place=escape_unprintable(place))
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     inside = f"{place}/" if place else ""
     return next(
-        (found for key, part in parts if (found := _odd(part, f"{inside}{printable(str(key))}", depth + 1))), None
+        (found for key, part in parts if (found := _odd(part, f"{inside}{escape_unprintable(str(key))}", depth + 1))),
+        None,
     )
 
 
@@ -206,11 +207,11 @@ def find_first_json_difference(found: Any, expected: Any, tolerance: float = 0.0
     if isinstance(found, dict) and isinstance(expected, dict):
         for key in sorted(found.keys() | expected.keys(), key=str):
             if key not in expected:
-                return unexpected_key(f"{inside}{printable(str(key))}")
+                return unexpected_key(f"{inside}{escape_unprintable(str(key))}")
             if key not in found:
-                return bundle_file_missing_error(f"{inside}{printable(str(key))}")
+                return bundle_file_missing_message(f"{inside}{escape_unprintable(str(key))}")
             if problem := find_first_json_difference(
-                found[key], expected[key], tolerance, f"{inside}{printable(str(key))}"
+                found[key], expected[key], tolerance, f"{inside}{escape_unprintable(str(key))}"
             ):
                 return problem
         return None
@@ -233,7 +234,7 @@ def find_first_json_difference(found: Any, expected: Any, tolerance: float = 0.0
         return None
     return Message(
         "bundles.other_value", "{place} is {found}, expected {expected}",
-        place=place or "the value", found=printable(repr(found)), expected=printable(repr(expected)),
+        place=place or "the value", found=escape_unprintable(repr(found)), expected=escape_unprintable(repr(expected)),
     )  # fmt: skip
 
 
@@ -242,10 +243,10 @@ def unexpected_key(place: str) -> Message:
     return Message("bundles.unexpected_key", "{place} is not an allowed key", place=place)
 
 
-def printable(text: str, limit: int = 120) -> str:
+def escape_unprintable(text: str, limit: int = 120) -> str:
     """Make text of a bundle safe to print: escape control characters and surrogates, and cut the text after ``limit`` characters.
 
-    >>> printable("a\\x1b[31m")
+    >>> escape_unprintable("a\\x1b[31m")
     'a\\\\x1b[31m'
     """
     words = "".join(

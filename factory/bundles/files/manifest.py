@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from factory.bundles.files.folder import BundleFolder, FileHash, printable
+from factory.bundles.files.folder import BundleFolder, FileHash, escape_unprintable
 from factory.bundles.files.layout import FORMAT, MANIFEST, SIGNATURE
 from factory.git.version import describe_version
 from kernels.contract.message import Message
@@ -27,7 +27,7 @@ def check_manifest(folder: BundleFolder) -> list[Message]:
     """
     stored = folder.read_object(MANIFEST)
     if stored.get("format") != FORMAT:
-        given = printable(repr(stored.get("format")))
+        given = escape_unprintable(repr(stored.get("format")))
         return [
             Message(
                 "manifest.other_format",
@@ -74,4 +74,4 @@ def _names(paths: Any) -> dict[str, Any]:
     """Return the data of a message about several files: their number, and the first ``NAMED`` paths."""
     ordered = sorted(paths)
     more = [f"and {len(ordered) - NAMED} more"] if len(ordered) > NAMED else []
-    return {"count": len(ordered), "paths": [printable(path) for path in ordered[:NAMED]] + more}
+    return {"count": len(ordered), "paths": [escape_unprintable(path) for path in ordered[:NAMED]] + more}

@@ -61,11 +61,11 @@ def compare(
     The exit code is 1 if they diverge.
     """
     from factory.comparing.curve_comparison import compare_curves as compare_curves
-    from factory.comparing.curve_files import read_file, read_segments
+    from factory.comparing.curve_files import read_curve_file, read_segment_curves
     from factory.comparing.page import comparison_as_json, comparison_lines, earliest_divergence, render_comparison
     from factory.ledger.rows import SegmentRow
     from factory.training.planning import last_segment
-    from kernels.contract.files import finite_values, write_atomically
+    from kernels.contract.files import replace_non_finite, write_atomically
 
     if segment is not None and run is not None:
         raise InputError("compare.two_runs", "--segment and --run exclude each other. Give only one of them.")
@@ -78,14 +78,14 @@ def compare(
         )
     pairs = [(one.partition("=")[0], one.partition("=")[2] or one.partition("=")[0]) for one in metric or ["loss"]]
     lineage = SegmentRow.lineage(plant.ledger, number if number is not None else newest.id if newest else 0)
-    ours = read_segments(lineage, f"segment {lineage[-1].id}", x.value, [mine for mine, _ in pairs])
+    ours = read_segment_curves(lineage, f"segment {lineage[-1].id}", x.value, [mine for mine, _ in pairs])
     other = [theirs for _, theirs in pairs]
     path = Path(reference)
     if reference.isdigit() and not path.exists():
         rows = SegmentRow.lineage(plant.ledger, int(reference))
-        theirs = read_segments(rows, f"segment {reference}", x.value, other)
+        theirs = read_segment_curves(rows, f"segment {reference}", x.value, other)
     else:
-        theirs = read_file(path / "metrics.jsonl" if path.is_dir() else path, x.value, other, step_column)
+        theirs = read_curve_file(path / "metrics.jsonl" if path.is_dir() else path, x.value, other, step_column)
     found = []
     for mine, name in pairs:
         a, b = ours.points[mine], theirs.points[name]
@@ -109,7 +109,7 @@ def compare(
     said = comparison_lines(found, ours, theirs, unit, tolerance is not None)
     place = plant.workspace.reports / "comparison.html"
     write_atomically(place, render_comparison(found, ours, theirs, said, unit))
-    shown = finite_values(comparison_as_json(found, ours, theirs, said) | {"page": str(place)})
+    shown = replace_non_finite(comparison_as_json(found, ours, theirs, said) | {"page": str(place)})
     say(shown, (f"  {line}" for line in (*said, f"picture: {place}")))
     if earliest_divergence(found):
         raise typer.Exit(1)

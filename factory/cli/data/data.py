@@ -30,11 +30,11 @@ def list_data(
 ) -> None:
     """List documents and tokens by shard, domain, source and licence, the removals, and what would hold back a release of a model."""
     from factory.data.listing import format_data_list, list_data
-    from factory.releasable.report import make_report, report_lines, summary_line
+    from factory.releasable.report import format_report, format_summary, make_report
 
     found = list_data(plant.ledger, most)
     report = make_report(plant)
-    shown = [*format_data_list(found), *([summary_line(report)] if report else []), *report_lines(report)]
+    shown = [*format_data_list(found), *([format_summary(report)] if report else []), *format_report(report)]
     say(found | {"releasable": [line.to_json() for line in report]}, (f"  {line}" for line in shown))
 
 

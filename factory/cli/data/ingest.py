@@ -230,12 +230,12 @@ def _ingest_all(plant: Plant, found: GatheredFiles, done: _Done, again: bool) ->
     """Ingest each file. A file that fails because there is too little text for a tokenizer is tried again after the others."""
     from factory.ingest.inbox import concerns_only_this_file, ingest_path
     from factory.ingest.packing import ingest_file_group
-    from factory.ingest.remote import file_fetched
+    from factory.ingest.remote import record_fetched_file
     from factory.ingest.vocabulary import TooLittleTextError
 
     def settled(path: Path, reports: list[ShardReport]) -> None:
         if address := found.addresses.get(path):
-            file_fetched(plant, path, address, reports)
+            record_fetched_file(plant, path, address, reports)
 
     def file(path: Path, other_files: list[Path]) -> None:
         how: dict[str, Any] = {

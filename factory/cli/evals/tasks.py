@@ -162,7 +162,7 @@ def _described(task: EvalTask) -> dict[str, Any]:
         "format": task.format,
         "items": len(task.records),
         "clusters": len({item.cluster for item in task.items}),
-        "protocol": task.protocol,
+        "protocol": task.protocol_sha256,
     }
 
 

@@ -66,7 +66,7 @@ def verify(
 def write_and_print_bundle(plant: Plant, number: int, options: BundleOptions) -> None:
     """Write the bundle of a release, and print its folder and the fingerprint of the signer."""
     from factory.bundles.writing import write_bundle
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     written = write_bundle(plant, number, options)
     bundled = Message(

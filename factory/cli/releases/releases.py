@@ -9,7 +9,7 @@ import typer
 
 from factory.cli.core.options import AnswerPrinter, current_user, register_command
 from factory.ledger.plant import Plant
-from factory.release.gguf.kind import GgufType
+from factory.release.gguf.gguf_type import GgufType
 from kernels.contract.message import Message
 
 commands = typer.Typer(
@@ -180,7 +180,7 @@ def approve_candidate(plant: Plant, say: AnswerPrinter, candidate: Candidate) ->
     """Release a candidate that the gate promoted. The ledger keeps your name. The command works while the daemon runs."""
     from factory.release.checks import get_newest_verdict
     from factory.release.releases import release_candidate
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     verdict = get_newest_verdict(plant.ledger, candidate)
     number = release_candidate(plant, verdict.id, approved_by=current_user())
@@ -198,7 +198,7 @@ def reject_candidate(
     """Reject a candidate that the gate promoted. The ledger keeps your name, and later approvals of the same verdict do not count."""
     from factory.release.approvals import record_rejection
     from factory.release.checks import get_newest_verdict
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     verdict = get_newest_verdict(plant.ledger, candidate)
     record_rejection(plant, verdict.id, current_user(), why)
@@ -228,7 +228,7 @@ def override_hold(
     A candidate that failed a check, or whose licences do not allow a release, cannot be released this way.
     """
     from factory.release.releases import release_held_candidate
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     number = release_held_candidate(plant, candidate, current_user(), reason)
     show_unshown_items(plant)
@@ -266,7 +266,7 @@ def roll_back(
 ) -> None:
     """Make an older release champion again. 'factory serve' switches to it at once."""
     from factory.release.releases import find_replaced_release, roll_back_to
-    from factory.show.catching_up import show_unshown_items
+    from factory.show.unshown_items import show_unshown_items
 
     number = number or find_replaced_release(plant.ledger)
     roll_back_to(plant, number)

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 
 import torch
 
-from factory.runs.distance import find_value_differences, relative_size, sum_by_kind, sum_distances, tensor_distances
+from factory.runs.distance import (
+    find_value_differences,
+    relative_size,
+    sum_distances,
+    sum_distances_by_kind,
+    tensor_distances,
+)
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
 
@@ -21,7 +27,7 @@ UNMOVED_DISTANCE = 1e9  # the distance if training moved no weight
 ROUNDED = 0.1  # the share by which values under ROUNDED_STATE_KEYS (losses, gradient norms) may differ
 
 
-def weight_drift(candidate: Tensors, baseline: Tensors, origin: Tensors, of_one: bool = True) -> float:
+def compute_weight_drift(candidate: Tensors, baseline: Tensors, origin: Tensors, of_one: bool = True) -> float:
     """Return ‖candidate − baseline‖ / ‖baseline − origin‖ over all tensors. With ``of_one``, half the ratio of the worst tensor if that is larger."""
     each = tensor_distances(baseline, candidate, origin).values()
     worst = max((one.share for one in each), default=0.0)
@@ -33,7 +39,8 @@ def squared_moment_distances(one: Checkpoint | None, other: Checkpoint | None) -
     """Return the squared distance of two optimiser states by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``)."""
     assert one is not None and other is not None
     return {
-        kind: found.apart**2 for kind, found in sum_by_kind(tensor_distances(other.optimizer, one.optimizer)).items()
+        kind: found.apart**2
+        for kind, found in sum_distances_by_kind(tensor_distances(other.optimizer, one.optimizer)).items()
     }
 
 

@@ -48,7 +48,7 @@ def score_weights(
     return score_bits_per_byte(make_reference_model(weights, recipe), texts, policy, lambda amount: None)
 
 
-def measure_weights(
+def measure_bits_per_byte(
     weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy
 ) -> dict[str, float]:
     """Return domain → bits per byte."""

@@ -111,7 +111,7 @@ def judge_measurement(
         )
     if is_training_different(policy, found):
         return Verdict(REJECT, (training_difference_message(policy, found),))
-    result = wall_clock_gain(policy, found, tries)
+    result = compute_wall_clock_gain(policy, found, tries)
     if result is None:
         return Verdict(
             HOLD, (Message("patch.not_timed", "The whole training step was not timed, or was timed too few times."),)
@@ -152,16 +152,16 @@ def smaller_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -
     """Return the smaller gain of the two measurements, because code may detect which measurement it is in. None: no gain was measured."""
     repeated = found.get("again")
     measured = [
-        wall_clock_gain(policy, found, tries),
-        wall_clock_gain(policy, repeated, tries) if isinstance(repeated, Mapping) else None,
+        compute_wall_clock_gain(policy, found, tries),
+        compute_wall_clock_gain(policy, repeated, tries) if isinstance(repeated, Mapping) else None,
     ]
     return min((one for one in measured if one is not None), key=lambda one: one.ratio, default=None)
 
 
-def wall_clock_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
+def compute_wall_clock_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
     """Return the gain by the wall clock. The confidence is divided among the tries and the discarded measurements."""
     shared = tries * _measurements(found)
-    return step_gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
+    return compute_step_gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
 
 
 def _measurements(found: Mapping[str, Any]) -> int:
@@ -225,7 +225,7 @@ def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, trie
     seconds = cpu.get(clock) if isinstance(cpu, Mapping) else None
     if not isinstance(seconds, Mapping):
         return None
-    return step_gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
+    return compute_step_gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
 
 
 def training_difference_message(policy: TrainingPolicy, found: Mapping[str, Any]) -> Message:
@@ -337,7 +337,7 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
     return Verdict(verdict.outcome, (*verdict.reasons, shown))
 
 
-def step_gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> StepGain | None:
+def compute_step_gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> StepGain | None:
     """Return the gain, from the seconds of a step in each run of baseline and candidate. None: the times are not usable.
 
     The times count as log-normal with one pooled variance. The t bounds share the confidence among ``tries`` (Bonferroni). They ignore that runs of

@@ -223,11 +223,11 @@ def compare_answer(truth_folder: Path, answers: int, number: int) -> tuple[list[
             problems.append(
                 Message("patch.op_late", "the result {result} changed after the op had returned it", result=name)
             )
-    wrong, worst = find_errors(found, exact, eager)
+    wrong, worst = find_wrong_results(found, exact, eager)
     return problems + wrong, worst
 
 
-def find_errors(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[Message], float]:
+def find_wrong_results(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[Message], float]:
     """Return a message for each wrong result, and the largest error as a share of the allowed error.
 
     ``found``: the results. ``exact``: the truth in fp64. ``eager``: the reference's results at the dtype of ``found``.
@@ -380,7 +380,7 @@ def _test_differs(given: Path, inputs: int, truth: int, number: int, again: int)
         return [Message("patch.test_reference", "the patch makes the op's reference compute something else")]
     path = given / "truth" / f"eager-{number}.safetensors"
     mine = read_tensors(truth, (f"eager-{again}.safetensors",), path.stat().st_size + spare)
-    wrong, _ = find_errors(mine, theirs, load_file(path))
+    wrong, _ = find_wrong_results(mine, theirs, load_file(path))
     return [
         Message("patch.test_accuracy", "the patch makes the op's reference less accurate: {problem}", problem=problem)
         for problem in wrong

@@ -39,7 +39,7 @@ DEVICE = torch.device("cpu")  # of this process; the request sets it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def make_inputs(jobs: list[dict[str, Any]], folder: Path) -> None:
+def make_inputs_and_truth(jobs: list[dict[str, Any]], folder: Path) -> None:
     from kernels.contract.oracle import HOSTILE
 
     out, truth = folder / "inputs", folder / "truth"
@@ -183,7 +183,7 @@ def _save(found: dict[str, Tensor], out: Path, number: int) -> None:
 
 
 def _read(words: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """Return the inputs and upstream gradients of one job, from the files of ``make_inputs``."""
+    """Return the inputs and upstream gradients of one job, from the files of ``make_inputs_and_truth``."""
     inputs = [_given(value, tensors) for value in words["inputs"]]
     if not words["contiguous"]:
         inputs = tree_map_only(Tensor, _strided, inputs)
@@ -294,7 +294,7 @@ if __name__ == "__main__":
         recorder.watch_compiler()
         recorder.start()
     if verb == "make":
-        make_inputs(jobs, Path(folders[0]))
+        make_inputs_and_truth(jobs, Path(folders[0]))
     else:
         answer_jobs(jobs, Path(folders[0]), Path(folders[1]))
     if recorder is not None:

@@ -1,6 +1,6 @@
 """The names that ``source_rules`` looks for in a patch's source.
 
-Apart because its texts are lists of names, not messages.
+A separate file, because its texts are lists of names, not messages.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def step_seconds_evidence(policy: TrainingPolicy, runs: RunSeconds) -> dict[str,
     }
 
 
-def cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: float) -> float:
+def estimate_cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: float) -> float:
     """Return the CPU seconds of a baseline run before its second step, estimated from runs of ``policy.steps`` and a run of twice the steps."""
     usual = statistics.median(baseline)
     return max(0.0, usual - (twice - usual) * (policy.steps - 1) / policy.steps)
@@ -87,7 +87,7 @@ def baseline_noise(found: Mapping[str, Any]) -> float:
     return max(seconds) / min(seconds)
 
 
-def long_run_gain(baseline: float, candidate: float, steps: int, overhead: float) -> dict[str, Any]:
+def compute_long_run_gain(baseline: float, candidate: float, steps: int, overhead: float) -> dict[str, Any]:
     """Return the gain in a long run of each side (``ratio``), and the gain that a quicker start alone could cause there (``hideable``)."""
     return {
         "steps": steps,

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from factory.core import devices
-from factory.core.removal import remove_path
-from factory.gates.patch.held_out_scores import measure_weights, read_held_out_texts
+from factory.core.path_removal import remove_path
+from factory.gates.patch.held_out_scores import measure_bits_per_byte, read_held_out_texts
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.stage_interface import (
     NO_START,
@@ -44,10 +44,10 @@ from factory.gates.stage_interface import (
 from factory.gates.time_limits import out_of_time_evidence
 from factory.gates.training_start import TrainingStart
 from factory.runs.arm import Arm, recipe_for_one_rank
+from factory.runs.arm_runner import ArmRunner
 from factory.runs.compile_cache import copy_cache
 from factory.runs.sandboxed_training import ArmRunEnd
-from factory.runs.task_runs import TaskRuns
-from factory.runs.trace import read_lines_in, read_live_checkpoint
+from factory.runs.trace import read_live_checkpoint, read_step_lines_in_open_folder
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoint_files
@@ -118,11 +118,11 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     shape = recipes["baseline"].model_dump()
     compiled = devices.compiled_code_folder(case.workspace.root, start.commit)  # by approved code during training
     copy_cache(compiled, case.work / "recipe" / "cache")
-    runs = TaskRuns(case.plant, case.work, "recipe gate", case.subject)
+    runs = ArmRunner(case.plant, case.work, "recipe gate", case.subject)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:
         try:
-            sizes = choose_lengths(policy, start.step, recipes["baseline"], recipes["candidate"])
-            held, kernels = trained_domains(start), start.kernels_of(case.baseline)
+            sizes = choose_run_lengths(policy, start.step, recipes["baseline"], recipes["candidate"])
+            held, kernels = list_trained_domains(start), start.resolve_kernels(case.baseline)
             own_floor = "schedule.final_lr_share" in changes
             sides = {
                 name: RecipeSide(
@@ -140,7 +140,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
                         )
                     )
                 )
-            score = lambda weights: measure_weights(weights, shape, texts, eval_policy)
+            score = lambda weights: measure_bits_per_byte(weights, shape, texts, eval_policy)
             advance = lambda words: task.advance(1, words)
             found = train_pairs(runs, policy, start, sides, case.baseline, origin, score, advance)
         except TrainerError as error:
@@ -181,7 +181,7 @@ def lengthen_runs_in_policy(policy: RunsPolicy, step: int, baseline: Recipe, can
     return policy.model_copy(update={"steps": times * policy.steps, "tail_steps": times * policy.tail_steps})
 
 
-def choose_lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, RunLengths]:
+def choose_run_lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, RunLengths]:
     """Return side → the steps of its runs. The candidate gets at most as many tokens as the baseline. Its recipe decides the anneal's share.
 
     Raises: RecipeError if the candidate's batch is so large that it has fewer than two steps, or its anneal so long that no trunk step is left.
@@ -222,7 +222,7 @@ def make_run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str
     )
 
 
-def trained_domains(start: TrainingStart) -> set[str]:
+def list_trained_domains(start: TrainingStart) -> set[str]:
     """Return the domains in the trunk's token shards. Raises: TrainerError for a damaged shard."""
     shards = [TokenShard(shard["path"], shard.get("moved")) for shard in start.plan["token_shards"]]
     return {domain for shard in shards for domain in shard.documents.column("domain").unique().to_pylist()}
@@ -240,7 +240,7 @@ class RecipeSide:
     commit: str
     kernels: str
 
-    def arms(self, start: TrainingStart, seed: int, folder: Path) -> dict[Path, Arm]:
+    def make_arms(self, start: TrainingStart, seed: int, folder: Path) -> dict[Path, Arm]:
         """Return folder → arm for the two parts of one run. The tail continues from the trunk's checkpoint, and at its place in the data.
 
         Raises: DataPlanError if no token shard has a domain of the mixture.
@@ -269,7 +269,7 @@ class RecipeSide:
 
 
 def train_pairs(
-    runs: TaskRuns,
+    runs: ArmRunner,
     policy: RunsPolicy,
     start: TrainingStart,
     sides: Mapping[str, RecipeSide],
@@ -289,7 +289,7 @@ def train_pairs(
     for number in range(policy.seeds):
         seed = secrets.randbelow(1 << 31)
         for name in SIDES if number % 2 == 0 else reversed(SIDES):
-            arms |= sides[name].arms(start, seed, work / "segments" / f"{drawn + len(order):05d}")
+            arms |= sides[name].make_arms(start, seed, work / "segments" / f"{drawn + len(order):05d}")
             order.append(sides[name])
     found = MeasuredRuns()
     with closing(runs.train_sandboxed(work, code, arms, policy.wall_seconds)) as trained:
@@ -326,7 +326,7 @@ def _measure(
     bits = score(read_live_checkpoint(parts[-1].opened, last, origin, aside).model)
     if not all(math.isfinite(value) for value in bits.values()):
         raise UntrustedFileError("recipe.no_finite_loss", "the run's weights have no finite loss on held-out documents")
-    lines = [line for part in parts for line in read_lines_in(part.opened, "metrics.jsonl")]
+    lines = [line for part in parts for line in read_step_lines_in_open_folder(part.opened, "metrics.jsonl")]
     found.bits[side].append(bits)
     found.tokens_per_s[side].append(statistics.median(line["tokens_per_s"] for line in lines[UNSTEADY_STEPS:] or lines))
     found.memory.setdefault(side, float(max(line["memory"] for line in lines)))

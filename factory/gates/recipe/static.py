@@ -1,6 +1,6 @@
 """Checks that the changed recipe is valid and that only allowed keys change. The evidence is 'missing' if no run here could measure the change.
 
-Apart because each stage of the gate is one file.
+A separate file, because each stage of the gate is one file.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject
 from factory.ledger.writing import record_verdict
 from factory.tasks.comparing import TaskEvidence
 from factory.tasks.tiers import measure_due_tasks
-from kernels.contract.files import finite_values
+from kernels.contract.files import replace_non_finite
 
 
 def judge_candidate(plant: Plant, candidate_id: int) -> int:
@@ -84,11 +84,11 @@ def gather_evidence(
     """Return the evidence of the evaluations ``ours`` and ``theirs``, which are compared item by item."""
     mine = EvaluationRow.get(ledger, ours).summary
     if champion_id is None or theirs is None:
-        return evidence_of_evaluations(policy, tuple(suite.domains), FIRST_RELEASE, (mine, []), None)
+        return make_evidence_of_evaluations(policy, tuple(suite.domains), FIRST_RELEASE, (mine, []), None)
     other = EvaluationRow.get(ledger, theirs).summary
     against = str(Subject("candidate", champion_id))
     both = (mine, read_items_of_evaluation(ledger, ours)), (other, read_items_of_evaluation(ledger, theirs))
-    evidence = evidence_of_evaluations(policy, tuple(suite.domains), against, *both)
+    evidence = make_evidence_of_evaluations(policy, tuple(suite.domains), against, *both)
     candidate_id = EvaluationRow.get(ledger, ours).candidate
     fresh = find_fresh_documents(ledger, candidate_id, suite)
     ages = compare_gains(both[0][1], both[1][1], fresh, policy.target.weights)
@@ -108,7 +108,7 @@ def gather_evidence(
     )
 
 
-def evidence_of_evaluations(
+def make_evidence_of_evaluations(
     policy: ReleasePolicy,
     domains: tuple[str, ...],
     against: str,
@@ -176,10 +176,10 @@ def _record(
     evaluated: dict[str, Any],
 ) -> int:
     verdict = judge(policy, evidence, tasks)
-    stored = finite_values(evidence.to_json()) | {"suite_sha256": suite.sha256, "evaluations": evaluated}
+    stored = replace_non_finite(evidence.to_json()) | {"suite_sha256": suite.sha256, "evaluations": evaluated}
     stored["policy"] = policy.model_dump(mode="json")
     if tasks:
-        stored["tasks"] = finite_values(asdict(tasks))
+        stored["tasks"] = replace_non_finite(asdict(tasks))
     stored["sha256"] = evidence_sha256(stored)
     subject = Subject("candidate", candidate_id)
     values: dict[str, Any] = {

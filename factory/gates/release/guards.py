@@ -20,7 +20,7 @@ from factory.evals.power import (
     RequiredBound,
     ScoredGuard,
     assign_holm_levels,
-    groups_factor_to_detect,
+    find_groups_factor_to_detect,
     smallest_detectable_gain,
     variance_of_share,
 )
@@ -31,7 +31,7 @@ from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message
 
 
-def guard_names(evidence: ReleaseEvidence) -> list[str]:
+def list_guard_names(evidence: ReleaseEvidence) -> list[str]:
     """Return the names of all guards: the domains, and cloze if the suite has cloze items."""
     return [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
 
@@ -39,7 +39,7 @@ def guard_names(evidence: ReleaseEvidence) -> list[str]:
 def list_binding_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
     """Return the names of the guards that are not set aside. They hold a candidate that does not pass them."""
     apart = list_unreliable_guards(policy, evidence)
-    return [name for name in guard_names(evidence) if name not in apart]
+    return [name for name in list_guard_names(evidence) if name not in apart]
 
 
 def list_unreliable_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, ScoredGuard]:
@@ -73,7 +73,7 @@ def compute_guard_floors(
     floor: dict[str, float] = {}
     lost: dict[str, float] = {}
     missing: list[Reason] = []
-    for name in guard_names(evidence):
+    for name in list_guard_names(evidence):
         margin = policy.guards.cloze_margin
         least = 0.0
         if name != CLOZE:
@@ -130,7 +130,7 @@ class PromotionBounds:
 
     def groups_factor_to_show(self, gain: float) -> float | None:
         """Return the factor by which the number of groups must grow to show ``gain`` with a probability of 80 %. None: a thousand is not enough."""
-        return groups_factor_to_detect(gain, [self.target], self.otherwise, self.guards, apart=CLOZE)
+        return find_groups_factor_to_detect(gain, [self.target], self.otherwise, self.guards, apart=CLOZE)
 
 
 def promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds | None:
@@ -159,19 +159,19 @@ def detectable_gain(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float |
     return asked.smallest_gain() if asked else None
 
 
-def groups_to_show_no_loss(gain: Gain, level: float, floor: float) -> int | None:
+def count_groups_to_show_no_loss(gain: Gain, level: float, floor: float) -> int | None:
     """Return the number of equally large groups that show, for 80 % of candidates without any change, that they are above ``floor``.
 
     None: the number is unknown, or far too large.
 
-    >>> groups_to_show_no_loss(Gain(0.0, 0.015, 8, 8.0), 0.05, -0.02)
+    >>> count_groups_to_show_no_loss(Gain(0.0, 0.015, 8, 8.0), 0.05, -0.02)
     31
     """
     groups = finite_number(gain.effective)
     error = finite_number(gain.error)
     if groups is None or error is None or groups <= 1 or floor >= 0:
         return None
-    found = groups_factor_to_detect(0.0, [RequiredBound(gain, level, floor)])
+    found = find_groups_factor_to_detect(0.0, [RequiredBound(gain, level, floor)])
     return None if found is None else math.ceil(found * groups)
 
 
@@ -265,5 +265,5 @@ nothing.
         "release.aside",
         "{guard} is not used as a guard, because with {items} items it would stop {held:.0f} of 100 models that are as good as the champion. "
         "At most {most:.0f} are allowed. {size} {still}",
-        guard=name, items=known.items, held=100 * (1 - known.share_passing), most=100 * MOST_FAILED, size=size, still=known.describe_effect,
+        guard=name, items=known.items, held=100 * (1 - known.share_passing), most=100 * MOST_FAILED, size=size, still=known.remaining_effect,
     )  # fmt: skip

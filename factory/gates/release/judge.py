@@ -15,10 +15,10 @@ from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence, finit
 from factory.gates.release.guards import (
     cloze_guard,
     compute_guard_floors,
+    count_groups_to_show_no_loss,
     detectable_gain_message,
-    groups_to_show_no_loss,
-    guard_names,
     has_enough_groups,
+    list_guard_names,
     list_unreliable_guards,
     promotion_bounds,
     set_aside_message,
@@ -433,7 +433,7 @@ def _target_not_measured(champion: str, why: Reason) -> Reason:
 
 
 def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFindings) -> None:
-    every, apart = guard_names(evidence), list_unreliable_guards(policy, evidence)
+    every, apart = list_guard_names(evidence), list_unreliable_guards(policy, evidence)
     stand = [name for name in every if name not in apart]
     found.missing += [
         make_reason("release.guard_unknown", "{guard}: the suite does not measure this guard.", guard=name)
@@ -521,7 +521,7 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
             "continue training: 'factory run'. The candidate answers fewer cloze items right than the champion, or not enough more to "
             "exclude a loss.",
         )
-    needed, groups = groups_to_show_no_loss(guard, alpha, floor), finite_number(guard.effective) or 0.0
+    needed, groups = count_groups_to_show_no_loss(guard, alpha, floor), finite_number(guard.effective) or 0.0
     fell = Message(
         "release.remedy_domain",
         "train on more documents of {domain}, because the candidate got worse on {domain}: raise the weight of {domain} in mixture.weights of "

@@ -24,13 +24,13 @@ from factory.gates.release.evidence import ReleaseEvidence, finite_number
 from factory.gates.release.guards import (
     cloze_guard,
     compute_guard_floors,
+    count_groups_to_show_no_loss,
     detectable_gain,
-    groups_to_show_no_loss,
     list_unreliable_guards,
 )
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.release_line import GATE
-from factory.ledger.rows import ReadsSql, VerdictRow
+from factory.ledger.rows import SqlReader, VerdictRow
 from factory.tasks.comparing import TaskEvidence
 from factory.tasks.comparing import find_unreliable_metrics as tasks_aside
 from kernels.contract.message import Message
@@ -104,7 +104,7 @@ def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasabi
     for name, domain in sorted(sizes.domains.items()):
         few = domain.documents < policy.documents_min or domain.groups < policy.clusters_min or domain.dev_groups < 1
         eight = Gain(0.0, (domain.spread or SPREAD) / math.sqrt(8), 8, 8.0)
-        needed = groups_to_show_no_loss(eight, policy.guards.alpha, floor[name])
+        needed = count_groups_to_show_no_loss(eight, policy.guards.alpha, floor[name])
         passed = RequiredBound(assumed.guards[name], policy.guards.alpha, floor[name]).pass_probability(0.0)
         size = None if needed is None else max(needed, policy.clusters_min)
         found.append(GuardSize(name, "missing" if few else "stands", domain.groups, size, passed))
@@ -139,7 +139,7 @@ def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasabi
     return Releasability(tuple(found), None if holds else detectable_gain(policy, assumed), tuple(holds))
 
 
-def measured_spreads(db: ReadsSql) -> dict[str, float]:
+def read_measured_spreads(db: SqlReader) -> dict[str, float]:
     """Return domain → standard deviation of a group's difference in bits per byte, from the newest verdict against a champion."""
     for row in VerdictRow.select(db, "WHERE gate = :gate AND against IS NOT NULL ORDER BY id DESC LIMIT 1", gate=GATE):
         guards: Mapping[str, Any] = row.evidence(db).get("guards") or {}

@@ -11,7 +11,7 @@ from statistics import stdev
 from typing import Any
 
 from factory.gates.release.policy import ReplicaNoisePolicy
-from factory.ledger.rows import ReadsSql, SegmentRow, Subject, find_champion
+from factory.ledger.rows import SegmentRow, SqlReader, Subject, find_champion
 
 MEASURED = (
     "replicas_measured"  # event about an anneal: {release, recipe_sha256, documents, runs: [{domain: bits per byte}]}
@@ -41,19 +41,19 @@ class ReplicaNoise:
         return cls(len(runs), {d: stdev(run[d] for run in runs) for d in domains}, stdev(each) if each else None)
 
 
-def find_newest_noise(db: ReadsSql, weights: Mapping[str, float]) -> ReplicaNoise | None:
+def find_newest_noise(db: SqlReader, weights: Mapping[str, float]) -> ReplicaNoise | None:
     """Return the noise that the newest replicas showed. None: no replicas were measured yet."""
     found = find_newest_measurement(db)
     return ReplicaNoise.of_runs(found["runs"], weights) if found else None
 
 
-def find_newest_measurement(db: ReadsSql) -> dict[str, Any] | None:
+def find_newest_measurement(db: SqlReader) -> dict[str, Any] | None:
     """Return the detail of the newest ``MEASURED`` event, with its ``subject``. None: there is no such event."""
     rows = db.read("SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=MEASURED)
     return rows[0]["detail"] | {"subject": rows[0]["subject"]} if rows else None
 
 
-def find_due_anneal(db: ReadsSql, policy: ReplicaNoisePolicy) -> tuple[SegmentRow, int] | None:
+def find_due_anneal(db: SqlReader, policy: ReplicaNoisePolicy) -> tuple[SegmentRow, int] | None:
     """Return the anneal for which replicas are due, and the number of its release. None: no replicas are due now."""
     best = find_champion(db)
     if not policy.count or best is None or best.number < policy.from_release:
@@ -69,14 +69,14 @@ def find_due_anneal(db: ReadsSql, policy: ReplicaNoisePolicy) -> tuple[SegmentRo
     return anneal, best.number
 
 
-def may_start_replicas(db: ReadsSql, policy: ReplicaNoisePolicy, anneal: SegmentRow) -> bool:
+def may_start_replicas(db: SqlReader, policy: ReplicaNoisePolicy, anneal: SegmentRow) -> bool:
     """True if enough steps were trained since the newest replicas, so that the trunk can wait for the replicas of this anneal."""
     before = find_newest_measurement(db)
     trained = _steps_after(db, Subject.parse(before["subject"]).number if before else 0)
     return policy.count * (anneal.last_step - anneal.first_step) <= policy.steps_max * trained
 
 
-def _steps_after(db: ReadsSql, segment: int) -> int:
+def _steps_after(db: SqlReader, segment: int) -> int:
     """Return the steps that were trained in the segments after this one, including rewound segments."""
     sql = "SELECT SUM(last_step - first_step) AS steps FROM segments WHERE id > :id AND kind <> 'average' AND state IN ('done', 'rewound')"
     return int(db.read(sql, id=segment)[0]["steps"] or 0)

@@ -15,7 +15,7 @@ from typing import Any
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.release_line import GATE
-from factory.ledger.rows import ReadsSql, Subject, VerdictRow
+from factory.ledger.rows import SqlReader, Subject, VerdictRow
 
 NEWEST = 10  # the number of earlier candidates that a new candidate is compared with
 HALVES = ("on_dev", "on_sealed", "halves_gap")
@@ -30,7 +30,7 @@ class JudgedCandidate:
     gains: Mapping[str, Gain]
 
 
-def add_dev_rise_evidence(db: ReadsSql, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
+def add_dev_rise_evidence(db: SqlReader, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
     """Return the evidence with the gains since one of the ``NEWEST`` candidates: the one since which the dev half most clearly rose alone."""
     here = {name: getattr(evidence, name) or Gain() for name in HALVES}
     line = [point for point in read_judged_candidates(db) if point.candidate != candidate]
@@ -50,7 +50,7 @@ def add_dev_rise_evidence(db: ReadsSql, candidate: int, champion: int, evidence:
     )
 
 
-def read_judged_candidates(db: ReadsSql) -> list[JudgedCandidate]:
+def read_judged_candidates(db: SqlReader) -> list[JudgedCandidate]:
     """Return the candidates with the newest verdict of each that compared both halves, in the order of these verdicts."""
     found: dict[int, JudgedCandidate] = {}
     for row in VerdictRow.select(db, "WHERE gate = :gate ORDER BY id", gate=GATE):

@@ -98,10 +98,10 @@ def list_token_shards(ledger: Ledger) -> set[str]:
     return {row["id"] for row in ledger.read("SELECT id FROM token_shards")}
 
 
-def shares_not_releasable(policy: Licences, tokens: Mapping[str, int]) -> dict[str, float]:
+def compute_unreleasable_shares(policy: Licences, tokens: Mapping[str, int]) -> dict[str, float]:
     """Return licence → share of the tokens, largest first, for the licences that do not allow a release under ``policy``.
 
-    >>> shares_not_releasable(Licences(), {"": 25, "unheard of": 75})
+    >>> compute_unreleasable_shares(Licences(), {"": 25, "unheard of": 75})
     {'unheard of': 0.75, 'no licence': 0.25}
     """
     total = sum(tokens.values())

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.release.trained_licences import count_disputed_tokens, count_tokens_by_licence, shares_not_releasable
+from factory.gates.release.trained_licences import (
+    compute_unreleasable_shares,
+    count_disputed_tokens,
+    count_tokens_by_licence,
+)
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.anomalies import open_anomalies_of_lineage, rewound_segments_of_lineage
+from factory.ledger.anomalies import list_open_anomalies_of_lineage, list_rewound_segments_of_lineage
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow
 from kernels.contract.message import Message
@@ -18,7 +22,7 @@ def read_training_evidence(plant: Plant, candidate_id: int) -> dict[str, Any]:
     licences = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
     tokens = count_tokens_by_licence(plant.ledger, segment, licences)
-    other = shares_not_releasable(licences, tokens)
+    other = compute_unreleasable_shares(licences, tokens)
     return {
         "anomalies": _open_anomalies(plant, candidate_id),
         "releasable": 1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
@@ -37,10 +41,10 @@ def _open_anomalies(plant: Plant, candidate_id: int) -> tuple[str, ...]:
             "{kind} at step {step} of segment {segment} (anomaly {anomaly}, which is open)",
             kind=row.kind, step=row.step, segment=row.segment, anomaly=row.id,
         )
-        for row in open_anomalies_of_lineage(plant.ledger, segment, kinds)
+        for row in list_open_anomalies_of_lineage(plant.ledger, segment, kinds)
     ]  # fmt: skip
     rewound = [
         Message("release.rewound", "segment {segment} was rewound", segment=number)
-        for number in rewound_segments_of_lineage(plant.ledger, segment)
+        for number in list_rewound_segments_of_lineage(plant.ledger, segment)
     ]
     return (*anomalies, *rewound)

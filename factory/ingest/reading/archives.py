@@ -21,7 +21,7 @@ from factory.ingest.reading.streams import (
     ReadableFile,
     decompress,
     open_seekable,
-    raise_machine_fault,
+    raise_if_machine_fault,
 )
 from kernels.contract.message import Message
 
@@ -47,7 +47,7 @@ def read_zip(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
                         ReadableFile(name, opens, source.limits, info.file_size, source.left_out), source, read
                     )
     except BROKEN as error:
-        raise_machine_fault(source.name, error)
+        raise_if_machine_fault(source.name, error)
         raise ShardProblem(
             "reading.zip", "the file cannot be read as a zip archive: {error}", error=str(error)[:200]
         ) from error
@@ -81,7 +81,7 @@ def read_tar(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
                         ReadableFile(name, opens, source.limits, info.size, source.left_out), source, read
                     )
         except BROKEN as error:
-            raise_machine_fault(source.name, error)
+            raise_if_machine_fault(source.name, error)
             raise ShardProblem(
                 "reading.tar", "the file cannot be read as a tar archive: {error}", error=str(error)[:200]
             ) from error

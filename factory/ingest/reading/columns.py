@@ -36,7 +36,7 @@ from factory.ingest.reading.streams import (
     ReadableFile,
     open_file,
     open_seekable,
-    raise_machine_fault,
+    raise_if_machine_fault,
 )
 from factory.ingest.rules.policy import ShardLimits
 from kernels.contract.message import Message
@@ -53,7 +53,7 @@ def read_parquet(source: ReadableFile) -> Iterator[RawRow]:
             for batch in file.iter_batches(batch_size=_AT_ONCE, columns=columns):
                 yield from _rows(batch, source.limits)
     except (OSError, pa.ArrowException, OverflowError) as error:
-        raise_machine_fault(source.name, error)
+        raise_if_machine_fault(source.name, error)
         raise ShardProblem(
             "reading.parquet", "the file cannot be read as Parquet: {error}", error=str(error)[:200]
         ) from error
@@ -82,7 +82,7 @@ def read_arrow(source: ReadableFile) -> Iterator[RawRow]:
                         stream, stream.schema, DecompressionBudget(mapped.size(), source.limits), source.limits
                     )
     except (OSError, pa.ArrowException, OverflowError) as error:
-        raise_machine_fault(source.name, error)
+        raise_if_machine_fault(source.name, error)
         raise ShardProblem(
             "reading.arrow", "the file cannot be read as Arrow: {error}", error=str(error)[:200]
         ) from error
@@ -126,7 +126,7 @@ def list_dataset_files(folder: Path) -> list[Path]:
         listed = json.loads((folder / "state.json").read_bytes())["_data_files"]
         files = [_inside(folder, one["filename"]) for one in listed]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise_machine_fault(folder.name, error)
+        raise_if_machine_fault(folder.name, error)
         raise ShardProblem(
             "reading.dataset",
             "the folder cannot be read as a data set that Hugging Face's save_to_disk wrote ({kind}: {error})",

@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, row_too_long
-from factory.ingest.reading.streams import BROKEN, ByteStream, ReadableFile, decode_text, raise_machine_fault, read_all
+from factory.ingest.reading.streams import (
+    BROKEN,
+    ByteStream,
+    ReadableFile,
+    decode_text,
+    raise_if_machine_fault,
+    read_all,
+)
 from kernels.contract.message import Message
 
 _PAGES = ("text/html", "application/xhtml+xml")
@@ -55,7 +62,7 @@ def read_warc(source: ReadableFile) -> Iterator[RawRow]:
         except ArchiveLoadFailed as error:
             raise _broken(count, str(error).strip()[:200]) from error
         except BROKEN as error:
-            raise_machine_fault(source.name, error)
+            raise_if_machine_fault(source.name, error)
             raise _broken(count, str(error)) from error
         if archive.last not in b"\r\n":
             raise _cut_off(count + 1)

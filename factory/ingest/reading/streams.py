@@ -66,7 +66,7 @@ class ByteStream(io.RawIOBase):
         try:
             block: bytes = self._inner.read(BLOCK if size is None or size < 0 else size)
         except BROKEN as error:
-            raise_machine_fault(self._name, error)
+            raise_if_machine_fault(self._name, error)
             raise ShardProblem(
                 "reading.decompression",
                 "decompression of the file failed after {bytes} bytes: {error}",
@@ -109,7 +109,7 @@ def open_file(path: Path, compression: str, limits: ShardLimits) -> ByteStream:
         else:
             inner = open(path, "rb")  # noqa: SIM115 (closed by ByteStream)
     except (OSError, pa.ArrowException) as error:
-        raise_machine_fault(path.name, error)
+        raise_if_machine_fault(path.name, error)
         raise ShardProblem("reading.opening", "the file cannot be opened: {error}", error=error) from error
     return ByteStream(inner, path.name, budget)
 
@@ -124,7 +124,7 @@ def decompress(raw: IO[bytes], compression: str) -> Any:
     return {"bz2": bz2.BZ2File, "xz": lzma.LZMAFile, "": lambda raw: raw}[compression](raw)  # type: ignore[operator]
 
 
-def raise_machine_fault(name: str, error: Exception) -> None:
+def raise_if_machine_fault(name: str, error: Exception) -> None:
     """Raise InputError if the error is a fault of the machine. Such a fault says nothing about the shard, so the shard is not quarantined."""
     if is_machine_fault_without_file(error):
         raise InputError("reading.machine_fault", "{file} cannot be read: {error}", file=name, error=error) from error

@@ -54,14 +54,14 @@ def _host(value: object) -> str:
         return ""
 
 
-def name_document_group(kind: GroupKind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
+def make_group_name(kind: GroupKind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
     """Return the name of a document's group, or None if the document is a group of its own. It is also one if it lacks the key that ``kind`` needs.
     The names of conversations and paths include the source. A row without a path has ``shard``, the name of its file, as its path.
 
     >>> facts = {"url-host": "example.org", "path": "a.py"}
-    >>> [name_document_group(kind, "repo", facts, "00112233") for kind in KINDS]
+    >>> [make_group_name(kind, "repo", facts, "00112233") for kind in KINDS]
     [None, 'repo', 'path:repo/a.py', 'url-host:example.org', None, None]
-    >>> name_document_group("path", None, {}, "00112233")
+    >>> make_group_name("path", None, {}, "00112233")
     'path:00112233'
     """
     if kind in DOCUMENT_KINDS:
@@ -74,25 +74,25 @@ def name_document_group(kind: GroupKind, source: str | None, facts: Mapping[str,
     return f"{kind}:{source}/{named}" if source and kind != "url-host" else f"{kind}:{named}"
 
 
-def name_draw_unit(group: str | None, content_sha256: str) -> str:
+def make_draw_unit_name(group: str | None, content_sha256: str) -> str:
     """Return the name of the unit by which a group is drawn. A document that is its own group is drawn by its content, so its shard does not
     matter."""
     return f"content:{content_sha256}" if group is None else f"group:{group}"
 
 
-def draw_number(unit: str) -> int:
+def hash_draw_unit(unit: str) -> int:
     """Return a number below 2**64, a hash of the unit. The units with the lowest numbers are held out."""
     return int.from_bytes(hashlib.sha256(unit.encode("utf-8")).digest()[:8], "big")
 
 
-def is_drawn(unit: str, share: float) -> bool:
+def is_drawn_to_hold_out(unit: str, share: float) -> bool:
     """Return whether the unit is among the ``share`` of all units that is held out."""
-    return draw_number(unit) < share * 2**64
+    return hash_draw_unit(unit) < share * 2**64
 
 
 def goes_to_sealed_half_on_tie(unit: str) -> bool:
     """Return whether the unit goes to the sealed half if both halves have equally many groups."""
-    return draw_number(unit) % 2 == 0
+    return hash_draw_unit(unit) % 2 == 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class CandidateDocument:
 
 
 @dataclass(frozen=True)
-class EarlierHeldOut:
+class EarlierHeldOutCounts:
     """What a domain already holds out. ``documents`` is the number of documents. For each half, ``groups`` are the groups that are held out as a
     whole, and ``parts`` is the number of single documents of other groups."""
 
@@ -151,7 +151,9 @@ class _Unit:
 class _Domain:
     """The state of one domain during the selection: what is held out so far."""
 
-    def __init__(self, wanted: HeldOutTarget, before: EarlierHeldOut, here: int, trained: Callable[[], int]) -> None:
+    def __init__(
+        self, wanted: HeldOutTarget, before: EarlierHeldOutCounts, here: int, trained: Callable[[], int]
+    ) -> None:
         self.wanted = wanted
         self.held = before.documents
         self.groups = {half: set(before.groups.get(half, ())) for half in HALVES}
@@ -195,7 +197,9 @@ class _Selection:
     def take(self, unit: _Unit, sealed: bool, part: bool = False) -> None:
         for name, ones in unit.able.items():
             domain = self.domains[name]
-            ordered = sorted(ones, key=lambda one: (draw_number(name_draw_unit(None, one.content_sha256)), one.key))
+            ordered = sorted(
+                ones, key=lambda one: (hash_draw_unit(make_draw_unit_name(None, one.content_sha256)), one.key)
+            )
             ordered = ordered[
                 : max(0, domain.wanted.at_most - domain.held)
             ]  # a group of which documents are already held out may exceed the limit
@@ -222,7 +226,7 @@ class _Selection:
         half of the domain."""
         domain, missing = self.domains[name], self.domains[name].missing
         free = [unit for unit in units if unit.count(name) and self.fits(unit, but=name)]
-        chosen = sorted(free, key=lambda unit: (unit.count(name), draw_number(unit.unit), unit.name))[: len(missing)]
+        chosen = sorted(free, key=lambda unit: (unit.count(name), hash_draw_unit(unit.unit), unit.name))[: len(missing)]
         while chosen:
             count = sum(unit.count(name) for unit in chosen)
             few = domain.held + count <= min(MOST_OF_FIRST_PAIR, domain.wanted.at_most)
@@ -244,7 +248,7 @@ class _Selection:
             for unit in units:
                 of = [(self.domains[name], unit.count(name)) for name in unit.able]
                 is_wanted = any(domain.short(part) for domain, _ in of)
-                is_wanted |= not part and any(is_drawn(unit.unit, domain.wanted.share) for domain, _ in of)
+                is_wanted |= not part and any(is_drawn_to_hold_out(unit.unit, domain.wanted.share) for domain, _ in of)
                 is_right = all(not domain.missing if large else domain.is_small(count) for domain, count in of)
                 if is_wanted and is_right and self.fits(unit) and self.is_free(unit):
                     self.take(unit, self.half_of(unit), part)
@@ -254,7 +258,7 @@ def select_held_out(
     arrived: Sequence[CandidateDocument],
     recorded: Mapping[str, bool],
     trained: Collection[str],
-    before: Mapping[str, EarlierHeldOut],
+    before: Mapping[str, EarlierHeldOutCounts],
     wanted: Callable[[str], HeldOutTarget],
     trained_documents: Callable[[str], int],
 ) -> dict[int, HeldOutAssignment]:
@@ -274,13 +278,13 @@ def select_held_out(
     """
     here = Counter(one.domain for one in arrived)
     domains = {
-        name: _Domain(wanted(name), before.get(name, EarlierHeldOut()), count, partial(trained_documents, name))
+        name: _Domain(wanted(name), before.get(name, EarlierHeldOutCounts()), count, partial(trained_documents, name))
         for name, count in here.items()
     }
     selection, free = _Selection(domains), []
     for name, ones in _by(arrived, lambda one: one.group or one.key).items():
         able = _by((one for one in ones if one.can_be_held_out), lambda one: one.domain)
-        unit = _Unit(name, name_draw_unit(ones[0].group, ones[0].content_sha256), able)
+        unit = _Unit(name, make_draw_unit_name(ones[0].group, ones[0].content_sha256), able)
         if name in recorded:
             selection.take(unit, recorded[name])
         elif name not in trained and 0 < len(ones) <= 2 * sum(map(len, able.values())):
@@ -298,7 +302,7 @@ def select_held_out(
         rest = (
             one for one in arrived if one.domain == name and one.can_be_held_out and one.group not in {None, *recorded}
         )
-        own = _in_order(_Unit(one.key, name_draw_unit(None, one.content_sha256), {name: [one]}) for one in rest)
+        own = _in_order(_Unit(one.key, make_draw_unit_name(None, one.content_sha256), {name: [one]}) for one in rest)
         own = [unit for unit in own if selection.is_free(unit)]
         if domain.missing:
             selection.first_of_each_half(name, own, part=True)
@@ -307,7 +311,7 @@ def select_held_out(
 
 
 def _in_order(units: Iterable[_Unit]) -> list[_Unit]:
-    return sorted(units, key=lambda unit: (draw_number(unit.unit), unit.name))
+    return sorted(units, key=lambda unit: (hash_draw_unit(unit.unit), unit.name))
 
 
 def _by(

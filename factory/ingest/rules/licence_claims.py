@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from factory.ingest.rules.licence_names import fold_licence_name
-from factory.ledger.rows import ReadsSql
+from factory.ledger.rows import SqlReader
 
 if TYPE_CHECKING:
     from factory.ingest.rules.policy import Licences
@@ -60,10 +60,10 @@ class LicenceConflict:
 
     def effective_licence(self, policy: Licences) -> str:
         """Return the licence by which the document is judged: the strictest standing licence, or the document's own if it is equally strict."""
-        return strictest_licence(self.standing_licences, policy)
+        return find_strictest_licence(self.standing_licences, policy)
 
 
-def strictest_licence(licences: Collection[str], policy: Licences) -> str:
+def find_strictest_licence(licences: Collection[str], policy: Licences) -> str:
     """Return the strictest licence. If several are equally strict, return the first of ``licences`` if it is among them, else the first by name, so
     that the order of arrival does not matter."""
     allows = {name: (policy.find_licence(name).train, policy.find_licence(name).release) for name in licences}
@@ -72,7 +72,7 @@ def strictest_licence(licences: Collection[str], policy: Licences) -> str:
     return first if allows[first] == least else min(name for name in licences if allows[name] == least)
 
 
-def find_licence_conflicts(db: ReadsSql, key: str | None = None) -> list[LicenceConflict]:
+def find_licence_conflicts(db: SqlReader, key: str | None = None) -> list[LicenceConflict]:
     """Return every document whose claims differ, or only the document with this key."""
     rules = ", ".join(f"'{rule}'" for rule in COPY_RULES)
     named = [f"d.{name}" for name in ("key", "id", "fate", "token_shard", "supervised_tokens", "license", "shard")]
@@ -100,7 +100,7 @@ def find_licence_conflicts(db: ReadsSql, key: str | None = None) -> list[Licence
     ]
 
 
-def list_set_aside_rows(db: ReadsSql) -> set[str]:
+def list_set_aside_rows(db: SqlReader) -> set[str]:
     """Return the keys of the rows whose claims a person set aside. The newest settlement of each document counts."""
     newest: dict[str, list[str]] = {}
     for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SETTLED):
@@ -108,7 +108,7 @@ def list_set_aside_rows(db: ReadsSql) -> set[str]:
     return {key for keys in newest.values() for key in keys}
 
 
-def find_relicensed_documents(db: ReadsSql, policy: Licences) -> Mapping[str, LicenceConflict]:
+def find_relicensed_documents(db: SqlReader, policy: Licences) -> Mapping[str, LicenceConflict]:
     """Return, by key, the conflicts of the documents that are judged by another licence than the one in their own row."""
     return {
         one.key: one for one in find_licence_conflicts(db) if one.effective_licence(policy) != one.claims[0].license

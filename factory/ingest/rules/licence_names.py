@@ -31,11 +31,11 @@ def fold_licence_name(name: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class LicenceReader(Generic[A]):
+class LicenceEvaluator(Generic[A]):
     """Evaluates an expression of licence names. ``known`` has the value of each folded name, and ``unknown`` is the value of any other name.
     ``all_of`` combines the values of licences that all apply (AND). ``one_of`` combines the values of licences to choose from (OR).
 
-    >>> reader = LicenceReader({"mit": 2, "gpl": 1, "gpl with x": 3, "public domain": 4}, 0, min, max)
+    >>> reader = LicenceEvaluator({"mit": 2, "gpl": 1, "gpl with x": 3, "public domain": 4}, 0, min, max)
     >>> [reader.read(name) for name in ("mit", "MIT AND GPL", "(mit or gpl) and MIT", "MIT OR GPL AND other")]
     [2, 1, 2, 2]
     >>> [reader.read(name) for name in ("GPL WITH X", "GPL WITH other", "Public Domain OR other", "MIT OR (GPL", "MIT, GPL")]

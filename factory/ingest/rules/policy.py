@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 from factory.ingest.rules.held_out_split import GroupKind
-from factory.ingest.rules.licence_names import LicenceReader, fold_licence_name
+from factory.ingest.rules.licence_names import LicenceEvaluator, fold_licence_name
 from factory.ingest.shapes.field_mapping import FieldMapping, find_mapping
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
@@ -111,7 +111,7 @@ class Licences(StrictPolicy):
         known: dict[str, Licence] = {}
         for other, licence in self.known.items():  # if two spellings of one name are listed, the stricter counts
             known[fold_licence_name(other)] = _strictest([licence, known.get(fold_licence_name(other), licence)])
-        return LicenceReader(known, self.default, _strictest, _laxest).read(name)
+        return LicenceEvaluator(known, self.default, _strictest, _laxest).read(name)
 
     def is_listed(self, name: str) -> bool:
         """Return whether every name of an expression is listed.
@@ -120,7 +120,7 @@ class Licences(StrictPolicy):
         >>> [policy.is_listed(name) for name in ("mit license", "Public-Domain", "MIT OR Unlicense", "Unlicense", "")]
         [True, True, False, False, False]
         """
-        return LicenceReader(dict.fromkeys(map(fold_licence_name, self.known), True), False, all, all).read(name)
+        return LicenceEvaluator(dict.fromkeys(map(fold_licence_name, self.known), True), False, all, all).read(name)
 
 
 def _strictest(licences: Sequence[Licence]) -> Licence:

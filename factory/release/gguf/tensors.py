@@ -35,7 +35,7 @@ _ROTATED = {"self_attn.q_proj.weight": "heads", "self_attn.k_proj.weight": "kv_h
 
 
 @dataclass(frozen=True)
-class FileTensor:
+class GgufTensor:
     """One tensor of a GGUF file."""
 
     name: str
@@ -44,7 +44,7 @@ class FileTensor:
     rotated_heads: int | None = None  # number of heads, if the rows must be interleaved
 
     @property
-    def is_exact(self) -> bool:
+    def is_always_fp32(self) -> bool:
         """Return whether the tensor is always stored in fp32. Vectors and routers are: they are small, and llama.cpp expects fp32."""
         return len(self.shape) == 1 or ".ffn_gate_inp." in self.name
 
@@ -88,7 +88,7 @@ def check_convertible(config: ExportConfig, model_type: str) -> None:
         )
 
 
-def plan_tensors(config: ExportConfig, model_type: str) -> list[FileTensor]:
+def plan_tensors(config: ExportConfig, model_type: str) -> list[GgufTensor]:
     """Return all tensors of the file, in the export's order. Raises: InputError for a model that llama.cpp cannot compute."""
     import gguf
 
@@ -107,7 +107,7 @@ def plan_tensors(config: ExportConfig, model_type: str) -> list[FileTensor]:
         theirs = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, f"gguf has no name for {together} in {model_type}"
         found.append(
-            FileTensor(theirs, shape, tuple(members), heads if model_type in INTERLEAVED_MODEL_TYPES else None)
+            GgufTensor(theirs, shape, tuple(members), heads if model_type in INTERLEAVED_MODEL_TYPES else None)
         )
     return found
 

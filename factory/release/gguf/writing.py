@@ -25,8 +25,8 @@ from factory.ingest.tokenizer import SPLIT_PATTERN, Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 from factory.release.checks import check_export_unchanged
-from factory.release.gguf.kind import GgufType
-from factory.release.gguf.tensors import FileTensor, Floats, gguf_architecture, plan_tensors
+from factory.release.gguf.gguf_type import GgufType
+from factory.release.gguf.tensors import Floats, GgufTensor, gguf_architecture, plan_tensors
 from factory.release.published_link import MODEL_NAME
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
@@ -62,11 +62,11 @@ class GgufFile:
 def write_release_gguf(
     ledger: Ledger, number: int, out: Path, progress: Progress, kind: GgufType | None = None, licence: str | None = None
 ) -> GgufFile:
-    """Write the GGUF file of a published release to ``out``. Without ``kind``, weights keep the export's type and are not rounded.
+    """Write the GGUF file of a published release to ``out``. Without ``gguf_type``, weights keep the export's type and are not rounded.
 
     ``licence``: the licence of the weights, as an SPDX expression; None: the file names no licence.
     Raises: InputError, and writes no file, when ``out`` exists, the export has changed, llama.cpp cannot compute the model, a weight is too
-    large for ``kind``, or the package ``gguf`` is not installed.
+    large for ``gguf_type``, or the package ``gguf`` is not installed.
     """
     release = ReleaseRow.get(ledger, number)
     if release.state != PUBLISHED:
@@ -145,7 +145,7 @@ def _require_package() -> None:
 
 
 def _write(
-    export: Path, aside: Path, config: ExportConfig, model_type: str, plan: list[FileTensor],
+    export: Path, aside: Path, config: ExportConfig, model_type: str, plan: list[GgufTensor],
     about: dict[str, str | int], progress: Progress, kind: GgufType | None,
 ) -> GgufType:  # fmt: skip
     """Write the whole file. Returns the type of its matrices."""
@@ -189,10 +189,10 @@ def _pad(out: BinaryIO) -> None:
     out.write(bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
-def _type_of(part: FileTensor, kind: GgufType) -> gguf.GGMLQuantizationType:
+def _type_of(part: GgufTensor, kind: GgufType) -> gguf.GGMLQuantizationType:
     import gguf
 
-    if part.is_exact:
+    if part.is_always_fp32:
         return gguf.GGMLQuantizationType.F32
     if kind is GgufType.Q8_0 and part.shape[-1] % BLOCK:
         return gguf.GGMLQuantizationType.F16  # like llama.cpp's converter
@@ -206,7 +206,7 @@ def _bytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
     return math.prod(shape) // block * size
 
 
-def _stored(path: Path, part: FileTensor, values: Floats, kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
+def _stored(path: Path, part: GgufTensor, values: Floats, kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
     """Convert a tensor to its type. Raises: InputError for a weight that would become infinite."""
     import gguf
 

@@ -12,7 +12,7 @@ WorkResult = TypeVar("WorkResult")
 POLL_SECONDS = 1.0
 
 
-class ClientGone(Exception):
+class ClientDisconnectedError(Exception):
     """The client closed its connection."""
 
 
@@ -22,7 +22,7 @@ async def cancel_if_gone(request: Request, work: Awaitable[WorkResult]) -> WorkR
     try:
         while not (await asyncio.wait([task], timeout=POLL_SECONDS))[0]:
             if await request.is_disconnected():
-                raise ClientGone
+                raise ClientDisconnectedError
         return task.result()
     finally:
         if not task.done():

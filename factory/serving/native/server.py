@@ -22,10 +22,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from factory.core.errors import FactoryError
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.evals.token_bytes import TokenBytes
 from factory.release.published_link import MODEL_NAME
-from factory.serving.api.disconnects import ClientGone, cancel_if_gone
+from factory.serving.api.disconnects import ClientDisconnectedError, cancel_if_gone
 from factory.serving.api.errors import ApiError
 from factory.serving.api.request import (
     CompletionRequest,
@@ -52,7 +52,7 @@ class NativeEngine:
         decoder = CachedDecoder.load(export, device)
         self._served = load_served_model(export)
         self._bytes = TokenBytes.load(export)
-        self.release = export_folder_sha256(export)[:16]
+        self.release = hash_export_folder(export)[:16]
         self.loop = EngineLoop(RunningBatch(decoder, _free_bytes(device) // decoder.bytes_per_token))
 
     def read_request(self, body: bytes, chat: bool) -> CompletionRequest:
@@ -127,7 +127,7 @@ def make_application(engine: NativeEngine) -> Starlette:
                 return await handle(request)
             except ApiError as error:
                 return JSONResponse(error.body(), error.status)
-            except (ClientGone, ClientDisconnect):
+            except (ClientDisconnectedError, ClientDisconnect):
                 return Response(status_code=499)
 
         return answer

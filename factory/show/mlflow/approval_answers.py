@@ -43,7 +43,7 @@ class ApprovalResponder:
         self.tracking = MlflowTracking.open(plant)
         self._asked = False
 
-    def look(self) -> list[str]:
+    def answer_new_decisions(self) -> list[str]:
         """Answer every approval or rejection that has no answer yet; returns a line for each. If MLflow is away, a later call answers.
 
         Raises: ConfigError; WorkspaceError.
@@ -52,9 +52,9 @@ class ApprovalResponder:
             return []  # no candidate was judged yet, so MLflow need not be imported
         return try_to_show(self.progress.line, self._answer_all) or []
 
-    def look_and_ask(self) -> None:
+    def answer_and_announce(self) -> None:
         """Call ``look``. The first call also prints which candidates wait already. The daemon announces later ones when they are judged."""
-        self.look()
+        self.answer_new_decisions()
         for verdict in () if self._asked else list_undecided_verdicts(self.ledger):
             if needs_decision(self.plant, verdict):
                 self.progress.line(f"  {describe_waiting_candidate(verdict.subject_number)}")

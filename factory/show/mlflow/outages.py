@@ -1,8 +1,8 @@
 """Limits the cost of an MLflow server that does not answer: a time limit per request, a pause after a failure, and one line for a person.
 
 MLflow only shows things, so the factory works without it (``try_to_show``), and a later pass sends everything that is missing
-(``factory.show.catching_up``). The limit of one request is ``LEAST`` seconds. Each request that takes longer doubles the limit, so that a slow server
-is reached in the end. After a failure the server is not asked for ten times as long as the failed request took.
+(``factory.show.unshown_items``). The limit of one request is ``LEAST`` seconds. Each request that takes longer doubles the limit, so that a
+slow server is reached in the end. After a failure the server is not asked for ten times as long as the failed request took.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _asked = ""  # the address that was used last
 _said: set[str] = set()  # addresses whose outage was printed
 
 
-def refuse_during_pause(uri: str) -> None:
+def refuse_during_outage(uri: str) -> None:
     """Call before each use of MLflow. Raises: TrackingError during the pause after a server did not answer."""
     global _asked
     _asked = uri

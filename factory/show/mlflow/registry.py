@@ -22,7 +22,7 @@ from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Segment
 from factory.release.checks import check_export_unchanged, get_newest_verdict
 from factory.release.published_link import MODEL_NAME as MODEL
 from factory.show.mlflow.model_files import log_loadable_model
-from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, MlflowTracking, average_tag
+from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, MlflowTracking, make_average_tag
 from factory.show.mlflow.store import convert_mlflow_errors, open_client
 from factory.show.mlflow.version_page import PICTURES, TRAINING_MODE, RunAddress, VersionLinks, render_description
 from factory.show.pages.release_pictures import TITLES, draw_pictures
@@ -63,11 +63,11 @@ def register_version(plant: Plant, tracking: MlflowTracking, candidate_id: int) 
     """
     verdict = get_newest_verdict(plant.ledger, candidate_id)
     candidate = check_export_unchanged(plant.ledger, candidate_id)
-    run = tracking.candidate_run(candidate_id)
+    run = tracking.update_candidate_run(candidate_id)
     client = tracking.client
     tags = _tags(plant.ledger, candidate, verdict)
     if verdict.against:  # show the champion's newest numbers too, measured on the same documents
-        tracking.candidate_run(Subject.parse(verdict.against).number)
+        tracking.update_candidate_run(Subject.parse(verdict.against).number)
     with (
         convert_mlflow_errors(f"registering candidate {candidate_id}"),
         plant.workspace.hold_lock("registry", PATIENCE),
@@ -201,7 +201,7 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
         "judged_at": format_iso_time(verdict.created_at),
         "bundle": newest_bundle_folder(ledger, release.number) if release else None,
         "removed_data": describe_removed_data(ledger, release.number) if release else None,
-        **average_tag(segment.result),
+        **make_average_tag(segment.result),
     }
     if over := find_override(ledger, verdict):
         tags |= {"overridden_by": over["by"], "override_reason": over["why"]}

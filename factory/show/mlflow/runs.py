@@ -31,8 +31,8 @@ from factory.ledger.rows import (
 )
 from factory.release.approvals import APPROVAL_TAG
 from factory.retention.stored_folders import TRAINING
-from factory.runs.task_runs import run_line
-from factory.runs.task_runs import run_to_json as describe_run
+from factory.runs.arm_runner import format_run
+from factory.runs.arm_runner import run_to_json as describe_run
 from factory.show.mlflow.metrics_follower import (
     METRICS_PER_BATCH,
     MetricsFollower,
@@ -40,7 +40,7 @@ from factory.show.mlflow.metrics_follower import (
     flatten_numbers,
     name_evaluation_metrics,
 )
-from factory.show.mlflow.outages import refuse_during_pause
+from factory.show.mlflow.outages import refuse_during_outage
 from factory.show.mlflow.store import convert_mlflow_errors, flush_store, open_client, purge_deleted_runs
 from factory.show.pages.release_facts import flatten_keys
 from kernels.contract.message import Message
@@ -82,7 +82,7 @@ ABOUT = {
     ),
 }
 SUBJECT = "factory.subject"
-# Events that record what MLflow has: a segment's end, a proposal's state, a diagnosis, and so on (``factory.show.catching_up``).
+# Events that record what MLflow has: a segment's end, a proposal's state, a diagnosis, and so on (``factory.show.unshown_items``).
 CLOSED, SHOWN, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "diagnosis_shown"
 PROFILE_SHOWN, RUN_DELETED, ARM_SHOWN = "profile_shown", "run_deleted", "arm_shown"
 STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}  # MLflow's status, by the state of an arm
@@ -108,7 +108,7 @@ class MlflowTracking:
         if self._client is None:
             self._client = open_client(self.workspace)
         else:
-            refuse_during_pause(self.workspace.mlflow_uri)
+            refuse_during_outage(self.workspace.mlflow_uri)
         return self._client
 
     def _experiment(self, name: str) -> str:
@@ -182,7 +182,7 @@ class MlflowTracking:
             return run, str(self.client.get_run(run).info.experiment_id)
 
     # -- segments ---------------------------------------------------------------------------------------------------
-    def segment_run(self, segment: SegmentRow) -> str:
+    def ensure_segment_run(self, segment: SegmentRow) -> str:
         """Make or find the run of a segment, with the recipe as parameters and the lineage as tags. Returns its id.
 
         Raises: TrackingError.
@@ -217,14 +217,14 @@ class MlflowTracking:
     def follow_segment(self, segment: SegmentRow, say: Callable[[str], None] = lambda _: None) -> MetricsFollower:
         """A follower of the segment's ``metrics.jsonl`` that also makes the run. It never raises, whatever MLflow does."""
         path = Path(segment.folder) / "metrics.jsonl"
-        run, close = lambda: self.segment_run(segment), lambda: self.finish_segment(segment.id)
+        run, close = lambda: self.ensure_segment_run(segment), lambda: self.finish_segment(segment.id)
         return MetricsFollower(self.workspace, lambda: self.client, path, run, say, close)
 
     def finish_segment(self, segment_id: int) -> None:
         """Close the run of a segment that is done or failed. The run of a planned segment stays open. Raises: TrackingError."""
         segment = SegmentRow.get(self.ledger, segment_id)
         if segment.state != "planned":
-            run = self.segment_run(segment)
+            run = self.ensure_segment_run(segment)
             with convert_mlflow_errors(f"closing segment {segment_id}'s run"):
                 ended = int((segment.finished_at or time.time()) * 1000)
                 self.client.set_terminated(run, "FINISHED" if segment.state == "done" else "FAILED", ended)
@@ -232,14 +232,14 @@ class MlflowTracking:
 
     def tag_diagnosis(self, segment: SegmentRow, event: int, causes: Sequence[str], why: str, page: Path) -> None:
         """Tag a segment's run with a diagnosis, and attach its page. ``event``: the number of the event that records it. Raises: TrackingError."""
-        run = self.segment_run(segment)
+        run = self.ensure_segment_run(segment)
         self._tag(run, {"diagnosis": " or ".join(causes), "diagnosis.why": join_reasons([why])})
         with convert_mlflow_errors(f"logging {page.name}"):
             self.client.log_text(run, page.read_text(encoding="utf-8"), page.name)
         self._note(Subject("diagnosis", event), DIAGNOSIS_SHOWN, {})
 
     # -- candidates and proposals -----------------------------------------------------------------------------------
-    def candidate_run(self, candidate_id: int) -> str:
+    def update_candidate_run(self, candidate_id: int) -> str:
         """Make or update the run of a candidate, with its newest evaluation as metrics and samples as an artifact. Returns its id.
 
         Raises: TrackingError.
@@ -261,7 +261,7 @@ class MlflowTracking:
             "data_plan": segment.data_plan,
             "export_sha256": candidate.export_sha256,
             "mlflow.source.git.commit": segment.code_commit,
-            **average_tag(segment.result),
+            **make_average_tag(segment.result),
         }
         subject, name = Subject("candidate", candidate_id), f"candidate-{candidate_id}"
         run = self._run(subject, CANDIDATES, name, candidate.created_at, tags, {"recipe": segment.recipe})
@@ -286,7 +286,7 @@ class MlflowTracking:
         champion = {"champion": {"bpb": evidence.get("champion_bits_per_byte") or {}}}
         self._log_once(run, flatten_numbers(values | champion), verdict.created_at, {})
 
-    def proposal_run(self, number: int) -> str:
+    def update_proposal_run(self, number: int) -> str:
         """Make or update the run of a proposal, with verdict, evidence, and the report if it exists. Returns its id.
 
         Raises: TrackingError.
@@ -347,14 +347,14 @@ class MlflowTracking:
 
     def read_proposal_decision(self, number: int) -> str:
         """A person's decision about a proposal, from the tag of its run: 'pending', 'approved' or 'rejected'. Raises: TrackingError."""
-        run = self._known(Subject("proposal", number)) or self.proposal_run(number)
+        run = self._known(Subject("proposal", number)) or self.update_proposal_run(number)
         return self._tag_of(run, APPROVAL_TAG).strip().lower()
 
     def _tag_of(self, run: str, tag: str) -> str:
         with convert_mlflow_errors(f"reading run {run}"):
             return str(self.client.get_run(run).data.tags.get(tag, ""))
 
-    def profile_run(self, number: int) -> str:
+    def update_profile_run(self, number: int) -> str:
         """Make or update the run of a profile, with step times as metrics and all files as artifacts. Returns its id.
 
         Raises: TrackingError.
@@ -369,7 +369,7 @@ class MlflowTracking:
         self._note(Subject("profile", number), PROFILE_SHOWN, {})
         return run
 
-    def arm_run(self, row: RunRow, say: Callable[[str], None]) -> None:
+    def update_arm_run(self, row: RunRow, say: Callable[[str], None]) -> None:
         """Make or update the run of an arm that ended, with its changes as parameters, its end, and its metrics if its folder still exists.
 
         Raises: TrackingError.
@@ -377,7 +377,7 @@ class MlflowTracking:
         arm, subject, name = row.arm, f"arm:{row.id}", f"{row.purpose}: {row.arm['name']}"
         params = {name: join_reasons([str(value)]) for name, value in _params(arm).items() if value is not None}
         run = self._run(subject, ARMS, name, row.started_at, {"mlflow.source.git.commit": arm["code"]}, params)
-        about = {"purpose": row.purpose, "for": row.subject, "state": row.state, NOTE: run_line(describe_run(row))}
+        about = {"purpose": row.purpose, "for": row.subject, "state": row.state, NOTE: format_run(describe_run(row))}
         self._tag(run, about)
 
         def close() -> None:
@@ -391,7 +391,7 @@ class MlflowTracking:
             pass
         follower.finish()
 
-    def exchange_trace(self, row: dict[str, Any], say: Callable[[str], None]) -> None:
+    def store_exchange_trace(self, row: dict[str, Any], say: Callable[[str], None]) -> None:
         """Store a trace of one exchange with a language model, a row of the ledger, with its tokens and cost.
 
         Raises: TrackingError, also when MLflow reports no error but did not store the trace.
@@ -462,7 +462,7 @@ class MlflowTracking:
             self.client.set_terminated(run, "FINISHED", int(at * 1000))
 
 
-def average_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
+def make_average_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
     """The tag that names the checkpoints of an average; {} for a trained segment."""
     from factory.ledger.status import describe_average
 

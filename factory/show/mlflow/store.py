@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from factory.core.workspace import PATIENCE, Workspace
 from factory.show.mlflow.host_names import mlflow_server_options, server_names
 from factory.show.mlflow.outages import TrackingError as TrackingError
-from factory.show.mlflow.outages import note_server_failure, refuse_during_pause, repair_advice
+from factory.show.mlflow.outages import note_server_failure, refuse_during_outage, repair_advice
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -73,7 +73,7 @@ def open_client(workspace: Workspace) -> MlflowClient:
     Raises: TrackingError when the store cannot be reached or has the schema of another MLflow version.
     """
     os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
-    refuse_during_pause(workspace.mlflow_uri)
+    refuse_during_outage(workspace.mlflow_uri)
     from mlflow.tracking import MlflowClient
 
     # MLflow logs a traceback for every refused write and also raises the error. The error is enough.

@@ -28,7 +28,7 @@ class RunAddress:
     def link(self, part: str = "") -> str:
         return f"#/experiments/{self.experiment}/runs/{self.run}{part}?{TRAINING_MODE}"
 
-    def model_page(self, other: RunAddress) -> str:
+    def comparison_page(self, other: RunAddress) -> str:
         """The address of the page that compares this run with another."""
         runs, experiments = json.dumps([self.run, other.run]), json.dumps([self.experiment])
         return f"#/compare-runs?runs={quote(runs)}&experiments={quote(experiments)}&{TRAINING_MODE}"
@@ -96,7 +96,7 @@ def _links(segment: SegmentRow, verdict: VerdictRow, places: VersionLinks) -> li
         f"[report]({own.link('/artifacts/report.html')})",
         f"[pictures]({own.link(f'/artifacts/{PICTURES}')})",
         f"[evaluation and samples]({own.link()})",
-        f"[comparison with {verdict.against.replace(':', ' ')}]({own.model_page(champion)})"
+        f"[comparison with {verdict.against.replace(':', ' ')}]({own.comparison_page(champion)})"
         if champion and verdict.against
         else "",
         (f"[{made}]({training.link('/model-metrics')})" if training else made) + f", code `{segment.code_commit[:12]}`",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agents.core.pages import number_text
+from agents.core.pages import format_number
 from factory.gates.release.reasons import is_to_do_line
 from factory.gates.release.trained_licences import NONE
 from factory.ledger.ledger import Ledger
@@ -57,7 +57,7 @@ def _change(found: ChampionComparison, name: str) -> str:
     before, after = (
         dict_or_empty(found.evidence.get(key)).get(name) for key in ("champion_bits_per_byte", "bits_per_byte")
     )
-    return f"{name} {number_text(before)} → {number_text(after)} bits per byte"
+    return f"{name} {format_number(before)} → {format_number(after)} bits per byte"
 
 
 def _how_sure(stored: Any) -> str:
@@ -71,8 +71,8 @@ def _how_sure(stored: Any) -> str:
         gain=gain["gain"],
         low=gain["low"],
         high=gain["high"],
-        sources=number_text(stored.get("clusters")),
-        effective=number_text(stored.get("effective"), 0),
+        sources=format_number(stored.get("clusters")),
+        effective=format_number(stored.get("effective"), 0),
     )
 
 
@@ -87,9 +87,9 @@ def _trained_on(ledger: Ledger, segment: int) -> str:
     drawn = Message(
         "candidate_summary.trained_on",
         "{steps} steps on {shards:,|token shard|token shards} with {tokens} tokens",
-        steps=number_text(steps),
+        steps=format_number(steps),
         shards=len(made["shards"]),
-        tokens=number_text(tokens),
+        tokens=format_number(tokens),
     )
     shares = [
         f"by {name}: {found}" for name, found in (("domain", _shares(domains)), ("licence", _shares(licences))) if found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.core.pages import render_page
-from agents.core.proposal import gain_with_unit
+from agents.core.proposal import format_gain
 from factory.gates.stage_interface import read_reasons
 from factory.git import repository
 from factory.ledger.ledger import proposals
@@ -47,7 +47,7 @@ def render_proposal(facts: Mapping[str, Any]) -> str:
         head={
             "Agent": facts["agent"],
             "Target": facts["target"],
-            "Predicted": gain_with_unit(facts["target"], predicted) if predicted else "not given",
+            "Predicted": format_gain(facts["target"], predicted) if predicted else "not given",
             "Measured": _gain(evidence),
         },
         stages={name: stage | {"reasons": read_reasons(stage)} for name, stage in evidence["stages"].items()},

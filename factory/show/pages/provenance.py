@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from factory.data.exposure import Exposure, ExposureStep, UnknownExposureError, list_contributing_segments
 from factory.data.selecting import find_keys
-from factory.data.synthetic import count_synthetic, count_written_by_release
+from factory.data.synthetic import count_synthetic_documents, count_written_by_release
 from factory.gates.release.trained_licences import count_tokens_by_licence
 from factory.ingest.document import read_writing_model
 from factory.ingest.rules.licence_claims import find_licence_conflicts
@@ -19,7 +19,7 @@ from factory.ledger.removals import (
     describe_removed_training_data,
     list_releases_with_removed_data,
     list_removals,
-    removal_number_of_rule,
+    parse_removal_number,
 )
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.training.planning import read_data_plan
@@ -46,7 +46,7 @@ def trace_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
             sa.select(shards.c.name, shards.c.state, shards.c.path).where(shards.c.sha256 == row["shard"])
         )
         row["shard_name"] = shard and shard["name"]
-        row["removal"] = vars(taken[removal_number_of_rule(row["rule"])]) if row["fate"] == REMOVED_FATE else None
+        row["removal"] = vars(taken[parse_removal_number(row["rule"])]) if row["fate"] == REMOVED_FATE else None
         row["synthetic_by"] = read_writing_model(row["detail"])
         row["licence_claims"] = [
             {"key": claim.key, "shard": claim.shard, "license": claim.license, "aside": claim.is_set_aside}
@@ -150,7 +150,7 @@ def training_data_of(ledger: Ledger, segment: int) -> dict[str, Any]:
             "documents": len(unsettled),
             "supervised_tokens": sum(one.supervised_tokens for one in unsettled),
         },
-        "synthetic": [one.to_json() for one in count_synthetic(ledger, used)],
+        "synthetic": [one.to_json() for one in count_synthetic_documents(ledger, used)],
     }
 
 

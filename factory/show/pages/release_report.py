@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.core.pages import number_text, render_page
+from agents.core.pages import format_number, render_page
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger, releases, shards, token_shards
 from factory.ledger.plant import Plant
@@ -71,7 +71,7 @@ def render_report(ledger: Ledger, candidate_id: int) -> str:
         bits_per_byte=draw_bits_per_byte(ledger, compared),
         gains=draw_gains(compared),
         cloze=_cloze(summary, champion),
-        cloze_size=f"{number_text(cloze.get('items'))} items, chance {_share(cloze.get('chance'))}",
+        cloze_size=f"{format_number(cloze.get('items'))} items, chance {_share(cloze.get('chance'))}",
         checks={
             name: check if isinstance(check, dict) else {"ok": check}
             for name, check in dict_or_empty(summary.get("parity")).items()
@@ -94,7 +94,7 @@ def render_report(ledger: Ledger, candidate_id: int) -> str:
 
 # -- verdict and measurements -------------------------------------------------------------------------------------------
 def _share(value: object) -> str:
-    return number_text(value * 100, 1) + " %" if isinstance(value, int | float) else "–"
+    return format_number(value * 100, 1) + " %" if isinstance(value, int | float) else "–"
 
 
 def _cloze(summary: Row, champion: Row) -> list[list[str]]:
@@ -117,7 +117,7 @@ def _how(verdict: VerdictRow | None, evaluation: EvaluationRow) -> dict[str, str
 def _held_out(summary: Row) -> list[list[str]]:
     sizes, noise = dict_or_empty(summary.get("bytes")), dict_or_empty(summary.get("noise_floor"))
     counts = sorted(dict_or_empty(summary.get("documents")).items())
-    return [[d, number_text(n), number_text(sizes.get(d), 0), number_text(noise.get(d), 4)] for d, n in counts]
+    return [[d, format_number(n), format_number(sizes.get(d), 0), format_number(noise.get(d), 4)] for d, n in counts]
 
 
 # -- training and data --------------------------------------------------------------------------------------------------
@@ -132,18 +132,18 @@ def _data(ledger: Ledger, segment: SegmentRow) -> tuple[list[list[object]], list
     for shard in ledger.select_rows(sa.select(shards).order_by(shards.c.ingested_at, shards.c.name)):
         counts = dict_or_empty(shard["counts"])
         dropped = ", ".join(
-            f"{rule} {number_text(n)}" for rule, n in sorted(dict_or_empty(counts.get("dropped")).items()) if n
+            f"{rule} {format_number(n)}" for rule, n in sorted(dict_or_empty(counts.get("dropped")).items()) if n
         )
         if shard["state"] == "quarantined":
             quarantined.append(shard)
         elif shard["sha256"] in trained:
-            used_of = [number_text(counts.get("train")), number_text(counts.get("held_out"))]
+            used_of = [format_number(counts.get("train")), format_number(counts.get("held_out"))]
             rows.append(
                 [
                     shard["name"],
-                    number_text(shard["rows"]),
+                    format_number(shard["rows"]),
                     *used_of,
-                    number_text(shard["tokens"]),
+                    format_number(shard["tokens"]),
                     dropped or "nothing",
                 ]
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from agents.core.pages import html_text, number_text
+from agents.core.pages import escape_html, format_number
 
 Points = Sequence[tuple[float, float]]
 BINS = 240  # a curve has at most this many points
@@ -18,7 +18,7 @@ def _legend(colours: Mapping[str, str], left: float) -> str:
     out, x = [], left
     for name, colour in colours.items():
         out.append(f'<rect x="{x:.0f}" y="2" width="11" height="11" rx="3" fill="var(--{colour})"/>')
-        out.append(f'<text class="dim" x="{x + 17:.0f}" y="12">{html_text(name[:24])}</text>')
+        out.append(f'<text class="dim" x="{x + 17:.0f}" y="12">{escape_html(name[:24])}</text>')
         x += 44 + 7 * len(name[:24])
     return "".join(out)
 
@@ -48,7 +48,7 @@ def draw_bars(
     for name, group in groups.items():
         shown = [(i, s, group.get(s)) for i, s in enumerate(series) if _finite(group.get(s))]
         out.append(
-            f'<text x="{left - 14}" y="{y + thick * len(shown) / 2 + 4:.1f}" text-anchor="end">{html_text(name[:18])}</text>'
+            f'<text x="{left - 14}" y="{y + thick * len(shown) / 2 + 4:.1f}" text-anchor="end">{escape_html(name[:18])}</text>'
         )
         for i, one, value in shown:
             assert value is not None
@@ -66,9 +66,9 @@ def draw_bars(
                 )
                 length = max(length, high)
             words = (
-                f"{number_text(value)}  ({number_text(ends[0])} … {number_text(ends[1])})"
+                f"{format_number(value)}  ({format_number(ends[0])} … {format_number(ends[1])})"
                 if ends
-                else number_text(value)
+                else format_number(value)
             )
             out.append(f'<text x="{left + length + 7:.1f}" y="{y + 11:.1f}"{weight}>{words}</text>')
             y += thick
@@ -89,7 +89,7 @@ def draw_intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
     out, y = [], 16
     for name, (value, lower, upper) in rows.items():
         colour = "good" if lower > 0 else "bad" if upper < 0 else "soft"
-        out.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{html_text(name[:18])}</text>')
+        out.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{escape_html(name[:18])}</text>')
         out.append(
             f'<line x1="{x(lower):.1f}" x2="{x(upper):.1f}" y1="{y}" y2="{y}" stroke="var(--{colour})" stroke-width="2.5"'
             f' stroke-linecap="round"/><circle cx="{x(value):.1f}" cy="{y}" r="4.5" fill="var(--{colour})"/>'
@@ -124,7 +124,7 @@ def draw_curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str
                 f'<line class="zero" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{top}" y2="{bottom}" stroke-dasharray="2 4"/>'
             )
             out.append(
-                f'<text class="dim" x="{x(step) - 5:.1f}" y="{top + 4}" text-anchor="end">{html_text(name)}</text>'
+                f'<text class="dim" x="{x(step) - 5:.1f}" y="{top + 4}" text-anchor="end">{escape_html(name)}</text>'
             )
     for i, points in enumerate(made.values()):
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)

@@ -76,7 +76,9 @@ def main(folder: str, task_file: str, cluster_by: str) -> None:
                 "cluster": str(document[cluster_by]) if cluster_by else hash_document(document),
                 "filter": sample.get("filter", "none"),
                 "values": {
-                    metric: value for metric in sample["metrics"] if (value := metric_value(metric, sample[metric]))
+                    metric: value
+                    for metric in sample["metrics"]
+                    if (value := pair_value_with_weight(metric, sample[metric]))
                 },
             }
         )
@@ -108,7 +110,7 @@ def refuse_unanswered(task: Any, sample: Any) -> None:
         raise SystemExit(f"document {sample['doc_id']} has no answer among its choices: {str(target)[:80]!r}")
 
 
-def metric_value(metric: str, value: Any) -> list[float] | None:
+def pair_value_with_weight(metric: str, value: Any) -> list[float] | None:
     """[value, weight] of an item, such that the metric is the sum of values over the sum of weights. None for any other metric."""
     if metric == "bits_per_byte":
         return [-value[0] / math.log(2), float(value[1])]

@@ -13,7 +13,7 @@ import torch
 from factory.audit.audit_segment import find_anomaly_difference, find_metrics_difference, read_whole_trace
 from factory.audit.judge import judge_audit
 from factory.audit.policy import AuditPolicy
-from factory.runs.distance import find_unlike_tensor, have_same_bits
+from factory.runs.distance import find_unmatched_tensor, have_same_bits
 from factory.runs.trace import Trace
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.message import Message
@@ -131,7 +131,7 @@ def test_the_bits_of_live_and_replayed_weights_are_compared(tmp_path: Path) -> N
         trace(tmp_path / "lines", lambda lines: lines[2].update(time=9.0, z_loss=2e-7)).final_checkpoint, base
     )
     assert not have_same_bits(trace(tmp_path / "weights", weights=1.0000001).final_checkpoint, base)
-    assert not find_unlike_tensor(base, base)
+    assert not find_unmatched_tensor(base, base)
 
 
 def test_anomalies_must_agree_except_those_of_speed(tmp_path: Path) -> None:

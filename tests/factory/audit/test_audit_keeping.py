@@ -24,12 +24,12 @@ from factory.audit.kept_checkpoints import (
     update_kept_checkpoints,
     window_checkpoint,
 )
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.ledger.ledger import checkpoints, data_plans, segments
 from factory.ledger.rows import SegmentRow
 from tests.support.factory.approvals import PatchPlant
 from tests.support.failing.limits import few_handles
-from trainer.contract.checkpoint.format import Checkpoint, find_fault, save, saved_steps
+from trainer.contract.checkpoint.format import Checkpoint, find_checkpoint_fault, list_checkpoints, save
 
 ROW = SegmentRow(
     2, "trunk", 1, 1, "tiny", {"checkpoint_every": 5}, "", "plan", "", 20, 33, "done", 0, "", None, None, 0.0, None
@@ -59,7 +59,7 @@ def test_a_copied_checkpoint_is_whole_and_copying_leaves_no_trace(tmp_path: Path
     before = facts(source)
     copy_checkpoint(source, target)
     assert facts(source) == before
-    assert not find_fault(target)
+    assert not find_checkpoint_fault(target)
     assert {f.name: f.read_bytes() for f in target.iterdir()} == {f.name: f.read_bytes() for f in source.iterdir()}
 
 
@@ -141,7 +141,7 @@ def test_the_whole_segment_is_audited_if_checkpoints_of_the_window_are_missing(t
     assert keep_now().steps == 0  # a person is told, and the audit is not tried for ever
     for step in (25, 30, 33):
         made(kept_at, step)
-    assert keep_now() == drawn and not find_fault(window_checkpoint(plant, row, 25))
+    assert keep_now() == drawn and not find_checkpoint_fault(window_checkpoint(plant, row, 25))
 
 
 class Killed(BaseException):
@@ -154,8 +154,8 @@ def test_a_checkpoint_removed_from_the_ladder_is_whole_or_gone(tmp_path: Path, m
     for step in steps:
         save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
     update_kept_checkpoints(source, target, every=5)
-    held = saved_steps(target)
-    for _, checkpoint in saved_steps(source):
+    held = list_checkpoints(target)
+    for _, checkpoint in list_checkpoints(source):
         remove_path(checkpoint)
     for step in (45, 50):
         save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
@@ -170,7 +170,7 @@ def test_a_checkpoint_removed_from_the_ladder_is_whole_or_gone(tmp_path: Path, m
     with pytest.raises(Killed):
         update_kept_checkpoints(source, target, every=5)
     monkeypatch.undo()
-    assert not [fault for _, path in saved_steps(target) if (fault := find_fault(path))]
+    assert not [fault for _, path in list_checkpoints(target) if (fault := find_checkpoint_fault(path))]
     update_kept_checkpoints(source, target, every=5)
-    assert [step for step, _ in saved_steps(target)] == wanted
+    assert [step for step, _ in list_checkpoints(target)] == wanted
     assert not list(target.glob(".*"))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from factory.bundles import signing
-from factory.bundles.checking import check_fixture
+from factory.bundles.checking import check_parity_fixture
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, BundleFolder
 from factory.bundles.files.manifest import build_manifest
@@ -177,7 +177,7 @@ def test_a_foreign_signature_over_a_new_manifest_is_refused(
     for key in (published_key, bundle / layout.PUBLIC_KEY):
         with refused("signing.other_signature", BundleError):
             signing.check_signature(bundle, key)
-    (bundle / layout.PUBLIC_KEY).write_bytes(signing.read_public_key(foreign))
+    (bundle / layout.PUBLIC_KEY).write_bytes(signing.derive_public_key(foreign))
     reseal(bundle, foreign)
     signing.check_signature(bundle, bundle / layout.PUBLIC_KEY)  # passes, so a verifier must pin the key
     with refused("signing.other_signature", BundleError):
@@ -201,7 +201,7 @@ def test_a_damaged_public_key_is_named(bundle: Path, pem: bytes) -> None:
 
 def test_a_changed_weight_contradicts_the_fixture(bundle: Path) -> None:
     flipped("model/model.safetensors", -1)(bundle)  # the exponent of one weight
-    assert "logprobs" in check_fixture(BundleFolder.open(bundle))[0]
+    assert "logprobs" in check_parity_fixture(BundleFolder.open(bundle))[0]
 
 
 def test_a_changed_tokenizer_contradicts_the_fixture(bundle: Path) -> None:
@@ -209,19 +209,19 @@ def test_a_changed_tokenizer_contradicts_the_fixture(bundle: Path) -> None:
     value = json.loads(path.read_text())
     value["model"]["merges"].pop(0)
     path.write_text(json.dumps(value))
-    assert check_fixture(BundleFolder.open(bundle))[0].startswith("texts/1/ids has ")
+    assert check_parity_fixture(BundleFolder.open(bundle))[0].startswith("texts/1/ids has ")
 
 
 def test_a_damaged_tokenizer_is_named(bundle: Path) -> None:
     (bundle / "model" / "tokenizer.json").write_text("{}")
     with refused("checking.fixture_failed", BundleError, folder=layout.MODEL) as found:
-        check_fixture(BundleFolder.open(bundle))
+        check_parity_fixture(BundleFolder.open(bundle))
     assert "tokenizer.json" in str(found.value)
 
 
 def test_a_changed_fixture_contradicts_the_weights(bundle: Path) -> None:
     edited(layout.FIXTURE, lambda f: f["greedy"][0]["logprobs"].__setitem__(0, -0.5))(bundle)
-    assert "greedy/0/logprobs/0 is -0.5" in check_fixture(BundleFolder.open(bundle))[0]
+    assert "greedy/0/logprobs/0 is -0.5" in check_parity_fixture(BundleFolder.open(bundle))[0]
 
 
 # -- hostile folders ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from factory.bundles.checking import check_licences
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
-from factory.bundles.shards import releasable_documents, shard_rows
+from factory.bundles.shards import list_shard_rows, read_releasable_documents
 from factory.bundles.signing import fingerprint_of_key
 from factory.bundles.verifying import CHECKS
 from factory.bundles.writing import BundleOptions, WrittenBundle, copy_traces, write_bundle
@@ -144,15 +144,15 @@ def test_documents_whose_licence_forbids_release_are_counted_but_not_included(re
     first = next(d.key for d in released.documents if not d.held)
     rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
     with changed(released, documents, documents.c.key == first, license="proprietary"):
-        rows = shard_rows(released.ledger, 2, rules, with_documents=True)
+        rows = list_shard_rows(released.ledger, 2, rules, with_documents=True)
         assert {(r["license"], r["releasable"], r["included"], r["documents"]) for r in rows} == {
             ("proprietary", False, False, 1),
             ("PSF-2.0", True, True, len([d for d in released.documents if not d.held]) - 1),
         }
-        found = releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)
+        found = read_releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)
         assert first not in {row["id"] for row in found}
     with changed(released, documents, documents.c.key == first, fate="quarantined"):
-        found = releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)
+        found = read_releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)
         assert first not in {row["id"] for row in found}
 
 
@@ -169,8 +169,8 @@ def test_a_text_of_several_licences_is_bundled_under_the_strictest(released: Fil
     try:
         whole = sum(count_tokens_by_licence(ledger, 2).values())
         tokens = count_tokens_by_licence(ledger, 2, rules)
-        rows = {row["license"]: row for row in shard_rows(ledger, 2, rules, with_documents=True)}
-        found = [*releasable_documents(released.workspace.root, ledger, released.tokenizer, 2, rules)]
+        rows = {row["license"]: row for row in list_shard_rows(ledger, 2, rules, with_documents=True)}
+        found = [*read_releasable_documents(released.workspace.root, ledger, released.tokenizer, 2, rules)]
         said = command_here("provenance", "--release", "2", home=released.workspace).stdout
     finally:
         with ledger.begin() as tx:
@@ -188,9 +188,9 @@ def test_documents_removed_after_training_are_counted_but_not_included(released:
     first = next(d.key for d in released.documents if not d.held)
     rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
     with changed(released, documents, documents.c.key == first, fate="removed"):
-        (row,) = shard_rows(released.ledger, 2, rules, with_documents=True)
+        (row,) = list_shard_rows(released.ledger, 2, rules, with_documents=True)
         assert row["supervised_tokens"] == sum(count_tokens_by_licence(released.ledger, 2).values())
-        found = [*releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)]
+        found = [*read_releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)]
         assert len(found) == row["documents"] - row["quarantined"] == row["documents"] - 1
 
 

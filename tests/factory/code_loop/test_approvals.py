@@ -14,9 +14,9 @@ from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import tracked_runs, verdicts
 from factory.release.approvals import APPROVAL_TAG
-from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.approval_answers import carry_out_proposal_decisions
 from factory.show.mlflow.runs import MlflowTracking
+from factory.show.unshown_items import show_unshown_items
 from tests.support.factory.approvals import FILES, NEW, PatchPlant, given_verdict
 from tests.support.git import git
 from tests.support.messages import refused
@@ -170,7 +170,7 @@ def test_files_that_changed_again_are_not_overwritten(plant: PatchPlant) -> None
 def test_a_proposal_is_decided_by_a_person_in_mlflow_or_by_the_policy(plant: PatchPlant) -> None:
     plant.judged()
     tracking = MlflowTracking.open(plant)
-    run = tracking.proposal_run(1)
+    run = tracking.update_proposal_run(1)
 
     def settle() -> int:
         settled = carry_out_proposal_decisions(plant)
@@ -183,7 +183,7 @@ def test_a_proposal_is_decided_by_a_person_in_mlflow_or_by_the_policy(plant: Pat
     assert tracking.client.get_run(run).data.tags["state"] == "approved" and settle() == 0
     approvals.revert(plant, 1, "ada")
     plant.judged(2)
-    tracking.client.set_tag(tracking.proposal_run(2), APPROVAL_TAG, "rejected")
+    tracking.client.set_tag(tracking.update_proposal_run(2), APPROVAL_TAG, "rejected")
     assert settle() == 1 and plant.row(2)["state"] == "rejected" and plant.files() == FILES
     plant.judged(3)
     policy = plant.workspace.root / "policies" / "gates" / "patch.yaml"
@@ -196,14 +196,14 @@ def test_a_decision_in_another_workspace_does_not_count(plant: PatchPlant, tmp_p
     """Both show their proposal 1 at one MLflow."""
     plant.judged()
     tracking = MlflowTracking.open(plant)
-    theirs = tracking.proposal_run(1)
+    theirs = tracking.update_proposal_run(1)
     tracking.client.set_tag(theirs, APPROVAL_TAG, "approved")
     (tmp_path / "other").mkdir()
     other = PatchPlant(tmp_path / "other", plant.workspace.mlflow_uri)
     other.judged(edits={"kernels/ops.py": "x = 666\n"})
     assert carry_out_proposal_decisions(other) == 0 and other.files() == FILES
-    ours = MlflowTracking.open(other).proposal_run(1)
-    assert ours != theirs and tracking.proposal_run(1) == theirs
+    ours = MlflowTracking.open(other).update_proposal_run(1)
+    assert ours != theirs and tracking.update_proposal_run(1) == theirs
     tracking.client.set_tag(ours, APPROVAL_TAG, "approved")
     assert carry_out_proposal_decisions(other) == 1 and other.words() == [("approved", "mlflow")]
 
@@ -211,12 +211,12 @@ def test_a_decision_in_another_workspace_does_not_count(plant: PatchPlant, tmp_p
 def test_a_run_that_mlflow_lost_is_made_again_and_stops_no_decision(plant: PatchPlant) -> None:
     plant.judged()
     tracking = MlflowTracking.open(plant)
-    lost = tracking.proposal_run(1)
+    lost = tracking.update_proposal_run(1)
     with plant.ledger.begin() as tx:  # as after 'mlflow gc'
         tx.execute(tracked_runs.update().values(run_id="0" * 32))
     tracking.client.delete_run(lost)
     assert carry_out_proposal_decisions(plant) == 0 and tracking.read_proposal_decision(1) == "pending"
-    assert tracking.proposal_run(1) not in (lost, "0" * 32)
+    assert tracking.update_proposal_run(1) not in (lost, "0" * 32)
 
 
 def test_kernel_choices_for_different_ops_are_merged_one_after_another(

@@ -22,8 +22,8 @@ from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.machine_check import _ledger
-from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.runs import EXCHANGES, MlflowTracking
+from factory.show.unshown_items import show_unshown_items
 from tests.support.messages import refused
 from tests.support.replay_server import RecordedSession, ReplayServer
 

@@ -17,8 +17,8 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
-from agents.core.improve_policy import AGENTS as NAMES
-from agents.core.improve_policy import ImproveBudget, ImprovePolicy
+from agents.core.improvement_policy import AGENTS as NAMES
+from agents.core.improvement_policy import ImproveBudget, ImprovePolicy
 from agents.core.proposal import Edit, Proposal
 from factory.code_loop import improving, submitting
 from factory.code_loop.agent_runs import AgentOptions
@@ -29,7 +29,7 @@ from factory.code_loop.improvements import (
     budget_use,
     improvement_facts,
     improvement_lines,
-    newest_stages,
+    read_newest_stages,
     read_unchecked_improve_policy,
 )
 from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, next_stage, next_stages
@@ -40,7 +40,7 @@ from factory.core.workspace import Workspace, checkout_root
 from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert_row
-from factory.show.telling.notifications import notification_of_event
+from factory.show.notifications.notifications import notification_of_event
 from kernels.contract.message import Message
 from tests.support.factory.approvals import PatchPlant, given_verdict
 from tests.support.git import git
@@ -297,7 +297,7 @@ def test_tokens_count_from_the_start_of_a_stage_even_if_it_was_killed(plant: Pat
             (now - 1, number, 60),
         ):
             insert_row(tx, exchanges, at=at, run=who, tokens=tokens, **spent)
-    found = budget_use(plant.ledger, newest_stages(plant.ledger, now), now)
+    found = budget_use(plant.ledger, read_newest_stages(plant.ledger, now), now)
     assert found == BudgetUse(0.0, 100, 0.5)
 
 
@@ -380,7 +380,7 @@ def test_a_patch_that_kills_the_daemon_at_each_judging_is_given_up(plant: PatchP
 
 
 def killed_in(plant: PatchPlant, stage: LoopStage, times: int) -> None:
-    situation = newest_stages(plant.ledger, time.time())[-1].began["situation"]
+    situation = read_newest_stages(plant.ledger, time.time())[-1].began["situation"]
     with plant.ledger.begin() as tx:
         for _ in range(times):
             insert_row(
@@ -404,7 +404,7 @@ def test_a_failure_of_a_stage_is_raised_recorded_and_retried(
     drafts(monkeypatch, before=fails)
     with pytest.raises(ConfigError, match="no such thing"):
         rounds(plant)
-    assert newest_stages(plant.ledger, time.time())[-1].left["failed"] == "ConfigError: no such thing"  # type: ignore[index]
+    assert read_newest_stages(plant.ledger, time.time())[-1].left["failed"] == "ConfigError: no such thing"  # type: ignore[index]
     drafts(monkeypatch)
     assert rounds(plant)[0] == "propose by search"
 
@@ -413,7 +413,7 @@ def test_a_stage_that_is_no_longer_due_is_not_begun(plant: PatchPlant) -> None:
     stage = improving.due_stages(the(plant), plant.ledger)[0]
     allow(plant.workspace)
     improving.do_stage(the(plant), stage)
-    assert newest_stages(plant.ledger, time.time()) == []
+    assert read_newest_stages(plant.ledger, time.time()) == []
 
 
 def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPlant) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.approvals import due_proposals, judge_due_patches_again
+from factory.code_loop.approvals import find_proposals_to_judge_again, judge_due_patches_again
 from factory.code_loop.submitting import submit_proposal
 from factory.core import devices
 from factory.core.policy_file import StrictPolicy
@@ -128,7 +128,7 @@ def test_a_held_patch_is_judged_again_a_few_times_then_waits_for_a_person(
             key = plant.row(number)["verdict"]
             tx.execute(verdicts.update().where(verdicts.c.id == key).values(evidence=LATE))
     assert again() == [] and len({sha256 for _, _, sha256 in judged}) == 1  # the same patch each time
-    assert due_proposals(plant.ledger, PatchPolicy(judge_again=3, judge_again_after_seconds=1e-6))
+    assert find_proposals_to_judge_again(plant.ledger, PatchPolicy(judge_again=3, judge_again_after_seconds=1e-6))
 
 
 def test_a_patch_with_code_for_another_device_waits_for_a_daemon_on_that_device(
@@ -142,9 +142,9 @@ def test_a_patch_with_code_for_another_device_waits_for_a_daemon_on_that_device(
     assert "waits_for" not in matrix._unexecuted(mixed) and "waits" not in matrix._reasons(mixed)[0]
     plant, policy = PatchPlant(tmp_path), PatchPolicy()
     held(plant, {"stages": {"matrix": missing_evidence(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"})
-    assert due_proposals(plant.ledger, policy) == []
+    assert find_proposals_to_judge_again(plant.ledger, policy) == []
     monkeypatch.setattr(devices, "device_kind", lambda: elsewhere)  # the workspace is opened on another machine
-    assert [row.number for row in due_proposals(plant.ledger, policy)] == [1]
+    assert [row.number for row in find_proposals_to_judge_again(plant.ledger, policy)] == [1]
     given_verdict(monkeypatch, "hold")
     assert judge_due_patches_again(plant) == [2]
 
@@ -153,11 +153,11 @@ def test_patches_decided_by_a_person_or_another_reason_are_not_judged_again(tmp_
     plant = PatchPlant(tmp_path)
     held(plant, LATE)
     soon = PatchPolicy(judge_again_after_seconds=1e-6)
-    assert [row.number for row in due_proposals(plant.ledger, soon)] == [1]
+    assert [row.number for row in find_proposals_to_judge_again(plant.ledger, soon)] == [1]
     with plant.ledger.begin() as tx:
         tx.execute(verdicts.update().values(evidence={"stages": {"training": {"state": "missing"}}, "patch_id": "p"}))
-    assert due_proposals(plant.ledger, soon) == []
+    assert find_proposals_to_judge_again(plant.ledger, soon) == []
     with plant.ledger.begin() as tx:
         tx.execute(verdicts.update().values(evidence=LATE))
         tx.execute(proposals.update().values(state="rejected"))
-    assert due_proposals(plant.ledger, soon) == []
+    assert find_proposals_to_judge_again(plant.ledger, soon) == []

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from agents.line_profiler import session, table
+from agents.line_profiler import profile_schema, session
 from agents.line_profiler.__main__ import main
-from agents.line_profiler.table import Profile
+from agents.line_profiler.profile_schema import Profile
 from factory.code_loop import profiling
 from factory.code_loop.profiling import (
     FORMAT,
@@ -55,7 +55,7 @@ def test_a_profile_is_recorded_in_the_ledger_and_its_files_in_mlflow(monkeypatch
     found = Profile.from_mapping(json.loads(Path(row["path"]).read_text()))
     assert found.isolation is not None and row["summary"]["coverage"] == found.coverage
     tracking = MlflowTracking.open(Plant(made.workspace, made.ledger))
-    run = tracking.profile_run(number)  # told again: the same run
+    run = tracking.update_profile_run(number)  # told again: the same run
     assert {artifact.path for artifact in tracking.client.list_artifacts(run)} == set(FILES)
     logged = tracking.client.get_run(run)
     assert logged.data.metrics["coverage"] == pytest.approx(found.coverage)
@@ -94,4 +94,4 @@ def test_a_profile_of_another_format_is_one_clear_error(tmp_path: Path) -> None:
     path.write_text('{"format": 2}')
     with refused("code_loop.profile_format", ProfileError, found=2, expected=3):
         read_profile(path)
-    assert FORMAT == table.FORMAT
+    assert FORMAT == profile_schema.FORMAT

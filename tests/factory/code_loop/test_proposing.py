@@ -22,7 +22,7 @@ from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, profiles, proposals
 from factory.ledger.plant import Plant
 from factory.runs.live_code import choose_isolation
-from factory.show.catching_up import show_unshown_items
+from factory.show.unshown_items import show_unshown_items
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
 from tests.support.messages import codes, refused, the

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from factory.comparing.curve_comparison import Curve, compare_curves
-from factory.comparing.curve_files import read_file
+from factory.comparing.curve_files import read_curve_file
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
@@ -109,16 +109,16 @@ EXPORTED = {
 def test_curves_are_read_as_tools_export_them(tool: str, tmp_path: Path) -> None:
     path = tmp_path / "curve"
     path.write_text(EXPORTED[tool])
-    assert read_file(path, "steps", ["loss"]).points == {"loss": [(1.0, 2.5), (2.0, 2.25)]}
+    assert read_curve_file(path, "steps", ["loss"]).points == {"loss": [(1.0, 2.5), (2.0, 2.25)]}
 
 
 def test_a_step_column_with_an_unknown_name_must_be_named(tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     path.write_text("Update,loss\n1,2.5\n")
-    assert read_file(path, "steps", ["loss"], "update").points == {"loss": [(1.0, 2.5)]}
+    assert read_curve_file(path, "steps", ["loss"], "update").points == {"loss": [(1.0, 2.5)]}
     for named in (None, "updates"):
         with refused("curve_files.no_x_column", file=path, line=2, columns=["'Update'", "'loss'"]) as found:
-            read_file(path, "steps", ["loss"], named)
+            read_curve_file(path, "steps", ["loss"], named)
         assert ("'updates'" if named else "of steps") in found.value.data["wanted"]
         assert found.value.data["hint"].code == "curve_files.name_column"
 
@@ -127,8 +127,8 @@ def test_two_runs_in_one_export_are_ambiguous(tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     path.write_text('"Step","a - train/loss","b - train/loss"\n1,2.5,3.5\n')
     with refused("curve_files.several_columns", metric="loss", columns="'a - train/loss', 'b - train/loss'"):
-        read_file(path, "steps", ["loss"])
-    assert read_file(path, "steps", ["b - train/loss"]).points == {"b - train/loss": [(1.0, 3.5)]}
+        read_curve_file(path, "steps", ["loss"])
+    assert read_curve_file(path, "steps", ["b - train/loss"]).points == {"b - train/loss": [(1.0, 3.5)]}
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_an_error_in_a_file_has_the_line(tmp_path: Path, content: str | bytes, c
     path = tmp_path / "reference.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with refused(code, InputError, file=path, **data):
-        read_file(path, "steps", ["loss"])
+        read_curve_file(path, "steps", ["loss"])
 
 
 def test_a_file_with_tokens_alone_is_compared_by_tokens(tmp_path: Path) -> None:
     path = tmp_path / "reference.csv"
     path.write_text("tokens,loss\n1,2.5\n")
     with refused("curve_files.no_x_column") as found:
-        read_file(path, "steps", ["loss"])
+        read_curve_file(path, "steps", ["loss"])
     hint = found.value.data["hint"]
     assert (hint.code, hint.data) == ("curve_files.other_unit", {"column": "tokens", "unit": "tokens"})
 
@@ -175,13 +175,13 @@ def test_no_file_causes_a_traceback(tmp_path_factory: pytest.TempPathFactory, co
     path = tmp_path_factory.getbasetemp() / "any.csv"
     path.write_bytes(b"step,loss\n" * (len(content) % 2) + content)
     with suppress(InputError):
-        read_file(path, "steps", ["loss"])
+        read_curve_file(path, "steps", ["loss"])
 
 
 def test_a_spreadsheet_of_a_resumed_run_keeps_the_last_value_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "reference.csv"
     path.write_bytes("\ufeffglobal_step;train/loss;note\n1;3.0;a\n2;2.5;\n3;2.0;\n2;2.25;again\n3;;\n".encode())
-    found = read_file(path, "steps", ["train/loss"])
+    found = read_curve_file(path, "steps", ["train/loss"])
     assert found.points["train/loss"] == [(1, 3.0), (2, 2.25), (3, 2.0)]
     note = the(found.notes, "curve_files.goes_back")
     assert (note.data["x"], note.data["times"]) == ("steps", 1)

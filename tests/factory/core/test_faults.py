@@ -23,7 +23,7 @@ from factory.core.faults import Fault, find_fault_in, is_machine_fault, is_machi
 from factory.core.untrusted_trainer_files import open_regular_file
 from factory.core.workspace import Workspace, load_yaml
 from factory.duties import back_off
-from factory.duties.back_off import fault_message
+from factory.duties.back_off import make_fault_message
 from factory.git.git_store import RepositoryError
 from factory.git.git_store import run_git as factory_git
 from factory.ledger.ledger import Ledger, record_event
@@ -274,15 +274,15 @@ def test_the_start_of_the_daemon_waits_for_a_fault_but_not_for_a_mistake(
             raise left.pop() from OSError(errno.EIO, "Input/output error")
         return "began"
 
-    assert back_off.retry_faults(start, said.append) == "began"
-    assert said == ["  the ledger at host a cannot be read", f"  {fault_message(faults.BROKEN)}"]
+    assert back_off.retry_during_faults(start, said.append) == "began"
+    assert said == ["  the ledger at host a cannot be read", f"  {make_fault_message(faults.BROKEN)}"]
 
     def unread() -> object:
         with few_handles() if not said[2:] else contextlib.nullcontext():
             return load_yaml(tmp_path / "factory.yaml")
 
     (tmp_path / "factory.yaml").write_text("recipe: tiny\n")
-    assert back_off.retry_faults(unread, said.append) == {"recipe": "tiny"}
+    assert back_off.retry_during_faults(unread, said.append) == {"recipe": "tiny"}
     assert said[2].endswith(f"{tmp_path / 'factory.yaml'}'") and "The factory waits" in said[3] and not said[4:]
 
     def mistaken() -> None:
@@ -291,4 +291,4 @@ def test_the_start_of_the_daemon_waits_for_a_fault_but_not_for_a_mistake(
         )
 
     with pytest.raises(ConfigError):
-        back_off.retry_faults(mistaken, said.append)
+        back_off.retry_during_faults(mistaken, said.append)

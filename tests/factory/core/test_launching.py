@@ -16,7 +16,7 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import ConfigError, InputError, SegmentError
-from factory.core.launching import count_ranks, launcher_command
+from factory.core.launching import build_launcher_command, count_ranks
 from factory.core.workspace import Workspace
 from factory.git.repository import checkout_live_code
 from factory.ledger.ledger import Ledger, data_plans, segments
@@ -203,14 +203,14 @@ def test_planning_refuses_ranks_that_cannot_train(plant: Opened) -> None:
         with refused(code, ConfigError, **data):
             plan_trunk(Plant(configured(workspace, line), ledger), 4)
     with refused("launching.no_ranks", ConfigError, file=file):
-        launcher_command(configured(workspace, "launcher: torchrun --nnodes=2"))
+        build_launcher_command(configured(workspace, "launcher: torchrun --nnodes=2"))
     with refused("launching.bad_launcher", ConfigError, why="No closing quotation"):
-        launcher_command(configured(workspace, "ranks: 2", 'launcher: "srun \'torchrun"'))
+        build_launcher_command(configured(workspace, "ranks: 2", 'launcher: "srun \'torchrun"'))
     with refused("launching.bad_launcher", ConfigError, why="it is empty"):
-        launcher_command(configured(workspace, "ranks: 2", "launcher: ' '"))
-    words = launcher_command(
+        build_launcher_command(configured(workspace, "ranks: 2", "launcher: ' '"))
+    words = build_launcher_command(
         configured(workspace, "ranks: 16", "launcher: srun torchrun --nnodes=2 --nproc-per-node=8")
     )
     assert words == ["srun", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
-    assert launcher_command(configured(workspace, "ranks: 1")) == [sys.executable]
+    assert build_launcher_command(configured(workspace, "ranks: 1")) == [sys.executable]
     assert count_ranks(configured(workspace)) >= 1

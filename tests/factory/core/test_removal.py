@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from tests.chaos.folder import Folder
 
 REMOVAL = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 remove_path(Path("out"))
 """
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.core.faults import NO_FILE_HANDLES, find_fault_in
 from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_json
@@ -23,7 +23,7 @@ from factory.repairs.checkpoints import find_checkpoint_damage, find_export_dama
 from factory.repairs.token_shards import find_token_shard_damage
 from factory.replicas import train_replicas
 from factory.runs.arm import Arm
-from factory.runs.live_training import prepare_folder
+from factory.runs.live_training import prepare_arm_folder
 from tests.support.factory.exports import save_export, tiny_model
 from tests.support.failing.limits import few_handles
 from tests.support.paths import ROOT
@@ -58,7 +58,7 @@ def of_a_checkpoint(root: Path, deep: bool) -> Callable[[], object]:
 
 def of_an_export(root: Path) -> Callable[[], object]:
     path = export(root)
-    row = cast(Any, Export(str(path), export_folder_sha256(path)))
+    row = cast(Any, Export(str(path), hash_export_folder(path)))
     return lambda: find_export_damage(row, deep=True)
 
 
@@ -76,8 +76,8 @@ def of_a_run(root: Path) -> Callable[[], object]:
     arm = Arm(
         "a", {"recipe": {}, "data_plan": plan, "first_step": 0, "last_step": 4, "initial_checkpoint": None}, "c0ffee"
     )
-    prepare_folder(root, root / "run", arm)
-    return lambda: prepare_folder(root, root / "run", arm)
+    prepare_arm_folder(root, root / "run", arm)
+    return lambda: prepare_arm_folder(root, root / "run", arm)
 
 
 def of_a_shard(root: Path, name: str) -> Callable[[], object]:

@@ -9,7 +9,7 @@ import pytest
 
 from factory.backups.backups import make_or_open_ledger
 from factory.git.repository import get_live_commit
-from factory.ingest.inbox import ingest_and_file
+from factory.ingest.inbox import ingest_and_move
 from factory.ledger.plant import Plant
 from tests.support.plants.kept import kept
 from tests.support.plants.released import release_of
@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Pa
         for path in sorted(workspace.inbox.iterdir()):
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             path.write_text("".join(json.dumps(row | licence(row)) + "\n" for row in rows))
-            ingest_and_file(Plant(workspace, ledger), path)
+            ingest_and_move(Plant(workspace, ledger), path)
         train_trunk(workspace, ledger, 10)
         train_trunk(workspace, ledger, 10)
         release_of(ledger, train_anneal(workspace, ledger))

@@ -16,20 +16,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from factory.bundles.shards import releasable_documents
+from factory.bundles.shards import read_releasable_documents
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.data.removing import apply_removal, plan_removal, undo_removal
 from factory.data.selecting import removable_fates, select_by_name
 from factory.erasing import erasing
 from factory.erasing.erasing import finish_pending_removals, rewrite_without_rows
-from factory.ingest.inbox import ingest_and_file, update_inbox
+from factory.ingest.inbox import ingest_and_move, update_inbox
 from factory.ingest.readers import read_rows
 from factory.ingest.rules.policy import Licence, Licences, ShardLimits
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.removals import erased_shards, list_removals
+from factory.ledger.removals import list_removals, read_erased_shards
 from factory.ledger.rows import SegmentRow
 from factory.repairs.examining import CHECKS
 from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
@@ -128,12 +128,12 @@ def test_an_erasure_leaves_no_text_and_training_continues(copied: Copy) -> None:
 
     copy = workspace.inbox / "copy.jsonl"
     copy.write_text("".join(json.dumps(row) + "\n" for row in gone))
-    ingest_and_file(Plant(workspace, ledger), copy)
+    ingest_and_move(Plant(workspace, ledger), copy)
     found = ledger.read("SELECT rule FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE s.name = 'copy.jsonl'")
     assert [row["rule"] for row in found] == ["removed"] * 3
     whole = workspace.inbox / "whole.jsonl"
     whole.write_bytes(b"\n".join(before[name]) + b"\n")
-    ingest_and_file(Plant(workspace, ledger), whole)
+    ingest_and_move(Plant(workspace, ledger), whole)
     assert not whole.exists() and raw_lines(workspace)[name] == after[name], "the old file does not bring the text back"
 
 
@@ -146,7 +146,7 @@ def test_the_remaining_data_can_be_put_into_a_bundle(copied: Copy) -> None:
     newest = SegmentRow.select(ledger, "WHERE state = 'done' ORDER BY id")[-1].id
     tokenizer = Tokenizer.load(workspace.tokenizer)
     handed_on = lambda: {
-        row["id"]: row for row in releasable_documents(workspace.root, ledger, tokenizer, newest, rules)
+        row["id"]: row for row in read_releasable_documents(workspace.root, ledger, tokenizer, newest, rules)
     }
     before = handed_on()
     erase(ledger, keys := chosen(ledger))
@@ -162,7 +162,7 @@ def test_a_token_shard_with_erased_documents_is_made_again(copied: Copy) -> None
     finish_pending_removals(Plant(workspace, ledger))
     erase(ledger, chosen(ledger))  # of the same shard, a second time
     finish_pending_removals(Plant(workspace, ledger))
-    (detail,) = erased_shards(ledger).values()
+    (detail,) = read_erased_shards(ledger).values()
     assert len(detail["rows"]) == 6
     ((number, about),) = detail["token_shards"].items()
     place = workspace.shards / about["content"]

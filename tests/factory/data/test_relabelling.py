@@ -21,7 +21,7 @@ from factory.data.licence_settlement import settle_licence
 from factory.data.relabelling import DocumentFilter, NewLabels, apply_relabelling, plan_relabelling
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
-from factory.gates.release.trained_licences import count_tokens_by_licence, shares_not_releasable
+from factory.gates.release.trained_licences import compute_unreleasable_shares, count_tokens_by_licence
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.inbox import ingest_path
 from factory.ingest.rules.policy import DataPolicy
@@ -264,7 +264,7 @@ def test_none_blank_and_missing_licences_mean_no_licence(plant: tuple[Workspace,
 def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
     workspace, ledger = copied()
     rules = DataPolicy.load(workspace.policy_path("data.yaml")).licences
-    held_back = lambda: shares_not_releasable(rules, count_tokens_by_licence(ledger, 3, rules))
+    held_back = lambda: compute_unreleasable_shares(rules, count_tokens_by_licence(ledger, 3, rules))
     assert set(held_back()) == {"no licence"}
     do((workspace, ledger), DocumentFilter(license=["none"], domain=["code"]), NewLabels(license="MIT"))
     assert held_back() == {}

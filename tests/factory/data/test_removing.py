@@ -8,11 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from factory.bundles.shards import shard_rows
+from factory.bundles.shards import list_shard_rows
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.data.exposure import Exposure
-from factory.data.removing import PlannedRemoval, apply_removal, mark_new_releases, plan_removal, undo_removal
+from factory.data.removing import (
+    PlannedRemoval,
+    apply_removal,
+    mark_releases_made_after_removals,
+    plan_removal,
+    undo_removal,
+)
 from factory.data.retraining_cost import estimate_retraining_cost
 from factory.data.selecting import removable_fates, select_by_name, select_documents_by_label
 from factory.diagnosis.remedies import quarantine_documents, rewind_segment
@@ -237,9 +243,9 @@ def test_a_release_made_after_a_removal_from_segments_before_it_is_marked(copied
             (number,),
         )
     release_of(ledger, number)
-    said = the(mark_new_releases(ledger), "data.release_saw_removed").data
+    said = the(mark_releases_made_after_removals(ledger), "data.release_saw_removed").data
     assert (said["release"], said["documents"]) == (2, 1) and said["removal"].startswith("removal 1 ")
-    assert mark_new_releases(ledger) == [] and [
+    assert mark_releases_made_after_removals(ledger) == [] and [
         mark["release"] for mark in list_releases_with_removed_data(ledger)
     ] == [1, 2]
 
@@ -348,6 +354,6 @@ def test_documents_removed_before_the_first_step_do_not_hold_a_release_back(copi
     assert read_data_plan(ledger, SegmentRow.get(ledger, number))["masked"] == [row["key"] for row in rows]
     assert count_tokens_by_licence(ledger, number) == {"MIT": tokens["MIT"]}
     policy = DataPolicy.load(workspace.policy_path("data.yaml")).licences
-    listed = shard_rows(ledger, number, policy, with_documents=False)
+    listed = list_shard_rows(ledger, number, policy, with_documents=False)
     assert {row["license"] for row in listed} == {"MIT"}
     assert sum(row["supervised_tokens"] for row in listed) == tokens["MIT"]

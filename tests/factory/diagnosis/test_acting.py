@@ -27,8 +27,8 @@ from factory.ledger.anomalies import (
     DIAGNOSIS,
     EXPLAINED,
     RELEASE_MARKED,
+    list_open_anomalies,
     newest_details_by_anomaly,
-    open_anomalies,
 )
 from factory.ledger.ledger import (
     Ledger,
@@ -76,14 +76,14 @@ def test_quarantined_documents_are_masked_and_their_segment_is_rewound(
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
     ask = AnomalyPolicy(quarantine="ask")
-    assert apply_anomaly_policy(ledger, ask, number).code == "diagnosis.person_decides" and open_anomalies(
+    assert apply_anomaly_policy(ledger, ask, number).code == "diagnosis.person_decides" and list_open_anomalies(
         ledger, KINDS
     )
     done = apply_anomaly_policy(ledger, AnomalyPolicy(), number)
     assert (done.code, done.data) == ("diagnosis.quarantined", {"documents": 1, "segment": 1, "releases": ""})
     fate = ledger.read("SELECT fate, rule, detail FROM documents WHERE key = :key", key=key)[0]
     assert fate == {"fate": "quarantined", "rule": "loss_doctor", "detail": f"anomaly {number}: bad data"}
-    assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
+    assert SegmentRow.get(ledger, 1).state == "rewound" and not list_open_anomalies(ledger, KINDS)
     assert forecast_trunk(Plant(workspace, ledger)).steps == 20
     again = SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger)))
     assert again.parent is None and read_data_plan(ledger, again)["masked"] == [key]
@@ -106,12 +106,12 @@ def test_a_learning_rate_that_removes_an_anomaly_is_used_for_a_while(
     diagnosed(ledger, number, 1, ["rate"], [], override=override)
     asked = apply_anomaly_policy(ledger, AnomalyPolicy(), number)
     assert asked.code == "diagnosis.person_decides" and asked.data["repeats"].data["until"] == 17
-    assert open_anomalies(ledger, KINDS)
+    assert list_open_anomalies(ledger, KINDS)
     automatic = AnomalyPolicy(rate="automatic")
     done = apply_anomaly_policy(ledger, automatic, number)
     assert done.code == "diagnosis.rate_lowered" and (done.data["segment"], done.data["until"]) == (1, 17)
     assert done.data["values"][0].startswith("optimizer.lr ")
-    assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
+    assert SegmentRow.get(ledger, 1).state == "rewound" and not list_open_anomalies(ledger, KINDS)
     again = SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger)))
     assert (again.first_step, again.last_step, again.parent) == (0, 17, None)  # the recipe asks for 20
     assert again.recipe_json["optimizer"]["lr"] == usual / 10
@@ -253,7 +253,7 @@ def test_an_anomaly_that_was_not_replayed_is_not_closed_as_healthy(restored: tup
     diagnosed(ledger, far, 1, ["new generation"], [], noted=(12, 40))
     assert apply_anomaly_policy(ledger, AnomalyPolicy(), near).code == "diagnosis.healthy"
     assert apply_anomaly_policy(ledger, AnomalyPolicy(), far).code == "diagnosis.person_decides"
-    assert [row.id for row in open_anomalies(ledger, KINDS)] == [far]
+    assert [row.id for row in list_open_anomalies(ledger, KINDS)] == [far]
 
 
 @pytest.mark.parametrize("rejected", [False, True])

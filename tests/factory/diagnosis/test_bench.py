@@ -19,7 +19,7 @@ from agents.loss_doctor.suspects import find_documents_typical_of_shards, find_s
 from factory.audit.kept_checkpoints import NEWEST, choose_steps_to_keep, update_kept_checkpoints
 from factory.diagnosis.replay_bench import AnomalyEpisode, EpisodeReplayBench, combine_checkpoints, has_zero_moments
 from factory.runs.arm import Arm
-from factory.runs.live_training import prepare_folder
+from factory.runs.live_training import prepare_arm_folder
 from factory.runs.sandboxed_training import ArmRunEnd
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here, write_spec
@@ -66,7 +66,10 @@ class Live:
         kind = next(a["kind"] for a in self.anomalies if a["step"] == step)
         folders = (self.trunk, self.segment)
         every = dict(
-            rung for folder in folders for rung in checkpoints.saved_steps(folder / "checkpoints") if rung[0] <= step
+            rung
+            for folder in folders
+            for rung in checkpoints.list_checkpoints(folder / "checkpoints")
+            if rung[0] <= step
         )
         return AnomalyEpisode(kind, step, step, spec, {}, "cpu", lines, list(every.items()), Path())
 
@@ -78,7 +81,7 @@ class Live:
         home = self.root / "runs"
         home.mkdir(exist_ok=True)
         folder = home / f"{self.runs:05d}"
-        prepare_folder(home, folder, arm)
+        prepare_arm_folder(home, folder, arm)
         code, said = train_here(folder)
         return ArmRunEnd(folder, failed=said if code else "")
 
@@ -184,21 +187,23 @@ def test_a_checkpoint_whose_moments_are_all_zero_is_recognised(live: Live, tmp_p
 
 
 def test_kept_checkpoints_remain_after_the_trainer_removes_its_own(live: Live, tmp_path: Path) -> None:
-    every = checkpoints.saved_steps(live.trunk / "checkpoints")
+    every = checkpoints.list_checkpoints(live.trunk / "checkpoints")
     source, target = tmp_path / "source", tmp_path / "ladder"
     source.mkdir()
     for step, path in every:
-        for _, old in checkpoints.saved_steps(source)[:-1]:
+        for _, old in checkpoints.list_checkpoints(source)[:-1]:
             old.unlink()
         (source / checkpoints.checkpoint_name(step)).symlink_to(path)  # refused: a rung is no link
         update_kept_checkpoints(source, target, every=5)
-    assert not checkpoints.saved_steps(target)
+    assert not checkpoints.list_checkpoints(target)
     for number, (_, path) in enumerate(every):
-        for _, old in checkpoints.saved_steps(source):
+        for _, old in checkpoints.list_checkpoints(source):
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
         held = checkpoints.load(path)
         checkpoints.save(source, held)
         update_kept_checkpoints(source, target, every=5)
         steps = [step for step, _ in every[: number + 1]]
-        assert [step for step, _ in checkpoints.saved_steps(target)] == choose_steps_to_keep(steps, 5)
-    assert len(every) > NEWEST and not any(checkpoints.find_fault(path) for _, path in checkpoints.saved_steps(target))
+        assert [step for step, _ in checkpoints.list_checkpoints(target)] == choose_steps_to_keep(steps, 5)
+    assert len(every) > NEWEST and not any(
+        checkpoints.find_checkpoint_fault(path) for _, path in checkpoints.list_checkpoints(target)
+    )

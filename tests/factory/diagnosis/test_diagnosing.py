@@ -28,17 +28,17 @@ from factory.ledger.anomalies import (
     ASKED,
     DIAGNOSED,
     REPLICAS_DIFFER,
+    find_next_undiagnosed_anomaly,
     list_anomalies,
-    next_undiagnosed_anomaly,
-    open_anomalies,
-    open_anomalies_of_lineage,
+    list_open_anomalies,
+    list_open_anomalies_of_lineage,
 )
 from factory.ledger.ledger import Ledger, checkpoints, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.status import format_status, read_status
 from factory.runs.arm import Arm
-from factory.runs.task_runs import TaskRuns
+from factory.runs.arm_runner import ArmRunner
 from factory.training.planning import plan_trunk, read_data_plan
 from factory.training.segment_folder import record_segment_done
 from tests.support.factory.errands import next_due
@@ -75,7 +75,7 @@ def test_untrusted_code_carries_no_state_from_one_arm_to_the_next(
     (tmp_path / "code" / "trainer").mkdir(parents=True)
     (tmp_path / "code" / "trainer" / "__main__.py").write_text(KEEPS)
     base = {"kind": "trunk", "recipe": {}, "data_plan": {"token_shards": []}, "first_step": 0, "last_step": 4}
-    runs = TaskRuns(Plant(workspace, ledger), workspace.root / "diagnosed", "diagnosis", Subject("anomaly", 1))
+    runs = ArmRunner(Plant(workspace, ledger), workspace.root / "diagnosed", "diagnosis", Subject("anomaly", 1))
     episode = cast(AnomalyEpisode, SimpleNamespace(code_folder=lambda arm: tmp_path / "code"))
     trainers = diagnosing._Trainers(runs, episode, PATIENCE_S)
     for repeat in (0, 1):
@@ -88,7 +88,8 @@ def test_an_impossible_diagnosis_has_a_reason_and_is_not_repeated(restored: tupl
     workspace, ledger = restored
     early, slow = note(ledger, 1, 3), note(ledger, 1, 15, "throughput_drop")
     assert (
-        next_undiagnosed_anomaly(ledger, KINDS) == early and next_due(Plant(workspace, ledger)) == f"diagnose {early}"
+        find_next_undiagnosed_anomaly(ledger, KINDS) == early
+        and next_due(Plant(workspace, ledger)) == f"diagnose {early}"
     )
     with refused("diagnosis.no_budget", ConfigError, budget=0):
         diagnose_and_act(Plant(workspace, ledger), early, steps=0)
@@ -98,8 +99,8 @@ def test_an_impossible_diagnosis_has_a_reason_and_is_not_repeated(restored: tupl
         diagnose_and_act(Plant(workspace, ledger), slow)
     found = diagnose_and_act(Plant(workspace, ledger), early)
     assert found["causes"] == ["unknown"] and " step 15" in found["why"], found
-    assert next_undiagnosed_anomaly(ledger, KINDS) is None and [
-        row.id for row in open_anomalies_of_lineage(ledger, 1, KINDS)
+    assert find_next_undiagnosed_anomaly(ledger, KINDS) is None and [
+        row.id for row in list_open_anomalies_of_lineage(ledger, 1, KINDS)
     ] == [early]
     assert any("factory anomalies show" in line for line in format_status(read_status(workspace)))
     late = note(ledger, 1, 18)
@@ -112,7 +113,7 @@ def test_an_impossible_diagnosis_has_a_reason_and_is_not_repeated(restored: tupl
     shutil.rmtree(read_data_plan(ledger, SegmentRow.get(ledger, 1))["token_shards"][0]["path"])
     assert "its documents cannot be replayed" in diagnose_and_act(Plant(workspace, ledger), late)["why"]
     assert accept_diagnosis(ledger, early, "ada").code == "diagnosis.accepted"
-    assert [row.id for row in open_anomalies(ledger, KINDS)] == [late]
+    assert [row.id for row in list_open_anomalies(ledger, KINDS)] == [late]
     with refused("diagnosis.closed", InputError, anomaly=early, how="accepted", person="ada"):
         accept_diagnosis(ledger, early, "bob")
 
@@ -132,9 +133,9 @@ def test_a_fault_of_the_machine_is_not_recorded_as_a_diagnosis(
     with pytest.raises(OSError, match="Too many open files"):
         diagnose_and_act(Plant(workspace, ledger), number)
     monkeypatch.setattr(diagnosing, "_episode", lambda *_: os.listdir(workspace.root / "factory.yaml"))
-    assert next_undiagnosed_anomaly(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
+    assert find_next_undiagnosed_anomaly(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
     assert "Not a directory" in diagnose_and_act(Plant(workspace, ledger), number)["why"]
-    assert next_undiagnosed_anomaly(ledger, KINDS) is None
+    assert find_next_undiagnosed_anomaly(ledger, KINDS) is None
 
 
 def test_code_that_cannot_be_checked_out_now_is_not_recorded_as_a_diagnosis(restored: tuple[Workspace, Ledger]) -> None:
@@ -146,7 +147,7 @@ def test_code_that_cannot_be_checked_out_now_is_not_recorded_as_a_diagnosis(rest
     with pytest.raises(CheckoutError, match=r"has lost .*trainer/__init__\.py"):
         diagnose_and_act(Plant(workspace, ledger), number)
     (workspace.root / "lost").rename(lost)
-    assert next_undiagnosed_anomaly(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
+    assert find_next_undiagnosed_anomaly(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
 
 
 def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(restored: tuple[Workspace, Ledger]) -> None:
@@ -156,12 +157,12 @@ def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(restored: 
         tx.execute(checkpoints.delete())
     hostile = "\x1b[2Jembedding"
     record_segment_done(ledger, row, Path(row.folder), dict(row.result or {}) | {"replicas_apart": [hostile, 3]})
-    (found,) = [a for a in open_anomalies_of_lineage(ledger, 1, KINDS) if a.kind == REPLICAS_DIFFER]
-    assert next_undiagnosed_anomaly(ledger, KINDS) == found.id
+    (found,) = [a for a in list_open_anomalies_of_lineage(ledger, 1, KINDS) if a.kind == REPLICAS_DIFFER]
+    assert find_next_undiagnosed_anomaly(ledger, KINDS) == found.id
     told = diagnose_and_act(Plant(workspace, ledger), found.id)
     assert told["causes"] == ["hardware", "layout"] and "embedding, 3" in told["why"] and "\x1b" not in told["why"]
-    assert told["done"].code == "diagnosis.person_decides" and next_undiagnosed_anomaly(ledger, KINDS) is None
-    assert [a.id for a in open_anomalies_of_lineage(ledger, 1, KINDS)] == [found.id]
+    assert told["done"].code == "diagnosis.person_decides" and find_next_undiagnosed_anomaly(ledger, KINDS) is None
+    assert [a.id for a in list_open_anomalies_of_lineage(ledger, 1, KINDS)] == [found.id]
 
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
@@ -173,7 +174,7 @@ def test_hostile_metrics_end_in_a_diagnosis_and_do_not_stop_the_daemon(
         file.write(line + "\n")
     number = note(ledger, 1, 4)
     found = diagnose_and_act(Plant(workspace, ledger), number)
-    assert found["causes"] == ["unknown"] and next_undiagnosed_anomaly(ledger, KINDS) is None
+    assert found["causes"] == ["unknown"] and find_next_undiagnosed_anomaly(ledger, KINDS) is None
     assert ("without a step" in found["why"]) == (line == HOSTILE["no step"]), found["why"]
 
 
@@ -249,16 +250,16 @@ def test_after_a_kill_the_next_pass_acts_on_the_recorded_diagnosis(
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
-    assert next_undiagnosed_anomaly(ledger, KINDS) == number
+    assert find_next_undiagnosed_anomaly(ledger, KINDS) == number
     found = diagnose_and_act(Plant(workspace, ledger), number)  # nothing is replayed again
     assert found["why"] == "so it was" and found["done"].code == "diagnosis.quarantined"
     assert (found["done"].data["documents"], found["done"].data["segment"]) == (1, 1)
-    assert next_undiagnosed_anomaly(ledger, KINDS) is None and len(events(ledger, DIAGNOSED)) == 1
+    assert find_next_undiagnosed_anomaly(ledger, KINDS) is None and len(events(ledger, DIAGNOSED)) == 1
 
     other = note(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger))).id, 12)
     diagnosed(ledger, other, 1, ["unknown"], [])
     assert diagnose_and_act(Plant(workspace, ledger), other)["done"].code == "diagnosis.person_decides"
-    assert next_undiagnosed_anomaly(ledger, KINDS) is None and len(events(ledger, ASKED)) == 1
+    assert find_next_undiagnosed_anomaly(ledger, KINDS) is None and len(events(ledger, ASKED)) == 1
 
 
 def events(ledger: Ledger, kind: str) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ def test_reshuffling_gives_other_documents_and_keeps_the_cursor_valid(tmp_path: 
 
 
 def test_an_impossible_onset_that_the_trainer_reports_is_ignored() -> None:
-    line = lambda step, onset, kind="loss_spike": RecordedAnomaly.of(
+    line = lambda step, onset, kind="loss_spike": RecordedAnomaly.from_detail(
         1, step, kind, {"onset": onset, "where": "domain/code"}
     )
     assert line(50, 48).began == 48 and line(50, 51).began is None and line(500, 5).began is None

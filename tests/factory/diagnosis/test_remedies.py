@@ -15,7 +15,7 @@ from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.duties.runner import run_pass
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import get_live_commit
-from factory.ledger.anomalies import list_anomalies, next_undiagnosed_anomaly, open_anomalies
+from factory.ledger.anomalies import find_next_undiagnosed_anomaly, list_anomalies, list_open_anomalies
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow
 from factory.training.training import run_segment
@@ -73,7 +73,7 @@ def test_a_learning_rate_that_is_too_high_is_lowered_for_the_spoiled_steps(tmp_p
     assert again.last_step < spoiled.last_step
     named = [row for row in list_anomalies(ledger) if row["segment"] == spoiled.id and row["state"] == "closed"]
     assert named and all((row["causes"], row["how"]) == (["rate"], "trained again") for row in named)
-    assert not [row for row in open_anomalies(ledger, KINDS) if row.segment == again.id]
+    assert not [row for row in list_open_anomalies(ledger, KINDS) if row.segment == again.id]
 
 
 @pytest.mark.slow("a segment under a faulty patch, and half a dozen sandboxed replays")
@@ -85,7 +85,7 @@ def test_a_merged_patch_that_spoils_later_steps_is_named_and_undone(tmp_path: Pa
     merge_patch(workspace, ledger, 1, edited(workspace.repository, "trainer/run.py", old, new))
     number = plan_certified(workspace, ledger, 12)
     run_segment(Plant(workspace, ledger), number)
-    anomaly = next_undiagnosed_anomaly(ledger, KINDS)
+    anomaly = find_next_undiagnosed_anomaly(ledger, KINDS)
     assert anomaly is not None
     found = diagnose_and_act(Plant(workspace, ledger), anomaly)
     assert found["causes"] == ["code change"] and found["undo"] == [1], found

@@ -15,7 +15,7 @@ from factory.ledger.anomalies import (
     RELEASE_MARKED,
     SEGMENT_REWOUND,
     list_anomalies,
-    open_anomalies_of_lineage,
+    list_open_anomalies_of_lineage,
 )
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import ReleaseRow, SegmentRow
@@ -104,7 +104,7 @@ def test_the_daemon_finds_and_quarantines_a_poisoned_shard_without_help(tmp_path
     assert named and all(row["causes"] == ["bad data"] for row in named), list_anomalies(ledger)
     assert not read_data_plan(ledger, spoiled).get("masked")
     assert read_data_plan(ledger, again)["masked"] == sorted(row["key"] for row in quarantined)
-    assert not open_anomalies_of_lineage(ledger, again.id, AnomalyPolicy().kinds)
+    assert not list_open_anomalies_of_lineage(ledger, again.id, AnomalyPolicy().kinds)
     page = next(workspace.reports.glob("anomaly-*.html")).read_text()
     assert "bad data" in page and "bad/" in page and "<svg" in page
 

@@ -27,14 +27,14 @@ from factory.ledger.anomalies import (
     DIAGNOSED,
     EXPLAINED,
     find_explanation,
+    find_next_unexplained_episode,
     newest_details_by_anomaly,
-    next_unexplained_episode,
 )
 from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.runs import CLOSED, DIAGNOSIS_SHOWN
+from factory.show.unshown_items import show_unshown_items
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.engineer import recorded
 from tests.support.factory.errands import do, next_due
@@ -122,7 +122,7 @@ def test_without_an_endpoint_no_model_is_asked_and_the_page_says_so(made: tuple[
             anomalies.insert().values(segment=1, step=3, kind="loss_spike", detail={}).returning(anomalies.c.id)
         ).scalar_one()
     diagnose_and_act(Plant(workspace, ledger), number)
-    assert next_unexplained_episode(ledger) is None and find_explanation(ledger, number) is None
+    assert find_next_unexplained_episode(ledger) is None and find_explanation(ledger, number) is None
     assert "No language model was asked" in page_of(workspace, ledger, number)
     assert "No language model was asked" in show(workspace, number)
     assert not ledger.select_rows(sa.select(exchanges))
@@ -142,7 +142,7 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
         assert next_due(Plant(workspace, ledger)) == f"word {number}"
         do(Plant(workspace, ledger), f"word {number}")
         describe_waiting_diagnoses(Plant(workspace, ledger))
-        assert len(server.requests) == 1 and next_unexplained_episode(ledger) is None
+        assert len(server.requests) == 1 and find_next_unexplained_episode(ledger) is None
     said = find_explanation(ledger, number)
     assert said is not None and not said["failed"] and len(said["dropped"]) == 7
     assert [(c["rests_on"], c["shows"]) for c in said["claims"]] == [
@@ -206,7 +206,7 @@ def test_a_failing_endpoint_changes_nothing_and_is_asked_at_most_once(
     with ReplayServer(RecordedSession(turns=session)) as server:
         configure(workspace, server.url, **llm)
         describe_waiting_diagnoses(Plant(workspace, ledger))
-        assert next_unexplained_episode(ledger) is None and len(server.requests) == ("unasked" not in str(session))
+        assert find_next_unexplained_episode(ledger) is None and len(server.requests) == ("unasked" not in str(session))
     said = find_explanation(ledger, number)
     assert said is not None and why in said["failed"] and not said["claims"], said
     assert ledger_but_words(ledger) == before
@@ -242,9 +242,9 @@ def test_after_a_kill_the_model_is_asked_once_more(made: tuple[Workspace, Ledger
             time.sleep(0.05)
         killed.kill()
         killed.wait()
-        assert next_unexplained_episode(ledger) == number
+        assert find_next_unexplained_episode(ledger) == number
         describe_waiting_diagnoses(Plant(workspace, ledger))
-        assert next_unexplained_episode(ledger) is None and len(server.requests) == 2
+        assert find_next_unexplained_episode(ledger) is None and len(server.requests) == 2
     said = find_explanation(ledger, number)
     assert said is not None and len(said["claims"]) == 2 and not said["failed"]
     (run,) = ledger.select_rows(sa.select(agent_runs).where(agent_runs.c.asked == f"diagnosis:{said['diagnosis']}"))
@@ -271,7 +271,7 @@ def test_after_two_kills_the_model_is_never_asked_again(made: tuple[Workspace, L
     with ReplayServer(recorded("doctor")) as server:
         configure(workspace, server.url)
         describe_waiting_diagnoses(Plant(workspace, ledger))
-        assert not server.requests and next_unexplained_episode(ledger) is None
+        assert not server.requests and find_next_unexplained_episode(ledger) is None
     assert "killed each time" in find_explanation(ledger, number)["failed"]  # type: ignore[index]
 
 
@@ -284,7 +284,7 @@ def test_a_diagnosis_is_described_again_only_when_it_is_made_again(made: tuple[W
         detail = newest_details_by_anomaly(ledger, DIAGNOSED)[number]
         with ledger.begin() as tx:
             record_event(tx, DIAGNOSED, Subject("anomaly", number), {k: v for k, v in detail.items() if k != "event"})
-        assert find_explanation(ledger, number) is None and next_unexplained_episode(ledger) == number
+        assert find_explanation(ledger, number) is None and find_next_unexplained_episode(ledger) == number
         describe_waiting_diagnoses(Plant(workspace, ledger))
         assert len(server.requests) == 2 and find_explanation(ledger, number) is not None
 

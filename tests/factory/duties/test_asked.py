@@ -16,7 +16,7 @@ from factory.duties.requests import ASKED
 from factory.duties.runner import run_pass
 from factory.duties.table import DUTIES
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.anomalies import CLOSED, newest_details_by_anomaly, open_anomalies
+from factory.ledger.anomalies import CLOSED, list_open_anomalies, newest_details_by_anomaly
 from factory.ledger.ledger import Ledger, candidates, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -69,7 +69,7 @@ def test_anomalies_are_answered_and_a_segment_rewound_while_the_workspace_is_in_
         rejected = command_here("anomalies", "reject", str(second), home=workspace)
         assert f"nomaly {second}" in rejected.stdout and "closed" in rejected.stdout
         assert "egment 1 is rewound" in command_here("rewind", "1", home=workspace).stdout
-    assert not open_anomalies(ledger, KINDS) and SegmentRow.get(ledger, 1).state == "rewound"
+    assert not list_open_anomalies(ledger, KINDS) and SegmentRow.get(ledger, 1).state == "rewound"
     with refused("diagnosis.closed", InputError, anomaly=first, how="accepted"):
         raise command_here("anomalies", "accept", str(first), home=workspace).exception or AssertionError
     assert newest_details_by_anomaly(ledger, CLOSED)[first]["how"] == "accepted"

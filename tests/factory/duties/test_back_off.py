@@ -20,12 +20,12 @@ from factory.duties.back_off import DutyTaskRetries
 from factory.duties.duty import Duty, always_due
 from factory.duties.runner import run_daemon, run_pass
 from factory.ingest.inbox import ingest_inbox_file, list_complete_files
-from factory.ledger.file_events import SMALL_VOCABULARY, held_files
+from factory.ledger.file_events import SMALL_VOCABULARY, read_held_files
 from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
 from factory.retrying.failure_waits import FailureWaits
 from factory.retrying.trainer_deaths import request_retry
-from factory.status.waiting import failing_actions
+from factory.status.waiting import list_failing_actions
 from tests.support.failing.deaths import plan_row
 from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk
 
@@ -86,7 +86,7 @@ def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
     with monkeypatch.context() as patch, pytest.raises(type(error)):
         patch.setattr("factory.ingest.inbox.file_shard", fails)
         ingest_inbox_file(Plant(workspace, ledger), path)
-    assert not held_files(ledger) and list(list_complete_files(Plant(workspace, ledger), 0)) == [path]
+    assert not read_held_files(ledger) and list(list_complete_files(Plant(workspace, ledger), 0)) == [path]
     ingest_inbox_file(Plant(workspace, ledger), path)
     assert not list(workspace.inbox.iterdir())
 
@@ -119,9 +119,9 @@ def test_success_after_a_failure_of_an_earlier_daemon_is_reported(workspace: Wor
     first = Listener()
     first.on[f"export {number} failed"] = enough
     run_until(workspace, ledger, first)
-    assert [one["what"] for one in failing_actions(ledger)] == [f"export {number}"]
+    assert [one["what"] for one in list_failing_actions(ledger)] == [f"export {number}"]
     back_off = DutyTaskRetries(Plant(workspace, ledger, second := Listener()))
-    assert back_off.try_task(f"export {number}", lambda: None) and not failing_actions(ledger)
+    assert back_off.try_task(f"export {number}", lambda: None) and not list_failing_actions(ledger)
     assert second.lines[-1].strip().startswith(f"export {number} works again")
 
 

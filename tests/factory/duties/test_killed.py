@@ -104,7 +104,7 @@ SLOW = {
 }
 # What needs minutes for each kill, or another scene: where it is killed.
 ELSEWHERE = {
-    "notify": "tests/factory/show/telling/test_notifications.py",
+    "notify": "tests/factory/show/notifications/test_notifications.py",
     "answer_approvals": "tests/factory/release/test_release_approvals.py",
     "publish": "tests/factory/release/test_releases.py",
     "show": "tests/factory/show/mlflow/test_tracking.py",

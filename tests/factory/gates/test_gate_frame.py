@@ -266,7 +266,7 @@ def test_training_starts_at_the_trunks_last_checkpoint(workspace: Any, ledger: L
     (tmp_path / "policies" / "kernels.yaml").write_text("cpu: {swiglu: auto, rms_norm: auto}\n")
     assert (
         devices.device_kind() != "cpu"
-        or found.kernels_of(tmp_path) == "cpu:\n  swiglu: native\n  rms_norm: reference\n"
+        or found.resolve_kernels(tmp_path) == "cpu:\n  swiglu: native\n  rms_norm: reference\n"
     )
 
 

@@ -15,7 +15,7 @@ from factory.core.errors import ConfigError
 from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.guards import groups_to_show_no_loss, list_unreliable_guards, promotion_bounds
+from factory.gates.release.guards import count_groups_to_show_no_loss, list_unreliable_guards, promotion_bounds
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy, TargetPolicy
 from factory.gates.release.reasons import are_overridable, is_to_do_line
@@ -329,4 +329,4 @@ def test_only_domains_that_the_candidate_was_trained_on_are_reported_as_unguarde
 def test_the_number_of_groups_that_show_no_loss_is_computed(
     groups: float | None, error: float | None, floor: float, needed: int | None
 ) -> None:
-    assert groups_to_show_no_loss(Gain(0.0, error, 8, groups), 0.05, floor) == needed
+    assert count_groups_to_show_no_loss(Gain(0.0, error, 8, groups), 0.05, floor) == needed

@@ -20,7 +20,7 @@ from factory.gates.patch.stages import oracle, static
 from factory.gates.stage_interface import PatchCase, StageResult
 from factory.git.scope import FileChange
 from factory.ledger.plant import Plant
-from factory.show.catching_up import show_unshown_items
+from factory.show.unshown_items import show_unshown_items
 from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from tests.support.factory.code_loop import make

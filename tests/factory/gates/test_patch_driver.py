@@ -32,11 +32,11 @@ CALLS = ExploitsPolicy(calls=4, recipe_calls=1)
 
 
 def asked_and_answered(jobs: list[dict[str, Any]], folder: Path) -> tuple[Path, Path]:
-    """What ``make_inputs`` and ``answer_jobs`` leave, in this process."""
+    """What ``make_inputs_and_truth`` and ``answer_jobs`` leave, in this process."""
     given, answers = folder / "given", folder / "answers"
     for made in (given, answers):
         made.mkdir(parents=True)
-    patch_driver.make_inputs(jobs, given)
+    patch_driver.make_inputs_and_truth(jobs, given)
     patch_driver.answer_jobs(jobs, given / "inputs", answers)
     return given, answers
 
@@ -226,7 +226,7 @@ def test_the_driver_writes_inputs_and_truth_to_files(fakes: Path) -> None:
     ]
     for part in ("inputs", "truth"):
         (fakes / part).mkdir()  # as they may be
-    patch_driver.make_inputs(jobs, fakes)
+    patch_driver.make_inputs_and_truth(jobs, fakes)
     assert sorted(path.name for path in (fakes / "inputs").iterdir()) == sorted(
         f"given-{n}.{end}" for n in (0, 2, 3, 4, 5) for end in ("json", "safetensors")
     )

@@ -25,7 +25,7 @@ from factory.git.scope import FileChange
 from factory.ledger.ledger import proposals, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.sandbox import sandbox
-from factory.show.catching_up import show_unshown_items
+from factory.show.unshown_items import show_unshown_items
 from kernels.contract.message import Message
 from tests.support.factory.code_loop import Made, make
 from tests.support.gates.reasons import Expected, expect, tells

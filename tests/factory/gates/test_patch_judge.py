@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_ind
 
 from factory.core.workspace import checkout_root
-from factory.gates.patch.judge import STAGES, judge_patch, smaller_gain, step_gain, t_quantile
+from factory.gates.patch.judge import STAGES, compute_step_gain, judge_patch, smaller_gain, t_quantile
 from factory.gates.patch.policy import PatchPolicy
 from kernels.contract.message import Message
 from tests.support.gates.patch_evidence import evidence
@@ -272,7 +272,7 @@ def test_a_gain_must_be_shown_and_be_beyond_the_noise(baseline: Any, candidate: 
 def test_the_bounds_of_a_gain_are_those_of_students_t_test() -> None:
     a, b = [1.0, 1.1, 0.9, 1.05], [0.8, 0.85, 0.81]
     for tries in (1, 3):
-        shown = step_gain(POLICY.training, a, b, tries)
+        shown = compute_step_gain(POLICY.training, a, b, tries)
         between = ttest_ind(np.log(a), np.log(b)).confidence_interval(1 - 2 * (1 - POLICY.training.confidence) / tries)
         assert shown is not None and math.log(shown.ratio) == pytest.approx(np.log(a).mean() - np.log(b).mean())
         assert [math.log(shown.lower), math.log(shown.upper)] == pytest.approx([between.low, between.high])
@@ -285,8 +285,8 @@ def test_the_bounds_of_a_gain_are_those_of_students_t_test() -> None:
         (None, [0.5, 0.5]),
         ([True, 1.0], [0.5, 0.5]),
     ):
-        assert step_gain(POLICY.training, few[0], few[1], 1) is None
-    extreme = step_gain(POLICY.training, [1e300, 1e300], [1e-300, 1e-300], 1)
+        assert compute_step_gain(POLICY.training, few[0], few[1], 1) is None
+    extreme = compute_step_gain(POLICY.training, [1e300, 1e300], [1e-300, 1e-300], 1)
     assert extreme is not None and extreme.ratio == extreme.lower == math.exp(700)
 
 
@@ -339,7 +339,7 @@ def test_a_slower_candidate_is_never_judged_better(
     before = judge_patch(POLICY, evidence(baseline, candidate)).outcome
     after = judge_patch(POLICY, evidence(baseline, [s * slower for s in candidate])).outcome
     assert rank[after] <= rank[before]
-    shown = step_gain(POLICY.training, baseline, candidate, 1)
+    shown = compute_step_gain(POLICY.training, baseline, candidate, 1)
     assert shown is not None and shown.lower <= shown.ratio <= shown.upper and shown.noise >= 1
 
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.core.workspace import checkout_root
-from factory.gates.patch.judge import judge_measurement, judge_patch, step_gain
+from factory.gates.patch.judge import compute_step_gain, judge_measurement, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.step_timing import (
     RunSeconds,
     baseline_noise,
-    cpu_overhead,
+    compute_long_run_gain,
+    estimate_cpu_overhead,
     find_unreliable_timing,
     gain_of_quick_start,
-    long_run_gain,
     step_seconds_evidence,
 )
 from tests.support.gates.patch_evidence import evidence
@@ -63,7 +63,7 @@ def runs(
 )
 def test_only_quicker_steps_are_a_gain(measured: RunSeconds, ratio: float) -> None:
     found = step_seconds_evidence(POLICY, measured)
-    shown = step_gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
+    shown = compute_step_gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
     assert shown is not None and shown.ratio == pytest.approx(ratio, rel=0.02) and shown.noise == pytest.approx(1)
     assert (
         found["slow_control"] == pytest.approx(199 / 99)
@@ -77,8 +77,8 @@ def test_a_candidate_that_hides_its_start_up_time_is_not_promoted(steps: int) ->
     """The candidate waits only in the runs that show its overhead. Short runs credit a gain, long runs never enough."""
     overhead = 0.5
     found = step_seconds_evidence(POLICY, runs(overhead, 0.05, brief=overhead))
-    shown = step_gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
-    long = long_run_gain(run(overhead, steps), run(0.05, steps), steps, overhead)
+    shown = compute_step_gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
+    long = compute_long_run_gain(run(overhead, steps), run(0.05, steps), steps, overhead)
     assert shown is not None and shown.ratio > 1.5 and long["ratio"] <= long["hideable"] * 1.0001
     assert long["hideable"] == pytest.approx(gain_of_quick_start(overhead, (steps - 1) * STEP, steps - 1))
     told = evidence([1.0, 1.0], [1 / shown.ratio] * 2, new_code=True, long=long | {"drift": 0.0, "control_drift": 0.2})
@@ -138,10 +138,14 @@ def test_step_seconds_exclude_the_overhead() -> None:
 
 
 def test_long_runs_limit_the_gain_that_a_quick_start_can_hide() -> None:
-    assert long_run_gain(11.0, 6.0, 11, 1.0) == {"steps": 11, "ratio": 2.0, "hideable": 1.0}  # the start is one step
+    assert compute_long_run_gain(11.0, 6.0, 11, 1.0) == {
+        "steps": 11,
+        "ratio": 2.0,
+        "hideable": 1.0,
+    }  # the start is one step
     assert gain_of_quick_start(3.0, 10.0, 10) == pytest.approx(10 / 8) and gain_of_quick_start(0.5, 10.0, 10) == 1.0
-    assert long_run_gain(11.0, 1.0, 11, 1.0)["ratio"] == pytest.approx(10_000)
-    assert cpu_overhead(SHORT, [3.0, 4.0, 9.0], 5.1) == pytest.approx(4.0 - 1.1 * 10 / 11)
+    assert compute_long_run_gain(11.0, 1.0, 11, 1.0)["ratio"] == pytest.approx(10_000)
+    assert estimate_cpu_overhead(SHORT, [3.0, 4.0, 9.0], 5.1) == pytest.approx(4.0 - 1.1 * 10 / 11)
 
 
 times = st.lists(st.floats(0.6, 9), min_size=2, max_size=2)
@@ -162,8 +166,8 @@ def test_seconds_of_the_candidate_never_cause_a_new_measurement(
 
 
 def test_cpu_overhead_is_found_from_a_run_of_twice_the_steps() -> None:
-    assert cpu_overhead(POLICY, [run(0.5, 100)] * 3, run(0.5, 200)) == pytest.approx(0.5)
-    assert cpu_overhead(POLICY, [1.0, 1.0], 9.0) == 0.0
+    assert estimate_cpu_overhead(POLICY, [run(0.5, 100)] * 3, run(0.5, 200)) == pytest.approx(0.5)
+    assert estimate_cpu_overhead(POLICY, [1.0, 1.0], 9.0) == 0.0
 
 
 # -- CPU time, where the wall clock is too noisy ---------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.arm import Arm
-from factory.runs.task_runs import TaskRuns, list_runs
+from factory.runs.arm_runner import ArmRunner, list_runs
 from factory.sandbox.cpu_clock import CpuSeconds
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
@@ -186,7 +186,7 @@ def compared(
     for side in sides:
         (side.code / "policies").mkdir(parents=True, exist_ok=True)
         (side.code / "policies" / "kernels.yaml").write_text("cpu: {attention: auto}\n")
-    runs = TaskRuns(Plant(workspace, plant.ledger, progress), folder, "patch gate", Subject("proposal", 1))
+    runs = ArmRunner(Plant(workspace, plant.ledger, progress), folder, "patch gate", Subject("proposal", 1))
     return compare_training(runs, policy, start, sides[0], sides[1], new_code, 1)
 
 

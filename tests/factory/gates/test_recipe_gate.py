@@ -20,12 +20,12 @@ from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
 from factory.core.workspace import checkout_root
 from factory.gates.recipe.policy import RunsPolicy
-from factory.gates.recipe.runs import RecipeSide, choose_lengths, lengthen_runs_in_policy, make_run_recipe
+from factory.gates.recipe.runs import RecipeSide, choose_run_lengths, lengthen_runs_in_policy, make_run_recipe
 from factory.gates.training_start import find_training_start
 from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals
 from factory.ledger.plant import Plant
-from factory.runs.task_runs import list_runs
+from factory.runs.arm_runner import list_runs
 from factory.show.pages import proposal_report
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
@@ -213,11 +213,11 @@ def test_a_candidate_never_gets_more_tokens_than_the_baseline() -> None:
     policy, base = RunsPolicy(seeds=3, steps=12, tail_steps=5), recipe()
     for sequences in (2, 3, 4, 7, 8, 16, 60):
         other = recipe(batch={"sequences": sequences})
-        size = choose_lengths(policy, 6, base, other)["candidate"]
+        size = choose_run_lengths(policy, 6, base, other)["candidate"]
         tokens = other.tokens_between(6, 6 + size.trunk + size.tail)
         most = base.tokens_between(6, 6 + 17)
         assert tokens <= most < tokens + other.tokens_per_step and size.trunk >= 1 and size.tail >= 1
-    longer = choose_lengths(policy, 6, base, recipe(schedule={"anneal_steps": 12}))
+    longer = choose_run_lengths(policy, 6, base, recipe(schedule={"anneal_steps": 12}))
     assert (longer["baseline"].trunk, longer["baseline"].tail) == (12, 5)
     assert (longer["candidate"].trunk, longer["candidate"].tail) == (7, 10)
 
@@ -233,7 +233,7 @@ def test_changes_that_short_runs_favour_get_longer_runs() -> None:
         ({"batch": {"sequences": 4}}, 1),
         ({"optimizer": {"weight_decay": 0.2}}, 1),
     ):
-        size = choose_lengths(lengthen_runs_in_policy(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
+        size = choose_run_lengths(lengthen_runs_in_policy(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
         assert (size.trunk, size.tail) == (12 * times, 5 * times)
 
 
@@ -243,11 +243,11 @@ def test_every_run_ends_in_an_anneal_to_zero_on_the_data_that_follows(made: Made
     other = recipe(
         schedule={"final_lr_share": 0.5}, mixture={"weights": {"code": 1.0}, "anneal_weights": {"docs": 1.0}}
     )
-    size = choose_lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
+    size = choose_run_lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
     raw = make_run_recipe(other, own_floor=False, precision="fp32")
     held = {"code", "docs", "chat"}
     side = RecipeSide("candidate", other, raw, size, held, "c" * 40, "")
-    trunk, tail = (arm.spec() for arm in side.arms(start, 7, Path("/run")).values())
+    trunk, tail = (arm.spec() for arm in side.make_arms(start, 7, Path("/run")).values())
     assert (trunk["kind"], trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == ("trunk", 6, 18, True)
     assert (tail["kind"], tail["first_step"], tail["last_step"], tail["restart_data"]) == ("anneal", 18, 23, False)
     assert tail["initial_checkpoint"] == "/run/trunk/checkpoints/step-00000018"

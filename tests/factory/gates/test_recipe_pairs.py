@@ -21,10 +21,10 @@ from factory.gates.recipe.runs import (
     MeasuredRuns,
     RecipeSide,
     RunLengths,
-    choose_lengths,
+    choose_run_lengths,
     lengthen_runs_in_policy,
+    list_trained_domains,
     train_pairs,
-    trained_domains,
 )
 from factory.gates.stage_interface import NO_START, NOTHING_HELD_OUT
 from factory.gates.training_start import TrainingStart
@@ -90,7 +90,7 @@ def test_recipes_with_smaller_steps_get_longer_runs(
     ],
 )
 def test_the_candidates_run_lengths_match_the_baselines_tokens(keys: dict[str, Any], trunk: int, tail: int) -> None:
-    assert choose_lengths(POLICY, 6, recipe(), recipe(**keys)) == {
+    assert choose_run_lengths(POLICY, 6, recipe(), recipe(**keys)) == {
         "baseline": RunLengths(12, 6),
         "candidate": RunLengths(trunk, tail),
     }
@@ -105,7 +105,7 @@ def test_the_candidates_run_lengths_match_the_baselines_tokens(keys: dict[str, A
 )
 def test_impossible_runs_are_refused(keys: dict[str, Any], code: str, data: dict[str, Any]) -> None:
     with refused(code, RecipeError, **data):
-        choose_lengths(POLICY, 6, recipe(), recipe(**keys))
+        choose_run_lengths(POLICY, 6, recipe(), recipe(**keys))
 
 
 def test_a_run_keeps_only_its_last_checkpoint() -> None:
@@ -137,9 +137,9 @@ def start_of(folder: Path, **shard: Any) -> TrainingStart:
 
 def test_a_run_consists_of_two_arms_on_one_data_plan(tmp_path: Path) -> None:
     start = start_of(tmp_path, content="x", moved={"docs": "0"})
-    assert trained_domains(start) == {"code", "docs"}
+    assert list_trained_domains(start) == {"code", "docs"}
     side = RecipeSide("candidate", recipe(), dict(RAW), RunLengths(4, 3), {"code", "docs"}, "d" * 40, "cpu: {}\n")
-    arms = side.arms(start, 7, tmp_path / "00042")
+    arms = side.make_arms(start, 7, tmp_path / "00042")
     assert [path.relative_to(tmp_path) for path in arms] == [Path("00042/trunk"), Path("00042/tail")]
     for arm, kind in zip(arms.values(), ("trunk", "anneal")):
         assert (arm.name, arm.code, arm.kernels) == (f"candidate, run 00042, {kind}", "d" * 40, "cpu: {}\n")
@@ -344,7 +344,7 @@ def staged(
 
     monkeypatch.setattr(stage, "read_held_out_texts", texts_of)
     monkeypatch.setattr(stage, "train_pairs", paired)
-    monkeypatch.setattr(stage, "measure_weights", lambda *given: given)
+    monkeypatch.setattr(stage, "measure_bits_per_byte", lambda *given: given)
     monkeypatch.setattr(stage, "copy_cache", lambda *given: asked.append(given))
     monkeypatch.setattr(stage.checkpoint_files, "read_tensors", lambda *given: given)
     case = case_of(
@@ -458,4 +458,4 @@ def test_missing_prerequisites_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     told, _, _ = staged(monkeypatch, tmp_path / "damaged", DONE, start=damaged)
     assert told["state"] == "missing"
     with pytest.raises(TrainerError):
-        trained_domains(damaged)
+        list_trained_domains(damaged)

@@ -17,7 +17,7 @@ from factory.gates.release.releasability import (
     SuiteSizes,
     TaskSize,
     compute_releasability,
-    measured_spreads,
+    read_measured_spreads,
 )
 from factory.ledger.ledger import Ledger
 from tests.support.gates.release_evidence import POLICY, changed, evidence
@@ -120,15 +120,17 @@ def test_the_detectable_gain_falls_with_groups_and_rises_with_spread() -> None:
 def test_the_spread_is_read_from_the_newest_verdict(workspace: object, ledger: Ledger) -> None:
     from tests.support.plants.release_scene import add_candidate
 
-    assert measured_spreads(ledger) == {}
+    assert read_measured_spreads(ledger) == {}
     for _ in range(2):
         add_candidate(workspace, ledger)  # type: ignore[arg-type]
     add_judged(ledger, 2, evidence(), against=1)
-    assert measured_spreads(ledger) == {name: pytest.approx(0.01 / 2.02 * 40**0.5) for name in ("chat", "code", "docs")}
+    assert read_measured_spreads(ledger) == {
+        name: pytest.approx(0.01 / 2.02 * 40**0.5) for name in ("chat", "code", "docs")
+    }
     add_judged(
         ledger,
         2,
         changed(replace(evidence(), look=2), "guards", "code", replace(evidence().guards["code"], error=None)),
         against=1,
     )
-    assert set(measured_spreads(ledger)) == {"chat", "docs"}, "what was not measured is not told"
+    assert set(read_measured_spreads(ledger)) == {"chat", "docs"}, "what was not measured is not told"

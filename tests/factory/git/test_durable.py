@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.git.git_store import MARK, RepositoryError, hold_repository_lock, list_lock_files
 from factory.git.git_store import run_git as factory_git
 from tests.support.git import git

@@ -22,8 +22,8 @@ from factory.data.removing import apply_removal, plan_removal
 from factory.data.selecting import select_by_name
 from factory.erasing.erasing import finish_pending_removals
 from factory.ingest.chain import ingest_shard
-from factory.ingest.hash_index import INDEX, hashes_file, list_hash_sources, read_hashes
-from factory.ingest.inbox import ingest_and_file
+from factory.ingest.hash_index import INDEX, get_hashes_path, list_hash_sources, read_hashes
+from factory.ingest.inbox import ingest_and_move
 from factory.ingest.task_hashes import record_task_ngrams
 from factory.ledger.ledger import Ledger, events, held_out
 from factory.ledger.plant import Plant
@@ -112,7 +112,7 @@ def test_a_file_of_hashes_that_is_lost_is_made_again_from_the_raw_shard(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, two_shards: dict[str, list[Any]], harm: Callable[[Path], None]
 ) -> None:
     subject = list_hash_sources(ledger)[0][1]
-    harm(hashes_file(workspace.root, subject))
+    harm(get_hashes_path(workspace.root, subject))
     (workspace.root / INDEX).unlink()
     with refused("ingest.no_hashes", WorkspaceError):
         ingest(texts(400, 5), "later.jsonl")
@@ -172,7 +172,7 @@ class TestMadeAgain:
     def lose(self, workspace: Workspace, ledger: Ledger, place: int = 0) -> tuple[str, list[dict[str, Any]]]:
         subject = list_hash_sources(ledger)[place][1]
         before = read_hashes(workspace.root, subject).to_pylist()
-        hashes_file(workspace.root, subject).unlink()
+        get_hashes_path(workspace.root, subject).unlink()
         return subject, before
 
     def test_hashes_are_not_rebuilt_if_another_policy_would_drop_documents(
@@ -185,7 +185,7 @@ class TestMadeAgain:
         policy.write_text(old.replace("    min_alphabetic: 0.5\n", "    min_alphabetic: 0.5\n    min_chars: 600\n", 1))
         assert policy.read_text() != old
         assert codes([rebuild_hashes(Plant(workspace, ledger), subject)]) == ["token_shards.read_differently"]
-        assert not hashes_file(workspace.root, subject).exists()
+        assert not get_hashes_path(workspace.root, subject).exists()
         policy.write_text(old)
         assert rebuild_hashes(Plant(workspace, ledger), subject) == ""
         assert len(read_hashes(workspace.root, subject)) == len(before) == 50
@@ -217,7 +217,7 @@ class TestMadeAgain:
         ingest(texts(0, 30), "one.jsonl")
         file = workspace.inbox / "doc.txt"
         file.write_text(prose(4000))
-        ingest_and_file(plant, file, workers=0)
+        ingest_and_move(plant, file, workers=0)
         key = ledger.read(
             "SELECT d.\"key\" FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE s.name = 'doc.txt'"
         )
@@ -237,7 +237,7 @@ class TestMadeAgain:
     ) -> None:
         ingest(texts(0, 30))
         subject = next(name for _, name in list_hash_sources(ledger) if name.startswith("task:"))
-        file = hashes_file(workspace.root, subject)
+        file = get_hashes_path(workspace.root, subject)
         whole = file.read_bytes()
         file.write_bytes(whole[:-9])
         (workspace.root / INDEX).unlink()
@@ -256,7 +256,7 @@ class TestMadeAgain:
         make_backup(Plant(workspace, ledger))
         exam.unlink()
         for _, subject in list_hash_sources(ledger):
-            file = hashes_file(workspace.root, subject)
+            file = get_hashes_path(workspace.root, subject)
             before = file.read_bytes()
             file.unlink()
             assert rebuild_hashes(Plant(workspace, ledger), subject) == "" and file.read_bytes() == before
@@ -282,7 +282,7 @@ class TestMadeAgain:
         before = indexed(ledger)
         backup, _ = make_backup(Plant(workspace, ledger), tmp_path / "elsewhere")
         ledger.engine.dispose()
-        kept = hashes_file(backup, list_hash_sources(ledger)[0][1])
+        kept = get_hashes_path(backup, list_hash_sources(ledger)[0][1])
         assert kept.stat().st_nlink == (2 if links else 1)
         shutil.rmtree(workspace.root)
         restore_ledger(workspace.root, str(backup), SILENT)

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from factory.core.workspace import Workspace, checkout_root
 from factory.ingest import filing
-from factory.ingest.filing import name_filed_file
+from factory.ingest.filing import make_filed_name
 from factory.ledger.ledger import Ledger, events, shards
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
@@ -119,7 +119,7 @@ def test_a_quarantined_file_that_is_put_back_under_another_name_is_ingested(
 
 def test_a_quarantined_copy_of_a_file_still_in_the_inbox_is_not_tried_too(workspace: Workspace, ledger: Ledger) -> None:
     path = put(workspace, b"nothing\n" * 30)  # killed between the copy and the transaction that names it
-    copy = workspace.quarantine / name_filed_file(file_sha256(path), path)
+    copy = workspace.quarantine / make_filed_name(file_sha256(path), path)
     copy.write_bytes(path.read_bytes())
     one_pass(workspace, ledger)
     assert tries(ledger) == 1 and list(workspace.quarantine.iterdir()) == [copy] and not list(workspace.inbox.iterdir())

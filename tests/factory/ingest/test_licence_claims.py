@@ -15,7 +15,7 @@ from factory.data.licence_settlement import group_conflicts, settle_licence
 from factory.data.selecting import select_documents_by_label
 from factory.ingest.chain import ShardReport
 from factory.ingest.inbox import describe_shard
-from factory.ingest.rules.licence_claims import find_licence_conflicts, strictest_licence
+from factory.ingest.rules.licence_claims import find_licence_conflicts, find_strictest_licence
 from factory.ingest.rules.policy import DataPolicy, Licence, Licences
 from factory.ledger.ledger import Ledger, documents
 from tests.support.factory.command import command_here
@@ -105,7 +105,7 @@ def test_the_first_of_equally_strict_claims_counts(ledger: Ledger, ingest: Inges
     shard(ingest, "MIT", "c")
     (one,) = find_licence_conflicts(ledger)
     assert one.effective_licence(rules) == "MIT" and len(one.claims) == 2
-    assert strictest_licence(["MIT", "Y", "X"], rules) == "X"  # neither order nor number of claims counts
+    assert find_strictest_licence(["MIT", "Y", "X"], rules) == "X"  # neither order nor number of claims counts
     # the answer is the policy's as it is now
     now = Licences(known=rules.known | {"Apache-2.0": Licence(train=True, release=False)})
     assert one.effective_licence(now) == "Apache-2.0"

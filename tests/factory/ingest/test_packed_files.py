@@ -32,7 +32,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.file_events import list_shards_made_from
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.plant import Plant
-from factory.repairs.lost_ledger import ingest_raw_shard
+from factory.repairs.lost_ledger import reingest_raw_shard
 from factory.repairs.token_shards import rebuild_token_shard
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import prose, texts, use_policy, use_small_vocabulary
@@ -235,7 +235,7 @@ def test_many_small_files_of_the_inbox_become_one_shard(workspace: Workspace, le
     limits = DataPolicy.load(workspace.policy_path("data.yaml")).limits
     found = [parse_json(row) for row in read_rows(raw, limits) if isinstance(row, bytes)]
     assert [pop_row_origin(row).path for row in found][:2] == ["d0.txt", "d1.txt"]
-    assert ingest_raw_shard(Plant(workspace, ledger), raw, "inbox#1.jsonl.zst")  # as a lost ledger is made again
+    assert reingest_raw_shard(Plant(workspace, ledger), raw, "inbox#1.jsonl.zst")  # as a lost ledger is made again
     assert len(names(ledger)) == 3
 
 

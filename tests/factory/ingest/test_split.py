@@ -15,7 +15,7 @@ from factory.ingest.rules import held_out_split
 from factory.ingest.rules.held_out_split import (
     HALVES,
     CandidateDocument,
-    EarlierHeldOut,
+    EarlierHeldOutCounts,
     HeldOutAssignment,
     HeldOutTarget,
     select_held_out,
@@ -36,13 +36,13 @@ class Past:
     def recorded(self) -> dict[str, bool]:
         return {one.group: one.sealed for _, one in self.held.values()}
 
-    def before(self) -> dict[str, EarlierHeldOut]:
+    def before(self) -> dict[str, EarlierHeldOutCounts]:
         of: dict[str, list[tuple[CandidateDocument, HeldOutAssignment]]] = defaultdict(list)
         for arrived, held in self.held.values():
             of[arrived.domain].append((arrived, held))
         whole = lambda arrived, held: held.group == (arrived.group or arrived.key)
         return {
-            domain: EarlierHeldOut(
+            domain: EarlierHeldOutCounts(
                 len(ones),
                 {half: frozenset(h.group for a, h in ones if h.sealed == half and whole(a, h)) for half in HALVES},
                 {half: sum(h.sealed == half and not whole(a, h) for a, h in ones) for half in HALVES},
@@ -153,7 +153,7 @@ def test_the_selection_is_the_same_in_every_version() -> None:
 
 def test_the_name_of_a_group_without_a_source_is_its_fact_alone() -> None:
     facts = {"url-host": "example.org", "path": "a.py", "conversation": "7"}
-    named = {kind: held_out_split.name_document_group(kind, None, facts, "0011") for kind in held_out_split.KINDS}
+    named = {kind: held_out_split.make_group_name(kind, None, facts, "0011") for kind in held_out_split.KINDS}
     assert named == {
         "document": None, "source": None, "path": "path:a.py", "url-host": "url-host:example.org",
         "conversation": "conversation:7", "none": None,

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from factory.presets.presets import PRESETS, Hardware, largest_fitting_preset, memory_needed, why_too_large
+from factory.presets.presets import PRESETS, Hardware, explain_too_large, largest_fitting_preset, memory_needed
 from kernels.contract.message import Message
 from kernels.contract.registry import bind_ops
 from tests.support.paths import ROOT
@@ -76,7 +76,7 @@ def test_the_largest_fitting_preset_is_found_for_each_machine(here: Hardware, fi
 def test_a_model_that_is_too_large_is_refused_with_the_memory_that_it_needs(
     name: str, here: Hardware, code: str, size: float | None, machine: str
 ) -> None:
-    said = why_too_large(Recipe.load(RECIPES / f"{name}.yaml"), here, PRESETS[name].gpus)
+    said = explain_too_large(Recipe.load(RECIPES / f"{name}.yaml"), here, PRESETS[name].gpus)
     assert isinstance(said, Message) and (said.code, said.data["machine"]) == (code, machine)
     assert said.data.get("gpus", PRESETS[name].gpus) == PRESETS[name].gpus
     if size is None:

@@ -18,7 +18,7 @@ from factory.ingest.chain import ShardReport
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.releasable.recorded_report import newest_report, update_report
-from factory.releasable.report import ReportLine, make_report, summary_line
+from factory.releasable.report import ReportLine, format_summary, make_report
 from factory.tasks.policy import TasksPolicy
 from kernels.contract.message import Message
 from tests.support.factory.command import command_here
@@ -122,7 +122,7 @@ def test_the_report_says_how_much_data_is_missing(workspace: Workspace, ledger: 
         "releasable.few_groups",
         "releasable.more_or_other_domain",
     ]
-    said = summary_line([line])
+    said = format_summary([line])
     assert isinstance(said, Message) and (said.code, said.data["names"]) == ("releasable.held", ["text"])
 
 

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 import factory.cli  # noqa: F401 (registers every command)
 from factory.cli.app import app
 from factory.core.errors import InputError
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
-from factory.release.gguf.kind import GgufType
+from factory.release.gguf.gguf_type import GgufType
 from factory.release.gguf.writing import GgufFile, write_export_gguf, write_release_gguf
 from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate
@@ -126,9 +126,9 @@ def expected(export: Path) -> dict[str, np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("family", FIT)
 def test_a_gguf_file_has_every_weight_and_key_of_the_export(tmp_path: Path, family: str) -> None:
     export = exported(tmp_path / "export", FIT[family][1])
-    before = export_folder_sha256(export)
+    before = hash_export_folder(export)
     made = write(export)
-    assert made.kind == GgufType.F32 and export_folder_sha256(export) == before
+    assert made.kind == GgufType.F32 and hash_export_folder(export) == before
     found, wanted = stored(made.file), expected(export)
     assert found.keys() == wanted.keys() and made.tensors == len(found)
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
@@ -255,7 +255,7 @@ def test_the_command_writes_a_gguf_file_and_overwrites_no_file(
     assert found == {
         "release": 1, "file": str(out), "type": "f16", "architecture": "qwen3", "tensors": 24, "bytes": out.stat().st_size,
     }  # fmt: skip
-    assert export_folder_sha256(Path(row.export_path)) == row.export_sha256 and not left.exists()
+    assert hash_export_folder(Path(row.export_path)) == row.export_sha256 and not left.exists()
     assert field(out, "factory.export_sha256") == row.export_sha256 and field(out, "factory.release") == 1
     assert field(out, "general.version") == "1" and field(out, "general.name") == "factory-lm release 1"
     assert field(out, "general.license") == "Apache-2.0"

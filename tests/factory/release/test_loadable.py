@@ -12,7 +12,7 @@ import mlflow
 import pytest
 import torch
 
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -64,7 +64,7 @@ def test_the_champion_loaded_by_mlflow_writes_the_same_text_as_the_engine(
     said = engine_says(export)
     assert len(said.strip()) > 10
     assert loaded(released) == (said.strip(), said)  # pyfunc strips
-    assert export_folder_sha256(export) == row.export_sha256
+    assert hash_export_folder(export) == row.export_sha256
     weights = {path.stat().st_size for path in export.glob("*.safetensors")}
     assert not [path for path in released.mlflow_artifacts.rglob("*") if path.stat().st_size in weights], "a copy"
 

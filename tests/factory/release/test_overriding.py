@@ -25,12 +25,12 @@ from factory.ledger.rows import ReleaseRow, VerdictRow, find_champion
 from factory.release import releases
 from factory.release.approvals import record_rejection
 from factory.release.checks import OutOfDateError
-from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.approval_answers import ApprovalResponder
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
 from factory.show.pages.release_facts import list_releases, release_details
+from factory.show.unshown_items import show_unshown_items
 from tests.support.factory.shown import override, reconcile, release
 from tests.support.gates.release_evidence import changed, evidence, gain
 from tests.support.killed_at import killed_at, lines_run
@@ -215,7 +215,7 @@ def test_every_release_checks_present_licences_and_anomalies(workspace: Workspac
     version = register_candidate(Plant(workspace, scene), 2)
     client = open_client(workspace)
     client.set_model_version_tag(MODEL, version, "approval", "approved")
-    [line] = ApprovalResponder(Plant(workspace, scene)).look()
+    [line] = ApprovalResponder(Plant(workspace, scene)).answer_new_decisions()
     assert "refused" in line and "CC-BY-NC-4.0" in line
     decided = scene.select_rows(sa.select(events).where(events.c.kind == "approved"))
     assert decided == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
@@ -252,7 +252,7 @@ def test_an_interrupted_release_is_checked_again_before_it_continues(
     [tags] = [dict(one.tags) for one in client.search_model_versions(f"name = '{MODEL}'") if str(one.version) == "2"]
     assert not {"release", "overridden_by", "override_reason"} & tags.keys() and tags.get("approval", "") == ""
     assert str(client.get_model_version_by_alias(MODEL, "champion").version) == "1"
-    assert ApprovalResponder(Plant(workspace, scene)).look() == []
+    assert ApprovalResponder(Plant(workspace, scene)).answer_new_decisions() == []
     assert list_releases(scene)[1]["state"] == "held" and list_releases(scene)[1]["override"] is None
     licence(scene, "MIT")
     with pytest.raises(InputError, match="is 'hold', not 'promote'"):

@@ -49,7 +49,7 @@ class Person:
     def says(self, version: str, **tags: str) -> list[str]:
         for key, value in tags.items():
             self.client.set_model_version_tag(MODEL, version, key, value)
-        return self.answers.look()
+        return self.answers.answer_new_decisions()
 
     def reads(self, version: str, key: str = "approval_answer") -> str:
         return str(self.client.get_model_version(MODEL, version).tags.get(key, ""))
@@ -118,9 +118,13 @@ def test_each_waiting_candidate_can_be_approved_or_rejected_in_mlflow(
     """This holds for older candidates too. Each decision is read once, and has an answer, a reason and a name."""
     verdicts = [add_verdict(ledger, add_candidate(workspace, ledger)) for _ in range(3)]
     versions = [register_candidate(Plant(workspace, ledger), number) for number in (1, 2, 3)]
-    assert person.answers.look() == [] and [row.id for row in list_undecided_verdicts(ledger)] == verdicts
+    assert (
+        person.answers.answer_new_decisions() == [] and [row.id for row in list_undecided_verdicts(ledger)] == verdicts
+    )
     said = person.says(versions[2], approval="rejected", approval_reason="it swears")
-    assert said == [f"version 3 of {MODEL}: rejected by mlflow: it swears"] and person.answers.look() == []
+    assert (
+        said == [f"version 3 of {MODEL}: rejected by mlflow: it swears"] and person.answers.answer_new_decisions() == []
+    )
     assert said_in(ledger, "rejected")[0].items() >= {"by": "mlflow", "why": "it swears"}.items()
     assert person.reads(versions[2]) == "rejected by mlflow: it swears"
     assert [row.id for row in list_undecided_verdicts(ledger)] == verdicts[:2]
@@ -128,7 +132,7 @@ def test_each_waiting_candidate_can_be_approved_or_rejected_in_mlflow(
     assert person.says(versions[1], approval=" Approved ", approval_by="ada") == [
         f"version 2 of {MODEL}: approved by ada (mlflow) and released as release 1"
     ]
-    assert person.answers.look() == [] and reconcile(Plant(workspace, ledger)) == []
+    assert person.answers.answer_new_decisions() == [] and reconcile(Plant(workspace, ledger)) == []
     row = find_champion(ledger)
     assert row and (row.candidate, row.approved_by) == (2, "ada (mlflow)")
     assert (person.reads(versions[1], "approval"), person.reads(versions[1], "release")) == ("approved", "1")
@@ -136,7 +140,7 @@ def test_each_waiting_candidate_can_be_approved_or_rejected_in_mlflow(
     assert list_undecided_verdicts(ledger) == []
     assert "candidate:2 is champion now" in person.says(versions[0], approval="approved")[0]
     assert person.reads(versions[0], "approval") == "refused" and "factory evaluate 1" in person.reads(versions[0])
-    assert len(said_in(ledger, "approval_refused")) == 1 and person.answers.look() == []
+    assert len(said_in(ledger, "approval_refused")) == 1 and person.answers.answer_new_decisions() == []
     person.says(versions[0], approval="approved")
     assert person.reads(versions[0], "approval") == "refused", "the same decision is read again"
 
@@ -210,7 +214,7 @@ def test_forged_approvals_are_refused_with_the_reason(workspace: Workspace, ledg
     person.client.set_model_version_tag(MODEL, "2", "approval", "approved")
     add_verdict(ledger, waits)
     reconcile(Plant(workspace, ledger))
-    assert person.reads("2", "approval") == "pending" and person.answers.look() == []
+    assert person.reads("2", "approval") == "pending" and person.answers.answer_new_decisions() == []
     # The export on disk has changed; later the ledger's row too.
     (workspace.exports / "candidate-2" / "config.json").write_text("{}")
     assert "config.json" in person.says("2", approval="approved")[0] or "has changed" in person.reads("2")
@@ -231,7 +235,7 @@ def test_a_decision_is_answered_while_the_main_thread_works(
     database = workspace.root / "mlflow.db"
     away = database.rename(database.with_name("away.db"))
     database.write_bytes(b"no database " * 100)
-    with run_in_background(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.look_and_ask):
+    with run_in_background(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.answer_and_announce):
         until(lambda: said.about("Training and releases continue") and said.about("candidate 1 waits for approval"))
         away.rename(database)
         person.client.set_model_version_tag(MODEL, version, "approval", "approved")

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.ledger import releases as releases_table
@@ -125,7 +125,7 @@ def test_an_export_that_differs_from_the_judged_one_is_not_released(workspace: W
     (export / "extra.json").unlink()
     with ledger.begin() as tx:  # the candidate's row changed after the verdict
         (export / "config.json").write_text("{}")
-        tx.execute(candidates.update().values(export_sha256=export_folder_sha256(export)))
+        tx.execute(candidates.update().values(export_sha256=hash_export_folder(export)))
     with refused("checks.other_export", InputError, verdict=verdict):
         release(Plant(workspace, ledger), verdict)
     assert ledger.select_rows(releases_table.select()) == [] and kinds(ledger) == []

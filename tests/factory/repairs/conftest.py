@@ -8,7 +8,7 @@ import pytest
 
 from factory.backups.backups import make_or_open_ledger
 from factory.git.repository import get_live_commit
-from factory.ingest.inbox import ingest_and_file
+from factory.ingest.inbox import ingest_and_move
 from factory.ledger.plant import Plant
 from factory.training.exporting import export_candidate
 from tests.support.plants.kept import kept
@@ -28,7 +28,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Pa
         ledger = make_or_open_ledger(workspace)
         write_shards(workspace.inbox)
         for path in sorted(workspace.inbox.iterdir()):
-            ingest_and_file(Plant(workspace, ledger), path)
+            ingest_and_move(Plant(workspace, ledger), path)
         train_trunk(workspace, ledger)
         export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
         close(workspace, ledger)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from factory.core.workspace import Workspace
-from factory.repairs.token_shards import HashedShardNotes
+from factory.repairs.token_shards import VerifiedShardRecord
 from trainer.contract.data.token_shard import FILES
 
 
@@ -15,9 +15,9 @@ def test_an_edit_in_place_that_keeps_size_and_time_is_noticed(tmp_path: Path) ->
     shard.mkdir()
     for name in ("manifest.json", *FILES):
         (shard / name).write_text(name)
-    noted = HashedShardNotes(workspace)
-    noted.note_undamaged([shard])
-    assert noted.is_unchanged(shard) and HashedShardNotes(workspace).is_unchanged(shard)
+    noted = VerifiedShardRecord(workspace)
+    noted.record_verified([shard])
+    assert noted.is_unchanged(shard) and VerifiedShardRecord(workspace).is_unchanged(shard)
     edited, before = shard / FILES[0], (shard / FILES[0]).stat()
     with open(edited, "r+b") as file:
         file.write(b"X")

@@ -18,7 +18,7 @@ from factory.backups.backups import KEPT, back_up_daily, make_backup, make_or_op
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.ingest.inbox import ingest_and_file
+from factory.ingest.inbox import ingest_and_move
 from factory.ledger.journal import (
     ABOUT,
     BACKUPS_FOLDER,
@@ -72,7 +72,7 @@ def test_a_lost_ledger_is_restored_unchanged(copied: Copy, lost: str) -> None:
     workspace, ledger = copied()
     make_backup(Plant(workspace, ledger))
     (workspace.inbox / "late.jsonl").write_text(json.dumps({"text": "A late document. " * 30, "domain": "docs"}) + "\n")
-    ingest_and_file(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
+    ingest_and_move(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
     with ledger.begin() as tx:
         record_event(tx, "promoted", "release:1", {"candidate": 1})
         tx.exec_driver_sql("DELETE FROM tracked_runs")
@@ -189,7 +189,7 @@ def test_a_new_ledger_does_not_use_an_old_segments_folder(copied: Copy) -> None:
     # as if a person had made a ledger all the same
     ledger = Ledger.create(workspace.ledger_url)
     for path in sorted((workspace.shards / "raw").iterdir()):
-        ingest_and_file(Plant(workspace, ledger), path)
+        ingest_and_move(Plant(workspace, ledger), path)
     old = (workspace.segments / "00001-trunk" / "metrics.jsonl").read_bytes()
     train_trunk(workspace, ledger)
     assert (workspace.segments / "00001-trunk" / "metrics.jsonl").read_bytes() != old

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from factory.core.errors import FactoryError
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.core.workspace import Workspace
 from factory.duties.runner import run_pass
 from factory.duties.training import train_segment
@@ -34,7 +34,7 @@ from tests.support.failing.limits import few_handles
 from tests.support.file_hashes import file_hashes
 from tests.support.messages import codes, refused, the
 from tests.support.said import Said
-from trainer.contract.checkpoint.format import find_fault, read_manifest
+from trainer.contract.checkpoint.format import find_checkpoint_fault, read_manifest
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
 
@@ -154,7 +154,7 @@ def test_a_changed_export_is_made_again_and_the_failed_action_is_repeated(copied
     said = Said()
     call_with_repairs(Plant(workspace, ledger, said), lambda: refuse_damaged_export(row))
     assert (
-        f"export {row.id} is repaired" in said.text and export_folder_sha256(Path(row.export_path)) == row.export_sha256
+        f"export {row.id} is repaired" in said.text and hash_export_folder(Path(row.export_path)) == row.export_sha256
     )
 
 
@@ -167,11 +167,11 @@ def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
     (workspace.tokenizer / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])
     write_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export, as_it_was=True)
     with ledger.begin() as tx:
-        tx.execute(candidates.update().values(export_sha256=export_folder_sha256(export)))
+        tx.execute(candidates.update().values(export_sha256=hash_export_folder(export)))
         tx.execute(events.update().where(events.c.kind == "candidate").values(detail={"segment": row.segment}))
     flip(export / "model.safetensors", -9)
     assert remake_export(Plant(workspace, ledger), row.id) == ""
-    assert export_folder_sha256(export) == CandidateRow.get(ledger, row.id).export_sha256
+    assert hash_export_folder(export) == CandidateRow.get(ledger, row.id).export_sha256
     assert (export / "chat_template.jinja").read_text() == OLDER_TEMPLATES[0]
     write_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export)
     assert (export / "chat_template.jinja").read_text() == TEMPLATE_WITHOUT_CALLS
@@ -187,8 +187,8 @@ def test_a_flipped_byte_in_a_parents_checkpoint_does_not_stop_training(copied: C
     assert SegmentRow.get(ledger, number).state == "done" and SegmentRow.get(ledger, number).attempts == 0
     assert the(said.lines, "checkpoints.replay").data["segment"] == 1
     assert the(said.lines, "checkpoints.replayed").data["comparison"].code == "checkpoints.same_weights"
-    assert weights(ledger, 1) == before and find_fault(path) == ""
-    assert find_fault(path.with_name(f"bad-{path.name}"))
+    assert weights(ledger, 1) == before and find_checkpoint_fault(path) == ""
+    assert find_checkpoint_fault(path.with_name(f"bad-{path.name}"))
     event = ledger.read("SELECT detail FROM events WHERE kind = 'checkpoint_replayed'")
     assert len(event) == 1 and event[0]["detail"]["exact"] is True
 
@@ -238,7 +238,7 @@ def test_check_names_each_fault_and_repairs_it(copied: Copy) -> None:
         assert found[name]["ok"], found[name]
     assert not found["raw shards"]["ok"] and "(original name: shard-1.jsonl)" in found["raw shards"]["detail"]
     assert done.returncode == 1
-    assert export_folder_sha256(Path(candidate.export_path)) == candidate.export_sha256
+    assert hash_export_folder(Path(candidate.export_path)) == candidate.export_sha256
     assert "segments/00044-trunk is set aside" in repaired
 
 

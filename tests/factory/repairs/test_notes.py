@@ -12,7 +12,7 @@ from factory.cli.app import exit_code
 from factory.core.faults import find_fault_in
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
-from factory.repairs.token_shards import HashedShardNotes
+from factory.repairs.token_shards import VerifiedShardRecord
 from factory.retrying.requests import PausedError
 from tests.support.factory.command import command_here
 from tests.support.plants.release_scene import add_verdict
@@ -70,8 +70,8 @@ def test_a_damaged_note_of_the_factory_does_not_stop_passes_status_or_check(
     (workspace.exports / "serving.json").write_text("{}")
     (workspace.root / "cache" / "serve.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
     assert run("run", "--once").exit_code == 1  # paused
-    noted = HashedShardNotes(workspace)
-    noted.note_undamaged(Path(row["path"]) for row in ledger.read("SELECT path FROM token_shards"))
+    noted = VerifiedShardRecord(workspace)
+    noted.record_verified(Path(row["path"]) for row in ledger.read("SELECT path FROM token_shards"))
     before = ledger.read(COUNTED)
     for note in NOTES:
         damage(sorted(workspace.root.glob(note))[-1])

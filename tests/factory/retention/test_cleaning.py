@@ -26,7 +26,7 @@ from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.training_start import find_training_start
 from factory.git.repository import checkout_commit, get_live_commit
-from factory.ledger.anomalies import open_anomalies
+from factory.ledger.anomalies import list_open_anomalies
 from factory.ledger.file_events import RETIRED, list_paths_removed_by_retention
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.plant import Plant
@@ -99,7 +99,7 @@ def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
         needed[f"audit of the whole of {number}"] = [Path(last_checkpoint(ledger, number)["path"])]
         if row.parent:
             needed[f"audit of the whole of {number}"].append(Path(last_checkpoint(ledger, row.parent)["path"]))
-    for anomaly in open_anomalies(ledger, AnomalyPolicy().kinds):
+    for anomaly in list_open_anomalies(ledger, AnomalyPolicy().kinds):
         if SegmentRow.get(ledger, anomaly.segment).state != "rewound":
             rungs: list[Path] = []
             for row in SegmentRow.lineage(ledger, anomaly.segment):

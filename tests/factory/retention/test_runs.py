@@ -16,8 +16,8 @@ from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retention.cleaning import remove_unneeded
-from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.runs import MlflowTracking
+from factory.show.unshown_items import show_unshown_items
 from tests.support.messages import the
 from tests.support.plants.history import DAY, History
 
@@ -36,7 +36,7 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
     for days in (400.0, 200.0, 30.0, 1.0):
         parent = history.segment("trunk", parent, "done", parent.last_step if parent else 0)
         aged(ledger, parent.id, days)
-        runs.append(tracking.segment_run(parent))
+        runs.append(tracking.ensure_segment_run(parent))
         tracking.client.log_metric(runs[-1], "loss", 3.0, step=1)
     history.candidate(parent)
     gone = [one for one in remove_unneeded(Plant(workspace, ledger)).removed_decisions() if one.folder.kind == "run"]

@@ -19,7 +19,7 @@ from factory.retrying.trainer_deaths import (
     find_parked_segment,
     newest_checkpoint_step,
     record_death,
-    refuse_parked,
+    refuse_while_parked,
     request_retry,
 )
 from tests.support.failing.deaths import plan_row
@@ -110,7 +110,7 @@ def test_a_person_retries_or_abandons_a_parked_segment(ledger: Ledger, tmp_path:
     for _ in range(3):
         die(ledger, row, 90)
     with refused("retrying.parked_to_do", InputError, segment=row.id, step=90) as raised:
-        refuse_parked(ledger)
+        refuse_while_parked(ledger)
     parked = raised.value.data["parked"]
     assert (parked.code, parked.data["step"], parked.data["first"], parked.data["last"]) == (
         "retrying.parked",
@@ -122,7 +122,7 @@ def test_a_person_retries_or_abandons_a_parked_segment(ledger: Ledger, tmp_path:
     assert f"'factory abandon {row.id}'" in str(raised.value)
     retried = request_retry(ledger, row.id, "ada")
     assert (retried.code, retried.data) == ("retrying.retried", {"segment": row.id, "start": "step 90", "step": 90})
-    refuse_parked(ledger)
+    refuse_while_parked(ledger)
     again = SegmentRow.get(ledger, row.id)
     assert (again.state, again.attempts, again.finished_at) == ("planned", 0, None)
     assert [die(ledger, row, 90) for _ in range(3)] == [(1, "planned"), (2, "planned"), (3, "failed")], (
@@ -131,7 +131,7 @@ def test_a_person_retries_or_abandons_a_parked_segment(ledger: Ledger, tmp_path:
     abandoned = abandon_segment(ledger, row.id, "ada")
     assert abandoned.code == "retrying.abandoned"
     assert abandoned.data == {"segment": row.id, "lost": 30, "first": 60, "folder": str(tmp_path)}
-    refuse_parked(ledger)
+    refuse_while_parked(ledger)
     with refused("retrying.cannot_retry", InputError, segment=row.id, state="abandoned"):
         request_retry(ledger, row.id, "ada")
     told = [

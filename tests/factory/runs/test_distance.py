@@ -13,12 +13,12 @@ from factory.runs.distance import (
     TensorDistance,
     checkpoint_distance,
     find_different_weights,
-    find_unlike_tensor,
+    find_unmatched_tensor,
     find_value_differences,
     have_same_bits,
     save_perturbed_checkpoint,
-    sum_by_kind,
     sum_distances,
+    sum_distances_by_kind,
     tensor_distances,
     tensor_norms,
 )
@@ -46,7 +46,7 @@ def test_weights_are_compared_by_their_change_since_the_start_and_moments_direct
     whole = sum_distances(tensor_distances(one.model, two.model).values())
     both = [np.concatenate([x.model[n].double().numpy().ravel() for n in "ab"]) for x in (one, two)]
     assert whole.apart == pytest.approx(np.linalg.norm(both[1] - both[0]), rel=1e-12)
-    kinds = sum_by_kind(found.moments)
+    kinds = sum_distances_by_kind(found.moments)
     assert kinds.keys() == {"exp_avg", "exp_avg_sq"}
     assert kinds["exp_avg"].apart == pytest.approx(math.hypot(*(found.moments[f"exp_avg.{n}"].apart for n in "ab")))
     assert tensor_norms(one.model)["a"] == pytest.approx(np.linalg.norm(a))
@@ -60,7 +60,7 @@ def test_a_tensor_without_counterpart_is_infinitely_far() -> None:
             and math.inf in checkpoint_distance(other, one).shares().values()
         )
         assert (
-            find_unlike_tensor(one, other)
+            find_unmatched_tensor(one, other)
             and not have_same_bits(one, other)
             and find_different_weights(one.model, other.model)
         )

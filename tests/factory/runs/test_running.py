@@ -29,11 +29,11 @@ from factory.ledger.rows import RunRow, Subject
 from factory.retrying.requests import TRAINING, PausedError, pause_daemon, resume_daemon
 from factory.runs import live_training, sandboxed_training
 from factory.runs.arm import Arm
+from factory.runs.arm_runner import ArmRunner, format_run, list_runs
 from factory.runs.distance import have_same_bits
 from factory.runs.live_code import LiveCode
 from factory.runs.sandboxed_training import ArmRunEnd
-from factory.runs.task_runs import TaskRuns, list_runs, run_line
-from factory.runs.trace import Trace, read_lines_in, read_live_checkpoint
+from factory.runs.trace import Trace, read_live_checkpoint, read_step_lines_in_open_folder
 from factory.runs.trainer_folder import write_spec_into_open_folder
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
@@ -65,8 +65,8 @@ def arm(base: dict[str, Any]) -> Arm:
 
 
 @pytest.fixture
-def runs(workspace: Workspace, ledger: Ledger) -> TaskRuns:
-    return TaskRuns(Plant(workspace, ledger), workspace.root / "compared", "audit", Subject("segment", 3))
+def runs(workspace: Workspace, ledger: Ledger) -> ArmRunner:
+    return ArmRunner(Plant(workspace, ledger), workspace.root / "compared", "audit", Subject("segment", 3))
 
 
 @pytest.fixture
@@ -90,13 +90,13 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any
 def here(root: Path, arm: Arm) -> Trace:
     """The same arm, trained in this process."""
     root.mkdir(exist_ok=True)
-    live_training.prepare_folder(root, root / arm.key, arm)
+    live_training.prepare_arm_folder(root, root / arm.key, arm)
     assert train_here(root / arm.key) == (0, "")
     return Trace(root / arm.key, arm.first, arm.last)
 
 
 def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
-    runs: TaskRuns, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: ArmRunner, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = counted(monkeypatch, live_training, "start_trainer")
     again = replace(arm, name="again", repeat=1)
@@ -128,15 +128,15 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     assert {name: run["state"] for name, run in rows.items()} == dict.fromkeys(
         ("straight", "again", "low rate", "resumed"), "done"
     ) | {"no data": "failed"}
-    assert rows["no data"]["ended"] == done.line and run_line(rows["no data"]).data["state"] == "failed"
-    assert run_line(rows["no data"]).data["why"].startswith(": exit 2")
+    assert rows["no data"]["ended"] == done.line and format_run(rows["no data"]).data["state"] == "failed"
+    assert format_run(rows["no data"]).data["why"].startswith(": exit 2")
     assert {(run["subject"], run["purpose"]) for run in rows.values()} == {("segment:3", "audit")}
     assert rows["low rate"]["arm"]["recipe"] == {"optimizer.lr": 1e-5} and rows["low rate"]["steps"] == STEPS
     assert Path(rows["straight"]["folder"]) == runs.folder(arm)
 
 
 def test_arms_run_in_parallel_if_there_are_several_devices(
-    runs: TaskRuns, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: ArmRunner, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for _ in range(2):
@@ -152,12 +152,12 @@ def test_arms_run_in_parallel_if_there_are_several_devices(
 
 
 def test_the_row_of_a_stopped_arm_says_that_it_was_stopped(
-    runs: TaskRuns, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
+    runs: ArmRunner, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*_: object) -> None:
         raise SegmentError("stopped by a person")
 
-    monkeypatch.setattr("factory.runs.task_runs.train_live", stopped)
+    monkeypatch.setattr("factory.runs.arm_runner.train_live", stopped)
     with pytest.raises(SegmentError):
         runs.train_live(code, [arm], "straight")
     row = RunRow.get(runs.plant.ledger, arm.key)
@@ -171,7 +171,7 @@ def test_the_row_of_a_stopped_arm_says_that_it_was_stopped(
         "last": 4,
         "state": "stopped",
     }
-    assert run_line(list_runs(runs.plant.ledger)[0]).data.items() >= (line | {"why": ": stopped by a person"}).items()
+    assert format_run(list_runs(runs.plant.ledger)[0]).data.items() >= (line | {"why": ": stopped by a person"}).items()
     with refused("runs.unknown_recipe_key", InputError, key="optimizer.lrr"):
         runs.train_live(code, [replace(arm, recipe={"optimizer.lrr": 1})], "a slip")
     home = runs.plant.workspace
@@ -181,7 +181,7 @@ def test_the_row_of_a_stopped_arm_says_that_it_was_stopped(
 
 
 def test_a_pause_stops_the_arms_and_they_continue_afterwards(
-    runs: TaskRuns, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
+    runs: ArmRunner, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger, start = runs.plant.ledger, live_training.start_trainer
 
@@ -194,13 +194,13 @@ def test_a_pause_stops_the_arms_and_they_continue_afterwards(
     for _ in range(2):  # while it trains, and before it begins
         with pytest.raises(PausedError):
             runs.train_live(code, [arm], "straight")
-        assert "ada paused training" in run_line(list_runs(ledger)[0])
+        assert "ada paused training" in format_run(list_runs(ledger)[0])
     monkeypatch.undo()
     resume_daemon(ledger, "ada")
     assert runs.train_live(code, [arm], "straight").code == 0 and runs.trace(arm).final_checkpoint.step == STEPS
 
 
-def test_a_run_whose_process_is_gone_is_shown_as_stopped(runs: TaskRuns, arm: Arm) -> None:
+def test_a_run_whose_process_is_gone_is_shown_as_stopped(runs: ArmRunner, arm: Arm) -> None:
     """The process was killed, or an older factory recorded none, or another process now has its number."""
     with pytest.raises(SegmentError), runs.record_rows({runs.folder(arm): arm}):
         assert (list_runs(runs.plant.ledger)[0]["state"], list_runs(runs.plant.ledger)[0]["ended"]) == ("running", None)
@@ -211,11 +211,11 @@ def test_a_run_whose_process_is_gone_is_shown_as_stopped(runs: TaskRuns, arm: Ar
     for ended in (None, process.format(killed.pid), process.format(os.getpid())):
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(state="running", ended=ended, started_at=1.0))
-        stopped = run_line(list_runs(runs.plant.ledger)[0]).data
+        stopped = format_run(list_runs(runs.plant.ledger)[0]).data
         assert (stopped["state"], stopped["why"]) == ("stopped", ": its process ended")
 
 
-def test_a_run_on_another_machine_counts_as_running_while_it_writes(runs: TaskRuns, arm: Arm) -> None:
+def test_a_run_on_another_machine_counts_as_running_while_it_writes(runs: ArmRunner, arm: Arm) -> None:
     with runs.record_rows({runs.folder(arm): arm}) as ends:
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(ended="process 1 of node-7", started_at=1.0))
@@ -231,7 +231,7 @@ def test_a_run_on_another_machine_counts_as_running_while_it_writes(runs: TaskRu
 
 
 def test_a_sandboxed_trainer_waits_for_the_next_arm(
-    runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: ArmRunner, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = counted(monkeypatch, sandboxed_training.sandbox, "run_in_sandbox")
     low = replace(arm, name="low rate", recipe={"optimizer.lr": 1e-5})
@@ -275,7 +275,7 @@ time.sleep(600)
 """
 
 
-def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: TaskRuns, arm: Arm, tmp_path: Path) -> None:
+def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: ArmRunner, arm: Arm, tmp_path: Path) -> None:
     victim, code = tmp_path / "victim", code_of(tmp_path, WAITS + HOSTILE.replace("VICTIM", str(tmp_path / "victim")))
     victim.mkdir()
     (victim / "secret").write_text('{"step": 0}\n')
@@ -287,7 +287,7 @@ def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: TaskRuns, arm: A
         trace = Trace(first.folder, 0, STEPS)
         for read in (
             lambda: trace.final_checkpoint, lambda: trace.lines, lambda: trace.result,
-            lambda: read_live_checkpoint(first.opened, STEPS, {}), lambda: read_lines_in(first.opened, "metrics.jsonl"),
+            lambda: read_live_checkpoint(first.opened, STEPS, {}), lambda: read_step_lines_in_open_folder(first.opened, "metrics.jsonl"),
         ):  # fmt: skip
             with pytest.raises(UntrustedFileError):
                 read()
@@ -299,7 +299,7 @@ def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: TaskRuns, arm: A
 
 
 def test_a_machine_fault_while_an_arm_is_handed_over_is_raised_and_not_blamed_on_the_code(
-    runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: ArmRunner, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without_handles(folder: int, spec: Any) -> None:
         with few_handles():
@@ -313,7 +313,7 @@ def test_a_machine_fault_while_an_arm_is_handed_over_is_raised_and_not_blamed_on
     assert [run["state"] for run in list_runs(runs.plant.ledger)] == ["stopped"]
 
 
-def test_a_resumed_arm_does_not_need_the_segments_first_checkpoint(runs: TaskRuns, arm: Arm, tmp_path: Path) -> None:
+def test_a_resumed_arm_does_not_need_the_segments_first_checkpoint(runs: ArmRunner, arm: Arm, tmp_path: Path) -> None:
     start = tmp_path / checkpoint_name(2)
     start.mkdir()
     (start / "manifest.json").write_text("{}")
@@ -329,7 +329,7 @@ import pathlib, sys
 
 
 def test_the_wait_for_a_free_device_does_not_count_as_training_time(
-    runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: ArmRunner, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, found, code = [0.0], list[ArmRunEnd](), code_of(tmp_path, QUICK)
     monkeypatch.setattr(sandboxed_training, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
@@ -347,7 +347,7 @@ def test_the_wait_for_a_free_device_does_not_count_as_training_time(
 
 
 def test_an_arm_over_its_time_limit_is_stopped_and_a_finished_arm_is_not_trained_again(
-    runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: ArmRunner, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = runs.train_alone(arm, ROOT, "00003-trunk", 0.1)
     assert found.out_of_time and "exceeded its wall limit" in found.failed

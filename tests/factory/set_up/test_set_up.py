@@ -115,18 +115,18 @@ def test_the_script_imports_only_the_standard_library() -> None:
 def test_set_up_prints_a_line_for_each_missing_program(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert script.list_missing(project) == []
+    assert script.list_missing_requirements(project) == []
     (project / ".venv" / ".ready").unlink()
     done = run(project, PATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "") and "install g++ with your" in done.stderr
     found = script.importlib.util.find_spec
     monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None if name == "ensurepip" else found(name))
     monkeypatch.setenv("PATH", str(tmp_path))
-    first, second, third = script.list_missing(project)
+    first, second, third = script.list_missing_requirements(project)
     assert "install python3-venv" in first and "g++" in second and "git" in third
     usage = shutil.disk_usage(project)
     monkeypatch.setattr(script.shutil, "disk_usage", lambda path: usage._replace(free=10**9))
-    line = script.list_missing(project)[3]
+    line = script.list_missing_requirements(project)[3]
     assert "4 GB" in line and "1.0 GB" in line and line.endswith(str(project))
 
 

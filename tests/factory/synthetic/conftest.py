@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from factory.core.workspace import Workspace
-from factory.ingest.inbox import ingest_and_file
+from factory.ingest.inbox import ingest_and_move
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_shards(workspace.inbox)
         random.setstate(before)
         for path in sorted(workspace.inbox.iterdir()):
-            ingest_and_file(Plant(workspace, ledger), path)
+            ingest_and_move(Plant(workspace, ledger), path)
         tokenizer = Tokenizer.load(workspace.tokenizer)
         (shard,) = ledger.read("SELECT path FROM token_shards ORDER BY id LIMIT 1")
         threads = torch.get_num_threads()

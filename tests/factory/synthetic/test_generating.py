@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ingest.document import Content, format_writing_release, join_texts
-from factory.ingest.inbox import ingest_and_file
+from factory.ingest.inbox import ingest_and_move
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
@@ -167,7 +167,7 @@ def test_a_generated_shard_is_ingested_and_adds_no_held_out_documents(copied: Co
     (path,) = workspace.inbox.iterdir()
     assert f"inbox: {path}" in said and "(" in said
     written = len(rows_of(path))
-    ingest_and_file(Plant(workspace, ledger), path)
+    ingest_and_move(Plant(workspace, ledger), path)
     rows = ledger.read("SELECT * FROM documents WHERE detail LIKE 'synthetic, by release 1 (weights %'")
     assert len(rows) == written and not any(row["releasable"] for row in rows)
     assert sum(row["fate"] == "train" for row in rows) > 20

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.workspace import Workspace
-from factory.ingest.inbox import ingest_and_file
+from factory.ingest.inbox import ingest_and_move
 from factory.ledger.ledger import Ledger, record_event, releases, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject
@@ -44,7 +44,7 @@ def test_documents_link_the_release_that_wrote_them_to_the_release_trained_on_th
     first = release(workspace, ledger)
     words = ["--count", "80", "--tokens", "22", "--opening-tokens", "8", "--temperature", "0.2", "--inbox"]
     said = json.loads(command_here("generate", *words, "--json", home=workspace).stdout)
-    ingest_and_file(Plant(workspace, ledger), Path(said["inbox"]))
+    ingest_and_move(Plant(workspace, ledger), Path(said["inbox"]))
     kept = ledger.read("SELECT key, id FROM documents WHERE detail LIKE 'synthetic, by %' AND fate = 'train'")
     rules = ledger.read("SELECT rule, COUNT(*) AS n FROM documents WHERE detail LIKE 'synthetic, by %' GROUP BY rule")
     assert len(kept) > 3, rules

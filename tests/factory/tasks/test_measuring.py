@@ -23,10 +23,10 @@ from factory.ledger.rows import EvaluationRow
 from factory.tasks.comparing import (
     TaskEvidence,
     compare_evaluations,
+    compute_metric_scores,
     count_items_and_variances,
     find_unreliable_metrics,
     reasons_of_tasks,
-    score_metrics,
 )
 from factory.tasks.items import TaskError
 from factory.tasks.measuring import find_contaminated_items, measure_task
@@ -80,11 +80,13 @@ def test_the_standard_error_of_a_score_is_clustered() -> None:
         right = float(drawn.random() < 0.6)
         means.append(right)
         rows += [EvalItem("t/acc", f"{cluster}-{n}", "t", f"c{cluster}", right, 1.0) for n in range(16)]
-    found = score_metrics(rows)["t/acc"]
+    found = compute_metric_scores(rows)["t/acc"]
     spread = np.std([np.mean(drawn.choice(means, 40)) for _ in range(4000)])
     assert found.gain == pytest.approx(np.mean(means)) and found.clusters == 40
     assert found.error == pytest.approx(spread, rel=0.1)
-    alone = score_metrics([EvalItem(row.task, row.item, row.domain, row.item, row.value, 1.0) for row in rows])["t/acc"]
+    alone = compute_metric_scores([EvalItem(row.task, row.item, row.domain, row.item, row.value, 1.0) for row in rows])[
+        "t/acc"
+    ]
     assert alone.error is not None and found.error is not None and 3.5 < found.error / alone.error < 4.5
 
 

@@ -336,4 +336,4 @@ def test_tasks_without_the_newer_keys_keep_their_protocol_hash(workspace: Worksp
     )
     shown = [{"id": 0, "source": "", "question": "Which is it?", "choices": ["a", "b"], "answer": 0}]
     whole = [VERSIONS["multiple_choice"], "multiple_choice", hashlib.sha256(keys.encode()).hexdigest(), shown]
-    assert task.protocol == hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    assert task.protocol_sha256 == hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()

@@ -164,10 +164,10 @@ def test_the_protocol_depends_on_all_keys_and_examples_but_not_on_items(workspac
     first = load_task(write_task(workspace, "asked", choice_items()), POLICY)
     write_task(workspace, "shown", choice_items(15)[12:])
     fewer = load_task(write_task(workspace, "asked", choice_items()[:9]), POLICY)
-    assert first.protocol == fewer.protocol and first.identity("t") != fewer.identity("t")
+    assert first.protocol_sha256 == fewer.protocol_sha256 and first.identity("t") != fewer.identity("t")
     for changed in ({"format": "letter"}, {"prompt": "Q: {question}"}, {"shots": 1, "examples": "shown.jsonl"}):
         other = load_task(write_task(workspace, "asked", choice_items(), **changed), POLICY)
-        assert other.protocol != first.protocol and other.identity("t") != first.identity("t")
+        assert other.protocol_sha256 != first.protocol_sha256 and other.identity("t") != first.identity("t")
     assert first.identity("t") != first.identity("another tokenizer")
 
 
@@ -239,14 +239,14 @@ def test_included_files_obey_the_same_rules_and_change_the_protocol(workspace: W
     assert len(first.records) == 12
     part.write_text(part.read_text() + "num_fewshot: 1\n")
     second = load_task(path, POLICY)
-    assert second.protocol != first.protocol and "1 shots" in second.format
+    assert second.protocol_sha256 != first.protocol_sha256 and "1 shots" in second.format
     part.write_text(part.read_text() + "process_docs: !function utils.f\n")
     with pytest.raises(TaskError, match="!function"):
         load_task(path, POLICY)
     (path.parent / "utils.py").write_text("def f(docs): return docs\n")
     allowed = load_task(path, TasksPolicy(functions=True))
     (path.parent / "utils.py").write_text("def f(docs): return docs.select(range(8))\n")
-    assert load_task(path, TasksPolicy(functions=True)).protocol != allowed.protocol
+    assert load_task(path, TasksPolicy(functions=True)).protocol_sha256 != allowed.protocol_sha256
 
 
 def test_any_bytes_are_read_as_a_task_file_or_are_a_task_error(workspace: Workspace, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def sources(count: int) -> list[dict[str, Any]]:
 
 
 def test_a_tier_determines_which_candidates_are_measured() -> None:
-    due = lambda tier, candidate, would: TaskSettings(**tier).due(candidate, would)
+    due = lambda tier, candidate, would: TaskSettings(**tier).is_due(candidate, would)
     assert [due({"tier": "each"}, 3, w) for w in (False, True)] == [True, True]
     assert [due({"tier": "release"}, 3, w) for w in (False, True)] == [False, True]
     assert [due({"tier": "never"}, 3, w) for w in (False, True)] == [False, False]

@@ -26,8 +26,8 @@ from factory.retrying.trainer_deaths import find_open_segment
 from factory.show.pages.provenance import trace_release
 from factory.training import averaging
 from factory.training.averaging import (
-    checkpoints_to_average,
     choose_checkpoints,
+    list_averageable_checkpoints,
     load_held_out_loss,
     plan_average,
     weights_from_losses,
@@ -120,7 +120,7 @@ def test_documents_that_weight_an_average_do_not_judge_candidates(plant: Opened)
     judged = {document.key for document in training_suite(plant)}
     assert sum(ruler.shares.values()) == pytest.approx(1)
     assert judged and ruler.texts and not judged & {text.document.key for text in ruler.texts}
-    assert set(ruler.documents) == set(ruler.shares) == {"chat", "code", "docs"}
+    assert set(ruler.document_counts) == set(ruler.shares) == {"chat", "code", "docs"}
 
 
 def training_suite(plant: Opened) -> Any:
@@ -133,7 +133,7 @@ def test_an_anneal_averages_only_its_own_checkpoints(plant: Opened) -> None:
     workspace, ledger = plant
     number = train_anneal(workspace, ledger)
     export_candidate(Plant(workspace, ledger), number)
-    assert [source.step for source in checkpoints_to_average(ledger, SegmentRow.get(ledger, number))] == [30, 32]
+    assert [source.step for source in list_averageable_checkpoints(ledger, SegmentRow.get(ledger, number))] == [30, 32]
 
 
 def test_a_damaged_checkpoint_fails_its_average_and_blocks_no_other_work(plant: Opened, tmp_path: Path) -> None:

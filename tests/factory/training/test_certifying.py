@@ -18,7 +18,7 @@ from factory.ledger.ledger import Ledger, events, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, VerdictRow
 from factory.ledger.status import format_status, read_status
-from factory.runs.task_runs import list_runs
+from factory.runs.arm_runner import list_runs
 from factory.training import certificate_runs
 from factory.training.certifying import (
     NotCertifiedError,

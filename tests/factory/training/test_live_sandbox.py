@@ -22,7 +22,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.runs.live_code import LiveCode, choose_isolation
 from factory.runs.trainer_folder import read_result
-from factory.training.training import last_metrics
+from factory.training.training import read_last_metrics
 from tests.support.factory.code_loop import make_target
 from tests.support.messages import refused
 from tests.support.plants.trained_plant import commit_edit, fill, lenient_plant, make_plant
@@ -190,9 +190,9 @@ def test_links_and_pipes_that_a_trainer_leaves_are_not_read(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "pipe", "none"):
         assert read_tail(tmp_path / name, 100) == b"" and count_lines(tmp_path / name) == 0
-        assert last_metrics(tmp_path / name) is None
+        assert read_last_metrics(tmp_path / name) is None
     assert read_tail(target, 3) == b"1}\n" and count_lines(target) == 1
-    assert last_metrics(target) == {"step": 1}
+    assert read_last_metrics(target) == {"step": 1}
     folder = tmp_path / "swept"
     (folder / "kept").mkdir(parents=True)
     (folder / "kept" / "file").touch()

@@ -12,7 +12,7 @@ import yaml
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, checkpoints, data_plans, sa, segments, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.training.planning import load_recipe, plan_anneal, plan_trunk, trunk_parent
+from factory.training.planning import find_trunk_parent, load_recipe, plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from tests.support.trainer.segments import TINY, make_documents
 from trainer.contract.data.token_shard import write_token_shard
@@ -88,7 +88,7 @@ def test_the_next_trunk_segments_parent_follows_from_continue_from_and_the_histo
         tx.execute(data_plans.insert().values(id="p", plan={"token_shards": []}, created_at=1.0))
     for number, (kind, of, state) in enumerate(history, start=1):
         put_segment(ledger, number, kind, of, state)
-    found = trunk_parent(ledger, load_recipe(plant))
+    found = find_trunk_parent(ledger, load_recipe(plant))
     assert (found and found.id) == parent
 
 

@@ -20,7 +20,7 @@ from factory.training.planning import load_recipe
 from kernels.contract.bench import BenchSetting
 from kernels.contract.machine import this_machine
 from kernels.contract.registry import OPS
-from kernels.contract.tune import TimedImplementation, fastest_implementation, ops_of_training, timing_order
+from kernels.contract.tune import TimedImplementation, fastest_implementation, list_training_ops, timing_order
 from tests.support.messages import codes, refused
 
 MACHINE = this_machine("cpu")
@@ -157,7 +157,7 @@ def test_tuning_times_the_most_important_kernels_first() -> None:
     setting = replace(BenchSetting.of_recipe(recipe), precision="bf16")
     order = [
         f"{op.name} {one.name}"
-        for op, one in timing_order([OPS[name] for name in ops_of_training(recipe)], setting, "cpu")
+        for op, one in timing_order([OPS[name] for name in list_training_ops(recipe)], setting, "cpu")
     ]
     assert len(order) == len(set(order)) and order.index("adamw fused") < order.index("linear_cross_entropy compiled")
     compiled = order[order.index("linear_cross_entropy compiled") :]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.core.workspace import Workspace
 from factory.evals.evaluator import evaluate_on_suite, load_current_suite
 from factory.evals.export_config import ExportError
@@ -104,7 +104,7 @@ class FilledPlant(Plant):
                     segment=number,
                     checkpoint=f"c{number}",
                     export_path=self.ledger.to_stored_path(export),
-                    export_sha256=export_folder_sha256(export),
+                    export_sha256=hash_export_folder(export),
                     created_at=time.time(),
                 )
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 from factory.ledger.plant import Plant
 from factory.release import releases
-from factory.show.catching_up import show_unshown_items
+from factory.show.unshown_items import show_unshown_items
 
 
 def release(plant: Plant, verdict: int, **how: Any) -> int:

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.core.policy_file import hash_policy
 from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
@@ -30,7 +30,7 @@ from factory.ledger.ledger import (
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from factory.show.mlflow.store import open_client
-from kernels.contract.files import finite_values
+from kernels.contract.files import replace_non_finite
 
 QUESTION, ANSWER = "What is <b>len</b>?", "<script>alert(1)</script> \x1b[31m \u202e \ud800"
 
@@ -139,7 +139,7 @@ def add_candidate(workspace: Workspace, ledger: Ledger, export: Path | None = No
                 segment=segment.id,
                 checkpoint="k" * 64,
                 export_path=str(export),
-                export_sha256=export_folder_sha256(export),
+                export_sha256=hash_export_folder(export),
                 created_at=1.7e9,
             )  # fmt: skip
         ).inserted_primary_key
@@ -160,7 +160,10 @@ def add_judged(ledger: Ledger, candidate: int, evidence: ReleaseEvidence, agains
     """The judge's own verdict on some evidence, recorded as the gate does."""
     policy = ReleasePolicy()
     verdict = judge(policy, evidence)
-    stored = finite_values(evidence.to_json()) | {"suite_sha256": "u" * 64, "policy": policy.model_dump(mode="json")}
+    stored = replace_non_finite(evidence.to_json()) | {
+        "suite_sha256": "u" * 64,
+        "policy": policy.model_dump(mode="json"),
+    }
     stored["sha256"] = evidence_sha256(stored)
     with ledger.begin() as tx:
         return record_verdict(

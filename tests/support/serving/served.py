@@ -17,7 +17,7 @@ import httpx
 import torch
 import uvicorn
 
-from factory.core.exports import export_folder_sha256
+from factory.core.exports import hash_export_folder
 from factory.core.workspace import Workspace
 from factory.evals.reference_model import ReferenceModel
 from factory.ingest.tokenizer import Tokenizer, train_tokenizer
@@ -56,7 +56,7 @@ def add_release(workspace: Workspace, ledger: Ledger, export: Path) -> int:
             "created_at": 1.7e9,
         }
         key = tx.execute(
-            candidates.insert().values(**values, export_sha256=export_folder_sha256(export))
+            candidates.insert().values(**values, export_sha256=hash_export_folder(export))
         ).inserted_primary_key
     assert key
     verdict = add_verdict(ledger, int(key[0]))

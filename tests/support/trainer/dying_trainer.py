@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer.__main__ import EXIT_STOPPED, exit_code, main
+from trainer.__main__ import EXIT_STOPPED, main, write_exit_code
 from trainer.contract import stopping
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.run import SegmentRun
@@ -42,9 +42,9 @@ def die_at(sent: signal.Signals, step: int, calls: int) -> None:
 if __name__ == "__main__":
     name, step, calls, rank, folder = sys.argv[1:]
     life, own = (os.environ.get(variable, "0") for variable in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
-    found = [number for number, _ in checkpoints.saved_steps(Path(folder) / "checkpoints")]
+    found = [number for number, _ in checkpoints.list_checkpoints(Path(folder) / "checkpoints")]
     Path(folder, f"life-{life}-{own}.json").write_text(json.dumps({"pid": os.getpid(), "found": found}))
     if life == "0" and own == rank:
         die_at(signal.Signals[name], int(step), int(calls))
-    stopping.end_on_sigterm(before=functools.partial(exit_code, Path(folder), EXIT_STOPPED))
+    stopping.end_on_sigterm(before=functools.partial(write_exit_code, Path(folder), EXIT_STOPPED))
     sys.exit(main([folder]))

@@ -19,7 +19,7 @@ from tests.support.trainer.segments import MakeShard, plan_of, train_here, write
 from trainer.batch import Batch, make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.model.transformer import Block, rope_tables
-from trainer.monitor.signals import LEAST_BALANCE, QUERIES, PartHistory, RankNorms, expert_balance
+from trainer.monitor.signals import LEAST_BALANCE, QUERIES, LayerHistory, RankNorms, expert_balance
 from trainer.run import SegmentRun
 
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
@@ -155,7 +155,7 @@ def test_expert_balance_equals_its_formula_worked_out_by_hand() -> None:
 
 
 def test_each_layer_is_compared_with_its_own_past() -> None:
-    noise, turns = random.Random(1), PartHistory(16)
+    noise, turns = random.Random(1), LayerHistory(16)
     value = lambda part: {"small": 1.0, "large": 500.0}[part] * math.exp(noise.gauss(0, 0.1))
     for _ in range(100):
         for part in ("small", "large"):

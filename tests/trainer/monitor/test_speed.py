@@ -30,7 +30,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
-        monkeypatch.setattr(speeds, "matmul_rate", lambda device, dtype: 600e12)
+        monkeypatch.setattr(speeds, "measure_matmul_rate", lambda device, dtype: 600e12)
 
     return call_it
 
@@ -40,24 +40,24 @@ def speed(device: torch.device, size: int = 1, **recipe: Any) -> speeds.SpeedMet
 
 
 def test_on_a_cpu_only_the_models_flops_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speeds, "matmul_rate", None)  # to call it would fail
+    monkeypatch.setattr(speeds, "measure_matmul_rate", None)  # to call it would fail
     found = speed(CPU)
     flops = recipe_with().model.flops_per_token()
-    assert found.record_fields(1000, 0.5) == {
+    assert found.compute_step_fields(1000, 0.5) == {
         "tokens_per_s": 2000.0,
         "flops_per_s": 2000.0 * flops,
         "first_step_s": 0.5,
     }
-    assert found.record_fields(1000, 0.25) == {"tokens_per_s": 4000.0, "flops_per_s": 4000.0 * flops}
+    assert found.compute_step_fields(1000, 0.25) == {"tokens_per_s": 4000.0, "flops_per_s": 4000.0 * flops}
 
 
 def test_mfu_is_the_share_of_the_sheets_peak_of_all_ranks(gpu: Callable[..., None]) -> None:
     gpu(H100)
     found = speed(GPU, 4, precision="bf16")
-    found.record_fields(1, 1.0)
-    step = found.record_fields(1 << 20, 2.0)
+    found.compute_step_fields(1, 1.0)
+    step = found.compute_step_fields(1 << 20, 2.0)
     assert step["mfu"] == step["flops_per_s"] / (4 * 989.4e12)
-    whole = found.segment_fields(
+    whole = found.compute_segment_fields(
         [{"tokens_per_s": 1.0, "first_step_s": 30.0}, step, step | {"tokens_per_s": 1e9}, step]
     )
     assert whole == {"first_step_s": 30.0, **step, "matmul_flops_per_s": 4 * 600e12,
@@ -67,9 +67,9 @@ def test_mfu_is_the_share_of_the_sheets_peak_of_all_ranks(gpu: Callable[..., Non
 def test_for_an_unknown_gpu_only_the_measured_share_is_reported(gpu: Callable[..., None]) -> None:
     gpu(H100 + " MIG 1g.10gb")
     found = speed(GPU, precision="bf16")
-    found.record_fields(1, 1.0)
-    assert found.record_fields(10, 1.0).keys() == {"tokens_per_s", "flops_per_s"}
-    assert found.segment_fields([found.record_fields(10, 1.0)]).keys() == {
+    found.compute_step_fields(1, 1.0)
+    assert found.compute_step_fields(10, 1.0).keys() == {"tokens_per_s", "flops_per_s"}
+    assert found.compute_segment_fields([found.compute_step_fields(10, 1.0)]).keys() == {
         "tokens_per_s", "flops_per_s", "matmul_flops_per_s", "matmul_share"
     }  # fmt: skip
 
@@ -77,9 +77,9 @@ def test_for_an_unknown_gpu_only_the_measured_share_is_reported(gpu: Callable[..
 def test_a_segment_reports_the_first_step_of_its_last_start() -> None:
     lines = [{"tokens_per_s": rate} for rate in (100.0, 300.0, 200.0)]
     lines[1:1] = [{"tokens_per_s": 1.0, "first_step_s": 60.0}, {"tokens_per_s": 1.0, "first_step_s": 4.0}]
-    found = speed(CPU).segment_fields([*lines, {"step": 9}])
+    found = speed(CPU).compute_segment_fields([*lines, {"step": 9}])
     assert (found["first_step_s"], found["tokens_per_s"]) == (4.0, 200.0)
-    assert speed(CPU).segment_fields([]) == {}
+    assert speed(CPU).compute_segment_fields([]) == {}
 
 
 def test_a_segment_on_a_cpu_leaves_its_speed_and_the_first_step_of_each_start(

@@ -14,7 +14,7 @@ from kernels.newton_schulz import reference as orthogonalise
 from tests.support.trainer.models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.recipe import MuonRecipe
-from trainer.monitor.stability import clip_and_skip
+from trainer.monitor.stability import decide_clip_and_skip
 from trainer.optim.muon import Muon, adamw_like_scale, group_for_stacking
 from trainer.optim.optimizer import Optimizer, sums_of_squares
 
@@ -154,7 +154,7 @@ def test_one_bad_element_anywhere_skips_the_update_and_leaves_no_trace(
                         parameter.grad.view(-1)[-1] = poison
                 if kind == "good" or optimizer is sick:
                     norm = sums_of_squares(optimizer.gradients()).sum().sqrt()
-                    divide_by, skip = clip_and_skip(torch.tensor(1.0), norm, 1.0, limit=1000.0)
+                    divide_by, skip = decide_clip_and_skip(torch.tensor(1.0), norm, 1.0, limit=1000.0)
                     assert bool(skip) == (kind == "bad")
                     optimizer.step(0.01, divide_by, skip)
                 optimizer.zero_grad()

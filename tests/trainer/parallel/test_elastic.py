@@ -15,7 +15,7 @@ from tests.support.trainer.segment_runs import assert_same_run, records, start_d
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, start_trainer, write_spec
 from trainer.contract.data.token_shard import write_token_shard
 from trainer.contract.errors import RecipeError
-from trainer.parallel.ranks import join_ranks
+from trainer.parallel.ranks import open_rendezvous_store
 
 LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1",
             "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")  # fmt: skip
@@ -61,6 +61,6 @@ def test_restarts_over_several_nodes_on_torchruns_own_store_are_refused(monkeypa
     for key, value in started.items():
         monkeypatch.setenv(key, value)
     with refused("trainer.restarts_on_nodes", RecipeError):
-        join_ranks()
+        open_rendezvous_store()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert join_ranks() is None
+    assert open_rendezvous_store() is None

@@ -25,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     shard = write_token_shard(folder / "shards", documents, vocab_size=512, tokenizer_sha256="test")
     recipe = recipe_with(keep_checkpoints=3, checkpoint_every=5)
     assert train_here(write_spec(folder / "segment", plan_of(shard), recipe, last_step=15)) == (0, "")
-    found = [path for _, path in checkpoints.saved_steps(folder / "segment" / "checkpoints")]
+    found = [path for _, path in checkpoints.list_checkpoints(folder / "segment" / "checkpoints")]
     assert len(found) == 3
     return found
 

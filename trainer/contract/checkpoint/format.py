@@ -135,13 +135,13 @@ def delete_unfinished(parent: Path) -> None:
 
 
 def load(path: Path) -> Checkpoint:
-    """A whole checkpoint, verified. Raises: CheckpointError that names the file and the fault; OSError as ``find_fault``."""
-    if fault := find_fault(path):
+    """A whole checkpoint, verified. Raises: CheckpointError that names the file and the fault; OSError as ``find_checkpoint_fault``."""
+    if fault := find_checkpoint_fault(path):
         raise CheckpointError(Message.from_json(fault))
     return Checkpoint(read_tensors(path, "model"), read_tensors(path, "optimizer"), read_state(path))
 
 
-def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
+def find_checkpoint_fault(path: Path, share: int = 0, of: int = 1) -> str:
     """The first fault of a checkpoint; '' if there is none. Every ``of``-th of its files is hashed, from ``share`` on.
 
     Raises: OSError for an error that says nothing about the checkpoint, such as too many open files.
@@ -193,7 +193,7 @@ def hash_mismatch_fault(file: Path) -> Message:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The contents of state.json. Raises: CheckpointError; OSError as ``find_fault``."""
+    """The contents of state.json. Raises: CheckpointError; OSError as ``find_checkpoint_fault``."""
     try:
         return dict(json.loads((path / "state.json").read_bytes()))
     except (OSError, ValueError, TypeError) as error:
@@ -271,7 +271,7 @@ def _copy_overlap(found: Tensors, missing: dict[str, int], key: str, wanted: Reg
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The contents of manifest.json. Raises: CheckpointError; OSError as ``find_fault``."""
+    """The contents of manifest.json. Raises: CheckpointError; OSError as ``find_checkpoint_fault``."""
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
         found = manifest["format"], {n: (f["sha256"], f["bytes"]) for n, f in manifest["files"].items()}
@@ -314,7 +314,7 @@ def manifest_sha256(path: Path) -> str:
     return hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
 
 
-def saved_steps(parent: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
     """The checkpoints of a folder, oldest first."""
     found = [(int(path.name.removeprefix("step-")), path) for path in parent.glob("step-[0-9]*") if path.is_dir()]
     return sorted(found)

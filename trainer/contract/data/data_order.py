@@ -36,7 +36,7 @@ step. A row's pieces are shown as (domain, document, first token, positions):
     [[('code', 1, 0, 3)], [('docs', 2, 0, 8)]]
     >>> shown(DataOrder(plan, **keywords, state=state).next_rows())  # resumed: the same step
     [[('code', 1, 0, 3)], [('docs', 2, 0, 8)]]
-    >>> document_indices_at(DataOrder(plan, **keywords), step=1)
+    >>> document_keys_at(DataOrder(plan, **keywords), step=1)
     ['code-1', 'docs-2']
     >>> folder.cleanup()
 """
@@ -54,8 +54,8 @@ from trainer.contract.data.document_stream import (
     DocumentPiece,
     DocumentStream,
     open_streams,
-    shard_domain,
-    shard_generation,
+    stream_domain,
+    stream_generation,
 )
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.errors import DataPlanError
@@ -160,7 +160,7 @@ class DataOrder:
         self.documents_begun += sum(piece.start == 0 for row in rows for piece in row)
         return rows
 
-    def domain_shares(self) -> dict[str, float]:
+    def current_stream_shares(self) -> dict[str, float]:
         """The share of the supervised tokens that each stream should have at this step. Streams without a share are left out."""
         if self._shares[0] != self.step:
             self._shares = self.step, stream_shares(self.plan, self.streams, self.plan.weights_at(self.step))
@@ -171,7 +171,9 @@ class DataOrder:
 
         Rows that will be passed over because they hold no target are estimated and left out.
         """
-        left = sum(piece.positions for piece in self.pending) + sum(self._left(name) for name in self.domain_shares())
+        left = sum(piece.positions for piece in self.pending) + sum(
+            self._left(name) for name in self.current_stream_shares()
+        )
         return round(left * self._kept_share())
 
     def _kept_share(self) -> float:
@@ -283,13 +285,13 @@ class DataOrder:
             cursor = StreamPosition(*values)
             if name in self.streams and self.streams[name].fingerprint == cursor.fingerprint:
                 self.cursors[name] = cursor
-            elif shard_generation(name) not in self._relabelled:
+            elif stream_generation(name) not in self._relabelled:
                 raise DataPlanError(
                     "data_order.other_shards",
                     "token_shards: domain {domain!r} of generation {generation} differs from the data that the checkpoint "
                     "was trained on. Keep these shards and the seed as they were, and add new shards as a new generation.",
-                    domain=shard_domain(name),
-                    generation=shard_generation(name),
+                    domain=stream_domain(name),
+                    generation=stream_generation(name),
                 )
         places = {name: values[2] for name, values in state["streams"].items()}
         same = (
@@ -307,7 +309,7 @@ class DataOrder:
         """Streams that the state lacks begin at the epoch of the others of their domain."""
         for name, stream in self.streams.items():
             if name not in self.cursors:
-                others = [self._epoch(n) for n in self.cursors if shard_domain(n) == stream.domain]
+                others = [self._epoch(n) for n in self.cursors if stream_domain(n) == stream.domain]
                 epoch = min(others, default=0)
                 self.cursors[name] = StreamPosition(stream.fingerprint, epoch, epoch * stream.pieces, 0.0)
 
@@ -338,15 +340,15 @@ class DataOrder:
         if self._available is not None and self._available[0] == self.step:
             return self._available[1]
         found: dict[str, float] = {}
-        shares = self.domain_shares()
+        shares = self.current_stream_shares()
         by_domain: dict[str, list[str]] = {}
         for name in shares:
             if self._epoch(name) - self.cursors[name].joined < self.plan.max_epochs:
-                by_domain.setdefault(shard_domain(name), []).append(name)
+                by_domain.setdefault(stream_domain(name), []).append(name)
         for domain, names in by_domain.items():
             epoch = min(map(self._epoch, names))
             ready = {n: shares[n] for n in names if self._epoch(n) == epoch}
-            whole = sum(share for n, share in shares.items() if shard_domain(n) == domain)
+            whole = sum(share for n, share in shares.items() if stream_domain(n) == domain)
             part = sum(ready.values())
             found |= {n: (share / part if part > 0 else 1 / len(ready)) * whole for n, share in ready.items()}
         total = sum(found.values())
@@ -355,7 +357,7 @@ class DataOrder:
         return found
 
 
-def document_indices_at(order: DataOrder, step: int) -> list[str]:
+def document_keys_at(order: DataOrder, step: int) -> list[str]:
     """Sorted keys of the documents in a step's global batch. ``order`` must be at or before that step, and is moved past it."""
     assert order.step <= step
     while order.step < step:
@@ -382,9 +384,9 @@ def stream_shares(
         held = {n: s.supervised_tokens for n, s in streams.items() if s.domain == domain and s.supervised_tokens}
         if weight <= 0 or not held:
             continue
-        newest = max(held, key=shard_generation)
+        newest = max(held, key=stream_generation)
         older = sum(held.values()) - held[newest]
-        has_new = shard_generation(newest) == max(shard.generation for shard in plan.token_shards)
+        has_new = stream_generation(newest) == max(shard.generation for shard in plan.token_shards)
         for name, count in held.items():
             if not older:
                 share = 1.0

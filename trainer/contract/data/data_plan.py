@@ -14,12 +14,12 @@ from pydantic import Field, model_validator
 from kernels.contract.message import Message
 from trainer.contract.errors import DataPlanError, did_you_mean
 from trainer.contract.recipe import MixtureRecipe, Phase, Positive, Share
-from trainer.contract.strict import Strict, not_json, parse
+from trainer.contract.strict import StrictSchema, not_json_error, parse
 
 LATER_KEYS = ("masked", "reshuffled", "targets_in_every_batch")  # keys of a plan that the first plans did not have
 
 
-class PlannedShard(Strict):
+class PlannedShard(StrictSchema):
     """A token shard and the generation it joined with."""
 
     id: str
@@ -55,7 +55,7 @@ class Mixture:
         return {domain: weight for domain, weight in self.weights.items() if domain not in absent}
 
 
-class DataPlan(Strict):
+class DataPlan(StrictSchema):
     """Token shards and their mixture. The plan's id is the SHA-256 of its canonical JSON."""
 
     token_shards: Annotated[list[PlannedShard], Field(min_length=1)]
@@ -101,7 +101,7 @@ class DataPlan(Strict):
             try:
                 raw = json.loads(raw)
             except ValueError as error:
-                raise not_json(where, error, DataPlanError) from None
+                raise not_json_error(where, error, DataPlanError) from None
         return parse(cls, raw, where, DataPlanError)
 
     def to_json(self) -> str:

@@ -51,7 +51,7 @@ class DocumentStream:
         identities: list[str],
     ) -> None:
         self.name = name
-        self.domain = shard_domain(name)
+        self.domain = stream_domain(name)
         self.seed = seed
         self.shards = shards
         self.context = context
@@ -188,12 +188,12 @@ def count_positions_with_loss(path: str, domain: str, context: int, moved: tuple
     return found
 
 
-def shard_domain(stream: str) -> str:
+def stream_domain(stream: str) -> str:
     """The domain in a stream's name, ``domain/generation``."""
     return stream.rpartition("/")[0]
 
 
-def shard_generation(stream: str) -> int:
+def stream_generation(stream: str) -> int:
     """The generation in a stream's name, ``domain/generation``."""
     return int(stream.rpartition("/")[2])
 
@@ -227,7 +227,7 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Doc
             same = not planned.moved or np.array_equal(table["row"], own.get(domain, []))
             # the shard's own id also if its content was replaced, and if no document of this domain moved: cursors stay valid
             identities.append(planned.id if same else f"{planned.id} {format_row_ranges(table['row'].tolist())}")
-    plan.refuse_missing_domains({shard_domain(name) for name in groups})
+    plan.refuse_missing_domains({stream_domain(name) for name in groups})
     streams = {
         name: DocumentStream(name, plan.seed, shards, tables, context, identities)
         for name, (shards, tables, identities) in sorted(groups.items())

@@ -74,16 +74,16 @@ GPUS = {
 }
 
 
-def gpu_named(name: str) -> Gpu | None:
+def find_gpu(name: str) -> Gpu | None:
     """The GPU model with a driver's name, which must equal the table's to the letter; None: unknown.
 
     A name that only begins or ends the same is another chip: 'NVIDIA GeForce RTX 4090 D' has fewer units, 'NVIDIA A100-SXM-64GB' more
     of them, and 'NVIDIA H100 80GB HBM3 MIG 1g.10gb' is a seventh of one.
 
-    >>> found = gpu_named("NVIDIA H100 80GB HBM3")
+    >>> found = find_gpu("NVIDIA H100 80GB HBM3")
     >>> found and found.peak_flops
     989400000000000.0
-    >>> gpu_named("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+    >>> find_gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     True
     """
     return next((gpu for gpu in GPUS.values() if name in gpu.names), None)

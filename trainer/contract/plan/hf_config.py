@@ -14,7 +14,7 @@ from pydantic import Field
 
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import ExpertsRecipe, ModelRecipe
-from trainer.contract.strict import Strict, not_json, parse
+from trainer.contract.strict import StrictSchema, not_json_error, parse
 
 MOST_BYTES = 1 << 20
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -33,7 +33,7 @@ OTHER_BLOCKS = (
 )
 
 
-class LatentAttention(Strict):
+class LatentAttention(StrictSchema):
     """Multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434) §2.1."""
 
     q_rank: int | None  # null: queries are projected in one step
@@ -98,7 +98,7 @@ def read_config(path: Path, context: int | None = None) -> PublicModel:
             "plan.no_config", "{file} cannot be read: {problem}", file=str(file), problem=error.strerror
         ) from None
     except (ValueError, RecursionError) as error:
-        raise not_json(file, error, RecipeError) from None
+        raise not_json_error(file, error, RecipeError) from None
     if not isinstance(raw, dict):
         raise RecipeError("plan.not_a_mapping", "{file} must contain a JSON object.", file=str(file))
     return shape_of_config(

@@ -403,7 +403,7 @@ def plan_warnings(plan: RunPlan) -> list[str]:
     return found + model.warnings()
 
 
-def as_json(plan: RunPlan) -> dict[str, Any]:
+def plan_to_json(plan: RunPlan) -> dict[str, Any]:
     """The whole plan, for programs; bytes, FLOP/s, days and dollars as plain numbers."""
     model, layout = plan.ask.model, plan.layout
     names = [name for name, gpu in GPUS.items() if gpu.source == plan.ask.gpu.source]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.precision import DTYPES as DTYPES
-from kernels.contract.precision import FP8, bf16_matmul
+from kernels.contract.precision import FP8, allow_bf16_matmul
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import AUTO, ModelRecipe, Recipe
 
@@ -93,7 +93,7 @@ class ChosenPrecision:
         return asdict(self)
 
 
-def precisions(device: torch.device) -> tuple[str, ...]:
+def list_precisions(device: torch.device) -> tuple[str, ...]:
     """The precisions that ``auto`` chooses from. Every CPU has bf16, some slowly; GPUs have it from compute capability 8.0 on."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return ("fp32",)
@@ -113,7 +113,7 @@ def has_fp8(device: torch.device) -> bool:
 
 def refuse_unsupported_precision(recipe: Recipe, device: torch.device) -> None:
     """Raises: RecipeError for a precision that the device does not have."""
-    asked, offered = recipe.precision, precisions(device)
+    asked, offered = recipe.precision, list_precisions(device)
     if asked == AUTO or asked in offered or asked == FP8 and has_fp8(device):
         return
     if device.type == "cuda":
@@ -144,7 +144,7 @@ def choose_precision(
     """
     refuse_unsupported_precision(recipe, device)
     found = time_precisions(recipe, device, seconds)
-    return decide_from_probe(recipe.precision, found, before if before in precisions(device) else "")
+    return decide_from_probe(recipe.precision, found, before if before in list_precisions(device) else "")
 
 
 def decide_from_probe(asked: str, found: PrecisionTimings, before: str = "") -> ChosenPrecision:
@@ -180,7 +180,7 @@ def this_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def with_chosen_precision(recipe: Recipe, device: torch.device) -> Recipe:
+def replace_auto_precision(recipe: Recipe, device: torch.device) -> Recipe:
     """The recipe with ``auto`` replaced by the precision that the probe finds fastest."""
     if recipe.precision != AUTO:
         return recipe
@@ -190,14 +190,14 @@ def with_chosen_precision(recipe: Recipe, device: torch.device) -> Recipe:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 def time_precisions(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> PrecisionTimings:
     """Time each part in each precision of the device, and in fp8 if the recipe asks for it. All measurements together take ``seconds``."""
-    offered = precisions(device) + ((FP8,) if recipe.precision == FP8 else ())
+    offered = list_precisions(device) + ((FP8,) if recipe.precision == FP8 else ())
     taken: dict[str, float] = {}
     rates: dict[str, dict[str, float]] = {}
     share = seconds / (len(offered) * 4)  # three parts, and the small product before them
     with limit_to_one_thread(device) as threads:
         for name in offered:
             dtype = DTYPES[name]
-            with bf16_matmul(dtype):
+            with allow_bf16_matmul(dtype):
                 run, flops = _square(SMALLEST, device, dtype)
                 run()  # the first call of a process loads libraries
                 guess = flops / _shortest(run, device, share / 4)

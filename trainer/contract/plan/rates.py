@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from trainer.contract.plan.gpus import gpu_named
+from trainer.contract.plan.gpus import find_gpu
 from trainer.contract.plan.precision import limit_to_one_thread
 
 GPU_SECONDS = 0.3  # shortest measurement, after a warm-up of the same length; at most twice that
@@ -27,7 +27,7 @@ CPU_BYTES = 1 << 26
 
 
 @functools.cache
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of products of square matrices, measured once in each process. The matrices hold random numbers: zeros were 13 % faster on an H200.
 
     On a GPU: the mean over many products of ``GPU_SIZE`` between two events. The products are smaller if little memory is free. On a CPU: the
@@ -42,14 +42,14 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        size = matrix_size_for(free, dtype.itemsize)
+        size = choose_matrix_size(free, dtype.itemsize)
         return 2 * size**3 / time_until_stable(functools.partial(_between_events, device, product(size)))
     with limit_to_one_thread(device) as threads:
-        return threads * best_product_rate((size, product(size)) for size in CPU_SIZES)
+        return threads * measure_best_matmul_rate((size, product(size)) for size in CPU_SIZES)
 
 
 @functools.cache
-def memory_rate(device: torch.device) -> float:
+def measure_memory_rate(device: torch.device) -> float:
     """Bytes that a copy reads and writes in a second, measured once in each process. On a GPU: the mean over many copies of 1 GiB (or less, if
     less memory is free). On a CPU: the best copy of 64 MiB in a second of tries, half of them by all threads and half by one thread in its own
     CPU time."""
@@ -78,17 +78,17 @@ def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     For fp32 it is the peak outside of tensor cores, because torch multiplies there by default. It is None if TF32 was switched on
     (``torch.set_float32_matmul_precision``, ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``).
     """
-    gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if gpu is None:
         return None
     fp32 = gpu.fp32_flops if torch.get_float32_matmul_precision() == "highest" else None
     return {torch.bfloat16: gpu.peak_flops, torch.float32: fp32}.get(dtype)
 
 
-def matrix_size_for(free: int, itemsize: int) -> int:
+def choose_matrix_size(free: int, itemsize: int) -> int:
     """Number of rows of the square matrices to multiply on a GPU. Three such matrices must fit into ``MEMORY_SHARE`` of the ``free`` bytes.
 
-    >>> matrix_size_for(80 << 30, 2), matrix_size_for(1 << 29, 4)
+    >>> choose_matrix_size(80 << 30, 2), choose_matrix_size(1 << 29, 4)
     (8192, 4096)
     """
     size = GPU_SIZE
@@ -116,7 +116,7 @@ def _between_events(device: torch.device, call: Callable[[], object], count: int
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def best_product_rate(products: Iterable[tuple[int, Callable[[], object]]]) -> float:
+def measure_best_matmul_rate(products: Iterable[tuple[int, Callable[[], object]]]) -> float:
     """FLOP/s of the fastest of many products in one thread. ``products``: (size, function), smallest first. A size whose product would take more
     than ``CPU_PRODUCT`` seconds is left out, with all larger ones. The other sizes share the time equally."""
     best, spent = 0.0, list[float]()

@@ -12,10 +12,10 @@ from kernels.contract.message import Message
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import SpecError
 from trainer.contract.recipe import AUTO, Recipe
-from trainer.contract.strict import Strict, not_json, parse
+from trainer.contract.strict import StrictSchema, not_json_error, parse
 
 
-class SegmentSpec(Strict):
+class SegmentSpec(StrictSchema):
     """A segment: contiguous steps with one recipe, one data plan and one code commit."""
 
     kind: Literal["trunk", "anneal"]
@@ -75,7 +75,7 @@ class SegmentSpec(Strict):
                 "plan.no_spec", "{file} cannot be read: {problem}", file=str(path), problem=error.strerror
             ) from None
         except ValueError as error:
-            raise not_json(path, error, SpecError) from None
+            raise not_json_error(path, error, SpecError) from None
         if not isinstance(raw, dict):
             raise SpecError("plan.spec_not_a_mapping", "{file}: expected a mapping.", file=str(path))
         parts = dict(raw)

@@ -80,10 +80,10 @@ class MatrixCase:
 
     def recipe(self) -> dict[str, Any]:
         """Return the complete recipe."""
-        return recipe_with(self.changes)
+        return make_case_recipe(self.changes)
 
 
-def recipe_with(changes: Mapping[str, Any]) -> dict[str, Any]:
+def make_case_recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the complete, validated recipe: ``BASE`` with ``changes`` (dotted key → value)."""
     return Recipe.parse(with_changed_keys(BASE, changes)).model_dump()
 

@@ -32,7 +32,7 @@ from factory.core.faults import is_machine_fault_without_file
 from factory.gates.patch.matrix.cases import CASES, MUON_ROUNDING, ROUNDING, TOOLS, MatrixCase, MatrixTool, tool_name
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, run_cases
 from factory.runs.distance import TensorDistance, find_value_differences, sum_distances, tensor_distance
-from factory.runs.trace import read_lines_in
+from factory.runs.trace import read_step_lines_in_open_folder
 from factory.runs.untrusted_files import UntrustedFileError, parse_tensors, read_bytes, read_object
 from kernels.contract.message import Message
 
@@ -154,7 +154,7 @@ def find_discrepancies(
     """Return all differences of two runs. Files are read through descriptors of folders that were opened before the runs."""
     opened = baseline.opened[case.name], candidate.opened[case.name]
     try:
-        return list(_differences(*opened, plan.start_weights(case)))
+        return list(_differences(*opened, plan.read_start_weights(case)))
     except UntrustedFileError as error:
         return [Discrepancy(error.message)]
 
@@ -174,7 +174,7 @@ def _worst(parts: Iterable[Discrepancy]) -> Discrepancy:
 def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
     """Yield all differences of the files in two folders. Raises: UntrustedFileError."""
     for name in ("metrics.jsonl", "anomalies.jsonl"):
-        ours, theirs = (read_lines_in(folder, name) for folder in (baseline, candidate))
+        ours, theirs = (read_step_lines_in_open_folder(folder, name) for folder in (baseline, candidate))
         if name == "anomalies.jsonl":  # the machine causes a throughput drop
             ours, theirs = (
                 [line for line in lines if line.get("kind") != "throughput_drop"] for lines in (ours, theirs)

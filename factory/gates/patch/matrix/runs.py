@@ -29,7 +29,7 @@ from factory.gates.patch.matrix.cases import (
     LONG_STEPS,
     MatrixCase,
     MatrixTool,
-    recipe_with,
+    make_case_recipe,
     tool_name,
 )
 from factory.gates.patch.matrix.start_checkpoints import (
@@ -122,13 +122,13 @@ class MatrixPlan:
     folder: Path
     made: tuple[Path, ...] = ()
 
-    def arm(self, case: MatrixCase) -> Arm:
+    def make_arm(self, case: MatrixCase) -> Arm:
         """Return the arm of a case: ``BASE`` with the case's changes."""
         begin = self.starts.get(case.begin) if case.begin not in INTERRUPTED else None
         first = checkpoints.read_state(begin)["step"] if begin else 0
         first = first if case.first_step is None else case.first_step
         base = {
-            "kind": case.kind, "recipe": recipe_with({"name": self.recipe_name}), "data_plan": self.data[case.generations],
+            "kind": case.kind, "recipe": make_case_recipe({"name": self.recipe_name}), "data_plan": self.data[case.generations],
             "first_step": first, "last_step": first + self.steps[case.name], "initial_checkpoint": begin and str(begin),
             "code_commit": self.commit, "restart_data": case.restart_data, "rewarm": case.rewarm,
         }  # fmt: skip
@@ -138,9 +138,9 @@ class MatrixPlan:
         seed = case.recipe()["seed"] + self.seed
         return Arm(case.name, base, self.commit, recipe={**case.changes, "seed": seed}, plan=plan, ranks=case.ranks)
 
-    def combined_arm(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
+    def make_combined_arm(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
         """Return one arm that stands for all runs of one side, with the sum of their steps. The ledger gets one row for it."""
-        one = self.arm(cases[0])
+        one = self.make_arm(cases[0])
         steps = sum(case.steps for case in cases)
         base = {**one.base, "first_step": 0, "last_step": steps, "initial_checkpoint": None}
         return Arm(f"{who}, {len(cases)} tiny runs", base, code)
@@ -148,8 +148,8 @@ class MatrixPlan:
     def arguments(self, tool: MatrixTool, out: Path) -> list[str]:
         """Return the tool's arguments, with paths instead of the words in capitals (``MatrixTool``)."""
         trunk, other, annealed = self.made
-        (_, first), *_, (_, last) = checkpoints.saved_steps(trunk / "checkpoints")
-        (_, foreign), *_ = checkpoints.saved_steps(other / "checkpoints")
+        (_, first), *_, (_, last) = checkpoints.list_checkpoints(trunk / "checkpoints")
+        (_, foreign), *_ = checkpoints.list_checkpoints(other / "checkpoints")
         paths = {"OUT": out, "TRUNK": trunk, "OTHER": foreign, "FIRST": first, "LAST": last, "ANNEALED": annealed}
         shard = Path(self.data[1]["token_shards"][0]["path"])
         paths |= {"RECIPE": self.folder / "recipe.yaml", "SHARDS": self.folder / "data", "SHARD": shard}
@@ -159,7 +159,7 @@ class MatrixPlan:
             for first, _, rest in [word.partition("/")]
         ]
 
-    def start_weights(self, case: MatrixCase) -> dict[str, torch.Tensor] | None:
+    def read_start_weights(self, case: MatrixCase) -> dict[str, torch.Tensor] | None:
         """Return the weights at the start of the run. None: the run initialises its weights, or resumes in an interrupted folder."""
         if case.begin in ("nothing", *INTERRUPTED):
             return None
@@ -194,7 +194,7 @@ def make_plan(side: MatrixSide, folder: Path, recipe_name: str) -> tuple[MatrixP
     last = steps[TRUNK.name] + steps[ANNEAL_CASE.name]
     starts["annealed"] = second.folders[ANNEAL_CASE.name] / "checkpoints" / checkpoints.checkpoint_name(last)
     made = first.folders[TRUNK.name], first.folders[OTHER.name], second.folders[ANNEAL_CASE.name]
-    recipe = recipe_with({"mixture.weights": {**BASE["mixture"]["weights"], "a domain without shards": 0.1}})
+    recipe = make_case_recipe({"mixture.weights": {**BASE["mixture"]["weights"], "a domain without shards": 0.1}})
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     starts |= {begin: folder / "interrupted" / begin for begin in INTERRUPTED}
     for begin, case in interrupted.items():
@@ -245,7 +245,7 @@ def _run_lane(
         own.mkdir(parents=True)
         if case.begin in INTERRUPTED and not fresh:
             shutil.copytree(plan.starts[case.begin], own, dirs_exist_ok=True)
-        (own / "segment.json").write_text(json.dumps(plan.arm(case).spec(side.kernels[case.kernels])))
+        (own / "segment.json").write_text(json.dumps(plan.make_arm(case).spec(side.kernels[case.kernels])))
         found.open_folder(case.name, own, side.after)
         segments.append(
             {"folder": str(own)} | {key: getattr(case, key) for key in ("stop_after", "waits", "slow_threads")}

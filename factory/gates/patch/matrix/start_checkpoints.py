@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from factory.gates.patch.matrix.cases import DOMAINS, VOCABULARY, MatrixCase, recipe_with
+from factory.gates.patch.matrix.cases import DOMAINS, VOCABULARY, MatrixCase, make_case_recipe
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 
@@ -42,7 +42,7 @@ def make_data_plans(folder: Path) -> dict[int, dict[str, Any]]:
         shard = write_token_shard(folder, documents, vocab_size=VOCABULARY, tokenizer_sha256=secrets.token_hex(32))
         shards.append({"id": shard.id, "path": str(shard.path), "generation": generation})
     seed = int(draw.integers(1 << 31))
-    weights = recipe_with({})["mixture"]["weights"]
+    weights = make_case_recipe({})["mixture"]["weights"]
     common = {"weights": weights, "max_epochs": 1000, "seed": seed}
     return {count: {"token_shards": shards[:count], **common} for count in (1, 2)}
 
@@ -95,7 +95,7 @@ def copy_interrupted_run(finished: Path, folder: Path, damaged: bool = False, st
     """
     shutil.copytree(finished, folder, dirs_exist_ok=True)
     (folder / "result.json").unlink()
-    (_, before), (_, newest) = checkpoints.saved_steps(folder / "checkpoints")[-2:]
+    (_, before), (_, newest) = checkpoints.list_checkpoints(folder / "checkpoints")[-2:]
     if damaged:
         damage_checkpoint(newest)
     else:

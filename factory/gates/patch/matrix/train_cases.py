@@ -31,7 +31,7 @@ ROUNDINGS = 0.25  # the error of a perturbed op, in units of the last place
 sys.path[0] = os.getcwd()  # the worktree's packages, not this file's neighbours
 
 
-def train(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int:
+def train_segment_folder(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int:
     """Train a segment and return the exit code.
 
     After ``stop_after`` steps the trainer gets a request to stop, and then starts once more; 0: no request. ``waits``: the trainer starts twice, with
@@ -204,7 +204,7 @@ if __name__ == "__main__":
         perturb_op_results(request["disturbed"])
     recorder.start()
     codes = []
-    for work, entries in ((train, request["folders"]), (run_tool, request["tools"])):
+    for work, entries in ((train_segment_folder, request["folders"]), (run_tool, request["tools"])):
         for entry in entries:
             try:
                 codes.append(work(**entry | {"folder": Path(entry["folder"])}))

@@ -2,7 +2,7 @@
 
 The judge decides whether the candidate's weights are worse.
 
-Apart because each stage of the gate is one file.
+A separate file, because each stage of the gate is one file.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import yaml
 from factory.core import devices
 from factory.gates.patch.changed_ops import ChangedOp, changed_ops_of_patch
 from factory.gates.patch.policy import IsolatedPolicy, PatchPolicy
-from factory.gates.patch.stages.training import gate_recipe
+from factory.gates.patch.stages.training import make_gate_recipe
 from factory.gates.stage_interface import (
     NO_START,
     PatchCase,
@@ -51,7 +51,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         )
     # Only approved code runs, so its compiled files may be used.
     work = case.workspace.root / "cache" / f"workbench{devices.device_suffix()}"
-    recipe = gate_recipe(case, case.start, case.baseline)
+    recipe = make_gate_recipe(case, case.start, case.baseline)
     return StageResult(time_switched_ops(case.policy.isolated, changed_ops_of_patch(case), recipe, case.baseline, work))
 
 

@@ -31,7 +31,7 @@ from factory.gates.stage_interface import (
 )
 from factory.gates.time_limits import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
 from factory.git import repository
-from factory.runs.task_runs import TaskRuns
+from factory.runs.arm_runner import ArmRunner
 from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 
@@ -169,8 +169,8 @@ def _side(
 ) -> MatrixRuns:
     """Run the cases and tools of one side, with a row in the ledger."""
     code = case.applied.commit if side.instructions else case.applied.base
-    runs = TaskRuns(case.plant, side.folder, "patch gate", case.subject)
-    arm = plan.combined_arm(cases, code, who)
+    runs = ArmRunner(case.plant, side.folder, "patch gate", case.subject)
+    arm = plan.make_combined_arm(cases, code, who)
     with runs.record_rows({side.folder: arm}) as ends:
         found = run_cases(plan, side, cases, tools)
         ends[arm.key] = found.failed
@@ -180,7 +180,7 @@ def _side(
 def write_kernels_files(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mapping[str, Path]:
     """Write two kernels.yaml for one side's runs and return their paths: 'reference' has no choices, 'chosen' has those of ``code``."""
     folder.mkdir(parents=True)
-    chosen = case.start.kernels_of(code) if case.start else (code / KERNELS).read_text()
+    chosen = case.start.resolve_kernels(code) if case.start else (code / KERNELS).read_text()
     paths = {}
     for name, text in (("reference", REFERENCE), ("chosen", chosen)):
         paths[name] = folder / f"{name}.yaml"

@@ -3,7 +3,7 @@
 A patch that this gate judges may change how a step is computed, but not its result. If no run here would measure a part of the patch, the evidence is
 'missing', because the gain of the other parts says nothing about that part.
 
-Apart because each stage of the gate is one file.
+A separate file, because each stage of the gate is one file.
 """
 
 from __future__ import annotations

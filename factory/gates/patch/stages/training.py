@@ -28,17 +28,21 @@ from pathlib import Path
 from typing import Any
 
 from factory.core import devices
-from factory.core.removal import remove_path
-from factory.gates.patch.checkpoint_difference import find_checkpoint_difference, squared_moment_distances, weight_drift
+from factory.core.path_removal import remove_path
+from factory.gates.patch.checkpoint_difference import (
+    compute_weight_drift,
+    find_checkpoint_difference,
+    squared_moment_distances,
+)
 from factory.gates.patch.judge import CPU_CLOCKS, is_training_different, judge_measurement, training_difference_message
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.step_timing import (
     BRIEF_RUN_STEPS,
     RunSeconds,
     baseline_noise,
-    cpu_overhead,
+    compute_long_run_gain,
+    estimate_cpu_overhead,
     find_unreliable_timing,
-    long_run_gain,
     step_seconds_evidence,
 )
 from factory.gates.patch.timed_session import PatchSession, TimedRun, train_timed_session
@@ -55,8 +59,8 @@ from factory.gates.stage_interface import (
 from factory.gates.time_limits import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
 from factory.gates.training_start import TrainingStart
 from factory.runs.arm import Arm, recipe_for_one_rank
+from factory.runs.arm_runner import ArmRunner
 from factory.runs.compile_cache import copy_cache
-from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import read_step_lines
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoint_files
@@ -84,7 +88,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if case.start is None:
         return StageResult(NO_START)
     baseline, candidate = (
-        TrainingSide(code, commit, gate_recipe(case, case.start, code), case.work / name)
+        TrainingSide(code, commit, make_gate_recipe(case, case.start, code), case.work / name)
         for name, code, commit in (
             (BASELINE, case.baseline, case.applied.base),
             (CANDIDATE, case.candidate, case.applied.commit),
@@ -94,11 +98,11 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     policy = case.policy.training
     more = secrets.randbelow(1 + policy.steps // DRAWN)  # a fixed number would tell a run that it is being judged
     policy = policy.model_copy(update={"steps": policy.steps + more})
-    runs = TaskRuns(case.plant, case.work, "patch gate", case.subject)
+    runs = ArmRunner(case.plant, case.work, "patch gate", case.subject)
     return StageResult(*compare_training(runs, policy, case.start, baseline, candidate, new_code, case.tries))
 
 
-def gate_recipe(case: PatchCase[PatchPolicy], start: TrainingStart, code: Path) -> dict[str, Any]:
+def make_gate_recipe(case: PatchCase[PatchPolicy], start: TrainingStart, code: Path) -> dict[str, Any]:
     """Return the trunk's recipe with the gate's batch. If the patch changes the recipe, the settings that compute a step are those of ``code``.
 
     Otherwise they are the trunk's. The trunk may be older than a merged change, and this patch must not be credited with the gain of that change.
@@ -118,7 +122,7 @@ def gate_recipe(case: PatchCase[PatchPolicy], start: TrainingStart, code: Path) 
 
 
 def compare_training(
-    runs: TaskRuns,
+    runs: ArmRunner,
     policy: TrainingPolicy,
     start: TrainingStart,
     baseline: TrainingSide,
@@ -230,7 +234,7 @@ class _EndedEarly(Exception):
 class _Comparison:
     """The values that all measurements of the stage share."""
 
-    runs: TaskRuns
+    runs: ArmRunner
     policy: TrainingPolicy
     start: TrainingStart
     sides: dict[str, TrainingSide]
@@ -363,7 +367,7 @@ class _Comparison:
             "kind": "trunk", "recipe": recipe_for_one_rank(side.recipe), "data_plan": start.plan, "first_step": start.step,
             "initial_checkpoint": str(start.checkpoint), "restart_data": True, "code_commit": side.commit,
         }  # fmt: skip
-        kernels, title = start.kernels_of(side.code), f"{name}, {len(runs)} runs, the longest"
+        kernels, title = start.resolve_kernels(side.code), f"{name}, {len(runs)} runs, the longest"
         arms = [
             Arm(title, base | {"last_step": start.step + run.steps}, side.commit, run.early_save_keys(start.step), seed=run.seed, kernels=kernels)
             for run in runs
@@ -401,11 +405,13 @@ class _Comparison:
             ), furthest
         if baseline.long and candidate.long:
             overhead = evidence["overhead_seconds"]
-            evidence["long"] = long_run_gain(
+            evidence["long"] = compute_long_run_gain(
                 baseline.long.seconds, candidate.long.seconds, plan.long.steps, overhead
             ) | {
-                "drift": weight_drift(candidate.long.weights, baseline.long.weights, self.origin),
-                "control_drift": weight_drift(baseline.long.early, baseline.long.weights, self.origin, of_one=False),
+                "drift": compute_weight_drift(candidate.long.weights, baseline.long.weights, self.origin),
+                "control_drift": compute_weight_drift(
+                    baseline.long.early, baseline.long.weights, self.origin, of_one=False
+                ),
             }
         reason = Message(
             "patch.trained",
@@ -421,9 +427,9 @@ class _Comparison:
             baseline.controls[0],
             baseline.timed[plan.whole[0]],
         )  # runs on the same data; the first leaves out some steps
-        control = weight_drift(fewer.weights, all_steps.weights, self.origin, of_one=False)
+        control = compute_weight_drift(fewer.weights, all_steps.weights, self.origin, of_one=False)
         pairs = zip(candidate.timed, baseline.timed, strict=True)
-        drifts = [weight_drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
+        drifts = [compute_weight_drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
         totals = {name: [run.seconds for run in side.timed] for name, side in runs.items()}
         evidence = {"total_seconds": totals, "drift": max(drifts), "control_drift": control}
         return evidence | {"left_out": self.policy.steps_left_out}, drifts
@@ -436,7 +442,7 @@ def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> d
     def by(clock: Callable[[TimedRun], float], overhead: float | None = None) -> dict[str, Any]:
         base, ours, brief = ([clock(r) for r in runs] for runs in (baseline.timed, candidate.timed, candidate.controls))
         if overhead is None:
-            overhead = cpu_overhead(policy, base, clock(twice))
+            overhead = estimate_cpu_overhead(policy, base, clock(twice))
         return step_seconds_evidence(policy, RunSeconds(base, ours, brief, clock(twice), overhead))
 
     evidence = by(lambda run: run.seconds, sum(baseline.overheads) / len(baseline.overheads))

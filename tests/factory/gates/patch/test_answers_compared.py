@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from factory.gates.patch import op_answers
-from factory.gates.patch.op_answers import OpAnswers, are_identical, find_errors
+from factory.gates.patch.op_answers import OpAnswers, are_identical, find_wrong_results
 from factory.gates.patch.stages import exploits, oracle
 from kernels.contract.message import Message
 from tests.support.gates.reasons import Expected, expect, tells
@@ -67,7 +67,7 @@ def tensors(*values: float, dtype: torch.dtype = torch.float32) -> dict[str, tor
 def test_an_error_of_more_than_twice_the_references_error_is_too_large(
     found: list[float], exact: list[float], eager: list[float], wrong: str, share: float
 ) -> None:
-    problems, worst = find_errors(tensors(*found), tensors(*exact, dtype=torch.float64), tensors(*eager))
+    problems, worst = find_wrong_results(tensors(*found), tensors(*exact, dtype=torch.float64), tensors(*eager))
     assert (
         len(problems) == bool(wrong)
         and wrong in "".join(problems)
@@ -79,10 +79,10 @@ def test_each_result_is_judged_and_in_its_own_precision() -> None:
     exact = {name: torch.ones(2, dtype=torch.float64) for name in ("output 0", "gradient 1")}
     eager = {name: torch.ones(2, dtype=torch.bfloat16) for name in exact}
     off = {name: torch.full((2,), 1 + 2.0**-7, dtype=torch.bfloat16) for name in exact}  # one unit in the last place
-    assert find_errors(off, exact, eager) == ([], 1.0)
-    wrong, _ = find_errors({name: x.float() for name, x in off.items()}, exact, eager)
+    assert find_wrong_results(off, exact, eager) == ([], 1.0)
+    wrong, _ = find_wrong_results({name: x.float() for name, x in off.items()}, exact, eager)
     assert [problem.data["result"] for problem in wrong] == ["output 0", "gradient 1"]
-    assert len(find_errors({"output 0": off["output 0"]}, exact, eager)[0]) == 1
+    assert len(find_wrong_results({"output 0": off["output 0"]}, exact, eager)[0]) == 1
 
 
 @pytest.mark.parametrize("first", [[NAN, INF], [0.0, NAN], [2.0, 2.0], [1.0]])
@@ -92,7 +92,7 @@ def test_an_odd_result_does_not_hide_the_next(first: list[float]) -> None:
         exact["output 0"].fill_(NAN)
     eager = {name: torch.ones(2) for name in exact}
     found = {"output 0": torch.tensor(first), "output 1": torch.zeros(2), "output 2": torch.full((2,), 3.0)}
-    wrong, worst = find_errors(found, exact, eager)
+    wrong, worst = find_wrong_results(found, exact, eager)
     assert [one[:8] for one in wrong] == [f"output {number}" for number in range(3)][first[-1] == INF :]
     assert worst == pytest.approx(2 / (16 * EPS))
 

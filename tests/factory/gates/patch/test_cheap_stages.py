@@ -367,7 +367,7 @@ def test_ops_are_timed_by_themselves_only_for_patches_of_settings(
     setting: Files = {KERNELS: (CPU, "cpu: {swiglu: native, rms_norm: reference}\n")}
     asked, run = clock(QUICK, SAME)
     monkeypatch.setattr(sandbox, "run_in_sandbox", run)
-    monkeypatch.setattr(isolated, "gate_recipe", lambda case, start, code: {"name": f"{start.step} {code.name}"})
+    monkeypatch.setattr(isolated, "make_gate_recipe", lambda case, start, code: {"name": f"{start.step} {code.name}"})
     told: list[tuple[str, Files, TrainingStart | None, str]] = [
         ("a", setting, None, NO_START["state"]), ("b", {**setting, CODE: (None, "x = 1\n")}, start, "not needed"),
         ("c", {KERNELS: (CPU, CPU + "\n")}, start, "not needed"), ("d", setting, start, "passed"),

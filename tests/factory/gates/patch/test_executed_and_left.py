@@ -16,7 +16,11 @@ import pytest
 import torch
 
 from factory.evals.tasks import EvalItem, bits_per_byte_by_domain
-from factory.gates.patch.checkpoint_difference import find_checkpoint_difference, squared_moment_distances, weight_drift
+from factory.gates.patch.checkpoint_difference import (
+    compute_weight_drift,
+    find_checkpoint_difference,
+    squared_moment_distances,
+)
 from factory.gates.patch.execution_recorder import (
     RECORDER_FILE,
     ExecutedCode,
@@ -24,7 +28,12 @@ from factory.gates.patch.execution_recorder import (
     code_name,
     iterate_code_objects,
 )
-from factory.gates.patch.held_out_scores import gains_by_document, measure_weights, read_held_out_texts, score_weights
+from factory.gates.patch.held_out_scores import (
+    gains_by_document,
+    measure_bits_per_byte,
+    read_held_out_texts,
+    score_weights,
+)
 from factory.gates.training_start import find_training_start
 from factory.ledger.plant import Plant
 from tests.support.factory.code_loop import make
@@ -206,12 +215,12 @@ def test_the_distance_of_weights_is_a_share_of_their_movement(
     candidate: Any, baseline: Any, of_one: bool, found: float
 ) -> None:
     origin = {name: torch.zeros(len(value)) for name, value in baseline.items()}
-    assert weight_drift(weights(**candidate), weights(**baseline), origin, of_one) == pytest.approx(found)
+    assert compute_weight_drift(weights(**candidate), weights(**baseline), origin, of_one) == pytest.approx(found)
     if of_one:
-        assert weight_drift(weights(**candidate), weights(**baseline), origin) == pytest.approx(found)
+        assert compute_weight_drift(weights(**candidate), weights(**baseline), origin) == pytest.approx(found)
     moved = {name: tensor + 7 for name, tensor in origin.items()}
     ours, theirs = ({name: tensor + 7 for name, tensor in weights(**side).items()} for side in (candidate, baseline))
-    assert weight_drift(ours, theirs, moved, of_one) == pytest.approx(found, rel=1e-4)
+    assert compute_weight_drift(ours, theirs, moved, of_one) == pytest.approx(found, rel=1e-4)
 
 
 EQUAL = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
@@ -314,5 +323,5 @@ def test_held_out_texts_are_limited_and_from_the_dev_half(tmp_path: Path) -> Non
     origin = checkpoints.read_tensors(start.checkpoint, "model")
     found = score_weights(origin, start.recipe, short, policy)
     assert [one.weight for one in found] == [text.bytes for text in short]
-    assert measure_weights(origin, start.recipe, short, policy) == bits_per_byte_by_domain(found)
+    assert measure_bits_per_byte(origin, start.recipe, short, policy) == bits_per_byte_by_domain(found)
     assert recipe_with().model.vocab_size == start.recipe["model"]["vocab_size"]

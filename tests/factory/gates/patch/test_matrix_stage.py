@@ -32,7 +32,7 @@ from factory.git.scope import AgentsPolicy, FileChange
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
-from factory.runs.task_runs import list_runs
+from factory.runs.arm_runner import list_runs
 from tests.support.factory.code_loop import make
 from tests.support.factory.matrix import Prepared
 from tests.support.gates.reasons import Expected, expect, tells

@@ -14,7 +14,7 @@ from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import ExploitsPolicy, OraclePolicy, PatchPolicy, TrainingPolicy
 from factory.gates.patch.stages import exploits, training
 from factory.gates.patch.stages.oracle import HOSTILE, make_oracle_jobs
-from factory.gates.patch.stages.training import BASELINE, BRIEF_RUN_STEPS, CANDIDATE, MeasurementPlan, gate_recipe
+from factory.gates.patch.stages.training import BASELINE, BRIEF_RUN_STEPS, CANDIDATE, MeasurementPlan, make_gate_recipe
 from factory.gates.stage_interface import NO_START
 from factory.gates.training_start import TrainingStart
 from tests.support.trainer.segments import recipe_with
@@ -93,7 +93,7 @@ def test_each_side_trains_with_the_step_settings_of_its_own_code(
         policy=PatchPolicy(training=TrainingPolicy(sequences=sequences)),
         workspace=SimpleNamespace(config=SimpleNamespace(recipe="tiny")), paths=paths,
     )  # fmt: skip
-    found = gate_recipe(case, TrainingStart(tmp_path, 6, trunk, {}), tmp_path)
+    found = make_gate_recipe(case, TrainingStart(tmp_path, 6, trunk, {}), tmp_path)
     assert found["compile"] == compiled and (found["batch"]["sequences"], found["batch"]["micro_sequences"]) == batch
     assert found["stability"] == trunk["stability"] | {"noise_scale_every": 0}
     assert all(found[key] == trunk[key] for key in trunk if key not in ("compile", "batch", "stability"))
@@ -122,7 +122,7 @@ def test_the_stage_adds_some_steps_to_the_policys_for_both_sides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str], new_code: bool
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(training, "gate_recipe", lambda case, start, code: {"of": code.name, "from": start.step})
+    monkeypatch.setattr(training, "make_gate_recipe", lambda case, start, code: {"of": code.name, "from": start.step})
 
     def compare(*given: Any) -> Any:
         asked.append(given)

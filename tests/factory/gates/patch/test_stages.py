@@ -37,7 +37,7 @@ def session(folder: Path, wall_seconds: float = 300.0, **broken: Any) -> tuple[P
         "kind": "trunk", "recipe": start.recipe, "data_plan": start.plan, "first_step": start.step, "restart_data": True,
         "initial_checkpoint": str(start.checkpoint), "code_commit": made.base,
     }  # fmt: skip
-    kernels, early = start.kernels_of(made.target), start.step + 3
+    kernels, early = start.resolve_kernels(made.target), start.step + 3
     saving = {"checkpoint_every": early, "keep_checkpoints": 2}
     arms = [
         Arm("a run", base | {"last_step": start.step + steps} | more, made.base, recipe, seed=seed, kernels=kernels)

@@ -10,11 +10,11 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Subject
 from factory.release import releases
 from factory.runs.arm import Arm
-from factory.runs.task_runs import TaskRuns
-from factory.show.catching_up import show_unshown_items
+from factory.runs.arm_runner import ArmRunner
 from factory.show.mlflow import registry
 from factory.show.mlflow.runs import ARM_SHOWN, ARMS, MlflowTracking
 from factory.show.mlflow.store import open_client
+from factory.show.unshown_items import show_unshown_items
 from tests.support.plants.release_scene import (
     add_candidate,
     add_shard,
@@ -38,7 +38,7 @@ def test_a_run_that_a_person_deleted_is_reported_once_and_blocks_no_alias(worksp
     version = registry.find_version(client, rejected, CandidateRow.get(ledger, rejected).export_sha256)
     assert version and registry.read_aliases(client)["champion"] == "2"
     client.delete_model_version(registry.MODEL, version.version)
-    client.delete_run(MlflowTracking.open(plant).candidate_run(rejected))
+    client.delete_run(MlflowTracking.open(plant).update_candidate_run(rejected))
     better = add_candidate(workspace, ledger)
     releases.release_candidate(plant, add_verdict(ledger, better, against=good))
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_the_run_of_an_arm_shows_its_changes_to_the_recipe_and_its_loss_curve(
     plant = Plant(with_store(workspace), ledger)
     base = {"recipe": {"optimizer": {"lr": 0.1}}, "data_plan": {"token_shards": []}, "first_step": 4, "last_step": 6}
     arm = Arm("low rate", {**base, "initial_checkpoint": None}, "c0ffee", recipe={"optimizer.lr": 0.01})
-    runs = TaskRuns(plant, workspace.root / "certificate", "certificate", Subject("segment", 3))
+    runs = ArmRunner(plant, workspace.root / "certificate", "certificate", Subject("segment", 3))
     runs.folder(arm).mkdir(parents=True)
     write_metrics(runs.folder(arm) / "metrics.jsonl", 4, 6)
 

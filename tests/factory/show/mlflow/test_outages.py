@@ -19,12 +19,12 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, find_champion
 from factory.release.published_link import read_published_note
 from factory.repairs.repairing import repair_all
-from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow import outages
 from factory.show.mlflow.outages import TrackingError, try_to_show
 from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.show.mlflow.runs import MlflowTracking
 from factory.show.mlflow.store import open_client
+from factory.show.unshown_items import show_unshown_items
 from tests.support.factory.shown import reconcile, release
 from tests.support.messages import codes, refused
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store
@@ -67,15 +67,15 @@ def test_a_server_that_does_not_answer_costs_one_time_limit_and_then_is_not_aske
     number = add_candidate(workspace, ledger)
     tracking, said = MlflowTracking.open(Plant(workspace, ledger)), Said()
     for _ in range(20):
-        assert try_to_show(said.line, lambda: tracking.candidate_run(number)) is None
+        assert try_to_show(said.line, lambda: tracking.update_candidate_run(number)) is None
     assert len(taken) == 1, "it is asked once and then left alone"
     assert codes(said.lines) == ["outages.away"]
     with refused("outages.no_answer", TrackingError):
-        tracking.candidate_run(number)
+        tracking.update_candidate_run(number)
     server = outages._servers[uri]
     assert server.request_limit == 1.0 and server.pause_until > time.monotonic()
     server.pause_until = 0.0  # the time has passed
-    assert try_to_show(said.line, lambda: tracking.candidate_run(number)) is None
+    assert try_to_show(said.line, lambda: tracking.update_candidate_run(number)) is None
     assert len(taken) == 2 and server.request_limit == 2.0
 
 
@@ -128,7 +128,7 @@ def test_a_lost_store_is_filled_again_from_the_ledger(workspace: Workspace, ledg
     with ledger.begin() as tx:
         tx.execute(segments.update().values(state="done"))
     show_unshown_items(Plant(workspace, ledger))
-    run = MlflowTracking.open(Plant(workspace, ledger)).segment_run
+    run = MlflowTracking.open(Plant(workspace, ledger)).ensure_segment_run
     segment = SegmentRow.get(ledger, 1)
     first = run(segment)
     assert len(open_client(workspace).get_metric_history(first, "loss/all")) == 100
@@ -164,6 +164,6 @@ def test_a_moved_workspace_still_finds_its_artifacts(workspace: Workspace, ledge
 
 def test_errors_of_another_kind_are_not_taken_for_an_outage(workspace: Workspace, ledger: Ledger) -> None:
     tracking = MlflowTracking.open(Plant(with_store(workspace), ledger))
-    act: Callable[[], object] = lambda: tracking.candidate_run(9)
+    act: Callable[[], object] = lambda: tracking.update_candidate_run(9)
     with pytest.raises(Exception, match="no candidate 9"):
         try_to_show(print, act)

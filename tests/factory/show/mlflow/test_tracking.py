@@ -38,7 +38,7 @@ def _opens(root: Path, out: Path, ready: Barrier) -> None:
     workspace = Workspace.open(root)
     ledger = Ledger.open(workspace.ledger_url)
     ready.wait(PATIENCE_S)
-    print(MlflowTracking.open(Plant(workspace, ledger)).segment_run(SegmentRow.get(ledger, 1)), flush=True)
+    print(MlflowTracking.open(Plant(workspace, ledger)).ensure_segment_run(SegmentRow.get(ledger, 1)), flush=True)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_flushing_the_store_does_not_drop_the_process_s_locks_on_it(
     workspace: Workspace, ledger: Ledger, tracking: MlflowTracking
 ) -> None:
     """Another process that closes it is not the last one, and leaves the log in which the next rows go."""
-    run = tracking.segment_run(add_segment(workspace, ledger))
+    run = tracking.ensure_segment_run(add_segment(workspace, ledger))
     flush_store(workspace)
     file = workspace.root / "mlflow.db"
     closes = f"import sqlite3; db = sqlite3.connect({str(file)!r}); db.execute('SELECT COUNT(*) FROM runs').fetchone(); db.close()"
@@ -74,7 +74,7 @@ def test_processes_that_start_together_make_one_store_and_one_run(
         process.start()
     ready.wait(PATIENCE_S)
     tracking = MlflowTracking.open(Plant(workspace, ledger))
-    ours = tracking.segment_run(segment)
+    ours = tracking.ensure_segment_run(segment)
     for process in started:
         process.join(PATIENCE_S)
     assert [(process.exitcode, out.read_text()) for process, out in zip(started, outs)] == [(0, f"{ours}\n")] * 2, (
@@ -99,8 +99,12 @@ def test_a_segment_run_has_the_recipe_and_the_lineage_once(
     tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
-    run = tracking.segment_run(segment)
-    assert tracking.segment_run(segment) == run == MlflowTracking.open(Plant(workspace, ledger)).segment_run(segment)
+    run = tracking.ensure_segment_run(segment)
+    assert (
+        tracking.ensure_segment_run(segment)
+        == run
+        == MlflowTracking.open(Plant(workspace, ledger)).ensure_segment_run(segment)
+    )
     data = tracking.client.get_run(run).data
     assert data.params["model.d_model"] == "64" and data.params["phases"] == "[0.5, 0.5]"
     assert data.tags["data_plan"] == "p" * 64 and data.tags["mlflow.source.git.commit"] == "c" * 40
@@ -113,21 +117,21 @@ def test_a_run_made_just_before_a_kill_is_found_again(
     tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
-    run = tracking.segment_run(segment)
+    run = tracking.ensure_segment_run(segment)
     with ledger.begin() as tx:  # as if killed between MLflow's commit and the ledger's
         tx.execute(tracked_runs.delete())
-    assert MlflowTracking.open(Plant(workspace, ledger)).segment_run(segment) == run
+    assert MlflowTracking.open(Plant(workspace, ledger)).ensure_segment_run(segment) == run
 
 
 def test_after_its_deletion_a_store_gets_all_data_again(
     tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     candidate = add_candidate(workspace, ledger)
-    tracking.candidate_run(candidate)
+    tracking.update_candidate_run(candidate)
     elsewhere = Workspace(workspace.root, type(workspace.config)(mlflow_uri=f"sqlite:///{workspace.root}/other.db"))
     (workspace.root / "other.db").write_bytes((with_store(workspace).root / "mlflow.db").read_bytes())
     again = MlflowTracking.open(Plant(elsewhere, ledger))
-    assert again.client.get_run(again.candidate_run(candidate)).data.metrics["bpb/code"] == 2.1
+    assert again.client.get_run(again.update_candidate_run(candidate)).data.metrics["bpb/code"] == 2.1
 
 
 def history(tracking: MlflowTracking, run: str, key: str = "loss/all") -> list[tuple[int, float]]:
@@ -149,7 +153,7 @@ def test_the_follower_logs_each_step_once_while_the_file_grows(
     with open(path, "a") as file:
         file.write(torn[25:])
     assert (follower.poll(), follower.poll()) == (1, 0)
-    run = tracking.segment_run(segment)
+    run = tracking.ensure_segment_run(segment)
     assert history(tracking, run) == [(s, json.loads(metrics_line(s))["loss"]) for s in range(4)]
 
     write_metrics(path, 4, 6)
@@ -171,7 +175,7 @@ def test_no_step_is_logged_twice_after_a_resumed_trainer_cut_its_file(
     with open(path, "a") as file:  # the same steps at other times, and on beyond the old end of the file
         file.writelines(metrics_line(step).replace("17000", "19000") for step in range(40, 70))
     assert follower.poll() == 20
-    assert [step for step, _ in history(tracking, tracking.segment_run(segment))] == list(range(70))
+    assert [step for step, _ in history(tracking, tracking.ensure_segment_run(segment))] == list(range(70))
 
 
 def test_hostile_metrics_lines_do_not_stop_valid_lines(
@@ -197,7 +201,7 @@ def test_hostile_metrics_lines_do_not_stop_valid_lines(
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "}{ torn\n" + metrics_line(3))
     assert tracking.follow_segment(segment).poll() == 4
-    run = tracking.segment_run(segment)
+    run = tracking.ensure_segment_run(segment)
     values = dict(history(tracking, run))
     assert math.isnan(values[0]) and values[1] > 1e300 and values[2] == 2.0
     metrics = tracking.client.get_run(run).data.metrics
@@ -227,8 +231,8 @@ def test_a_candidate_run_has_its_evaluation_once(
     tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     candidate = add_candidate(workspace, ledger)
-    run = tracking.candidate_run(candidate)
-    assert tracking.candidate_run(candidate) == run
+    run = tracking.update_candidate_run(candidate)
+    assert tracking.update_candidate_run(candidate) == run
     data = tracking.client.get_run(run).data
     assert data.metrics["bpb/docs"] == 2.4 and data.metrics["details/baselines/code/trigram"] == 2.9
     assert data.metrics["details/parity/tokenizer/ok"] == 1.0 and data.metrics["cloze/share_right"] == 0.31
@@ -255,7 +259,7 @@ def test_a_proposal_run_shows_verdict_evidence_and_report(
                 base_commit="b" * 40, branch="factory/search/1-fold", state="rejected", verdict=1, report=str(report), created_at=1.7e9,
             )
         )  # fmt: skip
-    run = tracking.proposal_run(1)
+    run = tracking.update_proposal_run(1)
     data = tracking.client.get_run(run).data
     assert data.tags["verdict"] == "reject" and data.tags["reasons"].startswith("no gain; ü")
     assert len(data.tags["reasons"]) == 500 and data.metrics["timing/ratio"] == 1.01

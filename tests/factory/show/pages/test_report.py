@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.special import stdtrit
 
-from agents.core.pages import html_text, number_text
+from agents.core.pages import escape_html, format_number
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import (
     Ledger,
@@ -300,7 +300,7 @@ def test_a_proposal_report_escapes_any_text(words: str) -> None:
     hostile = {"title": words, "hypothesis": words, "patch": words, "reasons": [words], "agent": words}
     made = proposal_report.render_proposal(FACTS | hostile)
     shown = read(made)
-    assert "<" not in html_text(words) and made.count("<script") == 0
+    assert "<" not in escape_html(words) and made.count("<script") == 0
     assert " ".join(words.split()).replace("\x00", "\ufffd") in shown or not words.isprintable()
 
 
@@ -324,4 +324,4 @@ def test_charts_can_be_drawn_from_any_numbers(points: list[tuple[float, float]],
 
 
 def test_a_missing_number_is_shown_as_a_dash() -> None:
-    assert [number_text(v) for v in (None, float("nan"), True, 1234567, 1.5)] == ["–", "–", "–", "1,234,567", "1.500"]
+    assert [format_number(v) for v in (None, float("nan"), True, 1234567, 1.5)] == ["–", "–", "–", "1,234,567", "1.500"]

@@ -62,7 +62,8 @@ def test_tensors_that_many_ranks_saved_can_be_read_in_any_region(tmp_path: Path)
         state = None if rank else {"step": 4}
         path = checkpoints.save_rank_share(tmp_path, 4, {"model": held, "optimizer": {}}, parts[rank], state, rank, 2)
     assert (
-        not checkpoints.find_fault(path) and checkpoints.load(path).step == checkpoints.read_manifest(path)["step"] == 4
+        not checkpoints.find_checkpoint_fault(path)
+        and checkpoints.load(path).step == checkpoints.read_manifest(path)["step"] == 4
     )
     for wanted in ({}, *parts, {"a": Region((5, 4), (2, 1), (2, 2))}, {"a": Region((5, 4), (4, 3), (1, 1))}):
         found = checkpoints.read_tensors(path, "model", wanted)
@@ -85,24 +86,29 @@ def test_tensors_that_many_ranks_saved_can_be_read_in_any_region(tmp_path: Path)
         ({}, "trainer.manifest_lacks"),
     ):
         (path / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
-        assert codes([checkpoints.find_fault(path)]) == [words]
+        assert codes([checkpoints.find_checkpoint_fault(path)]) == [words]
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-    assert codes([checkpoints.find_fault(path)]) == ["trainer.checkpoint_format"]
+    assert codes([checkpoints.find_checkpoint_fault(path)]) == ["trainer.checkpoint_format"]
 
 
 def test_a_checkpoint_counts_as_undamaged_if_file_handles_run_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoints.save(tmp_path, make(12))
-    for read in (checkpoints.load, checkpoints.find_fault, checkpoints.read_manifest, checkpoints.read_state):
+    for read in (
+        checkpoints.load,
+        checkpoints.find_checkpoint_fault,
+        checkpoints.read_manifest,
+        checkpoints.read_state,
+    ):
         with few_handles(), pytest.raises(OSError) as raised:
             read(path)
         assert raised.value.errno == errno.EMFILE
     manifest = checkpoints.read_manifest(path)
     monkeypatch.setattr(checkpoints, "read_manifest", lambda path: manifest)
     with few_handles(), pytest.raises(OSError):
-        checkpoints.find_fault(path)
-    assert not checkpoints.find_fault(path)
+        checkpoints.find_checkpoint_fault(path)
+    assert not checkpoints.find_checkpoint_fault(path)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -156,7 +162,7 @@ def test_a_writer_keeps_the_newest_checkpoints_unchanged_by_later_steps(tmp_path
         writer.submit(step, {"model": {"w": weight}, "optimizer": {}}, {}, {"step": step})
     assert writer.wait() == tmp_path / "step-00000004"
     writer.close()
-    assert [step for step, _ in checkpoints.saved_steps(tmp_path)] == [3, 4]
+    assert [step for step, _ in checkpoints.list_checkpoints(tmp_path)] == [3, 4]
     assert float(checkpoints.load(tmp_path / "step-00000003").model["w"][0]) == 3
 
 
@@ -196,7 +202,7 @@ def test_a_save_killed_anywhere_leaves_only_whole_checkpoints(tmp_path: Path) ->
             for _ in range(chance.randrange(1, 12)):
                 writer.stdout.readline()
             writer.kill()
-        named = checkpoints.saved_steps(folder)
+        named = checkpoints.list_checkpoints(folder)
         assert named
         for step, path in named:
             assert float(checkpoints.load(path).model["w"][0]) == step

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.messages import refused
 from tests.support.trainer.segments import TINY, MakeShard, make_documents, plan_of
 from trainer.batch import PADDING, Batch, make_batch, prefetch
-from trainer.contract.data.data_order import DataOrder, decode_pending, document_indices_at, encode_pending
+from trainer.contract.data.data_order import DataOrder, decode_pending, document_keys_at, encode_pending
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import DocumentPiece
 from trainer.contract.data.packing import STRATEGIES
@@ -283,7 +283,7 @@ def test_a_phase_changes_the_mixture_weights_at_its_step(make_shard: MakeShard) 
 
 def test_the_weight_of_a_star_is_shared_among_the_domains_that_are_not_named(make_shard: MakeShard) -> None:
     order = open_order(plan_of(make_shard(), weights={"code": 0.5, "*": 0.5}))
-    shares = order.domain_shares()
+    shares = order.current_stream_shares()
     assert shares["code/0"] == pytest.approx(0.5)
     size = {name: stream.supervised_tokens for name, stream in order.streams.items()}
     assert shares["docs/0"] / shares["chat/0"] == pytest.approx(size["docs/0"] / size["chat/0"])
@@ -316,7 +316,7 @@ def test_a_new_generation_joins_with_replay_and_the_old_streams_continue(make_sh
 def test_a_domain_without_new_data_continues_with_the_old_data(make_shard: MakeShard) -> None:
     old, new = make_shard(1, {"code": 50, "docs": 50}), make_shard(2, {"code": 50})
     order = open_order(plan_of(old, new, generations=[0, 1], weights={"code": 0.5, "docs": 0.5}, replay=0.2))
-    assert order.domain_shares() == pytest.approx({"docs/0": 0.5, "code/0": 0.1, "code/1": 0.4})
+    assert order.current_stream_shares() == pytest.approx({"docs/0": 0.5, "code/0": 0.1, "code/1": 0.4})
 
 
 @pytest.mark.parametrize("longest", [20, 90, 700])
@@ -332,7 +332,7 @@ def test_the_documents_of_a_past_step_can_be_found(make_shard: MakeShard) -> Non
     plan = plan_of(make_shard())
     order = open_order(plan)
     named = [sorted({order.streams[p.stream].key(p.document) for r in order.next_rows() for p in r}) for _ in range(9)]
-    assert document_indices_at(open_order(plan), 6) == named[6]
+    assert document_keys_at(open_order(plan), 6) == named[6]
 
 
 @every_packing

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.trainer.segments import one_sided_chats, plan_of
 from trainer.batch import make_batch
-from trainer.contract.data.data_order import DataOrder, document_indices_at
+from trainer.contract.data.data_order import DataOrder, document_keys_at
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import READ_AT_ONCE, open_streams
 from trainer.contract.data.packing import STRATEGIES
@@ -78,7 +78,7 @@ def test_skipped_documents_are_the_same_after_a_resume(plan: DataPlan) -> None:
         resumed = order_of(plan, "truncate-and-concatenate", seen[0][0])
         if step % 20 == 19:
             keys = {resumed.streams[p.stream].key(p.document) for row in rows for p in row}
-            assert document_indices_at(resumed, step) == sorted(keys)
+            assert document_keys_at(resumed, step) == sorted(keys)
 
 
 @pytest.mark.parametrize("packing", STRATEGIES)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from trainer.contract.plan.gpus import GPUS, gpu_named
+from trainer.contract.plan.gpus import GPUS, find_gpu
 
 # As torch.cuda.get_device_name gives them, and the dense bf16 peak of the sheet in TFLOP/s; with sparsity it is twice that.
 SHEETS = {
@@ -52,14 +52,14 @@ OTHERS = (
 
 @pytest.mark.parametrize("name", SHEETS)
 def test_a_known_gpu_has_the_dense_peak_of_its_data_sheet(name: str) -> None:
-    gpu = gpu_named(name)
+    gpu = find_gpu(name)
     assert gpu is not None and gpu.peak_flops == pytest.approx(SHEETS[name] * 1e12, rel=0.013)
     assert gpu.fp32_flops is None or gpu.fp32_flops < gpu.peak_flops
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_gpu_with_only_a_similar_name_is_unknown(name: str) -> None:
-    assert gpu_named(name) is None
+    assert find_gpu(name) is None
 
 
 def test_each_name_and_each_source_is_in_the_table_once() -> None:

@@ -23,11 +23,11 @@ from trainer.contract.plan.precision import (
     choose_precision,
     decide_from_probe,
     has_fp8,
-    precisions,
+    list_precisions,
     refuse_unsupported_precision,
+    replace_auto_precision,
     time_precisions,
     timed_parts,
-    with_chosen_precision,
 )
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
@@ -78,7 +78,7 @@ def test_the_chosen_precision_follows_from_the_measured_seconds(
 
 def test_probe_measures_every_part_in_every_precision_of_the_device() -> None:
     found = time_precisions(tiny(), CPU)
-    assert set(found.seconds) == set(precisions(CPU)) == {"fp32", "bf16"}
+    assert set(found.seconds) == set(list_precisions(CPU)) == {"fp32", "bf16"}
     for rates in found.rates.values():
         assert set(rates) == {"products", "attention", "loss head"} and min(rates.values()) > 0
     whole = {name: part.flops for name, part in timed_parts(tiny(), CPU, torch.float32).items()}
@@ -113,7 +113,7 @@ def test_the_flops_of_the_timed_parts_sum_to_those_of_the_recipe() -> None:
 def test_a_gpu_without_bf16_refuses_a_recipe_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
-    assert precisions(torch.device("cuda")) == ("fp32",)
+    assert list_precisions(torch.device("cuda")) == ("fp32",)
     with refused("plan.no_precision", RecipeError, name="'GTX 1080'", precision="bf16", other="fp32", auto="auto"):
         choose_precision(tiny(precision="bf16"), torch.device("cuda"))
 
@@ -136,7 +136,7 @@ def test_a_gpu_before_ada_refuses_fp8(capability: tuple[int, int], has: bool, mo
 
 
 def test_fp8_is_measured_where_a_recipe_asks_for_it_and_never_chosen() -> None:
-    assert has_fp8(CPU) and "fp8" not in precisions(CPU)
+    assert has_fp8(CPU) and "fp8" not in list_precisions(CPU)
     found = choose_precision(tiny(precision="fp8"), CPU, before="bf16", seconds=0.3)
     assert found.precision == found.asked == "fp8"
     assert set(found.probe.rates["fp8"]) == {"products", "attention", "loss head"}
@@ -167,7 +167,7 @@ def test_a_run_in_fp8_is_refused_at_its_start_if_torch_lacks_fp8_products(
 
 def test_an_explicit_precision_is_not_measured() -> None:
     recipe = tiny(precision="bf16")
-    assert with_chosen_precision(recipe, CPU) is recipe
+    assert replace_auto_precision(recipe, CPU) is recipe
 
 
 def test_a_segments_spec_with_precision_auto_is_refused(tmp_path: Path, make_shard: MakeShard) -> None:

@@ -54,13 +54,13 @@ def test_a_copy_moves_as_many_bytes_as_are_counted(monkeypatch: pytest.MonkeyPat
         return made[-1]
 
     monkeypatch.setattr(torch, "ones", noted)  # real tensors, and a list of them
-    assert rates.memory_rate.__wrapped__(CPU) > 0
+    assert rates.measure_memory_rate.__wrapped__(CPU) > 0
     assert [source.nbytes for source in made] == [rates.CPU_BYTES]
 
 
 def test_the_matrices_of_a_timed_product_fit_into_free_memory() -> None:
     for free in (1 << 26, 1 << 28, 1 << 30, 1 << 33):
-        size = rates.matrix_size_for(free, 4)
+        size = rates.choose_matrix_size(free, 4)
         assert size == rates.LEAST_GPU_SIZE or 12 * size**2 <= free / 2 < 12 * (2 * size) ** 2 or size == 8192
 
 
@@ -79,7 +79,9 @@ def test_a_cpu_measurement_times_all_sizes_equally_and_skips_long_products(monke
 
     monkeypatch.setattr(rates, "_cpu_seconds", seconds)
     made = [(size, functools.partial(product, size)) for size in (128, 256, 512, 1024, 2048)]
-    assert rates.best_product_rate(made) == pytest.approx(rate), "the best of tries, most of which something disturbed"
+    assert rates.measure_best_matmul_rate(made) == pytest.approx(rate), (
+        "the best of tries, most of which something disturbed"
+    )
     assert calls.keys() == {128, 256, 512}, "a product of 1024 rows would take 21 ms"
     spent = {size: count * size**3 for size, count in calls.items()}
     assert max(spent.values()) < 1.2 * min(spent.values())
@@ -91,6 +93,6 @@ def test_measuring_a_cpus_rates_keeps_the_thread_count_and_the_random_state(
     monkeypatch.setattr(rates, "CPU_SECONDS", 0.01)
     monkeypatch.setattr(rates, "CPU_BYTES", 1 << 16)
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    for rate in (rates.matmul_rate.__wrapped__(CPU, torch.float32), rates.memory_rate.__wrapped__(CPU)):
+    for rate in (rates.measure_matmul_rate.__wrapped__(CPU, torch.float32), rates.measure_memory_rate.__wrapped__(CPU)):
         assert 0 < rate < math.inf
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)

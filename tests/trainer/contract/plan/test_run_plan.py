@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from tests.support.trainer.published import model_of, shape
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS, MFU, Gpu
-from trainer.contract.plan.plan_report import as_json, plan_warnings, report_lines
+from trainer.contract.plan.plan_report import plan_to_json, plan_warnings, report_lines
 from trainer.contract.plan.run_plan import (
     MFU_NODES,
     RECOMPUTED,
@@ -259,7 +259,7 @@ def test_every_line_of_a_plan_has_its_formula(tmp_path: Path) -> None:
         assert line.text and line.formula, line.name
     for part in found.memory:
         assert part.bytes > 0 and part.formula and part.source, part.name
-    said: dict[str, Any] = json.loads(json.dumps(as_json(found)))
+    said: dict[str, Any] = json.loads(json.dumps(plan_to_json(found)))
     assert said["layout"]["pipeline"] == 1 and said["memory_needed"] == pytest.approx(
         sum(p["bytes"] for p in said["memory"])
     )

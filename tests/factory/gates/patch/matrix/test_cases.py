@@ -165,7 +165,7 @@ def test_a_case_trains_its_recipe(tmp_path: Path) -> None:
     steps = {case.name: case.steps for case in CASES}
     plan = MatrixPlan(make_data_plans(tmp_path), {}, names, steps, "c0ffee", 100, "live", tmp_path)
     for case in CASES:
-        arm, recipe = plan.arm(case), case.recipe()
+        arm, recipe = plan.make_arm(case), case.recipe()
         spec = arm.spec()
         assert Recipe.parse(spec["recipe"]).model_dump() == recipe | {"name": "live", "seed": recipe["seed"] + 100}
         anneals = recipe["mixture"]["anneal_weights"] if case.kind == "anneal" else None
@@ -181,6 +181,6 @@ def test_a_case_trains_its_recipe(tmp_path: Path) -> None:
         )
         assert (arm.first, arm.last - arm.first) == (case.first_step or 0, case.steps)
         check_arms([arm])
-    whole = plan.combined_arm(CASES[2:], "decaf", "candidate")
+    whole = plan.make_combined_arm(CASES[2:], "decaf", "candidate")
     assert (whole.first, whole.last, whole.code) == (0, sum(case.steps for case in CASES[2:]), "decaf")
     assert whole.name == f"candidate, {len(CASES) - 2} tiny runs" and whole.base["initial_checkpoint"] is None

@@ -30,8 +30,8 @@ from factory.gates.patch.stages import matrix
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
+from factory.runs.arm_runner import list_runs
 from factory.runs.distance import TensorDistance
-from factory.runs.task_runs import list_runs
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.matrix import prepare
 from tests.support.gates.reasons import expect, tells

@@ -19,7 +19,7 @@ from factory.gates.patch.matrix.cases import CASES, DOMAINS, TOOLS, VOCABULARY, 
 from factory.gates.patch.matrix.compare import compare_runs, find_discrepancies
 from factory.gates.patch.matrix.runs import INTERRUPTED, MatrixRuns
 from factory.gates.patch.matrix.start_checkpoints import damage_checkpoint
-from factory.gates.patch.matrix.train_cases import run_tool, train
+from factory.gates.patch.matrix.train_cases import run_tool, train_segment_folder
 from tests.support.factory.matrix import Prepared
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.token_shard import TokenShard
@@ -35,7 +35,7 @@ def begun(prepared: Prepared, case: MatrixCase, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     if case.begin in INTERRUPTED:
         shutil.copytree(prepared.plan.starts[case.begin], folder, dirs_exist_ok=True)
-    spec = prepared.plan.arm(case).spec(prepared.side.kernels[case.kernels])
+    spec = prepared.plan.make_arm(case).spec(prepared.side.kernels[case.kernels])
     (folder / "segment.json").write_text(json.dumps(spec))
     return folder
 
@@ -44,13 +44,13 @@ def begun(prepared: Prepared, case: MatrixCase, folder: Path) -> Path:
 def test_a_case_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, number: int) -> None:
     case = QUICK[number]
     folder = begun(prepared, case, tmp_path)
-    assert train(folder, case.stop_after, waits=False, slow_threads=case.slow_threads) == case.exit_code
+    assert train_segment_folder(folder, case.stop_after, waits=False, slow_threads=case.slow_threads) == case.exit_code
     if case.exit_code:
         assert not (folder / "result.json").exists()
         return
-    arm = prepared.plan.arm(case)
+    arm = prepared.plan.make_arm(case)
     steps = [line["step"] for line in read_lines(folder / "metrics.jsonl")]
-    assert steps[-1] == arm.last - 1 == checkpoints.saved_steps(folder / "checkpoints")[-1][0] - 1
+    assert steps[-1] == arm.last - 1 == checkpoints.list_checkpoints(folder / "checkpoints")[-1][0] - 1
     if case.begin not in INTERRUPTED:
         assert steps == list(range(arm.first, arm.last)) and len(steps) == case.steps
     result = json.loads((folder / "result.json").read_text())
@@ -86,8 +86,8 @@ def test_a_stopped_run_resumes_where_it_stopped(prepared: Prepared, tmp_path: Pa
     left = []
     for stop_after in (0, 3):
         folder = begun(prepared, CASES[0], tmp_path / str(stop_after))
-        assert train(folder, stop_after, waits=False, slow_threads=False) == 0
-        left.append(dict(checkpoints.saved_steps(folder / "checkpoints")))
+        assert train_segment_folder(folder, stop_after, waits=False, slow_threads=False) == 0
+        left.append(dict(checkpoints.list_checkpoints(folder / "checkpoints")))
     assert [list(steps) for steps in left] == [[2, 4, 6], [3, 4, 6]]
     straight, stopped = (checkpoints.load(steps[6]).model for steps in left)
     assert all(torch.equal(weights, stopped[name]) for name, weights in straight.items())
@@ -118,12 +118,12 @@ def test_runs_begin_with_the_derived_checkpoints(prepared: Prepared) -> None:
     with pytest.raises(CheckpointError):
         checkpoints.load(plan.starts["broken"])
     _, other, _ = plan.made
-    assert checkpoints.saved_steps(other / "checkpoints")[-1][0] == 2
+    assert checkpoints.list_checkpoints(other / "checkpoints")[-1][0] == 2
 
 
 def test_an_interrupted_copy_looks_like_a_killed_run(prepared: Prepared) -> None:
     plan = prepared.plan
-    left = {name: dict(checkpoints.saved_steps(plan.starts[name] / "checkpoints")) for name in INTERRUPTED}
+    left = {name: dict(checkpoints.list_checkpoints(plan.starts[name] / "checkpoints")) for name in INTERRUPTED}
     assert [max(left[name]) for name in ("half", "damaged")] == [4, 6]
     assert not any((plan.starts[name] / "result.json").exists() for name in INTERRUPTED)
     with pytest.raises(CheckpointError):
@@ -178,7 +178,7 @@ def saved(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -
     """Saves the last checkpoint anew, with its weights and state changed; the result names it as the trainer would have."""
 
     def again(folder: Path) -> None:
-        _, last = checkpoints.saved_steps(folder / "checkpoints")[-1]
+        _, last = checkpoints.list_checkpoints(folder / "checkpoints")[-1]
         whole = checkpoints.load(last)
         shutil.rmtree(last)
         change(whole.model, whole.state)

@@ -147,7 +147,7 @@ def test_a_run_is_stopped_after_its_steps_and_started_once_more(
         return ends[len(seen) - 1]
 
     monkeypatch.setattr("trainer.__main__.main", main)
-    assert train_cases.train(tmp_path, stop_after, waits=False, slow_threads=False) == code
+    assert train_cases.train_segment_folder(tmp_path, stop_after, waits=False, slow_threads=False) == code
     assert seen == [[str(tmp_path)]] * len(ends) and stopping.is_stop_requested is asked
 
 
@@ -156,7 +156,7 @@ def test_a_waiting_run_starts_twice_and_returns_the_larger_exit_code(
 ) -> None:
     told, ends = [], iter([0, 3, 2, 0])
     monkeypatch.setattr(train_cases, "run_program", lambda *given: told.append(given) or next(ends))  # type: ignore[func-returns-value]
-    assert [train_cases.train(tmp_path, 0, waits=True, slow_threads=False) for _ in "ab"] == [3, 2]
+    assert [train_cases.train_segment_folder(tmp_path, 0, waits=True, slow_threads=False) for _ in "ab"] == [3, 2]
     assert told == [("trainer", ["--wait", str(tmp_path)])] * 4
 
 
@@ -165,4 +165,7 @@ def test_threads_are_delayed_only_during_the_run(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(
         "trainer.__main__.main", lambda words: 7 if threading.Thread.run is not run and words == [str(tmp_path)] else 0
     )
-    assert train_cases.train(tmp_path, 0, waits=False, slow_threads=True) == 7 and threading.Thread.run is run
+    assert (
+        train_cases.train_segment_folder(tmp_path, 0, waits=False, slow_threads=True) == 7
+        and threading.Thread.run is run
+    )

@@ -28,8 +28,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import Subject
 from factory.release.approvals import record_rejection
-from factory.show.telling.delivery import Notifier
-from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, make_receivers
+from factory.show.notifications.delivery import Notifier
+from factory.show.notifications.receivers import NotDeliveredError, NotificationPolicy, Receiver, make_receivers
 from factory.status.waiting import ACTION_FAILED, list_waiting_for_person
 from tests.support.factory.command import FORKS
 from tests.support.messages import codes, refused, the
@@ -171,9 +171,9 @@ def test_a_failing_receiver_gets_the_same_notification_again_and_delays_no_other
     failures = [
         line.data["reason"]
         for line in said.lines
-        if codes([line]) == ["telling.failed"] and line.data["receiver"] == "webhook"
+        if codes([line]) == ["notifications.failed"] and line.data["receiver"] == "webhook"
     ]
-    assert codes(failures)[:2] == ["telling.receiver_failed", "telling.slow"]
+    assert codes(failures)[:2] == ["notifications.receiver_failed", "notifications.slow"]
     assert failures[0].data["reason"].endswith("500") and failures[1].data["seconds"] == 1.0
     waits = the(
         [one["what"] for one in list_waiting_for_person(workspace, LedgerReader(workspace))], "waiting.notifications"
@@ -183,7 +183,7 @@ def test_a_failing_receiver_gets_the_same_notification_again_and_delays_no_other
         notifier.deliver_new_events()
         time.sleep(0.05)
     assert subjects(hook.got) == [("action_failed", "daemon")] * 2 + [("works_again", "daemon")]
-    assert len({message["id"] for message in hook.got}) == 3 and "telling.works_again" in codes(said.lines)
+    assert len({message["id"] for message in hook.got}) == 3 and "notifications.works_again" in codes(said.lines)
     while (
         len(told.read_text().splitlines() if told.exists() else []) < 3
     ):  # a busy machine may need longer for it than the limit
@@ -265,8 +265,8 @@ def test_apprise_delivers_to_a_server_and_by_mail(
     assert hook.got[0]["type"] == "failure" and hook.got[0]["message"] == "no space\n(event 1)"
     assert hook.got[0]["room"] == "a/b", "what stands in a variable is escaped"
     assert [re.findall(r"^Subject: (.*?)\r$", mail, re.M) for mail in mails] == [[sent["title"]] for sent in hook.got]
-    assert "telling.works_again" in codes(said.lines)
-    failures = [line.data for line in said.lines if codes([line]) == ["telling.failed"]]
+    assert "notifications.works_again" in codes(said.lines)
+    failures = [line.data for line in said.lines if codes([line]) == ["notifications.failed"]]
     assert {one["receiver"] for one in failures} == {"chat"}
     assert any("Failed to send JSON" in one["reason"].data["reason"] for one in failures)
     assert set(json.loads((workspace.root / "notified.json").read_text())) == {"chat", "mail"}
@@ -359,7 +359,7 @@ def test_after_a_restore_of_the_ledger_delivery_continues_by_time(
     Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     assert [message["event"] for message in hook.got] == [ACTION_FAILED] * 3 + ["works_again"]
     (workspace.root / "notified.json").write_text('{"webhook": {"event": "7"}}')
-    with refused("telling.unread_positions", ConfigError, file=workspace.root / "notified.json"):
+    with refused("notifications.unread_positions", ConfigError, file=workspace.root / "notified.json"):
         Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     assert codes([list_waiting_for_person(workspace, LedgerReader(workspace))[-1]["what"]]) == [
         "waiting.unread_positions"

@@ -16,7 +16,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.release.approvals import describe_waiting_candidate, needs_decision
-from factory.retrying.trainer_deaths import FAILED, SEGMENT_STUMBLED, parked_commands, parked_message
+from factory.retrying.trainer_deaths import FAILED, SEGMENT_STUMBLED, describe_parked_segment, parked_commands
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 from kernels.contract.message import Message
 
@@ -50,8 +50,10 @@ def notification_of_event(plant: Plant, event: dict[str, Any]) -> Notification |
     except (InputError, ValueError, TypeError, LookupError) as error:  # its subject is missing or has another form
         said = (
             ("failure",),
-            Message("telling.unknown", "event {event} of {subject}", event=event["kind"], subject=event["subject"]),
-            Message("telling.unread_event", "The factory cannot read this event: {reason}", reason=error),
+            Message(
+                "notifications.unknown", "event {event} of {subject}", event=event["kind"], subject=event["subject"]
+            ),
+            Message("notifications.unread_event", "The factory cannot read this event: {reason}", reason=error),
         )
     if said is None:
         return None
@@ -87,16 +89,19 @@ def _reason(detail: dict[str, Any]) -> str:
 def _stopped_training(ledger: Ledger, name: str, kind: str, detail: dict[str, Any], segment: int) -> NotificationParts:
     row = SegmentRow.get(ledger, segment)
     if kind == FAILED and row.state == "failed":
-        title = Message("telling.parked", "{segment} is parked", segment=name)
+        title = Message("notifications.parked", "{segment} is parked", segment=name)
         text = Message(
-            "telling.ways_on", "{reason}. {ways}", reason=parked_message(ledger, row), ways=parked_commands(row)
+            "notifications.ways_on",
+            "{reason}. {ways}",
+            reason=describe_parked_segment(ledger, row),
+            ways=parked_commands(row),
         )
         return ("failure",), title, text
     title = Message(
-        "telling.trainer_ended", "the trainer of {segment} {end}", segment=name, end=detail.get("said") or "died"
+        "notifications.trainer_ended", "the trainer of {segment} {end}", segment=name, end=detail.get("said") or "died"
     )
     text = Message(
-        "telling.tries_again",
+        "notifications.tries_again",
         "Try {tries} failed. The factory tries again.",
         tries=detail.get("tries"),
     )
@@ -108,29 +113,31 @@ def _of_release(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
     if kind == "promoted":
         candidate = detail.get("candidate")
         title = Message(
-            "telling.promoted", "{release}: candidate {candidate} is champion", release=name, candidate=candidate
+            "notifications.promoted", "{release}: candidate {candidate} is champion", release=name, candidate=candidate
         )
         return ("release",), title, ""
     if kind == "rolled_back":
-        title = Message("telling.rolled_back", "{release} is champion again", release=name)
-        text = Message("telling.taken_back", "Release {release} is no longer champion.", release=detail.get("from"))
+        title = Message("notifications.rolled_back", "{release} is champion again", release=name)
+        text = Message(
+            "notifications.taken_back", "Release {release} is no longer champion.", release=detail.get("from")
+        )
         return ("release",), title, text
     if kind == "withdrawn":
-        return ("release",), Message("telling.withdrawn", "{release} is withdrawn", release=name), reason
+        return ("release",), Message("notifications.withdrawn", "{release} is withdrawn", release=name), reason
     if kind == REJECTED:
-        title = Message("telling.rejected", "{person} rejected {candidate}", person=by, candidate=name)
+        title = Message("notifications.rejected", "{person} rejected {candidate}", person=by, candidate=name)
         return ("release",), title, reason
     if kind == OVERRIDDEN:
         title = Message(
-            "telling.overridden", "{person} released {candidate}, which the gate held", person=by, candidate=name
+            "notifications.overridden", "{person} released {candidate}, which the gate held", person=by, candidate=name
         )
         return ("release",), title, reason
     if kind == "proposal_approved":
-        title = Message("telling.merged", "{proposal} is merged", proposal=name)
-        return ("verdict",), title, Message("telling.approved_by", "{person} approved the proposal.", person=by)
+        title = Message("notifications.merged", "{proposal} is merged", proposal=name)
+        return ("verdict",), title, Message("notifications.approved_by", "{person} approved the proposal.", person=by)
     if kind == REFUSED:
         title = Message(
-            "telling.refused",
+            "notifications.refused",
             "the answer {word!r} about {candidate} was refused",
             word=detail.get("word"),
             candidate=name,
@@ -143,40 +150,48 @@ def _of_anomaly(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
     reason = _reason(detail)
     if kind == DIAGNOSED:
         causes = " or ".join(map(str, detail.get("causes") or []))
-        title = Message("telling.diagnosed", "{anomaly}: the cause is {causes}", anomaly=name, causes=causes)
+        title = Message("notifications.diagnosed", "{anomaly}: the cause is {causes}", anomaly=name, causes=causes)
         return ("anomaly",), title, reason
     if kind == GAIN_ON_DEV_ONLY:
         title = Message(
-            "telling.dev_alone",
+            "notifications.dev_alone",
             "{anomaly}: the candidate is better on the dev half of the held-out documents, but not on the sealed half",
             anomaly=name,
         )
         return ("anomaly",), title, reason
     if kind == ASKED:
-        title = Message("telling.decide", "{anomaly} waits for your decision", anomaly=name)
+        title = Message("notifications.decide", "{anomaly} waits for your decision", anomaly=name)
         return ("anomaly",), title, "factory anomalies list"
     if kind == SEGMENT_REWOUND:
-        return ("anomaly",), Message("telling.rewound", "{segment} is rewound", segment=name), reason
+        return ("anomaly",), Message("notifications.rewound", "{segment} is rewound", segment=name), reason
     return None
 
 
 def _of_failure(name: str, kind: str, detail: dict[str, Any]) -> NotificationParts | None:
     what, reason = str(detail.get("what", "the daemon")), _reason(detail)
     if kind == ACTION_FAILED:
-        return ("failure",), Message("telling.action_failed", "{action} failed", action=what), reason
+        return ("failure",), Message("notifications.action_failed", "{action} failed", action=what), reason
     if kind == PASS_FAILED:
-        return ("failure",), Message("telling.daemon_waits", "a pass of the daemon failed, so the daemon waits"), reason
+        return (
+            ("failure",),
+            Message("notifications.daemon_waits", "a pass of the daemon failed, so the daemon waits"),
+            reason,
+        )
     if kind == WORKS_AGAIN:
-        return ("failure",), Message("telling.action_works", "{action} works again", action=what), ""
+        return ("failure",), Message("notifications.action_works", "{action} works again", action=what), ""
     if kind == DISK_LOW:
-        return ("failure",), Message("telling.disk_low", "free disk space is below the limit, so training waits"), ""
+        return (
+            ("failure",),
+            Message("notifications.disk_low", "free disk space is below the limit, so training waits"),
+            "",
+        )
     if kind == DISK_NORMAL:
-        return ("failure",), Message("telling.disk_well", "free disk space is above the limit again"), ""
+        return ("failure",), Message("notifications.disk_well", "free disk space is above the limit again"), ""
     if kind == "serving_failed":
-        return ("failure",), Message("telling.serving_failed", "serving {release} failed", release=name), reason
+        return ("failure",), Message("notifications.serving_failed", "serving {release} failed", release=name), reason
     if kind == "not_certified":
         title = Message(
-            "telling.not_certified", "the code of {segment} is not certified, so training waits", segment=name
+            "notifications.not_certified", "the code of {segment} is not certified, so training waits", segment=name
         )
         return ("failure",), title, "factory certify"
     return None
@@ -187,7 +202,7 @@ def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> NotificationPar
     if verdict is None:
         return None
     facts = {"subject": name, "outcome": verdict.outcome}
-    waiting = Message("telling.waits", "{subject} has the verdict {outcome} and waits for your approval", **facts)
+    waiting = Message("notifications.waits", "{subject} has the verdict {outcome} and waits for your approval", **facts)
     open_now = [row.id for row in list_undecided_verdicts(plant.ledger)]
     if verdict.gate == "release" and verdict.id in open_now and needs_decision(plant, verdict):
         text = "\n".join([describe_waiting_candidate(verdict.subject_number), *verdict.reasons])
@@ -199,7 +214,7 @@ def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> NotificationPar
             return ("verdict", "approval"), waiting, text
     return (
         ("verdict",),
-        Message("telling.verdict", "{subject} has the verdict {outcome}", **facts),
+        Message("notifications.verdict", "{subject} has the verdict {outcome}", **facts),
         "\n".join(verdict.reasons),
     )
 
@@ -210,6 +225,6 @@ def _anomalies(ledger: Ledger, name: str, subject: str) -> NotificationParts | N
     if not found:
         return None
     title = Message(
-        "telling.anomalies", "{segment} had {anomalies:,|anomaly|anomalies}", segment=name, anomalies=len(found)
+        "notifications.anomalies", "{segment} had {anomalies:,|anomaly|anomalies}", segment=name, anomalies=len(found)
     )
     return ("anomaly",), title, "\n".join(f"anomaly {row.id}: {row.kind} at step {row.step}" for row in found)

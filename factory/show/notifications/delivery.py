@@ -14,8 +14,8 @@ from factory.core.time_formats import format_duration
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.retrying.failure_waits import FailureWaits
-from factory.show.telling.notifications import notification_of_event
-from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, make_receivers
+from factory.show.notifications.notifications import notification_of_event
+from factory.show.notifications.receivers import NotDeliveredError, NotificationPolicy, Receiver, make_receivers
 from factory.status.delivery_positions import FILE, read_positions
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -71,7 +71,7 @@ class Notifier:
                     self._write(positions)
                     if news:
                         failed = Message(
-                            "telling.failed",
+                            "notifications.failed",
                             "  A notification to {receiver} failed: {reason}. The factory sends event {event} again in {wait}.",
                             receiver=name,
                             reason=error,
@@ -85,7 +85,7 @@ class Notifier:
                 since = self._looked_at[name] = event["id"]
                 if self._backoff.record_success(name):
                     self.progress.line(
-                        Message("telling.works_again", "  Notifications to {receiver} work again.", receiver=name)
+                        Message("notifications.works_again", "  Notifications to {receiver} work again.", receiver=name)
                     )
 
     def _newest(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _positions(workspace: Workspace) -> dict[str, Any]:
     if found is None:
         path = workspace.root / FILE
         raise ConfigError(
-            "telling.unread_positions",
+            "notifications.unread_positions",
             "{file} cannot be read. Remove the file. After that, receivers get only new events.",
             file=path,
         )

@@ -21,8 +21,8 @@ from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, newest_details_by_ano
 from factory.ledger.file_events import MLFLOW_REMADE, RETIRED
 from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReadsSql, ReleaseRow, RunRow, SegmentRow, Subject, VerdictRow
-from factory.runs.task_runs import with_actual_run_state
+from factory.ledger.rows import ReleaseRow, RunRow, SegmentRow, SqlReader, Subject, VerdictRow
+from factory.runs.arm_runner import with_actual_run_state
 from factory.show.mlflow.outages import TrackingError, describe_single_failure, try_to_show
 from factory.show.mlflow.releases import show_releases
 from factory.show.mlflow.runs import (
@@ -48,7 +48,7 @@ class ShowableKind:
     """A kind of thing to show. ``behind`` finds the things not shown yet, from the ledger alone. ``show`` shows one, and is safe to repeat."""
 
     name: str
-    behind: Callable[[Plant, ReadsSql], Iterable[Any]]
+    behind: Callable[[Plant, SqlReader], Iterable[Any]]
     show: Callable[[Plant, MlflowTracking, Any], object]
 
 
@@ -95,7 +95,7 @@ def _alone(plant: Plant, tracking: MlflowTracking, showing: ShowableKind, one: A
         if isinstance(error, TrackingError):
             _ = tracking.client  # raises if MLflow does not answer at all
         message = Message(
-            "catching_up.not_shown",
+            "unshown_items.not_shown",
             "  The factory cannot show one of the {kind}: {reason}",
             kind=showing.name,
             reason=describe_single_failure(error),
@@ -113,7 +113,7 @@ def _dated(page: Path, newest: float) -> None:
         os.utime(page, (newest + 0.001,) * 2)
 
 
-def _candidates_without_page(plant: Plant, db: ReadsSql) -> list[tuple[int, float]]:
+def _candidates_without_page(plant: Plant, db: SqlReader) -> list[tuple[int, float]]:
     """(candidate, time of the verdict or release) of judged candidates whose page is missing or older than the verdict or release."""
     judged = VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id")
     found: dict[int, float] = {}
@@ -126,12 +126,12 @@ def _candidates_without_page(plant: Plant, db: ReadsSql) -> list[tuple[int, floa
     return [*found.items()]
 
 
-def _proposals_without_page(plant: Plant, db: ReadsSql) -> list[int]:
+def _proposals_without_page(plant: Plant, db: SqlReader) -> list[int]:
     sql = "SELECT number FROM proposals WHERE verdict IS NOT NULL AND report IS NULL ORDER BY number"
     return [row["number"] for row in db.read(sql)]
 
 
-def _diagnoses(db: ReadsSql) -> list[tuple[int, float, dict[str, Any]]]:
+def _diagnoses(db: SqlReader) -> list[tuple[int, float, dict[str, Any]]]:
     """(newest event, its time, detail) of the newest diagnosis of each episode. The event records the diagnosis or its explanation by an LLM."""
     sql = (
         "SELECT MAX(id) AS id, MAX(at) AS at, subject FROM events WHERE kind IN (:diagnosed, :worded) GROUP BY subject"
@@ -144,14 +144,14 @@ def _diagnoses(db: ReadsSql) -> list[tuple[int, float, dict[str, Any]]]:
     return [(row["id"], row["at"], detail) for row, detail in about if detail.get("report")]
 
 
-def _diagnoses_without_page(plant: Plant, db: ReadsSql) -> list[tuple[dict[str, Any], float]]:
+def _diagnoses_without_page(plant: Plant, db: SqlReader) -> list[tuple[dict[str, Any], float]]:
     """(detail, time) of diagnoses whose page is missing or older than the newest event."""
     found = [(anomaly_page.diagnosis_page_path(plant, detail), at, detail) for _, at, detail in _diagnoses(db)]
     return [(detail, at) for page, at, detail in found if not page.is_file() or page.stat().st_mtime < at]
 
 
 # -- MLflow -------------------------------------------------------------------------------------------------------------
-def _unclosed(plant: Plant, db: ReadsSql) -> list[int]:
+def _unclosed(plant: Plant, db: SqlReader) -> list[int]:
     """Segments that ended and whose MLflow runs are still open. A segment whose run was retired is not shown again."""
     ended = db.read("SELECT id FROM segments WHERE state <> 'planned' ORDER BY id")
     left = _untold(db, CLOSED, {f"segment:{row['id']}": (row["id"], {}) for row in ended})
@@ -166,19 +166,19 @@ def _close(plant: Plant, tracking: MlflowTracking, number: int) -> None:
     follower.finish()
 
 
-def _any_judged(plant: Plant, db: ReadsSql) -> list[None]:
+def _any_judged(plant: Plant, db: SqlReader) -> list[None]:
     """[None] if a candidate was judged, else []. Each pass compares MLflow, because people move aliases and delete versions there."""
     return [None] if VerdictRow.first(db, "WHERE gate = 'release'") else []
 
 
-def _unshown_proposals(plant: Plant, db: ReadsSql) -> list[int]:
+def _unshown_proposals(plant: Plant, db: SqlReader) -> list[int]:
     """Proposals whose run does not show their current state."""
     sql = """SELECT number, state FROM proposals WHERE state IN ('judged', 'approved', 'rejected', 'reverted', 'superseded') ORDER BY number"""
     states = {row["number"]: row["state"] for row in db.read(sql)}
     return _untold(db, SHOWN, {f"proposal:{number}": (number, {"state": state}) for number, state in states.items()})
 
 
-def _unshown_diagnoses(plant: Plant, db: ReadsSql) -> list[tuple[int, dict[str, Any]]]:
+def _unshown_diagnoses(plant: Plant, db: SqlReader) -> list[tuple[int, dict[str, Any]]]:
     found: ThingsBySubject = {f"diagnosis:{event}": ((event, detail), {}) for event, _, detail in _diagnoses(db)}
     return _untold(db, DIAGNOSIS_SHOWN, found)
 
@@ -189,14 +189,14 @@ def _show_diagnosis(plant: Plant, tracking: MlflowTracking, one: tuple[int, dict
     tracking.tag_diagnosis(segment, event, detail["causes"], detail["why"], page)
 
 
-def _unshown_profiles(plant: Plant, db: ReadsSql) -> list[int]:
+def _unshown_profiles(plant: Plant, db: SqlReader) -> list[int]:
     rows: ThingsBySubject = {
         f"profile:{row['id']}": (row, {}) for row in db.read("SELECT id, path FROM profiles ORDER BY id")
     }
     return [row["id"] for row in _untold(db, PROFILE_SHOWN, rows) if Path(row["path"]).is_file()]
 
 
-def _unshown_arms(plant: Plant, db: ReadsSql) -> list[RunRow]:
+def _unshown_arms(plant: Plant, db: SqlReader) -> list[RunRow]:
     rows = [
         row
         for row in map(with_actual_run_state, RunRow.select(db, "ORDER BY started_at, id"))
@@ -205,25 +205,25 @@ def _unshown_arms(plant: Plant, db: ReadsSql) -> list[RunRow]:
     return _untold(db, ARM_SHOWN, {f"arm:{row.id}": (row, {"state": row.state, "at": row.started_at}) for row in rows})
 
 
-def _undeleted(plant: Plant, db: ReadsSql) -> list[list[str]]:
+def _undeleted(plant: Plant, db: SqlReader) -> list[list[str]]:
     """The names of all retired runs as one list, because each removal in MLflow takes seconds."""
     names = [PurePosixPath(row["subject"]).name for row in _retired_runs(db)]
     left = _untold(db, RUN_DELETED, {f"run:{name}": (name, {}) for name in names})
     return [left] if left else []
 
 
-def _retired_runs(db: ReadsSql) -> list[dict[str, Any]]:
+def _retired_runs(db: SqlReader) -> list[dict[str, Any]]:
     sql = "SELECT subject, detail FROM events WHERE kind = :kind AND subject LIKE 'run:%' ORDER BY id"
     return db.read(sql, kind=RETIRED)
 
 
-def _untraced(plant: Plant, db: ReadsSql) -> list[dict[str, Any]]:
+def _untraced(plant: Plant, db: SqlReader) -> list[dict[str, Any]]:
     if not sa.inspect(plant.ledger.engine).has_table(exchanges.name):  # an older ledger has no such table
         return []
     return db.read("SELECT * FROM exchanges WHERE trace IS NULL AND file IS NOT NULL ORDER BY id")
 
 
-def _untold(db: ReadsSql, kind: str, wanted: ThingsBySubject) -> list[Any]:
+def _untold(db: SqlReader, kind: str, wanted: ThingsBySubject) -> list[Any]:
     """The things whose newest event of this kind does not have the wanted detail. Events before MLflow's database was remade do not count."""
     if not wanted:
         return []
@@ -257,10 +257,12 @@ PAGES = (
 IN_MLFLOW = (
     ShowableKind("segments", _unclosed, _close),
     ShowableKind("releases", _any_judged, lambda plant, tracking, _: show_releases(plant, tracking)),
-    ShowableKind("proposals", _unshown_proposals, lambda _, tracking, one: tracking.proposal_run(one)),
+    ShowableKind("proposals", _unshown_proposals, lambda _, tracking, one: tracking.update_proposal_run(one)),
     ShowableKind("diagnoses", _unshown_diagnoses, _show_diagnosis),
-    ShowableKind("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
-    ShowableKind("runs", _unshown_arms, lambda plant, tracking, row: tracking.arm_run(row, plant.progress.line)),
-    ShowableKind("exchanges", _untraced, lambda plant, tracking, row: tracking.exchange_trace(row, plant.print_line)),
+    ShowableKind("profiles", _unshown_profiles, lambda _, tracking, one: tracking.update_profile_run(one)),
+    ShowableKind("runs", _unshown_arms, lambda plant, tracking, row: tracking.update_arm_run(row, plant.progress.line)),
+    ShowableKind(
+        "exchanges", _untraced, lambda plant, tracking, row: tracking.store_exchange_trace(row, plant.print_line)
+    ),
     ShowableKind("retired runs", _undeleted, lambda _, tracking, names: tracking.delete_runs(names)),
 )

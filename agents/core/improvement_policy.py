@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from kernels.contract.message import Message
 from trainer.contract.errors import did_you_mean
-from trainer.contract.strict import Strict
+from trainer.contract.strict import StrictSchema
 
 OFF, WHEN_IDLE, NIGHTLY = "off", "when-idle", "nightly"
 AGENTS = ("search", "kernel-engineer", "recipe-scout")  # the rows of ``factory.code_loop.proposing.AGENTS``
@@ -33,7 +33,7 @@ def _hours(night: str) -> str:
     return night
 
 
-class ImproveBudget(Strict):
+class ImproveBudget(StrictSchema):
     """Limits for any 24 hours. They are checked before a proposal is begun. A proposal that was begun is judged to its end."""
 
     device_seconds: float = Field(default=14_400.0, gt=0, allow_inf_nan=False)
@@ -44,7 +44,7 @@ class ImproveBudget(Strict):
     """Cost of the language model, at the prices in ``llm``."""
 
 
-class ImprovePolicy(Strict):
+class ImprovePolicy(StrictSchema):
     """The daemon's own improvements. Every key is optional."""
 
     when: Literal["off", "when-idle", "nightly"] = "off"

@@ -15,8 +15,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.corpus.library import SourceModule, list_source_files, read_module
 from factory.corpus.shards import LICENSE
+from factory.corpus.standard_library import LibraryModule, list_source_files, read_module
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out, token_shards
 from factory.ledger.plant import Plant
@@ -138,7 +138,7 @@ def _inventories(count: int) -> Iterator[str]:
             return
 
 
-def _inventory(module: SourceModule) -> str:
+def _inventory(module: LibraryModule) -> str:
     found = Counter(re.findall(r"[^\W\d]\w*", module.text)).most_common(40)
     lines = [f"An inventory of {module.name}", "", f"{module.source} counts {len(module.text.splitlines())} lines."]
     return "\n".join([*lines, *(f"- {name} occurs {count} times in {module.name}" for name, count in found)])

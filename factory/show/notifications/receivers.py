@@ -19,7 +19,7 @@ from pydantic import Field, field_validator
 from factory.core.errors import FactoryError
 from factory.core.listening_socket import is_loopback
 from factory.core.policy_file import StrictPolicy, load_policy
-from kernels.contract.files import finite_json
+from kernels.contract.files import encode_finite_json
 from trainer.contract.errors import did_you_mean
 
 NotificationKind = Literal["verdict", "approval", "release", "anomaly", "failure"]
@@ -139,7 +139,7 @@ class Receiver:
 
     def _run(self, given: dict[str, Any], secrets: tuple[str, ...]) -> None:
         with tempfile.TemporaryFile() as sent, tempfile.TemporaryFile() as said:
-            sent.write(finite_json(given).encode() + b"\n")
+            sent.write(encode_finite_json(given).encode() + b"\n")
             sent.seek(0)
             try:
                 process = subprocess.Popen(
@@ -147,7 +147,7 @@ class Receiver:
                 )  # fmt: skip
             except OSError as error:
                 raise NotDeliveredError(
-                    "telling.not_run",
+                    "notifications.not_run",
                     "{receiver} cannot be run: {reason}",
                     receiver=self.description,
                     reason=error.strerror,
@@ -161,7 +161,7 @@ class Receiver:
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 raise NotDeliveredError(
-                    "telling.slow",
+                    "notifications.slow",
                     "{receiver} did not end within {seconds:g} s",
                     receiver=self.description,
                     seconds=self.seconds,
@@ -172,7 +172,7 @@ class Receiver:
                 for secret in secrets:
                     words = words.replace(secret, "***")
                 raise NotDeliveredError(
-                    "telling.receiver_failed",
+                    "notifications.receiver_failed",
                     "{receiver} failed: {reason}",
                     receiver=self.description,
                     reason=words[-SAID_BYTES:] or f"exit {code}",
@@ -202,13 +202,13 @@ def _filled_in(address: str) -> str:
             return Path(address).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise NotDeliveredError(
-                "telling.unread_address", "{file} cannot be read: {reason}", file=address, reason=error
+                "notifications.unread_address", "{file} cannot be read: {reason}", file=address, reason=error
             ) from None
 
     def value(found: re.Match[str]) -> str:
         if not (word := os.environ.get(found[1], "")):
             raise NotDeliveredError(
-                "telling.no_variable",
+                "notifications.no_variable",
                 "The environment variable {variable} is not set in the daemon's environment.",
                 variable=found[1],
             )

@@ -14,11 +14,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.removal import remove_path
+from factory.core.path_removal import remove_path
 from factory.core.time_formats import format_duration
 from factory.ledger.ledger import runs
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReadsSql, RunRow, Subject
+from factory.ledger.rows import RunRow, SqlReader, Subject
 from factory.retrying.watchdog import UsualDurations
 from factory.runs import sandboxed_training
 from factory.runs.arm import Arm, check_arms
@@ -36,7 +36,7 @@ MAX_SILENCE_SECONDS = 3600.0  # a run on another machine counts as stopped after
 
 
 @dataclass(frozen=True)
-class TaskRuns:
+class ArmRunner:
     """Trains the arms of one task in folders below ``home``, named by the arms' keys. An arm with a result there is not trained again."""
 
     plant: Plant
@@ -175,7 +175,7 @@ def _last_written(folder: Path) -> float:
     return max(found)
 
 
-def list_runs(db: ReadsSql, newest: int | None = None) -> list[dict[str, Any]]:
+def list_runs(db: SqlReader, newest: int | None = None) -> list[dict[str, Any]]:
     """Return the newest runs as JSON, in the order of their start. Lists, pages and MLflow use it."""
     limit = "" if newest is None else f" LIMIT {newest}"
     return [run_to_json(row) for row in reversed(RunRow.select(db, f"ORDER BY started_at DESC, id{limit}"))]
@@ -194,12 +194,12 @@ def run_to_json(row: RunRow) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_line(run: dict[str, Any]) -> Message:
+def format_run(run: dict[str, Any]) -> Message:
     """Return a run as one line of a list.
 
     >>> arm = {"name": "old code, again", "code": "c0ffee" * 6, "first": 20, "last": 40, "repeat": 1}
     >>> run = {"key": "ab12", "purpose": "certificate", "subject": "segment:3", "state": "done", "seconds": 4.25, "ended": None}
-    >>> run_line(run | {"steps": 20, "arm": arm})
+    >>> format_run(run | {"steps": 20, "arm": arm})
     'ab12  certificate of segment 3: old code, again (steps 20–40): done in 4.2 s'
     """
     arm: dict[str, Any] = run["arm"]

@@ -17,7 +17,7 @@ _TESTS = {"test", "tests", "idle_test"}
 
 
 @dataclass(frozen=True)
-class SourceModule:
+class LibraryModule:
     """One source file of the library. ``tree`` is None for tests, whose docstrings explain nothing, and for files that do not parse."""
 
     source: str  # 'Lib/json/decoder.py', the same on every machine
@@ -39,7 +39,7 @@ def list_source_files() -> Iterator[tuple[Path, str]]:
     return iter(sorted(found, key=lambda pair: pair[1]))
 
 
-def read_module(path: Path, source: str) -> SourceModule | None:
+def read_module(path: Path, source: str) -> LibraryModule | None:
     """Return the module of a source file; None if the file is not text in the encoding that the file declares."""
     try:
         data = path.read_bytes()
@@ -49,7 +49,7 @@ def read_module(path: Path, source: str) -> SourceModule | None:
         return None
     name = source.removeprefix("Lib/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     is_test = bool(_TESTS & set(name.split(".")))
-    return SourceModule(source, name, text, None if is_test else _parse(text))
+    return LibraryModule(source, name, text, None if is_test else _parse(text))
 
 
 def _parse(text: str) -> ast.Module | None:
