@@ -40,7 +40,8 @@ FOLDERS = ("agents", "factory", "kernels", "trainer", "benchmarks")
 FOREIGN = frozenset(
     {
         "DatasetDict", "Glm4Moe", "Repo", "Rowan", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "__del__", "_addmm_dtype_out_cuda", "_sys",
-        "ai2_arc", "allenai", "anatomy_test", "hellaswag_val", "cais", "completion_only_loss", "dataset_info", "hermes", "load_model", "openai_humaneval", "sanitized",
+        "Easy", "Test", "ai2_arc", "allenai", "anatomy_test", "hellaswag_val", "cais", "completion_only_loss", "dataset_info", "hermes", "load_model",
+        "openai_humaneval", "sanitized",
         "tensorwise", "_000",
     }
 )  # fmt: skip

@@ -35,7 +35,7 @@ class PeakRates:
         return "compute" if flops / self.flops_per_s >= bytes / self.bytes_per_s else "memory"
 
 
-def summarize_lines(
+def summarise_lines(
     events: Iterable[RecordedOperation],
     calls: Mapping[Line, float],
     step_s: float,
@@ -124,7 +124,7 @@ def data_loader_lines(traced: Mapping[Line, tuple[float, float]], step_s: float)
     ]  # fmt: skip
 
 
-def summarize_ops(
+def summarise_ops(
     events: Iterable[RecordedOperation], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float, device: str
 ) -> list[ProfiledOp]:
     """The times of each op, with the registry's facts about it, so that readers of a profile need not import the kernels."""

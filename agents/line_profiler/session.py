@@ -21,7 +21,7 @@ from torch.profiler import profile as torch_profile
 from agents.line_profiler.capture import ROOT, Line, OperationRecorder, RecordedOperation
 from agents.line_profiler.graph import data_flow_edges, fusion_candidates, stream_candidates
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, IsolatedTime, measure_operations
-from agents.line_profiler.lines import PeakRates, data_loader_lines, summarize_lines, summarize_ops
+from agents.line_profiler.lines import PeakRates, data_loader_lines, summarise_lines, summarise_ops
 from agents.line_profiler.profile_schema import FORMAT, CrossCheck, IsolationStatistics, Profile
 from agents.line_profiler.signature import OperationSignature, Samples
 from agents.line_profiler.stopwatch import (
@@ -110,7 +110,7 @@ def measure_profile(
             alone, isolation = _isolate(recorder.samples, events, device, isolation_budget_s, report)
         recipe_step = _recipe_step(recipe, kernels, Path(folder), steps, report) if measure_recipe_step else None
     choice = {op: implementation_names(name)[0] for op, name in load_choice(kernels, device.type).items()}
-    every = summarize_lines(events, calls, step_s, roof, alone) + data_loader_lines(data, step_s)
+    every = summarise_lines(events, calls, step_s, roof, alone) + data_loader_lines(data, step_s)
     lines = sorted(every, key=lambda line: -line.seconds)
     covered = sum(line.seconds for line in lines)
     found = Profile(
@@ -131,7 +131,7 @@ def measure_profile(
         cross_check=check,
         isolation=isolation,
         lines=tuple(lines),
-        ops=tuple(summarize_ops(events, recorder.op_calls, choice, step_s, device.type)),
+        ops=tuple(summarise_ops(events, recorder.op_calls, choice, step_s, device.type)),
         edges=tuple(data_flow_edges(events, recorder.callers)),
         fusion_candidates=tuple(fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
         stream_candidates=tuple(stream_candidates(events, step_s)),
@@ -272,7 +272,7 @@ def _isolate(
         )
     )
     alone = measure_operations(
-        recorded, estimates, device, budget_s, make_progress_reporter(report, "operations timed outside the step: ")
+        recorded, estimates, device, budget_s, make_progress_reporter(report, "operations timed: ")
     )
     why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())

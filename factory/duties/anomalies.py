@@ -1,4 +1,7 @@
-"""Duties about anomalies. An anomaly is diagnosed before its candidate is judged, because a candidate of a rewound segment is held."""
+"""Duties about anomalies. An anomaly is diagnosed before its candidate is judged, because a candidate of a rewound segment is held.
+
+A separate file, because each topic of duties is one file.
+"""
 
 from __future__ import annotations
 

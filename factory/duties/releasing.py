@@ -1,4 +1,7 @@
-"""Duties that export, judge and release a finished anneal. An interrupted release is finished first."""
+"""Duties that export, judge and release a finished anneal. An interrupted release is finished first.
+
+A separate file, because each topic of duties is one file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The duty that carries out requests of people, such as 'judge 3', once. It comes after unfinished work and before long work."""
+"""The duty that carries out requests of people, such as 'judge 3', once. It comes after unfinished work and before long work.
+
+A separate file, because each topic of duties is one file.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ LARGEST = 1 << 28  # most bytes of a tokenizer.json
 def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
     """Load a person's tokenizer.json (``given``: the file or its folder) into a temporary folder. The folder exists during the ``with`` block.
 
-    Raises: InputError if this factory would give other ids than the tokenizer itself (``Tokenizer.find_encoding_difference``), or if the ids have gaps.
+    Raises: InputError if this factory would give other ids than the tokenizer itself (``Tokenizer.find_encoding_difference``), or if the ids
+    have gaps.
     """
     path = given / "tokenizer.json" if given.is_dir() else given
     try:

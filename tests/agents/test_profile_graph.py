@@ -8,7 +8,7 @@ import pytest
 
 from agents.line_profiler.capture import Line, RecordedOperation
 from agents.line_profiler.graph import conditions_of_lines, data_flow_edges, fusion_candidates, stream_candidates
-from agents.line_profiler.lines import PeakRates, summarize_lines
+from agents.line_profiler.lines import PeakRates, summarise_lines
 
 MB = 1e6
 ROOF = PeakRates(flops_per_s=1e12, bytes_per_s=1e9)
@@ -28,7 +28,7 @@ def event(number: int, reads: tuple[int, ...], writes: tuple[int, ...], **other:
 
 
 def candidates(events: list[RecordedOperation]) -> dict[tuple[str, ...], float]:
-    lines = summarize_lines(events, {}, step_s=0.1, roof=ROOF)
+    lines = summarise_lines(events, {}, step_s=0.1, roof=ROOF)
     return {c.lines: c.bytes_saved for c in fusion_candidates(events, lines, ROOF.bytes_per_s, 0.1)}
 
 
@@ -39,13 +39,13 @@ def names(*numbers: int) -> tuple[str, ...]:
 def test_a_chain_is_found_and_its_intermediates_are_counted() -> None:
     events = [event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (2,), (3,))]
     assert candidates(events) == {names(1, 2, 3): 4 * MB}  # two intermediates, each written once and read once
-    found = fusion_candidates(events, summarize_lines(events, {}, 0.1, ROOF), ROOF.bytes_per_s, 0.1)
+    found = fusion_candidates(events, summarise_lines(events, {}, 0.1, ROOF), ROOF.bytes_per_s, 0.1)
     assert found[0].gain_s == pytest.approx(4 * MB / 1e9) and found[0].intermediates == 2
 
 
 def test_a_chain_that_runs_from_cache_gains_at_most_its_share_of_the_bytes() -> None:
     events = [replace(event(n, (n - 1,), (n,)), seconds=1e-4) for n in (1, 2, 3)]  # 20 GB/s where a copy reaches one
-    (found,) = fusion_candidates(events, summarize_lines(events, {}, 0.01, ROOF), ROOF.bytes_per_s, 0.01)
+    (found,) = fusion_candidates(events, summarise_lines(events, {}, 0.01, ROOF), ROOF.bytes_per_s, 0.01)
     assert found.bytes_saved == 4 * MB and found.gain_s == pytest.approx(3e-4 * 4 / 6)
 
 

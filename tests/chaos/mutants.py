@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "factory/show/mlflow/store.py",
-        "os.replace(aside, path)  # 'flush' later flushes the new name too",
+        "os.replace(aside, path)  # flush_store later flushes the new name too",
         STORE,
     ),
     Mutant(

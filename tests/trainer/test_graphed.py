@@ -173,7 +173,7 @@ def test_a_function_that_cannot_be_replayed_runs_without_a_graph_and_is_reported
         assert all(torch.allclose(mine, other, rtol=1e-6) for mine, other in zip(ours.sums, theirs.sums)), number
     assert graphs.replays == 0 and not graphs.recorded
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("the run continues without CUDA graphs: ")
+    assert "continues without CUDA graphs" in line
     assert ("operation not permitted when stream" in line) if fails else ("gave different results" in line)
 
 

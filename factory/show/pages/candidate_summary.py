@@ -43,8 +43,10 @@ def _compared(found: ChampionComparison) -> dict[str, str]:
         }
     unclear = named(lambda shows: shows not in (BETTER, WORSE))
     return {
-        "Better": named(lambda shows: shows == BETTER) or "no measure is shown to be better",
-        "Worse": named(lambda shows: shows == WORSE) or "no measure is shown to be worse",
+        "Better": named(lambda shows: shows == BETTER)
+        or Message("candidate_summary.none_better", "no measure is shown to be better"),
+        "Worse": named(lambda shows: shows == WORSE)
+        or Message("candidate_summary.none_worse", "no measure is shown to be worse"),
         **({"Not shown": unclear} if unclear else {}),
         "How sure": _how_sure(dict_or_empty(found.evidence.get(TARGET))),
     }

@@ -41,6 +41,6 @@ def test_the_demo_output_in_the_readme_has_the_form_that_the_demo_prints() -> No
 
 
 def test_the_releasable_report_in_the_readme_has_the_form_that_is_printed() -> None:
-    lines = block("A release would be held")
+    lines = block("The release gate would hold back")
     line = ReportLine("licences", False, lines[1].partition(": ")[2], lines[2].partition(": ")[2])
     assert [format_summary([line]), *(one.strip() for one in format_report([line]))] == lines

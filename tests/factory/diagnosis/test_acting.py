@@ -422,7 +422,5 @@ def test_an_id_of_several_documents_is_refused_until_a_key_is_named(past: Ledger
 def test_the_commands_quarantine_a_document_and_rewind_a_segment(past: Ledger, workspace: Workspace) -> None:
     home = ["-w", str(workspace.root)]
     assert factory("quarantine", "d1", "--why", "private", *home).stdout.startswith("  1 document is quarantined")
-    assert factory("quarantine", "d1", "--undo", *home).stdout.startswith(
-        "  From the next segment on, training uses 1 document again"
-    )
+    assert "training uses 1 document again" in factory("quarantine", "d1", "--undo", *home).stdout
     assert "egment 4 is rewound" in factory("rewind", "4", "--json", *home).stdout

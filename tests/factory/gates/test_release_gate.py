@@ -281,7 +281,7 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPl
             record_event(tx, "promoted", "release:1")
         if candidate != judged:
             measured_alone(plant, judged)
-        with pytest.raises(DamagedExportError, match="have changed since their hash was recorded") as caught:
+        with pytest.raises(DamagedExportError, match="changed since their hash") as caught:
             judge_candidate(plant, judged)
         assert caught.value.candidate == candidate and "factory check --repair" in str(caught.value)
         assert not plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)

@@ -28,7 +28,7 @@ step. A row's pieces are shown as (domain, document, first token, positions):
     >>> keywords = {"context": 8, "batch": BatchRecipe(sequences=2, packing="token-budget"), "vocab_size": 64}
     >>> order = DataOrder(plan, **keywords)
     >>> def shown(rows):
-    ...     return [[(shard_domain(p.stream), p.document, p.start, p.positions) for p in row] for row in rows]
+    ...     return [[(stream_domain(p.stream), p.document, p.start, p.positions) for p in row] for row in rows]
     >>> shown(order.next_rows())
     [[('docs', 3, 0, 8)], [('code', 9, 0, 3), ('code', 5, 0, 3)]]
     >>> state = order.state_dict()
