@@ -1,4 +1,7 @@
-"""Duties about judged patches: decisions of people and policies are carried out, and merged patches are audited and judged again."""
+"""Duties about judged patches: decisions of people and policies are carried out, and merged patches are audited and judged again.
+
+A separate file, because each topic of duties is one file.
+"""
 
 from __future__ import annotations
 
