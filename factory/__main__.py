@@ -9,7 +9,7 @@ from types import FrameType
 
 def exit_at_signal(number: int, frame: FrameType | None) -> None:
     """End the process at once. While Python still imports the commands, nothing has been started that needs an orderly stop."""
-    os.write(2, b"factory: stopped; run the same command again to go on\n")
+    os.write(2, b"factory: stopped; run the same command again to continue\n")
     os._exit(128 + number)
 
 

@@ -75,6 +75,6 @@ def kill_all_and_exit(number: int) -> NoReturn:
         with contextlib.suppress(OSError):  # the terminal is closed
             if os.isatty(1):
                 os.write(1, SHOW_CURSOR)
-            os.write(2, b"factory: stopped; run the same command again to go on\n")
+            os.write(2, b"factory: stopped; run the same command again to continue\n")
     finally:
         os._exit(128 + number)

@@ -30,7 +30,7 @@ from trainer.contract import stopping
 from trainer.contract.json_lines import read_lines
 
 FACTORY = [sys.executable, "-m", "factory"]
-GO_ON = "factory: stopped; run the same command again to go on"
+GO_ON = "factory: stopped; run the same command again to continue"
 STEP = "        recipe, spec = self.recipe, self.spec\n        lr ="
 
 

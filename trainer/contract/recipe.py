@@ -311,7 +311,7 @@ class BatchRecipe(StrictSchema):
                 raise RecipeError(
                     "recipe.micro_sequences",
                     "batch.micro_sequences ({micro}) does not divide {sequences}, the number of sequences that each rank gets "
-                    "from {key}.",
+                    "from {key}",
                     micro=self.micro_sequences,
                     sequences=sequences // ranks,
                     key=key,

@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.stopping import WITHIN, left_of, started_by, wait_for
 
-GO_ON = "factory: stopped; run the same command again to go on\n"
+GO_ON = "factory: stopped; run the same command again to continue\n"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 # Runs ``python -m factory status`` and sends itself a signal just before the named module is imported.
