@@ -7,7 +7,6 @@ import re
 from factory.evals.statistics import Gain
 from factory.gates.release.judge import TARGET
 from factory.gates.release.judge_messages import change_message
-from factory.releasable.report import ReportLine, format_report, format_summary
 from tests.support.paths import ROOT
 
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -38,9 +37,3 @@ def test_the_demo_output_in_the_readme_has_the_form_that_the_demo_prints() -> No
         form(f"The candidate is better than candidate 1: {said}."),
     ):
         assert expected in lines, (expected, lines)
-
-
-def test_the_releasable_report_in_the_readme_has_the_form_that_is_printed() -> None:
-    lines = block("The release gate would hold back")
-    line = ReportLine("licences", False, lines[1].partition(": ")[2], lines[2].partition(": ")[2])
-    assert [format_summary([line]), *(one.strip() for one in format_report([line]))] == lines
