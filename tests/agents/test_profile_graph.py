@@ -107,7 +107,7 @@ def test_edges_go_from_the_last_writer() -> None:
 def test_conditional_lines_are_recognised_from_the_source() -> None:
     lines = (
         ("if self.experts is None:", 0),
-        ("x_BSD + tensor.scatter(self.transform(", 1),
+        ("x_BSD + tensor.scatter(self.apply_mlp(", 1),
         ("y_BTD, extras = self", 1),
     )
     from agents.line_profiler.lines import source_lines

@@ -17,7 +17,7 @@ class ClientDisconnectedError(Exception):
 
 
 async def cancel_if_gone(request: Request, work: Awaitable[WorkResult]) -> WorkResult:
-    """Return the result of ``work``. The body of ``request`` must have been read. Raises: ClientGone, after ``work`` was cancelled."""
+    """Return the result of ``work``. The body of ``request`` must have been read. Raises: ClientDisconnectedError, after ``work`` was cancelled."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=POLL_SECONDS))[0]:

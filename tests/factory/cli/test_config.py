@@ -139,7 +139,7 @@ def test_config_set_changes_one_key_in_the_workspaces_own_copy(workspace: Worksp
         (("data", "held_out", "{"), "config.not_set", "held_out"),
         (("data", "held_out", "{}"), "config.not_set", "empty mapping"),
         (("data", "", "1"), "config.not_set", "key is empty"),
-        (("recipe", "seed", "010"), "config.not_set", "Write 10 for a number"),
+        (("recipe", "seed", "010"), "config.not_set", "write 10 for a number"),
         (("data", "domains.code.pii", "[email]"), "config.not_set", "cannot set a list"),
         (("date", "held_out.share", "0.1"), "config.no_policy", "did you mean 'data'?"),
     ],

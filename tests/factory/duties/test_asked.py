@@ -218,7 +218,7 @@ def test_ingest_names_the_inbox_while_the_daemon_runs(workspace: Workspace, ledg
         with at_work(workspace) as process:
             said = factory("ingest", str(tmp_path / "a.jsonl"), *words, "-w", str(workspace.root))
         assert said.returncode == 3 and f"process {process} holds model-loop.lock" in said.stderr
-        assert "error[ingest.daemon_runs]" in said.stderr and f"put the files into {workspace.inbox}," in said.stderr
+        assert "error[ingest.daemon_runs]" in said.stderr and f"{workspace.inbox}: the daemon ingests" in said.stderr
 
 
 def test_a_command_that_is_refused_says_how_to_run_it(workspace: Workspace, ledger: Ledger) -> None:

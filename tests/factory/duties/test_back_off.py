@@ -84,7 +84,7 @@ def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
     drop(workspace, "shard.txt")
     path = workspace.inbox / "shard.txt"
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        patch.setattr("factory.ingest.inbox.file_shard", fails)
+        patch.setattr("factory.ingest.inbox.move_ingested_file", fails)
         ingest_inbox_file(Plant(workspace, ledger), path)
     assert not read_held_files(ledger) and list(list_complete_files(Plant(workspace, ledger), 0)) == [path]
     ingest_inbox_file(Plant(workspace, ledger), path)

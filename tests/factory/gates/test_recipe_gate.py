@@ -304,7 +304,7 @@ def test_an_error_of_the_judge_holds_the_change_and_leaves_no_files(
     def broken(*arguments: Any) -> dict[str, float]:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("factory.gates.recipe.runs.measure_weights", broken)
+    monkeypatch.setattr("factory.gates.recipe.runs.measure_bits_per_byte", broken)
     verdict = submitted(made, (RATE, "lr: 4e-3")).verdict
     assert verdict["outcome"] == "hold" and made.left_behind() == []
     expected = expect("gates.stage_error", stage="runs", kind="OSError", error="no space left on device")

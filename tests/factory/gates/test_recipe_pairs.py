@@ -208,11 +208,11 @@ def pairs(trainer: Trainer, score: Any) -> tuple[MeasuredRuns, list[str], list[A
     drawn: list[Any] = []
 
     def side(name: str, size: RunLengths) -> Any:
-        def arms(start: TrainingStart, seed: int, folder: Path) -> dict[Path, str]:
+        def make_arms(start: TrainingStart, seed: int, folder: Path) -> dict[Path, str]:
             drawn.append((name, start.step, seed, folder))
             return {folder / part: f"{name} {part}" for part in ("trunk", "tail")}
 
-        return SimpleNamespace(name=name, size=size, arms=arms)
+        return SimpleNamespace(name=name, size=size, make_arms=make_arms)
 
     sides = {name: side(name, size) for name, size in (("baseline", RunLengths(4, 3)), ("candidate", RunLengths(2, 1)))}
     start = TrainingStart(Path("/checkpoint"), 6, {}, {})

@@ -247,7 +247,7 @@ def test_a_request_that_is_too_large_is_refused() -> None:
         s.script = [whole()]
         assert (await s.client.post(PATH, content=bytes(MOST_BYTES))).status_code == 200
         answer = await s.client.post(PATH, content=bytes(MOST_BYTES + 1))
-        assert answer.status_code == 413 and "more than 16 MiB" in answer.text and len(s.asked) == 1
+        assert answer.status_code == 413 and "16 MiB" in answer.text and len(s.asked) == 1
 
     run(play)
 

@@ -172,7 +172,7 @@ def test_a_generated_shard_is_ingested_and_adds_no_held_out_documents(copied: Co
     assert len(rows) == written and not any(row["releasable"] for row in rows)
     assert sum(row["fate"] == "train" for row in rows) > 20
     assert ledger.read("SELECT COUNT(*) AS n FROM held_out")[0]["n"] == before
-    assert "was ingested before" in command_here("generate", *words, home=workspace).stdout
+    assert "already has a shard with this content" in command_here("generate", *words, home=workspace).stdout
     assert list(workspace.inbox.iterdir()) == []
     found = json.loads(command_here("provenance", "--document", rows[0]["id"], "--json", home=workspace).stdout)
     assert found[0]["synthetic_by"].startswith("release 1 (weights ")

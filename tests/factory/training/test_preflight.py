@@ -212,9 +212,9 @@ def hangar(made: Hangar) -> Iterator[Hangar]:
 
 DENOMINATOR = (  # each micro-batch's mean, summed: what transformers #34191 did
     "trainer/batch.py",
-    "        stretches = max_document_runs(most)\n",
+    "        stretches = round_up_document_runs(most)\n",
     '        parts["weights_BT"] = tuple(part / part.sum() for part in parts["weights_BT"])\n'
-    "        stretches = max_document_runs(most)\n",
+    "        stretches = round_up_document_runs(most)\n",
 )
 BACKWARD = (
     "kernels/attention/__init__.py",

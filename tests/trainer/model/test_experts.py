@@ -178,7 +178,7 @@ def test_the_loss_includes_the_router_z_loss_of_every_expert_layer() -> None:
     with_z, _, _ = model.loss(**data, z_loss=0.0, router_z_share=0.25)
     inputs: list[Tensor] = []
     for block in list(model.blocks)[1:]:
-        block.transform_by_experts = keep(block.transform_by_experts, inputs)  # type: ignore[assignment,arg-type]
+        block.apply_experts = keep(block.apply_experts, inputs)  # type: ignore[assignment,arg-type]
     model.loss(**data, z_loss=0.0)
     z = 0.0
     for block, h_BTD in zip(list(model.blocks)[1:], inputs, strict=True):

@@ -162,4 +162,4 @@ def test_a_checkpoint_without_the_state_of_a_required_hook_is_refused(
         initial_checkpoint=result(first)["checkpoint"],
     )
     code, said = train_here(after)
-    assert code == 2 and "state.json has no key 'watcher'" in said
+    assert code == 2 and "has no key 'watcher'" in said

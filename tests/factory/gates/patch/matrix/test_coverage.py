@@ -68,7 +68,7 @@ NOT_HERE = {
         "most",
         "fits",
         "-(-N",
-        "gpu_chunk(",
+        "choose_gpu_chunk_tokens(",
         "return max(1, N)",
         "if a_VC.is_cuda",
         "torch.cuda",
