@@ -305,7 +305,7 @@ def _training(workspace: Workspace) -> CheckResult:
         "The live code trains in the sandbox. It can read its own code, the token shards and one checkpoint. "
         "It can write its segment's folder and its commit's compile cache. It can use these devices: {devices}. "
         "Its ranks communicate over a private loopback interface. It cannot access the network, the home folder, the ledger or other processes.",
-        devices=", ".join(devices.list_gpu_device_files(every=True)) or "no GPU",
+        devices=", ".join(devices.list_gpu_device_files(all_gpus=True)) or "no GPU",
     )
 
 

@@ -66,7 +66,7 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     if row.state != "done":
         raise InputError(
             "audit.not_done",
-            "Segment {segment} is {state}, but only a segment that is done can be audited.",
+            "Only a segment whose state is 'done' can be audited. The state of segment {segment} is '{state}'.",
             segment=segment, state=row.state,
         )  # fmt: skip
     settled = VerdictRow.newest(plant.ledger, AUDIT, Subject("segment", segment))
@@ -187,7 +187,7 @@ class _Measured:
         if missing := find_unmatched_tensor(live.final_checkpoint, base.final_checkpoint):
             unlike_tensor = Message(
                 "audit.tensor_unlike",
-                "Tensor {tensor} of the live checkpoint is missing, or its shape or dtype is not the replay's.",
+                "Tensor {tensor} is missing from the live checkpoint, or its shape or dtype differs from the replay's.",
                 tensor=missing,
             )
             return found | {"told": [unlike_tensor]}
@@ -373,16 +373,18 @@ def read_whole_trace(trace: Trace) -> Trace:
     return trace
 
 
-def remove_layout_keys(left: Checkpoint) -> Checkpoint:
+def remove_layout_keys(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint without the keys of state.json that may differ in a replay."""
-    recipe = left.state["recipe"] | LAYOUT
-    return replace(left, state=left.state | {"recipe": recipe, "skipped": []})  # a stopped run may have skipped steps
+    recipe = checkpoint.state["recipe"] | LAYOUT
+    return replace(
+        checkpoint, state=checkpoint.state | {"recipe": recipe, "skipped": []}
+    )  # a stopped run may have skipped steps
 
 
-def find_metrics_difference(live: Trace, base: Trace, share: float) -> Message | None:
+def find_metrics_difference(live: Trace, base: Trace, tolerance: float) -> Message | None:
     """Return the first difference of metrics.jsonl between live training and the replay; None without a difference.
 
-    A line of live training may have additional keys. Counts must be equal. A loss, a gradient's norm or a rate may differ by ``share``.
+    A line of live training may have additional keys. Counts must be equal. A loss, a gradient's norm or a rate may differ by ``tolerance``.
     """
     if lost := sorted(base.lines.keys() - live.lines.keys()):
         return Message(
@@ -402,7 +404,7 @@ def find_metrics_difference(live: Trace, base: Trace, share: float) -> Message |
             other = ours[key]
             learnt = key.partition("/")[0] in LEARNT
             if isinstance(value, float) or isinstance(other, float):
-                if learnt and not _near(value, other, share):
+                if learnt and not _near(value, other, tolerance):
                     return _other_value(key, step, other, value)
             elif other != value and (learnt or not isinstance(value, list | dict)):
                 return _other_value(key, step, other, value)
@@ -417,11 +419,11 @@ def _other_value(key: str, step: int, live: object, replay: object) -> Message:
     )  # fmt: skip
 
 
-def _near(one: object, other: object, share: float) -> bool:
+def _near(one: object, other: object, tolerance: float) -> bool:
     numbers = [x for x in (one, other) if isinstance(x, int | float) and math.isfinite(x)]
     if len(numbers) < 2:  # at most one of them is a finite number
         return not numbers
-    return abs(numbers[0] - numbers[1]) <= share * max(map(abs, numbers))
+    return abs(numbers[0] - numbers[1]) <= tolerance * max(map(abs, numbers))
 
 
 def find_anomaly_difference(live: Trace, base: Trace) -> Message | None:

@@ -88,7 +88,9 @@ def list_possible_windows(row: SegmentRow) -> list[tuple[int, int]]:
     return list(itertools.pairwise([row.first_step, *ends] if row.parent else ends))
 
 
-def choose_patches(patches: Sequence[int], agreed: Counter[int], policy: AuditPolicy) -> tuple[Sequence[int], float]:
+def choose_patches(
+    patches: Sequence[int], agreements: Counter[int], policy: AuditPolicy
+) -> tuple[Sequence[int], float]:
     """Return (the patches to audit, the probability of an audit). A patch cannot be undone below a newer patch.
 
     Therefore all patches from the oldest new patch on are audited together.
@@ -96,7 +98,7 @@ def choose_patches(patches: Sequence[int], agreed: Counter[int], policy: AuditPo
     >>> choose_patches([4, 7, 9], Counter({4: 3, 7: 1, 9: 3}), AuditPolicy())
     ([7, 9], 1.0)
     """
-    new = [number for number in patches if agreed[number] < policy.windows]
+    new = [number for number in patches if agreements[number] < policy.windows]
     return (patches[patches.index(new[0]) :], policy.share) if new else (patches, policy.later_share)
 
 

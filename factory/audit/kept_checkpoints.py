@@ -103,14 +103,14 @@ def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) 
 
 
 @contextmanager
-def poll_in_thread(look: Callable[[], bool]) -> Iterator[None]:
-    """Call ``look`` repeatedly in a thread while the block runs, and once after the block. Stop as soon as ``look`` returns True."""
+def poll_in_thread(poll: Callable[[], bool]) -> Iterator[None]:
+    """Call ``poll`` repeatedly in a thread while the block runs, and once after the block. Stop as soon as ``poll`` returns True."""
     over = threading.Event()
 
     def looks() -> None:
-        while not look():
+        while not poll():
             if over.wait(POLL_SECONDS):
-                look()
+                poll()
                 return
 
     thread = threading.Thread(target=looks, daemon=True)

@@ -132,7 +132,7 @@ def make_or_open_ledger(workspace: Workspace) -> Ledger:
     if empty and left:
         raise WorkspaceError(
             "backups.lost_ledger",
-            "{folder} has data of a factory ({found}), but its ledger is {state}. {advice}",
+            "{folder} has data of a factory ({found}), but the ledger of that factory is {state}. {advice}",
             folder=workspace.root,
             found=left,
             state="empty" if file and file.exists() else "missing",

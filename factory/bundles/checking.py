@@ -212,7 +212,7 @@ def check_document_licences(folder: BundleFolder) -> list[Message]:
         if licence not in included:
             return [
                 Message(
-                    "checking.licence_not_included", "{file}, line {line}: licence {licence} is not among the licences that may be passed on",
+                    "checking.licence_not_included", "{file}, line {line}: licence {licence} does not allow redistribution",
                     file=layout.DOCUMENTS, line=number, licence=escape_unprintable(licence),
                 )
             ]  # fmt: skip

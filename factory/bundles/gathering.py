@@ -122,9 +122,9 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
     if sum(other.values()) > policy.not_releasable_max:
         raise InputError(
             "gathering.not_releasable",
-            "Release {release} may not be passed on. {share:.1%} of its supervised tokens have licences that do not "
-            "allow a release: {named}. At most {limit:.1%} is allowed. No bundle was made. The rules for licences "
-            "are in data.yaml",
+            "No bundle was made of release {release}, because {share:.1%} of its supervised tokens have licences that do "
+            "not allow a release: {named}. At most {limit:.1%} of the tokens may have such licences. The rules for "
+            "licences are in data.yaml",
             release=release.number,
             share=sum(other.values()),
             limit=policy.not_releasable_max,

@@ -38,8 +38,8 @@ def ensure_own_key(root: Path) -> Path:
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InputError(
             "signing.readable_key",
-            "Other users can read the private key {path}. If one of them may have copied the key, remove it, and "
-            "the factory makes a new key. To keep the key, restrict it with 'chmod 600 {path}'",
+            "Other users can read the private key {path}. If one of them may have copied the key, remove the "
+            "file, and the factory makes a new key. To keep the key, let only yourself read it: 'chmod 600 {path}'",
             path=path,
         )
     return path

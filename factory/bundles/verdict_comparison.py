@@ -140,11 +140,11 @@ class VerdictComparison:
 
     def describe_verdict(self) -> Message:
         """Return a message about a valid verdict: its outcome, and whether another version of the judge gave it."""
-        outcome = Message("verdict_comparison.promoted", "the outcome is promote")
+        outcome = Message("verdict_comparison.promoted", "the outcome is 'promote'")
         if over := self.override:
             outcome = Message(
                 "verdict_comparison.overridden",
-                "the outcome is hold, and {by} overrode it ({why})",
+                "the outcome is 'hold', which {by} overrode ({why})",
                 by=escape_unprintable(over["by"]),
                 why=escape_unprintable(over["why"], 500),
             )
@@ -161,8 +161,8 @@ class VerdictComparison:
             )  # fmt: skip
         return Message(
             "verdict_comparison.other_words",
-            "In a new judgement, {outcome}. All numbers are the same as recorded. {judges}. This version words "
-            "{differing} of {reasons} reasons in another way, which is allowed. Such reasons, as recorded: {first}",
+            "In a new judgement, {outcome}. All numbers are the same as recorded. {judges}. The text of "
+            "{differing} of {reasons} reasons differs from the recorded text, which is allowed. Recorded: {first}",
             outcome=outcome,
             judges=self._judges(),
             differing=len(self.reasons_not_repeated),

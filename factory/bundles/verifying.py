@@ -73,7 +73,8 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
     "data": (
         checking.check_document_licences,
         Message(
-            "verifying.same_data", "The bundle holds exactly the documents that it lists. All of them may be passed on"
+            "verifying.same_data",
+            "The bundle holds exactly the documents that it lists. The licences of all of them allow redistribution",
         ),
     ),
 }

@@ -41,13 +41,13 @@ from kernels.contract.message import Message
 LEFT = ("metrics.jsonl", "anomalies.jsonl")  # the trainer wrote them into the segment's folder
 
 
-def copy_traces(root: Path, ledger: Ledger, segment: int, place: Path) -> None:
-    """Copy metrics and checkpoints of a segment and of all segments before it into ``place``, one folder for each segment.
+def copy_traces(root: Path, ledger: Ledger, segment: int, target_folder: Path) -> None:
+    """Copy metrics and checkpoints of a segment and of all segments before it into ``target_folder``, one folder for each segment.
 
     Links are not followed, because a trainer wrote these folders. Raises: OSError.
     """
     for row in SegmentRow.lineage(ledger, segment):
-        target = place / f"segment-{row.id:05d}"
+        target = target_folder / f"segment-{row.id:05d}"
         target.mkdir(parents=True)
         for name in LEFT:
             if (root / row.folder / name).is_file():

@@ -40,7 +40,7 @@ def pause(
     say.line(
         Message(
             "operate.pausing",
-            "  If a trainer runs now, it writes a checkpoint and then ends. Other actions that run now are finished.",
+            "  If a trainer runs now, it writes a checkpoint and then ends. Other actions that run now go on until they are done.",
         )
     )
 

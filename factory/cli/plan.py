@@ -250,7 +250,7 @@ def _show(plan: RunPlan) -> None:
         f"{whole / GB:.2f} GB",
         Message(
             "plan.memory_left",
-            "{share:.0%} of {total:g} GB; {left:.2f} GB are left",
+            "uses {share:.0%} of {total:g} GB and leaves {left:.2f} GB free",
             share=whole / there,
             total=there / GB,
             left=(there - whole) / GB,

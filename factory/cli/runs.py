@@ -29,7 +29,7 @@ def runs(
     found = list_runs(plant.ledger, lines)
     nothing = Message(
         "runs.none",
-        "  No training run was started besides the segments. Certificates, preflights, audits, diagnoses and gates start such "
+        "  No training run was started except for segments. Certificates, preflights, audits, diagnoses and gates start such "
         "runs.",
     )
     say(found, map(format_run, found), nothing=nothing)

@@ -212,7 +212,10 @@ class AgentRuns:
             if wanted and len(found) < count:
                 found.append(self._run(row))
             else:
-                why = Message("code_loop.other_target", "a later request names another commit or target")
+                why = Message(
+                    "code_loop.other_target",
+                    "the run was ended, because a later request names another commit or target",
+                )
                 self.record_end(row["id"], "abandoned", why=str(why))
         return found
 
@@ -256,12 +259,12 @@ class AgentRuns:
             self.record_end(run.number, "nothing", why=str(why))
         return drafted
 
-    def find_judged_proposal(self, run: AgentRun, drafted: Proposal) -> int | None:
+    def find_judged_proposal(self, run: AgentRun, draft: Proposal) -> int | None:
         """Return the number of this run's proposal if it was already judged before a kill, else None."""
         which = "WHERE agent = :agent AND created_at >= :began AND verdict IS NOT NULL ORDER BY number"
         rows = ProposalRow.select(self.plant.ledger, which, agent=self.agent, began=run.began)
         return next(
-            (row.number for row in rows if row.evidence(self.plant.ledger).get("patch_id") == drafted.patch_id), None
+            (row.number for row in rows if row.evidence(self.plant.ledger).get("patch_id") == draft.patch_id), None
         )
 
     def _run(self, row: dict[str, Any]) -> AgentRun:

@@ -123,10 +123,10 @@ def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
     return undone
 
 
-def carry_out_decisions(plant: Plant, word_of: Callable[[int], str | None]) -> int:
+def carry_out_decisions(plant: Plant, find_decision: Callable[[int], str | None]) -> int:
     """Carry out the decisions of the policy or of a person about waiting proposals. Returns how many decisions were carried out.
 
-    ``word_of``: returns a person's decision about a proposal, 'approved' or 'rejected'; any other value means no decision. A proposal that
+    ``find_decision``: returns a person's decision about a proposal, 'approved' or 'rejected'; any other value means no decision. A proposal that
     cannot be merged is reported once, and does not stop the others.
     """
     waiting = _waiting(plant.ledger)
@@ -135,7 +135,7 @@ def carry_out_decisions(plant: Plant, word_of: Callable[[int], str | None]) -> i
     )
     settled = 0
     for number in waiting:
-        word, by = ("approved", "policy") if automatic else (word_of(number), "mlflow")
+        word, by = ("approved", "policy") if automatic else (find_decision(number), "mlflow")
         if word == "approved":
             act: Callable[[], object] = partial(approve, plant, number, by)
         elif word == "rejected":

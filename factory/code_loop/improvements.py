@@ -67,12 +67,12 @@ def read_newest_stages(db: SqlReader, now: float) -> list[BegunStage]:
     return found
 
 
-def budget_use(db: SqlReader, done: list[BegunStage], now: float) -> BudgetUse:
+def budget_use(db: SqlReader, stages: list[BegunStage], now: float) -> BudgetUse:
     """Return the use in the 24 hours before ``now``: the time of the stages that ended then, and the cost of their language models."""
     since = now - DAY
-    seconds = sum(one.left["seconds"] * one.left["devices"] for one in done if one.left and one.until >= since)
+    seconds = sum(one.left["seconds"] * one.left["devices"] for one in stages if one.left and one.until >= since)
     tokens, usd = 0, 0.0
-    for one in done:
+    for one in stages:
         if one.began.get("model") and one.until >= since:
             sql = (
                 "SELECT COALESCE(SUM(e.tokens), 0) AS tokens, COALESCE(SUM(e.usd), 0.0) AS usd FROM exchanges e "
@@ -153,12 +153,12 @@ def stage_name(stage: Mapping[str, Any]) -> str:
     return f"{stage['stage']} proposal {stage['proposal']}" if "proposal" in stage else str(stage["stage"])
 
 
-def stage_result(left: Mapping[str, Any]) -> str:
+def stage_result(record: Mapping[str, Any]) -> str:
     """Return the result of a stage, as text."""
-    if "failed" in left:
-        return f"failed: {left['failed']}"
-    if left.get("nothing"):
+    if "failed" in record:
+        return f"failed: {record['failed']}"
+    if record.get("nothing"):
         return "nothing found"
-    if left["stage"] == "propose":
-        return f"proposal {left['proposal']}"
-    return str(left.get("outcome") or "done")
+    if record["stage"] == "propose":
+        return f"proposal {record['proposal']}"
+    return str(record.get("outcome") or "done")

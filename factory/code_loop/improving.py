@@ -97,39 +97,39 @@ class LoopState:
     used: BudgetUse = BudgetUse()
 
 
-def next_stage(seen: LoopState) -> LoopStage | str:
+def next_stage(state: LoopState) -> LoopStage | str:
     """Return the stage to do now, or the reason why there is no stage. Pure. A proposal that was begun is finished first, even beyond the budget."""
-    if seen.policy.when == OFF:
+    if state.policy.when == OFF:
         return Message("code_loop.off", "improve is off in agents.yaml")
-    if not seen.policy.allows_stage_at(seen.minute):
+    if not state.policy.allows_stage_at(state.minute):
         return Message(
-            "code_loop.waits_for_night", "the code loop waits for the night ({hours})", hours=seen.policy.night
+            "code_loop.waits_for_night", "the code loop waits for the night ({hours})", hours=state.policy.night
         )
-    if seen.promoted is not None:
-        return LoopStage(MERGE, proposal=seen.promoted)
-    if seen.written is not None:
-        return LoopStage(JUDGE, agent=seen.written[1], proposal=seen.written[0])
-    if not seen.begun and (beyond := seen.used.exceeded_limit(seen.policy.per_day.model_dump())):
+    if state.promoted is not None:
+        return LoopStage(MERGE, proposal=state.promoted)
+    if state.written is not None:
+        return LoopStage(JUDGE, agent=state.written[1], proposal=state.written[0])
+    if not state.begun and (beyond := state.used.exceeded_limit(state.policy.per_day.model_dump())):
         return Message("code_loop.waits_for_budget", "the code loop waits, because {problem}", problem=beyond)
-    if not seen.agents:
+    if not state.agents:
         return Message("code_loop.no_agent", "no LLM endpoint is configured, and all agents of agents.yaml need one")
-    for agent in seen.agents:
-        stage = LoopStage(PROFILE) if agent in PROFILED and seen.profile is None else LoopStage(PROPOSE, agent)
-        if agent not in seen.finished and seen.killed.get(str(stage), 0) < MOST_CUT:
+    for agent in state.agents:
+        stage = LoopStage(PROFILE) if agent in PROFILED and state.profile is None else LoopStage(PROPOSE, agent)
+        if agent not in state.finished and state.killed.get(str(stage), 0) < MOST_CUT:
             return stage
     return Message(
         "code_loop.all_tried", "the agents have tried everything for the present code, recipe, machine and agents.yaml"
     )
 
 
-def next_stages(seen: LoopState) -> list[LoopStage]:
+def next_stages(state: LoopState) -> list[LoopStage]:
     """Return ``next_stage``, then the stage of each further agent. So an agent that rests after a failure does not hold up the others."""
     found: list[LoopStage] = []
-    while isinstance(stage := next_stage(seen), LoopStage):
+    while isinstance(stage := next_stage(state), LoopStage):
         found.append(stage)
         if not stage.agent or stage.name != PROPOSE:
             break
-        seen = replace(seen, finished=seen.finished | {stage.agent})
+        state = replace(state, finished=state.finished | {stage.agent})
     return found
 
 

@@ -110,7 +110,9 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Sub
     profiled = _read(bench.plant.ledger, _profile(bench))
     drafts = search_proposer.propose_implementations(profiled, replace(bench, count=count), count)
     if not drafts:
-        why = Message("code_loop.nothing_faster", "no change was found that measures faster than the present choice")
+        why = Message(
+            "code_loop.nothing_faster", "no change was found that is faster, when measured, than the present choice"
+        )
         print_why_nothing_proposed(bench.plant, why)
     return run_in_parallel([partial(submit, bench.plant, drafted, bench.base) for drafted in drafts])
 

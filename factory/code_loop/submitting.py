@@ -48,20 +48,20 @@ T = TypeVar("T")
 
 
 def run_under_lock(
-    plant: Plant, act: Callable[[], T], kind: str, subject: Subject | str, words: str, **detail: str
+    plant: Plant, action: Callable[[], T], kind: str, subject: Subject | str, prefix: str, **detail: str
 ) -> T | None:
-    """Return ``act()``, called under the code loop's lock, for the daemon. Returns None if another process holds the lock, or after an error.
+    """Return ``action()``, called under the code loop's lock, for the daemon. Returns None if another process holds the lock, or after an error.
 
-    The next pass tries again. An error is printed after ``words``, once a day, and is recorded as an event of this ``kind``.
+    The next pass tries again. An error is printed after ``prefix``, once a day, and is recorded as an event of this ``kind``.
     """
     try:
         with plant.workspace.hold_lock(LOCK):
-            return act()
+            return action()
     except WorkspaceError:
         return None
     except FactoryError as error:
         if record_event_once(plant.ledger, kind, subject, {**detail, "why": str(error)}, REMIND_SECONDS):
-            plant.print_line(Message("code_loop.prevented", "  {what}: {problem}", what=words, problem=error.message))
+            plant.print_line(Message("code_loop.prevented", "  {what}: {problem}", what=prefix, problem=error.message))
         return None
 
 

@@ -320,10 +320,10 @@ class LiveWorkbench:
         ]
 
 
-def parse_measurement(said: str) -> Measurement | None:
+def parse_measurement(output: str) -> Measurement | None:
     """Return the measurement that ``kernels.contract.bench`` printed; None for any other text, which untrusted code may have printed."""
     try:
-        found = json.loads(said)
+        found = json.loads(output)
         return Measurement(*(float(found[key]) for key in ("seconds", "against_seconds", "ratio", "ratio_low")))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -18,17 +18,20 @@ TEMPLATE = Path(__file__).with_name("comparison.html.jinja")
 SHOWN = 6  # a list of steps shows at most this many
 
 
-def earliest_divergence(found: Sequence[MetricComparison]) -> Divergence | None:
+def earliest_divergence(comparisons: Sequence[MetricComparison]) -> Divergence | None:
     """Return the earliest divergence of all metrics; None if no metric diverges."""
-    return min((one.first for one in found if one.first), key=lambda first: first.x, default=None)
+    return min((one.first for one in comparisons if one.first), key=lambda first: first.x, default=None)
 
 
 def comparison_lines(
-    found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, unit: str, given: bool
+    comparisons: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, unit: str, is_tolerance_given: bool
 ) -> list[str]:
-    """Return lines for a person, beginning with the first divergence. ``unit``: 'step' or 'token'. ``given``: a person gave the tolerance."""
+    """Return lines for a person, beginning with the first divergence. ``unit``: 'step' or 'token'.
+
+    ``is_tolerance_given``: whether a person gave the tolerance.
+    """
     said: list[str] = []
-    if first := earliest_divergence(found):
+    if first := earliest_divergence(comparisons):
         by_spread = Message(
             "comparing.by_spread",
             "{factor:g} times the spread of the difference over the last {window} points",
@@ -42,13 +45,13 @@ def comparison_lines(
                 "{difference:+.3g}, tolerance {tolerance:.3g} ({how})",
                 **asdict(first),
                 unit=unit,
-                how="as given" if given else by_spread,
+                how="as given" if is_tolerance_given else by_spread,
             )
         )
     else:
-        metrics = [one.metric for one in found]
+        metrics = [one.metric for one in comparisons]
         said.append(Message("comparing.no_divergence", "no divergence in {metrics}", metrics=metrics))
-    for one in found:
+    for one in comparisons:
         largest = f", largest difference {one.largest:.3g}" if one.largest is not None else ""
         diverge = f", diverging at {unit} {one.first.x:,.0f}" if one.first else ""
         said.append(
@@ -89,24 +92,24 @@ def comparison_lines(
 
 
 def comparison_as_json(
-    found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, said: Sequence[str]
+    comparisons: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, lines: Sequence[str]
 ) -> dict[str, Any]:
-    first = earliest_divergence(found)
+    first = earliest_divergence(comparisons)
     return {
         "ours": ours.name,
         "theirs": theirs.name,
         "first": first and asdict(first),
-        "metrics": [asdict(one) for one in found],
-        "says": list(said),
+        "metrics": [asdict(one) for one in comparisons],
+        "says": list(lines),
     }
 
 
 def render_comparison(
-    found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, said: Sequence[str], unit: str
+    comparisons: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, said: Sequence[str], unit: str
 ) -> str:
     """Return the comparison as one self-contained HTML page."""
     drawn = []
-    for one in found:
+    for one in comparisons:
         marks = [(one.first.x, "they diverge")] if one.first else []
         lines = {"ours": [(x, a) for x, a, _ in one.grid], "theirs": [(x, b) for x, _, b in one.grid]}
         apart = {"ours minus theirs": [(x, a - b) for x, a, b in one.grid if math.isfinite(a) and math.isfinite(b)]}
@@ -115,7 +118,7 @@ def render_comparison(
         )
     head = {"Ours": ours.name, "Theirs": theirs.name, "Compared by": f"{unit}s"}
     return render_page(
-        TEMPLATE, said=list(said), metrics=drawn, head=head, parted=earliest_divergence(found) is not None
+        TEMPLATE, said=list(said), metrics=drawn, head=head, parted=earliest_divergence(comparisons) is not None
     )
 
 

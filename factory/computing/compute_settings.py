@@ -35,17 +35,21 @@ Computing = dict[str, Any]
 
 
 def decide_computing(
-    workspace: Workspace, recipe: Recipe, kernels: str, before: str = "", measured: dict[str, Any] | None = None
+    workspace: Workspace,
+    recipe: Recipe,
+    kernels: str,
+    parent_precision: str = "",
+    measured: dict[str, Any] | None = None,
 ) -> tuple[Recipe, Computing, list[str]]:
     """Return (the recipe with its chosen precision, the value of the column ``computing``, notes for a person).
 
-    ``kernels``: the text of the live code's kernels.yaml. ``before``: the precision of the parent segment. ``measured``: the result of
+    ``kernels``: the text of the live code's kernels.yaml. ``parent_precision``: the precision of the parent segment. ``measured``: the result of
     ``measure_precision``, if it is known already. Raises: ConfigError for a precision that the device lacks, or for an invalid tuning file.
     """
     from kernels.contract.choice import auto_ops, device_section, replace_auto
     from kernels.contract.machine import this_machine
 
-    chosen = measured or measure_precision(recipe, before)
+    chosen = measured or measure_precision(recipe, parent_precision)
     notes = [chosen["warning"]] if chosen["warning"] else []
     resolved = recipe.model_copy(update={"precision": chosen["precision"]})
     machine, section = this_machine(), device_section(kernels, devices.device_kind())
@@ -65,7 +69,7 @@ def decide_computing(
     return resolved, computing, notes
 
 
-def measure_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
+def measure_precision(recipe: Recipe, parent_precision: str = "") -> dict[str, Any]:
     """Return the result of ``trainer.contract.plan.precision.choose_precision`` as JSON. Raises: ConfigError.
 
     On a GPU, a separate process measures, because the factory's own process would keep GPU memory until it ends.
@@ -78,13 +82,13 @@ def measure_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
         from trainer.contract.plan.precision import choose_precision
 
         try:
-            return asdict(choose_precision(recipe, torch.device("cpu"), before))
+            return asdict(choose_precision(recipe, torch.device("cpu"), parent_precision))
         except RecipeError as error:
             raise ConfigError(error.message) from error
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-        arguments = ("-m", "trainer.contract.plan.precision", str(given), "--json", "--before", before)
+        arguments = ("-m", "trainer.contract.plan.precision", str(given), "--json", "--before", parent_precision)
         done = run_python(checkout_root(), *arguments)
     if done.returncode:
         raise ConfigError(
@@ -136,11 +140,12 @@ def describe_computing(computing: Computing | None) -> str:
     return f"{describe_precision(computing['precision'])} on {computing['machine']['name']}" if computing else ""
 
 
-def describe_precision(found: Mapping[str, Any]) -> str:
+def describe_precision(measured: Mapping[str, Any]) -> str:
     """Return the result of ``measure_precision`` as one line."""
-    times = [f"{name} {value * 1e3:.3g} ms" for name, value in found["probe"]["seconds"].items()]
-    how = "measured" if found["asked"] == "auto" else "named in the recipe"
+    times = [f"{name} {value * 1e3:.3g} ms" for name, value in measured["probe"]["seconds"].items()]
+    how = "measured" if measured["asked"] == "auto" else "named in the recipe"
     return Message(
-        "compute_settings.precision", "precision {precision} ({how}; one step's matrix products, attention and loss head take: {times})",
-        precision=found["precision"], how=how, times=times,
+        "compute_settings.precision", "precision {precision} ({how}; time of one step's matrix products, "
+        "attention and loss head, by precision: {times})",
+        precision=measured["precision"], how=how, times=times,
     )  # fmt: skip

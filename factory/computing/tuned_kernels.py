@@ -77,7 +77,7 @@ def find_tuning(
     made = found["machine"]
     if made["name"] != machine.name:
         raise ConfigError(
-            "computing.other_machine", "{file} was made on a machine of class {made!r}, but this machine is {here!r}. Remove the file.",
+            "computing.other_machine", "{file} was made on a machine of class {made!r}, but this machine is of class {here!r}. Remove the file.",
             file=path, made=made["name"], here=machine.name,
         )  # fmt: skip
     if made["torch"] != machine.torch:

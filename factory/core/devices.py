@@ -76,12 +76,12 @@ def device_suffix() -> str:
     return f"-{_held.get()}" if _held.get() else ""
 
 
-def list_gpu_device_files(every: bool = False) -> list[str]:
-    """Return the files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while no GPU is held (unless ``every``).
+def list_gpu_device_files(all_gpus: bool = False) -> list[str]:
+    """Return the files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while no GPU is held (unless ``all_gpus``).
 
     The list has the files of all GPUs, since NVIDIA's driver numbers the GPUs that it sees. ``device_environment`` selects one GPU.
     """
-    found = [path for pattern in GPU_FILES for path in Path("/dev").glob(pattern)] if every or _held.get() else []
+    found = [path for pattern in GPU_FILES for path in Path("/dev").glob(pattern)] if all_gpus or _held.get() else []
     return sorted(str(path) for path in found if not path.is_dir())
 
 

@@ -82,7 +82,7 @@ class LiveCode:
                 cwd=self.folder,
                 cache=self.cache,
                 environment=own,
-                nodes=devices.list_gpu_device_files(every=True),
+                nodes=devices.list_gpu_device_files(all_gpus=True),
                 stdout=stdout,
                 stderr=stderr,
                 lock=lock,

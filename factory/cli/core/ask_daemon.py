@@ -13,8 +13,8 @@ from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
 
-def lock_or_ask_daemon(held: ExitStack, plant: Plant, errands: Sequence[str], **how: Any) -> str:
-    """Take the model loop's lock into ``held`` and return ''. If a daemon holds the lock, ask the daemon to do the errands, and return a line
+def lock_or_ask_daemon(stack: ExitStack, plant: Plant, errands: Sequence[str], **how: Any) -> str:
+    """Take the model loop's lock into ``stack`` and return ''. If a daemon holds the lock, ask the daemon to do the errands, and return a line
     for the person.
 
     ``errands``: actions of the daemon, such as 'judge 3'. ``how``: their options, which ``factory.retrying.requests.open_requests`` returns.
@@ -24,7 +24,7 @@ def lock_or_ask_daemon(held: ExitStack, plant: Plant, errands: Sequence[str], **
     from factory.status.daemon_state import daemon_facts
 
     try:
-        held.enter_context(plant.workspace.hold_lock(MODEL_LOOP))
+        stack.enter_context(plant.workspace.hold_lock(MODEL_LOOP))
     except WorkspaceError as busy:
         command = daemon_facts(plant.workspace).get("command", "").split()
         if command[:1] == ["factory"] and command[1:2] not in (["run"], ["demo"]):
@@ -32,7 +32,7 @@ def lock_or_ask_daemon(held: ExitStack, plant: Plant, errands: Sequence[str], **
         request_actions(plant.ledger, errands, current_user(), **how)
         return Message(
             "ask_daemon.asked",
-            "The running daemon does this in its next pass: {errands} ({busy})",
+            "The running daemon does this in its next pass: {errands}. This command cannot do it now, because {busy}",
             errands=list(errands),
             busy=str(busy).removesuffix(f". {busy.data.get('remedy')}"),
         )

@@ -53,16 +53,16 @@ class AnswerPrinter:
         for line in shown or [nothing] * bool(nothing):
             self.terminal.line(line)
 
-    def confirm(self, yes: bool, what: str) -> None:
+    def confirm(self, yes: bool, action: str) -> None:
         """Ask the person to agree, unless ``yes``. Raises: InputError if there is no terminal to ask at; typer.Abort if the person declines."""
         if not yes:
             if self.as_json or not sys.stdin.isatty():
                 raise InputError(
                     "options.not_confirmed",
                     "Nothing was changed. To {action}, add '--yes'. To see what would change, add '--dry-run'.",
-                    action=what,
+                    action=action,
                 )
-            typer.confirm(f"  {what}?", abort=True)
+            typer.confirm(f"  {action}?", abort=True)
 
     def line(self, text: str) -> None:
         """Print a line for people; with --json, print nothing."""

@@ -75,7 +75,7 @@ def ingest(
         if not paths or again or small_vocabulary:
             raise InputError(
                 "ingest.preview_options",
-                "--preview needs the names of files, and excludes --again and --small-vocabulary.",
+                "--preview needs the names of files, and cannot be used with --again or --small-vocabulary.",
             )
         _preview(plant.workspace, gather_files(plant, paths), say)
         return

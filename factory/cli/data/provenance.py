@@ -84,7 +84,7 @@ def _document_lines(found: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 Message(
                     "provenance.tokens",
-                    "  tokens    {tokens}, of which {supervised} carry loss, in token shard {token_shard}",
+                    "  tokens    {tokens}, in token shard {token_shard}. The loss counts {supervised} of them",
                     tokens=row["tokens"],
                     supervised=row["supervised_tokens"],
                     token_shard=row["token_shard"],

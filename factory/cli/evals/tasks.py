@@ -106,8 +106,8 @@ def check(
             Message(
                 "tasks.contaminated",
                 "  {hits} of {items} items are in training data that was ingested before the task. The first of "
-                "these items is in document {document}. If a task has more than {most:.0%} such items, the gate "
-                "holds every candidate (contaminated_max in tasks.yaml).",
+                "these items is in document {document}. If more than {most:.0%} of a task's items are in training "
+                "data, the gate holds every candidate (contaminated_max in tasks.yaml).",
                 hits=len(hits),
                 items=found["items"],
                 document=hits[0][1],
@@ -174,7 +174,7 @@ def _notes(summary: dict[str, Any]) -> list[str]:
         notes.append(
             Message(
                 "tasks.cut",
-                "{contexts:,|prompt was|prompts were} longer than the model's context and lost the beginning.",
+                "{contexts:,|prompt was|prompts were} longer than the model's context and therefore cut off at the beginning.",
                 contexts=count,
             )
         )

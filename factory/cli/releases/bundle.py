@@ -56,7 +56,7 @@ def verify(
             print(
                 Message(
                     "bundle.other_wording",
-                    "The bundle words the reasons of the verdict differently, because another version of the judge wrote the bundle.",
+                    "The reasons of the verdict have other texts in the bundle, because another version of the judge wrote them.",
                 )
             )
     if not found.ok:

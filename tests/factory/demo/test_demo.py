@@ -42,7 +42,7 @@ def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
         trigram = next(v for name, v in released["baselines"][domain].items() if "trigram" in name)
         assert bits < trigram, (domain, bits, trigram)
     outcomes = [proposal["outcome"] for proposal in facts["proposals"]]
-    if "nothing proposed: no change was found that measures faster" not in done.stdout:  # as on a busy machine
+    if "nothing proposed: no change was found" not in done.stdout:  # as on a busy machine
         assert len(outcomes) == 1 and outcomes[0] in ("promote", "hold", "reject")
     again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert again.returncode == 0
