@@ -114,15 +114,15 @@ def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasabi
             holds.append(
                 Message(
                     "release.too_little_held_out",
-                    "{domain} has only {documents} held-out documents of {groups:|document group|document groups}. At least {least_documents} "
-                    "documents of {least_groups} groups are needed",
+                    "{domain} has only {documents} held-out documents from {groups:|document group|document groups}. At least {least_documents} "
+                    "documents from {least_groups} groups are needed",
                     **held, **least,
                 )
                 if domain.dev_groups
                 else Message(
                     "release.nothing_in_dev_half",
-                    "{domain} has {documents} held-out documents of {groups:|document group|document groups}, but no document in the dev half. "
-                    "At least {least_documents} documents of {least_groups} groups are needed",
+                    "{domain} has {documents} held-out documents from {groups:|document group|document groups}, but no document in the dev half. "
+                    "At least {least_documents} documents from {least_groups} groups are needed",
                     **held, **least,
                 )
             )  # fmt: skip
