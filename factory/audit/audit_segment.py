@@ -198,7 +198,7 @@ class _Measured:
             found |= {
                 "drift": compute_weight_drift(live.final_checkpoint.model, base.final_checkpoint.model, self.origin),
                 "control_drift": compute_weight_drift(
-                    shorter.model, base.final_checkpoint.model, self.origin, of_one=False
+                    shorter.model, base.final_checkpoint.model, self.origin, include_worst_tensor=False
                 ),
             }
         told = shorter is not None or found["same_bits"]

@@ -139,4 +139,4 @@ def no_evidence_message(name: str) -> Message:
 
 def tries_unknown_message() -> Message:
     """Return the reason for evidence without the number of tries."""
-    return Message("gates.tries_unknown", "The evidence does not say how often this target was tried.")
+    return Message("gates.tries_unknown", "The evidence does not give the number of tries on this patch's target.")

@@ -40,12 +40,12 @@ class TimeLimits(StrictPolicy):
 
 
 def run_with_limits(
-    limits: Sequence[float], attempt: Callable[[int, float], Found], out_of_time: Callable[[Found], bool]
+    limits: Sequence[float], attempt: Callable[[int, float], Found], was_stopped: Callable[[Found], bool]
 ) -> Found:
     """Return the result of the first attempt that was not stopped, else of the last one. ``attempt(number from 0, limit)`` makes an attempt."""
     for number, limit in enumerate(limits):
         found = attempt(number, limit)
-        if not out_of_time(found):
+        if not was_stopped(found):
             break
     return found
 
@@ -67,22 +67,22 @@ def was_out_of_time(evidence: Mapping[str, Any]) -> bool:
     return find_only_missing_stage(evidence).get("out_of_time") is True
 
 
-def stopped_message(what: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:
-    """Return the reason that every attempt of the candidate's process ``what`` was stopped. ``key``: the policy's section with the limits."""
+def stopped_message(process: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:
+    """Return the reason that every attempt of the candidate's ``process`` was stopped. ``key``: the policy's section with the limits."""
     return Message(
         "gates.stopped",
         "No attempt of the candidate's {what} ended within its time limit ({limits:.0f} s). The baseline's {what} ended after {baseline:.0f} "
         "s. Either the process never ends, or the machine is too busy. Close other programs and judge the patch again, or raise {key} in "
         "policies/gates/patch.yaml.",
-        what=what, limits=list(limits), baseline=baseline_seconds, key=key,
+        what=process, limits=list(limits), baseline=baseline_seconds, key=key,
     )  # fmt: skip
 
 
-def baseline_stopped_message(what: str, seconds: float, key: str) -> Message:
-    """Return the reason that a limit stopped the process ``what`` of approved code. ``key``: the policy's key with the limit."""
+def baseline_stopped_message(process: str, seconds: float, key: str) -> Message:
+    """Return the reason that a limit stopped a ``process`` of approved code. ``key``: the policy's key with the limit."""
     return Message(
         "gates.baseline_stopped",
         "The baseline's {what} did not end within {seconds:.0f} s, so the patch was not judged. Close other programs and judge the patch "
         "again, or raise {key} in policies/gates/patch.yaml.",
-        what=what, seconds=seconds, key=key,
+        what=process, seconds=seconds, key=key,
     )  # fmt: skip

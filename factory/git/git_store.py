@@ -73,11 +73,11 @@ def find_git_folder(folder: Path) -> Path | None:
         return None
 
 
-def list_lock_files(common: Path) -> set[str]:
-    """Return the paths of lock files relative to the git folder ``common``. The file ``locked`` of a half-made worktree counts as one."""
-    found = [*common.glob("*.lock"), *common.glob("refs/**/*.lock"), *common.glob("worktrees/*/*.lock")]
-    found += [path for path in common.glob("worktrees/*/locked") if _says(path).strip() in ("", "initializing")]
-    return {str(path.relative_to(common)) for path in found}
+def list_lock_files(git_folder: Path) -> set[str]:
+    """Return the paths of lock files relative to ``git_folder``. The file ``locked`` of a half-made worktree counts as one."""
+    found = [*git_folder.glob("*.lock"), *git_folder.glob("refs/**/*.lock"), *git_folder.glob("worktrees/*/*.lock")]
+    found += [path for path in git_folder.glob("worktrees/*/locked") if _says(path).strip() in ("", "initializing")]
+    return {str(path.relative_to(git_folder)) for path in found}
 
 
 def _ended(common: Path, mark: Path, before: set[str]) -> None:

@@ -30,11 +30,14 @@ OURS = ("agents", "benchmarks", "factory", "kernels", "tests", "trainer")
 SPECIAL = "__init__"  # the only name with double underscores that a new file may have
 
 
-def find_name_problems(path: str, existing: Collection[str], left: Collection[str]) -> Iterable[Message]:
-    """Yield the problems of the name of a *new* file. ``existing``: all files and folders of the base. ``left``: those of the patched tree."""
+def find_name_problems(path: str, existing: Collection[str], patched_paths: Collection[str]) -> Iterable[Message]:
+    """Yield the problems of the name of a *new* file.
+
+    ``existing``: all files and folders of the base. ``patched_paths``: those of the patched tree.
+    """
     parts = path.split("/")
     names = [*parts[:-1], parts[-1].removesuffix(".py")]
-    folded = {other.casefold(): other for other in left}
+    folded = {other.casefold(): other for other in patched_paths}
     for count, name in enumerate(names, 1):
         place = "/".join(parts[:count])
         if place in existing:

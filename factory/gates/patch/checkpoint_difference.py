@@ -27,12 +27,17 @@ UNMOVED_DISTANCE = 1e9  # the distance if training moved no weight
 ROUNDED = 0.1  # the share by which values under ROUNDED_STATE_KEYS (losses, gradient norms) may differ
 
 
-def compute_weight_drift(candidate: Tensors, baseline: Tensors, origin: Tensors, of_one: bool = True) -> float:
-    """Return ‖candidate − baseline‖ / ‖baseline − origin‖ over all tensors. With ``of_one``, half the ratio of the worst tensor if that is larger."""
+def compute_weight_drift(
+    candidate: Tensors, baseline: Tensors, origin: Tensors, include_worst_tensor: bool = True
+) -> float:
+    """Return ‖candidate − baseline‖ / ‖baseline − origin‖ over all tensors.
+
+    With ``include_worst_tensor``, half the ratio of the worst tensor if that is larger.
+    """
     each = tensor_distances(baseline, candidate, origin).values()
     worst = max((one.share for one in each), default=0.0)
     whole = sum_distances(each).share
-    return min(max(whole, worst / 2) if of_one else whole, UNMOVED_DISTANCE)
+    return min(max(whole, worst / 2) if include_worst_tensor else whole, UNMOVED_DISTANCE)
 
 
 def squared_moment_distances(one: Checkpoint | None, other: Checkpoint | None) -> dict[str, float]:
@@ -45,12 +50,12 @@ def squared_moment_distances(one: Checkpoint | None, other: Checkpoint | None) -
 
 
 def find_checkpoint_difference(
-    candidate: Checkpoint | None, baseline: Checkpoint | None, away: Mapping[str, float], max_drift: float
+    candidate: Checkpoint | None, baseline: Checkpoint | None, skip_distances: Mapping[str, float], max_drift: float
 ) -> Message | None:
     """Return a difference between the checkpoints that would change a run that continues from them. None: they are alike.
 
-    Moments are compared by kind, because the sizes of kinds are unrelated. ``away``: kind → the squared distance that skipped steps cause. A kind may
-    differ by ``max_drift`` times that distance.
+    Moments are compared by kind, because the sizes of kinds are unrelated. ``skip_distances``: kind → the squared distance that skipped steps
+    cause. A kind may differ by ``max_drift`` times that distance.
     """
     assert candidate is not None and baseline is not None
     if lost := sorted(baseline.state.keys() - candidate.state.keys()):
@@ -69,7 +74,7 @@ def find_checkpoint_difference(
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
             return Message(
                 "patch.optimiser_shape",
-                "the optimiser's tensor {tensor} is missing, or has another shape or dtype than the baseline's",
+                "the optimiser's tensor {tensor} is missing, or its shape or dtype is not that of the baseline's tensor",
                 tensor=name,
             )
         if name.startswith("step.") and not torch.equal(found, tensor):
@@ -77,12 +82,12 @@ def find_checkpoint_difference(
                 "patch.optimiser_step", "the optimiser's tensor {tensor} differs from the baseline's", tensor=name
             )
     for kind, square in sorted(squared_moment_distances(candidate, baseline).items()):
-        off = relative_size(square, away.get(kind, 0.0)) ** 0.5
+        off = relative_size(square, skip_distances.get(kind, 0.0)) ** 0.5
         if off > max_drift:
             return Message(
                 "patch.optimiser_apart",
-                "the optimiser's {kind} differs from the baseline's by {share:.2g} times the change that skipped steps cause; at most {most:g} times "
-                "is allowed",
+                "the optimiser's values of {kind} differ from the baseline's by {share:.2g} times the difference that leaving out steps causes, and "
+                "at most {most:g} times this difference is allowed",
                 kind=kind, share=off, most=max_drift,
             )  # fmt: skip
     return None

@@ -62,15 +62,15 @@ class ExecutedCode:
     traced: dict[str, set[SourceSpan]] = field(default_factory=dict)
     launched: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
 
-    def add(self, left: Mapping[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any]) -> None:
         """Add a record of ``ExecutionRecorder.to_json``. Raises: KeyError, TypeError, ValueError for a malformed record."""
-        for path, lines in left["lines"].items():
+        for path, lines in record["lines"].items():
             self.lines.setdefault(path, set()).update(int(line) for line in lines)
-        for path, parts in left["instructions"].items():
+        for path, parts in record["instructions"].items():
             self.instructions.setdefault(path, set()).update((str(name), int(at)) for name, at in parts)
-        for path, places in left["traced"].items():
+        for path, places in record["traced"].items():
             self.traced.setdefault(path, set()).update((int(a), int(b), int(c), int(d)) for a, b, c, d in places)
-        for path, spans in left["launched"].items():
+        for path, spans in record["launched"].items():
             self.launched.setdefault(path, set()).update((int(first), int(last)) for first, last in spans)
 
     def merge(self, other: ExecutedCode) -> None:

@@ -21,8 +21,10 @@ from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.recipe import Recipe
 
 
-def read_held_out_texts(count: int, size: int, plant: Plant) -> tuple[list[ScoredText], EvalPolicy]:
-    """Return at most ``count`` documents of the dev half per domain, each cut to ``size`` bytes, and the policy for scoring.
+def read_held_out_texts(
+    documents_per_domain: int, document_bytes: int, plant: Plant
+) -> tuple[list[ScoredText], EvalPolicy]:
+    """Return at most ``documents_per_domain`` documents of the dev half, each cut to ``document_bytes``, and the policy for scoring.
 
     Without a tokenizer, there are no documents.
     """
@@ -31,8 +33,8 @@ def read_held_out_texts(count: int, size: int, plant: Plant) -> tuple[list[Score
         tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
     except InputError:
         return [], policy
-    dev = select_held_out_documents(plant.ledger, count, sealed=False)
-    return encode_documents(dev, tokenizer, token_bytes, size), policy
+    dev = select_held_out_documents(plant.ledger, documents_per_domain, sealed=False)
+    return encode_documents(dev, tokenizer, token_bytes, document_bytes), policy
 
 
 def make_reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceModel:

@@ -137,7 +137,9 @@ def judge_measurement(
         )  # fmt: skip
         return Verdict(HOLD, (likely, times))
     no_gain = Message(
-        "patch.no_gain", "There is no gain beyond the noise floor: more than {needed:.3f}× is needed.", needed=needed
+        "patch.no_gain",
+        "There is no gain beyond the noise floor: the candidate's step must be more than {needed:.3f}× as fast as the baseline's.",
+        needed=needed,
     )
     return Verdict(REJECT, (no_gain, times))
 
@@ -234,8 +236,8 @@ def training_difference_message(policy: TrainingPolicy, found: Mapping[str, Any]
     return Message(
         "patch.training_differs",
         "The training results differ: after {steps} steps, the distance of the candidate's weights from the baseline's is {drift:.3f} of the "
-        "distance that training moved them. At most {allowed:.3f} is allowed, which is {share:g} of the effect of skipping {skipped} of {steps} "
-        "steps.",
+        "distance that training moved them. At most {allowed:.3f} is allowed: {share:g} times the distance that results from leaving out {skipped} "
+        "of {steps} steps.",
         steps=steps, drift=drift, allowed=policy.max_drift * control, share=policy.max_drift, skipped=policy.steps_worth_min_gain(steps),
     )  # fmt: skip
 
@@ -310,14 +312,14 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
         reach = t_quantile(1 - (1 - policy.confidence) / len(gains), len(known) - 1) * deviation / math.sqrt(len(known))
         change = Message(
             "patch.domain_change",
-            "{domain} {change:+.4f} bits per byte (upper bound {most:+.4f}, {documents} documents)",
+            "in {domain}, bits per byte change by {change:+.4f} (upper bound {most:+.4f}, measured on {documents} documents)",
             domain=domain, change=-mean, most=reach - mean, documents=len(known),
         )  # fmt: skip
         worst = max(worst, (reach - mean, change))
         if mean < -policy.margin:
             worse = Message(
                 "patch.weights_worse",
-                "The candidate's weights are worse: {change}. At most {margin:+g} is allowed.",
+                "The candidate's weights are worse: {change}. A change of at most {margin:+g} is allowed.",
                 change=change, margin=policy.margin,
             )  # fmt: skip
             return Verdict(REJECT, (worse,))
@@ -325,14 +327,14 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
             unshown.append(
                 Message(
                     "patch.weights_unsure",
-                    "The candidate's weights may be worse: {change}. At most {margin:+g} is allowed.",
+                    "The candidate's weights may be worse: {change}. A change of at most {margin:+g} is allowed.",
                     change=change, margin=policy.margin,
                 )
             )  # fmt: skip
     if unshown:
         return Verdict(HOLD, (*unshown, *verdict.reasons))
     shown = Message(
-        "patch.worst_domain", "On held-out documents, the domain with the worst change is {change}.", change=worst[1]
+        "patch.worst_domain", "The worst change of a domain on held-out documents: {change}.", change=worst[1]
     )
     return Verdict(verdict.outcome, (*verdict.reasons, shown))
 

@@ -71,8 +71,8 @@ class OpAnswers:
     instructions: Sequence[str] = ()  # files of the candidate whose execution is recorded
     executed: ExecutedCode = field(default_factory=ExecutedCode)  # of these files
 
-    def evidence(self, numbers: Sequence[int], right: Message, *, last: bool) -> StageEvidence:
-        """Return the evidence of the jobs ``numbers``. ``right``: the reason if all answers are right.
+    def evidence(self, job_numbers: Sequence[int], passed_reason: Message, *, last: bool) -> StageEvidence:
+        """Return the evidence of the jobs with these numbers. ``passed_reason``: the reason if all answers are right.
 
         ``last``: these are the last jobs of the process, so an early end of the process counts as their failure.
         """
@@ -80,7 +80,7 @@ class OpAnswers:
             return out_of_time_evidence(self.missing) if self.out_of_time else missing_evidence(self.missing)
         reasons: list[Message] = []
         worst, broken = 0.0, last and bool(self.died)
-        for number in numbers:
+        for number in job_numbers:
             try:
                 wrong, share = compare_answer(self.truth, self.folder, number)
             except UntrustedFileError as error:
@@ -95,7 +95,11 @@ class OpAnswers:
                 continue
             worst = max(worst, share)
             reasons += [_of_job(self.jobs[number], problem) for problem in wrong]
-        found: dict[str, Any] = {"checks": len(numbers), "worst_share_of_allowed_error": worst, "seconds": self.seconds}
+        found: dict[str, Any] = {
+            "checks": len(job_numbers),
+            "worst_share_of_allowed_error": worst,
+            "seconds": self.seconds,
+        }
         if broken:
             found["log"] = self.log
             if self.out_of_time and not reasons and self.died:
@@ -104,13 +108,13 @@ class OpAnswers:
             reasons.append(
                 Message(
                     "patch.ops_not_run",
-                    "The changed ops could not be run ({ops}): {problem}",
+                    "The changed ops ({ops}) could not be run: {problem}",
                     ops=list(ops), problem=self.died,
                 )
             )  # fmt: skip
         if reasons:
             return failed_evidence(*reasons[:5], failures=len(reasons), **found)
-        return passed_evidence(right, **found)
+        return passed_evidence(passed_reason, **found)
 
 
 @contextlib.contextmanager
@@ -181,10 +185,10 @@ def read_executed_code(folder: int) -> ExecutedCode:
 
 
 def run_driver(
-    words: Sequence[str | Path], readonly: Sequence[Path], output: Path, code: Path, wall_seconds: float
+    arguments: Sequence[str | Path], readonly: Sequence[Path], output: Path, code: Path, wall_seconds: float
 ) -> sandbox.SandboxResult:
     return sandbox.run_in_sandbox(
-        [sys.executable, str(DRIVER), *map(str, words)],
+        [sys.executable, str(DRIVER), *map(str, arguments)],
         output=output,
         readonly=[*readonly, DRIVER, RECORDER_FILE],
         cwd=code,
@@ -263,7 +267,7 @@ def find_wrong_results(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[
                 problems.append(
                     Message(
                         "patch.op_off",
-                        "{result} has a relative error of {off:.2g} ({measure}); at most {allowed:.2g} is allowed",
+                        "{result} has a relative error of {off:.2g} ({measure} error), and at most {allowed:.2g} is allowed",
                         result=name, off=off, measure=measure.__name__.strip("_"), allowed=allowed,
                     )
                 )  # fmt: skip
@@ -367,7 +371,7 @@ def _test_differs(given: Path, inputs: int, truth: int, number: int, again: int)
         return [
             Message(
                 "patch.test_model",
-                "the patch changes the op's cost model, or the choice of inputs that get gradients or that the op may overwrite",
+                "the patch changes the op's cost model, the list of inputs that get gradients, or the list of inputs that the op may overwrite",
             )
         ]
     mine = read_tensors(inputs, (f"given-{again}.safetensors",), tensors.stat().st_size + spare)

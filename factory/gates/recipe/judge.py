@@ -95,7 +95,7 @@ def _decide(policy: RunsPolicy, result: RecipeComparison, same_cost: bool) -> Ve
     if hurt:
         domains_worse = Message(
             "recipe.domains_worse",
-            "The candidate is worse than the baseline on some domains, in bits per byte: {named}. At most {margin:+g} is allowed.",
+            "The candidate is worse than the baseline on some domains. Its gains there, in bits per byte: {named}. No gain may be below {margin:+g}.",
             named=_each(hurt), domains=hurt, margin=-policy.domain_margin,
         )  # fmt: skip
         return Verdict(REJECT, (domains_worse, shown))

@@ -193,15 +193,15 @@ def detectable_gain_message(
 
     >>> target = RequiredBound(Gain(0.1, 0.009, 40, 38.2), 0.025)
     >>> print(detectable_gain_message(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
-    A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison 1 with this champion, at a \
+    A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison number 1 with this champion, at a \
 significance level of 2.50%, on 38 document groups of equal size. Of 100 models that are as good as the champion, 89 pass the cloze guard.
     >>> print(detectable_gain_message(None, RequiredBound(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
     No gain is large enough to be detected with a probability of 80%: even a gain of 8 bits per byte passes the bound of the target with a \
-probability of only 45%. This is comparison 1 with this champion, at a significance level of 2.50%, on 2 document groups of equal size.
+probability of only 45%. This is comparison number 1 with this champion, at a significance level of 2.50%, on 2 document groups of equal size.
     """
     comparison = Message(
         "release.comparison",
-        "This is comparison {look} with this champion, at a significance level of {level:.2%}, on {groups:.0f} document groups of equal size.",
+        "This is comparison number {look} with this champion, at a significance level of {level:.2%}, on {groups:.0f} document groups of equal size.",
         look=look, level=target.level, groups=target.measured.effective or 0.0,
     )  # fmt: skip
     if gain is None:

@@ -259,7 +259,7 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     if disputed := finite_number(evidence.disputed):
         found.append(
             make_reason("release.licences_disputed",
-                    "Another shard names a licence that allows the release for {share:.1%} of the supervised tokens. The strictest licence counts "
+                    "For {share:.1%} of the supervised tokens, another shard names a licence that allows the release. The strictest licence counts "
                     "until a person settles which licence is right.",
                     share=disputed, remedy=Message(
                     "release.remedy_licences_disputed",
@@ -307,7 +307,7 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Judg
             continue
         compared = Message(
             "release.beside_trigram",
-            "{domain}: the model has {bits_per_byte:.3f} bits per byte, the byte trigram has {trigram:.3f} (difference {change:+.3f}).",
+            "{domain}: the model has {bits_per_byte:.3f} bits per byte, and the byte-trigram baseline has {trigram:.3f} (difference {change:+.3f}).",
             domain=domain, bits_per_byte=ours, trigram=trigram, change=ours - trigram,
         )  # fmt: skip
         if ours < trigram - least.below_trigram_by:
@@ -518,8 +518,8 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
     if name == CLOZE:
         return Message(
             "release.remedy_cloze",
-            "continue training: 'factory run'. The candidate answers fewer cloze items right than the champion, or not enough more to "
-            "exclude a loss.",
+            "continue training: 'factory run'. The candidate answers fewer cloze items right than the champion, or so few more that a loss is "
+            "still possible.",
         )
     needed, groups = count_groups_to_show_no_loss(guard, alpha, floor), finite_number(guard.effective) or 0.0
     fell = Message(

@@ -46,7 +46,11 @@ def not_measured_reason(gain: Gain | None, clusters_min: int) -> Reason:
     if clusters is None or clusters < 0:
         return make_reason("release.groups_unknown", "the number of document groups is not known")
     if clusters < clusters_min:
-        more = Message("release.more_groups", "at least {more:.0f} more document groups", more=clusters_min - clusters)
+        more = Message(
+            "release.more_groups",
+            "at least {more:.0f|more document group|more document groups}",
+            more=clusters_min - clusters,
+        )
         if clusters == 1:
             return make_reason(
                 "release.one_group",
@@ -80,7 +84,7 @@ def change_message(
             name=name, before=before, after=after, unit=unit,
         )  # fmt: skip
     if change is None or low is None or high is None:
-        return values or Message("release.not_compared", "{name}", name=name)
+        return values or Message("release.not_compared", "{name}: the change is not known", name=name)
     if name != CLOZE:
         change, low, high = -change, -high, -low
     return Message(
@@ -137,8 +141,8 @@ def train_longer_remedy(gain: float | None, seen_gain: float | None, times: floa
     factor by which the number of groups must grow to detect ``gain``.
 
     >>> print(train_longer_remedy(0.005, 0.016, 9.4))
-    continue training ('factory run'): this comparison can detect only a gain of at least 0.016 bits per byte in every domain. Or bring shards \
-('factory ingest PATH'): with 9.4 times as many held-out document groups, the comparison can detect a gain of 0.005 bits per byte.
+    continue training ('factory run'), because this comparison can detect only a gain of at least 0.016 bits per byte in every domain. Or bring \
+shards ('factory ingest PATH'): with 9.4 times as many held-out document groups, the comparison can detect a gain of 0.005 bits per byte.
     """
     known = (
         Message(
@@ -155,7 +159,7 @@ def train_longer_remedy(gain: float | None, seen_gain: float | None, times: floa
             "continue training ('factory run'), or change the data or the recipe. The candidate gained nothing, and {known}.",
             known=known,
         )
-    train = Message("release.remedy_train_on", "continue training ('factory run'): {known}.", known=known)
+    train = Message("release.remedy_train_on", "continue training ('factory run'), because {known}.", known=known)
     if times is None or times <= 1:
         return train
     return Message(
@@ -197,9 +201,9 @@ def unguarded_message(evidence: ReleaseEvidence) -> Message | None:
     """Return the message about domains that the candidate was trained on but that the suite does not contain. None: there are no such domains.
 
     >>> print(unguarded_message(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
-    No guard protects some domains (by share of the supervised tokens): law 3.0%, notes under 0.1%. The candidate was trained on documents of \
-these domains, but no sealed document of these domains is held out. So nothing would show a loss. Ingest holds out a part of new shards with such \
-documents (held_out.least in data.yaml). Or take the domain out: 'factory data remove'.
+    No guard protects these domains (with their shares of the supervised tokens): law 3.0%, notes under 0.1%. The candidate was trained on \
+documents of these domains, but no sealed document of these domains is held out. So nothing would show a loss. Ingest holds out a part of new shards \
+with such documents (held_out.least in data.yaml). Or remove the documents of the domain: 'factory data remove'.
     """
     shares = {
         name: finite_number(share) or 0.0 for name, share in evidence.trained_on.items() if name not in evidence.domains
@@ -212,9 +216,9 @@ documents (held_out.least in data.yaml). Or take the domain out: 'factory data r
     more = [f"{len(known) - NAMED} more"] if len(known) > NAMED else []
     return Message(
         "release.unguarded",
-        "No guard protects some domains (by share of the supervised tokens): {named}. The candidate was trained on documents of these domains, "
-        "but no sealed document of these domains is held out. So nothing would show a loss. Ingest holds out a part of new shards with such "
-        "documents (held_out.least in data.yaml). Or take the domain out: 'factory data remove'.",
+        "No guard protects these domains (with their shares of the supervised tokens): {named}. The candidate was trained on documents of these "
+        "domains, but no sealed document of these domains is held out. So nothing would show a loss. Ingest holds out a part of new shards with such "
+        "documents (held_out.least in data.yaml). Or remove the documents of the domain: 'factory data remove'.",
         named=[*named, *more], shares={name: -share for share, name in known},
     )  # fmt: skip
 

@@ -106,8 +106,8 @@ def dev_alone_message(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Messa
         if high < -rules.halves_margin and low > 0:
             said = Message(
                 "release.dev_alone",
-                "Since {since} the dev half gained {dev:+.3f} bits per byte, and the sealed half {sealed:+.3f}. People and "
-                "agents choose candidates by the dev half, so successive candidates were fitted to the dev half.",
+                "Compared with {since}, the candidate gains {dev:+.3f} bits per byte on the dev half and {sealed:+.3f} on the sealed half. People "
+                "and agents choose candidates by the dev half, so successive candidates were fitted to the dev half.",
                 since=since, dev=dev.gain, sealed=sealed.gain,
             )  # fmt: skip
     return said

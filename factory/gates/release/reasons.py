@@ -39,12 +39,12 @@ TO_DO_CODES = frozenset({"release.to_do", "release.override"})
 """Codes of the lines that tell a person what to do about a hold."""
 
 
-def are_overridable(held_by: Sequence[Reason]) -> bool:
+def are_overridable(reasons: Sequence[Reason]) -> bool:
     """True if a person may release a candidate that is held for these reasons."""
-    return bool(held_by) and all(reason.code in OVERRIDABLE_CODES for reason in held_by)
+    return bool(reasons) and all(reason.code in OVERRIDABLE_CODES for reason in reasons)
 
 
-def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[Message]:
+def make_to_do_lines(reasons: Sequence[Reason], candidate: int | None) -> list[Message]:
     """Return lines that say what a person can do about a hold, one for each remedy. The override is the last line, if it is allowed.
 
     >>> train = Message("release.remedy_train_on", "train on.")
@@ -52,8 +52,8 @@ def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[M
     ['To do: train on.', 'Or: release the candidate anyway, under your name: \\'factory releases override 3 --reason "…"\\'.']
     """
     number = "N" if candidate is None else candidate
-    remedies = dict.fromkeys(reason.remedy for reason in held_by if reason.remedy)
-    if not remedies or any(not reason.remedy and reason.code not in OVERRIDABLE_CODES for reason in held_by):
+    remedies = dict.fromkeys(reason.remedy for reason in reasons if reason.remedy)
+    if not remedies or any(not reason.remedy and reason.code not in OVERRIDABLE_CODES for reason in reasons):
         evaluate = Message(
             "release.remedy_evaluate",
             "make the missing measurements: 'factory evaluate {candidate}'.",
@@ -61,7 +61,7 @@ def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[M
         )
         remedies[evaluate] = None
     lines = [Message("release.to_do", "To do: {remedy}", remedy=remedy) for remedy in remedies]
-    if are_overridable(held_by):
+    if are_overridable(reasons):
         lines.append(
             Message(
                 "release.override",

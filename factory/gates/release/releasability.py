@@ -8,7 +8,7 @@ guards stand, the size that each guard needs, and the gain that is detected.
 >>> [(guard.name, guard.state, guard.have, guard.needed) for guard in found.guards]
 [('code', 'stands', 8, 17), ('docs', 'missing', 3, 17), ('cloze', 'aside', 11, 70)]
 >>> found.gain is None, [line for line in found.holds]
-(True, ['docs has only 3 held-out documents of 3 document groups. At least 8 documents of 8 groups are needed'])
+(True, ['docs has only 3 held-out documents from 3 document groups. At least 8 documents from 8 groups are needed'])
 """
 
 from __future__ import annotations
@@ -114,15 +114,15 @@ def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasabi
             holds.append(
                 Message(
                     "release.too_little_held_out",
-                    "{domain} has only {documents} held-out documents of {groups:|document group|document groups}. At least {least_documents} "
-                    "documents of {least_groups} groups are needed",
+                    "{domain} has only {documents} held-out documents from {groups:|document group|document groups}. At least {least_documents} "
+                    "documents from {least_groups} groups are needed",
                     **held, **least,
                 )
                 if domain.dev_groups
                 else Message(
                     "release.nothing_in_dev_half",
-                    "{domain} has {documents} held-out documents of {groups:|document group|document groups}, but no document in the dev half. "
-                    "At least {least_documents} documents of {least_groups} groups are needed",
+                    "{domain} has {documents} held-out documents from {groups:|document group|document groups}, but no document in the dev half. "
+                    "At least {least_documents} documents from {least_groups} groups are needed",
                     **held, **least,
                 )
             )  # fmt: skip

@@ -38,7 +38,7 @@ def _open_anomalies(plant: Plant, candidate_id: int) -> tuple[str, ...]:
     anomalies = [
         Message(
             "release.open_anomaly",
-            "{kind} at step {step} of segment {segment} (anomaly {anomaly}, which is open)",
+            "{kind} at step {step} of segment {segment} (anomaly {anomaly} is still open)",
             kind=row.kind, step=row.step, segment=row.segment, anomaly=row.id,
         )
         for row in list_open_anomalies_of_lineage(plant.ledger, segment, kinds)

@@ -84,7 +84,7 @@ class CaseDifference:
             )
         return Message(
             "patch.run_apart",
-            "run '{run}': {what} differs from the baseline's by {share:.2g} of its size; rounding may cause at most {allowed:g}",
+            "run '{run}': {what} differs from the baseline's by {share:.2g} of its size, and rounding explains at most {allowed:g} of its size",
             run=self.case, what=self.what, share=self.share, allowed=self.allowed,
         )  # fmt: skip
 
@@ -198,7 +198,7 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
         yield Discrepancy(
             Message(
                 "patch.other_skipped",
-                "result.json lists another number of skipped checkpoints than the baseline's",
+                "the candidate's and the baseline's result.json do not list the same number of skipped checkpoints",
             )
         )
     if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
@@ -213,7 +213,7 @@ def _names_its_checkpoint(result: dict[str, Any], folder: int) -> Iterator[Discr
         yield Discrepancy(
             Message(
                 "patch.other_hash",
-                "result.json contains a SHA-256 that differs from that of the checkpoint's manifest",
+                "the SHA-256 in result.json is not the SHA-256 of the checkpoint's manifest",
             )
         )
 
@@ -277,7 +277,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
                 yield Discrepancy(
                     Message(
                         "patch.other_shape",
-                        "{checkpoint}: {tensor} has the shape [{shape}] and the dtype {dtype}, unlike the baseline's tensor",
+                        "{checkpoint}: {tensor} has the shape [{shape}] and the dtype {dtype}, but the baseline's tensor has another shape or dtype",
                         checkpoint=name, tensor=key, shape=list(found.shape), dtype=str(found.dtype),
                     )
                 )  # fmt: skip

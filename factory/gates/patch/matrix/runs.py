@@ -138,12 +138,12 @@ class MatrixPlan:
         seed = case.recipe()["seed"] + self.seed
         return Arm(case.name, base, self.commit, recipe={**case.changes, "seed": seed}, plan=plan, ranks=case.ranks)
 
-    def make_combined_arm(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
+    def make_combined_arm(self, cases: Sequence[MatrixCase], commit: str, side_name: str) -> Arm:
         """Return one arm that stands for all runs of one side, with the sum of their steps. The ledger gets one row for it."""
         one = self.make_arm(cases[0])
         steps = sum(case.steps for case in cases)
         base = {**one.base, "first_step": 0, "last_step": steps, "initial_checkpoint": None}
-        return Arm(f"{who}, {len(cases)} tiny runs", base, code)
+        return Arm(f"{side_name}, {len(cases)} tiny runs", base, commit)
 
     def arguments(self, tool: MatrixTool, out: Path) -> list[str]:
         """Return the tool's arguments, with paths instead of the words in capitals (``MatrixTool``)."""

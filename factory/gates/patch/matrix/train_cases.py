@@ -165,7 +165,7 @@ def perturb_op_results(seed: int) -> None:
     registry.bind_ops = bind_disturbed
 
 
-def run_as_ranks(count: int) -> int:
+def run_as_ranks(rank_count: int) -> int:
     """Run this program once for each rank. Returns the first exit code that is not 0, or 0.
 
     This process has the store through which ranks find one another, as torchrun does. Each segment forms a new process group in the store.
@@ -174,8 +174,8 @@ def run_as_ranks(count: int) -> int:
 
     store = TCPStore("127.0.0.1", 0, is_master=True)
     shared = {
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
+        "WORLD_SIZE": str(rank_count),
+        "LOCAL_WORLD_SIZE": str(rank_count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -185,7 +185,7 @@ def run_as_ranks(count: int) -> int:
         subprocess.Popen(
             [sys.executable, *sys.argv], env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
-        for rank in range(count)
+        for rank in range(rank_count)
     ]
     return next((code for code in [rank.wait() for rank in ranks] if code), 0)
 

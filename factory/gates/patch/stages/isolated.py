@@ -105,7 +105,7 @@ def time_switched_ops(
         if untrusted:
             reason = Message(
                 "patch.unlike_itself",
-                "The timing of {op} cannot be trusted: in {tries} measurements in a row, the same code was {slower} than itself (last ratio "
+                "The timing of {op} cannot be trusted: in {tries} measurements in a row, the same code seemed {slower} than itself (last ratio "
                 "{ratio:.2f}×). Close other programs and judge the patch again.",
                 op=op.op, tries=policy.tries, slower=untrusted, ratio=control["ratio"],
             )  # fmt: skip
@@ -115,8 +115,8 @@ def time_switched_ops(
         ):  # for a difference within the noise, the timing of the whole step decides
             reason = Message(
                 "patch.slower_alone",
-                "{op}, timed by itself: {after} is {ratio:.2f}× as fast as {before}, and at least {least:.2f}× is needed. Three of four pairs "
-                "of runs are below {high:.2f}×.",
+                "{op}, timed by itself: the new implementation ({after}) is {ratio:.2f}× as fast as the old one ({before}). At least {least:.2f}× "
+                "is needed. In three of four pairs of runs, the ratio is below {high:.2f}×.",
                 op=op.op, after=op.after, before=op.before, ratio=changed["ratio"], high=changed["ratio_high"], least=policy.min_ratio,
             )  # fmt: skip
             return failed_evidence(reason, ops=found)

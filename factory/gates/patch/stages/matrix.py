@@ -100,8 +100,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         passed_evidence(
             Message(
                 "patch.runs_alike",
-                "In {runs} tiny training runs, the candidate's results match the baseline's, in {same} of these runs to the bit. The runs "
-                "executed all of the patch.",
+                "In {runs} tiny training runs, the candidate's results match the baseline's. In {same} of these runs, the results are equal to the "
+                "bit. The runs executed all of the patch.",
                 runs=runs, same=same,
             ),
             **measured,

@@ -159,7 +159,9 @@ def compare_training(
     else:
         found["reasons"] = [
             Message(
-                "patch.trained_twice", "{trained} Then the factory repeated the same runs.", trained=found["reasons"][0]
+                "patch.trained_twice",
+                "{trained} Then the factory measured again with as many new runs.",
+                trained=found["reasons"][0],
             )
         ]
     return found, other if other is None or again["drift"] > found["drift"] else pair
@@ -217,9 +219,9 @@ class SideRuns:
     overheads: list[float] = field(default_factory=list)  # of the baseline: seconds of each timed run without its steps
     session_s: list[float] = field(default_factory=list)
 
-    def total(self, runs: int) -> float:
-        """Return the seconds of the first ``runs`` timed runs together."""
-        return sum(run.seconds for run in self.timed[:runs])
+    def total(self, run_count: int) -> float:
+        """Return the seconds of the first ``run_count`` timed runs together."""
+        return sum(run.seconds for run in self.timed[:run_count])
 
 
 class _EndedEarly(Exception):
@@ -410,7 +412,7 @@ class _Comparison:
             ) | {
                 "drift": compute_weight_drift(candidate.long.weights, baseline.long.weights, self.origin),
                 "control_drift": compute_weight_drift(
-                    baseline.long.early, baseline.long.weights, self.origin, of_one=False
+                    baseline.long.early, baseline.long.weights, self.origin, include_worst_tensor=False
                 ),
             }
         reason = Message(
@@ -427,7 +429,7 @@ class _Comparison:
             baseline.controls[0],
             baseline.timed[plan.whole[0]],
         )  # runs on the same data; the first leaves out some steps
-        control = compute_weight_drift(fewer.weights, all_steps.weights, self.origin, of_one=False)
+        control = compute_weight_drift(fewer.weights, all_steps.weights, self.origin, include_worst_tensor=False)
         pairs = zip(candidate.timed, baseline.timed, strict=True)
         drifts = [compute_weight_drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
         totals = {name: [run.seconds for run in side.timed] for name, side in runs.items()}

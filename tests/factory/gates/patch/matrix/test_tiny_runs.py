@@ -207,7 +207,7 @@ ALIKE: list[tuple[Callable[[Path], object], str]] = [
     (text("metrics.jsonl", '"lr"', '"rate"'), "metrics.jsonl, line 1: "),
     (text("result.json", '"last_step": 6', '"last_step": 7'), "result.json: last_step"),
     (text("result.json", '"skipped_checkpoints": \\[', '"skipped_checkpoints": ["x"'), "number of skipped checkpoints"),
-    (text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'), "a SHA-256 that differs from that of"),
+    (text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'), "the SHA-256 in result.json"),
     (text("parameters.txt", "embedding", "embeddings"), "parameters.txt differs"),
     (lambda folder: (folder / "parameters.txt").unlink(), "parameters.txt"),
     (lambda folder: shutil.rmtree(folder / "checkpoints" / "step-00000004"), "checkpoints [step-00000002, step-00000006]"),
@@ -267,8 +267,8 @@ def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     weights = sorted(checkpoints.load(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
     last = "step-00000006"
     begins = [
-        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json contains a SHA-256",
-        "result.json lists another number",
+        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "the SHA-256 in result.json",
+        "the candidate's and the baseline's",
         "parameters.txt", "step-00000002: model.safetensors does not", "step-00000002: ", f"{last}, state.json: sampler: step",
         f"{last}: {weights[0]} has the shape", f"{last}: {weights[1]} has numbers of a lower", *(f"{last}: {name}" for name in weights[2:]),
     ]  # fmt: skip
