@@ -418,8 +418,7 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
         notes.append(
             Message(
                 "training.accept_changes_unused",
-                "accept_changes in {recipe_file} names {keys}, but the recipe makes no such change. Remove the name from "
-                "accept_changes.",
+                "Key 'accept_changes' in {recipe_file} names {keys}, but the recipe makes no such change. Remove {keys} from 'accept_changes'.",
                 recipe_file=workspace.recipe_path(),
                 keys=unused,
             )  # fmt: skip

@@ -63,12 +63,12 @@ WAYS = (
         "reference", "kernels", Message("training.preflight.reference", "reference kernels and the chosen kernels"), reference_kernels=True
     ),
     TrainingVariant("compiled", "compile", Message("training.preflight.compiled", "compiled blocks and uncompiled blocks"), {"compile": True}),
-    TrainingVariant("split", "ranks", Message("training.preflight.split", "2 ranks that split the weights and 1 rank"), ranks=2),
+    TrainingVariant("split", "ranks", Message("training.preflight.split", "1 rank and 2 ranks that split the weights"), ranks=2),
     TrainingVariant(
-        "tensor", "ranks", Message("training.preflight.tensor", "2 ranks that split each matrix and 1 rank"), {"parallel.tensor": 2}, ranks=2
+        "tensor", "ranks", Message("training.preflight.tensor", "1 rank and 2 ranks that split each matrix"), {"parallel.tensor": 2}, ranks=2
     ),
     TrainingVariant(
-        "replicas", "ranks", Message("training.preflight.replicas", "2 ranks that each hold all weights and 1 rank"),
+        "replicas", "ranks", Message("training.preflight.replicas", "1 rank and 2 ranks that each hold all weights"),
         {"parallel.replicas": 2}, ranks=2,
     ),
 )  # fmt: skip

@@ -124,7 +124,8 @@ class ApprovalResponder:
         if (seen := version.tags.get("verdict_id")) != str(verdict.id):
             raise InputError(
                 "approval_answers.old_verdict",
-                "Verdict {seen} on {subject} is out of date. First look at the newest verdict, verdict {verdict}, which is {outcome!r}.",
+                "The tag answers verdict {seen} on {subject}, but the newest verdict is verdict {verdict}: {outcome!r}. "
+                "Look at the newest verdict, and then answer again.",
                 seen=seen,
                 subject=verdict.subject,
                 verdict=verdict.id,
