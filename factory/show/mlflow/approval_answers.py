@@ -36,7 +36,7 @@ QUIET = frozenset({"", PENDING, REFUSED_WORD})
 
 
 class ApprovalResponder:
-    """Answers approvals in MLflow. Call ``look`` every few seconds, also while a segment trains; each call costs one search."""
+    """Answers approvals in MLflow. Call ``answer_new_decisions`` every few seconds, also while a segment trains; each call costs one search."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant, self.ledger, self.progress = plant, plant.ledger, plant.progress
@@ -53,7 +53,10 @@ class ApprovalResponder:
         return try_to_show(self.progress.line, self._answer_all) or []
 
     def answer_and_announce(self) -> None:
-        """Call ``look``. The first call also prints which candidates wait already. The daemon announces later ones when they are judged."""
+        """Call ``answer_new_decisions``. The first call also prints which candidates wait already.
+
+        The daemon announces later ones when they are judged.
+        """
         self.answer_new_decisions()
         for verdict in () if self._asked else list_undecided_verdicts(self.ledger):
             if needs_decision(self.plant, verdict):
