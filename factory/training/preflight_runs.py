@@ -205,7 +205,8 @@ def compare_preflight_runs(
 
     ``branch_checkpoint``: the straight run's checkpoint where the runs separate. ``start_checkpoint_of`` and
     ``trace_of``: functions from a run's name to its first checkpoint and to its trace. Raises: any error that a fault of the machine causes,
-    because such an error is no evidence about the runs."""
+    because such an error is no evidence about the runs.
+    """
     ranks, run = [way.name for way in ways if way.ranks > 1], "straight"
     try:
         begun, straight = read_checkpoint(branch_checkpoint).model, trace_of(run)
