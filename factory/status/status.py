@@ -125,7 +125,7 @@ def _daemon_lines(found: dict[str, Any]) -> list[str]:
         lines: list[str] = [
             Message(
                 "status.daemon_runs",
-                "daemon    runs: process {process} ({command}) since {since}{doing}",
+                "daemon    is running as process {process} ({command}) since {since}{doing}",
                 process=runs["process"],
                 command=runs["command"],
                 since=format_local_time(runs["since"]),
@@ -190,7 +190,7 @@ def _releasable_lines(found: dict[str, Any]) -> list[str]:
         f"release   held by {line['name']}: {line['text']} → {line['todo']}".removesuffix(" → ") for line in holding
     ]
     free = Message(
-        "status.releasable", "release   nothing would hold back a release; for the report: 'factory data list'"
+        "status.releasable", "release   no reason to hold a release is known; for the report: 'factory data list'"
     )
     stale = Message(
         "status.stale_report",
@@ -205,7 +205,7 @@ def _disk_line(found: dict[str, Any]) -> str:
     if facts["low"]:
         return Message(
             "status.disk_low",
-            "disk      {free:,.1f} of {total:,.1f} GB are free. This is BELOW THE FLOOR of {floor:,.1f} GB, so training waits.",
+            "disk      free: {free:,.1f} of {total:,.1f} GB. This is BELOW THE FLOOR of {floor:,.1f} GB, so training waits.",
             free=free,
             total=total,
             floor=floor,
@@ -213,14 +213,14 @@ def _disk_line(found: dict[str, Any]) -> str:
     if facts["hours_left"] is not None:
         return Message(
             "status.disk_shrinks",
-            "disk      {free:,.1f} of {total:,.1f} GB are free. At the rate of the last hours, the disk reaches the floor of {floor:,.1f} GB "
+            "disk      free: {free:,.1f} of {total:,.1f} GB. At the rate of the last hours, the free space reaches the floor of {floor:,.1f} GB "
             "in {left}",
             free=free,
             total=total,
             left=format_duration(3600 * facts["hours_left"]),
             floor=floor,
         )
-    return Message("status.disk", "disk      {free:,.1f} of {total:,.1f} GB are free", free=free, total=total)
+    return Message("status.disk", "disk      free: {free:,.1f} of {total:,.1f} GB", free=free, total=total)
 
 
 def _spend_lines(found: dict[str, Any]) -> list[str]:
@@ -230,7 +230,7 @@ def _spend_lines(found: dict[str, Any]) -> list[str]:
     return [
         Message(
             "status.spend",
-            "spend     agents: {usd_today:.2f} USD and {tokens_today:,} tokens today (UTC), {usd:.2f} USD and {tokens:,} tokens in total",
+            "spend     by agents today (UTC): {usd_today:.2f} USD, {tokens_today:,} tokens; by agents in total: {usd:.2f} USD, {tokens:,} tokens",
             usd_today=today["usd"],
             tokens_today=today["tokens"],
             usd=in_all["usd"],

@@ -49,7 +49,7 @@ def _training(db: SqlReader) -> list[tuple[str, str]]:
     if disk := find_low_disk(db):
         low = Message(
             "waiting.disk_low",
-            "training: the disk has {free:.2f} GB free, and the floor is {floor:.2f} GB",
+            "training waits for disk space: {free:.2f} GB are free, but the floor is {floor:.2f} GB",
             free=disk["free"] / 1e9,
             floor=disk["floor"] / 1e9,
         )
@@ -180,7 +180,7 @@ def waiting_lines(facts: dict[str, Any]) -> list[str]:
         lines.append(
             Message(
                 "waiting.failing",
-                "failing   {what} since {since}: {error}",
+                "failing   {what} since {since}, with the error: {error}",
                 what=one["what"],
                 since=format_local_time(one["since"]),
                 error=one["error"],
@@ -190,7 +190,7 @@ def waiting_lines(facts: dict[str, Any]) -> list[str]:
         lines.append(
             Message(
                 "waiting.asked",
-                "asked     {person} asked for '{action}' at {at}; 'factory run' does this in its next pass",
+                "request   {person} requested '{action}' at {at}; 'factory run' does this in its next pass",
                 person=one["by"],
                 action=one["action"],
                 at=format_local_time(one["at"]),

@@ -359,7 +359,7 @@ def _write(
             _delete(aside)
             raise InputError(
                 "synthetic.no_document",
-                "{writer} wrote no document, so there is no shard. Ends of the answers: {ends}",
+                "{writer} wrote no document, so there is no shard. The answers ended in these ways: {ends}",
                 writer=what.writer.name,
                 ends=why,
             )

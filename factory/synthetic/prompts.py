@@ -120,8 +120,8 @@ def _role(message: Any) -> Any:
     return message.get("role") if isinstance(message, dict) else None
 
 
-def choose_licence(prompt: Prompt, named: str | None, policy: Licences) -> str | None:
-    """The licence of a document that begins with ``prompt``. ``named``: the licence that the person gives to the model's text.
+def choose_licence(prompt: Prompt, named_licence: str | None, policy: Licences) -> str | None:
+    """The licence of a document that begins with ``prompt``. ``named_licence``: the licence that the person gives to the model's text.
 
     The stricter of both licences counts, so the licence is never laxer than that of the opening. If the document of the opening has no licence, the
     result has none.
@@ -133,7 +133,7 @@ def choose_licence(prompt: Prompt, named: str | None, policy: Licences) -> str |
     >>> choose_licence(Prompt({"text": "a"}, "text", license="CC-BY-NC-4.0"), "MIT", policy)
     'CC-BY-NC-4.0'
     """
-    if named is None or (prompt.license is None and prompt.opening_of is None):
-        return named or prompt.license
-    its, own = policy.find_licence(prompt.license), policy.find_licence(named)
-    return named if (own.train, own.release) <= (its.train, its.release) else prompt.license
+    if named_licence is None or (prompt.license is None and prompt.opening_of is None):
+        return named_licence or prompt.license
+    its, own = policy.find_licence(prompt.license), policy.find_licence(named_licence)
+    return named_licence if (own.train, own.release) <= (its.train, its.release) else prompt.license

@@ -298,7 +298,7 @@ def _advice(status: int, path: str) -> Message | None:
     if 300 <= status < 400:
         return Message(
             "synthetic.redirected",
-            "The endpoint redirects to another address, but the factory does not send the key to another address. Give the new "
+            "The endpoint redirects to another address. The factory sends the API key only to the address that you gave. Give the new "
             "address as --endpoint",
         )
     if status in (401, 403):

@@ -180,7 +180,11 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
         data = {"compared": compared, "task": name, "gain": gain.gain, "margin": margin}
         if upper < -margin:
             against.append(
-                Message("comparing.loss_shown", "{compared}. A loss of at most {margin:.3f} is allowed.", **data)
+                Message(
+                    "comparing.loss_shown",
+                    "{compared}. A loss of at most {margin:.3f} is allowed, and the confidence bound shows a larger loss.",
+                    **data,
+                )
             )
         elif name in apart and apart[name].is_loss_informative and gain.gain < -margin:
             open_.append(
@@ -231,8 +235,8 @@ def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
     )
     return Message(
         "comparing.no_guard",
-        "The task is not a guard. With its {items:,} items, a guard would hold {held:.0f} of 100 equally "
-        "good models, and at most {limit:.0f} are allowed. {size} (margin in tasks.yaml). {effect}",
+        "The task is measured, but is not a guard. With its {items:,} items, a guard would hold back {held:.0f} of 100 equally "
+        "good models, but may hold back at most {limit:.0f}. {size} (margin in tasks.yaml). {effect}",
         items=known.items,
         held=100 * (1 - known.share_passing),
         limit=100 * MOST_FAILED,

@@ -252,7 +252,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     asked = config.get("test_split") or config.get("validation_split")
     if not {config.get("test_split"), config.get("validation_split")} & known:
         raise TaskError(
-            "lm_eval_file.no_test_split", "{file}: task {task} is measured on split {split!r}. Name the file of this split in data_files",
+            "lm_eval_file.no_test_split", "{file}: task {task} is measured on the split {split!r}. Name the file of this split in data_files",
             file=path, task=task, split=asked,
         )  # fmt: skip
     fewshot = config.get("fewshot_split") or config.get("training_split") or config.get("validation_split")
@@ -260,7 +260,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     if config.get("num_fewshot") and drawn and fewshot not in known:
         raise TaskError(
             "lm_eval_file.no_fewshot_split",
-            "{file}: task {task} shows {shots} examples from split {split!r}. Name the file of this split in " "data_files, or set 'num_fewshot: 0'",
+            "{file}: task {task} shows {shots} examples from the split {split!r}. Name the file of this split in data_files, or set 'num_fewshot: 0'",
             file=path, task=task, shots=config["num_fewshot"], split=fewshot,
         )  # fmt: skip
     return config | over, json.dumps({"include": [str(theirs)], **over})
@@ -354,17 +354,18 @@ def _data(path: Path, said: Any) -> tuple[Path, ...]:
         if not isinstance(name, str) or "://" in name or any(letter in name for letter in "*?["):
             raise TaskError(
                 "lm_eval_file.odd_data_file",
-                "{file}: data_files: {name!r} is not the name of one local file",
+                "{file}: key 'data_files' has {name!r}, which is not the name of one local file",
                 file=path,
                 name=str(name)[:100],
             )
         place = (path.parent / name).resolve()
         if place not in known:
             raise TaskError(
-                "lm_eval_file.no_data_file", "{file}: data_files: {folder} has no file {name!r} with one of these suffixes: {suffixes}",
+                "lm_eval_file.no_data_file", "{file}: key 'data_files' names {name!r}, but {folder} has no such file with one "
+                "of these suffixes: {suffixes}",
                 file=path, folder=path.parent, name=name[:100], suffixes=SUFFIXES,
             )  # fmt: skip
         found.append(place)
     if not found:
-        raise TaskError("lm_eval_file.no_data_files", "{file}: data_files names no file", file=path)
+        raise TaskError("lm_eval_file.no_data_files", "{file}: key 'data_files' names no file", file=path)
     return tuple(found)

@@ -91,9 +91,9 @@ def _answer(folder: Path, ended: Future[SandboxResult], model: TaskModel, advanc
         number += 1
 
 
-def answer_request(asked: Any, model: TaskModel, advance: Advance) -> list[Any]:
+def answer_request(request: Any, model: TaskModel, advance: Advance) -> list[Any]:
     """The answer to a request of lm-eval's ``LM``. Raises: TaskError for an invalid request."""
-    kind, requests = (asked.get("kind"), asked.get("requests")) if isinstance(asked, dict) else (None, None)
+    kind, requests = (request.get("kind"), request.get("requests")) if isinstance(request, dict) else (None, None)
     if not isinstance(requests, list) or not all(isinstance(one, list) and one for one in requests):
         raise TaskError("lm_eval_run.no_requests", "lm-eval asked for something other than a list of requests")
     texts_of = {"loglikelihood": 2, "loglikelihood_rolling": 1, "generate_until": 1}.get(str(kind), 0)

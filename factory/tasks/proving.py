@@ -43,25 +43,25 @@ class TaskProof:
         """The findings, each a part of a sentence."""
         said = []
         if self.gold is not None:
-            said.append(Message("proving.gold", "right answers score {score:g}", score=self.gold))
+            said.append(Message("proving.gold", "right answers get the score {score:g}", score=self.gold))
         if self.empty is not None:
-            said.append(Message("proving.empty", "empty answers score {score:g}", score=self.empty))
+            said.append(Message("proving.empty", "empty answers get the score {score:g}", score=self.empty))
         if self.chance is not None:
             said.append(
                 Message(
                     "proving.chance",
-                    "a model that gives all choices the same probability scores {score:.3f}",
+                    "a model that gives all choices the same probability gets the score {score:.3f}",
                     score=self.chance,
                 )
             )
         said += [
-            Message("proving.blind", "the rule '{rule}' scores {score:.3f}", rule=rule, score=score)
+            Message("proving.blind", "the rule '{rule}' gets the score {score:.3f}", rule=rule, score=score)
             for rule, score in self.blind.items()
         ]
         if self.without_solution:
             said.append(
                 Message(
-                    "proving.without_solution", "the tests of {items:,|item|items} are not proven, because these items have no solution",
+                    "proving.without_solution", "the tests of {items:,|item|items} were not tried, because these items have no solution to try",
                     items=self.without_solution,
                 )
             )  # fmt: skip

@@ -217,7 +217,7 @@ def list_tasks(folder: Path) -> TaskListing:
     others = {
         str(path.relative_to(folder)): Message(
             "task_file.not_read",
-            "This file is ignored and may be in training data, because only these suffixes are read: {suffixes}",
+            "This file is ignored, so its items may be in the training data. Only files with these suffixes are read: {suffixes}",
             suffixes=SUFFIXES,
         )
         for path in list_unread_files(folder)
@@ -265,7 +265,7 @@ def _published_name(path: Path) -> tuple[str, Message | None]:
     if split in TRAINED:
         return "", Message(
             "task_file.training_split",
-            "This file is split {split} of {benchmark}. The YAML file of a task can name it in 'examples'",
+            "This file holds the {split} split of {benchmark}. The YAML file of a task can name this file in 'examples'",
             split=split,
             benchmark=benchmark.name,
         )
@@ -327,7 +327,7 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
         if shown and ours.kind == "code":
             raise TaskError(
                 "task_file.examples_of_code",
-                "{file}: remove key 'examples', because a task of kind code shows none",
+                "{file}: remove key 'examples', because prompts of a task of kind 'code' show no examples",
                 file=path,
             )
         examples = (
@@ -368,7 +368,7 @@ def _published(
     """The task of a benchmark. Its examples come from ``shown``, or else from the benchmark's own file."""
     if file.kind != benchmark.kind:
         raise TaskError(
-            "task_file.other_kind", "{file}: kind is {given}, but {benchmark} has kind {kind}",
+            "task_file.other_kind", "{file}: key 'kind' is {given!r}, but tasks of {benchmark} have the kind {kind!r}",
             file=path, given=file.kind, benchmark=benchmark.name, kind=benchmark.kind,
         )  # fmt: skip
     lenient = file.kind == "multiple_choice" and file.format == "letter"

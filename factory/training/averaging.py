@@ -181,7 +181,8 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
     parts: list[dict[str, Any]] = [dict(source) for source in plan["sources"]]
     measured: dict[str, Any] = {}
     with plant.progress.task(
-        Message("training.averaging", "averaging {checkpoints} checkpoints", checkpoints=len(parts)), None
+        Message("training.averaging", "the weights of {checkpoints} checkpoints are averaged", checkpoints=len(parts)),
+        None,
     ) as task:
         if plan["rule"] == "held-out-loss":
             try:

@@ -145,7 +145,7 @@ def make_certificate_arms(
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
 def compare_certificate_runs(
-    evidence: CertificateEvidence, start: Path, old: Trace, again: Trace, others: Sequence[Trace], new: Trace
+    evidence: CertificateEvidence, start: Path, old: Trace, old_again: Trace, other_seeds: Sequence[Trace], new: Trace
 ) -> CertificateEvidence:
     """Add the numbers of each run and the distances between weights. Holds the weights of three runs in memory.
 
@@ -154,13 +154,14 @@ def compare_certificate_runs(
     try:
         origin = read_checkpoint(start).model
         old_numbers, old_weights = _read(old, origin)
-        again_numbers, weights = (old_numbers, old_weights) if again == old else _read(again, origin)
+        again_numbers, weights = (old_numbers, old_weights) if old_again == old else _read(old_again, origin)
         # Each checkpoint is read again, so that only two are in memory.
         between = [
-            _weights_apart(*(replace(one).final_checkpoint.model for one in pair)) for pair in combinations(others, 2)
+            _weights_apart(*(replace(one).final_checkpoint.model for one in pair))
+            for pair in combinations(other_seeds, 2)
         ]
         evidence = replace(
-            evidence, old=old_numbers, again=again_numbers, others=tuple(_read(one, origin)[0] for one in map(replace, others)),
+            evidence, old=old_numbers, again=again_numbers, others=tuple(_read(one, origin)[0] for one in map(replace, other_seeds)),
             apart_again=_weights_apart(old_weights, weights), apart_seeds=math.hypot(*between) / math.sqrt(len(between)),
         )  # fmt: skip
     except UntrustedFileError as error:

@@ -344,11 +344,11 @@ class RecipeOverride:
     reason: str
 
 
-def record_override(tx: sa.Connection, spoiled: SegmentRow, override: RecipeOverride) -> None:
-    """Record an override for the segment that will replace ``spoiled``."""
-    place = {"kind": spoiled.kind, "parent": spoiled.parent}
+def record_override(tx: sa.Connection, spoiled_segment: SegmentRow, override: RecipeOverride) -> None:
+    """Record an override for the segment that will replace ``spoiled_segment``."""
+    place = {"kind": spoiled_segment.kind, "parent": spoiled_segment.parent}
     detail = {"keys": dict(override.keys), "until": override.until, "reason": override.reason}
-    record_event(tx, OVERRIDDEN, Subject("segment", spoiled.id), place | detail)
+    record_event(tx, OVERRIDDEN, Subject("segment", spoiled_segment.id), place | detail)
 
 
 def find_override(db: SqlReader, kind: str, parent: int | None) -> RecipeOverride | None:
@@ -418,8 +418,7 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
         notes.append(
             Message(
                 "training.accept_changes_unused",
-                "accept_changes in {recipe_file} names {keys}, but the recipe makes no such change. Remove the name from "
-                "accept_changes.",
+                "Key 'accept_changes' in {recipe_file} names {keys}, but the recipe makes no such change. Remove {keys} from 'accept_changes'.",
                 recipe_file=workspace.recipe_path(),
                 keys=unused,
             )  # fmt: skip

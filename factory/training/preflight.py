@@ -63,12 +63,12 @@ WAYS = (
         "reference", "kernels", Message("training.preflight.reference", "reference kernels and the chosen kernels"), reference_kernels=True
     ),
     TrainingVariant("compiled", "compile", Message("training.preflight.compiled", "compiled blocks and uncompiled blocks"), {"compile": True}),
-    TrainingVariant("split", "ranks", Message("training.preflight.split", "2 ranks that split the weights and 1 rank"), ranks=2),
+    TrainingVariant("split", "ranks", Message("training.preflight.split", "1 rank and 2 ranks that split the weights"), ranks=2),
     TrainingVariant(
-        "tensor", "ranks", Message("training.preflight.tensor", "2 ranks that split each matrix and 1 rank"), {"parallel.tensor": 2}, ranks=2
+        "tensor", "ranks", Message("training.preflight.tensor", "1 rank and 2 ranks that split each matrix"), {"parallel.tensor": 2}, ranks=2
     ),
     TrainingVariant(
-        "replicas", "ranks", Message("training.preflight.replicas", "2 ranks that each hold all weights and 1 rank"),
+        "replicas", "ranks", Message("training.preflight.replicas", "1 rank and 2 ranks that each hold all weights"),
         {"parallel.replicas": 2}, ranks=2,
     ),
 )  # fmt: skip
@@ -217,17 +217,19 @@ def _beyond_rounding(way: TrainingVariant, beyond: ExcessDifference) -> Message:
     )  # fmt: skip
 
 
-def find_first_excess(evidence: PreflightEvidence, found: StraightRunDistance, times: float) -> ExcessDifference | None:
-    """Return the first number of ``found`` that is more than ``times`` the effect of rounding; None if there is none.
+def find_first_excess(
+    evidence: PreflightEvidence, distance: StraightRunDistance, rounding_factor: float
+) -> ExcessDifference | None:
+    """Return the first number of ``distance`` that is more than ``rounding_factor`` times the effect of rounding; None if there is none.
 
     Losses come before tensors, which are those of the last step.
     """
     first: ExcessDifference | None = None
-    for name, shares in found.series.items():
+    for name, shares in distance.series.items():
         noise = 0.0  # the largest so far: it grows with the steps, and can be small at one step by chance
         for at, share in enumerate(shares):
             noise = max([noise, *(other.series.get(name, [])[at] for other in evidence.rounding)])
-            if not share <= _bound(times, noise):
+            if not share <= _bound(rounding_factor, noise):
                 if first is None or evidence.lead + at < first.step:
                     first = ExcessDifference(name, evidence.lead + at, share, noise)
                 break
@@ -235,10 +237,10 @@ def find_first_excess(evidence: PreflightEvidence, found: StraightRunDistance, t
         return first
     last = evidence.lead + evidence.steps - 1
     worst: tuple[float, ExcessDifference] | None = None
-    usual = {kind: _usual(kind, evidence.rounding) for kind in {tensor_kind(name) for name in found.tensors}}
-    for name, share in sorted(found.tensors.items()):
+    usual = {kind: _usual(kind, evidence.rounding) for kind in {tensor_kind(name) for name in distance.tensors}}
+    for name, share in sorted(distance.tensors.items()):
         noise = max(usual[tensor_kind(name)], *(other.tensors.get(name, 0.0) for other in evidence.rounding))
-        if not share <= _bound(times, noise):
+        if not share <= _bound(rounding_factor, noise):
             over = share / max(noise, LEAST)
             if worst is None or not over <= worst[0]:
                 worst = over, ExcessDifference(name, last, share, noise)

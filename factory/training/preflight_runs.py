@@ -195,23 +195,27 @@ class PreflightRuns:
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
 def compare_preflight_runs(
-    found: PreflightEvidence,
+    evidence: PreflightEvidence,
     ways: Sequence[TrainingVariant],
-    parted: Path,
-    began: Callable[[str], Path],
-    trace: Callable[[str], Trace],
+    branch_checkpoint: Path,
+    start_checkpoint_of: Callable[[str], Path],
+    trace_of: Callable[[str], Trace],
 ) -> PreflightEvidence:
-    """The evidence ``found``, with the distance of each run from the straight run. Holds four checkpoints in memory.
+    """Return ``evidence`` with the distance of each run from the straight run. Holds four checkpoints in memory.
 
-    ``parted``: the straight run's checkpoint where the runs separate. ``began`` and ``trace``: functions from a run's name to its first
-    checkpoint and to its trace. Raises: any error that a fault of the machine causes, because such an error is no evidence about the runs.
+    ``branch_checkpoint``: the straight run's checkpoint where the runs separate. ``start_checkpoint_of`` and
+    ``trace_of``: functions from a run's name to its first checkpoint and to its trace. Raises: any error that a fault of the machine causes,
+    because such an error is no evidence about the runs.
     """
     ranks, run = [way.name for way in ways if way.ranks > 1], "straight"
     try:
-        begun, straight = read_checkpoint(parted).model, trace(run)
+        begun, straight = read_checkpoint(branch_checkpoint).model, trace_of(run)
         series, apart = read_metric_series(straight), {}
         for run in (*PERTURBED_RUNS, *(way.name for way in ways)):
-            other, left = trace(run), read_checkpoint(began(run)).model if run in PERTURBED_RUNS else None
+            other, left = (
+                trace_of(run),
+                read_checkpoint(start_checkpoint_of(run)).model if run in PERTURBED_RUNS else None,
+            )
             values = read_metric_series(other)
             shares = {name: relative_differences(series[name], values[name]) for name in SERIES}
             apart[run] = StraightRunDistance(
@@ -219,16 +223,16 @@ def compare_preflight_runs(
             )
         born: dict[str, list[str]] = {}
         if ranks:
-            first = trace(run := INITIAL_WEIGHTS_PREFIX + "1 rank").final_checkpoint.model
+            first = trace_of(run := INITIAL_WEIGHTS_PREFIX + "1 rank").final_checkpoint.model
             born = {
-                way: find_different_weights(first, trace(run := INITIAL_WEIGHTS_PREFIX + way).final_checkpoint.model)
+                way: find_different_weights(first, trace_of(run := INITIAL_WEIGHTS_PREFIX + way).final_checkpoint.model)
                 for way in ranks
             }
-        copies = {run: trace(run).differing_replicas for run in ranks}
+        copies = {run: trace_of(run).differing_replicas for run in ranks}
     except (UntrustedFileError, SegmentError) as error:
-        return replace(found, failed={run: unreadable_run_message(error)})
+        return replace(evidence, failed={run: unreadable_run_message(error)})
     rounding = [apart.pop(run) for run in PERTURBED_RUNS]
-    return replace(found, rounding=rounding, apart=apart, born_apart=born, replicas_apart=copies)
+    return replace(evidence, rounding=rounding, apart=apart, born_apart=born, replicas_apart=copies)
 
 
 def read_metric_series(trace: Trace) -> dict[str, Series]:

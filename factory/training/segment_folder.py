@@ -69,7 +69,8 @@ def claim_folder(plant: Plant, row: SegmentRow) -> Path:
         plant.progress.line(
             Message(
                 "training.folder_set_aside",
-                "  {folder} had files of another plan or ledger than segment {segment}. The factory moved them to {target}.",
+                "  {folder} had files of another plan or ledger, although it is the folder of segment {segment}. The "
+                "factory moved the files to {target}.",
                 folder=folder,
                 segment=row.id,
                 target=away,
@@ -149,7 +150,7 @@ def raise_trainer_failure(
     died = Message(
         "training.trainer_died",
         "The trainer of segment {segment} {ending} (log: {log}). The next try starts from {start}. So far, "
-        "{attempts} of the {tries} allowed tries made no new checkpoint.", segment=row.id, ending=ending.says, log=log,
+        "{attempts} of {tries} allowed tries ended without a new checkpoint.", segment=row.id, ending=ending.says, log=log,
         start=format_start(step), step=step, attempts=row.attempts, tries=policy.tries,
     )  # fmt: skip
     raise TrainerDiedError(died, row.attempts, False)

@@ -36,7 +36,7 @@ QUIET = frozenset({"", PENDING, REFUSED_WORD})
 
 
 class ApprovalResponder:
-    """Answers approvals in MLflow. Call ``look`` every few seconds, also while a segment trains; each call costs one search."""
+    """Answers approvals in MLflow. Call ``answer_new_decisions`` every few seconds, also while a segment trains; each call costs one search."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant, self.ledger, self.progress = plant, plant.ledger, plant.progress
@@ -53,7 +53,10 @@ class ApprovalResponder:
         return try_to_show(self.progress.line, self._answer_all) or []
 
     def answer_and_announce(self) -> None:
-        """Call ``look``. The first call also prints which candidates wait already. The daemon announces later ones when they are judged."""
+        """Call ``answer_new_decisions``. The first call also prints which candidates wait already.
+
+        The daemon announces later ones when they are judged.
+        """
         self.answer_new_decisions()
         for verdict in () if self._asked else list_undecided_verdicts(self.ledger):
             if needs_decision(self.plant, verdict):
@@ -124,7 +127,8 @@ class ApprovalResponder:
         if (seen := version.tags.get("verdict_id")) != str(verdict.id):
             raise InputError(
                 "approval_answers.old_verdict",
-                "Verdict {seen} on {subject} is out of date. First look at the newest verdict, verdict {verdict}, which is {outcome!r}.",
+                "The tag answers verdict {seen} on {subject}, but the newest verdict is verdict {verdict}: {outcome!r}. "
+                "Look at the newest verdict, and then answer again.",
                 seen=seen,
                 subject=verdict.subject,
                 verdict=verdict.id,

@@ -80,10 +80,10 @@ def bracket_ipv6(host: str) -> str:
         return host
 
 
-def server_names(host: str, given: Sequence[str] = ()) -> list[HostName]:
-    """The names ``given``, or else this machine's own names; no name if ``host`` is a loopback address. Raises: InputError."""
-    own = [] if given or is_loopback(host) else names_of_this_machine(host)
-    return [HostName.parse(name) for name in dict.fromkeys(given or own)]
+def server_names(host: str, given_names: Sequence[str] = ()) -> list[HostName]:
+    """The ``given_names``, or else this machine's own names; no name if ``host`` is a loopback address. Raises: InputError."""
+    own = [] if given_names or is_loopback(host) else names_of_this_machine(host)
+    return [HostName.parse(name) for name in dict.fromkeys(given_names or own)]
 
 
 def names_of_this_machine(host: str) -> list[str]:

@@ -250,8 +250,9 @@ class MlflowTracking:
             "candidate": candidate_id,
             NOTE: Message(
                 "runs.candidate",
-                "Candidate {candidate}, from segment {segment} ({kind}). Artifacts has report.html, and pictures that compare the candidate with the "
-                "champion (in the folder comparison). To see the verdict or to approve, open the registered model above.",
+                "Candidate {candidate}, from segment {segment} ({kind}). The tab Artifacts shows report.html. It also shows pictures that "
+                "compare the candidate with the champion, in the folder comparison. To see the verdict or to approve the candidate, "
+                "open the registered model above.",
                 candidate=candidate_id,
                 segment=segment.id,
                 kind=segment.kind,

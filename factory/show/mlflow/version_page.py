@@ -51,7 +51,9 @@ def render_description(
     candidate: CandidateRow, segment: SegmentRow, verdict: VerdictRow, evidence: dict[str, Any], places: VersionLinks
 ) -> str:
     """The description of a version. Its first line has no markup, because a list of versions shows that line as it is."""
-    floors = Message("version_page.floors", "judged by absolute floors, because there is no champion yet")
+    floors = Message(
+        "version_page.floors", "judged by absolute floors, because there is no champion to compare with yet"
+    )
     over = f"over {verdict.against.replace(':', ' ')}" if verdict.against else floors
     released = f", release {places.release}" if places.release else ""
     share = evidence.get("releasable")

@@ -102,7 +102,7 @@ def _stopped_training(ledger: Ledger, name: str, kind: str, detail: dict[str, An
     )
     text = Message(
         "notifications.tries_again",
-        "Try {tries} failed. The factory tries again.",
+        "Attempt {tries} failed. The factory starts the trainer again.",
         tries=detail.get("tries"),
     )
     return ("failure",), title, text
@@ -113,7 +113,10 @@ def _of_release(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
     if kind == "promoted":
         candidate = detail.get("candidate")
         title = Message(
-            "notifications.promoted", "{release}: candidate {candidate} is champion", release=name, candidate=candidate
+            "notifications.promoted",
+            "candidate {candidate} became champion as {release}",
+            release=name,
+            candidate=candidate,
         )
         return ("release",), title, ""
     if kind == "rolled_back":
@@ -174,7 +177,9 @@ def _of_failure(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
     if kind == PASS_FAILED:
         return (
             ("failure",),
-            Message("notifications.daemon_waits", "a pass of the daemon failed, so the daemon waits"),
+            Message(
+                "notifications.daemon_waits", "a pass of the daemon failed, so the daemon waits before its next pass"
+            ),
             reason,
         )
     if kind == WORKS_AGAIN:

@@ -44,9 +44,9 @@ def _compared(found: ChampionComparison) -> dict[str, str]:
     unclear = named(lambda shows: shows not in (BETTER, WORSE))
     return {
         "Better": named(lambda shows: shows == BETTER)
-        or Message("candidate_summary.none_better", "no measure is shown to be better"),
+        or Message("candidate_summary.none_better", "no measured value is better than the champion's beyond doubt"),
         "Worse": named(lambda shows: shows == WORSE)
-        or Message("candidate_summary.none_worse", "no measure is shown to be worse"),
+        or Message("candidate_summary.none_worse", "no measured value is worse than the champion's beyond doubt"),
         **({"Not shown": unclear} if unclear else {}),
         "How sure": _how_sure(dict_or_empty(found.evidence.get(TARGET))),
     }
@@ -88,7 +88,7 @@ def _trained_on(ledger: Ledger, segment: int) -> str:
     tokens, steps = sum(shard["tokens"] for shard in made["shards"]), made["segments"][-1]["last_step"]
     drawn = Message(
         "candidate_summary.trained_on",
-        "{steps} steps on {shards:,|token shard|token shards} with {tokens} tokens",
+        "{steps} training steps on {shards:,|token shard|token shards} with {tokens} tokens",
         steps=format_number(steps),
         shards=len(made["shards"]),
         tokens=format_number(tokens),
@@ -117,7 +117,7 @@ def _to_do(candidate: int, verdict: VerdictRow | None, release: ReleaseRow | Non
     if release:
         return Message(
             "candidate_summary.released",
-            "To pass the release on: 'factory release --bundle {release}'. To see its data: 'factory provenance --release {release}'. "
+            "To make a bundle for other people: 'factory release --bundle {release}'. To see its data: 'factory provenance --release {release}'. "
             "To make the release champion again: 'factory releases rollback {release}'.",
             release=release.number,
         )

@@ -33,16 +33,16 @@ def _drawing(height: float, *parts: str, legend: str = "") -> str:
 def draw_bars(
     groups: Mapping[str, Mapping[str, float | None]],
     series: Sequence[str],
-    between: Mapping[tuple[str, str], tuple[float, float]] | None = None,
+    intervals: Mapping[tuple[str, str], tuple[float, float]] | None = None,
 ) -> str:
     """Horizontal bars from zero, one row for each group: ``{"code": {"candidate": 2.1, "byte trigram": 2.9}}``. Missing values are left out.
 
-    ``between``: by (group, series), the interval (low, high) of a bar that has one.
+    ``intervals``: by (group, series), the interval (low, high) of a bar that has one.
     """
     values = [v for group in groups.values() for v in group.values() if v is not None and _finite(v)]
     if not values or max(values) <= 0:
         return ""
-    found = {key: ends for key, ends in (between or {}).items() if all(map(_finite, ends))}
+    found = {key: ends for key, ends in (intervals or {}).items() if all(map(_finite, ends))}
     left, thick, largest = 120, 17, max([*values, *(high for _, high in found.values())])
     y, out = 4.0, []
     for name, group in groups.items():
