@@ -74,7 +74,7 @@ class PrecisionTimings:
         ]
         return Message(
             "plan.probe",
-            "the matrix products, attention and loss head of one step take, by precision: {times}",
+            "the matrix products, attention and loss head of one step take these times in each precision: {times}",
             times="; ".join(by_precision),
             seconds=self.seconds,
         )
