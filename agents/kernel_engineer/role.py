@@ -41,7 +41,7 @@ class KernelEngineer:
         evidence = EvidenceReader(self.profile, self.workbench, target).evidence()
         about = Message(
             "kernel_engineer.target",
-            "target {target} takes {share:.1%} of the step. If the target ran at the roofline, the step would be "
+            "target {target} takes {share:.1%} of the step's time. If the target ran at the roofline, the step would be "
             "{aim:.3f}x as fast",
             target=target.name,
             share=target.share,

@@ -74,29 +74,29 @@ def worthwhile_targets(
     return worth
 
 
-def find_named_target(wanted: str, found: Sequence[ProfileTarget], profile: Mapping[str, Any]) -> ProfileTarget:
+def find_named_target(wanted_name: str, targets: Sequence[ProfileTarget], profile: Mapping[str, Any]) -> ProfileTarget:
     """The target with an op's name, or at a ``file:line``. Raises: TargetError that names the nearest one."""
-    for target in found:
-        if wanted in (target.op, target.name):
+    for target in targets:
+        if wanted_name in (target.op, target.name):
             return target
     at = {f"{line['file']}:{line['line']}": line for line in profile["lines"]}
-    if wanted in at:
-        line = at[wanted]
+    if wanted_name in at:
+        line = at[wanted_name]
         name = f"kernel:{line['op']}" if line["op"] else f"file:{line['file']}"
-        for target in found:
+        for target in targets:
             if target.name == name:
-                lines = (wanted, *(other for other in target.lines if other != wanted))
+                lines = (wanted_name, *(other for other in target.lines if other != wanted_name))
                 return ProfileTarget(target.name, target.op, lines, target.share, target.attainable)
         raise TargetError(
             "kernel_engineer.not_patchable",
             "target {target!r} is a line of the profile, but agents may not patch its file.",
-            target=wanted,
+            target=wanted_name,
         )
-    known = [target.op for target in found if target.op] + list(at)
-    near = difflib.get_close_matches(wanted, known, n=1)
+    known = [target.op for target in targets if target.op] + list(at)
+    near = difflib.get_close_matches(wanted_name, known, n=1)
     raise TargetError(
         "kernel_engineer.unknown_target",
         "target {target!r} is neither an op nor a line of the profile. {hint}",
-        target=wanted,
+        target=wanted_name,
         hint=nearest_name_hint(near[0]) if near else known_names_hint(known[:8]),
     )

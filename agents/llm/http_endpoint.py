@@ -143,7 +143,7 @@ class HttpEndpoint:
         message = {"content": self._clean("".join(text)), "tool_calls": [calls[n] for n in sorted(calls)]}
         if finish == "length" and not message["content"] and not calls:
             message["content"] = Message(
-                "llm.used_up", "[the model used all tokens of the reply before it wrote any text]"
+                "llm.used_up", "[the model reached the token limit of the reply before it wrote any text]"
             )
         return read_reply(message, usage.model_dump() if usage is not None else None, finish)
 

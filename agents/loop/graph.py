@@ -174,7 +174,7 @@ class _Loop:
             run.say(
                 Message(
                     "loop.round",
-                    "  round {number}: {title} (predicted {gain})",
+                    "  round {number}: {title} (prediction: {gain})",
                     number=number,
                     title=draft.title,
                     gain=format_gain(draft.target, draft.predicted_gain),

@@ -77,7 +77,7 @@ TABLE: tuple[CauseRule, ...] = (
         Message(
             "loss_doctor.not_on_one_rank",
             "a replay of the same steps from the same checkpoint, on one rank, does not show the anomaly: a "
-            "device is faulty, or the division of the work among ranks is",
+            "device is faulty, or the work is divided wrongly among the ranks",
         ),
     ),
     (
@@ -92,24 +92,24 @@ TABLE: tuple[CauseRule, ...] = (
     (
         lambda f: f.clears_anomaly(FP32.name) and f.clears_anomaly(KERNELS.name),
         (PRECISION, KERNEL),
-        Message("loss_doctor.fp32_and_kernels", "the anomaly is gone in fp32, and also with the reference kernels"),
+        Message("loss_doctor.fp32_and_kernels", "the anomaly disappears in fp32, and also with the reference kernels"),
     ),
     (
         lambda f: f.clears_anomaly(FP32.name) and (f.kernels_are_reference or KERNELS.name in f.fires),
         (PRECISION,),
-        Message("loss_doctor.fp32", "the anomaly is gone in fp32, but not with the reference kernels"),
+        Message("loss_doctor.fp32", "the anomaly disappears in fp32, but not with the reference kernels"),
     ),
     (
         lambda f: f.clears_anomaly(KERNELS.name),
         (KERNEL,),
-        Message("loss_doctor.kernels", "the anomaly is gone with the reference kernels"),
+        Message("loss_doctor.kernels", "the anomaly disappears with the reference kernels"),
     ),
     (
         lambda f: f.clears_anomaly(MICRO),
         (LAYOUT,),
         Message(
             "loss_doctor.micro_batches",
-            "the anomaly is gone if all rows are one micro-batch: the loss depends on the accumulation of "
+            "the anomaly disappears if all rows form one micro-batch: the loss depends on the accumulation of "
             "micro-batches",
         ),
     ),
@@ -118,37 +118,38 @@ TABLE: tuple[CauseRule, ...] = (
         (STATE_LOST,),
         Message(
             "loss_doctor.moments",
-            "the anomaly is gone in a run from an earlier checkpoint, and the newest checkpoint lacks the optimiser's moments",
+            "the anomaly disappears in a run from an earlier checkpoint, and the newest checkpoint lacks the optimiser's moments",
         ),
     ),
     (
         lambda f: f.clears_anomaly(MIXTURE.name),
         (SHARES,),
-        Message("loss_doctor.shares", "the anomaly is gone with the previous shares of the domains"),
+        Message("loss_doctor.shares", "the anomaly disappears with the mixture of domains of the previous segment"),
     ),
     (
         lambda f: f.rate_clears == AS_BEFORE,
         (RATE,),
         Message(
-            "loss_doctor.rate_as_before", "the anomaly is gone with the optimiser and schedule of the previous segment"
+            "loss_doctor.rate_as_before",
+            "the anomaly disappears with the optimiser and schedule of the previous segment",
         ),
     ),
     (
         lambda f: f.clears_anomaly(COMMIT.name),
         (CODE,),
-        Message("loss_doctor.commit", "the anomaly is gone with the code of the previous segment"),
+        Message("loss_doctor.commit", "the anomaly disappears with the code of the previous segment"),
     ),
     (
         lambda f: f.clears_anomaly(ENVIRONMENT.name),
         (CODE,),
-        Message("loss_doctor.environment_before", "the anomaly is gone in the environment of the previous segment"),
+        Message("loss_doctor.environment_before", "the anomaly disappears in the environment of the previous segment"),
     ),
     (
         lambda f: f.joined_clears == LOSS_MASK,
         (LOSS_MASK,),
         Message(
             "loss_doctor.loss_mask",
-            "the anomaly is gone without the new documents. Their loss mask selects other tokens than the loss mask "
+            "the anomaly disappears if the new documents are masked. Their loss mask selects other tokens than the loss mask "
             "of earlier documents",
         ),
     ),
@@ -157,7 +158,7 @@ TABLE: tuple[CauseRule, ...] = (
         (SHARES,),
         Message(
             "loss_doctor.wrong_label",
-            "the anomaly is gone without the new documents, which look like documents of another domain",
+            "the anomaly disappears if the new documents are masked. They look like documents of another domain",
         ),
     ),
     (
@@ -165,7 +166,7 @@ TABLE: tuple[CauseRule, ...] = (
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.order",
-            "the anomaly is gone without many of the step's documents, and also with other documents of the same "
+            "the anomaly disappears if many of the step's documents are masked, and also with other documents of the same "
             "shards: no single document is to blame",
         ),
     ),
@@ -179,7 +180,7 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION,),
         Message(
             "loss_doctor.learnt",
-            "the anomaly is gone without documents that resemble many others in the new shards. By the segment's "
+            "the anomaly disappears if documents that resemble many others in the new shards are masked. By the segment's "
             "end, the model had learnt these documents",
         ),
     ),
@@ -188,7 +189,7 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, REPEATED),
         Message(
             "loss_doctor.too_many",
-            "the anomaly is gone without documents that each resemble earlier documents: too many such documents "
+            "the anomaly disappears if documents that each resemble earlier documents are masked: too many such documents "
             "came at once",
         ),
     ),
@@ -197,8 +198,8 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION, BAD_DATA),
         Message(
             "loss_doctor.shards_kind",
-            "the anomaly is gone without documents that resemble many others in the new shards: the kind of the "
-            "shards is to blame, not single documents",
+            "the anomaly disappears if documents that resemble many others in the new shards are masked: this kind of "
+            "document is to blame, not single documents",
         ),
     ),
     (
@@ -206,7 +207,7 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION, BAD_DATA),
         Message(
             "loss_doctor.same_shards",
-            "the anomaly is gone without many of the step's documents, and other documents of the same shards cause "
+            "the anomaly disappears if many of the step's documents are masked, and other documents of the same shards cause "
             "the anomaly too: no single document is to blame",
         ),
     ),
@@ -215,7 +216,7 @@ TABLE: tuple[CauseRule, ...] = (
         (REPEATED,),
         Message(
             "loss_doctor.repeated",
-            "the loss is as usual without some documents. The loss of these documents was not too low at an "
+            "the loss is as usual if some documents are masked. The loss of these documents was not too low at an "
             "older checkpoint, so the model has learnt them since then",
         ),
     ),
@@ -224,7 +225,7 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA,),
         Message(
             "loss_doctor.bad_documents",
-            "the anomaly is gone without some documents, and these documents have the same effect at another "
+            "the anomaly disappears if some documents are masked, and these documents have the same effect at another "
             "checkpoint",
         ),
     ),
@@ -233,7 +234,7 @@ TABLE: tuple[CauseRule, ...] = (
         (DATA_AND_STATE,),
         Message(
             "loss_doctor.documents_and_state",
-            "the anomaly is gone without some documents, but these documents do no harm at another checkpoint",
+            "the anomaly disappears if some documents are masked, but these documents do no harm at another checkpoint",
         ),
     ),
     (
@@ -241,7 +242,7 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, REPEATED),
         Message(
             "loss_doctor.always_too_easy",
-            "the anomaly is gone without some documents. No second checkpoint shows whether the loss of these "
+            "the anomaly disappears if some documents are masked. No second checkpoint shows whether the loss of these "
             "documents was always too low",
         ),
     ),
@@ -250,7 +251,7 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, DATA_AND_STATE),
         Message(
             "loss_doctor.one_checkpoint",
-            "the anomaly is gone without some documents. No second checkpoint shows whether these documents always "
+            "the anomaly disappears if some documents are masked. No second checkpoint shows whether these documents always "
             "have this effect",
         ),
     ),
@@ -259,7 +260,7 @@ TABLE: tuple[CauseRule, ...] = (
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.other_documents",
-            "the anomaly is gone with other documents of the same shards, but masking documents did not remove it",
+            "the anomaly disappears with other documents of the same shards, but masking documents did not remove it",
         ),
     ),
     (
@@ -267,7 +268,7 @@ TABLE: tuple[CauseRule, ...] = (
         (STATE_LOST, HARDWARE),
         Message(
             "loss_doctor.newest_checkpoint",
-            "the anomaly is gone in a run from an earlier checkpoint: the newest checkpoint holds a wrong state",
+            "the anomaly disappears in a run from an earlier checkpoint: the newest checkpoint holds a wrong state",
         ),
     ),
     (
@@ -309,8 +310,8 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION,),
         Message(
             "loss_doctor.new_shards",
-            "the anomaly began when new shards joined, and no replay removed it. No document stands out, or no "
-            "document still stands out at the segment's end",
+            "the anomaly began when new shards joined, and no replay removed it. Either no document "
+            "stood out, or those that did no longer stand out at the segment's end",
         ),
     ),
     (

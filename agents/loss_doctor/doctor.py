@@ -137,7 +137,7 @@ class _Consultation:
         assert naming is not None
         if naming.causes == (CODE, UNKNOWN):
             changed = self.case.environment_changed
-            why = Message("loss_doctor.environment", "{why} ({changed})", why=naming.why, changed=changed)
+            why = Message("loss_doctor.environment", "{why} (the changes: {changed})", why=naming.why, changed=changed)
             naming = replace(naming, why=why)
         failed = [f"{o.arm}: {o.failed}" for o in self.outcomes if o.failed]
         if not failed:

@@ -170,11 +170,11 @@ def largest_deviation(score: DocumentScore, among: Sequence[DocumentScore]) -> f
     return max(found)
 
 
-def smallest_masked_set(ranked: Sequence[str], gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
+def smallest_masked_set(ranked: Sequence[str], is_gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
     """A smallest set of documents whose masking clears the anomaly: if any one of them is not masked, the anomaly stays.
 
     First a search by halves finds the shortest beginning of the ranking that is enough: more masked documents cannot bring the anomaly
-    back. Then QuickXplain (Junker, AAAI 2004) runs within it. ``gone`` tells whether masking a set clears the anomaly, and is true of all
+    back. Then QuickXplain (Junker, AAAI 2004) runs within it. ``is_gone`` tells whether masking a set clears the anomaly, and is true of all
     of ``ranked``. It is called O(log n + g log(n / g)) times for g guilty of n.
 
     >>> asked = []
@@ -185,8 +185,8 @@ def smallest_masked_set(ranked: Sequence[str], gone: Callable[[tuple[str, ...]],
     low, high = 1, len(ranked)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if gone(tuple(ranked[:middle])) else (middle + 1, high)
-    return _needed([], False, list(ranked[:high]), gone)
+        low, high = (low, middle) if is_gone(tuple(ranked[:middle])) else (middle + 1, high)
+    return _needed([], False, list(ranked[:high]), is_gone)
 
 
 def _needed(kept: list[str], added: bool, group: list[str], gone: Callable[[tuple[str, ...]], bool]) -> list[str]:

@@ -131,7 +131,8 @@ def suggest_mixture_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
             before, after = shares[name]
             why = Message(
                 "recipe_scout.mixture",
-                "for every factor of e (2.72) in tokens, the loss of each domain falls by these bits per byte: {slopes}; "
+                "each time the number of trained tokens grows by a factor of e (2.72), the loss of each domain falls by "
+                "so many bits per byte: {slopes}; "
                 "the change moves the share of {domain} from {before:.0%} to {after:.0%} of the tokens",
                 slopes=slopes,
                 domain=name,
@@ -211,7 +212,7 @@ def suggest_regulariser_changes(course: TrainingRecord) -> Iterator[RecipeChange
         )
     for factor in (2.0, 0.5):
         why = Message(
-            "recipe_scout.weight_decay", "no measurement suggests a value of the weight decay before it is tried"
+            "recipe_scout.weight_decay", "no measurement tells which weight decay is best: only a trial can tell"
         )
         gain = course.gain_of_token_worth(1.01)
         yield RecipeChange(("optimizer", "weight_decay"), decay, (decay or 0.05) * factor, gain, why)

@@ -30,9 +30,9 @@ counts, not steps: half the batch gets twice the steps."""
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 
-def task_message(course: TrainingRecord, keys: Sequence[str], asked: str, evidence: str, rounds: int) -> str:
+def task_message(course: TrainingRecord, keys: Sequence[str], required_key: str, evidence: str, rounds: int) -> str:
     """The first message: what may be changed, how long it is judged, and the evidence."""
-    wanted = f"One of the changed keys must be {asked}.\n" if asked else ""
+    wanted = f"One of the changed keys must be {required_key}.\n" if required_key else ""
     return (
         f"Recipe: {course.path}, at step {course.step} of its trunk, after {course.tokens:.3g} positions. Each of the gate's runs has about "
         f"{course.judged_tokens:.3g} more. A mean gain below {course.least_gain:g} bits per byte is not kept: predict at least that.\n"

@@ -72,8 +72,8 @@ class RecipeScout:
         evidence = "\n\n".join((recipe, self.record_text(), self.ideas_text(), self.earlier_proposals()))
         about = Message(
             "recipe_scout.aim",
-            "recipe {recipe} at step {step}: for every factor of e (2.72) in tokens, the loss falls by {slope:.3f} "
-            "bits per byte",
+            "recipe {recipe} at step {step}: each time the number of trained tokens grows by a factor of e (2.72), the "
+            "loss falls by {slope:.3f} bits per byte",
             recipe=course.recipe.name,
             step=course.step,
             slope=course.slope,
@@ -170,8 +170,8 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
     title = f"recipe {course.recipe.name}: {' and '.join(words_of_each)}{' together' if len(words_of_each) > 1 else ''}"
     words = Message(
         "recipe_scout.written_hypothesis",
-        "{hypothesis} Prediction: the gate's runs end {gain:.4f} bits per byte better on held-out documents "
-        "(mean over domains, after each run's final anneal). {refuted}",
+        "{hypothesis} Prediction: the change lowers the loss of the gate's runs on held-out documents by {gain:.4f} "
+        "bits per byte (mean over domains, after each run's final anneal). {refuted}",
         hypothesis=hypothesis,
         gain=gain,
         refuted=describe_refuting_result(gain),

@@ -68,7 +68,7 @@ def _write(
     before = [
         Message(
             "recipe_scout.attempt",
-            "{title}: {outcome}, {reason}",
+            "{title} (outcome: {outcome}; reason: {reason})",
             title=one.title,
             outcome=one.outcome,
             reason=one.reason[:160],
@@ -82,8 +82,8 @@ def _write(
     )
     hypothesis = Message(
         "recipe_scout.hypothesis",
-        "At step {step}: {why}. Prediction: with {change}, the gate's runs end {gain:.4f} bits per byte better "
-        "on held-out documents (mean over domains, after each run's final anneal). {refuted}{earlier}",
+        "At step {step}: {why}. Prediction: {change} lowers the loss of the gate's runs on held-out documents by "
+        "{gain:.4f} bits per byte (mean over domains, after each run's final anneal). {refuted}{earlier}",
         step=course.step,
         why=change.why,
         change=change.title,

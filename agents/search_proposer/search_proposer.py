@@ -265,8 +265,8 @@ def propose_micro_batch(profile: Mapping[str, Any], workbench: Workbench, agent:
         ),
         hypothesis=Message(
             "search_proposer.micro_batches",
-            "Measured outside the training step, the slowest ops process a step's rows faster in micro-batches of "
-            "{rows} than of {before}. {refuted}",
+            "The slowest ops, timed outside the training step, process a step's rows faster in micro-batches of {rows} "
+            "rows than in micro-batches of {before} rows. {refuted}",
             rows=best,
             before=now,
             refuted=_refuted(gains[best]),

@@ -191,7 +191,7 @@ def test_a_rejected_change_is_not_repeated_and_the_other_direction_is_next() -> 
     assert first is not None
     held.past[first.target] = [EarlierProposal(first.patch_id, "hold", "too noisy", first.title)]
     again = propose_change(found, held)  # type: ignore[arg-type]
-    assert again is not None and again.patch_id == first.patch_id and "hold, too noisy" in again.hypothesis
+    assert again is not None and again.patch_id == first.patch_id and "reason: too noisy" in again.hypothesis
     held.past[first.target] = [EarlierProposal(first.patch_id, "hold", "too noisy", first.title, closed=True)]
     assert propose_change(found, held) is None  # type: ignore[arg-type]
     held.past[first.target] = [EarlierProposal(first.patch_id, "promote", "it gains", first.title)]

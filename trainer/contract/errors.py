@@ -54,24 +54,27 @@ class StoppedBySignal(TrainerError):
 
 
 def run_for_exit_code(
-    program: str, work: Callable[[], object], wrong: type[Exception] = TrainerError, where: Path | None = None
+    program: str,
+    work: Callable[[], object],
+    error_type: type[Exception] = TrainerError,
+    output_folder: Path | None = None,
 ) -> int:
     """Call ``work``. Returns 0, or the exit code of an error that a user can correct, which is printed to stderr in one line.
 
-    ``wrong``: another package's error that a user can cause. ``where``: the folder that ``work`` writes, for the message about a full disk.
+    ``error_type``: an error of another package that a user can cause. ``output_folder``: the folder that ``work`` writes, named if a disk is full.
     """
     try:
         work()
     except TrainerError as error:
         print(f"{program}: {format_error_with_code(error)}", file=sys.stderr)
         return error.exit_code
-    except wrong as error:
+    except error_type as error:
         print(f"{program}: {format_error_with_code(error)}", file=sys.stderr)
         return EXIT_WRONG
     except OSError as error:
         if error.errno not in FULL:
             raise
-        full = error.filename or where
+        full = error.filename or output_folder
         place = f"{full}: " if full else ""
         said = CodedError(
             "trainer.disk_full",

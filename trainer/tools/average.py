@@ -154,7 +154,9 @@ def main(arguments: list[str]) -> int:
         return 2
     out, *sources = map(Path, arguments)
     return run_for_exit_code(
-        "trainer.tools.average", lambda: print(checkpoints.save(out, average_checkpoints(sources, weights))), where=out
+        "trainer.tools.average",
+        lambda: print(checkpoints.save(out, average_checkpoints(sources, weights))),
+        output_folder=out,
     )
 
 

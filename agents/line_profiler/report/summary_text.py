@@ -18,8 +18,8 @@ def profile_summary(profile: Profile) -> str:
     parts = [
         Message(
             "line_profiler.coverage",
-            "The eager step takes {step_ms:.0f} ms without a profiler. The lines add up to {covered_ms:.0f} ms "
-            "({coverage:.0%}), a difference of {difference_ms:+.0f} ms.",
+            "The eager step takes {step_ms:.0f} ms without a profiler. The times of the lines add up to "
+            "{covered_ms:.0f} ms ({coverage:.0%}), a difference of {difference_ms:+.0f} ms.",
             step_ms=profile.eager_step_s * 1e3,
             covered_ms=profile.covered_s * 1e3,
             coverage=profile.coverage,
@@ -33,8 +33,8 @@ def profile_summary(profile: Profile) -> str:
         ),
         Message(
             "line_profiler.cross_check",
-            "On the same batch, torch.profiler measures {torch_ms:.0f} ms in operations. The lines add up to "
-            "{lines_ms:.0f} ms ({ratio:.0%}), a difference of {difference_ms:+.0f} ms.",
+            "On the same batch, torch.profiler measures {torch_ms:.0f} ms in operations. The times of the lines add "
+            "up to {lines_ms:.0f} ms ({ratio:.0%}), a difference of {difference_ms:+.0f} ms.",
             torch_ms=check.torch_s * 1e3,
             lines_ms=check.lines_s * 1e3,
             ratio=check.ratio,

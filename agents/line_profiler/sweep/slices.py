@@ -43,19 +43,19 @@ class LayerSlice:
 
 
 @cache
-def record_slice_operations(of: LayerSlice) -> tuple[RecordedOperation, ...]:
+def record_slice_operations(layer_slice: LayerSlice) -> tuple[RecordedOperation, ...]:
     """The operations of the layer, without those of attention. An operation of the backward pass has the line that caused it.
 
     The times mean nothing. The signatures, bytes and FLOPs are real.
     """
-    shape = make_one_layer_model(SHAPES[of.model], of.sequence)
+    shape = make_one_layer_model(SHAPES[layer_slice.model], layer_slice.sequence)
     recorder = OperationRecorder()
     with torch.device("meta"):
         block = Block(shape, 0, recorder.wrap_ops(bind_ops({}, "cpu", DTYPE, compile=False)), DTYPE, TensorRanks())
         block.joined = True
-        x_BTD = torch.empty(of.batch, of.sequence, shape.d_model, dtype=DTYPE, requires_grad=True)
-        positions_BT = torch.zeros(of.batch, of.sequence, dtype=torch.int64)
-        documents_BT = torch.zeros(of.batch, of.sequence, dtype=torch.int32)
+        x_BTD = torch.empty(layer_slice.batch, layer_slice.sequence, shape.d_model, dtype=DTYPE, requires_grad=True)
+        positions_BT = torch.zeros(layer_slice.batch, layer_slice.sequence, dtype=torch.int64)
+        documents_BT = torch.zeros(layer_slice.batch, layer_slice.sequence, dtype=torch.int32)
         cos_BTK, sin_BTK = rope_tables(positions_BT, shape, DTYPE)
         with recorder:
             y_BTD, extras = block(x_BTD, cos_BTK, sin_BTK, documents_BT)

@@ -138,8 +138,8 @@ def measure_slices(
     report(
         Message(
             "line_profiler.sweep",
-            "{slices:,|slice|slices} with {operations:,|distinct operation|distinct operations}; {workers:,|worker "
-            "measures|workers measure} {measured:,|operation|operations}",
+            "{slices:,|slice|slices} (each is one layer at one batch size and sequence length) with {operations:,|distinct "
+            "operation|distinct operations}, of which {workers:,|worker measures|workers measure} {measured:,}",
             slices=len(slices),
             operations=len(items),
             workers=workers,
@@ -235,8 +235,8 @@ def sweep_table(found: SweepResult, top: int = 3) -> str:
     head = Message(
         "line_profiler.swept",
         "one layer, forward and backward, on {device}: {workers:,|worker|workers} measured {measured} of "
-        "{operations} distinct operations in {seconds:.0f} s (busy {busy:.0%} of the time); the times of the "
-        "other operations are estimated from the roofline",
+        "{operations} distinct operations in {seconds:.0f} s. The average worker was busy for {busy:.0%} of that "
+        "time. The times of the other operations are estimated from the roofline.",
         device=found.device,
         workers=found.workers,
         measured=sum(not item.why_not for item in found.items),
@@ -247,7 +247,7 @@ def sweep_table(found: SweepResult, top: int = 3) -> str:
     columns = f"{'model':<6}{'batch':>6}{'sequence':>10}{'ms':>12}{'measured':>10}"
     legend = Message(
         "line_profiler.columns",
-        "{columns}  slowest lines (share of the time; m: measured, r: from the roofline, b: both)",
+        "{columns}  slowest lines, with their shares of the slice's time (m: measured, r: estimated from the roofline, b: both)",
         columns=columns,
     )
     lines: list[str] = [head, legend]

@@ -66,9 +66,9 @@ def collect_operations(slices: Iterable[LayerSlice], roof: PeakRates) -> list[Sw
     return list(found.values())
 
 
-def attention_shape_key(of: LayerSlice) -> object:
+def attention_shape_key(layer_slice: LayerSlice) -> object:
     """Slices with the same attention shape share one measurement."""
-    s = of.shape
+    s = layer_slice.shape
     return (ATTENTION, s.batch, s.context, s.heads, s.kv_heads, s.head_dim)
 
 

@@ -141,8 +141,8 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(read_tensors(path, "model"), read_tensors(path, "optimizer"), read_state(path))
 
 
-def find_checkpoint_fault(path: Path, share: int = 0, of: int = 1) -> str:
-    """The first fault of a checkpoint; '' if there is none. Every ``of``-th of its files is hashed, from ``share`` on.
+def find_checkpoint_fault(path: Path, share_index: int = 0, share_count: int = 1) -> str:
+    """The first fault of a checkpoint; '' if there is none. Every ``share_count``-th of its files is hashed, from ``share_index`` on.
 
     Raises: OSError for an error that says nothing about the checkpoint, such as too many open files.
     """
@@ -159,7 +159,7 @@ def find_checkpoint_fault(path: Path, share: int = 0, of: int = 1) -> str:
                 checkpoint=str(path),
                 file=kind,
             )
-    for name, expected in sorted(files.items())[share::of]:
+    for name, expected in sorted(files.items())[share_index::share_count]:
         file = path / name
         try:
             size = file.stat().st_size
@@ -204,12 +204,12 @@ def read_state(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def read_tensors(path: Path, kind: str, wanted: Regions | None = None) -> Tensors:
-    """Tensors of one of ``KINDS``, on the CPU. ``wanted`` names the region to read of a tensor; tensors without a region are read whole.
+def read_tensors(path: Path, kind: str, wanted_regions: Regions | None = None) -> Tensors:
+    """Tensors of one of ``KINDS``, on the CPU. ``wanted_regions`` names the region to read of a tensor; tensors without a region are read whole.
 
     Raises: CheckpointError that names the tensor or file that is damaged, incomplete or of another shape.
     """
-    wanted = wanted or {}
+    wanted_regions = wanted_regions or {}
     found: Tensors = {}
     missing: dict[str, int] = {}
     for name in sorted(read_manifest(path)["files"]):
@@ -222,7 +222,7 @@ def read_tensors(path: Path, kind: str, wanted: Regions | None = None) -> Tensor
                     part = file.get_slice(key)
                     shape = tuple(part.get_shape())
                     whole, offset = map(tuple, parts.get(key, (shape, (0,) * len(shape))))
-                    region = wanted.get(key, Region(whole, (0,) * len(whole), whole))
+                    region = wanted_regions.get(key, Region(whole, (0,) * len(whole), whole))
                     if region.whole != whole:
                         raise CheckpointError(
                             "trainer.other_shape",

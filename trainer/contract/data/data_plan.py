@@ -41,17 +41,19 @@ class Mixture:
     start: int
     stop: float
 
-    def domains_without_documents(self, held: Collection[str]) -> list[str]:
-        """Domains that have a weight but no document. ``held``: the domains that have documents."""
-        return sorted(domain for domain, weight in self.weights.items() if weight > 0 and domain not in {*held, "*"})
+    def domains_without_documents(self, present_domains: Collection[str]) -> list[str]:
+        """Domains that have a weight but no document. ``present_domains``: the domains that have documents."""
+        return sorted(
+            domain for domain, weight in self.weights.items() if weight > 0 and domain not in {*present_domains, "*"}
+        )
 
-    def has_documents(self, held: Collection[str]) -> bool:
+    def has_documents(self, present_domains: Collection[str]) -> bool:
         """True if some domain with documents has a weight above zero."""
-        return any(self.weights.get(domain, self.weights.get("*", 0.0)) > 0 for domain in held)
+        return any(self.weights.get(domain, self.weights.get("*", 0.0)) > 0 for domain in present_domains)
 
-    def without_absent_domains(self, held: Collection[str]) -> dict[str, float]:
+    def without_absent_domains(self, present_domains: Collection[str]) -> dict[str, float]:
         """The weights without domains that have no document."""
-        absent = self.domains_without_documents(held)
+        absent = self.domains_without_documents(present_domains)
         return {domain: weight for domain, weight in self.weights.items() if domain not in absent}
 
 
@@ -134,11 +136,11 @@ class DataPlan(StrictSchema):
         phases = zip(keys, [first, *self.phases], stops)
         return [Mixture(key, phase.weights, phase.from_step, stop) for key, phase, stop in phases]
 
-    def refuse_missing_domains(self, held: Collection[str]) -> None:
+    def refuse_missing_domains(self, present_domains: Collection[str]) -> None:
         """Raises: DataPlanError that names the first key with a weight for a domain of which no shard holds a document."""
         for mixture in self.mixtures():
-            for domain in mixture.domains_without_documents(held):
-                hint = did_you_mean(domain, held) if held else ""
+            for domain in mixture.domains_without_documents(present_domains):
+                hint = did_you_mean(domain, present_domains) if present_domains else ""
                 raise DataPlanError(
                     "data_plan.absent_domain",
                     "{key}: no shard has a document of domain {domain!r}{near}",
@@ -148,7 +150,7 @@ class DataPlan(StrictSchema):
                 )
 
     def without_missing_domains(
-        self, held: Collection[str], first_step: int, last_step: int
+        self, present_domains: Collection[str], first_step: int, last_step: int
     ) -> tuple[DataPlan, list[str]]:
         """The plan of the steps [first, last) without domains of which no shard holds a document, and their names.
 
@@ -158,23 +160,25 @@ class DataPlan(StrictSchema):
         mixtures = self.mixtures()
         for mixture in mixtures:
             applies = mixture.start < last_step and first_step < mixture.stop
-            if applies and not mixture.has_documents(held):
+            if applies and not mixture.has_documents(present_domains):
                 raise DataPlanError(
                     "data_plan.nothing_to_train_on",
                     "{key}: no shard has a document of {domains}. The domains in the shards: {held}.",
                     key=mixture.key,
-                    domains=mixture.domains_without_documents(held) or ["any domain"],
-                    held=sorted(held) or ["nothing"],
+                    domains=mixture.domains_without_documents(present_domains) or ["any domain"],
+                    held=sorted(present_domains) or ["nothing"],
                 )
-        weights, *later = [mixture.without_absent_domains(held) for mixture in mixtures]
+        weights, *later = [mixture.without_absent_domains(present_domains) for mixture in mixtures]
         phases = [
             Phase(from_step=phase.from_step, weights=kept)
             for phase, kept, mixture in zip(self.phases, later, mixtures[1:])
-            if mixture.has_documents(held)
+            if mixture.has_documents(present_domains)
         ]
-        if not mixtures[0].has_documents(held):
+        if not mixtures[0].has_documents(present_domains):
             weights = phases[0].weights  # the first weights apply to none of these steps, but a plan must have some
-        left_out = sorted({domain for mixture in mixtures for domain in mixture.domains_without_documents(held)})
+        left_out = sorted(
+            {domain for mixture in mixtures for domain in mixture.domains_without_documents(present_domains)}
+        )
         return self.model_copy(update={"weights": weights, "phases": phases}), left_out
 
     def with_masked(self, documents: Iterable[str]) -> DataPlan:

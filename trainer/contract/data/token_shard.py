@@ -180,7 +180,7 @@ class TokenShard:
         if mapped.size < count * np.dtype(dtype).itemsize:
             raise TokenShardError(
                 "token_shard.too_short",
-                "{file} has {found} bytes, too few for the {tokens} tokens of {dtype} that its manifest names.",
+                "{file} has {found} bytes. These are too few for {tokens} tokens of {dtype}, the number in its manifest.",
                 file=str(path),
                 found=mapped.size,
                 tokens=count,

@@ -92,7 +92,7 @@ def _layout_lines(plan: RunPlan) -> list[PlanLine]:
         Message("plan.no_tensor", "not needed: no matrix is split among GPUs")
         if layout.tensor == 1
         else Message(
-            "plan.least_tensor", "the smallest degree that fits in memory and does not make the batch too large"
+            "plan.least_tensor", "the smallest degree with which the run fits in memory and the batch is not too large"
         )
     )
     state = (
@@ -102,18 +102,19 @@ def _layout_lines(plan: RunPlan) -> list[PlanLine]:
     )
     pipeline = (
         Message(
-            "plan.no_pipeline", "not needed: sharding over the data ranks splits the same memory, without idle time"
+            "plan.no_pipeline",
+            "not needed: sharding over the data ranks saves as much memory, and no GPU has to wait idle",
         )
         if sharded
         else Message("plan.pipeline_missing", "this trainer has no pipeline parallelism")
     )
     tensor_source = Message(
         "plan.tensor_source",
-        "parallel.tensor, at most the {node} GPUs of a node; {source}",
+        "parallel.tensor, which is at most {node}, the number of GPUs of a node; {source}",
         node=NODE,
         source=KORTHIKANTI,
     )
-    data = Message("plan.data", "{gpus} GPUs / tensor parallel; {state}", gpus=layout.gpus, state=state)
+    data = Message("plan.data", "{gpus} GPUs / degree of tensor parallelism; {state}", gpus=layout.gpus, state=state)
     return [
         PlanLine("tensor parallel", layout.tensor, str(layout.tensor), tensor, tensor_source),
         PlanLine("pipeline parallel", 1, "1", pipeline, f"{ZERO} §2.1"),
@@ -123,7 +124,7 @@ def _layout_lines(plan: RunPlan) -> list[PlanLine]:
             "recompute",
             float(layout.recompute == "block"),
             layout.recompute,
-            Message("plan.recompute", "the least recomputation that fits in memory"),
+            Message("plan.recompute", "the least recomputation with which the run fits in memory"),
             "parallel.recompute; arXiv 2205.05198 §5",
         ),
     ]
@@ -148,12 +149,14 @@ def _expert_lines(plan: RunPlan) -> list[PlanLine]:
 def _batch_lines(plan: RunPlan) -> list[PlanLine]:
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
     times = plan.sequences // (layout.data * layout.micro_sequences)
-    rate = deepseek_rule_lr(model, ask.tokens)
+    rate, flops = deepseek_rule_lr(model, ask.tokens), deepseek_rule_flops(model, ask.tokens)
     if ask.batch is None:
         how = Message(
             "plan.batch_by_rule",
-            "0.2920 C^0.3271 = {tokens:,.0f}, in whole micro-batches ({sequences:,} sequences)",
+            "0.2920 C^0.3271 = {tokens:,.0f} tokens, with C = {flops:.3g} FLOPs of the run; in whole micro-batches, "
+            "{sequences:,} sequences",
             tokens=deepseek_rule_batch(model, ask.tokens),
+            flops=flops,
             sequences=plan.sequences,
         )
         source = DEEPSEEK
@@ -177,8 +180,7 @@ def _batch_lines(plan: RunPlan) -> list[PlanLine]:
         "the largest micro-batch that fits; each rank computes {times:,|micro-batch|micro-batches} a step",
         times=times,
     )
-    steps = Message("plan.steps", "{tokens:,.0f} tokens / tokens per step", tokens=ask.tokens)
-    flops = deepseek_rule_flops(model, ask.tokens)
+    steps = Message("plan.steps", "{tokens:,.0f} tokens of the run / tokens per step", tokens=ask.tokens)
     return [
         PlanLine("micro-batch", layout.micro_sequences, micro, largest, "batch.micro_sequences"),
         PlanLine("tokens per step", effort.tokens_per_step, f"{effort.tokens_per_step:,}", how, source),
@@ -242,7 +244,7 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     )
     flops = Message(
         "plan.flops",
-        "6 × {active:,} + 6 × {layers} layers × {width:,} × {context:,} = {flops:.4g} FLOPs a token",
+        "6 × {active:,} + 6 × {layers} layers × {width:,} × {context:,} = {flops:.4g} FLOPs per token",
         active=active_parameters(model),
         layers=model.layers,
         width=model.heads * model.head_dim,
@@ -251,7 +253,7 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     )
     throughput = Message(
         "plan.throughput",
-        "{gpus} GPUs × {peak:g} TFLOP/s × MFU {mfu:.2g} / FLOPs a token{apart}",
+        "{gpus} GPUs × {peak:g} TFLOP/s × MFU {mfu:.2g} / FLOPs per token{apart}",
         gpus=layout.gpus,
         peak=ask.gpu.peak_flops / 1e12,
         mfu=effort.mfu,
@@ -261,13 +263,13 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     if effort.network:
         network = Message(
             "plan.network",
-            "{bytes} bytes × parameters / {tensor} (tensor parallel), for each micro-batch; the network of a GPU "
-            "carries {there:,.0f} GB/s",
+            "{bytes} bytes × parameters / {tensor} (the degree of tensor parallelism), for each micro-batch; the network "
+            "of a GPU carries {there:,.0f} GB/s",
             bytes=2 * ask.itemsize + 4,
             tensor=layout.tensor,
             there=effort.network_there / GB,
         )
-        rate = Message("plan.network_rate", "{rate:,.1f} GB/s a GPU", rate=effort.network / GB)
+        rate = Message("plan.network_rate", "{rate:,.1f} GB/s per GPU", rate=effort.network / GB)
     else:
         network, rate = Message("plan.no_network", "no GPU gathers weights"), Message("plan.no_rate", "none")
     return [
@@ -276,7 +278,7 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
             effort.flops,
             f"{effort.flops:.3g}",
             flops,
-            Message("plan.flops_source", "{source}, without the masked half of attention", source=PALM),
+            Message("plan.flops_source", "{source}; the masked half of attention is not counted", source=PALM),
         ),
         PlanLine(
             "throughput",
@@ -350,7 +352,7 @@ def plan_warnings(plan: RunPlan) -> list[str]:
         found.append(
             Message(
                 "plan.network_bound",
-                "The network limits the speed of this plan. It carries {there:.0f} GB/s a GPU, but gathering weights "
+                "The network limits the speed of this plan. It carries {there:.0f} GB/s per GPU, but gathering weights "
                 "during computation needs {needed:,.0f} GB/s. Each GPU therefore reaches {reached:.1%} of its peak, not "
                 "{mfu:.1%}. If your network is faster, give its rate with --network, or give a measured MFU with --mfu.",
                 there=effort.network_there / GB,

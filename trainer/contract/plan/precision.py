@@ -74,7 +74,7 @@ class PrecisionTimings:
         ]
         return Message(
             "plan.probe",
-            "the matrix products, attention and loss head of one step take, by precision: {times}",
+            "the matrix products, attention and loss head of one step take these times in each precision: {times}",
             times="; ".join(by_precision),
             seconds=self.seconds,
         )
@@ -147,7 +147,7 @@ def choose_precision(
     return decide_from_probe(recipe.precision, found, before if before in list_precisions(device) else "")
 
 
-def decide_from_probe(asked: str, found: PrecisionTimings, before: str = "") -> ChosenPrecision:
+def decide_from_probe(asked: str, timings: PrecisionTimings, before: str = "") -> ChosenPrecision:
     """Choose the precision from the measurements alone. ``asked``: the recipe's precision. ``before``: the run's precision so far.
 
     >>> probe = PrecisionTimings("cpu", {"fp32": 0.2, "bf16": 0.1}, {})
@@ -155,24 +155,24 @@ def decide_from_probe(asked: str, found: PrecisionTimings, before: str = "") -> 
     ('bf16', 'bf16')
     """
     if asked != AUTO:
-        ratio = found.times_as_fast(asked)
+        ratio = timings.times_as_fast(asked)
         warning = (
             Message(
                 "plan.slow_precision",
                 "precision: the recipe sets {precision}, but {fastest} is {ratio:.1f}x as fast on this machine. To use "
                 "the fastest precision, write 'precision: {auto}'",
                 precision=asked,
-                fastest=found.fastest_precision,
+                fastest=timings.fastest_precision,
                 ratio=ratio,
                 auto=AUTO,
             )
             if ratio > WARN
             else ""
         )
-        return ChosenPrecision(asked, asked, found, warning)
-    kept = before or ("fp32" if "fp32" in found.seconds else found.fastest_precision)
-    taken = found.fastest_precision if found.times_as_fast(kept) >= WORTH else kept
-    return ChosenPrecision(taken, asked, found)
+        return ChosenPrecision(asked, asked, timings, warning)
+    kept = before or ("fp32" if "fp32" in timings.seconds else timings.fastest_precision)
+    taken = timings.fastest_precision if timings.times_as_fast(kept) >= WORTH else kept
+    return ChosenPrecision(taken, asked, timings)
 
 
 def this_device() -> torch.device:
