@@ -118,9 +118,9 @@ def refuse_different_model(
                 "{checkpoint}: the shape of tensor {tensor} is {found}, but in {other} it is {expected}.",
                 checkpoint=str(path),
                 tensor=name,
-                found=str(held.get(name, "missing (no such tensor)")),
+                found=str(held.get(name, "missing")),
                 other=str(other),
-                expected=str(wanted.get(name, "missing (no such tensor)")),
+                expected=str(wanted.get(name, "missing")),
             )
 
 
