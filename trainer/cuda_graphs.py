@@ -154,7 +154,7 @@ class GraphReplayer(Generic[GraphOutput]):
             self._give_up(
                 Message(
                     "trainer.replay_differs",
-                    "the replay of a recorded graph and the computation without a graph gave different results",
+                    "a recorded graph gave other results than the same computation without a graph",
                 )
             )
         return left
@@ -174,9 +174,9 @@ def recording_key(inputs: Mapping[str, Any]) -> Key:
     )
 
 
-def fill_recording(held: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+def fill_recording(recorded: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
     """Copy the inputs into the tensors of a recording."""
-    for name, value in held.items():
+    for name, value in recorded.items():
         if isinstance(value, Tensor):
             value.copy_(inputs[name], non_blocking=True)
 
@@ -209,7 +209,7 @@ def uses_graphs(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
     if recipe.cuda_graphs == "on" and ranks.size > 1 and ranks.is_leader:
         said = Message(
             "trainer.graphs_one_rank",
-            "CUDA graphs are not used: 'cuda_graphs: on' needs one rank, and this run has {ranks} ranks",
+            "'cuda_graphs: on' has no effect, because CUDA graphs need a run with one rank, and this run has {ranks} ranks",
             ranks=ranks.size,
         )
         print(said, file=sys.stderr, flush=True)

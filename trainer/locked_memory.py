@@ -42,7 +42,7 @@ class HostMemory:
                 if code:
                     said = Message(
                         "trainer.not_locked",
-                        "checkpoints: CUDA could not page-lock {gb:.1f} GB of host memory (CUDA error {code}). Checkpoints are "
+                        "CUDA could not page-lock {gb:.1f} GB of host memory for checkpoints (CUDA error {code}). Checkpoints are "
                         "copied to pageable memory, which is slower. Check whether 'ulimit -l' limits locked memory.",
                         code=code,
                         gb=size / 1e9,
@@ -54,7 +54,7 @@ class HostMemory:
         if self.locked and (code := unlock_pages(self.bytes)):
             said = Message(
                 "trainer.not_unlocked",
-                "checkpoints: CUDA could not unlock page-locked host memory (CUDA error {code})",
+                "CUDA could not unlock the host memory that was page-locked for checkpoints (CUDA error {code})",
                 code=code,
             )
             print(said, file=sys.stderr, flush=True)

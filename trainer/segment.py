@@ -57,11 +57,20 @@ def run_segment(folder: Path) -> None:
             (folder / "parameters.txt").write_text(format_table(run.optimizer.table) + "\n")
             for warning in spec.recipe.model.warnings():
                 print(
-                    Message("trainer.recipe_warning", "recipe: {warning}", warning=warning), file=sys.stderr, flush=True
+                    Message("trainer.recipe_warning", "warning about the recipe: {warning}", warning=warning),
+                    file=sys.stderr,
+                    flush=True,
                 )
             replaced = [str(kernel) for kernel in run.kernels if kernel.by != kernel.chosen]
             if replaced:  # the policy allows it, so it is not an error
-                print(Message("trainer.kernels", "kernels: {replaced}", replaced="; ".join(replaced)), flush=True)
+                print(
+                    Message(
+                        "trainer.kernels",
+                        "kernels: some chosen implementations are not used. {replaced}",
+                        replaced="; ".join(replaced),
+                    ),
+                    flush=True,
+                )
         with allow_bf16_matmul(DTYPES[spec.recipe.precision]):
             train_steps(folder, run)
     finally:
@@ -97,7 +106,7 @@ def find_start_checkpoint(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tupl
     if step != spec.first_step:
         raise SpecError(
             "trainer.wrong_first_step",
-            "first_step is {first_step}, but initial_checkpoint was made after step {step}.",
+            "first_step is {first_step}, but training continues from initial_checkpoint with step {step}. Both must be the same step.",
             first_step=spec.first_step,
             step=step,
         )
@@ -163,23 +172,23 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
             if reads and run.stop_asked and not ended:
                 writer.wait()
                 raise StoppedBySignal(
-                    "trainer.stopped_after", "Stopped after step {step}, as requested.", step=run.step
+                    "trainer.stopped_after", "Stopped before step {step}, as requested.", step=run.step
                 )
         batches.close()
         writer.wait()
         metrics.flush()
         assert run.step == spec.last_step
-        apart = run.differing_replicas()
+        differing = run.differing_replicas()
         if ranks.is_leader:
-            write_result(folder, run, apart, speed)
+            write_result(folder, run, differing, speed)
     finally:
         writer.close()
         metrics.close()
         anomalies.close()
 
 
-def write_result(folder: Path, run: SegmentRun, apart: list[str], speed: SpeedMeter) -> None:
-    """Write result.json atomically. The file exists only if the segment is done. ``apart``: what ``SegmentRun.differing_replicas`` returned."""
+def write_result(folder: Path, run: SegmentRun, differing: list[str], speed: SpeedMeter) -> None:
+    """Write result.json atomically. The file exists only if the segment is done. ``differing``: what ``SegmentRun.differing_replicas`` returned."""
     path = folder / "checkpoints" / checkpoints.checkpoint_name(run.spec.last_step)
     every = read_lines(folder / "metrics.jsonl")
     lines = every[-LAST_STEPS:]
@@ -199,7 +208,7 @@ def write_result(folder: Path, run: SegmentRun, apart: list[str], speed: SpeedMe
         "documents_seen": spent["documents"],
         "seconds": spent["seconds"],
         "speed": speed.compute_segment_fields(every),
-        "replicas_apart": apart,
+        "replicas_apart": differing,
         "skipped_checkpoints": [asdict(bad) for bad in run.skipped],
         "domains_without_weight": [d for d in run.order.domains if not any(n.rpartition("/")[0] == d for n in shares)],
     }

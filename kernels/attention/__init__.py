@@ -147,17 +147,15 @@ def find_native_fallback(shape: Shape, dtype: torch.dtype) -> str:
     """
     if dtype != torch.bfloat16:
         dtype_name = str(dtype).removeprefix("torch.")
-        return Message(
-            "kernels.bf16_only",
-            "recompute, uncompiled: the C++ kernel computes in bf16, not in {dtype}",
-            dtype=dtype_name,
-        )
+        why = Message("kernels.bf16_only", "the C++ kernel computes in bf16, not in {dtype}", dtype=dtype_name)
+        return f"recompute, uncompiled: {why}"
     if not attention_native.is_usable(shape.head_dim):
-        return Message(
+        why = Message(
             "kernels.no_bf16_products",
-            "recompute, uncompiled: this CPU cannot multiply bf16 matrices for heads of {head_dim} elements",
+            "this CPU cannot multiply bf16 matrices for heads of {head_dim} elements",
             head_dim=shape.head_dim,
         )
+        return f"recompute, uncompiled: {why}"
     return ""
 
 
@@ -181,14 +179,14 @@ def supports_head_dim(head_dim: int, dtype: torch.dtype) -> bool:
 def find_varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
     if supports_head_dim(shape.head_dim, dtype):
         return ""
-    return Message(
+    why = Message(
         "kernels.flash_heads",
-        "reference: FlashAttention needs bf16 and heads of at most {most} elements, not {dtype} and heads of "
-        "{head_dim} elements",
+        "FlashAttention needs bf16 and heads of at most {most} elements, but here are {dtype} and heads of {head_dim} elements",
         most=MOST_HEAD_DIM,
         head_dim=shape.head_dim,
         dtype=str(dtype).removeprefix("torch."),
     )
+    return f"reference: {why}"
 
 
 VARLEN = Implementation(

@@ -107,7 +107,9 @@ def compare_implementations(
         raise unknown_device_class_error(device)
     if device != "cpu" and not torch.cuda.is_available():
         raise KernelError(
-            "kernels.no_gpu", "device {device!r}: torch sees no GPU on this machine. Use 'cpu'.", device=device
+            "kernels.no_gpu",
+            "Device {device!r} cannot be used, because torch sees no GPU on this machine. Use 'cpu'.",
+            device=device,
         )
     case = OracleCase("recipe", setting.shape)
     both = [find_implementation(op, n, torch.device(device).type) for n in (against, implementation)]

@@ -129,7 +129,7 @@ def _read(path: Path | str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise KernelError(
             "kernels.not_a_map",
-            "{file}: expected a map of device classes. Each device class has a map of ops to implementations.",
+            "{file} must be a map whose keys are device classes. The value of each key is a map of ops to implementations.",
             file=str(path),
         )
     for key, value in document.items():
@@ -140,7 +140,7 @@ def _read(path: Path | str) -> dict[str, Any]:
             if key not in DEVICE_CLASSES:
                 raise unknown_device_class_error(key)
             if not isinstance(value, dict):
-                raise KernelError("kernels.not_a_section", "Expected a map of ops to implementations.")
+                raise KernelError("kernels.not_a_section", "The value must be a map of ops to implementations.")
             for name, implementation in value.items():
                 find_op(str(name))
                 for one in implementation_names(str(implementation)) if implementation != AUTO else ():
@@ -240,7 +240,7 @@ def _working(
                 "kernels.not_here", "this implementation does not run on {device}", device=device_class
             )
         elif one != names[-1] and (fallback := found.fallback(CASES[0].shape, dtype)):
-            problem = fallback  # a later name of the choice is the better replacement
+            problem = fallback.partition(": ")[2]  # a later name of the choice is the better replacement
         else:
             problem = (
                 None if one == "reference" else find_implementation_failure(name, one, device_class, dtype, compile)
@@ -278,7 +278,7 @@ class ChosenImplementation:
             )  # fmt: skip
         if self.why:
             return Message("kernels.replaced", "{op}: {chosen} is replaced by {by}, because {why}", **data)
-        return Message("kernels.computes", "{op}: {chosen}", **data)
+        return Message("kernels.computes", "{op}: {chosen} is used", **data)
 
 
 def find_implementations_in_use(
@@ -340,7 +340,7 @@ def bind_ops(
         if found is None and fallback == "fail":
             raise KernelError(
                 "kernels.none_works",
-                "{op}: no chosen implementation works: {problems}\n"
+                "No implementation that kernels.yaml chooses for {op} works: {problems}\n"
                 "Choose another implementation ({known}), or set 'fallback: reference' in kernels.yaml.",
                 op=name,
                 problems=problems,

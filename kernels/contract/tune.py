@@ -104,12 +104,12 @@ def tune(
     return Tuning(setting, choice, timed)
 
 
-def timing_order(wanted: Sequence[Op], setting: BenchSetting, device: str) -> list[tuple[Op, Implementation]]:
+def timing_order(ops: Sequence[Op], setting: BenchSetting, device: str) -> list[tuple[Op, Implementation]]:
     """The implementations in the order in which to time them. Those that start no compiler come first. Within both kinds, ops alternate, and an op
     with more work comes more often (Sainte-Laguë's divisors)."""
     turn: Counter[tuple[str, bool]] = Counter()
     every = []
-    for op in wanted:
+    for op in ops:
         for implementation in implementations_to_time(op, setting, device):
             compiles = implementation.eager is not None
             turn[op.name, compiles] += 1
@@ -149,12 +149,16 @@ def _time(
     """Time one implementation. If it does not compile, run or pass the oracle on this machine, the result says why. Raises nothing."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
-        why: str = Message("kernels.no_seconds", "not timed because too little of the tuning time is left")
+        why: str = Message("kernels.no_seconds", "too little of the tuning time is left")
         return TimedImplementation(op.name, name, why=why)
     if fallback := implementation.fallback(setting.shape, dtype):
         reason = fallback.partition(": ")[2] or fallback
         return TimedImplementation(
-            op.name, name, why=Message("kernels.other_computes", "not timed because {reason}", reason=reason)
+            op.name,
+            name,
+            why=Message(
+                "kernels.other_computes", "another implementation would compute instead ({reason})", reason=reason
+            ),
         )
     try:
         checked = compare_with_fp64(op, name, CASES[0], dtype=dtype, device=device)
@@ -162,7 +166,7 @@ def _time(
             tensors = checked.failures()
             why = Message(
                 "kernels.wrong_here",
-                "not timed because its results on this machine are wrong ({tensors})",
+                "it computes wrong results on this machine ({tensors})",
                 tensors=tensors,
             )
             return TimedImplementation(op.name, name, why=why)
@@ -174,7 +178,7 @@ def _time(
         lines = str(error).strip().splitlines() or ["no message"]
         why = Message(
             "kernels.raised",
-            "not timed because it raised {error}: {problem}",
+            "it raised {error}: {problem}",
             error=type(error).__name__,
             problem=lines[0][:200],
         )
@@ -186,14 +190,14 @@ def _progress(one: TimedImplementation) -> Message:
     if one.ratio is None or one.seconds is None:
         return Message(
             "kernels.not_timed",
-            "{op}: {implementation} was {why}",
+            "{op}: {implementation} was not timed, because {why}",
             op=one.op,
             implementation=one.implementation,
             why=one.why,
         )
     return Message(
         "kernels.timed",
-        "{op}: {implementation} takes {ms:.1f} ms, {ratio:.2f}x as fast as the reference",
+        "{op}: {implementation} takes {ms:.1f} ms, {ratio:.2f} times as fast as the reference",
         op=one.op,
         implementation=one.implementation,
         ms=one.seconds * 1e3,

@@ -191,12 +191,8 @@ def fallback_for_other_dtypes(other: str) -> Callable[[Shape, torch.dtype], str]
     def say(shape: Shape, dtype: torch.dtype) -> str:
         if dtype in NAMES:
             return ""
-        return Message(
-            "kernels.cpp_dtype",
-            "{other}: the C++ kernel computes in fp32 and bf16, not in {dtype}",
-            other=other,
-            dtype=str(dtype),
-        )
+        why = Message("kernels.cpp_dtype", "the C++ kernel computes in fp32 and bf16, not in {dtype}", dtype=str(dtype))
+        return f"{other}: {why}"
 
     return say
 

@@ -537,15 +537,19 @@ class Recipe(StrictSchema):
             ranks = 1 if key in ("context", "d_model") else split
             if size % (16 * ranks):
                 share = (
-                    Message("recipe.split_over", " divided by parallel.tensor ({ranks})", ranks=ranks)
+                    Message(
+                        "recipe.split_over",
+                        " parallel.tensor splits this size over {ranks} ranks, and each part must also be a multiple of 16.",
+                        ranks=ranks,
+                    )
                     if ranks > 1
                     else ""
                 )
                 raise ValueError(
                     Message(
                         "recipe.fp8_size",
-                        "'precision: fp8' needs sizes that are multiples of 16, but model.{key} ({size}){share} is not a "
-                        "multiple of 16. Change the size, or write 'precision: bf16'",
+                        "'precision: fp8' needs sizes that are multiples of 16, but model.{key} is {size}.{share} "
+                        "Change the size, or write 'precision: bf16'",
                         key=key,
                         size=size,
                         share=share,

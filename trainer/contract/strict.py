@@ -26,7 +26,7 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         raise error(
             Message(
                 "strict.not_a_mapping",
-                "{where}: expected a mapping, not {found}",
+                "{where}: a mapping of keys to values is expected here, but this is of the type {found}",
                 where=where,
                 found=type(raw).__name__,
             )

@@ -115,7 +115,7 @@ def refuse_different_model(
         if wanted.get(name) != held.get(name):
             raise CheckpointError(
                 "trainer.other_tensor",
-                "{checkpoint}: tensor {tensor} is {found}, but in {other} it is {expected}.",
+                "{checkpoint}: the shape of tensor {tensor} is {found}, but in {other} it is {expected}.",
                 checkpoint=str(path),
                 tensor=name,
                 found=str(held.get(name, "missing")),
@@ -145,7 +145,9 @@ def main(arguments: list[str]) -> int:
         try:
             weights = [float(word) for word in arguments[at + 1].split(",")]
         except (IndexError, ValueError):
-            said = AverageError("trainer.not_weights", "--weights: expected numbers with commas between them.")
+            said = AverageError(
+                "trainer.not_weights", "The value of --weights must be numbers with commas between them."
+            )
             print(f"trainer.tools.average: {format_error_with_code(said)}", file=sys.stderr)
             return 2
         arguments = arguments[:at] + arguments[at + 2 :]

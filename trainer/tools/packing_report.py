@@ -132,11 +132,11 @@ def _spread(rows: list[Row]) -> float:
     return statistics.pstdev(lengths) / statistics.fmean(lengths)
 
 
-def report_table(found: Iterable[PackingReport]) -> str:
+def report_table(reports: Iterable[PackingReport]) -> str:
     """The reports as a table: a heading and one line for each strategy."""
     names = ("used", "padding", "cut", "cut tok", "recut", "cross", "largest")
     lines = [f"{'packing':<25}{'steps':>6}{''.join(f'{name:>9}' for name in names)}{'spread':>8}"]
-    for r in found:
+    for r in reports:
         shares = (r.used_share, r.padding_share, r.cut_document_share, r.cut_token_share, r.recut_piece_share)
         every = (*shares, r.cross_document_share, r.largest_document_share)
         percents = "".join(f"{share:>9.2%}" for share in every)
@@ -215,7 +215,7 @@ def main(arguments: list[str]) -> int:
     print(
         Message(
             "trainer.packing",
-            "recipe {recipe} packs {shards:,|token shard|token shards} into batches of {rows} × {context} positions:",
+            "With recipe {recipe}, {shards:,|token shard is|token shards are} packed into batches of {rows} rows × {context} positions:",
             recipe=recipe.name,
             rows=rows,
             context=context,

@@ -102,10 +102,12 @@ def active_parameters(model: ModelRecipe) -> int:
     return model.matmul_parameters
 
 
-def plan_run(ask: PlanRequest) -> RunPlan:
+def plan_run(request: PlanRequest) -> RunPlan:
     """The plan of a run. Raises: SizingError if nothing fits; RecipeError if no layout divides the recipe's batch."""
-    layout, sequences = _search(ask)
-    return RunPlan(ask, layout, sequences, estimate_memory(ask, layout), estimate_time_and_cost(ask, layout, sequences))
+    layout, sequences = _search(request)
+    return RunPlan(
+        request, layout, sequences, estimate_memory(request, layout), estimate_time_and_cost(request, layout, sequences)
+    )
 
 
 # -- rules ---------------------------------------------------------------------------------------------------------------
@@ -126,92 +128,92 @@ def deepseek_rule_lr(model: ModelRecipe, tokens: float) -> float:
 
 
 # -- the layout ----------------------------------------------------------------------------------------------------------
-def _search(ask: PlanRequest) -> tuple[GpuLayout, int]:
-    possible = _tensors(ask)
+def _search(request: PlanRequest) -> tuple[GpuLayout, int]:
+    possible = _tensors(request)
     if not possible:
-        assert ask.batch is not None, "one sequence a rank always divides"
+        assert request.batch is not None, "one sequence a rank always divides"
         raise RecipeError(
             "plan.indivisible_batch",
             "{gpus} GPUs cannot divide the batches of batch.sequences ({sequences}) and batch.warmup evenly, neither "
             "as single GPUs nor in tensor-parallel groups of 2, 4 or {node} GPUs. (The size of a group must divide "
             "model.kv_heads.) Change batch.sequences or the number of GPUs.",
-            sequences=ask.batch.sequences,
-            gpus=ask.gpus,
+            sequences=request.batch.sequences,
+            gpus=request.gpus,
             node=NODE,
         )
-    found = _fitting(ask)
+    found = _fitting(request)
     if found is None:
-        raise SizingError(_what_would_fit(ask, possible))
+        raise SizingError(_what_would_fit(request, possible))
     return found
 
 
-def _fitting(ask: PlanRequest) -> tuple[GpuLayout, int] | None:
+def _fitting(request: PlanRequest) -> tuple[GpuLayout, int] | None:
     """(the first layout that fits, the number of sequences in a step); None if no layout fits."""
-    for tensor in _tensors(ask):
+    for tensor in _tensors(request):
         for recompute in RECOMPUTE:
-            layout = GpuLayout(ask.gpus, tensor, 1, recompute, ask.replicas, ask.expert)
-            if not _fits(ask, layout):
+            layout = GpuLayout(request.gpus, tensor, 1, recompute, request.replicas, request.expert)
+            if not _fits(request, layout):
                 continue
-            for micro, sequences in _batches(ask, layout.data):
-                if _fits(ask, replace(layout, micro_sequences=micro)):
+            for micro, sequences in _batches(request, layout.data):
+                if _fits(request, replace(layout, micro_sequences=micro)):
                     return replace(layout, micro_sequences=micro), sequences
     return None
 
 
-def _fits(ask: PlanRequest, layout: GpuLayout) -> bool:
-    return total_bytes(estimate_memory(ask, layout)) <= ask.gpu.memory
+def _fits(request: PlanRequest, layout: GpuLayout) -> bool:
+    return total_bytes(estimate_memory(request, layout)) <= request.gpu.memory
 
 
-def _tensors(ask: PlanRequest) -> list[int]:
+def _tensors(request: PlanRequest) -> list[int]:
     """Degrees of tensor parallelism that divide the model, the node and the batch. Degrees that make the batch too large come last."""
     fitting = []
     for tensor in (1, 2, 4, 8):
         try:
-            data = ParallelRecipe(tensor=tensor).data_ranks(ask.gpus, ask.model)
+            data = ParallelRecipe(tensor=tensor).data_ranks(request.gpus, request.model)
         except RecipeError:
             continue
-        if any(_batches(ask, data)):
+        if any(_batches(request, data)):
             fitting.append(tensor)
     # One sequence for each of too many data ranks: "the aggregated batch size is too big" (ZeRO, arXiv 1910.02054 §1).
-    wanted = _sequences_by_rule(ask)
-    return sorted(fitting, key=lambda tensor: ask.batch is None and ask.gpus // tensor > 2 * wanted)
+    wanted = _sequences_by_rule(request)
+    return sorted(fitting, key=lambda tensor: request.batch is None and request.gpus // tensor > 2 * wanted)
 
 
-def _sequences_by_rule(ask: PlanRequest) -> float:
-    return deepseek_rule_batch(ask.model, ask.tokens) / ask.model.context
+def _sequences_by_rule(request: PlanRequest) -> float:
+    return deepseek_rule_batch(request.model, request.tokens) / request.model.context
 
 
-def _batches(ask: PlanRequest, data: int) -> Iterator[tuple[int, int]]:
+def _batches(request: PlanRequest, data: int) -> Iterator[tuple[int, int]]:
     """Yields (sequences in a micro-batch of a rank, sequences in a step), the largest micro-batch first. ``data``: the number of data ranks."""
-    if ask.batch is None:
-        wanted = _sequences_by_rule(ask)
+    if request.batch is None:
+        wanted = _sequences_by_rule(request)
         for micro in range(max(1, round(wanted / data)), 0, -1):
             yield micro, data * micro * max(1, round(wanted / (data * micro)))
         return
-    for micro in range(ask.batch.sequences // data, 0, -1):
+    for micro in range(request.batch.sequences // data, 0, -1):
         try:
-            ask.batch.model_copy(update={"micro_sequences": micro}).check_ranks(data)
+            request.batch.model_copy(update={"micro_sequences": micro}).check_ranks(data)
         except RecipeError:
             continue
-        yield micro, ask.batch.sequences
+        yield micro, request.batch.sequences
 
 
-def estimate_memory(ask: PlanRequest, layout: GpuLayout) -> list[MemoryPart]:
+def estimate_memory(request: PlanRequest, layout: GpuLayout) -> list[MemoryPart]:
     """Memory of one GPU, by part."""
     return memory_parts(
-        ask.model,
+        request.model,
         layout,
-        ask.gpu.memory,
-        optimizer=ask.optimizer,
-        itemsize=ask.itemsize,
-        logit_rows=ask.logit_rows,
+        request.gpu.memory,
+        optimizer=request.optimizer,
+        itemsize=request.itemsize,
+        logit_rows=request.logit_rows,
     )
 
 
-def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
+def _what_would_fit(request: PlanRequest, possible: list[int]) -> Message:
     """The message for a run that no layout fits: the tightest layout, its largest part, and the changes that would make the run fit."""
     tightest = {
-        tensor: estimate_memory(ask, GpuLayout(ask.gpus, tensor, 1, "block", ask.replicas, ask.expert))
+        tensor: estimate_memory(request, GpuLayout(request.gpus, tensor, 1, "block", request.replicas, request.expert))
         for tensor in possible
     }
     tensor = min(tightest, key=lambda t: total_bytes(tightest[t]))
@@ -219,20 +221,22 @@ def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
     largest = max(parts, key=lambda part: part.bytes)
     fixed = total_bytes(part for part in parts if part.name != "reserve")
     each = math.ceil(fixed / (1 - RESERVE) / GB)
-    answers: list[str] = [Message("plan.larger_gpus", "GPUs with {gb} GB each", gb=each)] if each <= LARGEST else []
-    more = next((g for g in (2**n for n in range(15)) if g > ask.gpus and _fitting(replace(ask, gpus=g))), None)
+    answers: list[str] = (
+        [Message("plan.larger_gpus", "use GPUs with at least {gb} GB each", gb=each)] if each <= LARGEST else []
+    )
+    more = next((g for g in (2**n for n in range(15)) if g > request.gpus and _fitting(replace(request, gpus=g))), None)
     if more:
-        answers.insert(0, Message("plan.more_gpus", "{gpus:,} of these GPUs", gpus=more))
+        answers.insert(0, Message("plan.more_gpus", "use {gpus:,} of these GPUs", gpus=more))
     if not answers:
-        answers = [Message("plan.smaller_model", "a smaller model or a shorter context")]
+        answers = [Message("plan.smaller_model", "use a smaller model or a shorter context")]
     return Message(
         "plan.does_not_fit",
         "No layout fits. Even with tensor parallelism {tensor}, recomputed blocks and one sequence at a time, "
-        "each GPU needs {needed:.1f} GB but has {memory:.0f} GB. The largest part is {part} ({part_gb:.1f} GB). "
-        "Use {answers}.",
+        "each GPU needs {needed:.1f} GB but has {memory:.0f} GB. The largest part of this memory is {part} ({part_gb:.1f} GB). "
+        "To make the run fit, {answers}.",
         tensor=tensor,
         needed=total_bytes(parts) / GB,
-        memory=ask.gpu.memory / GB,
+        memory=request.gpu.memory / GB,
         part=largest.name,
         part_gb=largest.bytes / GB,
         answers=" or ".join(answers),
@@ -241,81 +245,81 @@ def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
 
 
 # -- time and cost -------------------------------------------------------------------------------------------------------
-def estimate_mfu(ask: PlanRequest) -> float:
+def estimate_mfu(request: PlanRequest) -> float:
     """The MFU to expect on these GPUs, from published runs on one node or on many nodes.
 
     >>> from trainer.contract.plan.sizing import model_shape_of
     >>> from trainer.contract.plan.gpus import GPUS
     >>> asks = [PlanRequest(model_shape_of(size, 128_256, 4096), 1e12, gpus, GPUS["h100"]) for size, gpus in ((8e9, 8), (8e9, 256), (70e9, 1024))]
-    >>> [round(estimate_mfu(ask), 2) for ask in asks]
+    >>> [round(estimate_mfu(request), 2) for request in asks]
     [0.4, 0.22, 0.29]
     """
-    if ask.mfu is not None:
-        return ask.mfu
-    if ask.gpus <= NODE:
+    if request.mfu is not None:
+        return request.mfu
+    if request.gpus <= NODE:
         reached = MFU
-    elif ask.gpu.mfu_nodes is not None:
-        reached = ask.gpu.mfu_nodes
+    elif request.gpu.mfu_nodes is not None:
+        reached = request.gpu.mfu_nodes
     else:
-        size = max(1.0, ask.model.parameters / MFU_NODES_AT)
+        size = max(1.0, request.model.parameters / MFU_NODES_AT)
         reached = min(MFU_NODES_MOST, MFU_NODES * size**MFU_NODES_POWER)
-    if ask.model.experts is not None:
-        reached *= min(1.0, ask.model.experts.d_ff / NARROW)
-    return reached * (FP8 if ask.fp8 else 1.0)
+    if request.model.experts is not None:
+        reached *= min(1.0, request.model.experts.d_ff / NARROW)
+    return reached * (FP8 if request.fp8 else 1.0)
 
 
-def _recomputing(mfu: float, ask: PlanRequest) -> float:
+def _recomputing(mfu: float, request: PlanRequest) -> float:
     """The MFU if blocks are recomputed: a third more work, done at ``MFU``. The run's other losses stay the same."""
-    return 1 / (1 / mfu + (1 / RECOMPUTED - 1) / (MFU * (FP8 if ask.fp8 else 1.0)))
+    return 1 / (1 / mfu + (1 / RECOMPUTED - 1) / (MFU * (FP8 if request.fp8 else 1.0)))
 
 
-def weight_traffic_bytes(ask: PlanRequest, layout: GpuLayout) -> float:
+def weight_traffic_bytes(request: PlanRequest, layout: GpuLayout) -> float:
     """Bytes that a GPU moves in a micro-batch. It gathers rounded weights, forward and backward, and sums gradients in fp32. (ZeRO §7.2.2 counts
     three times the parameters; here each has the bytes of its dtype.) Of routed experts, each of ``layout.expert`` GPUs moves only its own."""
     if layout.shards <= 1:
         return 0.0
-    routed = routed_parameters(ask.model)
+    routed = routed_parameters(request.model)
     apart = routed / layout.expert if layout.expert < layout.data else 0.0  # one copy in all: nothing is gathered
-    moved = ask.model.parameters - routed + (routed if layout.expert == 1 else apart)
-    return (2 * ask.itemsize + 4) * moved / layout.tensor
+    moved = request.model.parameters - routed + (routed if layout.expert == 1 else apart)
+    return (2 * request.itemsize + 4) * moved / layout.tensor
 
 
-def expert_traffic_bytes(ask: PlanRequest, layout: GpuLayout) -> float:
+def expert_traffic_bytes(request: PlanRequest, layout: GpuLayout) -> float:
     """Bytes that a GPU exchanges with experts on other nodes for each token: there and back, forward and backward, one row for each node."""
-    experts = ask.model.experts
+    experts = request.model.experts
     if experts is None or layout.expert == 1:
         return 0.0
     nodes = max(1.0, layout.expert / NODE)
     copies: float = experts.per_token
-    if (limit := getattr(ask.model, "expert_nodes", None)) is not None:
+    if (limit := getattr(request.model, "expert_nodes", None)) is not None:
         copies = min(copies, limit)
-    row = ask.model.d_model * ask.itemsize
-    sent = row * (0.75 if ask.fp8 else 1.0)  # there in fp8, back in bf16
-    return 4 * sent * copies * (1 - 1 / nodes) * (ask.model.layers - experts.dense_layers)
+    row = request.model.d_model * request.itemsize
+    sent = row * (0.75 if request.fp8 else 1.0)  # there in fp8, back in bf16
+    return 4 * sent * copies * (1 - 1 / nodes) * (request.model.layers - experts.dense_layers)
 
 
-def estimate_time_and_cost(ask: PlanRequest, layout: GpuLayout, sequences: int) -> PlannedTimeAndCost:
+def estimate_time_and_cost(request: PlanRequest, layout: GpuLayout, sequences: int) -> PlannedTimeAndCost:
     """The steps, time and cost of a run. The time is FLOPs (PaLM, arXiv 2204.02311 appendix B) / expected rate, or the network's time if larger."""
-    model = ask.model
-    mfu = estimate_mfu(ask)
-    if ask.mfu is None and layout.recompute == "block":
-        mfu = _recomputing(mfu, ask)
+    model = request.model
+    mfu = estimate_mfu(request)
+    if request.mfu is None and layout.recompute == "block":
+        mfu = _recomputing(mfu, request)
     tokens_per_step = sequences * model.context
-    steps = math.ceil(ask.tokens / tokens_per_step)
+    steps = math.ceil(request.tokens / tokens_per_step)
     flops = model.flops_per_token() * tokens_per_step * steps
-    there = ask.gpu.link if ask.gpus <= NODE else ask.network or ask.gpu.network
+    there = request.gpu.link if request.gpus <= NODE else request.network or request.gpu.network
     # Of one micro-batch, by one GPU's share of its tokens.
     tokens = layout.micro_sequences * model.context / layout.tensor
-    computing = tokens * model.flops_per_token() / (ask.gpu.peak_flops * mfu)
-    moved, exchange = weight_traffic_bytes(ask, layout), expert_traffic_bytes(ask, layout)
+    computing = tokens * model.flops_per_token() / (request.gpu.peak_flops * mfu)
+    moved, exchange = weight_traffic_bytes(request, layout), expert_traffic_bytes(request, layout)
     sent = tokens * exchange / there
     # If a token's experts lie on few nodes: "nearly full computation-communication overlap" (arXiv 2412.19437 §2.1.2); otherwise computing waits.
     hidden = getattr(model, "expert_nodes", None) is not None
     each = max(computing, moved / there, sent) if hidden else max(computing, moved / there) + sent
-    if ask.mfu is not None:  # a measured MFU includes all waiting
+    if request.mfu is not None:  # a measured MFU includes all waiting
         each = computing
-    seconds = flops / (ask.gpus * ask.gpu.peak_flops * mfu) * each / computing
-    gpu_hours = ask.gpus * seconds / 3600
+    seconds = flops / (request.gpus * request.gpu.peak_flops * mfu) * each / computing
+    gpu_hours = request.gpus * seconds / 3600
     return PlannedTimeAndCost(
         tokens_per_step,
         steps,
@@ -325,7 +329,7 @@ def estimate_time_and_cost(ask: PlanRequest, layout: GpuLayout, sequences: int) 
         tokens_per_step * steps / seconds,
         gpu_hours,
         seconds / 86400,
-        gpu_hours * ask.price,
+        gpu_hours * request.price,
         moved / computing,
         there,
         exchange,

@@ -168,7 +168,7 @@ def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> Mem
     else:
         elements = sum(n * each for n, each in kept)
         layers = " + ".join(f"{n} layers × {each:,.0f}" for n, each in kept)
-        how = Message("plan.kept", "{layers} elements a token", layers=layers)
+        how = Message("plan.kept", "{layers} elements kept for each token", layers=layers)
     return MemoryPart(
         "activations",
         itemsize * tokens * elements,
@@ -181,7 +181,7 @@ def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> Mem
         ),
         Message(
             "plan.activations_source",
-            "the count of {source}, applied to this model's blocks (trainer.contract.plan.sizing.activation_elements)",
+            "counted as in {source}, for the layers of this model (trainer/contract/plan/sizing.py)",
             source=KORTHIKANTI,
         ),
     )
@@ -223,7 +223,7 @@ def memory_parts(
         )
         what = Message(
             "plan.fsdp",
-            "FSDP2 gathers this layer and the next, and keeps one layer's gradient both rounded and in fp32",
+            "FSDP2 gathers two layers at a time, and keeps the gradient of one layer twice: rounded and in fp32",
         )
     else:
         copies = itemsize * P / t if itemsize < 4 else 0.0
@@ -236,7 +236,7 @@ def memory_parts(
                 tensor=t,
             )
             if itemsize < 4
-            else Message("plan.no_copies", "none: the computation is in fp32")
+            else Message("plan.no_copies", "no copies, because the computation is in fp32")
         )
         what = Message("plan.autograd_copies", "autograd keeps the rounded weights of the forward pass")
     rows = tokens if logit_rows is None else min(logit_rows, tokens)
@@ -249,7 +249,7 @@ def memory_parts(
             f"4 bytes (fp32) × {of_all}",
             Message(
                 "plan.gradients_source",
-                "{source} §3.1, §5; the ranks sum their gradients after each micro-batch",
+                "{source} §3.1, §5 (the ranks sum their gradients after each micro-batch)",
                 source=ZERO,
             ),
         ),
@@ -258,7 +258,7 @@ def memory_parts(
             moments / pieces,
             Message(
                 "plan.optimiser",
-                "{bytes:.3g} bytes ({optimizer}, fp32) × {of_all}",
+                "{bytes:.3g} bytes for the moments ({optimizer}, fp32) × {of_all}",
                 bytes=moments / P,
                 optimizer="AdamW" if optimizer == "adamw" else "Muon and AdamW",
                 of_all=of_all,
@@ -287,7 +287,7 @@ def memory_parts(
         MemoryPart(
             "reserve",
             RESERVE * memory,
-            Message("plan.reserve", "{share:.0%} of the memory", share=RESERVE),
+            Message("plan.reserve", "{share:.0%} of the GPU's memory", share=RESERVE),
             Message("plan.reserve_source", "our margin for CUDA, NCCL and fragmentation ({source} §3.2)", source=ZERO),
         ),
     ]

@@ -77,7 +77,9 @@ class SegmentSpec(StrictSchema):
         except ValueError as error:
             raise not_json_error(path, error, SpecError) from None
         if not isinstance(raw, dict):
-            raise SpecError("plan.spec_not_a_mapping", "{file}: expected a mapping.", file=str(path))
+            raise SpecError(
+                "plan.spec_not_a_mapping", "{file} must hold a JSON object with the keys of a segment.", file=str(path)
+            )
         parts = dict(raw)
         if "recipe" in parts:
             parts["recipe"] = Recipe.parse(parts["recipe"], f"{path}: recipe")

@@ -168,7 +168,7 @@ def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_fits() -> None:
     with refused("plan.does_not_fit", SizingError, memory=80.0, part="optimiser") as error:
         plan_run(ask)
     assert plan_run(replace(ask, gpus=error.value.data["gpus"]))
-    memory = float(error.value.data["answers"].split("GPUs with ")[1].split()[0])
+    memory = float(error.value.data["answers"].split("GPUs with at least ")[1].split()[0])
     assert plan_run(replace(ask, gpu=replace(ask.gpu, memory=memory * GB)))
 
 
