@@ -377,7 +377,7 @@ def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[s
             Message(
                 "data.halves",
                 "the held-out documents form {groups:,|group|groups}. {dealt:,|group was|groups were} never read and are distributed "
-                "over both halves. {kept:,|group was|groups were} read before and stay in the same half",
+                "over the dev half and the sealed half. {kept:,|group was|groups were} read before and stay in the same half",
                 groups=len(regrouped),
                 dealt=len(dealt),
                 kept=len(regrouped) - len(dealt),

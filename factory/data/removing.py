@@ -53,7 +53,7 @@ class PlannedRemoval:
         said = [
             Message(
                 "data.removes",
-                "the removal has {documents:,|document|documents}: {fates}",
+                "the removal affects {documents:,|document|documents}: {fates}",
                 documents=sum(self.fates.values()),
                 fates=[f"{count:,} {FATES[fate]}" for fate, count in self.fates.items()],
             )
@@ -88,7 +88,7 @@ class PlannedRemoval:
             said.append(
                 Message(
                     "data.planned_segment_sees",
-                    "segment {segment} is planned already and still trains on the documents. To plan the segment again: 'factory rewind "
+                    "segment {segment} is planned already and will still train on the documents. To plan the segment again: 'factory rewind "
                     "{segment}'",
                     segment=self.open_segment,
                 )
@@ -253,7 +253,7 @@ def mark_releases_made_after_removals(ledger: Ledger) -> list[str]:
                 said.append(
                     Message(
                         "data.release_saw_removed",
-                        "release {release} was trained on {documents:,|document|documents} of {removal}",
+                        "release {release} was trained on {documents:,|document|documents} that a person removed: {removal}",
                         release=release.number,
                         documents=len(saw[0]),
                         removal=str(removal),

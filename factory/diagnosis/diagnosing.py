@@ -181,7 +181,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
     keys: dict[str, Any] = {}  # recipe values that remove the anomaly
     causes, why = [UNKNOWN], ""
     title = Message(
-        "diagnosis.replaying", "diagnosis of anomaly {anomaly} ({kind}, step {step} of segment {segment}), replayed steps",
+        "diagnosis.replaying", "replaying steps to diagnose anomaly {anomaly} ({kind}, step {step} of segment {segment})",
         anomaly=lead, kind=span.kind, step=span.onset, segment=segment.id,
     )  # fmt: skip
     with plant.progress.task(title, budget) as told:

@@ -296,7 +296,9 @@ def _generation(export: Path) -> ProbeCheck:
         )
         return ProbeCheck("generation_config", False, join_sentences([*wrong, todo]))
     return ProbeCheck(
-        "generation_config", True, Message("export_parity.greedy", "transformers and vLLM decode greedily by default")
+        "generation_config",
+        True,
+        Message("export_parity.greedy", "With these defaults, transformers and vLLM decode greedily"),
     )
 
 
