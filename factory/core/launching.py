@@ -119,7 +119,7 @@ def find_failure_line(log: Path) -> str:
 
 
 def run_python(
-    code: Path, *words: str, on_line: Callable[[str], object] = lambda _: None, **environment: str
+    checkout: Path, *words: str, on_line: Callable[[str], object] = lambda _: None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with the arguments ``words`` and a checkout's code, and wait for its end. ``on_line`` gets each line of stderr.
 
@@ -128,8 +128,8 @@ def run_python(
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(
             [sys.executable, *words],
-            cwd=code,
-            env=os.environ | {"PYTHONPATH": str(code)} | environment,
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": str(checkout)} | environment,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.PIPE,

@@ -283,7 +283,7 @@ def _refuse_odd_name(root: Path) -> None:
     if shown != str(root) or "?" in shown or "%" in shown:
         raise WorkspaceError(
             "workspace.odd_path",
-            "{folder}: the path of a workspace must be UTF-8, without '?' and '%'. Rename the folder",
+            "{folder}: the path of a workspace must be valid UTF-8 and must not contain '?' or '%'. Rename the folder",
             folder=shown,
         )
 

@@ -60,9 +60,9 @@ _PARAMETERS = (
 )
 
 
-def make_chats(described: Sequence[DocumentedName]) -> Iterator[Messages]:
+def make_chats(documented_names: Sequence[DocumentedName]) -> Iterator[Messages]:
     """Yield all chats about one module."""
-    for one in described:
+    for one in documented_names:
         answer = summarise_docstring(one.doc, _LONGEST_ANSWER)
         signature = f"{one.head} ..." if one.kind in ("function", "method") else ""
         parameters = tuple(name for name in one.members if name not in ("self", "cls"))

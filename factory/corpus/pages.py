@@ -47,14 +47,14 @@ def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
     return tuple(one.name for one in node.body if isinstance(one, kinds) and not one.name.startswith("_"))
 
 
-def render_reference_entry(one: DocumentedName) -> str:
+def render_reference_entry(documented: DocumentedName) -> str:
     """Return the text of one name for a reference page; empty if the name has no docstring."""
-    if not one.doc:
+    if not documented.doc:
         return ""
-    indented = "\n".join(f"    {line}".rstrip() for line in one.doc.strip().split("\n"))
-    if one.kind == "module":
-        return f"{one.path}\n{'=' * len(one.path)}\n\n{one.doc.strip()}"
-    return f"{one.path}\n\n{one.head.removesuffix(':')}\n{indented}"
+    indented = "\n".join(f"    {line}".rstrip() for line in documented.doc.strip().split("\n"))
+    if documented.kind == "module":
+        return f"{documented.path}\n{'=' * len(documented.path)}\n\n{documented.doc.strip()}"
+    return f"{documented.path}\n\n{documented.head.removesuffix(':')}\n{indented}"
 
 
 def read_help_topics(tree: ast.Module) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ _LATER = 0.3  # share of the modules that arrive later
 Documents = dict[str, list[dict[str, Any]]]  # by domain
 
 
-def write_corpus(folder: Path, progress: Progress, share: float = 1.0) -> list[Path]:
+def write_corpus(folder: Path, progress: Progress, module_share: float = 1.0) -> list[Path]:
     """Write shards with a share of the library's modules: ``code-00``, ``docs-00``, ``chat-00``, then ``code-01`` and so on, all ``.jsonl``.
 
     Returns their paths in this order.
@@ -29,7 +29,7 @@ def write_corpus(folder: Path, progress: Progress, share: float = 1.0) -> list[P
     files = list(list_source_files())
     with progress.task("the standard library as a corpus", total=len(files)) as task:
         for path, source in files:
-            module = read_module(path, source) if share >= 1 or _draw(f"share:{source}") < share else None
+            module = read_module(path, source) if module_share >= 1 or _draw(f"share:{source}") < module_share else None
             if module:
                 shard = shards[_draw(source) < _LATER]
                 for domain, documents in _documents(module).items():

@@ -56,27 +56,27 @@ class Exposure:
         self._orders: dict[str, DataOrder] = {}
         self._ends: dict[int, SamplerState] = {}
 
-    def steps_by_document(self, row: SegmentRow) -> dict[str, list[ExposureStep]]:
+    def steps_by_document(self, segment: SegmentRow) -> dict[str, list[ExposureStep]]:
         """Return, for each document's key, the steps of a segment that trained on the document, in order. Raises: UnknownExposureError."""
         found: dict[str, list[ExposureStep]] = {}
-        for seen, key in self.iterate_steps(row):
+        for seen, key in self.iterate_steps(segment):
             if seen not in found.setdefault(key, []):
                 found[key].append(seen)
         return found
 
-    def first_step(self, row: SegmentRow) -> int | None:
+    def first_step(self, segment: SegmentRow) -> int | None:
         """Return the first step of a segment that trained on any of the documents. Raises: UnknownExposureError."""
-        return next((seen.step for seen, _ in self.iterate_steps(row)), None)
+        return next((seen.step for seen, _ in self.iterate_steps(segment)), None)
 
-    def iterate_steps(self, row: SegmentRow) -> Iterator[tuple[ExposureStep, str]]:
+    def iterate_steps(self, segment: SegmentRow) -> Iterator[tuple[ExposureStep, str]]:
         """Yield (step, key of the document) in the order of the steps of a segment. Raises: UnknownExposureError."""
         try:
-            yield from self._each(row)
+            yield from self._each(segment)
         except (TrainerError, OSError, *MALFORMED_STATE_ERRORS) as error:
             raise UnknownExposureError(
                 "data.order_unknown",
                 "the data order of segment {segment} cannot be computed: {error}",
-                segment=row.id,
+                segment=segment.id,
                 error=error,
             ) from error
 
@@ -100,9 +100,9 @@ class Exposure:
                     if piece.document in stream.masked:
                         yield ExposureStep(row.id, step, piece.place // stream.pieces), stream.key(piece.document)
 
-    def documents_in_plan(self, row: SegmentRow) -> list[str]:
+    def documents_in_plan(self, segment: SegmentRow) -> list[str]:
         """Return the keys of the documents that are in a segment's plan and carry loss there."""
-        plan = read_data_plan(self.ledger, row)
+        plan = read_data_plan(self.ledger, segment)
         held, masked = {shard["id"] for shard in plan["token_shards"]}, set(plan.get("masked", ()))
         return [key for key, shard in self.documents.items() if shard in held and key not in masked]
 

@@ -77,8 +77,8 @@ def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.claims_count",
-                "  The text {how} {licence}, which {allowed}. Documents: {keys}",
-                how="is settled as" if group["settled"] else "counts as",
+                "  The licence {how} {licence}, which {allowed}. Documents: {keys}",
+                how="is settled as" if group["settled"] else "that applies now is",
                 licence=group["counts_as"] or NO_LICENCE,
                 allowed=allowed,
                 keys=group["keys"],
@@ -88,7 +88,7 @@ def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.strictest_counts",
-                "the strictest licence counts until you settle which licence is right: 'factory data settle LICENCE --shard NAME' or "
+                "the strictest licence applies until you settle which licence is right: 'factory data settle LICENCE --shard NAME' or "
                 "'factory data settle LICENCE --document ID'. If the right answer is no licence, write 'none' as LICENCE",
             )
         )

@@ -65,7 +65,7 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
             said.append(
                 Message(
                     "data.row",
-                    "{noun:<8} {name:<32} {documents:>9,} documents {tokens:>13,} tokens {supervised_tokens:>13,} with loss{extra}",
+                    "{noun:<8} {name:<32} {documents:>9,} documents {tokens:>13,} tokens {supervised_tokens:>13,} carry loss{extra}",
                     noun=noun,
                     name=name,
                     documents=row["documents"],
@@ -93,7 +93,7 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
         said.append(
             Message(
                 "data.removal",
-                "removal  {number} of {named} by {by}: {documents:,|document|documents} {state}{why}",
+                "removal  {number} ({named}) by {by}: {documents:,|document|documents} {state}{why}",
                 number=row["number"],
                 by=row["by"],
                 named=named,

@@ -101,13 +101,13 @@ class Relabelling:
         return {"selected": self.selected, "documents": len(self.documents), **counts}
 
 
-def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) -> Relabelling:
+def plan_relabelling(plant: Plant, document_filter: DocumentFilter, change: NewLabels) -> Relabelling:
     """Find what a relabel would change, without changing anything.
 
     Raises: InputError for names that no document has, for a change without effect, for a change after which no segment can be planned, and for a
     licence that does not allow training.
     """
-    if not any(vars(chosen).values()):
+    if not any(vars(document_filter).values()):
         raise InputError("data.no_filter", "choose documents with --domain, --source, --license, --shard or --document")
     if all(value is None for value in vars(change).values()):
         raise InputError("data.no_change", "give new labels with --to-domain, --to-source, --to-license or --group")
@@ -121,7 +121,7 @@ def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) ->
             licence=change.license,
         )
     _refuse_names(plant.ledger, change)
-    rows = _selected(plant.ledger, chosen)
+    rows = _selected(plant.ledger, document_filter)
     if not rows:
         raise InputError("data.no_match", "no document matches all of these filters. Nothing was changed")
     _refuse_unknown_facts(rows, change)
@@ -132,7 +132,7 @@ def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) ->
             "{documents:,|selected document has|selected documents have} these labels already. Nothing was changed",
             documents=len(rows),
         )
-    found = Relabelling(chosen, change, len(rows), changed)
+    found = Relabelling(document_filter, change, len(rows), changed)
     found.held = _held(plant.ledger, changed, _trained_groups(plant.ledger, rows, changed), found.lines)
     found.token_shards = _moved(
         plant.ledger, [row for row in rows if "domain" in changed.get(row["key"], {})], change.domain
@@ -141,27 +141,27 @@ def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) ->
     return found
 
 
-def apply_relabelling(plant: Plant, found: Relabelling, by: str, why: str = "") -> int:
+def apply_relabelling(plant: Plant, planned: Relabelling, by: str, why: str = "") -> int:
     """Make the changes that ``plan_relabelling`` found. Returns the number of the relabel.
 
     The caller must hold the model loop's lock since before ``plan_relabelling``.
     """
     with plant.ledger.begin() as tx:
         number = insert_row(
-            tx, relabels, at=time.time(), who=by, why=why, counts=found.to_json(),
-            filter={name: list(names) for name, names in vars(found.filter).items() if names},
-            change={name: value for name, value in vars(found.change).items() if value is not None},
+            tx, relabels, at=time.time(), who=by, why=why, counts=planned.to_json(),
+            filter={name: list(names) for name, names in vars(planned.filter).items() if names},
+            change={name: value for name, value in vars(planned.change).items() if value is not None},
         )  # fmt: skip
-        _update(tx, documents, found.documents)
-        _update(tx, held_out, found.held)
-        for shard, moved in found.token_shards.items():
+        _update(tx, documents, planned.documents)
+        _update(tx, held_out, planned.held)
+        for shard, moved in planned.token_shards.items():
             domains = _domains(tx, c.token_shard == shard)
             tx.execute(token_shards.update().where(token_shards.c.id == shard).values(moved=moved, domains=domains))
-        in_shards = token_shards.c.id.in_(found.token_shards)
+        in_shards = token_shards.c.id.in_(planned.token_shards)
         for (shard,) in tx.execute(sa.select(token_shards.c.shard).where(in_shards).distinct()).all():
             domains = _domains(tx, sa.and_(c.shard == shard, c.token_shard.is_not(None)))
             tx.execute(shards.update().where(shards.c.sha256 == shard).values(domains=domains))
-        record_event(tx, RELABELLED_EVENT, f"relabel:{number}", {"by": by, "why": why, **found.to_json()})
+        record_event(tx, RELABELLED_EVENT, f"relabel:{number}", {"by": by, "why": why, **planned.to_json()})
     return number
 
 
@@ -377,7 +377,7 @@ def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[s
             Message(
                 "data.halves",
                 "the held-out documents form {groups:,|group|groups}. {dealt:,|group was|groups were} never read and are distributed "
-                "over both halves. {kept:,|group was|groups were} read before and stay in the same half",
+                "over the dev half and the sealed half. {kept:,|group was|groups were} read before and stay in the same half",
                 groups=len(regrouped),
                 dealt=len(dealt),
                 kept=len(regrouped) - len(dealt),

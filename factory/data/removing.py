@@ -53,7 +53,7 @@ class PlannedRemoval:
         said = [
             Message(
                 "data.removes",
-                "the removal has {documents:,|document|documents}: {fates}",
+                "the removal affects {documents:,|document|documents}: {fates}",
                 documents=sum(self.fates.values()),
                 fates=[f"{count:,} {FATES[fate]}" for fate, count in self.fates.items()],
             )
@@ -88,7 +88,7 @@ class PlannedRemoval:
             said.append(
                 Message(
                     "data.planned_segment_sees",
-                    "segment {segment} is planned already and still trains on the documents. To plan the segment again: 'factory rewind "
+                    "segment {segment} is planned already and will still train on the documents. To plan the segment again: 'factory rewind "
                     "{segment}'",
                     segment=self.open_segment,
                 )
@@ -163,9 +163,9 @@ def plan_removal(ledger: Ledger, selection: DocumentSelection, erase: bool = Fal
     )
 
 
-def apply_removal(ledger: Ledger, found: PlannedRemoval, by: str, why: str = "", erase: bool = False) -> Removal:
+def apply_removal(ledger: Ledger, planned: PlannedRemoval, by: str, why: str = "", erase: bool = False) -> Removal:
     """Remove the documents that ``plan_removal`` found."""
-    selection, changed = found.selection, 0
+    selection, changed = planned.selection, 0
     with ledger.begin() as tx:
         number = int(tx.execute(sa.select(sa.func.count()).where(events.c.kind == REMOVED)).scalar() or 0) + 1
         shards: set[str] = set()
@@ -187,7 +187,7 @@ def apply_removal(ledger: Ledger, found: PlannedRemoval, by: str, why: str = "",
             "supervised_tokens": tokens, "token_shards": sorted(shards), "erase": erase,
         }  # fmt: skip
         record_event(tx, REMOVED, Subject("removal", number), detail)
-        for release, (keys, exact) in found.releases.items():
+        for release, (keys, exact) in planned.releases.items():
             _mark(tx, release, number, keys, exact)
     return next(one for one in list_removals(ledger) if one.number == number)
 
@@ -253,7 +253,7 @@ def mark_releases_made_after_removals(ledger: Ledger) -> list[str]:
                 said.append(
                     Message(
                         "data.release_saw_removed",
-                        "release {release} was trained on {documents:,|document|documents} of {removal}",
+                        "release {release} was trained on {documents:,|document|documents} that a person removed: {removal}",
                         release=release.number,
                         documents=len(saw[0]),
                         removal=str(removal),

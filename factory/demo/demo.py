@@ -143,8 +143,8 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     terminal.line(
         Message(
             "demo.chosen",
-            "  Chosen for {minutes:g} minutes: {shape}. Candidate 1 trains {first} steps and anneals {anneal} steps, candidate 2 trains "
-            "{later} and anneals {anneal}.",
+            "  For {minutes:g} minutes, the demo chose {shape}. Candidate 1 is trained for {first} steps and annealed for {anneal} steps. "
+            "Candidate 2 is trained for {later} steps and annealed for {anneal} steps.",
             minutes=minutes,
             shape=str(shape),
             first=size.first,
@@ -219,7 +219,9 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     arguments = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
     cache = str(devices.compiled_code_folder(workspace.root, MEASURING_COMMIT) / "inductor")
     began = time.monotonic()
-    with terminal.task(Message("demo.timing", "timing steps of {shape} (the first step compiles)", shape=title)):
+    with terminal.task(
+        Message("demo.timing", "measure the time of a step with {shape} (the first step compiles)", shape=title)
+    ):
         done = run_python(checkout_root(), *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
     if done.returncode:
         raise FactoryError(

@@ -38,13 +38,13 @@ def summarise_demo(workspace: Workspace, facts: dict[str, Any], seconds: float) 
         "",
         Message(
             "summary.look",
-            "  Look at it:  {command}    (MLflow: runs, versions of the model, verdicts, reports)",
+            "  See MLflow:  {command}    (runs, versions of the model, verdicts, reports)",
             command=f"{factory} ui{where}",
         ),
-        "  Ask:         " + "\n               ".join(asked),
+        "  See records: " + "\n               ".join(asked),
         Message(
             "summary.feed",
-            "  Feed it:     cp your-shards/*.jsonl {inbox}/ && {command}",
+            "  Add shards:  cp your-shards/*.jsonl {inbox}/ && {command}",
             inbox=shlex.quote(str(workspace.inbox)),
             command=f"{factory} run --once{where}",
         ),
@@ -71,7 +71,7 @@ def _data(facts: dict[str, Any]) -> list[str]:
     lines.append(
         Message(
             "summary.tokens",
-            "    in all {tokens:,} training tokens, of which {supervised:,} count in the loss: {domains}",
+            "    total: {tokens:,} training tokens, of which {supervised:,} count in the loss. Tokens by domain: {domains}",
             tokens=total,
             supervised=loss,
             domains=[f"{domain} {counts['tokens']:,}" for domain, counts in sorted(facts["domains"].items())],
@@ -108,7 +108,9 @@ def _training(facts: dict[str, Any]) -> list[str]:
         newest = measured[-1]["summary"]
         domains = sorted(newest["bpb"])
         columns = "".join(f"{domain:>9}" for domain in domains)
-        lines.append(Message("summary.bits", "    held-out bits per byte {domains}    cloze right", domains=columns))
+        lines.append(
+            Message("summary.bits", "    held-out bits per byte {domains}    right cloze items", domains=columns)
+        )
         baselines = newest.get("baselines") or {}
         for name in sorted({n for domain in domains for n in baselines.get(domain, {}) if n.endswith("gram")}):
             cells = "".join(_cell(baselines.get(domain, {}).get(name)) for domain in domains)
@@ -122,7 +124,7 @@ def _training(facts: dict[str, Any]) -> list[str]:
             lines.append(
                 Message(
                     "summary.chat",
-                    "    {right:.0f} of {asked} chat answers with code are valid Python",
+                    "    in {right:.0f} of {asked} chat answers with code, the code is valid Python",
                     right=chat["parse"],
                     asked=chat["with_code"],
                 )
@@ -255,7 +257,7 @@ def _numbers(db: SqlReader, facts: dict[str, Any], seconds: float) -> list[str]:
     lines.append(
         Message(
             "summary.cost",
-            "    cost       this run took {minutes:.1f} minutes on {cores:,|core|cores}, at most {core_hours:.2f} core-hours",
+            "    cost       this run took {minutes:.1f} minutes on {cores:,|core|cores}, which is at most {core_hours:.2f} core-hours",
             minutes=seconds / 60,
             cores=cores,
             core_hours=seconds * cores / 3600,

@@ -106,11 +106,12 @@ class EpisodeSpan:
 
 
 def find_episodes(
-    anomalies: Sequence[RecordedAnomaly], lines: Sequence[StepMetrics], begins: int = 0
+    anomalies: Sequence[RecordedAnomaly], lines: Sequence[StepMetrics], earliest_step: int = 0
 ) -> list[EpisodeSpan]:
     """Return the episodes of a segment's anomalies, oldest first. Anomalies that do not concern the loss, the gradient or a layer are left out.
 
-    An episode begins at the onset that the doctor finds, or at the trainer's earlier onset if that is near. It never begins before step ``begins``.
+    An episode begins at the onset that the doctor finds, or at the trainer's earlier onset if that is near. It never begins before
+    ``earliest_step``.
 
     >>> noted = [RecordedAnomaly(1, 50, "grad_norm_jump", 48), RecordedAnomaly(2, 51, "loss_spike"), RecordedAnomaly(3, 90, "plateau"),
     ...     RecordedAnomaly(4, 200, "divergence", 150)]
@@ -129,7 +130,7 @@ def find_episodes(
     made: list[EpisodeSpan] = []
     for group in found:
         lead = min(group, key=lambda a: KINDS.index(a.kind))
-        least = made[-1].last + 1 if made else begins
+        least = made[-1].last + 1 if made else earliest_step
         first = own = find_anomaly_onset(lines, lead.step)
         for anomaly in (a for a in group if own - NEAR <= a.step <= lead.step and a.kind != "plateau"):
             tells = anomaly.began is not None and (anomaly.kind in SLOW or anomaly.began >= own - NEAR)
@@ -181,7 +182,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
     keys: dict[str, Any] = {}  # recipe values that remove the anomaly
     causes, why = [UNKNOWN], ""
     title = Message(
-        "diagnosis.replaying", "diagnosis of anomaly {anomaly} ({kind}, step {step} of segment {segment}), replayed steps",
+        "diagnosis.replaying", "replaying steps to diagnose anomaly {anomaly} ({kind}, step {step} of segment {segment})",
         anomaly=lead, kind=span.kind, step=span.onset, segment=segment.id,
     )  # fmt: skip
     with plant.progress.task(title, budget) as told:

@@ -247,9 +247,9 @@ def _replaced(ledger: Ledger, segment: int) -> bool:
     return spoiled.state == "rewound" and any(row.parent == spoiled.parent for row in later)
 
 
-def mark_segments_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mapping[str, Any]) -> None:
+def mark_segments_rewound(tx: sa.Connection, segment_rows: Sequence[SegmentRow], detail: Mapping[str, Any]) -> None:
     """Mark segments as rewound, in the caller's transaction. ``detail`` is stored with the events."""
-    for row in spoiled:
+    for row in segment_rows:
         if row.state != "rewound":  # also a failed segment, else training would wait for a person
             tx.execute(segments.update().where(segments.c.id == row.id).values(state="rewound"))
             record_event(tx, SEGMENT_REWOUND, Subject("segment", row.id), dict(detail))

@@ -151,7 +151,7 @@ class EpisodeReplayBench:
                 raise ReplayBudgetSpentError(
                     Message(
                         "diagnosis.budget_spent",
-                        "the budget of {budget:,|replayed step|replayed steps} is used up: {replayed:,|step was|steps were} "
+                        "the budget of {budget:,|replayed step|replayed steps} is too small: {replayed:,|step was|steps were} "
                         "replayed, and the replay '{arm}' needs {needed} more",
                         budget=self.budget,
                         replayed=self.replayed,

@@ -122,7 +122,7 @@ def format_duty_list(found: list[dict[str, Any]]) -> list[str]:
             more.append(
                 Message(
                     "duties.rests",
-                    "{errand} rests until {until} after {failures:,|failure|failures}{why}",
+                    "{errand} failed {failures:,|time|times} and is not tried before {until}{why}",
                     errand=key,
                     until=format_local_time(rest["until"]),
                     failures=rest["failures"],

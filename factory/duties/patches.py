@@ -68,7 +68,7 @@ JUDGE_HELD_AGAIN = Duty(
     lambda plant, _: judge_due_patches_again(plant), trains=True, each="pass",
 )  # fmt: skip
 OVERDUE_AUDIT = Duty(
-    "audit", Message("duties.overdue_audit", "replay a window of a segment before more training, if too many segments wait for an audit"),
+    "audit", Message("duties.overdue_audit", "if too many segments wait for an audit, replay a window of a segment before more training"),
     lambda look: _waiting(look, overdue=True), _audit, trains=True, fills_disk=True,
 )  # fmt: skip
 AUDIT = Duty(

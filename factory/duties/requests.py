@@ -35,7 +35,7 @@ def _refuse(why: str, event: int, plant: Plant, request: str) -> None:
 
 ASKED = Duty(
     "asked",
-    Message("duties.asked", "carry out requests of people"),
+    Message("duties.asked", "do the errands that people requested"),
     _asked,
     lambda plant, subject: None,
     fills_disk=True,

@@ -22,8 +22,8 @@ UPDATE_INBOX = Duty(
     "update_inbox",
     Message(
         "duties.update_inbox",
-        "move changed files, and quarantined files that may be readable now, back to the inbox, and report which files "
-        "wait and why",
+        "move back to the inbox each file that changed and each quarantined file that may be readable now, and report "
+        "which files wait and why",
     ),
     due=lambda look: (look.settle,),
     do=update_inbox,

@@ -82,24 +82,24 @@ def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str
 
 
 def check_shared_ngrams(
-    held: dict[str, Tokens],
+    held_out_ids: dict[str, Tokens],
     shards: Sequence[TokenShard],
     size: int,
     limit: float,
-    skipped: Mapping[str, int] | None = None,
+    skipped_tokens: Mapping[str, int] | None = None,
 ) -> ProbeCheck:
     """Check that no held-out document occurs in the token shards.
 
     A document is contaminated if a training document has the same ids, or if more than ``limit`` of its n-grams of ``size`` tokens occur in the
-    shards. ``held``: ids by document key. ``skipped``: by key, the number of leading tokens that do not count, because many chats share the same list
-    of tools.
+    shards. ``held_out_ids``: ids by document key. ``skipped_tokens``: by key, the number of leading tokens that do not count, because many chats
+    share the same list of tools.
     """
-    runs = {key: hash_ngrams(ids[(skipped or {}).get(key, 0) :], size) for key, ids in held.items()}
+    runs = {key: hash_ngrams(ids[(skipped_tokens or {}).get(key, 0) :], size) for key, ids in held_out_ids.items()}
     wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *runs.values()]))
     copies: dict[str, str] = {}  # held-out key → key of the training document with the same tokens
     seen = np.zeros(len(wanted), bool)  # for each wanted hash: does it occur in the shards?
     for shard in shards:
-        _copies(shard, held, copies)
+        _copies(shard, held_out_ids, copies)
         _runs(shard, wanted, size, seen)
     shares = {
         key: float(seen[np.searchsorted(wanted, mine)].mean()) if len(mine) else 0.0 for key, mine in runs.items()
@@ -110,7 +110,7 @@ def check_shared_ngrams(
             "contamination.largest_share",
             "Of {documents:,} held-out documents, the most contaminated has {share:.0%} of its {size}-grams in "
             "training data. At most {limit:.0%} is allowed",
-            share=max(shares.values(), default=0), size=size, documents=len(held), limit=limit,
+            share=max(shares.values(), default=0), size=size, documents=len(held_out_ids), limit=limit,
         )
     ]  # fmt: skip
     if over:

@@ -146,7 +146,7 @@ def _measure(
         model = ReferenceModel.load(export)
         if model.config.vocab_size < tokenizer.vocab_size:
             raise ExportError(
-                "evaluator.small_vocabulary", "{export}: the model has {model:,} tokens, fewer than the tokenizer's {tokenizer:,}",
+                "evaluator.small_vocabulary", "{export}: the model's vocabulary has {model:,} tokens, fewer than the tokenizer's {tokenizer:,}",
                 export=export, model=model.config.vocab_size, tokenizer=tokenizer.vocab_size,
             )  # fmt: skip
     except ExportError as error:

@@ -212,15 +212,15 @@ def check_export_files(
     export: Path,
     made_config: dict[str, Any] | None,
     tokenizer_ids: list[int | None],
-    asked: list[int],
+    stop_ids: list[int],
     bos: int | None,
 ) -> list[ProbeCheck]:
     """Check BOS, EOS, sampling defaults and chat template in the export's other files.
 
-    ``asked``: the tokenizer's end and stop tokens. ``bos``: the first token of a document, if any.
+    ``stop_ids``: the tokenizer's end and stop tokens. ``bos``: the first token of a document, if any.
     """
     parts: dict[str, Callable[[], ProbeCheck]] = {
-        "bos_eos": lambda: _bos_eos(export, made_config, tokenizer_ids, asked, bos),
+        "bos_eos": lambda: _bos_eos(export, made_config, tokenizer_ids, stop_ids, bos),
         "generation_config": lambda: _generation(export),
         "template": lambda: _template(export),
     }
@@ -296,7 +296,9 @@ def _generation(export: Path) -> ProbeCheck:
         )
         return ProbeCheck("generation_config", False, join_sentences([*wrong, todo]))
     return ProbeCheck(
-        "generation_config", True, Message("export_parity.greedy", "transformers and vLLM decode greedily by default")
+        "generation_config",
+        True,
+        Message("export_parity.greedy", "With these defaults, transformers and vLLM decode greedily"),
     )
 
 

@@ -125,15 +125,15 @@ class ScoredGuard:
         if not self.is_loss_informative:
             return Message(
                 "power.only_rejects",
-                "With its present number of items, the guard holds no release. A release is rejected if its confidence bound shows a loss of "
-                "more than {margin:.3f}.",
+                "With its present number of items, the guard never holds back a release. The guard can only reject a release: it does so if "
+                "the release's confidence bound shows a loss of more than {margin:.3f}.",
                 margin=self.margin,
             )  # fmt: skip
         return Message(
             "power.holds_measured_loss",
-            "With its present number of items, the guard holds a release only if the measured loss is more than {margin:.3f}. By chance, "
-            "{chance:.0f} of 100 equally good models have such a measured loss. A release is rejected if its confidence "
-            "bound shows such a loss.",
+            "With its present number of items, the guard holds back a release only if the measured loss is more than {margin:.3f}. By chance, "
+            "{chance:.0f} of 100 equally good models have such a measured loss. The guard rejects a release if the "
+            "release's confidence bound shows such a loss.",
             margin=self.margin, chance=100 * self.false_failure_rate,
         )  # fmt: skip
 
@@ -191,31 +191,35 @@ def assign_holm_levels(guards: Mapping[str, RequiredBound], gain: float) -> dict
 
 
 def chance_to_pass_all(
-    gain: float, needed: Sequence[RequiredBound], guards: Mapping[str, RequiredBound] | None = None, apart: str = ""
+    gain: float,
+    needed: Sequence[RequiredBound],
+    guards: Mapping[str, RequiredBound] | None = None,
+    guard_set_aside: str = "",
 ) -> float:
     """Return the probability that a candidate with the true gain ``gain`` passes all bounds. The arguments are as in ``smallest_detectable_gain``."""
     steps = assign_holm_levels(guards or {}, gain)
-    bounds = *needed, *(guard for name, guard in steps.items() if name != apart)
+    bounds = *needed, *(guard for name, guard in steps.items() if name != guard_set_aside)
     return math.prod(one.pass_probability(gain) for one in bounds)
 
 
 def smallest_detectable_gain(
     needed: Sequence[RequiredBound],
-    otherwise: float = 0.0,
+    other_failure_probability: float = 0.0,
     guards: Mapping[str, RequiredBound] | None = None,
-    apart: str = "",
+    guard_set_aside: str = "",
 ) -> float | None:
     """Return the gain that passes all bounds with a probability of 80 %, accurate to 1 %; None if no gain does.
 
-    ``otherwise``: the largest probability that something else stops the candidate. ``guards``: more bounds, for ``assign_holm_levels``.
-    ``apart``: the name of a guard that counts as passed but keeps its step.
+    ``other_failure_probability``: the largest probability that something else stops the candidate. ``guards``: more bounds, for
+    ``assign_holm_levels``.
+    ``guard_set_aside``: the name of a guard that counts as passed but keeps its step.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
     >>> (round(smallest_detectable_gain([RequiredBound(target, 0.025)]), 4),
     ...  smallest_detectable_gain([RequiredBound(target, 0.025), RequiredBound(target, 0.05, 0.01, moves=False)]))
     (0.0281, None)
     """
-    enough = lambda gain: chance_to_pass_all(gain, needed, guards, apart) >= POWER + otherwise
+    enough = lambda gain: chance_to_pass_all(gain, needed, guards, guard_set_aside) >= POWER + other_failure_probability
     low, high = 0.0, MOST
     if not enough(high):
         return None
@@ -228,9 +232,9 @@ def smallest_detectable_gain(
 def find_groups_factor_to_detect(
     gain: float,
     needed: Sequence[RequiredBound],
-    otherwise: float = 0.0,
+    other_failure_probability: float = 0.0,
     guards: Mapping[str, RequiredBound] | None = None,
-    apart: str = "",
+    guard_set_aside: str = "",
 ) -> float | None:
     """Return the factor by which the number of groups must grow to show ``gain`` with a probability of 80 %, accurate to 5 %.
 
@@ -243,7 +247,10 @@ def find_groups_factor_to_detect(
 
     def enough(times: float) -> bool:
         wider = {name: _with_groups(one, times) for name, one in (guards or {}).items()}
-        return chance_to_pass_all(gain, [_with_groups(one, times) for one in needed], wider, apart) >= POWER + otherwise
+        return (
+            chance_to_pass_all(gain, [_with_groups(one, times) for one in needed], wider, guard_set_aside)
+            >= POWER + other_failure_probability
+        )
 
     low, high = 0.0, 1.0
     while not enough(high):

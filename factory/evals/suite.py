@@ -83,10 +83,10 @@ class SourceCap:
     share: float
     document_bytes: int
 
-    def keys_to_keep(self, ones: Sequence[HeldOutDocument]) -> set[str]:
+    def keys_to_keep(self, documents: Sequence[HeldOutDocument]) -> set[str]:
         """Return the keys of those of a domain's documents that are kept: the first ones of each source."""
         of: dict[str, list[HeldOutDocument]] = defaultdict(list)
-        for one in ones:
+        for one in documents:
             of[one.cluster].append(one)
         sizes = {cluster: [min(self.document_bytes, one.bytes) for one in mine] for cluster, mine in of.items()}
         return {one.key for cluster, count in cap_sources(self.share, sizes).items() for one in of[cluster][:count]}

@@ -64,7 +64,7 @@ def _attempt(request: dict[str, Any], seconds: int) -> ProbeAnswer:
                 return ProbeAnswer({}, None, late, out_of_time=True)
         if process.returncode or not answered.exists():
             lines = (folder / "log").read_text(errors="replace").strip().splitlines()
-            how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit {process.returncode}"
+            how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
             last = lines[-1][:300] if lines else "no output"
             return ProbeAnswer(
                 {},

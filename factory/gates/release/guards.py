@@ -126,11 +126,11 @@ class PromotionBounds:
 
     def smallest_gain(self) -> float | None:
         """Return the smallest gain, the same in every domain, at which 80 % of candidates that pass cloze are promoted. None: no gain is enough."""
-        return smallest_detectable_gain([self.target], self.otherwise, self.guards, apart=CLOZE)
+        return smallest_detectable_gain([self.target], self.otherwise, self.guards, guard_set_aside=CLOZE)
 
     def groups_factor_to_show(self, gain: float) -> float | None:
         """Return the factor by which the number of groups must grow to show ``gain`` with a probability of 80 %. None: a thousand is not enough."""
-        return find_groups_factor_to_detect(gain, [self.target], self.otherwise, self.guards, apart=CLOZE)
+        return find_groups_factor_to_detect(gain, [self.target], self.otherwise, self.guards, guard_set_aside=CLOZE)
 
 
 def promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds | None:

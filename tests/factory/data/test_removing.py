@@ -290,7 +290,7 @@ def test_the_commands_remove_a_document_and_show_the_removal(copied: Copy) -> No
     listed = run("provenance", "--release", "1", "--documents").stdout.splitlines()
     assert {json.loads(line)["fate"] for line in listed} == {"train", "removed"}
     data = run("data", "list").stdout
-    assert "licence  none" in data and "1 removed" in data and "removal  1 of 1" in data
+    assert "licence  none" in data and "1 removed" in data and "removal  1 (1" in data
     assert estimate_retraining_cost(ledger, Exposure(ledger, {})).first_step is None
     assert "1 document is put back" in run("data", "undo", "1").stdout
 

@@ -81,7 +81,7 @@ def test_an_impossible_onset_that_the_trainer_reports_is_ignored() -> None:
     assert line(50, 48).began == 48 and line(50, 51).began is None and line(500, 5).began is None
     assert [(s.onset, s.where) for s in find_episodes([line(50, 48, "domain_drop")], [])] == [(48, "domain/code")]
     assert find_episodes([line(50, 30)], [])[0].onset == 50  # something sudden did not begin so long before
-    assert find_episodes([line(100, 30, "divergence")], [], begins=40)[0].onset == 40
+    assert find_episodes([line(100, 30, "divergence")], [], earliest_step=40)[0].onset == 40
 
 
 def test_changes_before_an_anomaly_are_found() -> None:

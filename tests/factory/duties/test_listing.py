@@ -36,7 +36,7 @@ def test_factory_duties_lists_due_held_resting_and_done_duties(workspace: Worksp
     below = {duty.name: shown[at + 1].strip() for duty, at in zip(DUTIES, places)}
     assert below["train"] == f"due: train {number}" and "waits: ada paused training" in shown[places[14] + 2]
     assert below["export"] == f"due: export {first}, export {second}"
-    assert f"export {first} rests until " in shown[places[15] + 2] and "after 1 failure" in shown[places[15] + 2]
+    assert f"export {first} failed 1 time " in shown[places[15] + 2]
     assert below["diagnose"].startswith("due: unknown: ") and "did you mean 'steps'?" in below["diagnose"]
     assert below["judge"].startswith("last done: judge 3, ")
 

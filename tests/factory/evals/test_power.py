@@ -140,7 +140,7 @@ def test_a_guard_that_is_set_aside_keeps_its_holm_step() -> None:
     target = [RequiredBound(MANY, 0.025)]
     assert smallest_detectable_gain(target, 0.0, guards) is None
     aside, alone = (
-        smallest_detectable_gain(target, 0.0, guards, apart="cloze"),
+        smallest_detectable_gain(target, 0.0, guards, guard_set_aside="cloze"),
         smallest_detectable_gain(target, 0.0, {"code": guards["code"]}),
     )
     assert aside is not None and alone is not None and aside > alone, "code is tested at half the level"
