@@ -145,7 +145,7 @@ def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in tamed.items()}
     return Message(
         "anomalies.draft",
-        "A recipe with {values}, as in the remedy '{remedy}', could be proposed. To have the factory propose and judge such a value, "
+        "The remedy '{remedy}' corresponds to a recipe with {values}. To have the factory propose and judge such a recipe, "
         "run 'factory propose --agent recipe-scout --target {key}'",
         values=[f"{key} {value}" for key, value in written.items()],
         remedy=diagnosis["remedy"],
