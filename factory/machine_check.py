@@ -365,7 +365,7 @@ def _backups(workspace: Workspace) -> CheckResult:
     if faults:
         return False, Message(
             "machine_check.damaged_backups",
-            "{faults}. Make a new backup, then remove the damaged files: 'factory backup'",
+            "{faults}. Make a new backup with 'factory backup', then remove the damaged files",
             faults="; ".join(faults),
         )
     if not backups:

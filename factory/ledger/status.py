@@ -253,7 +253,7 @@ def _champion_line(best: dict[str, Any] | None) -> Message:
         return Message("ledger.no_champion", "champion  none yet")
     return Message(
         "ledger.champion",
-        "champion  release {release}, released {at} ({export})",
+        "champion  release {release}, released {at}, export {export}",
         release=best["number"],
         at=format_local_time(best["created_at"]),
         export=best["export_path"],

@@ -336,7 +336,7 @@ def describe_grouping(domain: str, group_counts: Mapping[str, Any]) -> list[Mess
 
     >>> told = {"group": "source", "documents": 800, "groups": 1, "lacking": 0, "parts": 16, "halves": [8, 8]}
     >>> for line in describe_grouping("reviews", told): print(line)
-    reviews: 'group: source' makes 1 group of 800 documents. These are too few groups to hold out whole groups in both halves. Instead, the \
+    reviews: 'group: source' puts 800 documents into 1 group. That is too few to hold out whole groups in both halves. Instead, the \
 factory holds out 16 single documents, and the release gate treats each held-out document as independent. Ingest documents of more groups, or \
 accept the single documents: 'factory data relabel --domain reviews --group document'
     """
@@ -360,8 +360,8 @@ accept the single documents: 'factory data relabel --domain reviews --group docu
         lines.append(
             Message(
                 "held_out_split.single_documents",
-                "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents. These are too few groups to hold "
-                "out whole groups in both halves. Instead, the factory holds out {parts:,|single document|single documents}, and the "
+                "{domain}: 'group: {kind}' puts {documents:,|document|documents} into {groups:,|group|groups}. That is too few to hold out "
+                "whole groups in both halves. Instead, the factory holds out {parts:,|single document|single documents}, and the "
                 "release gate treats each held-out document as independent. Ingest documents of more groups, or accept the single "
                 "documents: 'factory data relabel --domain {domain} --group document'",
                 parts=group_counts["parts"],
@@ -373,7 +373,7 @@ accept the single documents: 'factory data relabel --domain reviews --group docu
         lines.append(
             Message(
                 "held_out_split.empty_half",
-                "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents. The sealed half has "
+                "{domain}: 'group: {kind}' puts {documents:,|document|documents} into {groups:,|group|groups}. The sealed half has "
                 "{sealed:,|held-out group|held-out groups} and the dev half has {dev:,|held-out group|held-out groups}. Both halves "
                 "need a group before a release can be judged on this domain. Ingest documents of more groups, or group by document: "
                 "'factory data relabel --domain {domain} --group document'",
