@@ -105,7 +105,7 @@ def _torch() -> CheckResult:
         return True, [f"{torch.__version__}, CUDA {torch.version.cuda}, {len(gpus)} GPUs", *gpus]
     return True, Message(
         "machine_check.no_gpu",
-        "{version} finds no GPU, so training uses {threads:,|CPU thread|CPU threads}",
+        "PyTorch {version} finds no GPU, so training uses {threads:,|CPU thread|CPU threads}",
         version=torch.__version__,
         threads=torch.get_num_threads(),
     )
@@ -124,8 +124,8 @@ def _gpu(number: int) -> str:
     peak = data_sheet_peak(device, DTYPES[name])
     return Message(
         "machine_check.gpu",
-        "GPU {number}: {name}, capability {capability}, {memory:.0f} GiB. In {precision}, matrix products now reach "
-        "{products:.0f} TFLOP/s (peak by the data sheet: {peak}). Copies reach {copies:.2f} TB/s",
+        "GPU {number} is {name} with capability {capability} and {memory:.0f} GiB. A measurement in {precision} reached {products:.0f} TFLOP/s "
+        "for matrix products (the data sheet's peak: {peak}) and {copies:.2f} TB/s for copies",
         number=number,
         name=facts.name,
         capability=f"{facts.major}.{facts.minor}",
@@ -157,7 +157,7 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
     lines: list[str] = [
         Message(
             "machine_check.precision",
-            "{machine}; the recipe {recipe} has precision {asked}, so training is in {precision}",
+            "this machine is {machine}. The recipe {recipe} asks for the precision {asked}, so training is in {precision}",
             machine=str(this_machine()),
             recipe=recipe.name,
             asked=found["asked"],
@@ -169,7 +169,7 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
         lines.append(
             Message(
                 "machine_check.step_time",
-                "{precision}: the timed parts of a step take {milliseconds:.0f} ms. GFLOP/s{each}: {rates}",
+                "in {precision}, the timed parts of a step take {milliseconds:.0f} ms. Their rates in GFLOP/s{each}: {rates}",
                 precision=name,
                 milliseconds=value * 1e3,
                 each=each,
@@ -217,7 +217,7 @@ def _computing(
     lines = [f"{kernel} (there are: {', '.join(OPS[kernel.op].implementations)})" for kernel in found]
     head = Message(
         "machine_check.kernels",
-        "kernels for the recipe {recipe} in {precision} on {device} ('fallback: {fallback}' in kernels.yaml)",
+        "for the recipe {recipe}, these kernels compute a step in {precision} on {device} (kernels.yaml has 'fallback: {fallback}'):",
         recipe=recipe.name,
         precision=setting.precision,
         device=device,
@@ -248,7 +248,7 @@ def _endpoint(workspace: Workspace | None) -> CheckResult:
     key = "set" if os.environ.get("OPENAI_API_KEY") else "not set"
     return None, Message(
         "machine_check.endpoint",
-        "{endpoint}, model {model}, OPENAI_API_KEY is {key}",
+        "the endpoint is {endpoint}, the model is {model}, and OPENAI_API_KEY is {key}",
         endpoint=where,
         model=policy.model or "not named (llm.model)",
         key=key,
@@ -265,7 +265,7 @@ def _workspace(workspace: Workspace) -> CheckResult:
         return False, error.message
     if room.free >= floor:
         return True, Message(
-            "machine_check.disk", "{folder}, {free:.1f} GB free", folder=workspace.root, free=room.free / 1e9
+            "machine_check.disk", "{folder} has {free:.1f} GB free", folder=workspace.root, free=room.free / 1e9
         )
     return False, Message(
         "machine_check.disk_low",
@@ -325,7 +325,7 @@ def _policies(workspace: Workspace) -> CheckResult:
     release = ReleasePolicy.load(workspace.policy_path("gates/release.yaml"))
     return True, Message(
         "machine_check.policies",
-        "the recipe {recipe}, data.yaml and gates/release.yaml (approval: {approval}) are valid",
+        "the recipe {recipe}, data.yaml and gates/release.yaml are valid. The approval of releases is {approval}",
         recipe=recipe.name,
         approval=release.approval,
     )
@@ -365,7 +365,7 @@ def _backups(workspace: Workspace) -> CheckResult:
     if faults:
         return False, Message(
             "machine_check.damaged_backups",
-            "{faults}. Make a new backup, then remove the damaged files: 'factory backup'",
+            "{faults}. Make a new backup with 'factory backup', then remove the damaged files",
             faults="; ".join(faults),
         )
     if not backups:
@@ -376,7 +376,7 @@ def _backups(workspace: Workspace) -> CheckResult:
     hours = (time.time() - read_backup_info(backups[-1])["made_at"]) / 3600
     return hours < 2 * DAY_SECONDS / 3600, Message(
         "machine_check.backups",
-        "{backups:,|backup|backups}, the newest is {newest}, {hours:.1f} hours old",
+        "{backups:,|backup exists|backups exist}. The newest, {newest}, is {hours:.1f} hours old",
         backups=len(backups),
         newest=backups[-1].name,
         hours=hours,
@@ -396,7 +396,7 @@ def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Ch
         faults = found.faults
         said = Message(
             "machine_check.sound",
-            "{count:,|exists|exist}, and the factory checked {hashed:,|hash|hashes}",
+            "{count:,|is|are} in the ledger and on disk, and the factory checked the hashes of {hashed:,}",
             count=found.count,
             hashed=found.hashed,
         )

@@ -113,14 +113,14 @@ def read_writing_model(detail: str | None) -> str | None:
     )
 
 
-def keep_writing_model(before: str | None, detail: str | None) -> str | None:
-    """Return ``detail`` as the new ``documents.detail``, with the model that wrote the document if ``before`` names one.
+def keep_writing_model(old_detail: str | None, new_detail: str | None) -> str | None:
+    """Return ``new_detail`` as the new ``documents.detail``, with the model that wrote the document if ``old_detail`` names one.
 
     >>> keep_writing_model("synthetic, by release 3; replaced: 1 email", "by ann: private"), keep_writing_model("replaced: 1 email", None)
     ('synthetic, by release 3; by ann: private', None)
     """
-    maker = read_writing_model(before)
-    return "; ".join([f"{SYNTHETIC_PREFIX}{maker}", *([detail] if detail else [])]) if maker else detail
+    maker = read_writing_model(old_detail)
+    return "; ".join([f"{SYNTHETIC_PREFIX}{maker}", *([new_detail] if new_detail else [])]) if maker else new_detail
 
 
 def parse_json(line: bytes) -> Any:

@@ -46,8 +46,8 @@ class DocumentIndex:
         if found and found["value"] != wanted:
             raise ConfigError(
                 "ingest.index_parameters",
-                "the hashes of this workspace's documents were made with '{old}', but data.yaml now asks for '{new}'. Restore the old values "
-                "in data.yaml, or start a new workspace and ingest the same shards again",
+                "the hashes of this workspace's documents were made with '{old}', but data.yaml and the installed libraries now give '{new}'. "
+                "Restore the old values and libraries, or start a new workspace and ingest the same shards again",
                 old=found["value"],
                 new=wanted,
             )

@@ -329,7 +329,7 @@ def _cut_off(path: Path, stamp: FileStamp) -> Message | None:
         return (
             None
             if zipfile.is_zipfile(path)
-            else Message("ingest.zip_open", "the end of the zip file, its table of contents, is missing")
+            else Message("ingest.zip_open", "the table of contents at the end of the zip file is missing")
         )
     if not compression and kind in ENDS:
         with open(path, "rb") as file:
@@ -340,7 +340,7 @@ def _cut_off(path: Path, stamp: FileStamp) -> Message | None:
                 return None
             return Message(
                 "ingest.footer",
-                "the end of the file, its {kind} footer, is missing",
+                "the {kind} footer at the end of the file is missing",
                 kind="Parquet" if kind == ".parquet" else "Arrow",
             )
     if compression:

@@ -464,16 +464,17 @@ def read_ingest_times(ledger: Ledger) -> dict[str, float]:
     return {row["sha256"]: row["ingested_at"] for row in rows}
 
 
-def describe_report(name: str, report: ShardReport, before: Mapping[str, float]) -> str:
-    """Describe a report as ``describe_shard`` does. If the content was ingested ``before``, say when, and under which name instead."""
-    if report.sha256 not in before:
+def describe_report(name: str, report: ShardReport, earlier_ingest_times: Mapping[str, float]) -> str:
+    """Describe a report as ``describe_shard`` does. If ``earlier_ingest_times`` has the content, say when it was
+    ingested, and under which name instead."""
+    if report.sha256 not in earlier_ingest_times:
         return describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     return Message(
         "ingest.known",
         "  {file} was already ingested on {when} as {shard}, with {train:,|document|documents} to train on and {held_out:,} "
         "held out. Nothing was stored again",
         file=name,
-        when=time.strftime("%Y-%m-%d %H:%M", time.localtime(before[report.sha256])),
+        when=time.strftime("%Y-%m-%d %H:%M", time.localtime(earlier_ingest_times[report.sha256])),
         shard=report.name,
         train=report.counts.get("train", 0),
         held_out=report.counts.get("held_out", 0),

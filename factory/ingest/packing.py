@@ -156,7 +156,7 @@ def is_cut_into_parts(path: Path, limits: ShardLimits) -> bool:
 
 def ingest_file_group(
     plant: Plant,
-    pack: FileGroup,
+    group: FileGroup,
     *,
     again: bool = False,
     workers: int | None = None,
@@ -173,12 +173,12 @@ def ingest_file_group(
     Raises: the errors of ``ingest_shard``; InputError if nothing of a folder or of many files can be read, or if a file changed during the ingest.
     """
     policy = DataPolicy.load(plant.workspace.policy_path("data.yaml"))
-    limits, together = policy.limits, pack.single_file is None and pack.folder is None
-    before = _stamps(pack)
-    sha256 = pack.sha256()
+    limits, together = policy.limits, group.single_file is None and group.folder is None
+    before = _stamps(group)
+    sha256 = group.sha256()
     parts = list_shards_made_from(plant.ledger, sha256)
     key = compute_reading_key(plant.workspace)
-    if pack.single_file and (known := find_finished_report(plant, pack.single_file, sha256, again)):
+    if group.single_file and (known := find_finished_report(plant, group.single_file, sha256, again)):
         ingested(known)
         return [known]
     done = [] if again else _finished(parts, key, plant.ledger)
@@ -201,14 +201,14 @@ def ingest_file_group(
                 Message(
                     "ingest.continues",
                     "  {pack}: {parts:,|part|parts} with {rows:,|row|rows} were ingested before. Ingest continues after these rows",
-                    pack=pack.name,
+                    pack=group.name,
                     parts=len(done),
                     rows=skip,
                 )
             )
-        for part in _parts(read_file_group_rows(pack, limits, left), folder, pack.name, limits, len(done), skip):
-            _refuse_changed(pack, before)
-            whole = None if part.first == 0 and part.last else lambda: read_file_group_rows(pack, limits)
+        for part in _parts(read_file_group_rows(group, limits, left), folder, group.name, limits, len(done), skip):
+            _refuse_changed(group, before)
+            whole = None if part.first == 0 and part.last else lambda: read_file_group_rows(group, limits)
             how: dict[str, Any] = {"again": again, "workers": workers, "other_files": other_files, "whole": whole}
             how["quarantines"] = not together
             one = ingest_shard(plant, part.path, **how)
@@ -217,7 +217,7 @@ def ingest_file_group(
             ingested(one)
             _file(plant, part.path, one)
             detail = {
-                "sha256": sha256, "name": pack.name, "origin": pack.origin, "files": len(pack.files), "part": part.number,
+                "sha256": sha256, "name": group.name, "origin": group.origin, "files": len(group.files), "part": part.number,
                 "first": part.first, "rows": part.rows, "shard": one.sha256, "last": part.last, "read_by": key,
                 "left_out": dict(left.reasons.most_common(_NAMED)) if part.last else {},
             }  # fmt: skip
@@ -228,17 +228,17 @@ def ingest_file_group(
             why = next(iter(left.reasons), Message("ingest.pack_empty", "the file is empty"))
             raise ShardProblem("ingest.pack_unread", "no part of the file can be read: {why}", why=why)
     except ShardProblem as problem:
-        _refuse_changed(pack, before)
-        rest, bad = pack.split_off_bad_files(policy) if together else (pack, {})
+        _refuse_changed(group, before)
+        rest, bad = group.split_off_bad_files(policy) if together else (group, {})
         if bad and rest.files:
             spoilt = _LeftOut()
-            for name, path in pack.files:
+            for name, path in group.files:
                 if name in bad:
                     spoilt(
                         name, Message("ingest.unusable_file", "the file cannot be used: {why}", why=bad[name].message)
                     )
                     left.files.add(path)
-            if line := spoilt.describe(pack.name):
+            if line := spoilt.describe(group.name):
                 plant.progress.line(line)
             how = {
                 "again": again,
@@ -258,14 +258,14 @@ def ingest_file_group(
                 before=rows,
                 parts=len(stored),
             )
-        if pack.single_file is None:
-            raise InputError("ingest.pack", "{pack}: {why}", pack=pack.name, why=problem.message) from problem
-        one = quarantine_shard(plant, pack.single_file, sha256, problem)
+        if group.single_file is None:
+            raise InputError("ingest.pack", "{pack}: {why}", pack=group.name, why=problem.message) from problem
+        one = quarantine_shard(plant, group.single_file, sha256, problem)
         ingested(one)
         reports.append(one)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if line := left.describe(pack.name):
+    if line := left.describe(group.name):
         plant.progress.line(line)
     return reports
 
@@ -293,21 +293,21 @@ def _file(plant: Plant, path: Path, one: ShardReport) -> None:
         move_ingested_file(plant, path, one.sha256, one.state)
 
 
-def read_file_group_rows(pack: FileGroup, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:
-    """Yield all rows of a file group, in order. ``left`` counts what is not read. Raises: ShardProblem, except for one of many small files."""
-    left = left or _LeftOut()
-    if pack.single_file:
-        yield from read_rows(pack.single_file, limits, left)
+def read_file_group_rows(group: FileGroup, limits: ShardLimits, left_out: _LeftOut | None = None) -> Iterator[RawRow]:
+    """Yield all rows of a file group, in order. ``left_out`` counts what is not read. Raises: ShardProblem, except for one of many small files."""
+    left_out = left_out or _LeftOut()
+    if group.single_file:
+        yield from read_rows(group.single_file, limits, left_out)
         return
-    if pack.folder:
-        yield from read_rows(pack.folder, limits, left)
+    if group.folder:
+        yield from read_rows(group.folder, limits, left_out)
         return
-    for name, path in pack.files:
+    for name, path in group.files:
         try:
-            found = [add_path(row, name) for row in read_rows(path, limits, left, name)]
+            found = [add_path(row, name) for row in read_rows(path, limits, left_out, name)]
         except ShardProblem as problem:
-            left(name, Message.from_json(problem.message))
-            left.files.add(path)
+            left_out(name, Message.from_json(problem.message))
+            left_out.files.add(path)
             continue
         yield from found
 

@@ -71,7 +71,7 @@ class Preview:
             yield from (f"    {line}" for line in _words(content))
 
 
-def preview_file_group(workspace: Workspace, pack: FileGroup) -> Preview:
+def preview_file_group(workspace: Workspace, group: FileGroup) -> Preview:
     """Read at most ``ROWS`` rows and apply the rules that look at one row. A preview does not find copies, nor documents that share words with
     held-out documents.
 
@@ -80,12 +80,12 @@ def preview_file_group(workspace: Workspace, pack: FileGroup) -> Preview:
     policy = DataPolicy.load(workspace.policy_path("data.yaml"))
     told, rows, shown = RowCounts(), list[Row](), list[tuple[Row, Content]]()
     plain = not template_shows_calls(workspace.tokenizer)
-    raw_rows = read_file_group_rows(pack, policy.limits)
+    raw_rows = read_file_group_rows(group, policy.limits)
     for raw in islice(raw_rows, ROWS):
         key = f"preview:{len(rows)}"
         rows.append(row := Row(len(rows), key, key, "unknown"))
         try:
-            content = read_row(policy, row, raw, pack.name, told, plain)
+            content = read_row(policy, row, raw, group.name, told, plain)
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
@@ -95,10 +95,10 @@ def preview_file_group(workspace: Workspace, pack: FileGroup) -> Preview:
         row.fate = "train"
         shown += [(row, content)] * (len(shown) < SHOWN)
     whole = next(raw_rows, None) is None
-    refuse_missing_columns(told, policy.fields, pack.name)
+    refuse_missing_columns(told, policy.fields, group.name)
     counts = count_rows(rows)["counts"] | told.to_shard_counts()
     held = count_release_blockers(rows, policy.licences)
-    return Preview(pack.name, len(rows), whole, counts | ({"not_releasable": held} if held else {}), shown)
+    return Preview(group.name, len(rows), whole, counts | ({"not_releasable": held} if held else {}), shown)
 
 
 def _words(content: Content) -> Iterator[str]:

@@ -96,9 +96,10 @@ class Tokenizer:
         self._line_end = inner.encode("\n", add_special_tokens=False).ids
 
     @classmethod
-    def load(cls, folder: Path, probed: bool = True) -> Tokenizer:
-        """Load the tokenizer of a folder. ``probed`` also checks that the tokenizer splits text as this factory does. Raises: InputError when the
-        folder has no tokenizer that this factory can use."""
+    def load(cls, folder: Path, check_encoding: bool = True) -> Tokenizer:
+        """Load the tokenizer of a folder. With ``check_encoding``, also check that the tokenizer splits text as this factory does.
+
+        Raises: InputError when the folder has no tokenizer that this factory can use."""
         path = folder / "tokenizer.json"
         try:
             data = path.read_bytes()
@@ -127,7 +128,7 @@ class Tokenizer:
                 ),
             )
         tokenizer = cls(folder, inner, hashlib.sha256(data).hexdigest())
-        if probed and (wrong := tokenizer.find_encoding_difference()):
+        if check_encoding and (wrong := tokenizer.find_encoding_difference()):
             raise _foreign(path, wrong)
         return tokenizer
 
@@ -210,11 +211,11 @@ class Tokenizer:
         turns = ((*self.decode(ids[a + 1 : b]).split("\n", 1), mask[b]) for a, b in zip(starts, stops, strict=True))
         return {"messages": [make_turn(role, content, bool(learned)) for role, content, learned in turns]}
 
-    def copy_to(self, folder: Path, as_it_was: bool = False) -> None:
+    def copy_to(self, folder: Path, keep_old_template: bool = False) -> None:
         """Copy the files that transformers and vLLM need, with ``chat_template``, into an export folder. Add BOS to the folder's config.json,
         because the trainer wrote that file without knowing the tokenizer.
 
-        ``as_it_was`` keeps the template that the tokenizer was trained with. It serves to make an older export again.
+        ``keep_old_template`` keeps the template that the tokenizer was trained with. It serves to make an older export again.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
@@ -225,7 +226,7 @@ class Tokenizer:
                 config, json.loads(config.read_text(encoding="utf-8")) | {"bos_token_id": self.bos_token}, indent=2
             )
         template = folder / "chat_template.jinja"
-        if not as_it_was and template.read_text(encoding="utf-8") in OLDER_TEMPLATES:
+        if not keep_old_template and template.read_text(encoding="utf-8") in OLDER_TEMPLATES:
             named = folder / "tokenizer_config.json"
             _write_json(
                 named, json.loads(named.read_text(encoding="utf-8")) | {"chat_template": self.chat_template}, indent=1

@@ -59,15 +59,16 @@ def check_planned_vocabulary(workspace: Workspace) -> None:
         raise ConfigError(describe_mismatch(workspace, size, wanted, False))
 
 
-def describe_mismatch(workspace: Workspace, size: int, wanted: int, frozen: bool) -> Message:
-    """Return why an embedding of ``size`` rows does not fit a vocabulary of ``wanted`` entries, and what to change. ``frozen``: the tokenizer
-    exists."""
+def describe_mismatch(
+    workspace: Workspace, embedding_size: int, vocabulary_size: int, tokenizer_exists: bool
+) -> Message:
+    """Return why an embedding of ``embedding_size`` rows does not fit a vocabulary of ``vocabulary_size`` entries, and what to change."""
     policy = workspace.policy_path("data.yaml")
-    if frozen:
+    if tokenizer_exists:
         do = Message(
             "ingest.change_recipe",
             "write 'model.vocab_size: {wanted}' in a copy of the recipe ({copy})",
-            wanted=wanted,
+            wanted=vocabulary_size,
             copy=workspace.own_recipe_path(),
         )
     else:
@@ -75,7 +76,7 @@ def describe_mismatch(workspace: Workspace, size: int, wanted: int, frozen: bool
             "ingest.change_policy",
             "write 'tokenizer.vocab_size: {size}' in {copy}, a copy of {policy}. Or make a new workspace with both values: "
             "'factory init --recipe {recipe} -w FOLDER'",
-            size=size,
+            size=embedding_size,
             copy=workspace.root / "policies" / "data.yaml",
             policy=policy,
             recipe=workspace.config.recipe,
@@ -85,9 +86,9 @@ def describe_mismatch(workspace: Workspace, size: int, wanted: int, frozen: bool
         "model.vocab_size in {recipe} is {size}, but tokenizer.vocab_size in {policy} is {wanted}. To make the two values "
         "equal, {do}",
         recipe=workspace.recipe_path(),
-        size=size,
+        size=embedding_size,
         policy=policy,
-        wanted=wanted,
+        wanted=vocabulary_size,
         do=do,
     )
 

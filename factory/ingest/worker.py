@@ -148,14 +148,16 @@ def analyse_chunk(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence
     return AnalysedChunk(chunk, rows, alive, near_duplicates.compute_signatures(shingles), lengths, told)
 
 
-def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCounts, plain: bool = False) -> Content:
-    """Validate, normalise, filter and redact one row of a file. Sets fields of ``row`` and adds to ``told``. ``plain`` is
+def read_row(
+    policy: DataPolicy, row: Row, raw: RawRow, file: str, row_counts: RowCounts, shows_text_only: bool = False
+) -> Content:
+    """Validate, normalise, filter and redact one row of a file. Sets fields of ``row`` and adds to ``row_counts``. ``shows_text_only`` is
     ``IngestJob.shows_text_only``.
 
     Raises: BadRow.
     """
-    decoded, origin, mapping = _looked_at(policy, raw, file, told)
-    notes, read = ReadingNotes(plain), {*READ}
+    decoded, origin, mapping = _looked_at(policy, raw, file, row_counts)
+    notes, read = ReadingNotes(shows_text_only), {*READ}
     if mapping:
         columns = [path for _, value in mapping[1].values() for path in value.columns]
         read |= {*columns, *(path.partition(".")[0] for path in columns)}
@@ -163,7 +165,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCoun
     if origin.path and isinstance(decoded, dict) and decoded.get("path") is None:
         decoded["path"] = origin.path
     parsed = parse_document(decoded, policy.default_domain, mapping[1] if mapping else None, notes)
-    told.count_notes(notes)
+    row_counts.count_notes(notes)
     row.id = parsed.id or row.key
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license
     row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
@@ -193,14 +195,14 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCoun
     return content
 
 
-def count_row_columns(policy: DataPolicy, raw: RawRow, file: str, told: RowCounts) -> None:
-    """Add to ``told`` which columns of its mapping a row has. A row that cannot be read adds nothing."""
+def count_row_columns(policy: DataPolicy, raw: RawRow, file: str, row_counts: RowCounts) -> None:
+    """Add to ``row_counts`` which columns of its mapping a row has. A row that cannot be read adds nothing."""
     with contextlib.suppress(BadRow):
-        _looked_at(policy, raw, file, told)
+        _looked_at(policy, raw, file, row_counts)
 
 
 def _looked_at(
-    policy: DataPolicy, raw: RawRow, file: str, told: RowCounts
+    policy: DataPolicy, raw: RawRow, file: str, row_counts: RowCounts
 ) -> tuple[Any, RowOrigin, tuple[int, FieldMapping] | None]:
     """Return (the decoded row, its origin, the mapping of its file). Raises: BadRow."""
     if isinstance(raw, BadRow):
@@ -208,7 +210,7 @@ def _looked_at(
     decoded = parse_json(raw) if isinstance(raw, bytes) else raw
     origin = pop_row_origin(decoded)
     if mapping := policy.find_mapping(PurePath(origin.path).name, file):
-        told.count_columns(decoded | origin.unreadable if isinstance(decoded, dict) else decoded, *mapping)
+        row_counts.count_columns(decoded | origin.unreadable if isinstance(decoded, dict) else decoded, *mapping)
     return decoded, origin, mapping
 
 

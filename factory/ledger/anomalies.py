@@ -63,12 +63,12 @@ def find_settled_anomalies(db: SqlReader) -> set[int]:
     )
 
 
-def find_next_undiagnosed_anomaly(db: SqlReader, kinds: Collection[str], but: Collection[int] = ()) -> int | None:
+def find_next_undiagnosed_anomaly(db: SqlReader, kinds: Collection[str], excluded: Collection[int] = ()) -> int | None:
     """Return the oldest open anomaly of a finished segment that waits for a diagnosis or for an action, or None.
 
-    Anomalies in ``but`` are left out.
+    Anomalies in ``excluded`` are left out.
     """
-    known = {*find_settled_anomalies(db), *but}
+    known = {*find_settled_anomalies(db), *excluded}
     counts = {row.id for row in SegmentRow.select(db, "WHERE state = 'done'")}
     return next(
         (row.id for row in list_open_anomalies(db, kinds) if row.id not in known and row.segment in counts), None
@@ -81,19 +81,19 @@ def find_explanation(db: SqlReader, number: int) -> dict[str, Any] | None:
     return _worded(db).get(diagnosis["event"]) if diagnosis else None
 
 
-def find_next_unexplained_episode(db: SqlReader, but: Collection[int] = ()) -> int | None:
+def find_next_unexplained_episode(db: SqlReader, excluded: Collection[int] = ()) -> int | None:
     """Return the lead of the oldest episode whose newest diagnosis waits for a language model's explanation, or None.
 
-    Episodes whose lead is in ``but`` are left out.
+    Episodes whose lead is in ``excluded`` are left out.
     """
     said = _worded(db)
     waiting = [
         d for d in newest_details_by_anomaly(db, DIAGNOSED).values() if d.get("to_word") and d["event"] not in said
     ]
-    return min((detail["lead"] for detail in waiting if detail["lead"] not in but), default=None)
+    return min((detail["lead"] for detail in waiting if detail["lead"] not in excluded), default=None)
 
 
-def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] | None) -> Message:
+def describe_explanation(diagnosis: Mapping[str, Any], explanation: Mapping[str, Any] | None) -> Message:
     """Say whether a language model was asked about a diagnosis, and with what result.
 
     >>> print(describe_explanation({}, None))
@@ -101,25 +101,25 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
     >>> describe_explanation({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]}).data["dropped"]
     1
     """
-    if said is None:
+    if explanation is None:
         if diagnosis.get("to_word"):
             return Message(
                 "anomalies.words_pending", "The factory has not asked a language model for an explanation yet."
             )
         return Message("anomalies.no_words", "No language model was asked for an explanation.")
-    if said["failed"]:
+    if explanation["failed"]:
         return Message(
             "anomalies.words_failed",
             "A language model was asked for an explanation, but gave none: {why}",
-            why=said["failed"],
+            why=explanation["failed"],
         )
-    dropped, count = len(said["dropped"]), len(said["dropped"]) + len(said["claims"])
+    dropped, count = len(explanation["dropped"]), len(explanation["dropped"]) + len(explanation["claims"])
     if dropped:
         return Message(
             "anomalies.words_with_dropped",
             "The language model {model} wrote this explanation. The model explains a cause that the factory found, and decides "
             "nothing. The factory left out {dropped} of {count} sentences, because they disagreed with the record.",
-            model=said["model"],
+            model=explanation["model"],
             dropped=dropped,
             count=count,
         )
@@ -127,7 +127,7 @@ def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] |
         "anomalies.words_whole",
         "The language model {model} wrote this explanation. The model explains a cause that the factory found, and decides "
         "nothing. All {count:,|sentence|sentences} agree with the names, outcomes and numbers of the record.",
-        model=said["model"],
+        model=explanation["model"],
         count=count,
     )
 
@@ -145,7 +145,7 @@ def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in tamed.items()}
     return Message(
         "anomalies.draft",
-        "A recipe with {values}, as in the remedy '{remedy}', could be proposed. To have the factory propose and judge such a value, "
+        "The remedy '{remedy}' corresponds to a recipe with {values}. To have the factory propose and judge such a recipe, "
         "run 'factory propose --agent recipe-scout --target {key}'",
         values=[f"{key} {value}" for key, value in written.items()],
         remedy=diagnosis["remedy"],
@@ -153,13 +153,13 @@ def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     )
 
 
-def format_claims(said: Mapping[str, Any]) -> Message | str:
+def format_claims(explanation: Mapping[str, Any]) -> Message | str:
     """Return the claims of a language model as the end of a proposal's text, or '' if no claim agrees with the record.
 
     >>> str(format_claims({"claims": [{"says": "It stays.", "rests_on": "fp32", "shows": "there"}]}))
     " In a language model's words: It stays. [fp32: there]"
     """
-    words = " ".join(f"{claim['says']} [{claim['rests_on']}: {claim['shows']}]" for claim in said["claims"])
+    words = " ".join(f"{claim['says']} [{claim['rests_on']}: {claim['shows']}]" for claim in explanation["claims"])
     return Message("anomalies.claims", " In a language model's words: {claims}", claims=words) if words else ""
 
 

@@ -29,11 +29,15 @@ def read_held_files(db: SqlReader) -> dict[str, dict[str, Any]]:
     return {row["detail"]["name"]: row["detail"] | {"at": row["at"], "event": row["id"]} for row in rows}
 
 
-def read_filed_shards(db: SqlReader, most: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the detail of the newest ``SHARD_FILED`` event of each file by its folder and name. Only the newest ``most`` events are read (-1:
+def read_filed_shards(db: SqlReader, max_events: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the detail of the newest ``SHARD_FILED`` event of each file by its folder and name. Only the newest ``max_events`` events are read (-1:
     all)."""
     sql = "SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC"
-    rows = db.read(f"{sql} LIMIT :most", kind=SHARD_FILED, most=most) if most >= 0 else db.read(sql, kind=SHARD_FILED)
+    rows = (
+        db.read(f"{sql} LIMIT :most", kind=SHARD_FILED, most=max_events)
+        if max_events >= 0
+        else db.read(sql, kind=SHARD_FILED)
+    )
     return {(one["folder"], one["name"]): one for one in (row["detail"] for row in reversed(rows))}
 
 

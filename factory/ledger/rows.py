@@ -88,11 +88,15 @@ class LedgerRow:
             known = [str(r["key"]) for r in db.read(f"SELECT {cls.key} AS key FROM {cls.source} ORDER BY {cls.key}")]
             if known:
                 raise InputError(
-                    "rows.unknown_key", "no {noun} {key}. The ledger has: {known}", noun=cls.noun, key=key, known=known
+                    "rows.unknown_key",
+                    "there is no {noun} {key}. The ledger has: {known}",
+                    noun=cls.noun,
+                    key=key,
+                    known=known,
                 )
             raise InputError(
                 "rows.no_rows",
-                "no {noun} {key}, because the ledger has no {noun} yet{how}",
+                "there is no {noun} {key}, because the ledger has no {noun} yet{how}",
                 noun=cls.noun,
                 key=key,
                 how=cls.hint,
@@ -140,7 +144,9 @@ class SegmentRow(LedgerRow):
 @dataclass(frozen=True)
 class RunRow(LedgerRow):
     noun, source = "run", "runs"
-    hint = Message("rows.how_runs", ". Certificates, preflights, audits, diagnoses and gates make runs")
+    hint = Message(
+        "rows.how_runs", ". The factory makes runs for certificates, preflights, audits, diagnoses and gates"
+    )
 
     id: str
     purpose: str

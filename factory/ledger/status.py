@@ -149,7 +149,7 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
         lines.append(
             Message(
                 "ledger.domain",
-                "          {domain:<8} {documents:>6,} documents  {tokens:>10,} tokens  {supervised_tokens:>10,} with loss",
+                "          {domain:<8} {documents:>6,} documents  {tokens:>10,} tokens, {supervised_tokens:>10,} of them with loss",
                 domain=domain,
                 **total,
             )
@@ -166,7 +166,7 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
         lines.append(
             Message(
                 "ledger.quarantined_shard",
-                "          quarantined {shard}: {why}",
+                "          the shard {shard} is quarantined: {why}",
                 shard=shard["name"],
                 why=shard["reason"],
             )
@@ -201,7 +201,7 @@ def _segment_line(segment: dict[str, Any]) -> Message:
     said += [describe_average(result["averaged"])] if "averaged" in result else []
     return Message(
         "ledger.segment",
-        "segment {number:<2} {kind:<6} steps {first}–{last} generation {generation} in {precision}, {facts}",
+        "segment {number:<2} {kind:<6} steps {first}–{last}, data generation {generation}, precision {precision}, {facts}",
         number=segment["id"],
         kind=segment["kind"],
         first=segment["first_step"],
@@ -240,9 +240,9 @@ def _candidate_line(candidate: dict[str, Any]) -> Message:
     verdict = candidate["verdict"]
     return Message(
         "ledger.candidate",
-        "candidate {number}  {outcome}{released}  bits per byte: {bits_per_byte}",
+        "candidate {number}  verdict: {outcome}{released}; bits per byte: {bits_per_byte}",
         number=candidate["id"],
-        outcome=f"{verdict['outcome']} {format_local_time(verdict['created_at'])}" if verdict else "not judged yet",
+        outcome=f"{verdict['outcome']} {format_local_time(verdict['created_at'])}" if verdict else "none yet",
         released=f" → release {candidate['release']}" if candidate["release"] else "",
         bits_per_byte=[f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float)],
     )
@@ -253,7 +253,7 @@ def _champion_line(best: dict[str, Any] | None) -> Message:
         return Message("ledger.no_champion", "champion  none yet")
     return Message(
         "ledger.champion",
-        "champion  release {release}, released {at} ({export})",
+        "champion  release {release}, released {at}, export {export}",
         release=best["number"],
         at=format_local_time(best["created_at"]),
         export=best["export_path"],
@@ -278,7 +278,7 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
                 Message(
                     "ledger.dev_alone",
                     "anomaly {number} {kind}: the candidate of segment {segment} gains only on the dev half of the "
-                    "held-out documents. The release gate holds the candidate, and its verdict has the numbers",
+                    "held-out documents. The release gate holds the candidate back, and the gate's verdict has the numbers",
                     number=row["id"],
                     kind=row["kind"],
                     segment=row["segment"],
@@ -289,14 +289,14 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
             lines.append(
                 Message(
                     "ledger.anomaly",
-                    "anomaly {number} {kind} at step {step} of segment {segment}: {causes}; {state}{command}",
+                    "anomaly {number} {kind} at step {step} of segment {segment}: the diagnosis is {causes}; state: {state}{command}",
                     number=row["id"],
                     kind=row["kind"],
                     step=row["step"],
                     segment=row["segment"],
                     causes=" or ".join(row["causes"]),
                     state=row["how"] or row["state"].replace("diagnosed", "open"),
-                    command=f"; 'factory anomalies show {row['id']}'" if open_ else "",
+                    command=f"; for details: 'factory anomalies show {row['id']}'" if open_ else "",
                 )
             )
     for mark in facts["marked_releases"]:
@@ -312,8 +312,8 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
     lines = [
         Message(
             "ledger.audits",
-            "audits    {agree} of {windows:,|window agrees|windows agree} with training without agents' patches; "
-            "{waiting:,|window is|windows are} not audited yet",
+            "audits    {agree} of {windows:,|window of steps agrees|windows of steps agree} with a repetition of the training "
+            "without agents' patches; {waiting:,|window is|windows are} not audited yet",
             agree=outcomes.count("promote"),
             windows=len(audits),
             waiting=outcomes.count("waiting"),
@@ -328,7 +328,9 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
                     segment=audit["segment"],
                     first=audit["first"],
                     last=audit["last"],
-                    state="DIFFERS" if outcome == "reject" else "not measured",
+                    state="the repetition without agents' patches DIFFERS"
+                    if outcome == "reject"
+                    else "the audit could not compare the steps",
                     why=audit["verdict"]["reasons"][0],
                 )
             )
@@ -347,7 +349,7 @@ def describe_average(averaged: dict[str, Any]) -> Message:
         )
     return Message(
         "ledger.weighted_average",
-        "average of {count} checkpoints (steps {steps}; weights by loss on the dev half of the held-out documents)",
+        "average of {count} checkpoints (step × weight: {steps}; the weights come from the loss on the dev half of the held-out documents)",
         count=len(parts),
         steps=[f"{part['step']} × {part['weight']:.2f}" for part in parts],
     )

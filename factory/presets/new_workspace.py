@@ -124,21 +124,21 @@ class NewWorkspace:
     policies: dict[str, str]  # text of each policy file that differs from the shipped one, by its path in policies/
 
 
-def make_workspace(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
-    """Make a workspace, or open the existing one if it matches ``asked``. ``repository``: the training code; None: the factory's own code.
+def make_workspace(folder: Path, options: InitOptions, repository: Path | None) -> Workspace:
+    """Make a workspace, or open the existing one if it matches ``options``. ``repository``: the training code; None: the factory's own code.
 
     Raises: InputError, ConfigError, WorkspaceError or RepositoryError. Then no file was made.
     """
-    root = where.expanduser().resolve()
+    root = folder.expanduser().resolve()
     with ExitStack() as held:
-        given = held.enter_context(open_tokenizer(asked.tokenizer)) if asked.tokenizer else None
+        given = held.enter_context(open_tokenizer(options.tokenizer)) if options.tokenizer else None
         if (root / "factory.yaml").exists():
             workspace = Workspace.open(root)
-            _refuse_other(workspace, asked, given, repository)
+            _refuse_other(workspace, options, given, repository)
         else:
             if repository:
                 _refuse_no_code(repository)
-            start = plan_workspace(asked, given, root, repository or checkout_root(), Hardware.of_this_machine())
+            start = plan_workspace(options, given, root, repository or checkout_root(), Hardware.of_this_machine())
             config = WorkspaceConfig(recipe=start.recipe, repository=str(repository) if repository else "")
             workspace = Workspace.create(root, config, start.policies)
         ledger = make_or_open_ledger(workspace)
@@ -213,33 +213,33 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
 
 
 def plan_workspace(
-    asked: InitOptions, given: Tokenizer | None, root: Path, repository: Path, machine: Hardware
+    options: InitOptions, own_tokenizer: Tokenizer | None, root: Path, repository: Path, machine: Hardware
 ) -> NewWorkspace:
-    """Return the files of a new workspace. ``given``: a person's own tokenizer. A policy that is already in ``root`` is not changed.
+    """Return the files of a new workspace. ``own_tokenizer``: a person's own tokenizer. A policy that is already in ``root`` is not changed.
 
     Raises: InputError or ConfigError if the files do not fit together. The error names file and key, and says what to do.
     """
     shipped = checkout_root() / "policies"
-    if asked.preset and asked.preset not in PRESETS:
+    if options.preset and options.preset not in PRESETS:
         raise InputError(
             "presets.no_preset",
             "No preset is named {preset!r}{nearest}",
-            preset=asked.preset,
-            nearest=suggest_name(asked.preset, PRESETS),
+            preset=options.preset,
+            nearest=suggest_name(options.preset, PRESETS),
         )
-    if asked.preset and asked.recipe not in ("", asked.preset):
+    if options.preset and options.recipe not in ("", options.preset):
         raise InputError(
             "presets.preset_and_recipe",
             "--preset {preset} has its own recipe. Give --preset or --recipe, not both.",
-            preset=asked.preset,
+            preset=options.preset,
         )
-    name = asked.preset or asked.recipe or "demo"
+    name = options.preset or options.recipe or "demo"
     policies: dict[str, str] = {}
 
     source = _recipe_file(name, root, repository)
     text = source.read_text(encoding="utf-8")
     recipe = _parsed(text, source)
-    size = _vocabulary(asked, given, recipe)
+    size = _vocabulary(options, own_tokenizer, recipe)
     if size != recipe.model.vocab_size:
         own = root / "policies" / "recipes" / f"{name}.yaml"
         if own.exists():
@@ -253,8 +253,8 @@ def plan_workspace(
         text = set_value(text, ("model", "vocab_size"), size)
         recipe, policies[f"recipes/{name}.yaml"] = _parsed(text, source), text
 
-    if not asked.force and (
-        why := explain_too_large(recipe, machine, PRESETS[asked.preset].gpus if asked.preset else 0)
+    if not options.force and (
+        why := explain_too_large(recipe, machine, PRESETS[options.preset].gpus if options.preset else 0)
     ):
         other = largest_fitting_preset(machine, shipped / "recipes")
         way = (
@@ -271,7 +271,7 @@ def plan_workspace(
             "presets.too_large",
             "The model of {kind} {name} is too large for this machine. {reason} {way} If another machine will train "
             "the model, add '--force'.",
-            kind="preset" if asked.preset else "recipe",
+            kind="preset" if options.preset else "recipe",
             name=name,
             reason=why,
             way=way,

@@ -76,7 +76,7 @@ _CONVERSION_HINTS = {
     **dict.fromkeys((".dta", ".sav", ".rds", ".rdata"), Message("reading.convert_statistics", "save the data as CSV")),
     **dict.fromkeys(
         (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".bin", ".safetensors", ".joblib"),
-        Message("reading.convert_arrays", "arrays and pickles are not text: save the documents as JSON lines"),
+        Message("reading.convert_arrays", "arrays and pickles are not text. Save the documents as JSON lines"),
     ),
     **dict.fromkeys(
         (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".svg", ".ico", ".heic"),

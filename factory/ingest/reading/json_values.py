@@ -56,13 +56,13 @@ def _is_closed(line: bytes) -> bool:
         return False
 
 
-def split_json_values(found: Iterator[bytes], max_bytes: int) -> Iterator[RawRow]:
+def split_json_values(blocks: Iterator[bytes], max_bytes: int) -> Iterator[RawRow]:
     """Yield the items of an array, or the objects of a sequence. A value over ``max_bytes`` is skipped without being held in memory.
 
     Raises: ShardProblem for a file that ends too early, or has text after its array.
     """
     scan = _Scan(max_bytes)
-    for block in found:
+    for block in blocks:
         yield from scan.feed(block)
     yield from scan.end()
 
@@ -123,7 +123,7 @@ class _Scan:
                 if not self.array or sign != b"]" or self.closed:
                     raise ShardProblem(
                         "reading.json_unopened",
-                        "the file is not JSON: no opening bracket belongs to the {sign!r} after {values:,|value|values}",
+                        "the file is not JSON: the {sign!r} after {values:,|value|values} closes no open bracket",
                         values=self.count,
                         sign=sign.decode(),
                     )

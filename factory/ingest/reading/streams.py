@@ -147,11 +147,11 @@ def read_blocks(stream: ByteStream) -> Iterator[bytes]:
         raise ShardProblem("reading.nothing_inside", "the decompressed file is empty")
 
 
-def split_lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
-    """Yield the lines in ``found``, without line ends. A line over ``max_bytes`` is skipped without being held in memory."""
+def split_lines(blocks: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
+    """Yield the lines in ``blocks``, without line ends. A line over ``max_bytes`` is skipped without being held in memory."""
     rest = b""
     skipped = 0  # bytes of an over-long line that were skipped so far
-    for block in found:
+    for block in blocks:
         *whole_lines, rest = (rest + block).split(b"\n")
         for line in whole_lines:
             if skipped or len(line) > max_bytes:

@@ -1,5 +1,4 @@
-"""The rules that a document must pass. Each rule is a function ``(text, rules) -> reason | None``. The function's name is the name of
-the rule.
+"""The rules that a document must pass. Each rule is a function ``(text, rules) -> reason | None``. ``FILTERS`` has the rules by name.
 
 The data policy has the thresholds of each domain. The rules for code follow StarCoder's and The Stack v2's (line
 lengths, alphabetic share, encoded data, generated files). The rules for prose follow Gopher's repetition rules at the line
@@ -131,17 +130,24 @@ def generated(text: str, rules: DomainRules) -> Message | None:
 
 
 # Cheap rules come first, and specific rules come before general rules, because only the first broken rule is reported.
-FILTERS: tuple[Filter, ...] = (
-    too_short, too_long, binary, long_lines, low_alphabetic, repetition, encoded_data, generated,
-)  # fmt: skip
+FILTERS: dict[str, Filter] = {
+    "too_short": too_short,
+    "too_long": too_long,
+    "binary": binary,
+    "long_lines": long_lines,
+    "low_alphabetic": low_alphabetic,
+    "repetition": repetition,
+    "encoded_data": encoded_data,
+    "generated": generated,
+}
 
 
 def find_first_broken_rule(text: str, rules: DomainRules) -> tuple[str, Message] | None:
     """Return (rule, reason) of the first rule that the text breaks, or None if it passes all rules."""
-    for rule in FILTERS:
+    for name, rule in FILTERS.items():
         reason = rule(text, rules)
         if reason is not None:
-            return rule.__name__, reason
+            return name, reason
     return None
 
 

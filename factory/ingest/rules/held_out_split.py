@@ -255,17 +255,17 @@ class _Selection:
 
 
 def select_held_out(
-    arrived: Sequence[CandidateDocument],
-    recorded: Mapping[str, bool],
-    trained: Collection[str],
-    before: Mapping[str, EarlierHeldOutCounts],
-    wanted: Callable[[str], HeldOutTarget],
-    trained_documents: Callable[[str], int],
+    new_documents: Sequence[CandidateDocument],
+    half_by_held_out_group: Mapping[str, bool],
+    trained_groups: Collection[str],
+    earlier_counts: Mapping[str, EarlierHeldOutCounts],
+    target_of_domain: Callable[[str], HeldOutTarget],
+    count_trained_documents: Callable[[str], int],
 ) -> dict[int, HeldOutAssignment]:
     """Return the documents of a shard that are held out, by number.
 
-    ``recorded`` has the half of each group that is already held out. ``trained`` are the groups with a training document; such a group is not held
-    out as a whole. ``before``, ``wanted`` and ``trained_documents`` (the number of training documents) are by domain.
+    ``half_by_held_out_group`` has the half of each group that is already held out. ``trained_groups`` are the groups with a training document;
+    such a group is not held out as a whole. ``earlier_counts``, ``target_of_domain`` and ``count_trained_documents`` are by domain.
 
     These documents are held out, in this order:
 
@@ -276,18 +276,23 @@ def select_held_out(
     4. Single documents, each as a group of its own, if a half of a domain still has no group (the domain is one source, or has few large ones).
        The same limits apply. A domain that is judged by such documents is better than a domain that is not judged.
     """
-    here = Counter(one.domain for one in arrived)
+    here = Counter(one.domain for one in new_documents)
     domains = {
-        name: _Domain(wanted(name), before.get(name, EarlierHeldOutCounts()), count, partial(trained_documents, name))
+        name: _Domain(
+            target_of_domain(name),
+            earlier_counts.get(name, EarlierHeldOutCounts()),
+            count,
+            partial(count_trained_documents, name),
+        )
         for name, count in here.items()
     }
     selection, free = _Selection(domains), []
-    for name, ones in _by(arrived, lambda one: one.group or one.key).items():
+    for name, ones in _by(new_documents, lambda one: one.group or one.key).items():
         able = _by((one for one in ones if one.can_be_held_out), lambda one: one.domain)
         unit = _Unit(name, make_draw_unit_name(ones[0].group, ones[0].content_sha256), able)
-        if name in recorded:
-            selection.take(unit, recorded[name])
-        elif name not in trained and 0 < len(ones) <= 2 * sum(map(len, able.values())):
+        if name in half_by_held_out_group:
+            selection.take(unit, half_by_held_out_group[name])
+        elif name not in trained_groups and 0 < len(ones) <= 2 * sum(map(len, able.values())):
             free.append(unit)
     asked = [name for name in sorted(here) if domains[name].wanted.share]
     free = _in_order(unit for unit in free if all(name in asked for name in unit.able))
@@ -300,7 +305,9 @@ def select_held_out(
         if all(domain.groups.values()) or not domain.wanted.least or not domain.has_come(4):
             continue
         rest = (
-            one for one in arrived if one.domain == name and one.can_be_held_out and one.group not in {None, *recorded}
+            one
+            for one in new_documents
+            if one.domain == name and one.can_be_held_out and one.group not in {None, *half_by_held_out_group}
         )
         own = _in_order(_Unit(one.key, make_draw_unit_name(None, one.content_sha256), {name: [one]}) for one in rest)
         own = [unit for unit in own if selection.is_free(unit)]
@@ -324,49 +331,49 @@ def _by(
     return found
 
 
-def describe_grouping(domain: str, found: Mapping[str, Any]) -> list[Message]:
+def describe_grouping(domain: str, group_counts: Mapping[str, Any]) -> list[Message]:
     """Describe the groups of a domain in a shard (``factory.ingest.decisions``), if a person has to know or decide something about them.
 
     >>> told = {"group": "source", "documents": 800, "groups": 1, "lacking": 0, "parts": 16, "halves": [8, 8]}
     >>> for line in describe_grouping("reviews", told): print(line)
-    reviews: 'group: source' makes 1 group of 800 documents. These are too few groups to hold out whole groups in both halves. Instead, the \
+    reviews: 'group: source' puts 800 documents into 1 group. That is too few to hold out whole groups in both halves. Instead, the \
 factory holds out 16 single documents, and the release gate treats each held-out document as independent. Ingest documents of more groups, or \
 accept the single documents: 'factory data relabel --domain reviews --group document'
     """
-    kind = found["group"]
+    kind = group_counts["group"]
     lines = []
-    if found["lacking"]:
+    if group_counts["lacking"]:
         lines.append(
             Message(
                 "held_out_split.lacking",
                 "{domain}: {lacking:,} of {documents:,} documents have no {key}. Each of these documents is a group of its own "
                 "('group: {kind}')",
                 domain=domain,
-                lacking=found["lacking"],
-                documents=found["documents"],
+                lacking=group_counts["lacking"],
+                documents=group_counts["documents"],
                 key={"source": "source", "url-host": "url", "conversation": "conversation_id", "path": "path"}[kind],
                 kind=kind,
             )
         )
-    known = {"domain": domain, "kind": kind, "groups": found["groups"], "documents": found["documents"]}
-    if found["parts"]:
+    known = {"domain": domain, "kind": kind, "groups": group_counts["groups"], "documents": group_counts["documents"]}
+    if group_counts["parts"]:
         lines.append(
             Message(
                 "held_out_split.single_documents",
-                "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents. These are too few groups to hold "
-                "out whole groups in both halves. Instead, the factory holds out {parts:,|single document|single documents}, and the "
+                "{domain}: 'group: {kind}' puts {documents:,|document|documents} into {groups:,|group|groups}. That is too few to hold out "
+                "whole groups in both halves. Instead, the factory holds out {parts:,|single document|single documents}, and the "
                 "release gate treats each held-out document as independent. Ingest documents of more groups, or accept the single "
                 "documents: 'factory data relabel --domain {domain} --group document'",
-                parts=found["parts"],
+                parts=group_counts["parts"],
                 **known,
             )
         )
-    elif not all(found["halves"]):
-        sealed, dev = found["halves"]
+    elif not all(group_counts["halves"]):
+        sealed, dev = group_counts["halves"]
         lines.append(
             Message(
                 "held_out_split.empty_half",
-                "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents. The sealed half has "
+                "{domain}: 'group: {kind}' puts {documents:,|document|documents} into {groups:,|group|groups}. The sealed half has "
                 "{sealed:,|held-out group|held-out groups} and the dev half has {dev:,|held-out group|held-out groups}. Both halves "
                 "need a group before a release can be judged on this domain. Ingest documents of more groups, or group by document: "
                 "'factory data relabel --domain {domain} --group document'",

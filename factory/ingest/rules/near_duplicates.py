@@ -42,18 +42,18 @@ def hash_shingles(words: Hashes, content: bytes) -> Hashes:
     return np.frombuffer(content[:8], np.uint64)
 
 
-def compute_signatures(sets: Sequence[Hashes]) -> Signatures:
-    if not sets:
+def compute_signatures(shingle_sets: Sequence[Hashes]) -> Signatures:
+    if not shingle_sets:
         return np.zeros((0, PERMUTATIONS), np.uint32)
-    offsets = np.concatenate([[0], np.cumsum([len(one) for one in sets])]).astype(np.uint64)
-    matrix = RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(sets), offsets, PERMUTATIONS, SEED)
+    offsets = np.concatenate([[0], np.cumsum([len(one) for one in shingle_sets])]).astype(np.uint64)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(shingle_sets), offsets, PERMUTATIONS, SEED)
     return np.array(matrix.to_rows(), np.uint32)
 
 
-def hash_bands(signed: Signatures) -> Bands:
+def hash_bands(signatures: Signatures) -> Bands:
     """Return a hash for each band of each signature. The number of the band is part of the hash."""
-    mixed: Bands = np.tile(np.arange(BANDS, dtype=np.uint64), (len(signed), 1))
-    grouped = signed.reshape(len(signed), BANDS, ROWS).astype(np.uint64)
+    mixed: Bands = np.tile(np.arange(BANDS, dtype=np.uint64), (len(signatures), 1))
+    grouped = signatures.reshape(len(signatures), BANDS, ROWS).astype(np.uint64)
     for row in range(ROWS):
         mixed = mix_bits(mixed * np.uint64(0x9E3779B97F4A7C15) + grouped[:, :, row])
     return mixed

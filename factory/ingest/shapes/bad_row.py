@@ -22,5 +22,6 @@ class BadRow(CodedError):
 def not_an_object_error(row: Any) -> BadRow:
     """Return the error of a decoded row that is not a JSON object."""
     return BadRow(
-        "bad_schema", Message("shapes.not_an_object", "expected an object, got {kind}", kind=type(row).__name__)
+        "bad_schema",
+        Message("shapes.not_an_object", "the row is {kind}; an object is expected", kind=type(row).__name__),
     )

@@ -130,40 +130,50 @@ def raise_for_refused_fields(notes: ReadingNotes) -> None:
 
 
 def check_other_fields(
-    row: Mapping[str, Any], read: Collection[str], ignore: Collection[str], notes: ReadingNotes
+    row: Mapping[str, Any], read_fields: Collection[str], ignored_fields: Collection[str], notes: ReadingNotes
 ) -> None:
-    """Add the fields of a chat's row that have a meaning to ``notes.refused_fields``. For a field in ``ignore``, add a message to ``notes``
+    """Add the fields of a chat's row that have a meaning to ``notes.refused_fields``. For a field in ``ignored_fields``, add a message to ``notes``
     instead."""
-    for name in sorted(_OF_ROWS.difference(TOOLS).intersection(row).difference(read)):
+    for name in sorted(_OF_ROWS.difference(TOOLS).intersection(row).difference(read_fields)):
         if _says_something(name, row[name]):
-            _refused_or_ignored(name, ignore, notes)
+            _refused_or_ignored(name, ignored_fields, notes)
 
 
 def add_reasoning(
-    row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: ReadingNotes
+    row: Mapping[str, Any],
+    read_fields: set[str],
+    turns: list[Turn],
+    ignored_fields: Collection[str],
+    notes: ReadingNotes,
 ) -> list[Turn]:
     """Return the chat with the row's reasoning before its answer, if the chat has one answer. Raises: BadRow 'bad_schema'."""
-    names = [name for name in REASONING_KEYS if name in row and name not in read and _says_something(name, row[name])]
-    names = [name for name in names if name not in ignore and not notes.shows_text_only]
-    last, answers = said[-1], [turn for turn in said if turn["role"] == "assistant"]
-    if not names or answers != [last] or _OF_MANY & read:
-        return said
-    read.update(names)
+    names = [
+        name for name in REASONING_KEYS if name in row and name not in read_fields and _says_something(name, row[name])
+    ]
+    names = [name for name in names if name not in ignored_fields and not notes.shows_text_only]
+    last, answers = turns[-1], [turn for turn in turns if turn["role"] == "assistant"]
+    if not names or answers != [last] or _OF_MANY & read_fields:
+        return turns
+    read_fields.update(names)
     reasoning = _reasoning("the row", row, names, last["content"], notes)
-    return [*said[:-1], last | {"content": render_answer(last["content"], reasoning, [])}]
+    return [*turns[:-1], last | {"content": render_answer(last["content"], reasoning, [])}]
 
 
 def add_tools(
-    row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: ReadingNotes
+    row: Mapping[str, Any],
+    read_fields: set[str],
+    turns: list[Turn],
+    ignored_fields: Collection[str],
+    notes: ReadingNotes,
 ) -> list[Turn]:
     """Return the chat with the row's tools in its system turn. Raises: BadRow 'bad_schema'."""
-    found = [name for name in TOOLS if name in row and name not in read and _says_something(name, row[name])]
-    read.update(TOOLS)
-    for name in [name for name in found if notes.shows_text_only or name in ignore]:
-        _refused_or_ignored(name, ignore, notes)
+    found = [name for name in TOOLS if name in row and name not in read_fields and _says_something(name, row[name])]
+    read_fields.update(TOOLS)
+    for name in [name for name in found if notes.shows_text_only or name in ignored_fields]:
+        _refused_or_ignored(name, ignored_fields, notes)
         found.remove(name)
     if not found:
-        return said
+        return turns
     if len(found) > 1:
         both = Message(
             "shapes.tools_twice",
@@ -172,7 +182,7 @@ def add_tools(
         )
         raise BadRow("bad_schema", both)
     tools = read_tools(found[0], row[found[0]])
-    system, others = ("", said) if said[0]["role"] != "system" else (said[0]["content"], said[1:])
+    system, others = ("", turns) if turns[0]["role"] != "system" else (turns[0]["content"], turns[1:])
     if lists_all_tools(system, tools):
         notes.messages.add(
             Message(
@@ -181,7 +191,7 @@ def add_tools(
                 field=found[0],
             )
         )
-        return said
+        return turns
     notes.messages.add(Message("shapes.tools_listed", "tools are listed in the system turn (<tools>)"))
     return [{"role": "system", "content": append_tools(system, tools)}, *others]
 

@@ -65,20 +65,20 @@ class RowCounts:
         return {name: dict(sorted(found.items())) for name, found in both.items() if found}
 
 
-def find_missing_columns(told: RowCounts, fields: list[FieldMapping]) -> list[tuple[int, str, str]]:
+def find_missing_columns(row_counts: RowCounts, mappings: list[FieldMapping]) -> list[tuple[int, str, str]]:
     """Return (place of the mapping, its key, the column) for each mapped column that no row has."""
     return [
         (place, name, path)
-        for place, seen in sorted(told.mapped.items())
-        for name, value in fields[place].values()
+        for place, seen in sorted(row_counts.mapped.items())
+        for name, value in mappings[place].values()
         for path in value.columns
         if path not in seen.found
     ]
 
 
-def refuse_missing_columns(told: RowCounts, fields: list[FieldMapping], file: str) -> None:
+def refuse_missing_columns(row_counts: RowCounts, mappings: list[FieldMapping], file: str) -> None:
     """Raise InputError if a mapping names a column that no row of the file has."""
-    for place, name, path in find_missing_columns(told, fields):
+    for place, name, path in find_missing_columns(row_counts, mappings):
         raise InputError(
             "shapes.no_row_has_column",
             "{file}: no row has the column {column!r}, which data.yaml names in fields.{place}.{key} (for files {pattern!r}){near}. Nothing was "
@@ -87,8 +87,8 @@ def refuse_missing_columns(told: RowCounts, fields: list[FieldMapping], file: st
             column=path,
             place=place,
             key=name,
-            pattern=fields[place].files,
-            near=suggest_name(path, told.mapped[place].others),
+            pattern=mappings[place].files,
+            near=suggest_name(path, row_counts.mapped[place].others),
         )
 
 

@@ -271,7 +271,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
 
     Raises: InputError for a tokenizer that llama.cpp would apply differently.
     """
-    tokenizer = Tokenizer.load(export, probed=False)  # its split pattern is checked below
+    tokenizer = Tokenizer.load(export, check_encoding=False)  # its split pattern is checked below
     where = export / "tokenizer.json"
     data = json.loads(where.read_text(encoding="utf-8"))
     model = data["model"]

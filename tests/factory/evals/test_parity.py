@@ -230,7 +230,7 @@ def test_exports_of_older_workspaces_get_the_newer_template_without_bos(plant: F
     in_json("tokenizer.json", post_processor=None)(older)
     tokenizer = type(plant.tokenizer).load(older)
     tokenizer.copy_to(tmp_path / "new")
-    tokenizer.copy_to(tmp_path / "again", as_it_was=True)
+    tokenizer.copy_to(tmp_path / "again", keep_old_template=True)
     for name, template in {"new": TEMPLATE_WITHOUT_CALLS_AND_BOS, "again": OLDER_TEMPLATES[0]}.items():
         assert (tmp_path / name / "chat_template.jinja").read_text() == template
         assert json.loads((tmp_path / name / "tokenizer_config.json").read_text())["chat_template"] == template
