@@ -125,7 +125,8 @@ def _held_out(plant: Plant) -> Iterator[ReportLine]:
             guards[CLOZE],
             CLOZE,
             Message(
-                "releasable.more_for_cloze", "Add documents: the questions of cloze are made from held-out documents."
+                "releasable.more_for_cloze",
+                "Add documents: the factory makes the cloze questions from held-out documents.",
             ),
         )
     for name in tasks:
@@ -168,15 +169,16 @@ def _domain_line(
             enough = Message(
                 "releasable.enough_groups",
                 "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. "
-                "The gate needs {needed:,} groups.",
+                "The gate needs {needed:,} groups in the sealed half.",
                 **halves,
                 needed=policy.clusters_min,
             )
             return ReportLine(name, True, enough)
         weak = Message(
             "releasable.weak_guard",
-            "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. The gate needs {needed:,}. "
-            "The guard passes {passed:.0%} of equally good models. With about {wanted:,} groups, the guard would pass 80%.",
+            "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. The gate needs "
+            "{needed:,} in the sealed half. The guard would pass only {passed:.0%} of equally good models. With about {wanted:,} groups, the guard "
+            "would pass 80%.",
             **halves,
             needed=policy.clusters_min,
             passed=guard.passed,
@@ -190,8 +192,8 @@ def _domain_line(
         return ReportLine(name, None, weak, bring)
     text = Message(
         "releasable.few_groups",
-        "{documents:,|document is|documents are} held out. The sealed half has {groups:,|group|groups}, and the dev half has {dev_groups:,}. "
-        "The gate needs {needed_documents:,} documents of {needed:,} groups.",
+        "the sealed half has {documents:,|document|documents} in {groups:,|group|groups}, and the dev half has {dev_groups:,|group|groups}. The gate "
+        "needs {needed_documents:,} documents in {needed:,} groups in the sealed half, and 1 group in the dev half.",
         documents=have.documents,
         **halves,
         needed_documents=policy.documents_min,
@@ -222,7 +224,7 @@ def _small(guard: GuardSize, name: str, todo: str) -> ReportLine:
     size = (
         Message("releasable.items_needed", "About {items:,} items are needed.", items=guard.needed)
         if guard.needed
-        else Message("releasable.margin_too_small", "No number of items is enough for this task's margin.")
+        else Message("releasable.margin_too_small", "This task's margin is so small that no number of items is enough.")
     )
     text = Message(
         "releasable.informs_only",
@@ -324,7 +326,7 @@ def _licences(plant: Plant) -> Iterator[ReportLine]:
         allowed = (
             Message(
                 "releasable.accepted_share",
-                "The licences of {share:.1%} of the data do not allow a release, and a share of at most {most:.1%} is accepted.",
+                "The licences of {share:.1%} of the data do not allow a release. A share of at most {most:.1%} is accepted.",
                 share=share,
                 most=policy.not_releasable_max,
             )

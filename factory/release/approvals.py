@@ -104,8 +104,8 @@ def _refuse_rejected(ledger: Ledger, verdict: VerdictRow) -> None:
     if decision and decision.word == REJECTED:
         raise InputError(
             "approvals.rejected",
-            "verdict {verdict} on {subject} cannot release the candidate, because the candidate was {decision}. A new verdict needs other data, "
-            "another champion or another policy",
+            "verdict {verdict} on {subject} cannot release the candidate, because the candidate was {decision}. A new verdict is possible only "
+            "with other data, another champion or another policy",
             verdict=verdict.id,
             subject=verdict.subject,
             decision=str(decision),

@@ -77,7 +77,7 @@ def check_not_rewound(db: SqlReader, verdict: VerdictRow) -> None:
     if spoiled := list_rewound_segments_of_lineage(db, CandidateRow.get(db, verdict.subject_number).segment):
         raise InputError(
             "checks.rewound",
-            "{subject} is not released: segment {segment} of its training was rewound",
+            "{subject} is not released, because segment {segment} of its training was rewound",
             subject=verdict.subject,
             segment=spoiled[0],
         )

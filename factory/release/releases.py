@@ -71,7 +71,7 @@ def check_override(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict
     if (known := find_decision(plant.ledger, verdict)) and known.word == REJECTED:
         raise InputError(
             "releases.override_of_rejected",
-            "{verdict} was {decision}. A rejection cannot be overridden. Nothing was released",
+            "the candidate of {verdict} was {decision}. A rejection cannot be overridden. Nothing was released",
             verdict=name,
             decision=str(known),
         )
@@ -221,7 +221,7 @@ def find_replaced_release(ledger: Ledger) -> int:
     if not found:
         raise InputError(
             "releases.first",
-            "release {release} replaced no other release. Give the number of the release that becomes champion: 'factory releases rollback N'",
+            "release {release} replaced no other release. Give the number of the release that is to become champion: 'factory releases rollback N'",
             release=now.number,
         )
     return found.number
@@ -257,7 +257,7 @@ class _Saga:
         self.plant.print_line(
             Message(
                 "releases.published",
-                "release {release}: candidate {candidate} is champion",
+                "candidate {candidate} is released as release {release} and is now champion",
                 release=row.number,
                 candidate=row.candidate,
             )

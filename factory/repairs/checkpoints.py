@@ -112,7 +112,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
             plant.progress.line(
                 Message(
                     "checkpoints.copied",
-                    "  the checkpoint of segment {segment}, step {step}, is restored from a kept copy",
+                    "  the checkpoint of segment {segment}, step {step}, is restored from another copy of it",
                     segment=number,
                     step=start,
                 )
@@ -123,7 +123,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         plant.progress.line(
             Message(
                 "checkpoints.replay",
-                "  the factory replays segment {segment} from step {first} to {last}, to make its checkpoint again",
+                "  the factory replays segment {segment} from step {first} to step {last}, to make its damaged checkpoint again",
                 segment=number,
                 first=start,
                 last=row.last_step,

@@ -238,7 +238,9 @@ def _folders(plant: Plant, deep: bool) -> ExaminationResult:
         if is_owner(read_owner(folder), plant.ledger, row):
             return ""
         return Message(
-            "examining.other_owner", "{path} is missing, or belongs to another plan or ledger", path=folder / OWNER_FILE
+            "examining.other_owner",
+            "{path} is missing, or names another plan or another ledger",
+            path=folder / OWNER_FILE,
         )
 
     rows = SegmentRow.select(plant.ledger, "WHERE state = 'done' ORDER BY id")

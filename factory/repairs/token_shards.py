@@ -308,7 +308,7 @@ def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
     if raw is None:
         return None, Message(
             "token_shards.no_raw_shard",
-            "the raw shard {shard} is missing too: copy this file into {folder} again",
+            "the repair needs the raw shard {shard}, which is missing: copy this file into {folder} again",
             shard=name,
             folder=plant.workspace.shards / "raw",
         )

@@ -180,11 +180,11 @@ def describe_noise(noise: ReplicaNoise) -> Message:
     """Return the noise as a line for a person.
 
     >>> describe_noise(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
-    'With another order of the same data, bits per byte change by 0.0042 (code), 0.0050 (docs) (standard deviation of 3 trainings).'
+    'If only the order of the data changes, the standard deviation of bits per byte is 0.0042 (code), 0.0050 (docs) in 3 trainings.'
     """
     return Message(
         "replicas.noise",
-        "With another order of the same data, bits per byte change by {named} (standard deviation of {runs} trainings).",
+        "If only the order of the data changes, the standard deviation of bits per byte is {named} in {runs} trainings.",
         named=[f"{value:.4f} ({domain})" for domain, value in sorted(noise.by_domain.items())],
         domains=dict(noise.by_domain), runs=noise.runs,
     )  # fmt: skip

@@ -71,7 +71,7 @@ def pause_daemon(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
 
     if what not in (TRAINING, EVERYTHING):
         raise InputError(
-            "retrying.cannot_pause", "{what!r} cannot be paused. Name {training!r} or {everything!r}.",
+            "retrying.cannot_pause", "{what!r} cannot be paused. You can pause {training!r} or {everything!r}.",
             what=what, training=TRAINING, everything=EVERYTHING,
         )  # fmt: skip
     with ledger.begin() as tx:

@@ -133,7 +133,7 @@ class Watchdog:
 
     def _hung(self) -> Message:
         return Message(
-            "retrying.hung", "no {unit} for {idle} ({usual}, the limit is {limit})",
+            "retrying.hung", "there was no {unit} for {idle} ({usual}, the limit is {limit})",
             unit=f"first {self.unit}" if self.steps is None else self.unit, idle=format_duration(self.idle_seconds), seconds=self.idle_seconds,
             usual=f"{self.usual_step_seconds:.3g} s is usual" if self.usual_step_seconds else f"no {self.unit} was timed yet",
             limit=format_duration(self.limit_seconds),

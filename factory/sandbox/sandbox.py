@@ -331,22 +331,26 @@ def describe_sandbox() -> dict[str, str]:
     return {
         "isolation": Message(
             "sandbox.isolation",
-            "{version}: user, pid, ipc, net, uts, mount and cgroup namespaces, made by {program}{others}",
+            "{version}: {program} makes user, pid, ipc, net, uts, mount and cgroup namespaces{others}",
             version=bubblewrap.bubblewrap_version(program),
             program=program,
-            others=f" (not by {refused})" if refused else "",
+            others=f". Not used: {refused}" if refused else "",
         ),
         "user": Message(
             "sandbox.user",
-            "mapped from user {user}, capabilities {capabilities}, {privileges}",
+            "mapped from user {user} of this machine, with capabilities {capabilities} and {privileges}",
             user=os.geteuid(),
             capabilities=inside["capabilities"],
-            privileges="no new privileges" if inside["no_new_privileges"] else "MAY GAIN PRIVILEGES",
+            privileges="no way to gain more" if inside["no_new_privileges"] else "A WAY TO GAIN MORE",
         ),
-        "seccomp": Message("sandbox.seccomp", "filter of {instructions} instructions", instructions=rules)
+        "seccomp": Message(
+            "sandbox.seccomp", "a filter of {instructions} instructions denies system calls", instructions=rules
+        )
         if inside["seccomp"]
         else Message("sandbox.no_seccomp", "none, because the factory has no filter for this processor"),
-        "landlock": Message("sandbox.landlock", "ABI {abi}", abi=inside["landlock"])
+        "landlock": Message(
+            "sandbox.landlock", "forbids writing to other folders (Landlock ABI {abi})", abi=inside["landlock"]
+        )
         if inside["landlock"]
         else Message("sandbox.no_landlock", "none. Only the read-only mounts protect files"),
         "memory": Message(

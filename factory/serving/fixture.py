@@ -46,7 +46,7 @@ async def check_parity(client: httpx.AsyncClient, fixture: dict[str, Any], toler
     if wrong := [f"{check.name}: {check.detail}" for check in found if not check.ok]:
         raise ParityError(
             "serving.not_the_judged_model",
-            "The engine's answers differ from the judged model's: {failed}",
+            "The engine's answers differ from those of the judged model. Failed checks: {failed}",
             failed=wrong,
         )
 

@@ -379,7 +379,7 @@ class Supervisor:
             self._say(
                 Message(
                     "serving.not_recorded",
-                    "The ledger could not record '{event}' of release {release}: {error}",
+                    "The ledger could not record the event '{event}' of release {release}: {error}",
                     event=event,
                     release=release,
                     error=error,

@@ -41,7 +41,7 @@ class GenerationDefaults:
         for key, allowed in NEUTRAL_VALUES.items():
             if key in data and data[key] not in allowed:
                 raise ExportError(
-                    "serving.default_not_supported", "{file}: the server does not support {key} {value}. Only {allowed} is supported.",
+                    "serving.default_not_supported", "{file}: the server does not support the value {value} of {key}. It supports only {allowed}.",
                     file=where, key=key, value=str(data[key])[:40], allowed=allowed[0],
                 )  # fmt: skip
         known = IDLE | NEUTRAL_VALUES.keys() | {"do_sample", "temperature", "top_p", "top_k", "eos_token_id"}

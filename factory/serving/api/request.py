@@ -248,7 +248,7 @@ def _check_message_keys(given: dict[str, Any], known: tuple[str, ...], where: st
             place = f"{where}.{key[:80]}"
             unsupported = Message(
                 "serving.message_key",
-                "{where} is not supported: this model reads only role and content. Remove it.",
+                "{where} is not supported: this model reads only role and content. Remove this key.",
                 where=place,
             )
             refusal = unsupported if key in UNSUPPORTED_MESSAGE_KEYS else _unknown(place, suggest_name(key, known))
@@ -317,7 +317,11 @@ def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
     top = _whole(body, "top_logprobs", 0, MOST_LOGPROBS)
     if not _truth(body, "logprobs"):
         if top:
-            raise ApiError(400, Message("serving.top_logprobs", "top_logprobs needs 'logprobs': true."), "top_logprobs")
+            raise ApiError(
+                400,
+                Message("serving.top_logprobs", "top_logprobs is allowed only with 'logprobs': true."),
+                "top_logprobs",
+            )
         return None
     return top or 0
 
