@@ -130,7 +130,7 @@ class DutyTaskRetries(DutyTaskAttempts):
             fault = find_fault_in(error)
             if fault is not None:
                 self.backoff.record_failure(
-                    key, fault.description, longest=min(FAULT_SECONDS * TURN, self.backoff.longest)
+                    key, fault.description, longest_wait=min(FAULT_SECONDS * TURN, self.backoff.longest)
                 )
                 raise
             self._failed.add(key)
@@ -172,7 +172,9 @@ class DutyTaskRetries(DutyTaskAttempts):
         fault = find_fault_in(error)
         said = make_fault_message(fault) if fault else self._words(error, PASS_KEY)
         longest = min(FAULT_SECONDS, self.backoff.longest)
-        rest, news = self.backoff.record_failure(PASS_KEY, said, about=fault.remedy if fault else "", longest=longest)
+        rest, news = self.backoff.record_failure(
+            PASS_KEY, said, cause=fault.remedy if fault else "", longest_wait=longest
+        )
         if news:
             # Writing to a locked ledger would block for a minute, so this event is recorded later.
             self._tell(PASS_FAILED, PASS_KEY, said, rest, record_now=fault != LOCKED)

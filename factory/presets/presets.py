@@ -78,14 +78,14 @@ def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> f
     return total_bytes(parts)
 
 
-def explain_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
-    """Return why a machine cannot train a recipe; '' if it can. ``gpus``: the number of GPUs that the recipe's preset is made for."""
-    if gpus and not machine.gpus:
-        size = memory_needed(recipe, gpus, 0.0, 2)
+def explain_too_large(recipe: Recipe, machine: Hardware, preset_gpus: int = 0) -> str:
+    """Return why a machine cannot train a recipe; '' if it can. ``preset_gpus``: the number of GPUs that the recipe's preset is made for."""
+    if preset_gpus and not machine.gpus:
+        size = memory_needed(recipe, preset_gpus, 0.0, 2)
         return Message(
             "presets.needs_gpus",
             "The recipe needs {gpus:,|GPU|GPUs} with {size:.1f} GB each, but this machine has {machine}.",
-            gpus=gpus,
+            gpus=preset_gpus,
             size=size / GB,
             machine=str(machine),
         )

@@ -47,9 +47,9 @@ PUBLISHED = "published"
 LONGEST_REASON = 2000  # characters
 
 
-def normalise_reason(words: str) -> str:
+def normalise_reason(reason: str) -> str:
     """Return a person's reason on one line. Raises: InputError for a reason without a letter or digit, or one that is too long."""
-    why = " ".join("".join(letter if letter.isprintable() else " " for letter in words).split())
+    why = " ".join("".join(letter if letter.isprintable() else " " for letter in reason).split())
     if not any(letter.isalnum() for letter in why):
         raise InputError(
             "releases.no_reason",

@@ -112,22 +112,26 @@ REPAIRS: dict[str, Callable[[Plant, str], str]] = {
 }
 
 
-def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
+def repair_inputs(plant: Plant, number: int, hash_all: bool = True) -> bool:
     """Hash all files that a segment reads, and repair those that are damaged. Returns whether any was damaged.
 
-    Without ``every``, only token shards that changed since they were last hashed are hashed. The trainer itself hashes its other inputs.
+    Without ``hash_all``, only token shards that changed since they were last hashed are hashed. The trainer itself hashes its other inputs.
     Raises: FactoryError with the remedy if a repair fails.
     """
     row, known = SegmentRow.get(plant.ledger, number), VerifiedShardRecord(plant.workspace)
     shards = {shard["id"]: Path(shard["path"]) for shard in read_data_plan(plant.ledger, row)["token_shards"]}
-    looked = {name: path for name, path in shards.items() if every or not known.is_unchanged(path)}
+    looked = {name: path for name, path in shards.items() if hash_all or not known.is_unchanged(path)}
     damaged = []
     with plant.progress.task("hash token shards", len(looked)) as task:
         for name, path in looked.items():
             if fault := find_token_shard_damage(path, deep=True):
                 damaged.append(Damage("token shards", name, fault, "", True))
             task.advance()
-    if every and row.parent and (fault := find_checkpoint_damage(last_checkpoint(plant.ledger, row.parent), deep=True)):
+    if (
+        hash_all
+        and row.parent
+        and (fault := find_checkpoint_damage(last_checkpoint(plant.ledger, row.parent), deep=True))
+    ):
         damaged.append(Damage("checkpoints", str(row.parent), fault, "", True))
     mended = _mended(plant, damaged)
     known.record_verified(looked.values())

@@ -28,11 +28,11 @@ def choose_removals(
     policy: RetentionPolicy,
     needs: RetentionNeeds,
     segments: Sequence[SegmentRow],
-    ends: dict[int, int],
-    found: Sequence[StoredFolder],
+    last_steps: dict[int, int],
+    folders: Sequence[StoredFolder],
     now: float,
 ) -> list[RetentionDecision]:
-    """Decide about each folder. ``ends``: the step of each segment's last checkpoint; ``now``: seconds since 1970."""
+    """Decide about each folder. ``last_steps``: the step of each segment's last checkpoint; ``now``: seconds since 1970."""
     rows = {row.id: row for row in segments}
     trunk = [row.id for row in segments if row.kind == "trunk" and row.state == "done"][-policy.trunk_segments :]
     trained = [row.id for row in segments if row.kind != "average"]
@@ -40,8 +40,8 @@ def choose_removals(
     commits = list(dict.fromkeys(row.code_commit[:12] for row in reversed(segments)))[: policy.worktrees]
     candidates = {row.id for row in segments if row.kind != "trunk" and row.state == "done"}
     choices = []
-    for what in found:
-        reason = _needed(needs, ends, what)
+    for what in folders:
+        reason = _needed(needs, last_steps, what)
         if reason:
             choices.append(RetentionDecision(what, False, reason))
             continue

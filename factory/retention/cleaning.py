@@ -151,20 +151,20 @@ def _locked(held: ExitStack, workspace: Workspace, name: str) -> bool:
     return True
 
 
-def describe_cleaning(cleaned: CleaningResult) -> Message:
+def describe_cleaning(result: CleaningResult) -> Message:
     """Describe a result in a line for a person.
 
     >>> print(describe_cleaning(CleaningResult([], 0)))
     nothing to remove
     """
-    gone = cleaned.removed_decisions()
+    gone = result.removed_decisions()
     if not gone:
         return Message("cleaning.nothing", "nothing to remove")
     kinds = {choice.folder.kind for choice in gone}
     return Message(
         "cleaning.freed",
         "the factory removed {removed} and freed {megabytes:,.1f} MB",
-        megabytes=cleaned.bytes / 1e6,
+        megabytes=result.bytes / 1e6,
         removed=[f"{sum(choice.folder.kind == kind for choice in gone)} × {kind}" for kind in sorted(kinds)],
     )
 

@@ -45,7 +45,7 @@ def read_free_space_samples(workspace: Workspace) -> list[tuple[float, int]]:
     return found
 
 
-def estimate_hours_left(found: list[tuple[float, int]], free: int, floor: int, now: float) -> float | None:
+def estimate_hours_left(samples: list[tuple[float, int]], free: int, floor: int, now: float) -> float | None:
     """Return in how many hours the free space reaches ``floor`` at the recent rate; None if it does not shrink, or if samples are missing.
 
     >>> estimate_hours_left([(0.0, 100), (3600.0, 90)], free=90, floor=20, now=3600.0)
@@ -53,7 +53,7 @@ def estimate_hours_left(found: list[tuple[float, int]], free: int, floor: int, n
     >>> estimate_hours_left([(0.0, 100), (3600.0, 100)], free=100, floor=20, now=3600.0), estimate_hours_left([], 1, 0, 0.0)
     (None, None)
     """
-    recent = [sample for sample in found if 0 <= now - sample[0] <= WINDOW_SECONDS]
+    recent = [sample for sample in samples if 0 <= now - sample[0] <= WINDOW_SECONDS]
     if not recent or now - recent[0][0] < EVERY_SECONDS:
         return None
     lost = (recent[0][1] - free) / (now - recent[0][0])

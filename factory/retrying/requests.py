@@ -99,13 +99,13 @@ def refuse_while_paused(db: SqlReader) -> None:
         raise PausedError(found.message)
 
 
-def request_actions(ledger: Ledger, actions: Iterable[str], by: str, **how: Any) -> None:
-    """Record a request for each action, such as 'judge 3'. ``how``: further arguments of the duty, which ``open_requests`` returns."""
+def request_actions(ledger: Ledger, actions: Iterable[str], by: str, **arguments: Any) -> None:
+    """Record a request for each action, such as 'judge 3'. ``arguments``: further arguments of the duty, which ``open_requests`` returns."""
     from factory.ledger.ledger import record_event
 
     with ledger.begin() as tx:
         for action in actions:
-            record_event(tx, ASKED, "daemon", {"action": action, "by": by, **how})
+            record_event(tx, ASKED, "daemon", {"action": action, "by": by, **arguments})
 
 
 def open_requests(db: SqlReader) -> dict[str, dict[str, Any]]:
@@ -161,9 +161,9 @@ def newest_decision_event(db: SqlReader) -> int:
     return int(db.read(f"SELECT MAX(id) AS id FROM events WHERE kind IN ({kinds})")[0]["id"] or 0)
 
 
-def refuse_newer_decision(db: SqlReader, before: int) -> None:
-    """Raises: RewoundError when a decision is newer than ``before``, a result of ``newest_decision_event``."""
-    if newest_decision_event(db) != before:
+def refuse_newer_decision(db: SqlReader, last_event: int) -> None:
+    """Raises: RewoundError when a decision is newer than ``last_event``, a result of ``newest_decision_event``."""
+    if newest_decision_event(db) != last_event:
         raise RewoundError(
             "retrying.plan_out_of_date",
             "A person or a diagnosis changed data or segments while a segment was planned. The factory must plan the segment again.",

@@ -54,16 +54,16 @@ def count_oom_kills() -> int | None:
     return None
 
 
-def classify_ending(code: int, line: str, log: str, kills_before: int | None) -> TrainerFailure:
+def classify_ending(code: int, log_line: str, log: str, kills_before: int | None) -> TrainerFailure:
     """Return how a trainer ended.
 
-    ``code``: its exit code, −n after signal n. ``line``: the most helpful line of its log. ``log``: the end of its log. ``kills_before``: the
+    ``code``: its exit code, −n after signal n. ``log_line``: the most helpful line of its log. ``log``: the end of its log. ``kills_before``: the
     result of ``count_oom_kills`` before the trainer started.
 
     >>> classify_ending(1, "trainer: no", "", None)
     TrainerFailure(kind='failed', says='ended with exit 1: trainer: no')
     """
-    cause = f": {line}" if line else ""
+    cause = f": {log_line}" if log_line else ""
     if code == EXIT_STOPPED:
         if all(int(other) in (EXIT_STOPPED, -signal.SIGTERM) for other in RANK_EXIT_CODE.findall(log)):
             return TrainerFailure(
@@ -106,7 +106,7 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
                 "retrying.ended.killed", "was killed by another process (SIGKILL), not by this machine's OOM killer"
             ),
         )
-    if code > 0 and OUT_OF_MEMORY_TEXT.search(line):
+    if code > 0 and OUT_OF_MEMORY_TEXT.search(log_line):
         return TrainerFailure(
             OUT_OF_MEMORY,
             Message(
@@ -176,11 +176,11 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def record_death(
-    ledger: Ledger, row: SegmentRow, ending: TrainerFailure, code: int, tries: int, final: bool
+    ledger: Ledger, row: SegmentRow, ending: TrainerFailure, code: int, tries: int, park_now: bool
 ) -> SegmentRow:
     """Record how a segment's trainer ended. Returns the segment's new row.
 
-    The segment is parked after ``tries`` deaths without progress; with ``final``, after this death.
+    The segment is parked after ``tries`` deaths without progress; with ``park_now``, after this death.
     """
     from factory.ledger.ledger import record_event, segments
     from factory.ledger.snapshot import Snapshot
@@ -189,7 +189,7 @@ def record_death(
     before = _steps_at_deaths(ledger, row.id)
     progress = bool(before) and step is not None and step > max(before)
     attempts = 1 if progress else row.attempts + 1
-    parked = final or attempts >= tries
+    parked = park_now or attempts >= tries
     with ledger.begin() as tx:
         refuse_rewound(Snapshot(tx, ledger.root), row.id)
         outcome = {"state": "failed", "finished_at": time.time()} if parked else {}

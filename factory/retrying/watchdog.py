@@ -109,17 +109,17 @@ class Watchdog:
         """Start the clock again, because the process had nothing to do since the last check."""
         self._looked = self._moved = self.clock()
 
-    def check(self, steps: int) -> str:
-        """Compare ``steps``, the number since the start, with the last check. Returns '', or a message if the process hangs."""
+    def check(self, steps_made: int) -> str:
+        """Compare ``steps_made``, the number since the start, with the last check. Returns '', or a message if the process hangs."""
         now = self.clock()
         passed, self._looked = now - self._looked, now
-        if steps > (self.steps or 0):
+        if steps_made > (self.steps or 0):
             if self.steps is not None or self.first_counts:
                 took = now - self._moved
-                made = steps - (self.steps or 0)
+                made = steps_made - (self.steps or 0)
                 self._took.extend([took / made] * min(made, REMEMBERED))
                 self._longest = max(self._longest, took)
-            self.steps, self.idle_seconds, self._moved, self._wrote = steps, 0.0, now, None
+            self.steps, self.idle_seconds, self._moved, self._wrote = steps_made, 0.0, now, None
             return ""
         self.idle_seconds += max(0.0, passed - self._waited_for_a_core())
         if self.idle_seconds < self.limit_seconds / 2:

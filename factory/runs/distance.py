@@ -56,36 +56,36 @@ class Distance:
 
 
 def checkpoint_distance(
-    a: Checkpoint, b: Checkpoint, begun: Tensors | None = None, other: Tensors | None = None
+    a: Checkpoint, b: Checkpoint, start_a: Tensors | None = None, start_b: Tensors | None = None
 ) -> Distance:
-    """Return the distance of ``b`` from ``a``, in fp64. ``begun``: the weights from which ``a`` began; ``other``: those of ``b``, if not the same."""
-    return Distance(tensor_distances(a.model, b.model, begun, other), tensor_distances(a.optimizer, b.optimizer))
+    """Return the distance of ``b`` from ``a``, in fp64. ``start_a``: the weights from which ``a`` began; ``start_b``: those of ``b``, if others."""
+    return Distance(tensor_distances(a.model, b.model, start_a, start_b), tensor_distances(a.optimizer, b.optimizer))
 
 
 def tensor_distances(
-    a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors | None = None
+    a: Tensors, b: Tensors, start_a: Tensors | None = None, start_b: Tensors | None = None
 ) -> dict[str, TensorDistance]:
     """Return the distance of each tensor by name, as in ``checkpoint_distance``."""
     found = {}
-    other = begun if other is None else other
+    start_b = start_a if start_b is None else start_b
     for name in sorted((a.keys() | b.keys()) - {RANDOM_STATE}):
         one, two = a.get(name), b.get(name)
-        lost = begun is not None and other is not None and (name not in begun or name not in other)
+        lost = start_a is not None and start_b is not None and (name not in start_a or name not in start_b)
         if one is None or two is None or one.shape != two.shape or lost:
             found[name] = TensorDistance(math.inf, 1.0)
             continue
-        starts = (None, None) if begun is None or other is None else (begun[name], other[name])
+        starts = (None, None) if start_a is None or start_b is None else (start_a[name], start_b[name])
         found[name] = tensor_distance(one, two, *starts)
     return found
 
 
 def tensor_distance(
-    one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor | None = None
+    one: Tensor, two: Tensor, start_one: Tensor | None = None, start_two: Tensor | None = None
 ) -> TensorDistance:
     """Return the distance of two tensors of the same shape, as in ``checkpoint_distance``."""
     way, others = one.double(), two.double()
-    if begun is not None and other is not None:
-        way, others = way - begun.double(), others - other.double()
+    if start_one is not None and start_two is not None:
+        way, others = way - start_one.double(), others - start_two.double()
     return TensorDistance(float((others - way).norm()), float(way.norm()))
 
 

@@ -140,18 +140,18 @@ def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
         ) from None  # fmt: skip
 
 
-def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | None = None) -> Checkpoint:
+def read_live_checkpoint(folder: int, step: int, expected: Tensors, copy_folder: Path | None = None) -> Checkpoint:
     """Return the checkpoint of ``step`` from an opened folder while its trainer still runs and may change any file at any time.
 
-    All files are read into memory at once, then written to a private copy in ``aside``, and loaded from that copy. So the trainer gains no time to
-    complete them.
+    All files are read into memory at once, then written to a private copy in ``copy_folder``, and loaded from that copy. So the trainer gains no
+    time to complete them.
 
     Raises: UntrustedFileError if a file differs from the manifest, or if the weights are not finite or have other names, shapes or dtypes than
-    ``like``; OSError for a fault of the machine.
+    ``expected``; OSError for a fault of the machine.
     """
     name, size = (
         checkpoints.checkpoint_name(step),
-        sum(tensor.numel() * tensor.element_size() for tensor in like.values()),
+        sum(tensor.numel() * tensor.element_size() for tensor in expected.values()),
     )
     files = {
         "model.safetensors": 2 * size + HEADER_BYTES, "optimizer.safetensors": 4 * size + HEADER_BYTES, "state.json": JSON_BYTES,
@@ -159,7 +159,7 @@ def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | No
     }  # fmt: skip
     try:
         stored = {file: read_bytes(folder, ("checkpoints", name, file), most) for file, most in files.items()}
-        with tempfile.TemporaryDirectory(dir=aside) as private:
+        with tempfile.TemporaryDirectory(dir=copy_folder) as private:
             copy = Path(private, name)
             copy.mkdir()
             for file, content in stored.items():
@@ -176,8 +176,8 @@ def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | No
             "the run left no checkpoint of step {step} from which training could continue: {error}",
             step=step, error=error.message,
         ) from None  # fmt: skip
-    for key in left.model.keys() | like.keys():
-        found, tensor = left.model.get(key), like.get(key)
+    for key in left.model.keys() | expected.keys():
+        found, tensor = left.model.get(key), expected.get(key)
         if found is None or tensor is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
             raise UntrustedFileError(
                 "runs.other_weights", "the run's weights do not fit this model (tensor {tensor})", tensor=key[:200]

@@ -44,10 +44,10 @@ def read_tensors(folder: int, parts: Sequence[str], limit: int) -> dict[str, tor
     return parse_tensors(read_bytes(folder, parts, limit), parts[-1])
 
 
-def parse_tensors(stored: bytes, name: str) -> dict[str, torch.Tensor]:
+def parse_tensors(content: bytes, name: str) -> dict[str, torch.Tensor]:
     """Return the tensors in the content of a safetensors file. ``name``: the file's name for the error. Raises: UntrustedFileError."""
     try:
-        return load(stored)
+        return load(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
         raise unreadable_file_error(name, error) from None
 
@@ -57,10 +57,10 @@ def read_object(folder: int, parts: Sequence[str], limit: int) -> dict[str, Any]
     return parse_object(read_bytes(folder, parts, limit), parts[-1])
 
 
-def parse_object(stored: bytes, name: str) -> dict[str, Any]:
+def parse_object(content: bytes, name: str) -> dict[str, Any]:
     """Return the JSON object in the content of a file. ``name``: the file's name for the error. Raises: UntrustedFileError."""
     try:
-        return parse_json_object(stored)
+        return parse_json_object(content)
     except ValueError as error:
         raise unreadable_file_error(name, error) from None
 

@@ -104,9 +104,9 @@ class StatusPipe:
         return [json.loads(line) for line in self._lines()]
 
 
-def build_launcher_command(command: Sequence[str], rules: Mapping[str, object], opening: StartPipes) -> list[str]:
+def build_launcher_command(command: Sequence[str], rules: Mapping[str, object], pipes: StartPipes) -> list[str]:
     """Return the command line of the launcher, which applies ``rules`` to itself and then executes ``command``."""
-    said = json.dumps({**rules, "go": opening.go_read.fileno(), "here": opening.here_write.fileno()})
+    said = json.dumps({**rules, "go": pipes.go_read.fileno(), "here": pipes.here_write.fileno()})
     return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]
 
 

@@ -135,7 +135,7 @@ def raise_trainer_failure(
     refuse_rewound(plant.ledger, row.id)
     ending = why or classify_ending(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
     policy = RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))
-    row = record_death(plant.ledger, row, ending, code, policy.tries, final=code == 2)
+    row = record_death(plant.ledger, row, ending, code, policy.tries, park_now=code == 2)
     if row.state == "failed":
         parked = Message(
             "training.trainer_died_parked",

@@ -60,7 +60,12 @@ class GgufFile:
 
 
 def write_release_gguf(
-    ledger: Ledger, number: int, out: Path, progress: Progress, kind: GgufType | None = None, licence: str | None = None
+    ledger: Ledger,
+    number: int,
+    out: Path,
+    progress: Progress,
+    gguf_type: GgufType | None = None,
+    licence: str | None = None,
 ) -> GgufFile:
     """Write the GGUF file of a published release to ``out``. Without ``gguf_type``, weights keep the export's type and are not rounded.
 
@@ -91,11 +96,11 @@ def write_release_gguf(
         "factory.candidate": release.candidate,
         "factory.export_sha256": release.export_sha256,
     }
-    return write_export_gguf(Path(release.export_path), out, about, progress, kind)
+    return write_export_gguf(Path(release.export_path), out, about, progress, gguf_type)
 
 
 def write_export_gguf(
-    export: Path, out: Path, about: dict[str, str | int], progress: Progress, kind: GgufType | None = None
+    export: Path, out: Path, about: dict[str, str | int], progress: Progress, gguf_type: GgufType | None = None
 ) -> GgufFile:
     """Write the GGUF file of an export. ``about``: further metadata for the file. Raises: InputError as ``write_release_gguf``."""
     _require_package()
@@ -120,7 +125,7 @@ def write_export_gguf(
         left.unlink()
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        written = _write(export, aside, config, model_type, plan, about, progress, kind)
+        written = _write(export, aside, config, model_type, plan, about, progress, gguf_type)
         rename_into_place(aside, out)
     finally:
         aside.unlink(missing_ok=True)

@@ -41,14 +41,14 @@ class EngineLoop:
         self.tokens_written = self.prompt_tokens = self.steps = 0
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
-    def submit(self, listener: TokenListener, make: Callable[[int], Job]) -> int | None:
+    def submit(self, listener: TokenListener, make_job: Callable[[int], Job]) -> int | None:
         """Add the job ``make(key)``. Returns its key, or None if too many jobs wait or the engine has a ``problem``."""
         with self._wake:
             if self.problem or len(self._added) + self._batch.waiting >= MOST_WAITING:
                 return None
             key = self._next_key = self._next_key + 1
             self._listeners[key] = listener
-            self._added.append(make(key))
+            self._added.append(make_job(key))
             self._wake.notify()
             return key
 

@@ -66,26 +66,34 @@ class NativeEngine:
             return tokenize_chat(data, self._served.tokenizer)
         return list(tokenize_prompts(data, self._served)[0])
 
-    def make_reply(self, ask: CompletionRequest) -> CompletionReply:
-        return CompletionReply(ask, self._bytes, self.release)
+    def make_reply(self, request: CompletionRequest) -> CompletionReply:
+        return CompletionReply(request, self._bytes, self.release)
 
-    async def generate_tokens(self, ask: CompletionRequest, reply: CompletionReply) -> AsyncIterator[WrittenToken]:
+    async def generate_tokens(self, request: CompletionRequest, reply: CompletionReply) -> AsyncIterator[WrittenToken]:
         """Yield each token of each choice as soon as it is computed. Raises: ApiError."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
         keys = []
-        seed = secrets.randbits(62) if ask.seed is None else ask.seed
+        seed = secrets.randbits(62) if request.seed is None else request.seed
         try:
             with self.loop.submit_together():
                 for choice in reply.choices:
-                    prompt = list(ask.prompts[choice.index // ask.n])
+                    prompt = list(request.prompts[choice.index // request.n])
 
                     def listen(token: Token | None, number: int = choice.index) -> None:
                         loop.call_soon_threadsafe(queue.put_nowait, (number, token))
 
                     def make(key: int, prompt: list[int] = prompt, number: int = choice.index) -> Job:
                         own = (seed + number) % (1 << 63)
-                        return Job(key, prompt, ask.most_tokens, ask.sampling, ask.stop_ids, ask.logprobs or 0, own)
+                        return Job(
+                            key,
+                            prompt,
+                            request.most_tokens,
+                            request.sampling,
+                            request.stop_ids,
+                            request.logprobs or 0,
+                            own,
+                        )
 
                     key = self.loop.submit(listen, make)
                     if key is None:

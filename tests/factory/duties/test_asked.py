@@ -92,7 +92,7 @@ def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
     with refused("retrying.rewound", RewoundError, segment=number):
         record_segment_done(ledger, planned, Path(row.folder), dict(row.result or {}))
     with pytest.raises(RewoundError):
-        record_death(ledger, planned, TrainerFailure(REFUSED, "ended"), 1, 1, final=True)
+        record_death(ledger, planned, TrainerFailure(REFUSED, "ended"), 1, 1, park_now=True)
     assert SegmentRow.get(ledger, number).state == "rewound"
 
 

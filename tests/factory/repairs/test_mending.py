@@ -134,16 +134,16 @@ def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.M
         repairing, "find_token_shard_damage", lambda path, deep: hashed.append(path.name) or look(path, deep)
     )
     first, said = plan_trunk(Plant(workspace, ledger), 4), Said()
-    assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and set(hashed) == {
+    assert not repair_inputs(Plant(workspace, ledger, said), first, hash_all=False) and set(hashed) == {
         one.name for one in folders
     }
-    assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders)
+    assert not repair_inputs(Plant(workspace, ledger, said), first, hash_all=False) and len(hashed) == len(folders)
     before = file_hashes(folders[0])
     flip(folders[0] / "tokens.bin")
     train_segment(Plant(workspace, ledger, said), first)
     assert f"token shard {folders[0].name} is repaired" in said.text and file_hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
-    assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
+    assert not repair_inputs(Plant(workspace, ledger, said), first, hash_all=False) and len(hashed) == len(folders) + 1
 
 
 def test_a_changed_export_is_made_again_and_the_failed_action_is_repeated(copied: Copy) -> None:
