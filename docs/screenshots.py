@@ -34,10 +34,10 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.approvals import APPROVAL_TAG
 from factory.show.mlflow.approval_answers import BY_TAG, ApprovalResponder
-from factory.show.mlflow.registry import CHAMPION, MODEL, find_version, list_start_pages
+from factory.show.mlflow.registry import CHAMPION, MODEL, find_candidate_version, list_start_page_addresses
 from factory.show.mlflow.releases import REASON_TAG
 from factory.show.mlflow.runs import MlflowTracking
-from factory.show.mlflow.store import mlflow_ui_command, open_client
+from factory.show.mlflow.store import make_mlflow_ui_command, open_client
 from factory.show.mlflow.version_page import TRAINING_MODE, RunAddress
 
 PATIENCE = 240.0  # seconds for a page to show what it is waited for
@@ -143,9 +143,9 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
     ledger = Ledger.open(workspace.ledger_url)
     tracking = MlflowTracking.open(Plant(workspace, ledger))
     release = ReleaseRow.select(ledger, "ORDER BY number DESC LIMIT 1")[0]
-    verdict = VerdictRow.newest(ledger, "release", Subject("candidate", release.candidate))
+    verdict = VerdictRow.find_newest(ledger, "release", Subject("candidate", release.candidate))
     assert verdict and verdict.against, "the demo releases twice"
-    pages = list_start_pages(workspace, server)
+    pages = list_start_page_addresses(workspace, server)
     segment = SegmentRow.select(ledger, "WHERE kind = 'trunk' ORDER BY id DESC LIMIT 1")[0]
     place = lambda subject: RunAddress(*(tracking.find_run_and_experiment(subject) or ("", "")))
     mine, theirs = place(Subject("candidate", release.candidate)), place(Subject.parse(verdict.against))
@@ -159,16 +159,16 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
             prepare=TO_TAGS,
         )
         for one in list_undecided_verdicts(ledger)
-        if (found := find_version(tracking.client, one.subject_number, one.subject_sha256))
+        if (found := find_candidate_version(tracking.client, one.subject_number, one.subject_sha256))
     ][-1:]
     return [
         *waiting,
         Shot("releases", pages["releases"], "factory-lm", 700),
-        Shot("segment", at + place(Subject("segment", segment.id)).link("/model-metrics"), "loss", 900, charts=3),
+        Shot("segment", at + place(Subject("segment", segment.id)).make_page_link("/model-metrics"), "loss", 900, charts=3),
         Shot("version", version, "what decides", 1440),
         Shot("tags", version, "what decides", 860, prepare=TO_TAGS),
-        Shot("beside", at + mine.comparison_page(theirs), "Run details", 860, prepare=FOLD_PLOTS),
-        Shot("report", at + mine.link("/artifacts/report.html"), "report.html", 900),
+        Shot("beside", at + mine.make_comparison_link(theirs), "Run details", 860, prepare=FOLD_PLOTS),
+        Shot("report", at + mine.make_page_link("/artifacts/report.html"), "report.html", 900),
     ]
 
 
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names that match this pattern")
     asked = parser.parse_args()
     workspace, port = Workspace.open(asked.workspace), free_port()
-    command, environment = mlflow_ui_command(workspace, port, "127.0.0.1", None)
+    command, environment = make_mlflow_ui_command(workspace, port, "127.0.0.1", None)
     say_a_word(workspace)
     asked.into.mkdir(parents=True, exist_ok=True)
     server = subprocess.Popen(

@@ -16,7 +16,7 @@ from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError
 from factory.core.faults import find_fault_in
 from factory.core.progress import SILENT, Progress
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
@@ -115,13 +115,13 @@ def _gpu(number: int) -> str:
     """Describe one GPU: its name, the peak rate of its data sheet, and the rates that matrix products and copies reach now."""
     import torch
 
-    from trainer.contract.plan.precision import DTYPES, list_precisions
-    from trainer.contract.plan.rates import data_sheet_peak, measure_matmul_rate, measure_memory_rate
+    from trainer.contract.plan.precision import DTYPES, list_supported_precisions
+    from trainer.contract.plan.rates import look_up_data_sheet_flops, measure_matmul_rate, measure_memory_rate
 
     device = torch.device("cuda", number)
     facts = torch.cuda.get_device_properties(device)
-    name = list_precisions(device)[-1]
-    peak = data_sheet_peak(device, DTYPES[name])
+    name = list_supported_precisions(device)[-1]
+    peak = look_up_data_sheet_flops(device, DTYPES[name])
     return Message(
         "machine_check.gpu",
         "GPU {number} is {name} with capability {capability} and {memory:.0f} GiB. A measurement in {precision} reached {products:.0f} TFLOP/s "
@@ -143,14 +143,14 @@ def _measured(workspace: Workspace | None) -> tuple[Any, dict[str, Any]]:
     from factory.training.planning import load_recipe
     from trainer.contract.recipe import Recipe
 
-    shipped = checkout_root() / "policies" / "recipes" / "demo.yaml"
+    shipped = find_checkout_root() / "policies" / "recipes" / "demo.yaml"
     recipe = load_recipe(workspace) if workspace else Recipe.load(shipped)
     return recipe, measure_precision(recipe)
 
 
 def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
     """Check whether the recipe would train in about the fastest precision of this machine."""
-    from kernels.contract.machine import this_machine
+    from kernels.contract.machine import describe_this_machine
     from trainer.contract.plan.precision import WARN
 
     seconds, rates = found["probe"]["seconds"], found["probe"]["rates"]
@@ -158,13 +158,13 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
         Message(
             "machine_check.precision",
             "this machine is {machine}. The recipe {recipe} asks for the precision {asked}, so training is in {precision}",
-            machine=str(this_machine()),
+            machine=str(describe_this_machine()),
             recipe=recipe.name,
             asked=found["asked"],
             precision=found["precision"],
         )
     ]
-    each = " of one thread" if this_machine().threads else ""
+    each = " of one thread" if describe_this_machine().threads else ""
     for name, value in seconds.items():
         lines.append(
             Message(
@@ -182,11 +182,11 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
 
 def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any]) -> CheckResult:
     """List the kernel that computes each op of the recipe's step on this machine. Ops whose kernel is not the chosen one come first."""
-    from factory.computing.tuned_kernels import KERNELS, live_kernels_file
+    from factory.computing.tuned_kernels import KERNELS, open_live_kernels_file
 
     if workspace is None:
-        return _computing(None, checkout_root() / KERNELS, recipe, measured)
-    with live_kernels_file(workspace) as (path, _):
+        return _computing(None, find_checkout_root() / KERNELS, recipe, measured)
+    with open_live_kernels_file(workspace) as (path, _):
         ok, lines = _computing(workspace, path, recipe, measured)
         return ok, [line.replace(str(path), str(workspace.repository / KERNELS)) for line in lines]
 
@@ -194,20 +194,20 @@ def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any])
 def _computing(
     workspace: Workspace | None, path: Path, recipe: Any, measured: dict[str, Any]
 ) -> tuple[bool | None, list[str]]:
-    from factory.computing.compute_settings import decide_computing
+    from factory.computing.compute_settings import choose_compute_settings
     from kernels.contract.bench import BenchSetting
     from kernels.contract.precision import DTYPES
     from kernels.contract.registry import OPS, KernelError, find_implementations_in_use, load_choice, load_fallback
 
-    device = devices.device_kind()
+    device = devices.get_device_kind()
     notes: list[str] = []
     try:
         choice = load_choice(path, device)  # raises an error that names the wrong key
         if workspace:
-            _, decided, notes = decide_computing(workspace, recipe, path.read_text("utf-8"), measured=measured)
+            _, decided, notes = choose_compute_settings(workspace, recipe, path.read_text("utf-8"), measured=measured)
             choice = decided["kernels"]
         fallback = load_fallback(path)
-        setting = BenchSetting.of_mapping(recipe.model_dump() | {"precision": measured["precision"]})
+        setting = BenchSetting.from_recipe_mapping(recipe.model_dump() | {"precision": measured["precision"]})
         found = find_implementations_in_use(
             choice, device, DTYPES[setting.precision], setting.compile, fallback, setting.shape
         )
@@ -237,7 +237,7 @@ def _endpoint(workspace: Workspace | None) -> CheckResult:
     from factory.code_loop.agent_runs import AgentOptions, choose_endpoint
     from factory.git.scope import AgentsPolicy
 
-    path = workspace.policy_path("agents.yaml") if workspace else checkout_root() / "policies" / "agents.yaml"
+    path = workspace.policy_path("agents.yaml") if workspace else find_checkout_root() / "policies" / "agents.yaml"
     policy = AgentsPolicy.load(path).llm
     where = choose_endpoint(policy, AgentOptions())
     if not where:
@@ -260,7 +260,7 @@ def _workspace(workspace: Workspace) -> CheckResult:
 
     room = shutil.disk_usage(workspace.root)
     try:
-        floor = RetentionPolicy.load(workspace.policy_path("retention.yaml")).floor_for_disk(room.total)
+        floor = RetentionPolicy.load(workspace.policy_path("retention.yaml")).compute_free_space_floor(room.total)
     except ConfigError as error:
         return False, error.message
     if room.free >= floor:
@@ -291,9 +291,9 @@ def _ranks(workspace: Workspace) -> CheckResult:
 def _training(workspace: Workspace) -> CheckResult:
     """Check whether the live code trains in the sandbox, and list what it can access there."""
     from factory.ledger.ledger import Ledger
-    from factory.runs.live_code import choose_isolation
+    from factory.runs.live_code import decide_live_code_isolation
 
-    isolated, why = choose_isolation(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
+    isolated, why = decide_live_code_isolation(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not isolated:
         return False, Message(
             "machine_check.no_sandbox",
@@ -347,10 +347,10 @@ def _ledger(workspace: Workspace) -> CheckResult:
 
 def _backups(workspace: Workspace) -> CheckResult:
     from factory.backups.backups import DAY_SECONDS, LEDGER, POSTGRESQL_ADVICE, find_database_damage, read_backup_info
-    from factory.ledger.engine import sqlite_file
-    from factory.ledger.journal import NAME, describe_damage, list_backup_folders, list_backups
+    from factory.ledger.engine import get_sqlite_file
+    from factory.ledger.journal import NAME, describe_journal_damage, list_backup_folders, list_backups
 
-    if sqlite_file(workspace.ledger_url) is None:
+    if get_sqlite_file(workspace.ledger_url) is None:
         return None, POSTGRESQL_ADVICE
     backups = list_backups(workspace.root)
     unread = [path for path in list_backup_folders(workspace.root) if path not in backups]
@@ -361,7 +361,7 @@ def _backups(workspace: Workspace) -> CheckResult:
     if backups:
         fault = find_database_damage(backups[-1] / LEDGER)
         faults += [f"{backups[-1] / LEDGER} is damaged: {fault}"] if fault else []
-        faults += [damage for damage in (describe_damage(backups[-1] / NAME),) if damage]
+        faults += [damage for damage in (describe_journal_damage(backups[-1] / NAME),) if damage]
     if faults:
         return False, Message(
             "machine_check.damaged_backups",

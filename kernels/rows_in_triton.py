@@ -52,10 +52,10 @@ class BackwardLaunch:
 
 
 @functools.cache
-def tile_settings(columns: int, a_thread: int = FORWARD) -> dict[str, int]:
+def choose_tile_settings(columns: int, a_thread: int = FORWARD) -> dict[str, int]:
     """The settings of a tile: ROWS, BLOCK (the length of a row, rounded up to a power of two) and num_warps. ``a_thread``: elements of a thread.
 
-    >>> tile_settings(1000), tile_settings(8192)
+    >>> choose_tile_settings(1000), choose_tile_settings(8192)
     ({'ROWS': 4, 'BLOCK': 1024, 'num_warps': 4}, {'ROWS': 1, 'BLOCK': 8192, 'num_warps': 8})
     """
     block = int(triton.next_power_of_2(columns))
@@ -65,13 +65,13 @@ def tile_settings(columns: int, a_thread: int = FORWARD) -> dict[str, int]:
 
 
 @functools.cache
-def share_out_rows(rows: int, columns: int, row_bytes: int, device: torch.device) -> BackwardLaunch:
+def divide_rows_among_programs(rows: int, columns: int, row_bytes: int, device: torch.device) -> BackwardLaunch:
     """Divide the rows of a backward pass among programs. ``row_bytes``: bytes of one row in all tensors that the kernel reads.
 
-    >>> share_out_rows(16384, 1024, 4096, torch.device("cpu"))
+    >>> divide_rows_among_programs(16384, 1024, 4096, torch.device("cpu"))
     BackwardLaunch(programs=512, rows_each=32, settings={'ROWS': 2, 'BLOCK': 1024, 'num_warps': 4, 'STAGES': 3})
     """
-    settings = tile_settings(columns, BACKWARD)
+    settings = choose_tile_settings(columns, BACKWARD)
     at_most = count_multiprocessors(device) * (WARPS // settings["num_warps"])
     rows_each = max(LEAST_ROWS, -(-rows // at_most))
     rows_each += -rows_each % settings["ROWS"]

@@ -26,7 +26,7 @@ WAIT_SECONDS = 0.002
 
 
 def main(arguments: list[str]) -> int:
-    wait, folders = arguments[:1] == ["--wait"], segment_folders(arguments)
+    wait, folders = arguments[:1] == ["--wait"], parse_segment_folders(arguments)
     if "RANK" in os.environ:
         end_when_launcher_dies()
     if not folders or len(folders) > 1 and not wait or any(name.startswith("-") for name in arguments[wait:]):
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def segment_folders(arguments: list[str]) -> list[Path]:
+def parse_segment_folders(arguments: list[str]) -> list[Path]:
     """The segment folders that the command line names."""
     return [Path(name) for name in arguments[arguments[:1] == ["--wait"] :]]
 
@@ -77,7 +77,7 @@ def wait_for_spec(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for given in segment_folders(sys.argv[1:])[
+    for given in parse_segment_folders(sys.argv[1:])[
         :1
     ]:  # of several folders any will do: the process that started us looks into all
         stopping.end_on_sigterm(before=functools.partial(write_exit_code, given, EXIT_STOPPED))

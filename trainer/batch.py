@@ -58,7 +58,7 @@ class Batch:
         moved: Any = copy_to_device(device, {n: v for n, v in vars(self).items() if isinstance(v, Tensor)})
         return replace(self, **moved)
 
-    def micro_batches(self, rows: int | None) -> list[dict[str, Any]]:
+    def split_into_micro_batches(self, rows: int | None) -> list[dict[str, Any]]:
         """Micro-batches of ``rows`` rows (None: one micro-batch of all rows), as the arguments of the loss: tensors, and ``stretches``, an upper
         bound of the number of stretches in each."""
         tensors = {n: v for n, v in vars(self).items() if isinstance(v, Tensor)}
@@ -79,26 +79,26 @@ def copy_to_device(device: torch.device, tensors: dict[str, Tensor]) -> dict[str
     for name, tensor in tensors.items():
         held = tensor.untyped_storage()
         if held.data_ptr() not in blocks:
-            whole = tensor_in_block(held, torch.uint8, 0, torch.Size([held.nbytes()]), (1,))
+            whole = make_tensor_in_block(held, torch.uint8, 0, torch.Size([held.nbytes()]), (1,))
             blocks[held.data_ptr()] = whole.to(device, non_blocking=True)
         block = blocks[held.data_ptr()].untyped_storage()
-        moved[name] = tensor_in_block(block, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        moved[name] = make_tensor_in_block(block, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
     return moved
 
 
-def allocate_in_one_block(shape: tuple[int, int], dtypes: Sequence[torch.dtype], pin: bool) -> list[Tensor]:
+def allocate_tensors_in_one_block(shape: tuple[int, int], dtypes: Sequence[torch.dtype], pin: bool) -> list[Tensor]:
     """A tensor of zeros of each dtype, one after the other in one block of memory."""
     sizes = [-(-shape[0] * shape[1] * dtype.itemsize // ALIGNED) * ALIGNED for dtype in dtypes]
     block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
     block.numpy().fill(0)  # torch would start threads of its own, which take the cores from the step
     starts = accumulate(sizes, initial=0)
     return [
-        tensor_in_block(block.untyped_storage(), dtype, start // dtype.itemsize, shape, (shape[1], 1))
+        make_tensor_in_block(block.untyped_storage(), dtype, start // dtype.itemsize, shape, (shape[1], 1))
         for dtype, start in zip(dtypes, starts, strict=False)
     ]
 
 
-def tensor_in_block(
+def make_tensor_in_block(
     block: UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
     """A tensor in existing memory, ``offset`` elements from its start. To torch it is not a view of another tensor."""
@@ -140,10 +140,10 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1, pin: bool = Fals
     (6, 7)
     """
     step = order.step
-    rows = order.next_rows()
+    rows = order.draw_next_rows()
     mine = rows[rank::ranks]
     shape = (len(mine), order.context)
-    tensors = dict(zip(DTYPES, allocate_in_one_block(shape, list(DTYPES.values()), pin)))
+    tensors = dict(zip(DTYPES, allocate_tensors_in_one_block(shape, list(DTYPES.values()), pin)))
     tokens, targets, weights, positions, documents, domains = (tensor.numpy() for tensor in tensors.values())
     documents.fill(PADDING)
     supervised = sum(piece.supervised for row in rows for piece in row)
@@ -153,9 +153,9 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1, pin: bool = Fals
         at = 0
         for number, piece in enumerate(row):
             place = np.s_[b, at : at + piece.positions]
-            pair = order.streams[piece.stream].tokens(piece)
+            pair = order.streams[piece.stream].read_piece_tokens(piece)
             tokens[place], targets[place] = pair[:-1], pair[1:]
-            weights[place] = order.streams[piece.stream].target_mask(piece) / np.float32(max(1, supervised))
+            weights[place] = order.streams[piece.stream].read_target_mask(piece) / np.float32(max(1, supervised))
             positions[place] = counted[: piece.positions]
             documents[place] = number
             domains[place] = domain_numbers[piece.stream]
@@ -171,7 +171,7 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1, pin: bool = Fals
     )
 
 
-def prefetch(
+def prefetch_batches(
     order: DataOrder, stop: int, rank: int = 0, ranks: int = 1, ahead: int = 4, pin: bool = False
 ) -> Generator[Batch, None, None]:
     """Batches of the steps from ``order.step`` to ``stop``, made in a thread, at most ``ahead`` of them waiting.

@@ -30,7 +30,7 @@ ALIGNED = 256  # bytes: where each tensor begins in ``HostMemory``
 class CheckpointWriter:
     """Saves checkpoints in a thread, one at a time, and keeps the newest ``keep``.
 
-    ``reserve``: bytes of host memory (``host_bytes``) to allocate before the first save, and to keep. On a GPU all saves use the same memory,
+    ``reserve``: bytes of host memory (``count_host_bytes``) to allocate before the first save, and to keep. On a GPU all saves use the same memory,
     which is kept and grows if needed. On a CPU without ``reserve``, each save frees its memory.
     """
 
@@ -49,12 +49,12 @@ class CheckpointWriter:
                 self._memory.reserve, reserve
             )  # an error here is raised again by the first save's own call
 
-    def submit(self, step: int, contents: dict[str, Tensors], regions: Regions, state: dict[str, Any]) -> None:
+    def begin_save(self, step: int, contents: dict[str, Tensors], regions: Regions, state: dict[str, Any]) -> None:
         """Begin a save as soon as the previous one is done. The tensors may change after ``wait_until_copied``.
 
         Raises: the error of the previous save.
         """
-        self.wait()
+        self.wait_for_last_save()
         self._copied.clear()
         ready = torch.cuda.Event() if torch.cuda.is_available() else None
         if ready is not None:
@@ -68,9 +68,9 @@ class CheckpointWriter:
     def raise_finished_save_error(self) -> None:
         """Raise the error of the last save, if that save has finished."""
         if self._pending is not None and self._pending.done():
-            self.wait()
+            self.wait_for_last_save()
 
-    def wait(self) -> Path | None:
+    def wait_for_last_save(self) -> Path | None:
         """Wait for the last save. Returns its folder. Raises: its error."""
         pending, self._pending = self._pending, None
         return pending.result() if pending is not None else None
@@ -95,7 +95,7 @@ class CheckpointWriter:
                 self._memory is not None
             ):  # the disk's thread makes it, because that thread starts no kernels (see ``lock_pages``)
                 memory = self._disk.submit(
-                    self._memory.reserve, host_bytes(t for _, _, t in iterate_tensors(contents))
+                    self._memory.reserve, count_host_bytes(t for _, _, t in iterate_checkpoint_tensors(contents))
                 ).result()
             copied = copy_to_host(contents, memory, ready)
         finally:
@@ -121,16 +121,16 @@ def lower_thread_priority(device: int | None) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def host_bytes(tensors: Iterable[Tensor]) -> int:
+def count_host_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes that copies of these tensors take in ``HostMemory``."""
-    return sum(padded_bytes(tensor) for tensor in tensors)
+    return sum(count_padded_bytes(tensor) for tensor in tensors)
 
 
-def padded_bytes(tensor: Tensor) -> int:
+def count_padded_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // ALIGNED) * ALIGNED
 
 
-def iterate_tensors(contents: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
+def iterate_checkpoint_tensors(contents: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (kind, name, tensor) of each tensor."""
     return ((kind, name, tensor) for kind, tensors in contents.items() for name, tensor in tensors.items())
 
@@ -142,20 +142,20 @@ def copy_to_host(
     stream, after ``ready``."""
     copied: dict[str, Tensors] = {kind: {} for kind in contents}
     start = 0
-    for kind, name, tensor in iterate_tensors(contents):
+    for kind, name, tensor in iterate_checkpoint_tensors(contents):
         if memory is None:
             copied[kind][name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         else:
             copied[kind][name] = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            start += padded_bytes(tensor)
+            start += count_padded_bytes(tensor)
     if ready is None:  # by numpy: torch would start threads of its own, which take the cores from the step
-        for kind, name, tensor in iterate_tensors(contents):
+        for kind, name, tensor in iterate_checkpoint_tensors(contents):
             np.copyto(_bytes(copied[kind][name]), _bytes(tensor.detach().contiguous()))
         return copied
     stream = torch.cuda.Stream()
     stream.wait_event(ready)
     with torch.cuda.stream(stream):
-        for kind, name, tensor in iterate_tensors(contents):
+        for kind, name, tensor in iterate_checkpoint_tensors(contents):
             copied[kind][name].copy_(tensor.detach(), non_blocking=True)
     stream.synchronize()
     return copied

@@ -41,7 +41,7 @@ GraphOutput = TypeVar("GraphOutput")
 Key = tuple[Any, ...]
 
 
-class Capture(Protocol):
+class GraphCapture(Protocol):
     """A way to warm up and to record a function: CUDA graphs, or a stand-in for tests on a CPU."""
 
     def warm_up(self, function: Callable[[], GraphOutput]) -> GraphOutput: ...
@@ -101,7 +101,7 @@ class GraphReplayer(Generic[GraphOutput]):
     """Calls ``function``, or replays it if these inputs have a recording. Inputs are tensors and other values, by name."""
 
     def __init__(
-        self, function: Callable[[dict[str, Any]], GraphOutput], adds_to: Sequence[Tensor], capture: Capture
+        self, function: Callable[[dict[str, Any]], GraphOutput], adds_to: Sequence[Tensor], capture: GraphCapture
     ) -> None:
         """``adds_to``: all tensors to which the function adds its results. They must be the same tensors in every call."""
         self.function, self.adds_to, self.capture = function, list(adds_to), capture
@@ -110,7 +110,7 @@ class GraphReplayer(Generic[GraphOutput]):
         self.why_not = ""  # the reason why graphs are not used; '' while they are used
 
     def __call__(self, inputs: Mapping[str, Any]) -> GraphOutput:
-        key = recording_key(inputs)
+        key = make_recording_key(inputs)
         found = self.recorded.get(key)
         if self.why_not or (found is None and len(self.recorded) == MOST):
             return self.function(dict(inputs))
@@ -121,7 +121,7 @@ class GraphReplayer(Generic[GraphOutput]):
         found.seen += 1
         if found.replay is None and found.seen > WARM_UPS:
             return self._record(found, inputs)
-        fill_recording(found.inputs, inputs)
+        copy_inputs_to_recording(found.inputs, inputs)
         if found.replay is None:
             return self.capture.warm_up(lambda: self.function(dict(found.inputs)))
         self.replays += 1
@@ -135,7 +135,7 @@ class GraphReplayer(Generic[GraphOutput]):
             replay = self.capture.record(run)
         except RuntimeError as error:
             self._give_up(" ".join(str(error).split())[:200])
-        fill_recording(found.inputs, inputs)
+        copy_inputs_to_recording(found.inputs, inputs)
         if replay is None:
             return run()
         before = [tensor.clone() for tensor in self.adds_to]
@@ -166,7 +166,7 @@ class GraphReplayer(Generic[GraphOutput]):
         print(said, file=sys.stderr, flush=True)
 
 
-def recording_key(inputs: Mapping[str, Any]) -> Key:
+def make_recording_key(inputs: Mapping[str, Any]) -> Key:
     """The key of a recording: names, shapes, dtypes and strides of tensors, and the values of all other inputs."""
     return tuple(
         (name, value.shape, value.dtype, value.stride()) if isinstance(value, Tensor) else (name, value)
@@ -174,7 +174,7 @@ def recording_key(inputs: Mapping[str, Any]) -> Key:
     )
 
 
-def fill_recording(recorded: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+def copy_inputs_to_recording(recorded: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
     """Copy the inputs into the tensors of a recording."""
     for name, value in recorded.items():
         if isinstance(value, Tensor):
@@ -201,7 +201,7 @@ def is_launch_bound(tokens: int, width: int, bytes_each: int) -> bool:
     return tokens * width * 2 * bytes_each / BYTES_PER_SECOND < LAUNCH_SECONDS
 
 
-def uses_graphs(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
+def decide_use_of_graphs(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
     """True if a run with this recipe on these ranks uses CUDA graphs. ``bytes_each``: bytes of an activation."""
     rows = recipe.batch.micro_sequences or recipe.batch.sequences
     small = is_launch_bound(rows * recipe.model.context, recipe.model.d_model, bytes_each)

@@ -16,7 +16,7 @@ from kernels.contract.bench import BenchSetting
 from kernels.contract.precision import FP8
 from kernels.contract.registry import bind_ops, find_implementations_in_use, load_choice, load_fallback
 from trainer.batch import Batch
-from trainer.checkpoint_writer import CheckpointWriter, host_bytes
+from trainer.checkpoint_writer import CheckpointWriter, count_host_bytes
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Regions, SkippedCheckpoint, Tensors
 from trainer.contract.checkpoint.region import Region
@@ -25,16 +25,16 @@ from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES, refuse_unsupported_precision
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.cuda_graphs import Capture, CudaGraphCapture, GraphReplayer, uses_graphs
+from trainer.cuda_graphs import GraphCapture, CudaGraphCapture, GraphReplayer, decide_use_of_graphs
 from trainer.model.transformer import Decoder
-from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate, copy_to_host
-from trainer.monitor.metrics import device_name, peak_memory_bytes
-from trainer.monitor.monitor import Monitor
+from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate, copy_numbers_to_host
+from trainer.monitor.metrics import device_name, measure_peak_memory_bytes
+from trainer.monitor.monitor import UpdateMonitor
 from trainer.monitor.signals import InstabilitySignals, LayerInputs
 from trainer.monitor.stability import StabilityDetector, ThroughputDetector, decide_clip_and_skip
-from trainer.optim.optimizer import Optimizer, sums_of_squares
-from trainer.optim.schedule import lr_share
-from trainer.parallel.ranks import Ranks, is_first_rank_with_part, local_part
+from trainer.optim.optimizer import Optimizer, compute_sums_of_squares
+from trainer.optim.schedule import compute_lr_share
+from trainer.parallel.ranks import Ranks, is_first_rank_with_part, get_local_part
 from trainer.parallel.replicas import find_differing_tensors
 
 
@@ -50,7 +50,7 @@ class BatchSums:
         self.supervised_D = all[1 + domains : -1]
         self.supervised_in_half = all[-1]  # 0 unless the monitor keeps the first half's gradients
 
-    def sums_by_name(self) -> dict[str, Tensor]:
+    def list_sums_by_name(self) -> dict[str, Tensor]:
         return {name: view for name, view in vars(self).items() if name != "all"}
 
 
@@ -76,19 +76,19 @@ class SegmentRun:
         dtype = DTYPES[recipe.precision]
         choice, fallback = load_choice(spec.kernels_path, ranks.device.type), load_fallback(spec.kernels_path)
         ops = bind_ops(choice, ranks.device, dtype, recipe.compile, fallback)
-        shape = BenchSetting.of_mapping(recipe.model_dump()).shape
+        shape = BenchSetting.from_recipe_mapping(recipe.model_dump()).shape
         self.kernels = find_implementations_in_use(choice, ranks.device, dtype, recipe.compile, fallback, shape)
         # on the meta device only if the model is distributed: leaving it, torch imports sympy, which takes half a second
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
         if ranks.mesh is not None:
-            from trainer.parallel.split import shard_parameters
+            from trainer.parallel.fsdp_sharding import shard_parameters
 
             shard_parameters(self.model, self.model.blocks, ranks, dtype)
             self.model.to_empty(device=ranks.device)
         width_share = recipe.model.mup_width_ratio
         self.optimizer = Optimizer(self.model, recipe.optimizer, width_share, ops.adamw, ops.newton_schulz)
-        self.monitor = Monitor(self.optimizer, ranks)
+        self.monitor = UpdateMonitor(self.optimizer, ranks)
         self.detector = StabilityDetector(recipe.stability)
         self.throughput = ThroughputDetector(recipe.stability, f"{ranks.size} × {device_name(ranks.device)}")
         self.signals = InstabilitySignals(recipe, self.model, ranks)
@@ -136,7 +136,7 @@ class SegmentRun:
             self.model.use_recomputation()
         if recipe.compile:
             self.model.compile(2 * (1 + len(recipe.batch.warmup)))  # each batch whole and halved
-        if uses_graphs(recipe, ranks, dtype.itemsize):
+        if decide_use_of_graphs(recipe, ranks, dtype.itemsize):
             self.use_graphs(CudaGraphCapture())
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
@@ -148,13 +148,13 @@ class SegmentRun:
     def launch_step(self, batch: Batch) -> None:
         """Launch one step without waiting for the device. A batch without targets changes no weight."""
         recipe, spec = self.recipe, self.spec
-        lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
-        self.signals.begin_step(self.monitor.layer_at(batch.step))
+        lr = recipe.optimizer.lr * compute_lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
+        self.signals.begin_step(self.monitor.find_layer_to_measure(batch.step))
         sums, load = self._backward(batch)
         gradients = self.optimizer.gradients()
-        sums, squares_P, stop = self._over_ranks(sums, sums_of_squares(gradients) * self.monitor.shares)
+        sums, squares_P, stop = self._over_ranks(sums, compute_sums_of_squares(gradients) * self.monitor.shares)
         norm = squares_P.sum().sqrt()
-        targets, limit = sums.supervised_D.sum(), self.detector.grad_norm_limit()
+        targets, limit = sums.supervised_D.sum(), self.detector.compute_grad_norm_limit()
         divide_by, skip = decide_clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, limit, targets)
         update = WeightUpdate(batch.step, gradients, squares_P, load)
         for hook in self.hooks:
@@ -164,7 +164,7 @@ class SegmentRun:
         self.optimizer.step(lr, divide_by, skip)
         self._balance(load, skip)
         self.optimizer.zero_grad()
-        own = {"grad_norm": norm, "skipped": skip, "stop": stop, **sums.sums_by_name()}
+        own = {"grad_norm": norm, "skipped": skip, "stop": stop, **sums.list_sums_by_name()}
         numbers = [own, *(hook.after_update(update) for hook in self.hooks)]
         self.launched.append(
             LaunchedStep(batch.step, batch.rows, batch.supervised, batch.used, batch.state_after, lr, numbers)
@@ -177,7 +177,7 @@ class SegmentRun:
         The records are made one by one: call ``StepHook.after_step`` with a record before taking the next one. A step without targets has no loss.
         """
         steps, self.launched = self.launched, []
-        return self._records(steps, copy_to_host(*(numbers for step in steps for numbers in step.numbers)))
+        return self._records(steps, copy_numbers_to_host(*(numbers for step in steps for numbers in step.numbers)))
 
     def _records(
         self, steps: list[LaunchedStep], values: list[dict[str, list[float]]]
@@ -213,7 +213,7 @@ class SegmentRun:
         }
         for hook, numbers in zip(self.hooks, of_hooks, strict=True):
             record |= hook.record(numbers, outcome)
-        return record | {"lr": step.lr, "skipped": skipped, "memory": peak_memory_bytes(self.ranks.device)}
+        return record | {"lr": step.lr, "skipped": skipped, "memory": measure_peak_memory_bytes(self.ranks.device)}
 
     def _over_ranks(self, sums: BatchSums, squares_P: Tensor) -> tuple[BatchSums, Tensor, Tensor]:
         """Sum over all ranks, in one message: ``sums``, ``squares_P``, ``stop_asked`` and each rank's measurements for ``signals``.
@@ -223,7 +223,7 @@ class SegmentRun:
         stop = sums.all.new_full((1,), float(self.stop_asked))
         by_rank = self.signals.by_rank
         message = torch.cat((sums.all, squares_P, stop, by_rank.flatten()))
-        self.ranks.sum_(message)
+        self.ranks.sum_over_ranks_in_place(message)
         summed, squares_P, stop, of_ranks = message.split((len(sums.all), len(squares_P), 1, by_rank.numel()))
         self.signals.by_rank = of_ranks.view_as(by_rank)
         return BatchSums(summed), squares_P, stop
@@ -235,7 +235,7 @@ class SegmentRun:
         experts = self.recipe.model.experts
         router_z_share = experts.z_loss / (len(batch.rows) * self.recipe.model.context) if experts else 0.0
         rows, split = self._rows_at_once(batch)
-        parts = batch.micro_batches(rows)
+        parts = batch.split_into_micro_batches(rows)
         for done, part in enumerate(parts, start=1):
             found = None
             if self.graphs is None:
@@ -251,7 +251,7 @@ class SegmentRun:
     def _micro_batch(self, part: dict[str, Any], router_z_share: float = 0.0) -> Tensor | None:
         """Add a micro-batch's gradients to those of the parameters, and its sums to ``sums``. Returns the number of tokens at each expert
         [expert layers, experts], or None."""
-        part_of, sums = self.model.tensor.part, self.sums
+        part_of, sums = self.model.tensor.take_own_positions, self.sums
         domains_BS = part_of(part.pop("domains_BT"))
         loss, nll_BS, load = self.model.loss(**part, z_loss=self.recipe.stability.z_loss, router_z_share=router_z_share)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -263,7 +263,7 @@ class SegmentRun:
         sums.supervised_D.add_(counts_DN.sum(1))
         return load
 
-    def use_graphs(self, capture: Capture) -> None:
+    def use_graphs(self, capture: GraphCapture) -> None:
         """Compute micro-batches by replaying CUDA graphs from now on (``trainer.cuda_graphs``). Only for a dense model on one rank."""
 
         def kept(part: dict[str, Any]) -> LayerInputs:
@@ -273,7 +273,7 @@ class SegmentRun:
             self._micro_batch(part)
             return found
 
-        self.graphs = GraphReplayer(kept, [*self.optimizer.keep_gradients(), self.sums.all], capture)
+        self.graphs = GraphReplayer(kept, [*self.optimizer.allocate_lasting_gradients(), self.sums.all], capture)
 
     def _rows_at_once(self, batch: Batch) -> tuple[int, bool]:
         """(number of rows of a micro-batch, True if the only micro-batch is split in two to measure the noise scale)."""
@@ -288,12 +288,12 @@ class SegmentRun:
         if load is None:
             return
         assert self.recipe.model.experts is not None
-        from trainer.model.experts import update_bias
+        from trainer.model.experts import update_router_bias
 
-        self.ranks.sum_(load)
+        self.ranks.sum_over_ranks_in_place(load)
         biases = [bias for name, bias in self.model.named_buffers()]
         for bias_E, load_E in zip(biases, load):
-            update_bias(bias_E, load_E, self.recipe.model.experts.bias_rate, skip)
+            update_router_bias(bias_E, load_E, self.recipe.model.experts.bias_rate, skip)
 
     def save(self) -> None:
         """Begin to save a checkpoint. The caller may launch further steps while it is written."""
@@ -311,10 +311,10 @@ class SegmentRun:
             "at_start": self.at_start,
             "skipped": [asdict(bad) for bad in self.skipped],
         }
-        contents, regions = self.checkpoint_contents()
-        self.writer.submit(self.step, contents, regions, state)
+        contents, regions = self.collect_checkpoint_contents()
+        self.writer.begin_save(self.step, contents, regions, state)
 
-    def checkpoint_contents(self) -> tuple[dict[str, Tensors], Regions]:
+    def collect_checkpoint_contents(self) -> tuple[dict[str, Tensors], Regions]:
         """This rank's part of a checkpoint: (tensors by kind, the region of each in its whole tensor).
 
         The leader's part also has the tensors that are not split: buffers, counts of steps and the random state. Parameters and moments are not
@@ -322,11 +322,11 @@ class SegmentRun:
         """
         model: Tensors = {}
         optimizer: Tensors = {}
-        regions = self.tensor_regions()
+        regions = self.find_tensor_regions()
         state = self.optimizer.state_tensors()
         for name, parameter in self.optimizer.parameters.items():
             if is_first_rank_with_part(parameter):
-                model[name] = local_part(parameter)
+                model[name] = get_local_part(parameter)
                 keys = [f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")]
                 optimizer |= {key: state[key] for key in keys if key in state}
         if self.ranks.is_leader:
@@ -335,44 +335,44 @@ class SegmentRun:
             optimizer["rng"] = torch.get_rng_state()
         return {"model": model, "optimizer": optimizer}, regions
 
-    def checkpoint_bytes(self) -> int:
-        """Bytes of host memory that a copy of ``checkpoint_contents`` takes once every parameter has its moments. (Before the first step AdamW has
+    def count_checkpoint_bytes(self) -> int:
+        """Bytes of host memory that a copy of ``collect_checkpoint_contents`` takes once every parameter has its moments. (Before the first step AdamW has
         none.)"""
         moments = {"adamw": 2, "muon": 1}
         held: list[Tensor] = []
         for row in self.optimizer.table:
             parameter = self.optimizer.parameters[row.parameter]
             if is_first_rank_with_part(parameter):
-                held += [local_part(parameter)] * (1 + moments[row.rule])
+                held += [get_local_part(parameter)] * (1 + moments[row.rule])
             if self.ranks.is_leader and row.rule == "adamw":
                 held.append(torch.zeros(()))  # its count of steps
         if self.ranks.is_leader:
             held += [*self.model.buffers(), torch.get_rng_state()]
-        return host_bytes(held)
+        return count_host_bytes(held)
 
-    def tensor_regions(self) -> Regions:
+    def find_tensor_regions(self) -> Regions:
         """The region of each parameter, and of each optimiser tensor that is split like its parameter."""
         found: Regions = {}
         for name, parameter in self.optimizer.parameters.items():
             keys = (name, *(f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")))
-            found |= dict.fromkeys(keys, Region.region_of_tensor(parameter))
+            found |= dict.fromkeys(keys, Region.from_tensor(parameter))
         return found
 
-    def differing_replicas(self) -> list[str]:
+    def find_differing_replicas(self) -> list[str]:
         """The names of weights and moments whose copies on two ranks differ. The copies should be equal. Every rank must call it."""
-        held = {name: local_part(parameter) for name, parameter in self.optimizer.parameters.items()}
+        held = {name: get_local_part(parameter) for name, parameter in self.optimizer.parameters.items()}
         held |= self.optimizer.state_tensors()
         return find_differing_tensors(
-            {key: (region, held[key]) for key, region in self.tensor_regions().items() if key in held}, self.ranks
+            {key: (region, held[key]) for key, region in self.find_tensor_regions().items() if key in held}, self.ranks
         )
 
     def _restore(self, start: Path) -> dict[str, Any]:
         """Load a checkpoint. Returns its state. Raises: CheckpointError that names the first parameter that does not fit."""
-        state = checkpoints.read_state(start)
+        state = checkpoints.read_checkpoint_state(start)
         trained = (state.get("recipe") or {}).get("model")
         if trained:  # an older or hand-made checkpoint may lack it: planning then compares the ledger's recipe
             refuse_unaccepted_changes(trained, self.recipe.model, self.recipe.accept_changes, start)
-        regions = self.tensor_regions()
+        regions = self.find_tensor_regions()
         names = self.optimizer.parameters.keys() | {name for name, _ in self.model.named_buffers()}
         model = checkpoints.read_tensors(start, "model", regions)
         if other := sorted(names ^ model.keys()):
@@ -384,7 +384,7 @@ class SegmentRun:
             )
         with torch.no_grad():
             for name, parameter in self.optimizer.parameters.items():
-                local_part(parameter).copy_(model[name])
+                get_local_part(parameter).copy_(model[name])
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(model[name])
         optimizer = checkpoints.read_tensors(start, "optimizer", regions)

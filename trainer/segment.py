@@ -19,20 +19,20 @@ from kernels.contract.files import write_atomically
 from kernels.contract.host_memory import release_freed_memory
 from kernels.contract.message import Message
 from kernels.contract.precision import allow_bf16_matmul
-from trainer.batch import prefetch
+from trainer.batch import prefetch_batches
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.contract import stopping
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import SkippedCheckpoint
-from trainer.contract.data.data_order import document_keys
-from trainer.contract.errors import CheckpointError, SpecError, StoppedBySignal
-from trainer.contract.json_lines import read_lines
-from trainer.contract.plan.feasible import refuse_impossible
+from trainer.contract.data.data_order import list_document_keys
+from trainer.contract.errors import CheckpointError, SpecError, StoppedBySignalError
+from trainer.contract.json_lines import read_json_lines
+from trainer.contract.plan.feasibility import refuse_impossible_run
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.monitor.metrics import MetricsFile
 from trainer.monitor.speed import SpeedMeter
-from trainer.optim.optimizer import format_table
+from trainer.optim.optimizer import format_update_rule_table
 from trainer.parallel.ranks import Ranks
 from trainer.run import SegmentRun
 
@@ -42,20 +42,20 @@ LAST_STEPS = 20  # the result's loss is the mean over this many last steps
 def run_segment(folder: Path) -> None:
     """Run the segment of a folder to its end. Raises: TrainerError, KernelError, OSError; StoppedBySignal after SIGTERM."""
     if stopping.is_stop_requested():
-        raise StoppedBySignal("trainer.stopped_before", "Stopped before the segment began, as requested.")
+        raise StoppedBySignalError("trainer.stopped_before", "Stopped before the segment began, as requested.")
     spec = SegmentSpec.load(folder)
     if (folder / "result.json").exists():
         return
     ranks = Ranks.join(spec.recipe.parallel, spec.recipe.model)
     try:
-        spec.recipe.batch.check_ranks(ranks.data_ranks)
+        spec.recipe.batch.refuse_uneven_ranks(ranks.data_ranks)
         start, skipped = find_start_checkpoint(folder, spec, ranks)
         run = SegmentRun(spec, ranks, start)
         run.skipped += skipped
-        refuse_impossible(run.order, spec.recipe, spec.first_step, spec.last_step)
+        refuse_impossible_run(run.order, spec.recipe, spec.first_step, spec.last_step)
         if ranks.is_leader:
-            (folder / "parameters.txt").write_text(format_table(run.optimizer.table) + "\n")
-            for warning in spec.recipe.model.warnings():
+            (folder / "parameters.txt").write_text(format_update_rule_table(run.optimizer.table) + "\n")
+            for warning in spec.recipe.model.list_warnings():
                 print(
                     Message("trainer.recipe_warning", "warning about the recipe: {warning}", warning=warning),
                     file=sys.stderr,
@@ -86,23 +86,23 @@ def find_start_checkpoint(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tupl
     own = folder / "checkpoints"
     skipped: list[SkippedCheckpoint] = []
     if ranks.is_leader:
-        checkpoints.delete_unfinished(own)
+        checkpoints.delete_unfinished_checkpoints(own)
     ranks.wait()
     for _, path in reversed(checkpoints.list_checkpoints(own)):
-        fault = find_fault_by_ranks(path, ranks)
+        fault = find_checkpoint_fault_on_any_rank(path, ranks)
         if not fault:
             return path, skipped
         if ranks.is_leader:
-            skipped.append(checkpoints.mark_as_bad(path, fault))
+            skipped.append(checkpoints.mark_checkpoint_as_bad(path, fault))
             said = Message("trainer.checkpoint_skipped", "a bad checkpoint is skipped: {fault}", fault=fault)
             print(said, file=sys.stderr, flush=True)
         ranks.wait()
     if spec.initial_checkpoint is None:
         return None, skipped
     initial = Path(spec.initial_checkpoint)
-    if fault := find_fault_by_ranks(initial, ranks):
+    if fault := find_checkpoint_fault_on_any_rank(initial, ranks):
         raise CheckpointError(Message.from_json(fault))
-    step = checkpoints.read_state(initial)["step"]
+    step = checkpoints.read_checkpoint_state(initial)["step"]
     if step != spec.first_step:
         raise SpecError(
             "trainer.wrong_first_step",
@@ -113,7 +113,7 @@ def find_start_checkpoint(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tupl
     return initial, skipped
 
 
-def find_fault_by_ranks(path: Path, ranks: Ranks) -> str:
+def find_checkpoint_fault_on_any_rank(path: Path, ranks: Ranks) -> str:
     """The first fault that any rank finds in its share of a checkpoint's files; '' if none does."""
     fault = checkpoints.find_checkpoint_fault(path, ranks.rank, ranks.size)
     if ranks.size == 1:
@@ -127,7 +127,7 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
     """Train all steps of a segment, and write its metrics, anomalies, checkpoints and result."""
     recipe, spec, ranks = run.recipe, run.spec, run.ranks
     on_gpu = ranks.device.type == "cuda"
-    reserve = run.checkpoint_bytes() * on_gpu  # on a CPU a save gives its memory back, because the step needs it
+    reserve = run.count_checkpoint_bytes() * on_gpu  # on a CPU a save gives its memory back, because the step needs it
     writer = run.writer = CheckpointWriter(
         folder / "checkpoints", recipe.keep_checkpoints, ranks.rank, ranks.size, reserve
     )
@@ -140,7 +140,7 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
     last = left = time.perf_counter()  # the time of the last reading, and the time when the host finished a step
     began, waited = last - run.counters["seconds"], 0.0
     try:
-        batches = prefetch(run.order, spec.last_step, ranks.data_rank, ranks.data_ranks, pin=on_gpu)
+        batches = prefetch_batches(run.order, spec.last_step, ranks.data_rank, ranks.data_ranks, pin=on_gpu)
         for batch in batches:
             waited += time.perf_counter() - left
             run.stop_asked = stopping.is_stop_requested()
@@ -161,7 +161,7 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
                     record |= {"data_wait_s": waited / count}
                     metrics.write(record | {"time": time.time()})
                     for anomaly in (anomaly for hook in run.hooks for anomaly in hook.after_step(record)):
-                        anomalies.write(asdict(anomaly) | {"documents": document_keys(run.order, step.rows)})
+                        anomalies.write(asdict(anomaly) | {"documents": list_document_keys(run.order, step.rows)})
                         anomalies.flush()
                 last, waited = now, 0.0
             if saves or (reads and run.stop_asked):
@@ -170,15 +170,15 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
                 run.save()
             writer.raise_finished_save_error()
             if reads and run.stop_asked and not ended:
-                writer.wait()
-                raise StoppedBySignal(
+                writer.wait_for_last_save()
+                raise StoppedBySignalError(
                     "trainer.stopped_after", "Stopped before step {step}, as requested.", step=run.step
                 )
         batches.close()
-        writer.wait()
+        writer.wait_for_last_save()
         metrics.flush()
         assert run.step == spec.last_step
-        differing = run.differing_replicas()
+        differing = run.find_differing_replicas()
         if ranks.is_leader:
             write_result(folder, run, differing, speed)
     finally:
@@ -188,18 +188,18 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
 
 
 def write_result(folder: Path, run: SegmentRun, differing: list[str], speed: SpeedMeter) -> None:
-    """Write result.json atomically. The file exists only if the segment is done. ``differing``: what ``SegmentRun.differing_replicas`` returned."""
-    path = folder / "checkpoints" / checkpoints.checkpoint_name(run.spec.last_step)
-    every = read_lines(folder / "metrics.jsonl")
+    """Write result.json atomically. The file exists only if the segment is done. ``differing``: what ``SegmentRun.find_differing_replicas`` returned."""
+    path = folder / "checkpoints" / checkpoints.format_checkpoint_name(run.spec.last_step)
+    every = read_json_lines(folder / "metrics.jsonl")
     lines = every[-LAST_STEPS:]
-    mean = lambda key: mean_or_none([line[key] for line in lines if line.get(key) is not None])
+    mean = lambda key: compute_mean_or_none([line[key] for line in lines if line.get(key) is not None])
     spent = {key: run.counters[key] - run.at_start[key] for key in run.counters}
-    shares = run.order.current_stream_shares()
+    shares = run.order.compute_current_stream_shares()
     result = {
         "state": "done",
         "last_step": run.spec.last_step,
         "checkpoint": str(path),
-        "manifest_sha256": checkpoints.manifest_sha256(path),
+        "manifest_sha256": checkpoints.hash_manifest(path),
         "tokens": spent["tokens"],
         "supervised_tokens": spent["supervised_tokens"],
         "first_loss": next((line["loss"] for line in every if "loss" in line), None),
@@ -215,6 +215,6 @@ def write_result(folder: Path, run: SegmentRun, differing: list[str], speed: Spe
     write_atomically(folder / "result.json", json.dumps(result, indent=1))
 
 
-def mean_or_none(values: list[float]) -> float | None:
+def compute_mean_or_none(values: list[float]) -> float | None:
     """The mean of the values; None if there are none, because no step had a finite value."""
     return sum(values) / len(values) if values else None

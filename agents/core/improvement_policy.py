@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from kernels.contract.message import Message
-from trainer.contract.errors import did_you_mean
+from trainer.contract.errors import make_known_words_hint
 from trainer.contract.strict import StrictSchema
 
 OFF, WHEN_IDLE, NIGHTLY = "off", "when-idle", "nightly"
@@ -19,7 +19,7 @@ def _known(agent: str) -> str:
     if agent not in AGENTS:
         raise ValueError(
             Message(
-                "agents.no_agent", "there is no agent {agent!r}{near}", agent=agent, near=did_you_mean(agent, AGENTS)
+                "agents.no_agent", "there is no agent {agent!r}{near}", agent=agent, near=make_known_words_hint(agent, AGENTS)
             )
         )
     return agent
@@ -33,7 +33,7 @@ def _hours(night: str) -> str:
     return night
 
 
-class ImproveBudget(StrictSchema):
+class ImprovementBudget(StrictSchema):
     """Limits for any 24 hours. They are checked before a proposal is begun. A proposal that was begun is judged to its end."""
 
     device_seconds: float = Field(default=14_400.0, gt=0, allow_inf_nan=False)
@@ -44,7 +44,7 @@ class ImproveBudget(StrictSchema):
     """Cost of the language model, at the prices in ``llm``."""
 
 
-class ImprovePolicy(StrictSchema):
+class ImprovementPolicy(StrictSchema):
     """The daemon's own improvements. Every key is optional."""
 
     when: Literal["off", "when-idle", "nightly"] = "off"
@@ -54,13 +54,13 @@ class ImprovePolicy(StrictSchema):
     """The hours in which ``nightly`` may begin a stage, in this machine's time zone."""
     agents: list[Annotated[str, AfterValidator(_known)]] = Field(default=["search", "kernel-engineer"], min_length=1)
     """The agents, in the order in which they work. Each works until it finds nothing more. Without an endpoint ``kernel-engineer`` is left out."""
-    per_day: ImproveBudget = ImproveBudget()
+    per_day: ImprovementBudget = ImprovementBudget()
 
     def allows_stage_at(self, minute: int) -> bool:
         """True if ``when`` and ``night`` allow a stage to begin at that minute of the day.
 
-        >>> (ImprovePolicy(when="nightly").allows_stage_at(23 * 60), ImprovePolicy(when="nightly").allows_stage_at(6 * 60),
-        ...  ImprovePolicy().allows_stage_at(0))
+        >>> (ImprovementPolicy(when="nightly").allows_stage_at(23 * 60), ImprovementPolicy(when="nightly").allows_stage_at(6 * 60),
+        ...  ImprovementPolicy().allows_stage_at(0))
         (True, False, False)
         """
         if self.when != NIGHTLY:

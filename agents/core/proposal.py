@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 
 QUALITY = (
     "quality"  # the kind of a target ``quality:<recipe key>``, whose aim is a better model rather than a faster step
@@ -38,7 +38,7 @@ class Proposal:
     def __post_init__(self) -> None:
         """Make each text one bounded line, because the texts go into commit messages, terminals and reports."""
         for name, limit in (("agent", 60), ("target", 200), ("title", 200), ("hypothesis", 4000)):
-            object.__setattr__(self, name, one_line(getattr(self, name), limit))
+            object.__setattr__(self, name, fold_to_one_line(getattr(self, name), limit))
 
     @property
     def patch_id(self) -> str:

@@ -14,16 +14,16 @@ from kernels.contract.message import Message
 INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 
 
-def replace_invisible(text: str) -> str:
+def replace_invisible_characters(text: str) -> str:
     """The text with every invisible character except tab and newline replaced by ``�``."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(c if c in "\t\n" or unicodedata.category(c) not in INVISIBLE else "\ufffd" for c in text)
 
 
-def limited_text(text: str, limit: int) -> str:
-    """The text as ``replace_invisible`` returns it, cut to ``limit`` characters. A note says how many characters are left out."""
-    cut = replace_invisible(text[:limit])
+def shorten_text(text: str, limit: int) -> str:
+    """The text as ``replace_invisible_characters`` returns it, cut to ``limit`` characters. A note says how many characters are left out."""
+    cut = replace_invisible_characters(text[:limit])
     if len(text) <= limit:
         return cut
     return Message(
@@ -31,14 +31,14 @@ def limited_text(text: str, limit: int) -> str:
     )
 
 
-def one_line(text: str, limit: int) -> str:
+def fold_to_one_line(text: str, limit: int) -> str:
     """The text on one line of at most ``limit`` characters, so that it cannot add lines to a log or a commit message."""
-    words = " ".join(limited_text(text[: 4 * limit], 4 * limit).split())
+    words = " ".join(shorten_text(text[: 4 * limit], 4 * limit).split())
     return words if len(words) <= limit else words[: limit - 1] + "…"
 
 
 def quote_as_data(what: str, text: str, limit: int = 16_000) -> str:
     """``text`` as data for a model: cut to a limit, between marks that the text cannot contain. ``what`` names the data."""
-    bounded = limited_text(text, limit)
+    bounded = shorten_text(text, limit)
     mark = hashlib.sha256(bounded.encode("utf-8", "replace")).hexdigest()[:16]
-    return f"<data {mark}: {one_line(what, 200)}>\n{bounded}\n</data {mark}>"
+    return f"<data {mark}: {fold_to_one_line(what, 200)}>\n{bounded}\n</data {mark}>"

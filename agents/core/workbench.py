@@ -46,7 +46,7 @@ class MeasurementError(CodedError):
     """A measurement was not possible. The message gives the reason."""
 
 
-class ReadError(CodedError):
+class UnreadableFileError(CodedError):
     """The file does not exist or is not in scope."""
 
 
@@ -89,6 +89,6 @@ class Workbench(Protocol):
         """Time an implementation of an op ``against`` another. ``rows``: rows of a micro-batch; 0: as in the recipe. Raises: MeasurementError."""
         ...
 
-    def history(self, target: str) -> list[EarlierProposal]:
+    def list_earlier_proposals(self, target: str) -> list[EarlierProposal]:
         """Earlier proposals for a target, or for all targets of a kind (``quality:``), oldest first."""
         ...

@@ -17,12 +17,12 @@ PLAIN = re.compile(r"[A-Za-z_][\w.+/-]*( [\w.+/-]+)*", re.ASCII)  # text that ne
 Scalar = float | int | str | bool | None
 
 
-def set_value(text: str, path: Sequence[str], value: Scalar) -> str:
+def set_yaml_value(text: str, path: Sequence[str], value: Scalar) -> str:
     """``text`` with the value at ``path`` replaced, or added where the text does not have it.
 
-    >>> set_value("batch: {sequences: 8}  # of a step", ("batch", "sequences"), 4)
+    >>> set_yaml_value("batch: {sequences: 8}  # of a step", ("batch", "sequences"), 4)
     'batch: {sequences: 4}  # of a step'
-    >>> set_value("batch:  # of a step\\n  sequences: 8\\n", ("batch", "micro_sequences"), 4)
+    >>> set_yaml_value("batch:  # of a step\\n  sequences: 8\\n", ("batch", "micro_sequences"), 4)
     'batch:  # of a step\\n  micro_sequences: 4\\n  sequences: 8\\n'
 
     Raises: ValueError if the path leads through a value that is not a mapping, or ends at a mapping or list.
@@ -80,16 +80,16 @@ def _line(path: Sequence[str], value: Scalar) -> str:
     return line
 
 
-def change_recipe(text: str, path: Sequence[str], value: Scalar) -> tuple[str, Recipe]:
+def change_recipe_value(text: str, path: Sequence[str], value: Scalar) -> tuple[str, Recipe]:
     """The new text, and the recipe in it. Raises: RecipeError if the new text is not a valid recipe."""
     try:
-        new = set_value(text, path, value)
+        new = set_yaml_value(text, path, value)
     except ValueError as error:
         raise RecipeError(str(error)) from None
     return new, Recipe.parse(read_yaml(new, "recipe", RecipeError))
 
 
-def values_by_key(recipe: Recipe) -> dict[str, Scalar]:
+def flatten_recipe(recipe: Recipe) -> dict[str, Scalar]:
     """Every single value of a recipe by its dotted key, such as ``optimizer.lr``."""
     return dict(_flat(recipe.model_dump(), ""))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from agents.core.proposal import Edit, Proposal
-from agents.core.untrusted import one_line
-from agents.core.workbench import ReadError, Workbench
+from agents.core.untrusted import fold_to_one_line
+from agents.core.workbench import UnreadableFileError, Workbench
 from agents.kernel_engineer.targets import ProfileTarget
-from agents.loop.role import DraftError, parse_arguments, read_number, read_text, title_and_hypothesis
+from agents.loop.role import DraftError, parse_arguments, read_number, read_text, read_title_and_hypothesis
 from kernels.contract.message import Message
 
 AGENT = "kernel-engineer"
@@ -19,7 +19,7 @@ LEAST_PREDICTED = 1.005  # no measurement of the gate could refute a smaller gai
 def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, tried: str = "") -> Proposal:
     """The proposal that a call of ``propose`` makes, with the edits of the last ``try_patch`` if the call has none. Raises: DraftError."""
     raw = parse_arguments(arguments)
-    title, hypothesis = title_and_hypothesis(raw)
+    title, hypothesis = read_title_and_hypothesis(raw)
     gain, saved, work = (read_number(raw, key) for key in ("predicted_gain", "bytes_saved", "flops_saved"))
     if not LEAST_PREDICTED <= gain <= target.largest_possible_gain + 0.0005:  # the prompt gives the limit rounded
         raise DraftError(
@@ -70,7 +70,7 @@ def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:
                 "kernel_engineer.wrong_path",
                 "edit {number}: the path {path} is not printable ASCII of at most 200 characters.",
                 number=count,
-                path=one_line(ascii(path), 120),
+                path=fold_to_one_line(ascii(path), 120),
             )
         if ("new_text" in edit) == ("find" in edit):
             raise DraftError(
@@ -99,7 +99,7 @@ def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:
 def _read(workbench: Workbench, path: str, count: int) -> str:
     try:
         return workbench.read(path)
-    except ReadError as error:
+    except UnreadableFileError as error:
         raise DraftError(
-            "kernel_engineer.unreadable", "edit {number}: {problem}", number=count, problem=one_line(str(error), 200)
+            "kernel_engineer.unreadable", "edit {number}: {problem}", number=count, problem=fold_to_one_line(str(error), 200)
         ) from None

@@ -36,7 +36,7 @@ that the roofline names; what is chosen for others is judged where they are. A f
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 
-def task_message(target: ProfileTarget, evidence: str, rounds: int) -> str:
+def make_task_message(target: ProfileTarget, evidence: str, rounds: int) -> str:
     """The first message: the target, what it may gain, and the evidence."""
     about = f"the op {target.op!r}" if target.op else target.name.partition(":")[2]
     return (

@@ -9,7 +9,7 @@ from agents.core.proposal import Proposal
 from agents.core.workbench import Workbench
 from agents.kernel_engineer import prompts
 from agents.kernel_engineer.draft import AGENT, read_draft
-from agents.kernel_engineer.targets import ProfileTarget, find_named_target, find_targets, worthwhile_targets
+from agents.kernel_engineer.targets import ProfileTarget, find_named_target, find_targets, select_worthwhile_targets
 from agents.kernel_engineer.tools import TOOLS, EvidenceReader
 from agents.loop.role import AgentTask, JsonObject
 from agents.loop.tools import quote_problems
@@ -32,13 +32,13 @@ class KernelEngineer:
         if self.asked:
             aims = [find_named_target(self.asked, found, self.profile)]
         else:
-            aims = worthwhile_targets(found, self.workbench.history)
+            aims = select_worthwhile_targets(found, self.workbench.history)
         if not aims:
             return Message(
                 "kernel_engineer.no_target", "No target in the profile promises a gain that is large enough to measure."
             )
         target = aims[0]
-        evidence = EvidenceReader(self.profile, self.workbench, target).evidence()
+        evidence = EvidenceReader(self.profile, self.workbench, target).collect_evidence()
         about = Message(
             "kernel_engineer.target",
             "target {target} takes {share:.1%} of the step's time. If the target ran at the roofline, the step would be "
@@ -48,7 +48,7 @@ class KernelEngineer:
             aim=target.gain_at_roofline,
         )
         return AgentTask(
-            prompts.task_message(target, evidence, rounds), about, {**vars(target), "lines": list(target.lines)}
+            prompts.make_task_message(target, evidence, rounds), about, {**vars(target), "lines": list(target.lines)}
         )
 
     def answer_tool_call(self, facts: JsonObject, tool: str, arguments: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agents.core.workbench import EarlierProposal
-from agents.loop.role import TargetError, known_names_hint, nearest_name_hint
+from agents.loop.role import TargetError, make_known_names_hint, make_nearest_name_hint
 
 MOST_LINES = 12  # lines named for a target, hottest first
 MOST_TRIES = 3  # rejected proposals after which the agent leaves a target alone, unless a person names it
@@ -57,7 +57,7 @@ def find_targets(profile: Mapping[str, Any], files: Collection[str]) -> list[Pro
     return sorted(found, key=lambda target: -target.attainable)
 
 
-def worthwhile_targets(
+def select_worthwhile_targets(
     found: Sequence[ProfileTarget], history: Callable[[str], Sequence[EarlierProposal]]
 ) -> list[ProfileTarget]:
     """The targets with a measurable attainable gain that were neither rejected too often nor closed, largest gain first."""
@@ -98,5 +98,5 @@ def find_named_target(wanted_name: str, targets: Sequence[ProfileTarget], profil
         "kernel_engineer.unknown_target",
         "target {target!r} is neither an op nor a line of the profile. {hint}",
         target=wanted_name,
-        hint=nearest_name_hint(near[0]) if near else known_names_hint(known[:8]),
+        hint=make_nearest_name_hint(near[0]) if near else make_known_names_hint(known[:8]),
     )

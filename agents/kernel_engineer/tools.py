@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from agents.core.untrusted import one_line, quote_as_data
+from agents.core.untrusted import fold_to_one_line, quote_as_data
 from agents.core.workbench import Workbench
 from agents.kernel_engineer.draft import read_edits
 from agents.kernel_engineer.targets import ProfileTarget
@@ -60,13 +60,13 @@ class EvidenceReader:
         known: dict[str, Callable[..., str]] = {
             "list_files": lambda: tools.list_files(self.workbench),
             "read_file": partial(tools.read_file, self.workbench),
-            "line_profile": self.line_profile,
-            "graph": self.graph,
-            "roofline": self.roofline,
-            "earlier_proposals": self.earlier_proposals,
+            "line_profile": self.describe_line_profile,
+            "graph": self.describe_data_flow,
+            "roofline": self.describe_roofline,
+            "earlier_proposals": self.describe_earlier_proposals,
             TRY: self.try_patch,
         }
-        return tools.answer_call(known, name, arguments)
+        return tools.answer_tool_call(known, name, arguments)
 
     def try_patch(self, edits: Any) -> str:
         """Run the quick check of edits, and time the ops whose choice they change, outside the step. The code under test takes the times."""
@@ -77,14 +77,14 @@ class EvidenceReader:
         found = self.workbench.check(edits, self.target.op, timed=True)
         return tools.quote_problems(found) if found.problems else quote_as_data("times alone", "\n".join(found.times))
 
-    def line_profile(self, only: str = "") -> str:
+    def describe_line_profile(self, only: str = "") -> str:
         rows = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])][:MOST_ROWS]
         known = set(self.workbench.files())
         places = dict.fromkeys((row["file"], row["line"]) for row in rows if row["file"] in known)
-        notes = "".join(tools.authors_of_lines(self.workbench, file, line, line) for file, line in places)
+        notes = "".join(tools.describe_agent_written_lines(self.workbench, file, line, line) for file, line in places)
         return notes + quote_as_data("line profile", "\n".join(map(_row, rows)) or "no such op or file")
 
-    def graph(self, line: str = "") -> str:
+    def describe_data_flow(self, line: str = "") -> str:
         near = lambda name: not line or name.partition("#")[0] == line
         edges = [e for e in self.profile["edges"] if near(e["source"]) or near(e["target"])]
         words = [f"{e['source']} → {e['target']}: {e['bytes'] / 1e6:.2f} MB read" for e in edges[:MOST_ROWS]]
@@ -95,7 +95,7 @@ class EvidenceReader:
         ]
         return quote_as_data("graph", "\n".join(words) or "no such line")
 
-    def roofline(self) -> str:
+    def describe_roofline(self) -> str:
         p = self.profile
         recipe = p["recipe_step_s"]
         words = [
@@ -109,13 +109,13 @@ class EvidenceReader:
         ]
         return quote_as_data("roofline", "\n".join(words))
 
-    def earlier_proposals(self) -> str:
-        return tools.earlier_proposals(self.workbench.history(self.target.name))
+    def describe_earlier_proposals(self) -> str:
+        return tools.quote_earlier_proposals(self.workbench.history(self.target.name))
 
-    def evidence(self) -> str:
+    def collect_evidence(self) -> str:
         """The evidence in the first message to the model."""
         own = self.target.op or self.target.name.partition(":")[2]
-        return "\n\n".join((self.roofline(), self.line_profile(own), self.earlier_proposals()))
+        return "\n\n".join((self.describe_roofline(), self.describe_line_profile(own), self.describe_earlier_proposals()))
 
 
 def _row(line: Mapping[str, Any]) -> str:
@@ -123,5 +123,5 @@ def _row(line: Mapping[str, Any]) -> str:
         f"{line['file']}:{line['line']} {line['op'] or '-'} {line['share']:.2%} of the step "
         f"(forward {line['forward_s'] * 1e3:.2f} ms, backward {line['backward_s'] * 1e3:.2f} ms, host {line['host_s'] * 1e3:.2f} ms), "
         f"{line['calls']:g} calls, {line['bytes'] / 1e6:.2f} MB, {line['flops'] / 1e6:.2f} MFLOP, bound by {line['bound']}, "
-        f"{line['roofline']:.0%} of the roofline | {one_line(line['source'], 120)}"
+        f"{line['roofline']:.0%} of the roofline | {fold_to_one_line(line['source'], 120)}"
     )

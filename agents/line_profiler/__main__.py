@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from agents.line_profiler.capture import ROOT, RecordedOperation
-from agents.line_profiler.lines import phase_of_line, read_source_line
-from agents.line_profiler.profile_schema import Profile, line_name
-from agents.line_profiler.report.page import html_page
+from agents.line_profiler.lines import find_phase_of_line, read_source_line
+from agents.line_profiler.profile_schema import Profile, format_line_name
+from agents.line_profiler.report.page import render_profile_page
 from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, ProfileSession, measure_profile
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import format_error_with_code
@@ -23,18 +23,18 @@ from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
 
-def write_profile(session: ProfileSession, folder: Path) -> None:
+def write_profile_files(session: ProfileSession, folder: Path) -> None:
     """Write profile.json, profile.html and trace.json. Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "profile.json").write_text(session.profile.to_json(), encoding="utf-8")
-    (folder / "trace.json").write_text(chrome_trace(session.profile, session.events), encoding="utf-8")
-    (folder / "profile.html").write_text(html_page(session.profile), encoding="utf-8")
+    (folder / "trace.json").write_text(make_chrome_trace(session.profile, session.events), encoding="utf-8")
+    (folder / "profile.html").write_text(render_profile_page(session.profile), encoding="utf-8")
 
 
 ROWS = {"forward": 1, "backward": 2, "optimizer": 3, "data": 4}
 
 
-def chrome_trace(profile: Profile, events: Sequence[RecordedOperation]) -> str:
+def make_chrome_trace(profile: Profile, events: Sequence[RecordedOperation]) -> str:
     """The step as JSON that opens in Perfetto (ui.perfetto.dev) or chrome://tracing. It has one row each for forward, backward, optimiser and
     data. An event is named after its source line, and its arguments describe the operation.
 
@@ -58,7 +58,7 @@ def chrome_trace(profile: Profile, events: Sequence[RecordedOperation]) -> str:
             add("data", line.name, line.seconds, {"source": line.source})
     for event in events:
         file, number, _ = event.line
-        row = "backward" if event.backward else phase_of_line(event.line)
+        row = "backward" if event.backward else find_phase_of_line(event.line)
         now += event.host_s
         about = {
             "operation": event.operation,
@@ -68,7 +68,7 @@ def chrome_trace(profile: Profile, events: Sequence[RecordedOperation]) -> str:
             "bytes": event.bytes,
             "flops": event.flops,
         }
-        add(row, line_name(*event.line), event.seconds, about)
+        add(row, format_line_name(*event.line), event.seconds, about)
     return json.dumps({"traceEvents": made, "displayTimeUnit": "ms"})
 
 
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
             isolation_budget_s=chosen.isolation,
             report=progress,
         )
-        write_profile(session, chosen.out)
+        write_profile_files(session, chosen.out)
     except (TrainerError, KernelError, OSError) as error:
         print(format_error_with_code(error), file=sys.stderr)
         return 2
@@ -116,9 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         from rich.console import Console  # it may be missing on a bare GPU image
 
-        from agents.line_profiler.report.report import profile_table
+        from agents.line_profiler.report.report import make_profile_table
 
-        Console().print(profile_table(session.profile, chosen.top))
+        Console().print(make_profile_table(session.profile, chosen.top))
     return 0
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from agents.line_profiler.signature import OperationSignature, Samples, copy_nonrandom_inputs, signature_of
+from agents.line_profiler.signature import OperationSignature, Samples, copy_nonrandom_inputs, make_operation_signature
 from kernels.contract.registry import OPS, Ops
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ class OperationRecorder(TorchDispatchMode):
 
     def _describe(self, func: Any, args: Any, kwargs: Any) -> OperationSignature | None:
         try:
-            signature = signature_of(func, args, kwargs)
+            signature = make_operation_signature(func, args, kwargs)
             if signature not in self.samples:
                 self.samples[signature] = copy_nonrandom_inputs(args, kwargs)
         except (TypeError, RuntimeError):  # not comparable by value, or a tensor without a storage

@@ -12,15 +12,15 @@ from functools import cache
 from itertools import combinations
 
 from agents.line_profiler.capture import Line, RecordedOperation
-from agents.line_profiler.lines import source_lines
-from agents.line_profiler.profile_schema import Edge, FusionCandidate, ProfiledLine, StreamCandidate, line_name
+from agents.line_profiler.lines import read_source_lines
+from agents.line_profiler.profile_schema import DataFlowEdge, FusionCandidate, ProfiledLine, StreamCandidate, format_line_name
 
 LEAST_GAIN = 1e-3  # share of the step: smaller candidates are not listed
 MOST_LISTED = 20
 Callers = Mapping[Line, tuple[tuple[str, int], ...]]
 
 
-def data_flow_edges(events: Sequence[RecordedOperation], callers: Callers) -> list[Edge]:
+def find_data_flow_edges(events: Sequence[RecordedOperation], callers: Callers) -> list[DataFlowEdge]:
     """Edges from the line that last wrote a storage to the line that reads it, in the forward pass and the optimiser. All layers of the
     model run the same lines, so they share edges.
 
@@ -38,18 +38,18 @@ def data_flow_edges(events: Sequence[RecordedOperation], callers: Callers) -> li
         writer |= dict.fromkeys(event.writes, event.line)
     conditions = {line: _conditions_above(line, callers) for edge in walked for line in edge}
     return [
-        Edge(line_name(*source), line_name(*target), bool(conditions[target] - conditions[source]), moved)
+        DataFlowEdge(format_line_name(*source), format_line_name(*target), bool(conditions[target] - conditions[source]), moved)
         for (source, target), moved in walked.items()
     ]
 
 
 def _conditions_above(line: Line, callers: Callers) -> frozenset[tuple[str, int]]:
     every = ((line[0], line[1]), *callers.get(line, ()))
-    return frozenset((file, test) for file, number in every for test in conditions_of_lines(file).get(number, ()))
+    return frozenset((file, test) for file, number in every for test in find_conditions_of_lines(file).get(number, ()))
 
 
 @cache
-def conditions_of_lines(file: str) -> dict[int, frozenset[int]]:
+def find_conditions_of_lines(file: str) -> dict[int, frozenset[int]]:
     """For each line, the lines of the conditions on which it depends: an ``if`` around it, or an earlier ``if`` that returns."""
     found: dict[int, frozenset[int]] = {}
 
@@ -70,11 +70,11 @@ def conditions_of_lines(file: str) -> dict[int, frozenset[int]]:
             elif isinstance(statement, ast.Try):
                 visit([*statement.body, *statement.orelse, *statement.finalbody], outer)
 
-    visit(ast.parse("\n".join(source_lines(file))).body, frozenset())
+    visit(ast.parse("\n".join(read_source_lines(file))).body, frozenset())
     return found
 
 
-def fusion_candidates(
+def find_fusion_candidates(
     events: Sequence[RecordedOperation], lines: Iterable[ProfiledLine], bytes_per_s: float, step_s: float
 ) -> list[FusionCandidate]:
     """Chains of memory-bound lines with intermediates that no other line reads; largest gain first.
@@ -124,7 +124,7 @@ def fusion_candidates(
         reached = sum(line.bytes for line in chained) / sum(line.seconds for line in chained)
         gain = total / max(bytes_per_s, reached)
         if gain >= LEAST_GAIN * step_s:
-            names = tuple(line_name(*line) for line in members)
+            names = tuple(format_line_name(*line) for line in members)
             found.append(FusionCandidate(names, len(inside[root]), total, gain, gain / step_s))
     return sorted(found, key=lambda c: -c.gain_s)[:MOST_LISTED]
 
@@ -146,14 +146,14 @@ def _joined(groups: Iterable[Sequence[Line]]) -> dict[Line, Line]:
     return {line: root(line) for line in parent}
 
 
-def stream_candidates(events: Sequence[RecordedOperation], step_s: float) -> list[StreamCandidate]:
+def find_stream_candidates(events: Sequence[RecordedOperation], step_s: float) -> list[StreamCandidate]:
     """Pairs of branches that start at one tensor and do not depend on each other, largest gain first. All layers share their lines.
 
     A branch is its first operation and all operations that depend on it, without those that depend on the other branch too. A kernel op
     counts for the line that calls it, so that two calls of one op are two branches.
     """
     working = [event for event in events if event.reads or event.writes]
-    places = [event.called_from or line_name(*event.line) for event in working]
+    places = [event.called_from or format_line_name(*event.line) for event in working]
     above, forks = _ancestors(working)
     below = _descendants(above)
     seconds = lambda bits: sum(working[n].seconds for n in _members(bits))

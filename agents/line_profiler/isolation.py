@@ -38,7 +38,7 @@ class IsolatedTime:
     why_not: str = ""  # why the operation could not be called outside the step; the times are zero then
 
 
-def measure_operations(
+def time_operations_alone(
     recorded: Mapping[OperationSignature, Samples],
     estimates: Mapping[OperationSignature, float],
     device: torch.device,
@@ -56,12 +56,12 @@ def measure_operations(
     found = {}
     for done, signature in enumerate(wanted):
         part = max(0.0, ends - time.perf_counter()) / (len(wanted) - done)
-        found[signature] = measure_operation(signature, recorded[signature], device, part)
+        found[signature] = time_operation_alone(signature, recorded[signature], device, part)
         report(done + 1, len(wanted))
     return found
 
 
-def measure_operation(
+def time_operation_alone(
     signature: OperationSignature, values: Samples, device: torch.device, budget_s: float, seed: int = 0
 ) -> IsolatedTime:
     """Measure one operation alone. If it raises, ``why_not`` holds the message: an operation that cannot be repeated is not an error."""
@@ -79,7 +79,7 @@ def _measure(
 ) -> IsolatedTime:
     began = time.perf_counter()
     generator = torch.Generator(device).manual_seed(seed)
-    sets = [make_inputs(signature, values, device, generator)]
+    sets = [make_operation_inputs(signature, values, device, generator)]
     written = _written(signature)
     pristine = [sets[0][i].clone() for i in written]  # torch.clone keeps the strides of a dense tensor
     clock = make_call_timer(device)
@@ -93,9 +93,9 @@ def _measure(
 
     first = call(0)
     making = time.perf_counter() - began - first
-    more_sets = min(MOST_SETS, -(-CACHE_BYTES // max(1, signature.bytes))) - 1
+    more_sets = min(MOST_SETS, -(-CACHE_BYTES // max(1, signature.tensor_bytes))) - 1
     if more_sets * making < budget_s / 4:
-        sets += [make_inputs(signature, values, device, generator) for _ in range(more_sets)]
+        sets += [make_operation_inputs(signature, values, device, generator) for _ in range(more_sets)]
     return time_repeatedly(call, first, began + budget_s)
 
 
@@ -155,7 +155,7 @@ def _written(signature: OperationSignature) -> list[int]:
 BY_DIMENSION = ("gather", "scatter")  # operations whose second argument is the dimension that is indexed
 
 
-def make_inputs(
+def make_operation_inputs(
     signature: OperationSignature, values: Samples, device: torch.device, generator: torch.Generator
 ) -> list[Any]:
     """The leaves of (args, kwargs). Floats are drawn from a normal distribution; integers, masks and scalars keep their
@@ -176,7 +176,7 @@ def make_inputs(
 
 
 def _tensor(spec: TensorSpec, value: Tensor | None, device: torch.device, generator: torch.Generator) -> Tensor:
-    storage = torch.empty(spec.storage_elements, dtype=spec.dtype, device=device)
+    storage = torch.empty(spec.storage_element_count, dtype=spec.dtype, device=device)
     tensor = storage.as_strided(spec.shape, spec.stride)
     if value is None:
         storage.normal_(generator=generator)
@@ -189,13 +189,13 @@ def _tensor(spec: TensorSpec, value: Tensor | None, device: torch.device, genera
 
 def _indices(signature: OperationSignature, spec: TensorSpec, device: torch.device) -> Tensor:
     """Integers below the size of what they index, evenly spread, as balanced routing spreads them."""
-    indexed = signature.tensors[0].shape
-    if "grouped_mm" in signature.operation:  # where each expert's rows end
+    indexed = signature.tensor_arguments[0].shape
+    if "grouped_mm" in signature.operation_name:  # where each expert's rows end
         ends = torch.linspace(indexed[0] / spec.shape[0], indexed[0], spec.shape[0])
         return ends.to(dtype=spec.dtype, device=device)
     dimension = 0
-    if any(name in signature.operation for name in BY_DIMENSION):
+    if any(name in signature.operation_name for name in BY_DIMENSION):
         dimension = next(leaf for leaf in signature.leaves if isinstance(leaf, int))
     below = indexed[dimension] if indexed else 1
-    storage = torch.arange(spec.storage_elements, device=device) * 7919 % max(1, below)  # a prime: neighbours lie apart
+    storage = torch.arange(spec.storage_element_count, device=device) * 7919 % max(1, below)  # a prime: neighbours lie apart
     return storage.to(spec.dtype).as_strided(spec.shape, spec.stride)

@@ -27,11 +27,11 @@ class PeakRates:
     flops_per_s: float
     bytes_per_s: float
 
-    def seconds(self, flops: float, bytes: float) -> float:
+    def estimate_least_seconds(self, flops: float, bytes: float) -> float:
         """The least time by the roofline model (Williams et al. 2009, doi 10.1145/1498765.1498785)."""
         return max(flops / self.flops_per_s, bytes / self.bytes_per_s)
 
-    def bound(self, flops: float, bytes: float) -> str:
+    def find_limiting_resource(self, flops: float, bytes: float) -> str:
         return "compute" if flops / self.flops_per_s >= bytes / self.bytes_per_s else "memory"
 
 
@@ -63,14 +63,14 @@ def _line(
     host = sum(e.host_s for e in events)
     flops, moved = sum(e.flops for e in events), sum(e.bytes for e in events)
     took = forward + backward
-    reached = min(1.0, roof.seconds(flops, moved) / took) if took else 0.0
+    reached = min(1.0, roof.estimate_least_seconds(flops, moved) / took) if took else 0.0
     isolated, spread = _isolated(events, alone)
     return ProfiledLine(
         file=file,
         line=number,
         source=read_source_line(file, number),
         op=op,
-        phase=phase_of_line(line),
+        phase=find_phase_of_line(line),
         forward_s=forward,
         backward_s=backward,
         host_s=host,
@@ -79,14 +79,14 @@ def _line(
         bytes=moved,
         share=(took + host) / step_s,
         roofline=reached,
-        bound=_bound(took, host, reached, len(events), roof.bound(flops, moved)),
+        bound=_bound(took, host, reached, len(events), roof.find_limiting_resource(flops, moved)),
         operations=tuple(name for name, _ in Counter(e.operation for e in events).most_common(4)),
         isolated_s=isolated,
         isolated_spread_s=spread,
     )
 
 
-def phase_of_line(line: Line) -> str:
+def find_phase_of_line(line: Line) -> str:
     """The phase of a line, 'optimizer' or 'forward'. Lines of the data loader have no phase of these."""
     file, _, op = line
     return "optimizer" if op in OPTIMIZER_OPS or file in OPTIMIZER_FILES else "forward"
@@ -113,7 +113,7 @@ def _isolated(
     return sum(one.median_s for one in found), sum(one.spread_s for one in found)
 
 
-def data_loader_lines(traced: Mapping[Line, tuple[float, float]], step_s: float) -> list[ProfiledLine]:
+def summarise_data_loader_lines(traced: Mapping[Line, tuple[float, float]], step_s: float) -> list[ProfiledLine]:
     """The data loader's lines. ``traced``: line → (seconds, times executed). All of this time is the host's."""
     return [
         ProfiledLine(
@@ -143,11 +143,11 @@ def summarise_ops(
 
 
 def read_source_line(file: str, line: int) -> str:
-    text = source_lines(file)
+    text = read_source_lines(file)
     return text[line - 1].strip() if 0 < line <= len(text) else file
 
 
 @cache
-def source_lines(file: str) -> tuple[str, ...]:
+def read_source_lines(file: str) -> tuple[str, ...]:
     path = ROOT / file
     return tuple(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()

@@ -41,10 +41,10 @@ class ProfiledLine:
     @property
     def name(self) -> str:
         """The line's name in edges, fusion candidates and stream candidates."""
-        return line_name(self.file, self.line, self.op)
+        return format_line_name(self.file, self.line, self.op)
 
 
-def line_name(file: str, line: int, op: str) -> str:
+def format_line_name(file: str, line: int, op: str) -> str:
     """A source line's name in edges and candidates: 'file:line', or 'file:line#op'."""
     return f"{file}:{line}" + (f"#{op}" if op else "")
 
@@ -65,7 +65,7 @@ class ProfiledOp:
 
 
 @dataclass(frozen=True)
-class CrossCheck:
+class TorchProfilerComparison:
     """Seconds in operations, by ``torch.profiler`` and by the lines, for the same batch."""
 
     torch_s: float  # self time of all operations, summed
@@ -90,7 +90,7 @@ class IsolationStatistics:
 
 
 @dataclass(frozen=True)
-class Edge:
+class DataFlowEdge:
     """``target`` reads what ``source`` wrote. ``conditional``: the target is in a conditional branch in which the source is not."""
 
     source: str  # ``ProfiledLine.name``
@@ -147,11 +147,11 @@ class Profile:
     matmul_flops_per_s: float
     memory_bytes_per_s: float
     steps: int
-    cross_check: CrossCheck
+    cross_check: TorchProfilerComparison
     isolation: IsolationStatistics | None  # None if no operation was measured outside the step
     lines: tuple[ProfiledLine, ...]  # hottest first
     ops: tuple[ProfiledOp, ...]
-    edges: tuple[Edge, ...]  # of the forward pass and the optimiser, in the order in which they are first walked
+    edges: tuple[DataFlowEdge, ...]  # of the forward pass and the optimiser, in the order in which they are first walked
     fusion_candidates: tuple[FusionCandidate, ...]  # largest gain first
     stream_candidates: tuple[StreamCandidate, ...]
 

@@ -19,29 +19,29 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from agents.line_profiler.capture import ROOT, Line, OperationRecorder, RecordedOperation
-from agents.line_profiler.graph import data_flow_edges, fusion_candidates, stream_candidates
-from agents.line_profiler.isolation import ITERATIONS, WARMUP, IsolatedTime, measure_operations
-from agents.line_profiler.lines import PeakRates, data_loader_lines, summarise_lines, summarise_ops
-from agents.line_profiler.profile_schema import FORMAT, CrossCheck, IsolationStatistics, Profile
+from agents.line_profiler.graph import find_data_flow_edges, find_fusion_candidates, find_stream_candidates
+from agents.line_profiler.isolation import ITERATIONS, WARMUP, IsolatedTime, time_operations_alone
+from agents.line_profiler.lines import PeakRates, summarise_data_loader_lines, summarise_lines, summarise_ops
+from agents.line_profiler.profile_schema import FORMAT, TorchProfilerComparison, IsolationStatistics, Profile
 from agents.line_profiler.signature import OperationSignature, Samples
 from agents.line_profiler.stopwatch import (
     TimedOperation,
-    add_measured_times,
+    replace_recorded_times,
     is_fastest_time_confirmed,
     make_clock,
     make_progress_reporter,
-    stopwatch_overhead,
+    measure_stopwatch_overhead,
     time_operations,
-    total_seconds,
-    without_garbage_collection,
+    add_up_seconds,
+    pause_garbage_collection,
 )
-from agents.line_profiler.workload import make_run, shrink_recipe
-from kernels.contract.choice import implementation_names
+from agents.line_profiler.workload import make_segment_run, shrink_recipe
+from kernels.contract.choice import split_implementation_names
 from kernels.contract.message import Message
 from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
-from trainer.contract.plan.precision import DTYPES, replace_auto_precision, this_device
+from trainer.contract.plan.precision import DTYPES, replace_auto_precision, choose_this_device
 from trainer.contract.plan.rates import measure_matmul_rate, measure_memory_rate
 from trainer.contract.recipe import Recipe
 from trainer.run import SegmentRun
@@ -76,10 +76,10 @@ def measure_profile(
 
     Raises: TrainerError, KernelError.
     """
-    recipe = replace_auto_precision(recipe, this_device())
+    recipe = replace_auto_precision(recipe, choose_this_device())
     with allow_bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report(Message("line_profiler.eager_step", "preparing the eager step"))
-        run = make_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
+        run = make_segment_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
         device = run.ranks.device
         synchronize = torch.cuda.synchronize if device.type == "cuda" else None
         for _ in range(WARMUP_STEPS):
@@ -90,7 +90,7 @@ def measure_profile(
         # One batch for all steps, so that the same step is compared.
         batch = make_batch(run.order).to(device)
         recorder = OperationRecorder()
-        with _ops_of(run, recorder.wrap_ops(run.model.ops)), without_garbage_collection(), recorder:
+        with _ops_of(run, recorder.wrap_ops(run.model.ops)), pause_garbage_collection(), recorder:
             run.train_step(batch)
         rounds = _rounds(run, batch, steps, synchronize, report)
         # The fastest of each: other programs only add time.
@@ -98,26 +98,26 @@ def measure_profile(
         report(Message("line_profiler.stopwatch", "measuring the cost of the stopwatch"))
         crossing_s = _crossing(recipe, kernels, Path(folder))
         events = tuple(
-            add_measured_times(
-                recorder.events, min(rounds.watched, key=total_seconds), crossing_s, device.type == "cpu"
+            replace_recorded_times(
+                recorder.events, min(rounds.watched, key=add_up_seconds), crossing_s, device.type == "cpu"
             )
         )
-        check = CrossCheck(min(rounds.torch), sum(e.seconds for e in events))
+        check = TorchProfilerComparison(min(rounds.torch), sum(e.seconds for e in events))
         calls = _calls(run, batch, recorder)
         roof = PeakRates(measure_matmul_rate(device, DTYPES[recipe.precision]), measure_memory_rate(device))
         alone, isolation = None, None
         if isolate:
             alone, isolation = _isolate(recorder.samples, events, device, isolation_budget_s, report)
         recipe_step = _recipe_step(recipe, kernels, Path(folder), steps, report) if measure_recipe_step else None
-    choice = {op: implementation_names(name)[0] for op, name in load_choice(kernels, device.type).items()}
-    every = summarise_lines(events, calls, step_s, roof, alone) + data_loader_lines(data, step_s)
+    choice = {op: split_implementation_names(name)[0] for op, name in load_choice(kernels, device.type).items()}
+    every = summarise_lines(events, calls, step_s, roof, alone) + summarise_data_loader_lines(data, step_s)
     lines = sorted(every, key=lambda line: -line.seconds)
     covered = sum(line.seconds for line in lines)
     found = Profile(
         format=FORMAT,
         recipe=recipe.model_dump(),
         kernels=choice,
-        device=device_name(device),
+        device=read_device_name(device),
         device_kind=device.type,
         torch=torch.__version__,
         eager_step_s=step_s,
@@ -132,9 +132,9 @@ def measure_profile(
         isolation=isolation,
         lines=tuple(lines),
         ops=tuple(summarise_ops(events, recorder.op_calls, choice, step_s, device.type)),
-        edges=tuple(data_flow_edges(events, recorder.callers)),
-        fusion_candidates=tuple(fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
-        stream_candidates=tuple(stream_candidates(events, step_s)),
+        edges=tuple(find_data_flow_edges(events, recorder.callers)),
+        fusion_candidates=tuple(find_fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
+        stream_candidates=tuple(find_stream_candidates(events, step_s)),
     )
     return ProfileSession(found, events)
 
@@ -150,7 +150,7 @@ class RepeatedStepTimings:
 
     def is_fastest_step_confirmed(self) -> bool:
         """True if other steps confirmed the fastest step of each kind."""
-        ours = self.unwatched, [total_seconds(step) for step in self.watched]
+        ours = self.unwatched, [add_up_seconds(step) for step in self.watched]
         return all(map(is_fastest_time_confirmed, ours)) and is_fastest_time_confirmed(self.torch, ALIKE_FOR_TORCH)
 
 
@@ -167,7 +167,7 @@ def _rounds(
         settled = spent > LEAST_S and rounds.is_fastest_step_confirmed()
         return len(rounds.watched) >= steps and (settled or spent > SETTLING_S)
 
-    with without_garbage_collection():
+    with pause_garbage_collection():
         while not enough():
             rounds.torch.append(_torch_profiler_s(run, batch))
             run.train_step(batch)
@@ -182,11 +182,11 @@ def _rounds(
 
 
 def _crossing(recipe: Recipe, kernels: Path, folder: Path) -> float:
-    run = make_run(shrink_recipe(recipe), kernels, folder, steps=WARMUP_STEPS + 1, compile=False)
+    run = make_segment_run(shrink_recipe(recipe), kernels, folder, steps=WARMUP_STEPS + 1, compile=False)
     for _ in range(WARMUP_STEPS):
         run.train_step(make_batch(run.order).to(run.ranks.device))
     batch = make_batch(run.order).to(run.ranks.device)
-    return stopwatch_overhead(lambda: run.train_step(batch))
+    return measure_stopwatch_overhead(lambda: run.train_step(batch))
 
 
 def _timed(run: SegmentRun, batch: Batch, synchronize: Callable[[], None] | None) -> float:
@@ -225,7 +225,7 @@ def _data_lines(run: SegmentRun) -> tuple[dict[Line, tuple[float, float]], float
         began = time.perf_counter()
         make_batch(run.order)
         untraced.append(time.perf_counter() - began)
-    with trace_line_times() as found:
+    with time_executed_lines() as found:
         make_batch(run.order)
     making = min(untraced)
     scale = making / (sum(seconds for seconds, _ in found.values()) or 1.0)
@@ -237,7 +237,7 @@ def _calls(run: SegmentRun, batch: Batch, recorder: OperationRecorder) -> dict[L
     counted = recorder.op_calls.copy()
     with (
         _ops_of(run, recorder.wrap_ops(run.model.ops)),
-        trace_line_times(("trainer", "kernels"), lambda: recorder.current_op) as found,
+        time_executed_lines(("trainer", "kernels"), lambda: recorder.current_op) as found,
     ):
         run.train_step(batch)
     recorder.op_calls = counted
@@ -271,10 +271,10 @@ def _isolate(
             seconds=budget_s,
         )
     )
-    alone = measure_operations(
+    alone = time_operations_alone(
         recorded, estimates, device, budget_s, make_progress_reporter(report, "operations timed: ")
     )
-    why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
+    why = tuple(f"{signature.operation_name}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())
     spent = time.perf_counter() - began
     return alone, IsolationStatistics(len(alone), full, WARMUP, ITERATIONS, spent, budget_s, why)
@@ -286,7 +286,7 @@ def _recipe_step(
     if not recipe.compile:
         return None
     report(Message("line_profiler.recipe_step", "timing the compiled step of the recipe"))
-    compiled = make_run(recipe, kernels, folder, steps=WARMUP_STEPS + steps + 3, compile=True)
+    compiled = make_segment_run(recipe, kernels, folder, steps=WARMUP_STEPS + steps + 3, compile=True)
     synchronize = torch.cuda.synchronize if compiled.ranks.device.type == "cuda" else None
     for _ in range(WARMUP_STEPS):
         compiled.train_step(make_batch(compiled.order).to(compiled.ranks.device))
@@ -298,7 +298,7 @@ def _recipe_step(
     return min(times)
 
 
-def device_name(device: torch.device) -> str:
+def read_device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
@@ -308,7 +308,7 @@ COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # frame
 
 
 @contextmanager
-def trace_line_times(
+def time_executed_lines(
     folders: tuple[str, ...] = ("trainer",), op: Callable[[], str] = lambda: ""
 ) -> Iterator[dict[Line, list[float]]]:
     """Time every line of ``folders`` that this thread executes in the block. Yields a dictionary: line → [seconds, times executed].

@@ -22,7 +22,7 @@ class TensorSpec:
     same_as: int
 
     @property
-    def storage_elements(self) -> int:
+    def storage_element_count(self) -> int:
         """Elements of the smallest storage that holds the tensor."""
         if 0 in self.shape:
             return 0
@@ -41,29 +41,29 @@ class OperationSignature:
     tree: TreeSpec  # of (args, kwargs)
 
     @property
-    def operation(self) -> str:
+    def operation_name(self) -> str:
         return str(self.func)
 
     @property
-    def tensors(self) -> list[TensorSpec]:
+    def tensor_arguments(self) -> list[TensorSpec]:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     @property
-    def bytes(self) -> int:
+    def tensor_bytes(self) -> int:
         """Memory that its tensor arguments take."""
-        return sum(spec.storage_elements * spec.dtype.itemsize for spec in self.tensors if spec.same_as < 0)
+        return sum(spec.storage_element_count * spec.dtype.itemsize for spec in self.tensor_arguments if spec.same_as < 0)
 
     def __hash__(self) -> int:
         return hash((self.func, self.leaves))
 
     def __str__(self) -> str:
-        return f"{self.operation}({', '.join(map(str, self.tensors))})"
+        return f"{self.operation_name}({', '.join(map(str, self.tensor_arguments))})"
 
 
 Samples = tuple[Tensor | None, ...]  # by leaf: the values of integers, masks and scalars; None for random floats
 
 
-def signature_of(func: Any, args: Any, kwargs: Any) -> OperationSignature:
+def make_operation_signature(func: Any, args: Any, kwargs: Any) -> OperationSignature:
     """The signature of a call. Raises: TypeError when an argument cannot be compared by value."""
     leaves, tree = tree_flatten((args, kwargs))
     first: dict[tuple[int, int], int] = {}

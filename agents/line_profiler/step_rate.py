@@ -14,14 +14,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from agents.line_profiler.workload import make_run
+from agents.line_profiler.workload import make_segment_run
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import format_error_with_code
 from kernels.contract.op import KernelError
 from kernels.contract.precision import allow_bf16_matmul
 from trainer.batch import make_batch
 from trainer.contract.errors import TrainerError
-from trainer.contract.plan.precision import DTYPES, replace_auto_precision, this_device
+from trainer.contract.plan.precision import DTYPES, replace_auto_precision, choose_this_device
 from trainer.contract.recipe import Recipe
 
 STEPS, SECONDS = 8, 6.0
@@ -33,9 +33,9 @@ def measure_step_rate(recipe: Recipe, kernels: Path, steps: int = STEPS) -> dict
     Raises: TrainerError, KernelError.
     """
     began = time.perf_counter()
-    recipe = replace_auto_precision(recipe, this_device())
+    recipe = replace_auto_precision(recipe, choose_this_device())
     with allow_bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="rate-") as folder:
-        run = make_run(recipe, kernels, Path(folder), steps=steps + 2, compile=recipe.compile)
+        run = make_segment_run(recipe, kernels, Path(folder), steps=steps + 2, compile=recipe.compile)
         run.train_step(make_batch(run.order).to(run.ranks.device))
         started = time.perf_counter()
         times: list[float] = []

@@ -41,10 +41,10 @@ class TimedOperation:
 class HostClock:
     """The host's clock: an operation is over when it returns."""
 
-    def mark(self) -> Any:
+    def record_mark(self) -> Any:
         return time.perf_counter()
 
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
+    def convert_marks_to_seconds(self, marks: Sequence[Any]) -> list[float]:
         """The seconds of each mark since one common moment."""
         return list(marks)
 
@@ -52,12 +52,12 @@ class HostClock:
 class DeviceClock(HostClock):
     """A GPU's clock: a mark is an event in its stream."""
 
-    def mark(self) -> Any:
+    def record_mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
+    def convert_marks_to_seconds(self, marks: Sequence[Any]) -> list[float]:
         torch.cuda.synchronize()
         return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
 
@@ -76,22 +76,22 @@ class Stopwatch(TorchDispatchMode):
         self._seen: list[Any] = []
 
     def __enter__(self) -> Stopwatch:
-        self._marks.append(self.clock.mark())
+        self._marks.append(self.clock.record_mark())
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
-        self._marks.append(self.clock.mark())
+        self._marks.append(self.clock.record_mark())
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        began = self.clock.mark()
+        began = self.clock.record_mark()
         out = func(*args, **(kwargs or {}))
-        self._marks += (began, self.clock.mark())
+        self._marks += (began, self.clock.record_mark())
         self._seen.append(func)
         return out
 
-    def timed_operations(self) -> list[TimedOperation]:
-        first, *times, last = self.clock.seconds(self._marks)
+    def list_timed_operations(self) -> list[TimedOperation]:
+        first, *times, last = self.clock.convert_marks_to_seconds(self._marks)
         begins, ends = times[::2], [first, *times[1::2]]
         made = [
             TimedOperation(str(func), began - before, ended - began)
@@ -105,7 +105,7 @@ def time_operations(step: Callable[[], object], clock: HostClock | None = None) 
     """Run a step under the stopwatch. Returns its operations."""
     with Stopwatch(clock) as watch:
         step()
-    return watch.timed_operations()
+    return watch.list_timed_operations()
 
 
 def make_progress_reporter(report: Callable[[str], None], what: str) -> Callable[[int, int], None]:
@@ -121,7 +121,7 @@ def make_progress_reporter(report: Callable[[str], None], what: str) -> Callable
     return heard
 
 
-def total_seconds(laps: Sequence[TimedOperation]) -> float:
+def add_up_seconds(laps: Sequence[TimedOperation]) -> float:
     """Seconds of the whole step."""
     return sum(lap.gap + lap.seconds + lap.after for lap in laps)
 
@@ -131,7 +131,7 @@ def is_fastest_time_confirmed(times: Sequence[float], alike: float = ALIKE) -> b
     return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= alike * min(times)
 
 
-def stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
+def measure_stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
     """Seconds that the stopwatch adds to an operation: the fastest step with it minus the fastest step without it, for each operation.
 
     ``turns`` steps of each kind run. On a busy machine more run, until both fastest times are confirmed or ``SETTLING_S`` is over.
@@ -139,7 +139,7 @@ def stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
     plain: list[float] = []
     watched: list[float] = []
     operations = 1
-    with without_garbage_collection():
+    with pause_garbage_collection():
         ends = time.perf_counter() + SETTLING_S
         while len(plain) < turns or (
             time.perf_counter() < ends and not (is_fastest_time_confirmed(plain) and is_fastest_time_confirmed(watched))
@@ -148,12 +148,12 @@ def stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
             step()
             plain.append(time.perf_counter() - began)
             seen = time_operations(step)
-            watched.append(total_seconds(seen))
+            watched.append(add_up_seconds(seen))
             operations = len(seen)
     return max(0.0, (min(watched) - min(plain)) / operations)
 
 
-def add_measured_times(
+def replace_recorded_times(
     events: Sequence[RecordedOperation], laps: Sequence[TimedOperation], crossing_s: float, on_host: bool = True
 ) -> list[RecordedOperation]:
     """The events with the times of ``laps``, which are the same step's. Each lap is reduced by one crossing: first the gap before the operation,
@@ -173,7 +173,7 @@ def add_measured_times(
 
 
 @contextmanager
-def without_garbage_collection() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Switch off Python's garbage collector, whose time would count for the line that it interrupts."""
     collects = gc.isenabled()
     gc.disable()

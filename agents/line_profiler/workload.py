@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
-from trainer.contract.plan.precision import replace_auto_precision, this_device
+from trainer.contract.plan.precision import replace_auto_precision, choose_this_device
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
@@ -22,7 +22,7 @@ from trainer.run import SegmentRun
 MEDIAN_TOKENS = 250
 
 
-def make_run(
+def make_segment_run(
     recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile: bool, whole_rows: bool = False
 ) -> SegmentRun:
     """A fresh run of ``steps`` steps with its token shard in ``folder``. ``compile`` overrides the recipe. Without
@@ -31,17 +31,17 @@ def make_run(
 
     Raises: TrainerError, KernelError.
     """
-    recipe = replace_auto_precision(recipe, this_device()).model_copy(update={"compile": compile})
+    recipe = replace_auto_precision(recipe, choose_this_device()).model_copy(update={"compile": compile})
     recipe = recipe if compile else recipe.model_copy(update={"cuda_graphs": "off"})
     wanted = steps * recipe.tokens_per_step * 2
     shard = write_token_shard(
         folder,
-        random_documents(recipe, wanted, whole_rows),
+        make_random_documents(recipe, wanted, whole_rows),
         vocab_size=recipe.model.vocab_size,
         tokenizer_sha256="0" * 64,
     )
     mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
-    plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
+    plan = DataPlan.make_for_segment(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
     spec = SegmentSpec(kind="trunk", recipe=recipe, data_plan=plan, first_step=0, last_step=steps, kernels=str(kernels))
     return SegmentRun(spec, Ranks.join(recipe.parallel, recipe.model), None)
 
@@ -54,7 +54,7 @@ def shrink_recipe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": model, "batch": batch})
 
 
-def random_documents(recipe: Recipe, tokens: int, whole_rows: bool = False) -> Iterator[TokenizedDocument]:
+def make_random_documents(recipe: Recipe, tokens: int, whole_rows: bool = False) -> Iterator[TokenizedDocument]:
     """Random documents with ``tokens`` tokens in all, or a little more. A document of T + 1 tokens fills a row of T positions."""
     generator = np.random.default_rng(recipe.seed)
     made = number = 0

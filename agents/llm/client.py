@@ -90,7 +90,7 @@ class LlmClient:
         self.books.settle(entry, exchange)
 
     def _usd(self, usage: Usage) -> float:
-        return self.policy.usd(usage.input_tokens, usage.output_tokens)
+        return self.policy.compute_cost_in_usd(usage.input_tokens, usage.output_tokens)
 
     def _wait(self, error: SendError, attempt: int) -> float:
         """Seconds before the next attempt: as the endpoint asks, else exponential backoff. Jitter keeps many clients from returning at once.
@@ -115,4 +115,4 @@ class LlmClient:
 
 def _most(request: Request, reply: Reply) -> Usage:
     """The largest possible usage of a reply, for an endpoint that reports none."""
-    return Usage(request.worst_case_usage.input_tokens, min(request.reply_tokens, len(json.dumps(reply.message()))))
+    return Usage(request.worst_case_usage.input_tokens, min(request.reply_tokens, len(json.dumps(reply.make_assistant_message()))))

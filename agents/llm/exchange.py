@@ -70,7 +70,7 @@ class Request:
     temperature: float | None = None
     reply_tokens: int = 16_000
 
-    def request_body(self) -> dict[str, Any]:
+    def make_request_body(self) -> dict[str, Any]:
         """The body of the request, for the chat completions API."""
         made: dict[str, Any] = {"model": self.model, "messages": list(self.messages)}
         made |= {"max_completion_tokens": self.reply_tokens}
@@ -83,7 +83,7 @@ class Request:
     @property
     def worst_case_usage(self) -> Usage:
         """An upper bound of the usage: no token is shorter than a byte, and a chat template adds less than JSON does."""
-        return Usage(len(json.dumps(self.request_body())), self.reply_tokens)
+        return Usage(len(json.dumps(self.make_request_body())), self.reply_tokens)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Reply:
     finish: str = "stop"
     usage: Usage | None = None
 
-    def message(self) -> ChatMessage:
+    def make_assistant_message(self) -> ChatMessage:
         """The assistant's message, to be sent back with the next request."""
         made: ChatMessage = {"role": "assistant", "content": self.text}
         if self.tool_calls:

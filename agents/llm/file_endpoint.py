@@ -46,7 +46,7 @@ class FileEndpoint:
             )
 
     def send(self, request: Request) -> Reply:
-        body = json.dumps(request.request_body(), indent=1, ensure_ascii=False).encode("utf-8", "replace")
+        body = json.dumps(request.make_request_body(), indent=1, ensure_ascii=False).encode("utf-8", "replace")
         name = f"{request.label}-{hashlib.sha256(body).hexdigest()[:12]}"
         asked, answered = (self.folder / f"{name}.{kind}.json" for kind in ("request", "reply"))
         try:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 from agents.llm.exchange import MOST_CALLS, LlmError, Reply, Request, SendError, read_reply
 from agents.llm.policy import LlmPolicy
 from kernels.contract.message import Message
@@ -57,7 +57,7 @@ class HttpEndpoint:
 
         self._reading = _Reading(self.policy)
         try:
-            body = request.request_body() | {"stream": True, "stream_options": {"include_usage": True}}
+            body = request.make_request_body() | {"stream": True, "stream_options": {"include_usage": True}}
             body[self.policy.limit_parameter] = body.pop("max_completion_tokens")
             with self._open().chat.completions.create(**body) as stream:
                 return self._collect(stream, request)
@@ -188,7 +188,7 @@ class HttpEndpoint:
 
     def _said(self, text: str) -> str:
         """The server's error message as one line, without the key."""
-        return one_line(self._clean(text), 300)
+        return fold_to_one_line(self._clean(text), 300)
 
     def _clean(self, text: str) -> str:
         return text.replace(self._key, "[key]") if len(self._key) >= 4 else text

@@ -73,7 +73,7 @@ class LlmPolicy(StrictSchema):
         }
         return self.model_copy(update=limits)
 
-    def usd(self, input_tokens: int, output_tokens: int) -> float:
+    def compute_cost_in_usd(self, input_tokens: int, output_tokens: int) -> float:
         """The cost of tokens at this policy's prices."""
         prices = (self.usd_per_million_input_tokens, self.usd_per_million_output_tokens)
         return (input_tokens * prices[0] + output_tokens * prices[1]) / 1e6

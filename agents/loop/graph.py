@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from agents.core.proposal import Edit, Proposal, format_gain
-from agents.core.untrusted import limited_text, one_line
+from agents.core.untrusted import shorten_text, fold_to_one_line
 from agents.core.workbench import Workbench
 from agents.llm.client import LlmClient
 from agents.llm.exchange import ChatMessage
@@ -48,7 +48,7 @@ class AgentGraphState(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class LoopRun:
+class AgentLoopRun:
     """One run. ``saved``: the SQLite file of the checkpoints, or a PostgreSQL address. ``person`` answers between rounds."""
 
     number: int
@@ -60,7 +60,7 @@ class LoopRun:
     say: Callable[[str], None] = lambda _: None
 
 
-def run_agent(run: LoopRun) -> tuple[Proposal | None, str]:
+def run_agent(run: AgentLoopRun) -> tuple[Proposal | None, str]:
     """(the proposal or None, the reason why the run ended). After a kill, a call with the same number continues the run.
 
     Raises: TargetError; LlmError; SavedRunError; errors of the workbench's sandbox. After each of them the run can be continued.
@@ -88,7 +88,7 @@ def run_agent(run: LoopRun) -> tuple[Proposal | None, str]:
     return draft, Message.from_json(state.get("ended") or state.get("problem") or "")
 
 
-def delete_run(saved: Path | str, agent: str, number: int) -> None:
+def delete_run_checkpoints(saved: Path | str, agent: str, number: int) -> None:
     """Delete the checkpoints of a run that is over. Raises: SavedRunError."""
     if isinstance(saved, str) or saved.exists():
         with checkpoints.open_checkpointer(saved) as saver:
@@ -102,7 +102,7 @@ def _thread(agent: str, number: int) -> str:
 class _Loop:
     """The graph's nodes, for one run."""
 
-    def __init__(self, run: LoopRun) -> None:
+    def __init__(self, run: AgentLoopRun) -> None:
         self.run, self.role, self.policy = run, run.role, run.client.policy
 
     def graph(self) -> Any:
@@ -136,7 +136,7 @@ class _Loop:
         reply = self.run.client.ask(
             f"{self.role.name}-{self.run.number}-{number:03d}", state["messages"], self.role.tools
         )
-        return {"messages": [*state["messages"], reply.message()], "exchanges": number}
+        return {"messages": [*state["messages"], reply.make_assistant_message()], "exchanges": number}
 
     def act(self, state: AgentGraphState) -> AgentGraphState:
         """Answer the tools that the model called. A call of ``propose`` is read and checked."""
@@ -185,14 +185,14 @@ class _Loop:
                 problem = Message("loop.rejected_before", "The gate rejected the same patch before.")
             else:
                 problem = self.role.check_proposal(state["facts"], draft)
-        result = one_line(problem, 200) if problem else _passes()
+        result = fold_to_one_line(problem, 200) if problem else _passes()
         run.say(Message("loop.checked", "  round {number}: {result}", number=number, result=result))
         return update | {"problem": messages_to_json(problem), "taken": not problem}  # type: ignore[return-value]
 
     def spent(self, rounds: int, exchanges: int, update: AgentGraphState, state: AgentGraphState) -> AgentGraphState:
         """An update with the reason why the run ends now; empty if it goes on."""
         problem = str(Message.from_json(update.get("problem", state.get("problem", ""))))
-        last = one_line(problem, 300) if problem else Message("loop.no_proposal", "the model proposed nothing")
+        last = fold_to_one_line(problem, 300) if problem else Message("loop.no_proposal", "the model proposed nothing")
         if rounds >= self.policy.rounds:
             ended = Message(
                 "loop.rounds_spent",
@@ -238,7 +238,7 @@ class _Loop:
                 )
             )
             return {"problem": state.get("problem", "")}
-        text = prompts.STEER.format(text=limited_text(answer, 4000))
+        text = prompts.STEER.format(text=shorten_text(answer, 4000))
         return {"messages": [*state["messages"], {"role": "user", "content": text}], "taken": False}
 
 
@@ -248,10 +248,10 @@ def _question(state: AgentGraphState) -> str:
     lines = [state["about"]]
     taken = bool(state.get("taken"))
     if draft:
-        edits = ", ".join(one_line(path, 100) for path, _ in draft["edits"])
+        edits = ", ".join(fold_to_one_line(path, 100) for path, _ in draft["edits"])
         problem = Message.from_json(state.get("problem", ""))
         lines += [f"round {state['rounds']}: {draft['title']}", f"  {draft['hypothesis']}", f"  edits {edits}"]
-        lines.append(f"  {_passes()}" if taken else f"  {limited_text(problem, 1500)}")
+        lines.append(f"  {_passes()}" if taken else f"  {shorten_text(problem, 1500)}")
     enter = Message("loop.send", "send the proposal to the gate") if taken else Message("loop.continue", "continue")
     return Message(
         "loop.question",

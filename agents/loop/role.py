@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agents.core.proposal import Proposal
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 from kernels.contract.message import CodedError, Message
 
 JsonObject = dict[str, Any]
@@ -71,7 +71,7 @@ def parse_arguments(arguments: str) -> dict[str, Any]:
     try:
         raw = json.loads(arguments)
     except (ValueError, RecursionError) as error:
-        problem = one_line(str(error), 120)
+        problem = fold_to_one_line(str(error), 120)
         raise DraftError(
             "loop.not_json", "The arguments are not JSON ({problem}). Were they cut off?", problem=problem
         ) from None
@@ -80,9 +80,9 @@ def parse_arguments(arguments: str) -> dict[str, Any]:
     return raw
 
 
-def title_and_hypothesis(raw: dict[str, Any]) -> tuple[str, str]:
+def read_title_and_hypothesis(raw: dict[str, Any]) -> tuple[str, str]:
     """(title, hypothesis), each of one line and not empty."""
-    title, hypothesis = (one_line(read_text(raw, key), limit) for key, limit in (("title", 80), ("hypothesis", 2000)))
+    title, hypothesis = (fold_to_one_line(read_text(raw, key), limit) for key, limit in (("title", 80), ("hypothesis", 2000)))
     if not title or not hypothesis:
         raise DraftError("loop.empty", "title and hypothesis must not be empty.")
     return title, hypothesis
@@ -109,11 +109,11 @@ def read_number(raw: dict[str, Any], key: str) -> float:
     return float(value)
 
 
-def nearest_name_hint(near: str) -> Message:
+def make_nearest_name_hint(near: str) -> Message:
     """The hint of an error that knows a name close to the given one."""
     return Message("loop.near", "Did you mean {near!r}?", near=near)
 
 
-def known_names_hint(known: Sequence[str]) -> Message:
+def make_known_names_hint(known: Sequence[str]) -> Message:
     """The hint of an error that knows no name close to the given one."""
     return Message("loop.known", "Choose one of: {known}.", known=list(known))

@@ -47,7 +47,7 @@ class ArmFindings:
     finished: bool = False  # no arm is left to run
     failed: bool = False  # some arm could not be run; without its outcome nothing is called healthy
 
-    def clears_anomaly(self, arm: str) -> bool:
+    def is_anomaly_cleared_by(self, arm: str) -> bool:
         return self.fires.get(arm) is False
 
 
@@ -72,7 +72,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.clears_anomaly("same again") and f.one_rank,
+        lambda f: f.is_anomaly_cleared_by("same again") and f.one_rank,
         (HARDWARE, LAYOUT),
         Message(
             "loss_doctor.not_on_one_rank",
@@ -81,7 +81,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.clears_anomaly("same again"),
+        lambda f: f.is_anomaly_cleared_by("same again"),
         (HARDWARE,),
         Message(
             "loss_doctor.not_again",
@@ -90,22 +90,22 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.clears_anomaly(FP32.name) and f.clears_anomaly(KERNELS.name),
+        lambda f: f.is_anomaly_cleared_by(FP32.name) and f.is_anomaly_cleared_by(KERNELS.name),
         (PRECISION, KERNEL),
         Message("loss_doctor.fp32_and_kernels", "the anomaly disappears in fp32, and also with the reference kernels"),
     ),
     (
-        lambda f: f.clears_anomaly(FP32.name) and (f.kernels_are_reference or KERNELS.name in f.fires),
+        lambda f: f.is_anomaly_cleared_by(FP32.name) and (f.kernels_are_reference or KERNELS.name in f.fires),
         (PRECISION,),
         Message("loss_doctor.fp32", "the anomaly disappears in fp32, but not with the reference kernels"),
     ),
     (
-        lambda f: f.clears_anomaly(KERNELS.name),
+        lambda f: f.is_anomaly_cleared_by(KERNELS.name),
         (KERNEL,),
         Message("loss_doctor.kernels", "the anomaly disappears with the reference kernels"),
     ),
     (
-        lambda f: f.clears_anomaly(MICRO),
+        lambda f: f.is_anomaly_cleared_by(MICRO),
         (LAYOUT,),
         Message(
             "loss_doctor.micro_batches",
@@ -114,7 +114,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.clears_anomaly(EARLIER.name) and f.resumed,
+        lambda f: f.is_anomaly_cleared_by(EARLIER.name) and f.resumed,
         (STATE_LOST,),
         Message(
             "loss_doctor.moments",
@@ -122,7 +122,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.clears_anomaly(MIXTURE.name),
+        lambda f: f.is_anomaly_cleared_by(MIXTURE.name),
         (SHARES,),
         Message("loss_doctor.shares", "the anomaly disappears with the mixture of domains of the previous segment"),
     ),
@@ -135,12 +135,12 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.clears_anomaly(COMMIT.name),
+        lambda f: f.is_anomaly_cleared_by(COMMIT.name),
         (CODE,),
         Message("loss_doctor.commit", "the anomaly disappears with the code of the previous segment"),
     ),
     (
-        lambda f: f.clears_anomaly(ENVIRONMENT.name),
+        lambda f: f.is_anomaly_cleared_by(ENVIRONMENT.name),
         (CODE,),
         Message("loss_doctor.environment_before", "the anomaly disappears in the environment of the previous segment"),
     ),
@@ -162,7 +162,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: bool(f.masked_clears) and f.guilty_share > SPREAD and f.clears_anomaly(ORDER.name),
+        lambda f: bool(f.masked_clears) and f.guilty_share > SPREAD and f.is_anomaly_cleared_by(ORDER.name),
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.order",
@@ -256,7 +256,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.clears_anomaly(ORDER.name) and not f.masked_clears,
+        lambda f: f.is_anomaly_cleared_by(ORDER.name) and not f.masked_clears,
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.other_documents",
@@ -264,7 +264,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.clears_anomaly(EARLIER.name),
+        lambda f: f.is_anomaly_cleared_by(EARLIER.name),
         (STATE_LOST, HARDWARE),
         Message(
             "loss_doctor.newest_checkpoint",

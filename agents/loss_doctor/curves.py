@@ -43,10 +43,10 @@ class StepMetrics:
     grad_norm: float
     parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
-    def value(self, quantity: str) -> float | None:
+    def look_up_quantity(self, quantity: str) -> float | None:
         """``loss``, ``grad_norm``, or a key of ``parts``; None where the step has none.
 
-        >>> StepMetrics(3, 2.0, 0.5, {"loss/code": 1.5}).value("loss/code")
+        >>> StepMetrics(3, 2.0, 0.5, {"loss/code": 1.5}).look_up_quantity("loss/code")
         1.5
         """
         if quantity == "loss":
@@ -66,10 +66,10 @@ class UsualValue:
     deviation: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> UsualValue:
+    def from_values(cls, values: Sequence[float]) -> UsualValue:
         """The usual value of the finite values. Without any, the center is 0 and the deviation infinite, so that nothing is unusual.
 
-        >>> UsualValue.of([2.0, 2.1, 1.9, 2.0, 50.0]).center
+        >>> UsualValue.from_values([2.0, 2.1, 1.9, 2.0, 50.0]).center
         2.0
         """
         finite = [value for value in values if math.isfinite(value)]
@@ -80,11 +80,11 @@ class UsualValue:
         return cls(center, max(spread, LEAST_DEVIATION * abs(center), 1e-12))
 
 
-def quantity_of_anomaly(kind: str, where: str) -> str:
+def choose_quantity_of_anomaly(kind: str, where: str) -> str:
     """The quantity that an anomaly is about; ``where`` as the trainer names it.
 
-    >>> (quantity_of_anomaly("domain_spike", "domain/code"), quantity_of_anomaly("activation_jump", "layer/blocks.1"),
-    ...  quantity_of_anomaly("loss_spike", ""))
+    >>> (choose_quantity_of_anomaly("domain_spike", "domain/code"), choose_quantity_of_anomaly("activation_jump", "layer/blocks.1"),
+    ...  choose_quantity_of_anomaly("loss_spike", ""))
     ('loss/code', 'activation_max/blocks.1', 'loss')
     """
     part = where.partition("/")[2]
@@ -115,29 +115,29 @@ class Symptom:
         >>> Symptom.from_live_run("loss_spike", calm, [StepMetrics(8, 5.0, 0.6), StepMetrics(9, 2.1, 0.5)]).excess
         3.0
         """
-        quantity = quantity_of_anomaly(kind, where)
-        usual = UsualValue.of(list_values(before, quantity))
+        quantity = choose_quantity_of_anomaly(kind, where)
+        usual = UsualValue.from_values(list_quantity_values(before, quantity))
         symptom = cls(kind, quantity, kind in LOW, usual, 0.0)
-        return cls(kind, quantity, symptom.low, usual, symptom.largest_excess(window, usual))
+        return cls(kind, quantity, symptom.low, usual, symptom.find_largest_excess(window, usual))
 
-    def largest_excess(self, window: Sequence[StepMetrics], usual: UsualValue) -> float:
+    def find_largest_excess(self, window: Sequence[StepMetrics], usual: UsualValue) -> float:
         """The largest distance from ``usual`` in the symptom's direction; infinite where a value is not finite."""
-        values = list_values(window, self.quantity)
+        values = list_quantity_values(window, self.quantity)
         if self.kind == "non_finite" or not all(map(math.isfinite, values)):
             odd = any(not math.isfinite(x) for point in window for x in (point.loss, point.grad_norm))
             return math.inf if odd else 0.0
         sign = -1.0 if self.low else 1.0
         return max((sign * (value - usual.center) for value in values), default=0.0)
 
-    def is_present(self, window: Sequence[StepMetrics]) -> bool | None:
+    def is_present_in(self, window: Sequence[StepMetrics]) -> bool | None:
         """True if the anomaly is there, False if it is gone, None if it is neither.
 
         >>> calm = [StepMetrics(step, 2.0, 0.5) for step in range(8)]
         >>> spike = Symptom.from_live_run("loss_spike", calm, [StepMetrics(8, 5.0, 0.6)])
-        >>> [spike.is_present([StepMetrics(8, loss, 0.5)]) for loss in (4.9, 3.5, 2.3, math.inf)]
+        >>> [spike.is_present_in([StepMetrics(8, loss, 0.5)]) for loss in (4.9, 3.5, 2.3, math.inf)]
         [True, None, False, True]
         """
-        excess = self.largest_excess(window, self.usual)
+        excess = self.find_largest_excess(window, self.usual)
         if math.isinf(excess) or math.isinf(self.excess):
             return math.isinf(excess)
         if self.excess <= 0:
@@ -145,33 +145,33 @@ class Symptom:
         share = excess / self.excess
         return True if share >= THERE else False if share <= GONE else None
 
-    def is_unnoticed(self, window: Sequence[StepMetrics]) -> bool:
-        """True if no detector would notice the window. Stricter than ``is_present`` if the live run's excess was large."""
-        excess = self.largest_excess(window, self.usual)
-        return self.is_present(window) is False and excess <= UNNOTICED * self.usual.deviation
+    def is_unnoticeable_in(self, window: Sequence[StepMetrics]) -> bool:
+        """True if no detector would notice the window. Stricter than ``is_present_in`` if the live run's excess was large."""
+        excess = self.find_largest_excess(window, self.usual)
+        return self.is_present_in(window) is False and excess <= UNNOTICED * self.usual.deviation
 
-    def largest_difference(self, shown: Sequence[StepMetrics], without: Sequence[StepMetrics]) -> float:
+    def find_largest_difference(self, shown: Sequence[StepMetrics], without: Sequence[StepMetrics]) -> float:
         """The largest excess of one replay over another at the same step, in the symptom's direction: the effect of what ``without`` leaves out.
 
         >>> spike = Symptom("loss_spike", "loss", False, UsualValue(2.0, 0.1), 3.0)
-        >>> spike.largest_difference([StepMetrics(8, 6.0, 1.0), StepMetrics(9, 2.2, 1.0)], [StepMetrics(8, 3.5, 1.0), StepMetrics(9, 2.1, 1.0)])
+        >>> spike.find_largest_difference([StepMetrics(8, 6.0, 1.0), StepMetrics(9, 2.2, 1.0)], [StepMetrics(8, 3.5, 1.0), StepMetrics(9, 2.1, 1.0)])
         2.5
         """
         if self.kind == "non_finite":
-            odd, left = (math.isinf(self.largest_excess(window, self.usual)) for window in (shown, without))
+            odd, left = (math.isinf(self.find_largest_excess(window, self.usual)) for window in (shown, without))
             return math.inf if odd and not left else 0.0
-        other = {point.step: point.value(self.quantity) for point in without}
+        other = {point.step: point.look_up_quantity(self.quantity) for point in without}
         sign = -1.0 if self.low else 1.0
-        both = [(point.value(self.quantity), other.get(point.step)) for point in shown]
+        both = [(point.look_up_quantity(self.quantity), other.get(point.step)) for point in shown]
         pairs = [(a, b) for a, b in both if a is not None and b is not None]
         return max(
             (sign * (a - b) if math.isfinite(a) else math.inf for a, b in pairs if math.isfinite(b)), default=0.0
         )
 
 
-def list_values(points: Sequence[StepMetrics], quantity: str) -> list[float]:
+def list_quantity_values(points: Sequence[StepMetrics], quantity: str) -> list[float]:
     """The values of a quantity, at the steps that have it, in the order of ``points``."""
-    return [value for point in points if (value := point.value(quantity)) is not None]
+    return [value for point in points if (value := point.look_up_quantity(quantity)) is not None]
 
 
 def read_step_metrics(lines: Sequence[Mapping[str, Any]]) -> list[StepMetrics]:
@@ -200,7 +200,7 @@ def find_anomaly_onset(lines: Sequence[StepMetrics], step: int, reach: int = 16,
     40
     """
     earlier = [point for point in lines if step - 3 * reach <= point.step < step - reach]
-    usual = {key: UsualValue.of(list_values(earlier, key)) for key in ("loss", "grad_norm")}
+    usual = {key: UsualValue.from_values(list_quantity_values(earlier, key)) for key in ("loss", "grad_norm")}
     before = {point.step: point for point in lines}
     while step - 1 in before and reach and earlier:
         point = before[step - 1]

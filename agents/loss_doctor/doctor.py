@@ -24,7 +24,7 @@ from agents.loss_doctor.arms import (
     ReplayArm,
     ReplayBench,
     ReplayBudgetSpentError,
-    arms_against_large_steps,
+    make_arms_against_large_steps,
     make_arm_without_accumulation,
 )
 from agents.loss_doctor.causes import (
@@ -42,10 +42,10 @@ from agents.loss_doctor.curves import StepMetrics
 from agents.loss_doctor.suspects import (
     find_documents_typical_of_shards,
     find_odd_documents,
-    find_suspects,
+    find_suspect_documents,
     has_learnt_odd_documents,
     rank_documents,
-    smallest_masked_set,
+    find_smallest_masked_set,
 )
 from kernels.contract.message import Message
 
@@ -72,7 +72,7 @@ class Diagnosis:
     suspects: tuple[str, ...]
     outcomes: tuple[ArmOutcome, ...]
     steps: int  # replayed in all
-    remedy: str = ""  # the arm of ``arms_against_large_steps`` that cleared the anomaly
+    remedy: str = ""  # the arm of ``make_arms_against_large_steps`` that cleared the anomaly
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, without the curves."""
@@ -81,7 +81,7 @@ class Diagnosis:
         return {"why": self.why, "steps": self.steps, "remedy": self.remedy, "arms": arms, **lists}
 
 
-def diagnose(bench: ReplayBench) -> Diagnosis:
+def diagnose_anomaly(bench: ReplayBench) -> Diagnosis:
     """The cause of an anomaly; ``unknown``, with the reason, if the budget ends or a replay fails first."""
     consultation = _Consultation(bench)
     try:
@@ -183,7 +183,7 @@ class _Consultation:
         if choose_cause(self.findings) is None and self.case.has_previous_mixture:
             self._tried(MIXTURE)
         if choose_cause(self.findings) is None and self.case.was_otherwise:
-            self._tried_rate(arms_against_large_steps(self.case)[0])
+            self._tried_rate(make_arms_against_large_steps(self.case)[0])
 
     def _numerics(self) -> None:
         if self.case.recipe["precision"] != "fp32":
@@ -202,14 +202,14 @@ class _Consultation:
     def _joined(self) -> None:
         """Mask all documents of new shards at once if their labels or masks are odd."""
         for joined in self.bench.compare_new_shards() if self.case.generation_begins is not None else ():
-            if (odd := cause_of_odd_documents(joined)) and self._masked(joined.documents).fires is False:
+            if (odd := choose_cause_of_odd_documents(joined)) and self._masked(joined.documents).fires is False:
                 self.triggers = sorted(joined.documents)
                 self.findings = replace(self.findings, joined_clears=odd)
                 return
 
     def _documents(self) -> None:
         scores = self.bench.score_documents_at("newest")
-        odd, common = find_suspects(scores), find_documents_typical_of_shards(scores)
+        odd, common = find_suspect_documents(scores), find_documents_typical_of_shards(scores)
         self.findings = replace(self.findings, strange=bool(find_odd_documents(scores)))
         if math.isinf(self.case.symptom.excess):
             odd, common = rank_documents(scores), set()  # any document may make a value that is not finite
@@ -219,7 +219,7 @@ class _Consultation:
         if not self.findings.masked_clears and not (odd and self._cleared_without(odd)):
             self._learnt()
             if self.findings.low:
-                self._excused(find_suspects(scores, excuse=False))
+                self._excused(find_suspect_documents(scores, excuse=False))
             return
         if common & set(self.ranked) and not self.findings.low:
             self.triggers = sorted(self.ranked)
@@ -234,7 +234,7 @@ class _Consultation:
                 self.findings = replace(self.findings, older_fires=False)
                 return
         try:
-            self.triggers = sorted(smallest_masked_set(self.ranked, self._gone))
+            self.triggers = sorted(find_smallest_masked_set(self.ranked, self._gone))
         except _TooMany:
             self.triggers = sorted(self.ranked)
             return
@@ -285,7 +285,7 @@ class _Consultation:
         outcomes = [[self._tried(arm) for arm in pair] for pair in arms]
         if any(outcome.failed for pair in outcomes for outcome in pair):
             return None
-        here, there = (self.case.symptom.largest_difference(*map(self._window, pair)) for pair in outcomes)
+        here, there = (self.case.symptom.find_largest_difference(*map(self._window, pair)) for pair in outcomes)
         if math.isinf(here) or math.isinf(there):
             return math.isinf(there)
         share = there / here if here > 0 else 0.0
@@ -295,7 +295,7 @@ class _Consultation:
         if share >= ALIKE or noticed:
             return True
         # In between, the documents' own loss and gradient at that checkpoint decide, if they say the same of all documents.
-        odd = set(triggers) & set(find_suspects(self.bench.score_documents_at("older weights"), most=1.0))
+        odd = set(triggers) & set(find_suspect_documents(self.bench.score_documents_at("older weights"), most=1.0))
         return True if odd == set(triggers) else None if odd else False
 
     def _gone(self, masked: tuple[str, ...]) -> bool:
@@ -309,7 +309,7 @@ class _Consultation:
         return self._tried(ReplayArm(_named(masked), masked=tuple(sorted(masked)), start="onset"))
 
     def _unnoticed(self, outcome: ArmOutcome) -> bool:
-        return self.case.symptom.is_unnoticed(self._window(outcome))
+        return self.case.symptom.is_unnoticeable_in(self._window(outcome))
 
     def _window(self, outcome: ArmOutcome) -> list[StepMetrics]:
         return [point for point in outcome.curve if self.case.onset <= point.step <= self.case.last]
@@ -319,7 +319,7 @@ class _Consultation:
             self._tried(EARLIER)
 
     def _rate(self) -> None:
-        for arm in arms_against_large_steps(self.case):
+        for arm in make_arms_against_large_steps(self.case):
             if self._tried_rate(arm):
                 return
 
@@ -330,12 +330,12 @@ class _Consultation:
         return cleared
 
 
-def cause_of_odd_documents(joined: NewShardsComparison) -> str:
+def choose_cause_of_odd_documents(joined: NewShardsComparison) -> str:
     """The cause to which an oddity of the new documents points; '' if they are not odd.
 
-    >>> cause_of_odd_documents(NewShardsComparison("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
+    >>> choose_cause_of_odd_documents(NewShardsComparison("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
     'loss mask'
-    >>> cause_of_odd_documents(NewShardsComparison("chat", ("a",), "code", supervised=0.5, supervised_before=0.5))
+    >>> choose_cause_of_odd_documents(NewShardsComparison("chat", ("a",), "code", supervised=0.5, supervised_before=0.5))
     'mixture shift or wrong label'
     """
     if abs(joined.supervised - joined.supervised_before) > OTHER_MASK or joined.begins_alike < 0.5:

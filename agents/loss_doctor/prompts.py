@@ -27,7 +27,7 @@ an outcome or a number that is not that evidence's own, another arm's name in th
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 
-def task_message(
+def make_task_message(
     causes: Sequence[str], others: Sequence[str], named: str, arms: str, documents: Sequence[tuple[str, str]]
 ) -> str:
     """The model's task, each part cut to a limit and marked as data. ``others``: causes that no sentence may name."""

@@ -22,7 +22,7 @@ LEARNT = 0.75  # share of the odd documents that must have been learnt
 FAR_BETTER = 0.8  # of the loss of a predictor that knows only the tokens' frequencies
 
 
-def find_suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
+def find_suspect_documents(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
     """Keys of the window's documents that stand out, the worst first; at most the share ``most`` of the window.
 
     A document is compared with the window and the earlier samples. It stands out if its loss, or the norm of its own gradient, is too high or
@@ -30,11 +30,11 @@ def find_suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bo
     With ``excuse``, a document that is as odd as some earlier ones is left out: it is hard, not bad.
 
     >>> calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(9)]
-    >>> find_suspects([*calm, DocumentScore("bad", 9.0, 30.0)])
+    >>> find_suspect_documents([*calm, DocumentScore("bad", 9.0, 30.0)])
     ['bad']
     """
     window = [score for score in scores if score.in_window]
-    gone = {score.key: largest_deviation(score, [*window, *select_earlier_samples(scores)]) for score in window}
+    gone = {score.key: find_largest_deviation(score, [*window, *select_earlier_samples(scores)]) for score in window}
     before = select_earlier_samples(scores)
     excused = {score.key for score in window if excuse and has_similar_documents(score, before)}
     ranked = sorted(
@@ -50,11 +50,11 @@ def rank_documents(scores: Sequence[DocumentScore]) -> list[str]:
     ['bad', 'calm', 'fair']
     """
     window = [score for score in scores if score.in_window]
-    return [score.key for score in sorted(window, key=lambda score: (-largest_deviation(score, window), score.key))]
+    return [score.key for score in sorted(window, key=lambda score: (-find_largest_deviation(score, window), score.key))]
 
 
 def find_odd_documents(scores: Sequence[DocumentScore]) -> list[str]:
-    """Keys of all of the window's documents that stand out among the earlier documents, by the rule of ``find_suspects``.
+    """Keys of all of the window's documents that stand out among the earlier documents, by the rule of ``find_suspect_documents``.
 
     In a window that is mostly bad, a comparison within the window fails. Without earlier documents, every document counts as odd.
 
@@ -68,7 +68,7 @@ def find_odd_documents(scores: Sequence[DocumentScore]) -> list[str]:
 
 
 def _strange(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
-    return not before or (largest_deviation(score, before) > STANDS_OUT and not has_similar_documents(score, before))
+    return not before or (find_largest_deviation(score, before) > STANDS_OUT and not has_similar_documents(score, before))
 
 
 def select_earlier_samples(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
@@ -96,7 +96,7 @@ def find_documents_typical_of_shards(scores: Sequence[DocumentScore]) -> set[str
     odd = [
         score
         for score in scores
-        if score.in_window and score.joined and before and largest_deviation(score, before) > STANDS_OUT
+        if score.in_window and score.joined and before and find_largest_deviation(score, before) > STANDS_OUT
     ]
     return {score.key for score in odd if joined and has_similar_documents(score, joined, before, MANY, LEAST_MANY)}
 
@@ -157,20 +157,20 @@ def _peers(score: DocumentScore, among: Sequence[DocumentScore], before: Sequenc
     return len(peers)
 
 
-def largest_deviation(score: DocumentScore, among: Sequence[DocumentScore]) -> float:
+def find_largest_deviation(score: DocumentScore, among: Sequence[DocumentScore]) -> float:
     """The larger of the robust deviations of a document's loss and gradient from the others'; infinite if one is not finite."""
     if not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
         return math.inf
     logs = lambda values: [math.log(max(value, 1e-12)) for value in values if math.isfinite(value)]
     found = []
     for mine, others in ((score.loss, [o.loss for o in among]), (score.gradient, [o.gradient for o in among])):
-        usual = UsualValue.of(logs(others))
+        usual = UsualValue.from_values(logs(others))
         deviation = max(usual.deviation, 0.05)  # of a logarithm: five per cent
         found.append(abs(logs([mine])[0] - usual.center) / deviation)
     return max(found)
 
 
-def smallest_masked_set(ranked: Sequence[str], is_gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
+def find_smallest_masked_set(ranked: Sequence[str], is_gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
     """A smallest set of documents whose masking clears the anomaly: if any one of them is not masked, the anomaly stays.
 
     First a search by halves finds the shortest beginning of the ranking that is enough: more masked documents cannot bring the anomaly
@@ -179,7 +179,7 @@ def smallest_masked_set(ranked: Sequence[str], is_gone: Callable[[tuple[str, ...
 
     >>> asked = []
     >>> def gone(masked): asked.append(masked); return {"b", "e"} <= set(masked)
-    >>> sorted(smallest_masked_set(list("abcdefgh"), gone)), len(asked) < 12
+    >>> sorted(find_smallest_masked_set(list("abcdefgh"), gone)), len(asked) < 12
     (['b', 'e'], True)
     """
     low, high = 1, len(ranked)

@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 from agents.llm.client import LlmClient
 from agents.loop.role import DraftError, parse_arguments, read_text
 from agents.loop.tools import TEXT, make_tool
 from agents.loss_doctor.causes import TABLE
-from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS, SYSTEM, task_message
+from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS, SYSTEM, make_task_message
 from kernels.contract.message import Message
 
 AGENT = "loss-doctor"
@@ -88,16 +88,16 @@ def ask_for_wording(client: LlmClient, label: str, facts: DiagnosisFacts) -> Che
     called = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _task(facts)}]
     reply = client.ask(label, called, TOOLS)
     claims = [call.arguments for call in reply.tool_calls if call.name == EXPLAIN]
-    return read_wording(claims[0] if claims else reply.text, facts)
+    return check_wording(claims[0] if claims else reply.text, facts)
 
 
-def read_wording(arguments: str, facts: DiagnosisFacts) -> CheckedWording:
+def check_wording(arguments: str, facts: DiagnosisFacts) -> CheckedWording:
     """The claims of an answer that hold, in its order. The rest of the answer is not read. Raises: DraftError.
 
     >>> import json
     >>> facts = DiagnosisFacts(("rate",), {"kind": "loss_spike"}, {"fp32": ArmResult("there")})
     >>> true = {"says": "It stays in fp32.", "rests_on": "fp32", "shows": "there"}
-    >>> found = read_wording(json.dumps({"claims": [true, {"says": "It is the disk.", "rests_on": "me", "shows": "gone"}]}), facts)
+    >>> found = check_wording(json.dumps({"claims": [true, {"says": "It is the disk.", "rests_on": "me", "shows": "gone"}]}), facts)
     >>> found.claims, found.dropped
     ((Claim(says='It stays in fp32.', rests_on='fp32', shows='there'),), ('the claim rests on an arm or a fact that the record does not have',))
     """
@@ -137,7 +137,7 @@ def _claim(raw: object, facts: DiagnosisFacts) -> Claim | Message:
             "the claim's sentence is empty, or longer than {most} characters",
             most=MOST_CHARS,
         )
-    says = one_line(says, MOST_CHARS)
+    says = fold_to_one_line(says, MOST_CHARS)
     if not PLAIN.fullmatch(says):
         return Message("loss_doctor.not_plain", "the claim's sentence is not plain text")
     bare = _without(says, [name])
@@ -225,4 +225,4 @@ def _task(facts: DiagnosisFacts) -> str:
     arms = "\n".join(f"{name}: {arm.shows}; {arm.steps} steps replayed" for name, arm in facts.arms.items())
     named = "\n".join(f"{name}: {value}" for name, value in facts.facts.items())
     others = [cause for cause in CAUSES if cause not in facts.causes]
-    return task_message(facts.causes, others, named, arms, facts.documents)
+    return make_task_message(facts.causes, others, named, arms, facts.documents)

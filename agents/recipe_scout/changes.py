@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from agents.core.yaml_edit import Scalar, format_yaml_value
 from agents.recipe_scout.training_record import TrainingRecord
 from kernels.contract.message import Message
-from trainer.contract.plan.run_plan import deepseek_rule_lr
+from trainer.contract.plan.run_plan import compute_deepseek_rule_lr
 
 STEPS_OF_RATE = (2.0, 1.4)  # factors on the rate, the larger one first
 CURVATURE = 0.25  # ln(φ) lost per squared ln(rate off its best): at twice the best rate a token is worth 11 % less
@@ -65,7 +65,7 @@ def suggest_rate_changes(course: TrainingRecord, tried: RejectedDirections) -> I
     """Yield rates towards DeepSeek's rule (arXiv 2401.02954 §3.2), lower after anomalies, and away from a rejected direction."""
     rate = course.recipe.optimizer.lr
     tokens = course.tokens + course.judged_tokens
-    rule = deepseek_rule_lr(course.recipe.model, tokens)
+    rule = compute_deepseek_rule_lr(course.recipe.model, tokens)
     off = math.log(rule / rate) - 0.35 * min(course.trouble, 4)
     direction = ""
     if tried.higher and tried.lower:
@@ -92,7 +92,7 @@ def suggest_rate_changes(course: TrainingRecord, tried: RejectedDirections) -> I
         move = math.copysign(math.log(factor), off)
         speed = math.exp(CURVATURE * (off**2 - (off - move) ** 2))
         new = float(f"{rate * math.exp(move):.3g}")
-        yield RecipeChange(("optimizer", "lr"), rate, new, course.gain_of_token_worth(speed), why)
+        yield RecipeChange(("optimizer", "lr"), rate, new, course.predict_gain_from_token_worth(speed), why)
     warm = course.recipe.schedule.warmup_steps
     if warm > course.step:
         new_warm = 2 * warm if course.trouble else max(1, warm // 2)
@@ -102,7 +102,7 @@ def suggest_rate_changes(course: TrainingRecord, tried: RejectedDirections) -> I
                 "the warm-up is not over, and the run had {anomalies:,|anomaly|anomalies} so far",
                 anomalies=course.trouble,
             )
-            yield RecipeChange(("schedule", "warmup_steps"), warm, new_warm, course.gain_of_token_worth(1.05), reason)
+            yield RecipeChange(("schedule", "warmup_steps"), warm, new_warm, course.predict_gain_from_token_worth(1.05), reason)
 
 
 def suggest_mixture_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
@@ -122,7 +122,7 @@ def suggest_mixture_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
             gain = (
                 OWN
                 * sum(
-                    course.domain_slopes[n] * math.log1p(course.share_of_tokens_ahead * (after / before - 1))
+                    course.domain_slopes[n] * math.log1p(course.judged_share_of_tokens * (after / before - 1))
                     for n, (before, after) in shares.items()
                 )
                 / len(named)
@@ -156,7 +156,7 @@ def suggest_batch_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
             step=course.supervised,
             fewer=1 - 1 / speed,
         )
-        yield RecipeChange(("batch", "sequences"), sequences, sequences // 2, course.gain_of_token_worth(speed), why)
+        yield RecipeChange(("batch", "sequences"), sequences, sequences // 2, course.predict_gain_from_token_worth(speed), why)
 
 
 def suggest_schedule_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
@@ -172,13 +172,13 @@ def suggest_schedule_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
             enough=LONG_ENOUGH,
         )
         new = math.ceil(1.5 * rule.anneal_steps)
-        yield RecipeChange(("schedule", "anneal_steps"), rule.anneal_steps, new, course.gain_of_token_worth(1.03), why)
+        yield RecipeChange(("schedule", "anneal_steps"), rule.anneal_steps, new, course.predict_gain_from_token_worth(1.03), why)
     if rule.shape != "1-sqrt":
         why = Message(
             "recipe_scout.shape",
             "an anneal of the shape 1 − sqrt ends with a lower loss than other shapes (arXiv 2405.18392 §3)",
         )
-        yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", course.gain_of_token_worth(1.03), why)
+        yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", course.predict_gain_from_token_worth(1.03), why)
 
 
 def suggest_regulariser_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
@@ -191,7 +191,7 @@ def suggest_regulariser_changes(course: TrainingRecord) -> Iterator[RecipeChange
             "limit may be safe",
             clipped=course.clipped,
         )
-        gain = course.gain_of_token_worth(1 + 0.1 * course.clipped)
+        gain = course.predict_gain_from_token_worth(1 + 0.1 * course.clipped)
         yield RecipeChange(("stability", "grad_clip"), stability.grad_clip, 2 * stability.grad_clip, gain, why)
     if course.trouble:
         why = Message(
@@ -200,7 +200,7 @@ def suggest_regulariser_changes(course: TrainingRecord) -> Iterator[RecipeChange
             anomalies=course.trouble,
         )
         new = 10 * stability.z_loss or 1e-4
-        yield RecipeChange(("stability", "z_loss"), stability.z_loss, new, course.gain_of_token_worth(1.03), why)
+        yield RecipeChange(("stability", "z_loss"), stability.z_loss, new, course.predict_gain_from_token_worth(1.03), why)
     elif course.z_share > 0.01 and stability.z_loss:
         why = Message(
             "recipe_scout.weaker_z_loss",
@@ -208,11 +208,11 @@ def suggest_regulariser_changes(course: TrainingRecord) -> Iterator[RecipeChange
             share=course.z_share,
         )
         yield RecipeChange(
-            ("stability", "z_loss"), stability.z_loss, stability.z_loss / 10, course.gain_of_token_worth(1.03), why
+            ("stability", "z_loss"), stability.z_loss, stability.z_loss / 10, course.predict_gain_from_token_worth(1.03), why
         )
     for factor in (2.0, 0.5):
         why = Message(
             "recipe_scout.weight_decay", "no measurement tells which weight decay is best: only a trial can tell"
         )
-        gain = course.gain_of_token_worth(1.01)
+        gain = course.predict_gain_from_token_worth(1.01)
         yield RecipeChange(("optimizer", "weight_decay"), decay, (decay or 0.05) * factor, gain, why)

@@ -11,24 +11,24 @@ from functools import partial
 from typing import Any
 
 from agents.core.proposal import QUALITY, Edit, Proposal, format_gain
-from agents.core.untrusted import one_line, quote_as_data
+from agents.core.untrusted import fold_to_one_line, quote_as_data
 from agents.core.workbench import Workbench
-from agents.core.yaml_edit import Scalar, change_recipe, format_yaml_value, values_by_key
+from agents.core.yaml_edit import Scalar, change_recipe_value, format_yaml_value, flatten_recipe
 from agents.loop import tools
 from agents.loop.role import (
     AgentTask,
     DraftError,
     JsonObject,
     TargetError,
-    known_names_hint,
-    nearest_name_hint,
+    make_known_names_hint,
+    make_nearest_name_hint,
     parse_arguments,
     read_number,
     read_text,
 )
 from agents.recipe_scout import prompts
 from agents.recipe_scout.changes import suggest_changes
-from agents.recipe_scout.scout import AGENT, describe_refuting_result, rejected_directions
+from agents.recipe_scout.scout import AGENT, describe_refuting_result, find_rejected_directions
 from agents.recipe_scout.training_record import TrainingRecord
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
@@ -51,14 +51,14 @@ class RecipeScout:
     def choose_task(self, rounds: int) -> AgentTask | str:
         """The recipe with its record. Raises: TargetError if ``asked`` is a key that may not be changed, or that no recipe has."""
         course = self.course
-        keys = [key for key in values_by_key(course.recipe) if course.may_change(key)]
+        keys = [key for key in flatten_recipe(course.recipe) if course.may_change(key)]
         if self.asked and self.asked not in keys:
             near = difflib.get_close_matches(self.asked, keys, n=1)
             raise TargetError(
                 "recipe_scout.not_changeable",
                 "target {target!r} is not a key of the recipe that may be changed. {hint}",
                 target=self.asked,
-                hint=nearest_name_hint(near[0]) if near else known_names_hint(keys),
+                hint=make_nearest_name_hint(near[0]) if near else make_known_names_hint(keys),
             )
         if not keys:
             return Message(
@@ -66,10 +66,10 @@ class RecipeScout:
             )
         text = self.workbench.read(course.path)
         lines = len(text.splitlines())
-        recipe = tools.authors_of_lines(self.workbench, course.path, 1, lines) + quote_as_data(
+        recipe = tools.describe_agent_written_lines(self.workbench, course.path, 1, lines) + quote_as_data(
             course.path, text, 40_000
         )
-        evidence = "\n\n".join((recipe, self.record_text(), self.ideas_text(), self.earlier_proposals()))
+        evidence = "\n\n".join((recipe, self.describe_training_record(), self.describe_suggested_changes(), self.describe_earlier_proposals()))
         about = Message(
             "recipe_scout.aim",
             "recipe {recipe} at step {step}: each time the number of trained tokens grows by a factor of e (2.72), the "
@@ -78,17 +78,17 @@ class RecipeScout:
             step=course.step,
             slope=course.slope,
         )
-        return AgentTask(prompts.task_message(course, keys, self.asked, evidence, rounds), about, {})
+        return AgentTask(prompts.make_task_message(course, keys, self.asked, evidence, rounds), about, {})
 
     def answer_tool_call(self, facts: JsonObject, tool: str, arguments: str) -> str:
         known: dict[str, Callable[..., str]] = {
             "list_files": lambda: tools.list_files(self.workbench),
             "read_file": partial(tools.read_file, self.workbench),
-            "record": self.record_text,
-            "ideas": self.ideas_text,
-            "earlier_proposals": self.earlier_proposals,
+            "record": self.describe_training_record,
+            "ideas": self.describe_suggested_changes,
+            "earlier_proposals": self.describe_earlier_proposals,
         }
-        return tools.answer_call(known, tool, arguments)
+        return tools.answer_tool_call(known, tool, arguments)
 
     def make_proposal(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
         """Raises: DraftError."""
@@ -98,11 +98,11 @@ class RecipeScout:
         """The problems that the stages scope and static find; '' if none."""
         return tools.quote_problems(self.workbench.check(draft.edits))
 
-    def record_text(self) -> str:
+    def describe_training_record(self) -> str:
         return quote_as_data("record of the trunk", "\n".join(prompts.format_training_record(self.course)))
 
-    def ideas_text(self) -> str:
-        rate_tried = rejected_directions(
+    def describe_suggested_changes(self) -> str:
+        rate_tried = find_rejected_directions(
             self.course.recipe.optimizer.lr, self.workbench.history(f"{QUALITY}:optimizer.lr")
         )
         found = [c for c in suggest_changes(self.course, rate_tried) if self.course.may_change(c.key)][:MOST_IDEAS]
@@ -118,8 +118,8 @@ class RecipeScout:
         ]
         return quote_as_data("ideas of simple rules", "\n".join(words) or "nothing")
 
-    def earlier_proposals(self) -> str:
-        return tools.earlier_proposals(self.workbench.history(f"{QUALITY}:"))
+    def describe_earlier_proposals(self) -> str:
+        return tools.quote_earlier_proposals(self.workbench.history(f"{QUALITY}:"))
 
 
 def read_change(arguments: str, course: TrainingRecord, recipe: str, required: str) -> Proposal:
@@ -128,7 +128,7 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
     Raises: DraftError.
     """
     raw = parse_arguments(arguments)
-    hypothesis = one_line(read_text(raw, "hypothesis"), 2000)
+    hypothesis = fold_to_one_line(read_text(raw, "hypothesis"), 2000)
     if not hypothesis:
         raise DraftError("recipe_scout.no_hypothesis", "hypothesis must not be empty.")
     gain = read_number(raw, "predicted_gain")
@@ -140,23 +140,23 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
             least=course.least_gain,
             most=MOST_PREDICTED,
         )
-    before = values_by_key(course.recipe)
+    before = flatten_recipe(course.recipe)
     new_values = _changes(raw.get("changes"), course)
     if required and required not in new_values:
         raise DraftError("recipe_scout.required_key", "One of the changed keys must be {key}.", key=required)
     new = recipe
     for key, value in new_values.items():
         try:
-            new, made = change_recipe(new, key.split("."), value)
+            new, made = change_recipe_value(new, key.split("."), value)
         except RecipeError as error:
             raise DraftError(
                 "recipe_scout.wrong_value",
                 "{key} cannot be {value}: {problem}",
                 key=key,
                 value=format_yaml_value(value),
-                problem=one_line(str(error), 300),
+                problem=fold_to_one_line(str(error), 300),
             ) from None
-    after = values_by_key(made)
+    after = flatten_recipe(made)
     if differing := {key for key in before | after if before.get(key) != after.get(key)} ^ set(new_values):
         raise DraftError(
             "recipe_scout.other_keys",
@@ -194,7 +194,7 @@ def _changes(raw: Any, course: TrainingRecord) -> dict[str, Scalar]:
                 "recipe_scout.wrong_key",
                 "change {number}: {key} is not a key that may be changed.",
                 number=count,
-                key=one_line(ascii(key), 80),
+                key=fold_to_one_line(ascii(key), 80),
             )
         if isinstance(value, str) and not WORD.fullmatch(value):
             raise DraftError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from agents.core.proposal import QUALITY, Edit, Proposal
 from agents.core.workbench import EarlierProposal, Workbench
-from agents.core.yaml_edit import change_recipe, format_yaml_value
+from agents.core.yaml_edit import change_recipe_value, format_yaml_value
 from agents.recipe_scout.changes import RecipeChange, RejectedDirections, suggest_changes
 from agents.recipe_scout.training_record import TrainingRecord
 from kernels.contract.message import Message
@@ -21,7 +21,7 @@ DISCOURAGED = 0.5  # factor on a prediction for each rejection on its key
 def propose_change(course: TrainingRecord, workbench: Workbench) -> Proposal | None:
     """The most promising change as a proposal, or None if no change is predicted to gain what the gate asks for."""
     text = workbench.read(course.path)
-    rate_tried = rejected_directions(course.recipe.optimizer.lr, workbench.history(f"{QUALITY}:optimizer.lr"))
+    rate_tried = find_rejected_directions(course.recipe.optimizer.lr, workbench.history(f"{QUALITY}:optimizer.lr"))
     ranked = []
     for change in suggest_changes(course, rate_tried):
         history = workbench.history(f"{QUALITY}:{change.key}")
@@ -30,7 +30,7 @@ def propose_change(course: TrainingRecord, workbench: Workbench) -> Proposal | N
         if worth < course.least_gain or not course.may_change(change.key) or _waits(change, history):
             continue
         try:
-            new_text, _ = change_recipe(text, change.path, change.new)
+            new_text, _ = change_recipe_value(text, change.path, change.new)
         except RecipeError:
             continue  # an invalid value, such as a batch that its micro-batches do not divide
         drafted = _write(course, change, worth, new_text, history)
@@ -45,7 +45,7 @@ def _waits(change: RecipeChange, history: Sequence[EarlierProposal]) -> bool:
     return any(attempt.closed or (attempt.outcome == "promote" and begins in attempt.title) for attempt in history)
 
 
-def rejected_directions(value: float, history: Sequence[EarlierProposal]) -> RejectedDirections:
+def find_rejected_directions(value: float, history: Sequence[EarlierProposal]) -> RejectedDirections:
     """The directions from ``value`` in which the gate rejected changes, read from titles that ``RecipeChange.title`` made."""
     higher = lower = False
     rejected = [attempt for attempt in history if attempt.outcome == REFUSED]

@@ -39,16 +39,16 @@ class TrainingRecord:
     sample: tuple[str, ...] = ()  # lines of the record for a reader, oldest first
 
     @property
-    def share_of_tokens_ahead(self) -> float:
+    def judged_share_of_tokens(self) -> float:
         """The tokens of one of the gate's runs, as a share of all tokens that its weights were trained on."""
         return self.judged_tokens / (self.tokens + self.judged_tokens)
 
-    def gain_of_token_worth(self, speed: float) -> float:
+    def predict_gain_from_token_worth(self, speed: float) -> float:
         """Bits per byte gained when each token of the judged run is worth ``speed`` tokens, by the loss's slope."""
-        return self.slope * math.log1p(self.share_of_tokens_ahead * (speed - 1))
+        return self.slope * math.log1p(self.judged_share_of_tokens * (speed - 1))
 
 
-def make_record(
+def make_training_record(
     recipe: Recipe,
     path: str,
     lines: Lines,
@@ -73,8 +73,8 @@ def make_record(
         recipe=recipe,
         path=path,
         step=step,
-        tokens=recipe.tokens_between(0, step),
-        judged_tokens=recipe.tokens_between(step, step + judged_steps),
+        tokens=recipe.count_tokens_between(0, step),
+        judged_tokens=recipe.count_tokens_between(step, step + judged_steps),
         least_gain=least_gain,
         may_change=may_change,
         slope=fit_log_step_slope(later, "loss") * bits,
@@ -84,11 +84,11 @@ def make_record(
         clipped=fmean(norm > recipe.stability.grad_clip for norm in norms) if norms else 0.0,
         z_share=fmean(z_losses) / fmean(losses) if z_losses and losses else 0.0,
         trouble=sum(anomalies.get(kind, 0) for kind in TROUBLE),
-        sample=sample_metrics(lines),
+        sample=format_metrics_sample(lines),
     )
 
 
-def sample_metrics(lines: Lines) -> tuple[str, ...]:
+def format_metrics_sample(lines: Lines) -> tuple[str, ...]:
     """Some lines of the metrics in short form: more of them from the start, where the loss falls fast, and always the last one."""
     places = {round(len(lines) ** (i / SAMPLED)) - 1 for i in range(SAMPLED)} | {len(lines) - 1}
     said = []

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agents.core.proposal import Edit, Proposal
-from agents.core.workbench import Measurement, MeasurementError, ReadError, Workbench
-from agents.core.yaml_edit import change_recipe, set_value
-from kernels.contract.choice import auto_ops, device_section
+from agents.core.workbench import Measurement, MeasurementError, UnreadableFileError, Workbench
+from agents.core.yaml_edit import change_recipe_value, set_yaml_value
+from kernels.contract.choice import list_auto_ops, read_device_section
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 
@@ -33,7 +33,7 @@ BLOCKS = "trainer/model/transformer.py"  # its lines outside of ops are compiled
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MeasuredCandidate:
     """An implementation that was measured, and the gain of the whole step that follows."""
 
     op: str
@@ -53,7 +53,7 @@ def propose_implementations(profile: Mapping[str, Any], workbench: Workbench, co
     """
     policy = workbench.read(POLICY)
     device = profile["device_kind"]
-    tuned = auto_ops(device_section(policy, device))
+    tuned = list_auto_ops(read_device_section(policy, device))
     untuned = {**profile, "ops": [op for op in profile["ops"] if op["op"] not in tuned]}
     drafts = [
         write_proposal(candidate, profile, policy, device)
@@ -71,10 +71,10 @@ def propose_implementations(profile: Mapping[str, Any], workbench: Workbench, co
     return list(best.values())
 
 
-def measure_candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOST_MEASURED) -> list[Candidate]:
+def measure_candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOST_MEASURED) -> list[MeasuredCandidate]:
     """Measure up to ``most`` implementations of the hottest ops; those that cannot be measured are left out."""
     step = profile["recipe_step_s"] or profile["eager_step_s"]
-    found: list[Candidate] = []
+    found: list[MeasuredCandidate] = []
     seconds_now: dict[str, float] = {}
     tried = 0
     for op in sorted(profile["ops"], key=lambda o: -o["share"]):
@@ -99,19 +99,19 @@ def measure_candidates(profile: Mapping[str, Any], workbench: Workbench, most: i
                 share = op["calls"] * now / step if op["trained"] else share * profile["eager_step_s"] / step
             share = min(share, 0.9)
             found.append(
-                Candidate(
-                    op["op"], op["implementation"], name, about, share, measured, amdahl_speedup(share, measured.ratio)
+                MeasuredCandidate(
+                    op["op"], op["implementation"], name, about, share, measured, compute_amdahl_speedup(share, measured.ratio)
                 )
             )
     return found
 
 
-def amdahl_speedup(share: float, ratio: float) -> float:
+def compute_amdahl_speedup(share: float, ratio: float) -> float:
     """Time before over time after, when ``share`` of it becomes ``ratio`` times as fast."""
     return 1.0 / (1.0 - share + share / ratio)
 
 
-def write_proposal(candidate: Candidate, profile: Mapping[str, Any], policy: str, device: str) -> Proposal:
+def write_proposal(candidate: MeasuredCandidate, profile: Mapping[str, Any], policy: str, device: str) -> Proposal:
     """The proposal of a candidate: its texts and its one edited line."""
     c, m = candidate, candidate.measured
     hot = [line for line in profile["lines"] if line["op"] == c.op][:3]
@@ -141,7 +141,7 @@ def write_proposal(candidate: Candidate, profile: Mapping[str, Any], policy: str
         title=f"{c.op}: {c.before} → {c.after} on {device}",
         hypothesis=hypothesis,
         predicted_gain=c.predicted_gain,
-        edits=(Edit(POLICY, set_value(policy, (device, c.op), c.after)),),
+        edits=(Edit(POLICY, set_yaml_value(policy, (device, c.op), c.after)),),
     )
 
 
@@ -149,7 +149,7 @@ def _covers(fusions: Sequence[Fusion]) -> Message:
     return Message(
         "search_proposer.covers",
         "This implementation covers these fusion candidates of the profile: {fusions}. ",
-        fusions=list_fusions(fusions),
+        fusions=format_fusions(fusions),
     )
 
 
@@ -181,7 +181,7 @@ def _op(line: str) -> str:
     return line.partition("#")[2]
 
 
-def list_fusions(fusions: Sequence[Fusion]) -> str:
+def format_fusions(fusions: Sequence[Fusion]) -> str:
     """The largest candidates by name, and the number of the others."""
     named = [
         f"{' → '.join(f['lines'])} ({f['bytes_saved'] / 1e6:,.0f} MB, {f['gain_s'] * 1e3:.1f} ms)"
@@ -201,8 +201,8 @@ def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, ag
         return None
     path = f"policies/recipes/{recipe['name']}.yaml"
     try:
-        changed = set_value(workbench.read(path), ("compile",), True)
-    except (ReadError, ValueError):
+        changed = set_yaml_value(workbench.read(path), ("compile",), True)
+    except (UnreadableFileError, ValueError):
         return None  # the recipe is the workspace's own: no patch of the repository changes it
     share = min(0.9, sum(f["gain_share"] for f in fusions))
     gain = 1 / (1 - share)
@@ -221,7 +221,7 @@ def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, ag
             candidates=len(fusions),
             megabytes=megabytes,
             share=share,
-            fusions=list_fusions(fusions),
+            fusions=format_fusions(fusions),
             refuted=_refuted(gain),
         ),
         predicted_gain=gain,
@@ -248,8 +248,8 @@ def propose_micro_batch(profile: Mapping[str, Any], workbench: Workbench, agent:
         text = workbench.read(path)
         gains = {rows: _gain(profile, workbench, now, rows) for rows in others}
         best = max(gains, key=lambda rows: gains[rows])
-        edited, _ = change_recipe(text, ("batch", "micro_sequences"), best if best < whole else None)
-    except (MeasurementError, ReadError, RecipeError):
+        edited, _ = change_recipe_value(text, ("batch", "micro_sequences"), best if best < whole else None)
+    except (MeasurementError, UnreadableFileError, RecipeError):
         return None  # no seconds left; a recipe of the workspace's own; one that cannot be edited in place
     if gains[best] <= 1:
         return None

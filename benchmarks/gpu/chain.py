@@ -57,17 +57,17 @@ def small_recipe(settings: Settings) -> Recipe:
 # -- a segment -------------------------------------------------------------------------------------------------------------
 def segment(folder: Path, recipe: Recipe, shards: Path, steps: int) -> Path:
     """A segment's folder with its spec, as ``python -m trainer`` takes it; the token shard is made once."""
-    from agents.line_profiler.workload import random_documents
+    from agents.line_profiler.workload import make_random_documents
     from trainer.contract.data.data_plan import DataPlan
     from trainer.contract.data.token_shard import write_token_shard
 
     folder.mkdir(parents=True)
     wanted = steps * recipe.tokens_per_step * 2
     shard = write_token_shard(
-        shards, random_documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64
+        shards, make_random_documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64
     )
     mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
-    plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
+    plan = DataPlan.make_for_segment(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
     spec = {
         "kind": "trunk",
         "recipe": recipe.model_dump(mode="json"),
@@ -128,7 +128,7 @@ def distance(ours: Path, theirs: Path) -> tuple[int, int, float]:
     """(tensors equal to the bit, tensors, the largest relative distance) of two segments' last checkpoints."""
     from trainer.contract.checkpoint import format as checkpoints
 
-    a, b = (checkpoints.load(checkpoints.list_checkpoints(folder / "checkpoints")[-1][1]) for folder in (ours, theirs))
+    a, b = (checkpoints.load_checkpoint(checkpoints.list_checkpoints(folder / "checkpoints")[-1][1]) for folder in (ours, theirs))
     pairs = [(a.model[name], b.model[name]) for name in b.model]
     pairs += [(a.optimizer[name], b.optimizer[name]) for name in b.optimizer]
     equal = sum(torch.equal(x, y) for x, y in pairs)
@@ -355,10 +355,10 @@ def staged(recipe: dict[str, Any], context: Context) -> None:
     from factory.core import devices
     from factory.core.errors import IsolationError
     from factory.gates.patch.changed_ops import ChangedOp
-    from factory.gates.patch.policy import IsolatedPolicy
+    from factory.gates.patch.policy import IsolatedTimingPolicy
     from factory.gates.patch.stages import isolated
 
-    policy = IsolatedPolicy(pairs=pairs_of(context), wall_seconds=max(5.0, context.left / 3), tries=1)
+    policy = IsolatedTimingPolicy(pairs=pairs_of(context), wall_seconds=max(5.0, context.left / 3), tries=1)
     try:
         with devices.hold_device():
             found = isolated.time_switched_ops(

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu import card_state, needs, timing
 from benchmarks.gpu.parts import Item, Settings
 from benchmarks.gpu.worker import Context
-from kernels.contract.machine import this_machine
+from kernels.contract.machine import describe_this_machine
 
 PRODUCT, PRODUCTS = 8192, 20  # side of the matrices, and products between two events
 COPY = 1 << 30  # bytes
@@ -46,7 +46,7 @@ def card(context: Context) -> None:
         )
         context.not_run("everything", others() or NO_DEVICE.format(torch=torch.__version__, why=why))
         return
-    machine = this_machine(settings.device)
+    machine = describe_this_machine(settings.device)
     named = "dry" if settings.dry else machine.name.partition("-")[2].partition("-")[2]
     about, short_name = commit(settings.commit)
     context.number("slug", f"{named}-{short_name}")

@@ -21,10 +21,10 @@ from benchmarks.gpu.right import ORDER, compile_every_shape, interpreter_is_too_
 from benchmarks.gpu.rivals import WHOLE_ROWS, Rival, Unavailable, disagreement, rivals
 from benchmarks.gpu.worker import Context, poisoned, short
 from benchmarks.support.waits import waits
-from kernels.contract.choice import implementation_names, untuned_implementation
-from kernels.contract.machine import this_machine
+from kernels.contract.choice import split_implementation_names, find_untuned_implementation
+from kernels.contract.machine import describe_this_machine
 from kernels.contract.op import Inputs, Op, OracleCase, Shape
-from kernels.contract.oracle import compare_with_fp64, outputs_and_gradients
+from kernels.contract.oracle import compare_with_fp64, compute_outputs_and_gradients
 from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import OPS
 
@@ -150,11 +150,11 @@ def disagrees(rival: Rival, op: Op, settings: Settings) -> str:
         dtype = shapes.dtype_of(op)
         if rival.implementation:
             result = compare_with_fp64(op, rival.implementation, case, dtype=dtype, device=settings.device)
-            off = "" if result.ok else str(result.failures())
+            off = "" if result.ok else str(result.describe_failures())
         else:
             inputs = op.inputs(case, device=settings.device, dtype=dtype)
-            found = outputs_and_gradients(op, rival.prepare(inputs), inputs, 0)
-            off = disagreement(op, found, outputs_and_gradients(op, op.reference, inputs, 0))
+            found = compute_outputs_and_gradients(op, rival.prepare(inputs), inputs, 0)
+            off = disagreement(op, found, compute_outputs_and_gradients(op, op.reference, inputs, 0))
         _off[op.name, rival.name] = off
     return _off[op.name, rival.name]
 
@@ -178,7 +178,7 @@ def items(settings: Settings) -> list[Item]:
 
 def in_order(op: Op, number: int, device: str) -> list[Rival]:
     """All that is timed at the n-th width, what ``auto`` runs on this machine first, then eager: without the two nothing is told."""
-    shipped = implementation_names(untuned_implementation(op.name, this_machine().name))
+    shipped = split_implementation_names(find_untuned_implementation(op.name, describe_this_machine().name))
     every = [rival for rival in rivals(op, device) if number == 0 or rival.implementation not in FIRST_WIDTH_ALONE]
     rank = lambda rival: (
         rival.implementation != shipped[0],
@@ -192,7 +192,7 @@ def always_tried(rival: Rival, op: Op) -> bool:
     """Is it what ``auto`` runs here, or eager? All others are compared with these two, so they are timed even if they did not compile in time."""
     return (
         rival.name == "eager"
-        or rival.implementation == implementation_names(untuned_implementation(op.name, this_machine().name))[0]
+        or rival.implementation == split_implementation_names(find_untuned_implementation(op.name, describe_this_machine().name))[0]
     )
 
 

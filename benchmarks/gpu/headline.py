@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernels.contract.choice import implementation_names
+from kernels.contract.choice import split_implementation_names
 
 Record = dict[str, Any]
 NOTHING = "nothing was judged"
@@ -102,7 +102,7 @@ def more(records: Sequence[Record]) -> str:
 
 def falls_back(record: Record) -> bool:
     """Of the kind "computing": is it another than the first that was chosen?"""
-    return str(record["by"]).partition(",")[0] != implementation_names(record["chosen"])[0]
+    return str(record["by"]).partition(",")[0] != split_implementation_names(record["chosen"])[0]
 
 
 def fallbacks(records: Sequence[Record]) -> list[str]:
@@ -111,7 +111,7 @@ def fallbacks(records: Sequence[Record]) -> list[str]:
     for r in of(records, "computing"):
         if falls_back(r):
             found.setdefault(
-                f"{r['op']} by {r['by'] or 'nothing'} for {implementation_names(r['chosen'])[0]}", []
+                f"{r['op']} by {r['by'] or 'nothing'} for {split_implementation_names(r['chosen'])[0]}", []
             ).append(r["item"])
     return [f"{what} ({', '.join(items)})" for what, items in found.items()]
 

@@ -10,7 +10,7 @@ from benchmarks.gpu import aims
 from benchmarks.gpu.headline import busy_of, falls_back, headline, is_right, judged_of, of, unfinished, unjudged
 from benchmarks.gpu.needs import NEED_PYDANTIC
 from benchmarks.gpu.winners import Decision, Verdict, decisions, verdicts
-from kernels.contract.choice import implementation_names
+from kernels.contract.choice import split_implementation_names
 
 Record = dict[str, Any]
 FORMAT = 2
@@ -247,7 +247,7 @@ def kernels_of(records: Sequence[Record], item: str) -> Sequence[str]:
     if not every:
         return ()
     said = [
-        f"**{r['op']}: {r['by'] or 'nothing'}, for {implementation_names(r['chosen'])[0]}**"
+        f"**{r['op']}: {r['by'] or 'nothing'}, for {split_implementation_names(r['chosen'])[0]}**"
         if falls_back(r)
         else f"{r['op']}: {r['by']}"
         for r in every

@@ -145,7 +145,7 @@ def verdict(
             elif op.name == "attention" and check.values in EXTREME and all(t.finite for t in result.tensors):
                 found.skipped.append((str(check), f"finite, and not compared: {ILL_CONDITIONED}"))
             else:
-                found.wrong.append((str(check), result.failures()))
+                found.wrong.append((str(check), result.describe_failures()))
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             found.skipped.append((str(check), f"too little memory: {short(error)}"))

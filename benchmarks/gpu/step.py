@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from agents.line_profiler.workload import make_run
+from agents.line_profiler.workload import make_segment_run
 from benchmarks.gpu import aims
 from benchmarks.gpu.models import Model, model_of
 from benchmarks.gpu.needs import ROOT
@@ -31,14 +31,14 @@ from benchmarks.gpu.worker import Context, short
 from benchmarks.support.waits import waits
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.precision import allow_bf16_matmul
-from trainer.batch import Batch, prefetch
+from trainer.batch import Batch, prefetch_batches
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import find_gpu
 from trainer.contract.plan.precision import DTYPES
-from trainer.contract.plan.sizing import GpuLayout, memory_parts, total_bytes
+from trainer.contract.plan.sizing import GpuLayout, estimate_memory_parts, sum_bytes
 from trainer.contract.recipe import Recipe
 from trainer.run import SegmentRun
 
@@ -88,17 +88,17 @@ class Stepper:
 
 def stepper(recipe: Recipe, folder: Path, *, compile: bool = True) -> Stepper:
     """Raises: TrainerError, KernelError."""
-    run = make_run(recipe, KERNELS, folder, steps=MADE, compile=compile, whole_rows=True)
-    return Stepper(run, prefetch(run.order, MADE, pin=run.ranks.device.type == "cuda"), recipe)
+    run = make_segment_run(recipe, KERNELS, folder, steps=MADE, compile=compile, whole_rows=True)
+    return Stepper(run, prefetch_batches(run.order, MADE, pin=run.ranks.device.type == "cuda"), recipe)
 
 
 def planned_bytes(recipe: Recipe, memory: float) -> float:
     """What ``factory plan`` counts for a step of the whole batch at once on one GPU, without its reserve."""
     optimizer = recipe.optimizer.name
-    parts = memory_parts(
+    parts = estimate_memory_parts(
         recipe.model, GpuLayout(1, micro_sequences=recipe.batch.sequences), memory, optimizer=optimizer
     )
-    return total_bytes(part for part in parts if part.name != "reserve")
+    return sum_bytes(part for part in parts if part.name != "reserve")
 
 
 def seconds_of(
@@ -288,7 +288,7 @@ def speed(name: str, made: Stepper, context: Context) -> None:
     bf16 = recipe.precision == "bf16"  # the aims are of it
     sheet = "MFU of the data sheet" if bf16 else "MFU of the bf16 data sheet"
     context.number("speed", rate, "tokens/s", **aimed(rate, aims.tokens_aim(name, card) if bf16 else None))
-    flops = rate * recipe.model.flops_per_token()
+    flops = rate * recipe.model.count_flops_per_token()
     context.number("model FLOP rate", flops, "FLOP/s")
     if settings.product_rate:
         context.number("MFU of the measured bf16 product rate", flops / settings.product_rate, "share")
@@ -360,7 +360,7 @@ def save_and_step(name: str, model: Model, folder: Path, context: Context) -> No
                 note=f"a step takes {usual * 1e3:.1f} ms without it",
             )
             began = time.perf_counter()
-            path = writer.wait()
+            path = writer.wait_for_last_save()
             context.number(f"the {which} save on disk after", time.perf_counter() - began, "s")
             if context.left <= 0:
                 context.not_run(f"{context.item}: what follows the {which} save", "its time was up")
@@ -368,16 +368,16 @@ def save_and_step(name: str, model: Model, folder: Path, context: Context) -> No
         assert path is not None
         context.number("size", sum(file.stat().st_size for file in path.iterdir()), "bytes")
     began = time.perf_counter()
-    contents, _ = made.run.checkpoint_contents()
+    contents, _ = made.run.collect_checkpoint_contents()
     state = {"step": made.run.step, "sampler": made.run.sampler, "recipe": made.recipe.model_dump()}
-    checkpoints.save(folder / "blocking", Checkpoint(contents["model"], contents["optimizer"], state))
+    checkpoints.save_checkpoint(folder / "blocking", Checkpoint(contents["model"], contents["optimizer"], state))
     context.number("a blocking save", time.perf_counter() - began, "s")
     context.says = f"a save stalls a step for {(with_save - usual) * 1e3:.1f} ms"
 
 
 @contextmanager
 def writing(run: SegmentRun, folder: Path) -> Iterator[CheckpointWriter]:
-    reserve = run.checkpoint_bytes() if run.ranks.device.type == "cuda" else 0  # as ``trainer.segment`` has it
+    reserve = run.count_checkpoint_bytes() if run.ranks.device.type == "cuda" else 0  # as ``trainer.segment`` has it
     writer = run.writer = CheckpointWriter(folder, 1, reserve=reserve)
     try:
         yield writer

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kernels.contract.choice import CAPABILITY, UNTUNED, implementation_names, untuned_implementation
+from kernels.contract.choice import CAPABILITY, UNTUNED, split_implementation_names, find_untuned_implementation
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def decisions(timed: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]],
 
 
 def _decided(op: str, timed: list[dict[str, Any]], failed: list[dict[str, Any]], machine: str) -> Decision:
-    shipped = untuned_implementation(op, machine)
+    shipped = find_untuned_implementation(op, machine)
     right: dict[str, dict[int, dict[str, Any]]] = {}  # name → width → its record
     others: dict[str, dict[int, dict[str, Any]]] = {}  # that are not registered
     for r in timed:
@@ -139,7 +139,7 @@ def _decided(op: str, timed: list[dict[str, Any]], failed: list[dict[str, Any]],
             rows = right if r["implementation"] else others
             rows.setdefault(r["implementation"] or r["by"], {})[r["width"]] = r
     sick = {r["implementation"]: "is wrong" for r in timed if r["wrong"]} | {r["by"]: "fails" for r in failed}
-    names = implementation_names(shipped)
+    names = split_implementation_names(shipped)
     runs = next((name for name in names if name in right and name not in sick), None)
     broken = [f"{name} {sick[name]}" for name in names[: names.index(runs) if runs else None] if name in sick]
     widths = set(right[runs]) if runs else {width for rows in right.values() for width in rows}

@@ -160,7 +160,7 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from benchmarks.headline import facts, models
     from benchmarks.headline.page import FROM_OURS, OURS, THEIRS, TRIGRAM
     from benchmarks.support.best_here import tuned_kernels
-    from kernels.contract.machine import this_machine
+    from kernels.contract.machine import describe_this_machine
 
     terminal = Terminal(Console(highlight=False, stderr=True))
     load = os.getloadavg()[0]
@@ -168,15 +168,15 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     recipe = models.recipe_of(chosen.steps, chosen.width, chosen.lr)
     with tempfile.TemporaryDirectory(prefix="headline-") as name:
         folder = Path(name)
-        terminal.heading("The standard library as text, and a tokenizer made of it")
+        terminal.print_heading("The standard library as text, and a tokenizer made of it")
         plant = models.ingest_library(folder / "workspace", terminal)
-        terminal.heading("The factory's kernels are tuned")
+        terminal.print_heading("The factory's kernels are tuned")
         with terminal.task("tuning kernels"), contextlib.redirect_stdout(sys.stderr):
             kernels = tuned_kernels(recipe)
         trained: dict[str, list[models.Trained]] = {OURS: [], THEIRS: [], FROM_OURS: []}
         bits: dict[str, list[dict[str, float]]] = {name: [] for name in trained}
         for seed in range(1, chosen.seeds + 1):
-            terminal.heading(f"Seed {seed} of {chosen.seeds}: the same tokens to each model")
+            terminal.print_heading(f"Seed {seed} of {chosen.seeds}: the same tokens to each model")
             task = models.task_of(plant, recipe, seed)
             one = folder / f"seed-{seed}"
             with terminal.task(f"{OURS}: {chosen.steps} steps by its trainer (the first compiles)"):
@@ -187,7 +187,7 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             refuse_unequal({name: models_of[-1] for name, models_of in trained.items()})
             for name, models_of in trained.items():
                 bits[name].append(models.bits_of(task, models_of[-1].export, terminal))
-        terminal.heading("Steps of both in turn, and what matrix products alone reach here")
+        terminal.print_heading("Steps of both in turn, and what matrix products alone reach here")
         with terminal.task("steps in turn (the first compile)"):
             seconds = dict(zip((OURS, THEIRS), models.step_seconds(task, kernels, SECONDS)))
         peaks = facts.matmul_peaks()
@@ -196,13 +196,13 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         documents = {domain: sum(text.document.domain == domain for text in task.texts) for domain in sizes}
     for found in (found for of_seeds in bits.values() for found in of_seeds):
         found["all"] = models.pooled(found, sizes)
-    terminal.heading("Disk")
+    terminal.print_heading("Disk")
     clone = facts.clone_bytes()
     model = recipe.model
     return {
         "command": shlex.join(["python", "-m", "benchmarks.headline", *words]),
         "commit": commit(),
-        "machine": this_machine("cpu").to_json(),
+        "machine": describe_this_machine("cpu").to_json(),
         "model": {
             "parameters": model.parameters,
             "layers": model.layers,
@@ -212,7 +212,7 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             "lr": chosen.lr,
             "tokens_per_step": recipe.tokens_per_step,
             "precision": recipe.precision,
-            "flops_per_token": model.flops_per_token(),
+            "flops_per_token": model.count_flops_per_token(),
         },
         "trained": {name: [told(one) for one in models_of] for name, models_of in trained.items()},
         "step_seconds": seconds,

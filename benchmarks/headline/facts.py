@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from factory.core.workspace import Workspace
-from factory.demo.summary import JudgedShardTimes, list_judged_shards
+from factory.demo.summary import JudgedShardTime, list_judged_shard_times
 from factory.ledger.reader import LedgerReader
 from trainer.contract.plan.rates import measure_matmul_rate
 
@@ -89,7 +89,7 @@ def clone_bytes() -> tuple[int, int] | None:
         return on_disk(Path(folder, "clone")) - history, history
 
 
-def last_judged(workspace: Workspace) -> list[JudgedShardTimes]:
+def last_judged(workspace: Workspace) -> list[JudgedShardTime]:
     """The shards of the newest candidate that was the first for some, from the ledger alone. Raises: WorkspaceError."""
-    every = list_judged_shards(LedgerReader(workspace))
+    every = list_judged_shard_times(LedgerReader(workspace))
     return [one for one in every if one.candidate == every[-1].candidate]

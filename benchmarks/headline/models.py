@@ -33,7 +33,7 @@ from factory.evals.baselines import measure_baselines
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import build_suite
-from factory.evals.tasks import ScoredText, bits_per_byte_by_domain, encode_documents, score_bits_per_byte
+from factory.evals.tasks import ScoredText, compute_bits_per_byte_by_domain, encode_documents, score_bits_per_byte
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.inbox import ingest_and_move, list_complete_files
 from factory.ingest.tokenizer import Tokenizer
@@ -42,16 +42,16 @@ from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.strict_yaml import read_yaml
 from trainer.batch import Batch, make_batch
-from trainer.contract.checkpoint.export import export, hf_config, hf_tensors
+from trainer.contract.checkpoint.export import export_checkpoint, make_hf_config, rename_tensors_for_hf
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError
-from trainer.contract.json_lines import read_lines
-from trainer.contract.plan.precision import DTYPES, replace_auto_precision, this_device
+from trainer.contract.json_lines import read_json_lines
+from trainer.contract.plan.precision import DTYPES, replace_auto_precision, choose_this_device
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
-from trainer.optim.schedule import lr_share
+from trainer.optim.schedule import compute_lr_share
 from trainer.parallel.ranks import Ranks
 from trainer.run import SegmentRun
 
@@ -90,7 +90,7 @@ class Task:
                 self.plans[kind], context=model.context, batch=batch, vocab_size=model.vocab_size, state=state
             )
             for step in range(first, last):
-                share = lr_share(self.recipe, kind, step, first, last)  # type: ignore[arg-type]
+                share = compute_lr_share(self.recipe, kind, step, first, last)  # type: ignore[arg-type]
                 yield make_batch(order), self.recipe.optimizer.lr * share
             state = order.state_dict()
 
@@ -123,7 +123,7 @@ def recipe_of(steps: int, width: int, lr: float, compile: bool = True) -> Recipe
     raw["schedule"] |= {"trunk_steps": trunk, "anneal_steps": anneal, "warmup_steps": warm_up}
     raw["optimizer"] |= {"lr": lr}
     raw["stability"] = {"noise_scale_every": 0}  # it would split a batch of each 32 steps in two, and compile halves
-    return replace_auto_precision(Recipe.parse(raw), this_device())
+    return replace_auto_precision(Recipe.parse(raw), choose_this_device())
 
 
 def ingest_library(root: Path, progress: Progress, share: float = 1.0) -> Plant:
@@ -143,7 +143,7 @@ def task_of(plant: Plant, recipe: Recipe, seed: int) -> Task:
     rows = plant.ledger.read("SELECT id, path FROM token_shards WHERE tokens > 0 ORDER BY created_at, id")
     shards = [(row["id"], str(plant.workspace.root / row["path"]), 0) for row in rows]
     plans = {
-        kind: DataPlan.make(recipe.mixture, kind, shards, recipe.seed).model_copy(  # type: ignore[arg-type]
+        kind: DataPlan.make_for_segment(recipe.mixture, kind, shards, recipe.seed).model_copy(  # type: ignore[arg-type]
             update={"targets_in_every_batch": True}
         )
         for kind in ("trunk", "anneal")
@@ -177,10 +177,10 @@ def train_ours(task: Task, folder: Path, kernels: Path) -> Trained:
         (path / "segment.json").write_text(spec.model_dump_json())
         subprocess.run([sys.executable, "-m", "trainer", str(path)], cwd=ROOT, check=True, stdout=STDERR)
         results.append(json.loads((path / "result.json").read_text()))
-        lines += read_lines(path / "metrics.jsonl")
+        lines += read_json_lines(path / "metrics.jsonl")
         checkpoint = results[-1]["checkpoint"]
     assert checkpoint is not None
-    export(Path(checkpoint), folder / "export")
+    export_checkpoint(Path(checkpoint), folder / "export")
     after = os.times()
     return Trained(
         folder / "export",
@@ -206,7 +206,7 @@ def our_run(task: Task, kernels: Path, compile: bool) -> SegmentRun:
 def first_weights(task: Task, kernels: Path) -> dict[str, Tensor]:
     """The weights that our trainer begins with, in transformers' names."""
     state = our_run(task, kernels, compile=False).model.state_dict()
-    return {name: tensor.clone() for name, tensor in hf_tensors(state, task.recipe.model).items()}
+    return {name: tensor.clone() for name, tensor in rename_tensors_for_hf(state, task.recipe.model).items()}
 
 
 class Theirs:
@@ -219,7 +219,7 @@ class Theirs:
         keep_freed_memory()  # as our trainer does: without it, a step waits for the kernel's zeroed pages
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
-        self.model = Qwen3ForCausalLM(Qwen3Config(**hf_config(recipe.model, "float32"), attn_implementation="sdpa"))
+        self.model = Qwen3ForCausalLM(Qwen3Config(**make_hf_config(recipe.model, "float32"), attn_implementation="sdpa"))
         if start is not None:
             missing = self.model.load_state_dict(dict(start), strict=False).missing_keys
             assert missing == ["lm_head.weight"], missing  # which is the embedding
@@ -261,7 +261,7 @@ class Theirs:
             name: t.detach().contiguous() for name, t in self.model.state_dict().items() if name != "lm_head.weight"
         }
         save_file(held, folder / WEIGHTS, {"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(hf_config(self.recipe.model, "float32")))
+        (folder / "config.json").write_text(json.dumps(make_hf_config(self.recipe.model, "float32")))
 
 
 def train_theirs(task: Task, folder: Path, start: Mapping[str, Tensor] | None = None) -> Trained:
@@ -307,7 +307,7 @@ def step_seconds(task: Task, kernels: Path, seconds: float) -> tuple[list[float]
 def bits_of(task: Task, export: Path, progress: Progress) -> dict[str, float]:
     """Bits per byte of the held-out documents, by domain, by the release gate's evaluator."""
     with progress.task(f"bits per byte of {export.parent.name}/{export.name}", None) as bar:
-        return bits_per_byte_by_domain(
+        return compute_bits_per_byte_by_domain(
             score_bits_per_byte(ReferenceModel.load(export), task.texts, POLICY, bar.advance)
         )
 

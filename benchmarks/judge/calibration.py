@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 
 from factory.evals.parity import CHECKS
-from factory.evals.statistics import CLOZE, holm_step_down
+from factory.evals.statistics import CLOZE, run_holm_step_down
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import make_evidence_of_evaluations
-from factory.gates.release.guards import compute_guard_floors, detectable_gain, list_guard_names, list_unreliable_guards
+from factory.gates.release.guards import compute_guard_floors, compute_detectable_gain, list_guard_names, list_unreliable_guards
 from factory.gates.release.held_out_gaps import TASK
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, judge
 from factory.gates.release.policy import ReleasePolicy
@@ -172,7 +172,7 @@ def calibrate(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
         false += promoted(honest)
         gaps += any(one.code in ("release.sealed_seen", "release.dev_fitted") for one in judge(POLICY, honest).reasons)
         seen += promoted(evidence_of(better_by(pair, SEEN, (TASK,)), 1, nothing))
-        low, high = target.confidence_bound(0.025), target.confidence_bound(0.025, above=True)
+        low, high = target.compute_confidence_bound(0.025), target.compute_confidence_bound(0.025, above=True)
         assert low is not None and high is not None
         held += low <= 0 <= high
         bad = dict.fromkeys(DOMAINS, 0.2) | {"docs": -2 * POLICY.guards.bits_per_byte_margin}
@@ -194,7 +194,7 @@ def power_of(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
     for _ in range(pairs):
         sizes: Sizes = {}
         here, other = evidence_of(draw(kind, rng, none, sizes), 1, nothing), draw(kind, rng, none, sizes)
-        gain = detectable_gain(POLICY, here)
+        gain = compute_detectable_gain(POLICY, here)
         assert here.target is not None
         effective.append(here.target.effective or 0.0)
         told.append(math.inf if gain is None else gain)
@@ -216,11 +216,11 @@ def outcome_before(evidence: ReleaseEvidence) -> str:
     every = list_guard_names(evidence)
 
     def above(name: str, shared: int) -> bool:
-        bound = evidence.guards[name].confidence_bound(POLICY.guards.alpha / shared)
+        bound = evidence.guards[name].compute_confidence_bound(POLICY.guards.alpha / shared)
         return bound is not None and bound > floor[name]
 
     now = judge(POLICY, evidence).outcome
-    return now if now != PROMOTE or all(holm_step_down(every, above).values()) else HOLD
+    return now if now != PROMOTE or all(run_holm_step_down(every, above).values()) else HOLD
 
 
 def held_by_a_guard(evidence: ReleaseEvidence, before: bool) -> bool:
@@ -249,7 +249,7 @@ def cloze_of(kind: Kind, items: int, changed: float, pairs: int, seed: int) -> d
             decided = outcome_before if before else (lambda found: judge(POLICY, found).outcome)
             better[before] += decided(good) == PROMOTE
             harmed[before].append(decided(worse))
-        gain = detectable_gain(POLICY, evidence)
+        gain = compute_detectable_gain(POLICY, evidence)
         if gain is not None:
             gains.append(gain)
             there = judge(POLICY, evidence_of(better_by(other, gain), 1, nothing))

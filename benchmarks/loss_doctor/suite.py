@@ -28,7 +28,7 @@ import torch
 import yaml
 
 from agents.loss_doctor.curves import StepMetrics, read_step_metrics
-from agents.loss_doctor.doctor import diagnose
+from agents.loss_doctor.doctor import diagnose_anomaly
 from benchmarks.loss_doctor.documents import VOCABULARY, good
 from benchmarks.loss_doctor.faults import FAULTS, FIRST, LONG, Fault
 from benchmarks.loss_doctor.injecting import CODE, FAULTY, order_of, run_here
@@ -37,9 +37,9 @@ from factory.diagnosis.diagnosing import (
     RECENT_STEPS,
     EpisodeSpan,
     RecordedAnomaly,
-    changed_recipe_keys,
+    find_changed_recipe_keys,
     find_episodes,
-    find_previous_weights,
+    find_previous_domain_weights,
 )
 from factory.diagnosis.replay_bench import AnomalyEpisode, EpisodeReplayBench
 from factory.gates.patch.matrix.cases import make_case_recipe
@@ -51,7 +51,7 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import write_token_shard
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 
 BUDGET = 2000
 MOST_EPISODES = 4  # of a healthy run that are diagnosed
@@ -128,7 +128,7 @@ def _try_fault(fault: Fault, seed: int, root: Path, trunk: Trunk) -> Tried:
     folders, spec = (trunk.folder, root / "00002"), trunk.spec
     folders[1].mkdir()
     shards, plan = list(spec["data_plan"]["token_shards"]), DataPlan.from_json(spec["data_plan"])
-    start = folders[0] / "checkpoints" / checkpoints.checkpoint_name(FIRST)
+    start = folders[0] / "checkpoints" / checkpoints.format_checkpoint_name(FIRST)
     if fault.joins is not None:
         joined = write_token_shard(root / "joined", fault.joins(rng), vocab_size=VOCABULARY, tokenizer_sha256="")
         shards.append({"id": joined.id, "path": str(joined.path), "generation": 1})
@@ -142,10 +142,10 @@ def _try_fault(fault: Fault, seed: int, root: Path, trunk: Trunk) -> Tried:
         half = second | {"last_step": FIRST + 10}
         assert not (why := run_here(fault, seed, folders[1], half, CODE, live=True)), why
         (folders[1] / "result.json").unlink()
-        path = folders[1] / "checkpoints" / checkpoints.checkpoint_name(FIRST + 10)
-        held = checkpoints.load(path)
+        path = folders[1] / "checkpoints" / checkpoints.format_checkpoint_name(FIRST + 10)
+        held = checkpoints.load_checkpoint(path)
         fault.checkpoint(held.model | held.optimizer, rng)
-        checkpoints.save(path.parent, Checkpoint(held.model, held.optimizer, held.state))
+        checkpoints.save_checkpoint(path.parent, Checkpoint(held.model, held.optimizer, held.state))
     code = FAULTY if fault.causes == (("code change",),) else CODE
     if why := run_here(fault, seed, folders[1], second, code, live=True):
         raise RuntimeError(f"{fault.name}: {why}")
@@ -164,7 +164,7 @@ class Ran:
     code: Path
 
     def lines_of(self, name: str) -> list[dict[str, Any]]:
-        return [line for folder in self.folders for line in read_lines(folder / name)]
+        return [line for folder in self.folders for line in read_json_lines(folder / name)]
 
 
 def diagnose_run(ran: Ran, root: Path) -> Tried:
@@ -200,22 +200,22 @@ def diagnose_span(ran: Ran, root: Path, lines: list[StepMetrics], span: EpisodeS
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, kernels=ran.chosen, device="cpu", lines=lines, rungs=rungs, code=ran.code,
         previous_code=CODE if ran.code == FAULTY else None, previous_commit="1" * 40,
         generation_begins=FIRST if fault.joins is not None and recent else None,
-        where=span.where, previous_weights=find_previous_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset, span.last),
-        changed_recipe_keys=changed_recipe_keys(spec["recipe"], before["recipe"]) if recent else {},
+        where=span.where, previous_weights=find_previous_domain_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset, span.last),
+        changed_recipe_keys=find_changed_recipe_keys(spec["recipe"], before["recipe"]) if recent else {},
         end=every[max(every)] if max(every) > span.last else None, environment_changed="torch 1 → 2" if fault.dependency else "",
     )  # fmt: skip
 
     def run(arm: Arm) -> ArmRunEnd:
         folder = root / "runs" / arm.key
         spec = prepare_arm_folder(root / "runs", folder, arm)
-        code = episode.code_folder(arm)
+        code = episode.choose_code_folder(arm)
         return ArmRunEnd(
             folder, failed=run_here(fault, ran.seed, folder, spec, code, live=False, changed=not arm.environment)
         )
 
     began = time.perf_counter()
     (root / "runs").mkdir(parents=True)
-    diagnosis = diagnose(
+    diagnosis = diagnose_anomaly(
         EpisodeReplayBench(episode, root, run, BUDGET, "python" if fault.dependency == "at hand" else "")
     )
     return Tried(
@@ -252,7 +252,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     commit()
     held = (
-        [Tried.of_json(line) for line in read_lines(asked.results)] if asked.results and asked.results.exists() else []
+        [Tried.of_json(line) for line in read_json_lines(asked.results)] if asked.results and asked.results.exists() else []
     )
     known = {(tried.fault, tried.seed): tried for tried in held}
     every: list[Tried] = []

@@ -18,7 +18,7 @@ import torch
 from benchmarks.ops.liger import contest, installed
 from benchmarks.support.best_here import DTYPE, PRECISION, ROOT
 from kernels.contract.bench import BenchSetting, compare_implementations
-from kernels.contract.machine import this_machine
+from kernels.contract.machine import describe_this_machine
 from kernels.contract.op import Shape
 from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import OPS
@@ -83,7 +83,7 @@ def measure(name: str, implementation: str, shape: str) -> Ratio:
 
 
 def baseline_path() -> Path:
-    return ROOT / "benchmarks" / "baselines" / f"{this_machine(DEVICE).name}.json"
+    return ROOT / "benchmarks" / "baselines" / f"{describe_this_machine(DEVICE).name}.json"
 
 
 def load_baseline(path: Path) -> dict[str, Ratio]:
@@ -101,7 +101,7 @@ def save_baseline(path: Path, ratios: dict[str, Ratio]) -> None:
 
 def machine() -> dict[str, str]:
     """What was measured on: class, processor, versions and commit."""
-    found = this_machine(DEVICE)
+    found = describe_this_machine(DEVICE)
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     return {
         "device_class": found.name,

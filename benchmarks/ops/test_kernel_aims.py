@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from agents.line_profiler.workload import make_run
+from agents.line_profiler.workload import make_segment_run
 from benchmarks.support.best_here import DTYPE, PRECISION, demo_recipe, tuned_kernels
 from benchmarks.support.memory import printed_by, resident, restart_peak
 from kernels.contract.bench import BenchSetting, compare_implementations
@@ -22,7 +22,7 @@ from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import OracleCase, Shape
 from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import OPS, load_choice
-from trainer.batch import prefetch
+from trainer.batch import prefetch_batches
 from trainer.contract.plan.precision import DTYPES
 
 HEAD = "linear_cross_entropy"
@@ -90,8 +90,8 @@ def test_the_whole_step_gains_by_the_choices(tmp_path: Path) -> None:
 
 def step_of(kernels: Path, folder: Path) -> Callable[[], Any]:
     recipe = demo_recipe()
-    run = make_run(recipe, kernels, folder, steps=100, compile=recipe.compile)
-    batches = prefetch(run.order, 100)
+    run = make_segment_run(recipe, kernels, folder, steps=100, compile=recipe.compile)
+    batches = prefetch_batches(run.order, 100)
 
     def step() -> None:
         with allow_bf16_matmul(DTYPES[recipe.precision]):

@@ -52,7 +52,7 @@ def test_no_slower_relative_to_eager_than_its_baseline(
 ) -> None:
     case = OracleCase(shape, SHAPES[shape])
     result = compare_with_fp64(contest(op), implementation, case, dtype=torch.bfloat16, device=DEVICE)
-    assert result.ok, result.failures()
+    assert result.ok, result.describe_failures()
     name = f"{op}/{implementation}/{shape}"
     found = measured[name]
     benchmark.extra_info.update(ratio=found.ratio, ratio_low=found.low, ratio_high=found.high)

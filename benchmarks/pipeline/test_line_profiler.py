@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from agents.line_profiler.profile_schema import Profile
-from agents.line_profiler.report.summary_text import profile_summary
+from agents.line_profiler.report.summary_text import write_profile_summary
 from benchmarks.support.best_here import ROOT
 
 
@@ -29,7 +29,7 @@ def test_a_recipe_is_profiled_in_bounded_time_and_adds_up(tmp_path: Path, recipe
     subprocess.run(command, cwd=ROOT, check=True)
     seconds = time.perf_counter() - began
     found = Profile.from_mapping(json.loads((tmp_path / "profile.json").read_text()))
-    print(f"\n{recipe}: {seconds:.1f} s. {profile_summary(found)}")
+    print(f"\n{recipe}: {seconds:.1f} s. {write_profile_summary(found)}")
     assert seconds < most_seconds
     assert 0.9 <= found.coverage <= 1.1
     if recipe != "tiny":

@@ -27,8 +27,8 @@ import httpx
 import factory.serving.serve as serving
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
-from factory.serving.engines import Engine, native_engine_kind
-from factory.serving.supervisor import Supervisor
+from factory.serving.engines import Engine, make_native_engine_kind
+from factory.serving.supervisor import EngineSupervisor
 from tests.support.paths import ROOT
 from tests.support.serving.kills import BEFORE, NEW, OLD, Outcome, kill_in_swap, outcome
 from tests.support.serving.load import Load
@@ -84,10 +84,10 @@ def serve_until(root: Path, port: int, stage: str) -> None:
             print(f"killed {time.monotonic()}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    serving.Supervisor = functools.partial(Supervisor, on_stage=kill)  # type: ignore[misc, assignment]
+    serving.EngineSupervisor = functools.partial(EngineSupervisor, on_stage=kill)  # type: ignore[misc, assignment]
     serving.serve_champion(
         Workspace.open(root),
-        native_engine_kind(),
+        make_native_engine_kind(),
         host="127.0.0.1",
         port=port,
         key="",

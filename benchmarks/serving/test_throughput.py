@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from factory.serving.native.batch import Job, RunningBatch
+from factory.serving.native.batch import DecodingJob, DecodingBatch
 from factory.serving.native.decoder import CachedDecoder
 from tests.support.factory.exports import save_export, tiny_model
 
@@ -39,12 +39,12 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Way]:
     )
 
     def batched(prompts: list[list[int]]) -> list[list[int]]:
-        batch = RunningBatch(decoder, room=1 << 20)
+        batch = DecodingBatch(decoder, room=1 << 20)
         for number, prompt in enumerate(prompts):
-            batch.add(Job(number, prompt, WRITTEN))
+            batch.add_job(DecodingJob(number, prompt, WRITTEN))
         written: list[list[int]] = [[] for _ in prompts]
-        while batch.running or batch.waiting:
-            for token in batch.step():
+        while batch.running_jobs or batch.waiting_jobs:
+            for token in batch.run_step():
                 written[token.key].append(token.token)
         return written
 

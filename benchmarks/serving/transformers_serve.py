@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from factory.evals.probes.engine import EngineClient
-from factory.serving.fixture import make_parity_fixture
+from factory.serving.parity_fixture import make_parity_fixture
 from tests.support.factory.exports import plant_of_one_thread, save_export, tiny_model
 
 REQUESTS, WRITTEN, ROUNDS = 16, 64, 3

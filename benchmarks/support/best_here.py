@@ -12,19 +12,19 @@ from pathlib import Path
 import torch
 import yaml
 
-from kernels.contract.machine import fast_precision, this_machine
-from trainer.contract.plan.precision import DTYPES, replace_auto_precision, this_device
+from kernels.contract.machine import choose_fast_precision, describe_this_machine
+from trainer.contract.plan.precision import DTYPES, replace_auto_precision, choose_this_device
 from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 CUDA = torch.cuda.is_available()
-PRECISION = fast_precision("cuda" if CUDA else "cpu")  # of what is timed alone
+PRECISION = choose_fast_precision("cuda" if CUDA else "cpu")  # of what is timed alone
 DTYPE = DTYPES[PRECISION]
 
 
 def demo_recipe() -> Recipe:
     """The demo's recipe, in the precision that trains fastest here."""
-    return replace_auto_precision(Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml"), this_device())
+    return replace_auto_precision(Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml"), choose_this_device())
 
 
 def tuned_kernels(recipe: Recipe | None = None) -> Path:
@@ -39,8 +39,8 @@ def tuned_kernels(recipe: Recipe | None = None) -> Path:
     words = ["-m", "kernels.contract.tune", "--recipe", str(given), "--precision", recipe.precision]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     choice = json.loads(done.stdout.splitlines()[-1])["choice"]
-    print(f"\ntuned for {this_machine()}, {recipe.precision}: {choice}")
+    print(f"\ntuned for {describe_this_machine()}, {recipe.precision}: {choice}")
     path = folder / "kernels.yaml"
     os.environ[known] = str(path)
-    path.write_text(yaml.safe_dump({this_device().type: choice}))
+    path.write_text(yaml.safe_dump({choose_this_device().type: choice}))
     return path

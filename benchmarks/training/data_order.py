@@ -27,7 +27,7 @@ from trainer.batch import make_batch
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
-from trainer.contract.plan.feasible import refuse_impossible
+from trainer.contract.plan.feasibility import refuse_impossible_run
 from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def measure(recipe: Recipe, shard: Path, planned: int, resumed: bool) -> OrderCo
     tokens = TokenShard(shard).manifest["tokens"]
     epochs = 8 * planned * recipe.tokens_per_step // tokens + 2  # enough for the steps, whatever the mixture
     mixture = recipe.mixture.model_copy(update={"max_epochs": epochs, "phases": []})
-    plan = DataPlan.make(mixture, "trunk", [(shard.name, str(shard), 0)], recipe.seed)
+    plan = DataPlan.make_for_segment(mixture, "trunk", [(shard.name, str(shard), 0)], recipe.seed)
     began = time.perf_counter()
     order = open_order(plan, recipe, None)
     if resumed:
@@ -78,7 +78,7 @@ def measure(recipe: Recipe, shard: Path, planned: int, resumed: bool) -> OrderCo
             cursor[2] = order.streams[name].pieces * (far * recipe.tokens_per_step // tokens)
         order = open_order(plan, recipe, json.loads(json.dumps(state)))
     first = order.step
-    refuse_impossible(order, recipe, first, planned)
+    refuse_impossible_run(order, recipe, first, planned)
     opened = time.perf_counter()
     for _ in range(3):
         make_batch(order)

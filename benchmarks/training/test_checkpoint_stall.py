@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from agents.line_profiler.workload import make_run
+from agents.line_profiler.workload import make_segment_run
 from benchmarks.support.best_here import demo_recipe, tuned_kernels
 from kernels.contract.host_memory import keep_freed_memory
-from trainer.batch import prefetch
+from trainer.batch import prefetch_batches
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
@@ -44,10 +44,10 @@ class Stalls(CheckpointWriter):
 
 def blocking_save(run: SegmentRun, folder: Path) -> float:
     """Seconds."""
-    contents, _ = run.checkpoint_contents()
+    contents, _ = run.collect_checkpoint_contents()
     start = time.perf_counter()
     state = {"step": run.step, "sampler": run.sampler, "recipe": run.recipe.model_dump()}
-    checkpoints.save(folder, Checkpoint(contents["model"], contents["optimizer"], state))
+    checkpoints.save_checkpoint(folder, Checkpoint(contents["model"], contents["optimizer"], state))
     return time.perf_counter() - start
 
 
@@ -55,10 +55,10 @@ def test_a_checkpoint_hardly_stalls_a_step_nor_slows_a_run(tmp_path: Path) -> No
     keep_freed_memory()
     recipe = demo_recipe()
     steps = WARM_UP + 2 * BLOCK * (PAIRS + 1)
-    run = make_run(recipe, tuned_kernels(), tmp_path / "run", steps=steps, compile=True)
+    run = make_segment_run(recipe, tuned_kernels(), tmp_path / "run", steps=steps, compile=True)
     on_gpu = run.ranks.device.type == "cuda"  # as ``trainer.segment`` does
-    writer = run.writer = Stalls(tmp_path / "checkpoints", keep=2, reserve=run.checkpoint_bytes() * on_gpu)
-    batches = prefetch(run.order, steps, pin=on_gpu)
+    writer = run.writer = Stalls(tmp_path / "checkpoints", keep=2, reserve=run.count_checkpoint_bytes() * on_gpu)
+    batches = prefetch_batches(run.order, steps, pin=on_gpu)
     each: list[float] = []
     stalls: list[float] = []
     saves: list[float] = []
@@ -82,7 +82,7 @@ def test_a_checkpoint_hardly_stalls_a_step_nor_slows_a_run(tmp_path: Path) -> No
         taken = time.perf_counter() - began
         if save:
             start = time.perf_counter()
-            writer.wait()
+            writer.wait_for_last_save()
             saves.append(time.perf_counter() - start)
         return taken
 

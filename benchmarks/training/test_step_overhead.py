@@ -18,14 +18,14 @@ import pytest
 import torch
 
 import trainer.run
-from agents.line_profiler.workload import make_run
+from agents.line_profiler.workload import make_segment_run
 from benchmarks.support.best_here import demo_recipe, tuned_kernels
 from kernels.contract.host_memory import keep_freed_memory
-from trainer.batch import Batch, prefetch
+from trainer.batch import Batch, prefetch_batches
 from trainer.contract.recipe import Recipe
 from trainer.monitor.metrics import MetricsFile
 from trainer.monitor.stability import StabilityDetector, decide_clip_and_skip
-from trainer.optim.optimizer import sums_of_squares
+from trainer.optim.optimizer import compute_sums_of_squares
 from trainer.run import SegmentRun
 
 CUDA = torch.cuda.is_available()
@@ -77,12 +77,12 @@ def bare_step(run: SegmentRun) -> Callable[[Batch], None]:
     def step(batch: Batch) -> None:
         run.signals.begin_step(None)
         total = torch.zeros((), device=run.ranks.device)
-        for part in batch.to(run.ranks.device).micro_batches(recipe.batch.micro_sequences):
+        for part in batch.to(run.ranks.device).split_into_micro_batches(recipe.batch.micro_sequences):
             part.pop("domains_BT")
             loss, _, _ = run.model.loss(**part, z_loss=recipe.stability.z_loss)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        norm = sums_of_squares(run.optimizer.gradients()).sum().sqrt()
+        norm = compute_sums_of_squares(run.optimizer.gradients()).sum().sqrt()
         run.optimizer.step(1e-3, *decide_clip_and_skip(total, norm, recipe.stability.grad_clip, limit))
         run.optimizer.zero_grad()
         total.item()
@@ -100,7 +100,7 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
     recipe = Recipe.parse(recipe.model_dump() | {"batch": {"sequences": 16, "micro_sequences": micro_sequences}})
     recipe = measured_every(recipe, 0)  # its share is measured apart
     steps = 2 * (PAIRS + WARM_UP) + 2 * (SPLITS + WARM_UP)
-    run = make_run(recipe, tuned_kernels(), tmp_path / "run", steps=steps, compile=True)
+    run = make_segment_run(recipe, tuned_kernels(), tmp_path / "run", steps=steps, compile=True)
     fill(run.detector)
     clock = Clock()
     for hook, names in ((run.monitor, MONITOR), (run.signals, SIGNALS)):
@@ -109,10 +109,10 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
     looks = [block._forward_pre_hooks for block in run.model.blocks]
     for held in looks:
         held.update({number: clock.around("signals.look", look) for number, look in held.items()})
-    monkeypatch.setattr(trainer.run, "peak_memory_bytes", clock.around("memory", trainer.run.peak_memory_bytes))
+    monkeypatch.setattr(trainer.run, "peak_memory_bytes", clock.around("memory", trainer.run.measure_peak_memory_bytes))
     metrics = MetricsFile(tmp_path / "metrics.jsonl", 0)
     kinds = {"full": full_step(run, metrics, clock), "bare": bare_step(run)}
-    batches = prefetch(run.order, steps)
+    batches = prefetch_batches(run.order, steps)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for pair in range(PAIRS + WARM_UP):
         if pair == WARM_UP:

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agents.line_profiler.workload import make_run
+from agents.line_profiler.workload import make_segment_run
 from benchmarks.support.best_here import CUDA, PRECISION, ROOT, demo_recipe, tuned_kernels
 from benchmarks.support.memory import printed_by, resident, restart_peak
 from kernels.contract.host_memory import keep_freed_memory, release_freed_memory
-from kernels.contract.machine import this_machine
+from kernels.contract.machine import describe_this_machine
 from kernels.contract.precision import allow_bf16_matmul
-from trainer.batch import Batch, make_batch, prefetch
-from trainer.contract.checkpoint.export import hf_config
+from trainer.batch import Batch, make_batch, prefetch_batches
+from trainer.contract.checkpoint.export import make_hf_config
 from trainer.contract.plan.precision import DTYPES
-from trainer.contract.plan.rates import data_sheet_peak, measure_matmul_rate
+from trainer.contract.plan.rates import look_up_data_sheet_flops, measure_matmul_rate
 from trainer.contract.recipe import Recipe
 
 KERNELS = ROOT / "policies" / "kernels.yaml"
@@ -62,8 +62,8 @@ def recipe_here() -> Recipe:
 
 def ours(recipe: Recipe, folder: Path) -> Step:
     steps = 200
-    run = make_run(recipe, tuned_kernels(recipe), folder, steps=steps, compile=True)
-    batches = prefetch(run.order, steps)
+    run = make_segment_run(recipe, tuned_kernels(recipe), folder, steps=steps, compile=True)
+    batches = prefetch_batches(run.order, steps)
 
     def step() -> None:
         with allow_bf16_matmul(DTYPES[recipe.precision]):
@@ -84,7 +84,7 @@ def theirs(recipe: Recipe, batches: list[Batch], how: str) -> Step:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
         apply_liger_kernel_to_qwen3()
-    model = Qwen3ForCausalLM(Qwen3Config(**hf_config(recipe.model, "float32"), attn_implementation="sdpa")).to(device)
+    model = Qwen3ForCausalLM(Qwen3Config(**make_hf_config(recipe.model, "float32"), attn_implementation="sdpa")).to(device)
     run = torch.compile(model) if how == "compiled" else model
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     inputs = []
@@ -109,7 +109,7 @@ def theirs(recipe: Recipe, batches: list[Batch], how: str) -> Step:
 def make_step(name: str, recipe: Recipe, folder: Path) -> Step:
     if name == "ours":
         return ours(recipe, folder)
-    order = make_run(recipe, KERNELS, folder, steps=8, compile=False).order
+    order = make_segment_run(recipe, KERNELS, folder, steps=8, compile=False).order
     return theirs(recipe, [make_batch(order) for _ in range(8)], name)
 
 
@@ -148,8 +148,8 @@ def print_peak_memory(name: str) -> None:
 
 def utilisation(recipe: Recipe, device: torch.device, tokens_per_s: float) -> str:
     """Model FLOP/s, as shares of the data sheet's peak (MFU) and of what products alone reach here, where each is known."""
-    flops, dtype = tokens_per_s * recipe.model.flops_per_token(), DTYPES[recipe.precision]
-    peak, products = data_sheet_peak(device, dtype), measure_matmul_rate(device, dtype)
+    flops, dtype = tokens_per_s * recipe.model.count_flops_per_token(), DTYPES[recipe.precision]
+    peak, products = look_up_data_sheet_flops(device, dtype), measure_matmul_rate(device, dtype)
     mfu = f"MFU {flops / peak:.1%} of {peak / 1e12:.0f} TFLOP/s, " if peak else ""
     return f"{flops / 1e9:,.0f} GFLOP/s, {mfu}{flops / products:.1%} of the products' {products / 1e9:,.0f} GFLOP/s"
 
@@ -173,7 +173,7 @@ def test_training_step_compared_with_transformers(tmp_path: Path) -> None:
     device = torch.device("cuda" if CUDA else "cpu")
     memory = {name: peak_memory(name) for name in ("ours", best)}
     size = f"{recipe.model.parameters / 1e6:.1f} M parameters"
-    print(f"\n{recipe.name}: {size}, {recipe.tokens_per_step} tokens a step, {recipe.precision}, {this_machine()}")
+    print(f"\n{recipe.name}: {size}, {recipe.tokens_per_step} tokens a step, {recipe.precision}, {describe_this_machine()}")
     for name, tokens in rates.items():
         peak = f"   {memory[name] >> 20} MiB" if name in memory else ""
         label = name if name == "ours" else f"transformers {name}"

@@ -22,7 +22,7 @@ from kernels.contract.registry import bind_ops
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Decoder
 from trainer.monitor.stability import decide_clip_and_skip
-from trainer.optim.optimizer import Optimizer, sums_of_squares
+from trainer.optim.optimizer import Optimizer, compute_sums_of_squares
 
 NARROW, WIDE = 64, 256
 STEPS, WARM_UP = 160, 16
@@ -80,7 +80,7 @@ def trained_loss(recipe: Recipe, batches: list[Tensor], held_out: Tensor) -> flo
         loss = loss_of(model, tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         rate = recipe.optimizer.lr * min((step + 1) / WARM_UP, (STEPS - step) / (STEPS - WARM_UP))
-        norm = sums_of_squares(optimizer.gradients()).sum().sqrt()
+        norm = compute_sums_of_squares(optimizer.gradients()).sum().sqrt()
         optimizer.step(rate, *decide_clip_and_skip(loss.detach(), norm, recipe.stability.grad_clip, math.inf))
         optimizer.zero_grad()
     with torch.no_grad():

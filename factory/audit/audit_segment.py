@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from factory.audit.audit_windows import AuditWindow, count_audit_tries
-from factory.audit.judge import allowed_distance_share, find_differences, judge_audit
-from factory.audit.kept_checkpoints import audit_folder, keep_window_checkpoints, window_checkpoint
+from factory.audit.judge import compute_allowed_distance_share, find_differences, judge_audit
+from factory.audit.kept_checkpoints import get_audit_folder, keep_window_checkpoints, get_window_checkpoint_folder
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AUDIT
 from factory.code_loop.reverting import AUDITED
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.launching import count_ranks
 from factory.core.path_removal import remove_path
 from factory.core.policy_file import hash_policy
@@ -29,23 +29,23 @@ from factory.core.workspace import Workspace
 from factory.gates.patch.checkpoint_difference import (
     compute_weight_drift,
     find_checkpoint_difference,
-    squared_moment_distances,
+    compute_squared_moment_distances,
 )
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
-from factory.runs.arm import Arm, recipe_for_one_rank
+from factory.runs.arm import Arm, make_recipe_for_one_rank
 from factory.runs.arm_runner import ArmRunner
 from factory.runs.distance import find_unmatched_tensor, have_same_bits
-from factory.runs.trace import Trace
+from factory.runs.trace import RunTrace
 from factory.runs.untrusted_files import UntrustedFileError
-from factory.training.segment_folder import segment_spec
+from factory.training.segment_folder import make_segment_spec
 from kernels.contract.choice import resolve_auto_in_text
 from kernels.contract.files import replace_non_finite
 from kernels.contract.message import CodedError, Message
-from trainer.contract.checkpoint.format import Checkpoint, Tensors, load, manifest_sha256
+from trainer.contract.checkpoint.format import Checkpoint, Tensors, load_checkpoint, hash_manifest
 from trainer.contract.errors import TrainerError
 
 
@@ -55,8 +55,8 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     Raises: InputError if no window was drawn or the segment is not done; ConfigError.
     """
     policy = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
-    row, window = SegmentRow.get(plant.ledger, segment), AuditWindow.of_segment(plant.ledger, segment)
-    if window is None or not window.steps:
+    row, window = SegmentRow.get(plant.ledger, segment), AuditWindow.find_for_segment(plant.ledger, segment)
+    if window is None or not window.step_count:
         raise InputError(
             "audit.not_drawn",
             "Segment {segment} cannot be audited. The factory chooses the steps to audit before a segment trains, "
@@ -69,11 +69,11 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
             "Only a segment whose state is 'done' can be audited. The state of segment {segment} is '{state}'.",
             segment=segment, state=row.state,
         )  # fmt: skip
-    settled = VerdictRow.newest(plant.ledger, AUDIT, Subject("segment", segment))
+    settled = VerdictRow.find_newest(plant.ledger, AUDIT, Subject("segment", segment))
     if settled is not None and settled.outcome != "hold":
         return settled
     window = keep_window_checkpoints(plant, row, window)
-    if not window.steps:
+    if not window.step_count:
         return None
     number = count_audit_tries(plant.ledger, segment) + 1
     title = Message(
@@ -102,7 +102,7 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
         )
     )  # fmt: skip
     if verdict.outcome != "reject":
-        _clear(audit_folder(plant.workspace, segment), all_of_it=verdict.outcome == "promote")
+        _clear(get_audit_folder(plant.workspace, segment), all_of_it=verdict.outcome == "promote")
     return VerdictRow.get(plant.ledger, recorded)
 
 
@@ -128,7 +128,7 @@ class _Measured:
     window: AuditWindow
     tuned: Mapping[str, str]  # op → the implementation that ``auto`` stood for before the patches
     wall_seconds: float
-    live: Trace | None  # None: unreadable
+    live: RunTrace | None  # None: unreadable
     origin: Tensors
     claims: dict[str, Any]
 
@@ -138,27 +138,27 @@ class _Measured:
         The hash of the code's tree names the arm, not the commit: each undoing of the same patches makes a new commit of the same tree.
         """
         plant, row, window = self.runs.plant, self.row, self.window
-        spec = segment_spec(plant.ledger, row)
+        spec = make_segment_spec(plant.ledger, row)
         if count_ranks(plant.workspace) > 1:
-            spec["recipe"] = recipe_for_one_rank(spec["recipe"])
+            spec["recipe"] = make_recipe_for_one_rank(spec["recipe"])
         kernels = (
-            resolve_auto_in_text((code / KERNELS).read_bytes(), devices.device_kind(), self.tuned)
+            resolve_auto_in_text((code / KERNELS).read_bytes(), devices.get_device_kind(), self.tuned)
             if row.computing is not None
             else ""
         )
         return Arm(
             name, spec, repository.read_git_line(plant.workspace.repository, "rev-parse", f"{commit}^{{tree}}"),
             recipe={} if until == window.last else {"checkpoint_every": until, "keep_checkpoints": 2},
-            start=window_checkpoint(plant, row, window.first) if window.first > row.first_step else None, until=until, kernels=kernels,
+            start=get_window_checkpoint_folder(plant, row, window.first) if window.first > row.first_step else None, until=until, kernels=kernels,
             repeat=name == "again",
         )  # fmt: skip
 
-    def trace(self, name: str, commit: str, until: int) -> Trace:
+    def trace(self, name: str, commit: str, until: int) -> RunTrace:
         """Replay the window and return its trace. Raises: _NotMeasured, IsolationError."""
         workspace = self.runs.plant.workspace
         code = repository.checkout_commit(workspace.repository, commit, workspace.worktrees / f"audit-{self.row.id}")
         arm = self.arm(name, commit, code, until)
-        found = self.runs.train_alone(arm, code, Path(self.row.folder).name, self.wall_seconds)
+        found = self.runs.train_in_own_sandbox(arm, code, Path(self.row.folder).name, self.wall_seconds)
         if found.failed:
             if found.out_of_time:
                 raise _NotMeasured(
@@ -171,7 +171,7 @@ class _Measured:
                 "audit.replay_failed", "The replay '{name}' failed: {problem}", name=name, problem=found.failed
             )
         try:
-            return read_whole_trace(Trace(found.folder, self.window.first, until, ends=False))
+            return read_whole_trace(RunTrace(found.folder, self.window.first, until, ends=False))
         except UntrustedFileError as error:
             raise _NotMeasured(
                 "audit.replay_unreadable",
@@ -179,7 +179,7 @@ class _Measured:
                 name=name, error=error.message,
             ) from error  # fmt: skip
 
-    def compare(self, base: Trace, shorter: Checkpoint | None) -> dict[str, Any]:
+    def compare(self, base: RunTrace, shorter: Checkpoint | None) -> dict[str, Any]:
         """Return the evidence of how live training differs from the replay ``base``. ``shorter``: the end of a replay without the last step."""
         live, window = self.live, self.window
         assert live is not None
@@ -191,10 +191,10 @@ class _Measured:
                 tensor=missing,
             )
             return found | {"told": [unlike_tensor]}
-        share = allowed_distance_share(self.policy, self.claims | {"steps": window.steps})
+        share = compute_allowed_distance_share(self.policy, self.claims | {"steps": window.step_count})
         away: dict[str, float] = {}
         if shorter is not None:
-            away = squared_moment_distances(remove_layout_keys(shorter), remove_layout_keys(base.final_checkpoint))
+            away = compute_squared_moment_distances(remove_layout_keys(shorter), remove_layout_keys(base.final_checkpoint))
             found |= {
                 "drift": compute_weight_drift(live.final_checkpoint.model, base.final_checkpoint.model, self.origin),
                 "control_drift": compute_weight_drift(
@@ -219,15 +219,15 @@ def gather_audit_evidence(
     """Return the evidence for ``judge_audit``. Its key ``missing`` has the reason why a replay was not possible."""
     patches = [ProposalRow.get(plant.ledger, number) for number in window.patches]
     evidence: dict[str, Any] = {
-        "segment": row.id, "first": window.first, "last": window.last, "steps": window.steps, "patches": list(window.patches),
+        "segment": row.id, "first": window.first, "last": window.last, "steps": window.step_count, "patches": list(window.patches),
         "code_commit": row.code_commit, "against": patches[0].base_commit, "subject_sha256": "", **_claims(plant.ledger, patches),
     }  # fmt: skip
-    runs = ArmRunner(plant, audit_folder(plant.workspace, row.id), "audit", Subject("segment", row.id))
+    runs = ArmRunner(plant, get_audit_folder(plant.workspace, row.id), "audit", Subject("segment", row.id))
     tuned = _tuned(plant, row, patches[0])
-    end = window_checkpoint(plant, row, window.last)
+    end = get_window_checkpoint_folder(plant, row, window.last)
     try:
-        evidence["subject_sha256"] = manifest_sha256(end)
-        origin = load(window_checkpoint(plant, row, window.first)).model
+        evidence["subject_sha256"] = hash_manifest(end)
+        origin = load_checkpoint(get_window_checkpoint_folder(plant, row, window.first)).model
         base_commit = _without(plant.workspace, row.code_commit, patches)
         if not Path(row.folder).is_dir():
             raise _NotMeasured(
@@ -238,7 +238,7 @@ def gather_audit_evidence(
             )  # fmt: skip
         live = None
         try:
-            live = read_whole_trace(Trace(Path(row.folder), window.first, window.last, ends=False, where=end))
+            live = read_whole_trace(RunTrace(Path(row.folder), window.first, window.last, ends=False, where=end))
         except UntrustedFileError as error:
             unreadable = Message(
                 "audit.segment_unreadable",
@@ -254,7 +254,7 @@ def gather_audit_evidence(
         TrainerError,
         OSError,
     ) as error:  # no sandbox, or files that people changed since
-        if isinstance(error, repository.CheckoutError) or is_machine_fault_without_file(error):
+        if isinstance(error, repository.CheckoutError) or is_machine_fault_unrelated_to_files(error):
             raise  # a fault of the machine, such as a full disk: the audit is made afterwards
         return evidence | {"missing": error.message if isinstance(error, CodedError) else str(error)}
     finally:
@@ -280,7 +280,7 @@ def _replay(
         found = measured.compare(base, shorter)
     claims_bits = (
         evidence.get("claimed") == 0
-        and devices.device_kind() == "cpu"
+        and devices.get_device_kind() == "cpu"
         and count_ranks(measured.runs.plant.workspace) == 1
     )
     if claims_bits and not found["same_bits"] and not find_differences(policy, evidence | found):
@@ -327,7 +327,7 @@ def _claims(ledger: Ledger, patches: Sequence[ProposalRow]) -> dict[str, Any]:
     """
     shares, steps = [], 0
     for patch in patches:
-        found = (patch.evidence(ledger).get("stages") or {}).get("training") or {}
+        found = (patch.read_evidence(ledger).get("stages") or {}).get("training") or {}
         measured = [one for one in (found, found.get("again") or {}) if one.get("control_drift")]
         if not measured:
             return {"claimed": None, "gate_steps": None}
@@ -361,15 +361,15 @@ LAYOUT = {
 }  # keys of a recipe that may differ in a replay
 
 
-def read_whole_trace(trace: Trace) -> Trace:
+def read_whole_trace(trace: RunTrace) -> RunTrace:
     """Read all parts of a trace, and return the trace. Raises: UntrustedFileError if a part is missing or invalid."""
     if not all(
         bool(tensor.isfinite().all()) for tensor in trace.final_checkpoint.model.values() if tensor.is_floating_point()
     ):
         raise UntrustedFileError(
-            "audit.not_finite", "the weights of {checkpoint} are not finite", checkpoint=trace.checkpoint.name
+            "audit.not_finite", "the weights of {checkpoint} are not finite", checkpoint=trace.final_checkpoint_path.name
         )
-    assert trace.lines is not None and trace.anomalies is not None
+    assert trace.metric_lines_by_step is not None and trace.anomalies is not None
     return trace
 
 
@@ -381,19 +381,19 @@ def remove_layout_keys(checkpoint: Checkpoint) -> Checkpoint:
     )  # a stopped run may have skipped steps
 
 
-def find_metrics_difference(live: Trace, base: Trace, tolerance: float) -> Message | None:
+def find_metrics_difference(live: RunTrace, base: RunTrace, tolerance: float) -> Message | None:
     """Return the first difference of metrics.jsonl between live training and the replay; None without a difference.
 
     A line of live training may have additional keys. Counts must be equal. A loss, a gradient's norm or a rate may differ by ``tolerance``.
     """
-    if lost := sorted(base.lines.keys() - live.lines.keys()):
+    if lost := sorted(base.metric_lines_by_step.keys() - live.metric_lines_by_step.keys()):
         return Message(
             "audit.lines_missing",
             "The live run's metrics.jsonl lacks the line of step {step}. In all, {missing:|line is|lines are} missing.",
             step=lost[0], missing=len(lost),
         )  # fmt: skip
-    for step, theirs in sorted(base.lines.items()):
-        ours = live.lines[step]
+    for step, theirs in sorted(base.metric_lines_by_step.items()):
+        ours = live.metric_lines_by_step[step]
         for key, value in theirs.items():
             if key in TIME_KEYS:
                 continue
@@ -426,7 +426,7 @@ def _near(one: object, other: object, tolerance: float) -> bool:
     return abs(numbers[0] - numbers[1]) <= tolerance * max(map(abs, numbers))
 
 
-def find_anomaly_difference(live: Trace, base: Trace) -> Message | None:
+def find_anomaly_difference(live: RunTrace, base: RunTrace) -> Message | None:
     """Return a message about the first anomaly that only live training or only the replay has; None without a difference."""
     ours, theirs = (
         Counter(

@@ -39,7 +39,7 @@ class AuditWindow:
     patches: tuple[int, ...] = ()
 
     @classmethod
-    def of_segment(cls, db: SqlReader, segment: int) -> Self | None:
+    def find_for_segment(cls, db: SqlReader, segment: int) -> Self | None:
         """Return the window that was drawn for a segment; None before the draw."""
         sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
         found = db.read(sql, kind=DRAWN, subject=str(Subject("segment", segment)))
@@ -47,29 +47,29 @@ class AuditWindow:
         return cls(detail["first"], detail["last"], tuple(detail["patches"])) if found else None
 
     @property
-    def steps(self) -> int:
+    def step_count(self) -> int:
         return self.last - self.first
 
 
-def draw_window(plant: Plant, row: SegmentRow) -> AuditWindow | None:
+def draw_audit_window(plant: Plant, row: SegmentRow) -> AuditWindow | None:
     """Draw and record the window of a segment that is about to train; a second call returns the same window. None if no agent patched its code.
 
     Raises: ConfigError, RepositoryError.
     """
-    known = AuditWindow.of_segment(plant.ledger, row.id)
+    known = AuditWindow.find_for_segment(plant.ledger, row.id)
     if known is not None or row.kind == "average":
         return known
     policy = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
-    patches = find_merged_patches(plant, row.code_commit)
+    patches = list_merged_agent_patches(plant, row.code_commit)
     windows = list_possible_windows(row)
     if not patches or not windows:
         return None
-    chosen, share = choose_patches([patch.number for patch in patches], count_agreements(plant.ledger), policy)
+    chosen, share = choose_patches_to_audit([patch.number for patch in patches], count_agreeing_audits_by_patch(plant.ledger), policy)
     first, last = secrets.choice(windows) if secrets.SystemRandom().random() < share else (0, 0)
-    return record_window(plant.ledger, row.id, AuditWindow(first, last, tuple(chosen)))
+    return record_audit_window(plant.ledger, row.id, AuditWindow(first, last, tuple(chosen)))
 
 
-def record_window(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWindow:
+def record_audit_window(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWindow:
     """Record a drawn window in the ledger, and return the window."""
     with ledger.begin() as tx:
         record_event(tx, DRAWN, Subject("segment", segment), asdict(window))
@@ -88,27 +88,27 @@ def list_possible_windows(row: SegmentRow) -> list[tuple[int, int]]:
     return list(itertools.pairwise([row.first_step, *ends] if row.parent else ends))
 
 
-def choose_patches(
+def choose_patches_to_audit(
     patches: Sequence[int], agreements: Counter[int], policy: AuditPolicy
 ) -> tuple[Sequence[int], float]:
     """Return (the patches to audit, the probability of an audit). A patch cannot be undone below a newer patch.
 
     Therefore all patches from the oldest new patch on are audited together.
 
-    >>> choose_patches([4, 7, 9], Counter({4: 3, 7: 1, 9: 3}), AuditPolicy())
+    >>> choose_patches_to_audit([4, 7, 9], Counter({4: 3, 7: 1, 9: 3}), AuditPolicy())
     ([7, 9], 1.0)
     """
     new = [number for number in patches if agreements[number] < policy.windows]
     return (patches[patches.index(new[0]) :], policy.share) if new else (patches, policy.later_share)
 
 
-def count_agreements(ledger: Ledger) -> Counter[int]:
+def count_agreeing_audits_by_patch(ledger: Ledger) -> Counter[int]:
     """Return, by proposal, in how many windows live training agreed with a replay without the proposal."""
     rows = ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=AUDITED)
     return Counter(n for row in rows if row["detail"]["outcome"] == "promote" for n in row["detail"]["patches"])
 
 
-def find_merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
+def list_merged_agent_patches(plant: Plant, commit: str) -> list[ProposalRow]:
     """Return the approved patches of agents that a commit contains and that change training files, in the order in which they were merged.
 
     A patch that undoes another patch does not count, because it restores earlier code. Raises: RepositoryError.
@@ -124,7 +124,7 @@ def find_merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
         and row.agent != REVALIDATOR
         and row.commit
         and repository.is_ancestor(code, commit, row.commit)
-        and any(c.path.startswith(TRAINING_FILES) for c in repository.read_changes(code, row.base_commit, row.commit))
+        and any(c.path.startswith(TRAINING_FILES) for c in repository.read_file_changes(code, row.base_commit, row.commit))
     ]
     return sorted(found, key=lambda row: order.get(str(Subject("proposal", row.number)), -1))
 
@@ -139,10 +139,10 @@ def find_due_audits(db: SqlReader, policy: AuditPolicy) -> list[int]:
 
 
 def _waits(db: SqlReader, number: int, policy: AuditPolicy) -> bool:
-    window = AuditWindow.of_segment(db, number)
-    if window is None or not window.steps or SegmentRow.get(db, number).state != "done":
+    window = AuditWindow.find_for_segment(db, number)
+    if window is None or not window.step_count or SegmentRow.get(db, number).state != "done":
         return False
-    newest = VerdictRow.newest(db, AUDIT, Subject("segment", number))
+    newest = VerdictRow.find_newest(db, AUDIT, Subject("segment", number))
     if newest is None:
         return True
     due = time.time() >= newest.created_at + policy.again_after_seconds
@@ -162,8 +162,8 @@ def list_audits(ledger: SqlReader) -> list[dict[str, Any]]:
     )
     found = []
     for subject in map(Subject.parse, subjects):
-        window, verdict = AuditWindow.of_segment(ledger, subject.number), VerdictRow.newest(ledger, AUDIT, subject)
-        if window is not None and window.steps:
-            judged = verdict.with_evidence(ledger) if verdict else None
+        window, verdict = AuditWindow.find_for_segment(ledger, subject.number), VerdictRow.find_newest(ledger, AUDIT, subject)
+        if window is not None and window.step_count:
+            judged = verdict.read_with_evidence(ledger) if verdict else None
             found.append({"segment": subject.number, **vars(window), "verdict": judged})
     return found

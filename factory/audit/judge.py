@@ -59,7 +59,7 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
     drift, control = evidence.get("drift"), evidence.get("control_drift")
     if drift is None or control is None:
         return found
-    share = allowed_distance_share(policy, evidence)
+    share = compute_allowed_distance_share(policy, evidence)
     if not drift <= share * control:
         found.append(
             Message(
@@ -73,12 +73,12 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
     return found
 
 
-def allowed_distance_share(policy: AuditPolicy, evidence: Mapping[str, Any]) -> float:
+def compute_allowed_distance_share(policy: AuditPolicy, evidence: Mapping[str, Any]) -> float:
     """Return the allowed distance of the weights, as a share of the effect of leaving out one step.
 
     The allowed distance grows with the distance that the patches' weights had in the gate.
 
-    >>> of = lambda claimed: allowed_distance_share(AuditPolicy(), {"claimed": claimed, "gate_steps": 10, "steps": 20})
+    >>> of = lambda claimed: compute_allowed_distance_share(AuditPolicy(), {"claimed": claimed, "gate_steps": 10, "steps": 20})
     >>> of(0.0), of(0.03), of(0.4), of(None)
     (0.1, 0.24, 0.5, 0.5)
     """
@@ -96,7 +96,7 @@ def _agreement(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Message:
             "After {steps} steps, the live run and the replay have the same results, bit for bit.",
             steps=evidence["steps"],
         )
-    share = allowed_distance_share(policy, evidence)
+    share = compute_allowed_distance_share(policy, evidence)
     return Message(
         "audit.agrees",
         "After {steps} steps, the live weights and the replay's are close enough. The distance is {drift:.2g} times "

@@ -20,41 +20,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from factory.audit.audit_windows import AuditWindow, draw_window, list_possible_windows, record_window
+from factory.audit.audit_windows import AuditWindow, draw_audit_window, list_possible_windows, record_audit_window
 from factory.core.errors import FactoryError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.path_removal import remove_path
 from factory.core.untrusted_trainer_files import parse_json
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import last_checkpoint
+from factory.training.planning import read_last_checkpoint
 from kernels.contract.files import sync_tree
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.format import checkpoint_name, list_checkpoints
+from trainer.contract.checkpoint.format import format_checkpoint_name, list_checkpoints
 
 POLL_SECONDS = 0.05
 MANIFEST_BYTES = 1 << 24
 CHUNK = 1 << 22
 
 
-def audit_folder(workspace: Workspace, segment: int) -> Path:
+def get_audit_folder(workspace: Workspace, segment: int) -> Path:
     """Return the folder of an audit's files. The files stay until the verdict, and no trainer can see the folder."""
     return workspace.root / "audits" / f"{segment:05d}"
 
 
-def window_checkpoint(plant: Plant, row: SegmentRow, step: int) -> Path:
+def get_window_checkpoint_folder(plant: Plant, row: SegmentRow, step: int) -> Path:
     """Return the folder of the checkpoint at ``step``, where a window begins or ends. The folder may be missing."""
     if step == row.first_step and row.parent:
-        return Path(last_checkpoint(plant.ledger, row.parent)["path"])
-    return audit_folder(plant.workspace, row.id) / "live" / checkpoint_name(step)
+        return Path(read_last_checkpoint(plant.ledger, row.parent)["path"])
+    return get_audit_folder(plant.workspace, row.id) / "live" / format_checkpoint_name(step)
 
 
 @contextmanager
-def keep_window_while_training(plant: Plant, row: SegmentRow) -> Iterator[None]:
+def keep_window_checkpoints_while_training(plant: Plant, row: SegmentRow) -> Iterator[None]:
     """While the block trains a segment, keep the checkpoints of the window that was drawn for the segment. A failure here does not stop training."""
     try:
-        window = draw_window(plant, row)
+        window = draw_audit_window(plant, row)
     except FactoryError as error:
         plant.progress.line(
             Message(
@@ -65,7 +65,7 @@ def keep_window_while_training(plant: Plant, row: SegmentRow) -> Iterator[None]:
             )
         )
         window = None
-    if window is None or not window.steps:
+    if window is None or not window.step_count:
         yield
         return
     keeper = _Keeper(plant, row, window)
@@ -86,7 +86,7 @@ def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) 
     for first, last in ((window.first, window.last), *whole):
         keeper = _Keeper(plant, row, replace(window, first=first, last=last))
         if keeper.look():
-            return window if keeper.window == window else record_window(plant.ledger, row.id, keeper.window)
+            return window if keeper.window == window else record_audit_window(plant.ledger, row.id, keeper.window)
         if keeper.fault:
             raise keeper.fault
         problem = problem or keeper.problem
@@ -99,7 +99,7 @@ def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) 
             segment=row.id, problem=problem or no_checkpoints,
         )
     )  # fmt: skip
-    return record_window(plant.ledger, row.id, replace(window, first=0, last=0))
+    return record_audit_window(plant.ledger, row.id, replace(window, first=0, last=0))
 
 
 @contextmanager
@@ -129,7 +129,7 @@ class _Keeper:
         self.window, self.problem = window, ""
         self.fault: Exception | None = None  # of the machine, at the last look
         self.source = Path(row.folder) / "checkpoints"
-        self.targets = [window_checkpoint(plant, row, step) for step in (window.first, window.last)]
+        self.targets = [get_window_checkpoint_folder(plant, row, step) for step in (window.first, window.last)]
 
     def look(self) -> bool:
         """Copy the checkpoints that exist. Returns True once both are kept."""
@@ -144,7 +144,7 @@ class _Keeper:
                     lease = isinstance(error, BlockingIOError)  # the trainer may hold a lease on its files
                     self.problem, self.fault = (
                         str(error),
-                        error if is_machine_fault_without_file(error) and not lease else None,
+                        error if is_machine_fault_unrelated_to_files(error) and not lease else None,
                     )
         return all(target.exists() for target in self.targets)
 
@@ -206,7 +206,7 @@ def _copied(file: IO[bytes], target: Path) -> str:
 NEWEST = 3
 
 
-def kept_checkpoints_folder(workspace: Workspace, segment: int) -> Path:
+def get_kept_checkpoints_folder(workspace: Workspace, segment: int) -> Path:
     """Return the folder of a segment's ladder of checkpoints."""
     return workspace.root / "ladder" / f"{segment:05d}"
 
@@ -236,7 +236,7 @@ def keep_checkpoints_while_training(workspace: Workspace, row: SegmentRow) -> It
     if row.kind == "average":
         yield
         return
-    source, target = Path(row.folder) / "checkpoints", kept_checkpoints_folder(workspace, row.id)
+    source, target = Path(row.folder) / "checkpoints", get_kept_checkpoints_folder(workspace, row.id)
     with poll_in_thread(lambda: update_kept_checkpoints(source, target, row.recipe_json["checkpoint_every"])):
         yield
 
@@ -250,12 +250,12 @@ def update_kept_checkpoints(source: Path, target: Path, every: int) -> bool:
     for step in wanted:
         if step not in held:
             try:
-                copy_checkpoint(source / checkpoint_name(step), target / checkpoint_name(step))
+                copy_checkpoint(source / format_checkpoint_name(step), target / format_checkpoint_name(step))
             except (OSError, ValueError):
                 continue  # removed, not complete, or the disk is full: the ladder lacks this checkpoint
     for step in held - set(wanted):
         with suppress(OSError):
-            aside = target / f".{checkpoint_name(step)}"  # a half-removed checkpoint must not have a checkpoint's name
-            os.rename(target / checkpoint_name(step), aside)
+            aside = target / f".{format_checkpoint_name(step)}"  # a half-removed checkpoint must not have a checkpoint's name
+            os.rename(target / format_checkpoint_name(step), aside)
             remove_path(aside)
     return False

@@ -19,14 +19,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from factory.backups.signing_keys import KEYS, copy_keys
+from factory.backups.signing_keys import KEYS, copy_signing_keys
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.faults import BROKEN, NO_WRITE_PERMISSION, find_fault_in
 from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace, list_factory_files
 from factory.ingest.hash_index import FOLDER
 from factory.ledger import journal
-from factory.ledger.engine import sqlite_file
+from factory.ledger.engine import get_sqlite_file
 from factory.ledger.journal import ABOUT, BACKUPS_FOLDER, list_backups
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -73,7 +73,7 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
     assert plant.ledger.file is not None
     own = folder is None
     target = (
-        plant.workspace.root / BACKUPS_FOLDER / journal.next_backup_name(plant.workspace.root, datetime.now(UTC))
+        plant.workspace.root / BACKUPS_FOLDER / journal.make_backup_name(plant.workspace.root, datetime.now(UTC))
         if folder is None
         else folder.expanduser().resolve()
     )
@@ -89,7 +89,7 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
         aside.mkdir()
         said = _fill(plant, aside)
         if keys:
-            copy_keys(plant.workspace.root, aside / KEYS)
+            copy_signing_keys(plant.workspace.root, aside / KEYS)
         if own:
             with journal.hold_journal_lock(plant.workspace.root):
                 if plant.ledger.journaled and (backups := list_backups(plant.workspace.root)):
@@ -126,7 +126,7 @@ def make_or_open_ledger(workspace: Workspace) -> Ledger:
 
     Raises: WorkspaceError if the ledger is damaged, or if it is missing although the workspace has data, which a new ledger would not know.
     """
-    file = sqlite_file(workspace.ledger_url)
+    file = get_sqlite_file(workspace.ledger_url)
     empty = file is not None and not (file.exists() and file.stat().st_size)
     left = [name for name in list_factory_files(workspace.root) if name not in (LEDGER, MLFLOW)]
     if empty and left:
@@ -139,7 +139,7 @@ def make_or_open_ledger(workspace: Workspace) -> Ledger:
             advice=GONE,
         )
     ledger = Ledger.create(workspace.ledger_url, workspace.root)
-    check_version(ledger.version(), f"the ledger of {workspace.root}")
+    check_version(ledger.read_version(), f"the ledger of {workspace.root}")
     back_up_daily(Plant(workspace, ledger))
     return ledger
 
@@ -239,7 +239,7 @@ def _fill(plant: Plant, aside: Path) -> list[str]:
     (
         aside / journal.NAME
     ).touch()  # ``rename_into_place`` flushes the name; ``journal.append_changes`` flushes the content
-    if (mlflow := sqlite_file(plant.workspace.mlflow_uri)) and mlflow.exists():
+    if (mlflow := get_sqlite_file(plant.workspace.mlflow_uri)) and mlflow.exists():
         try:
             copy_database(mlflow, aside / MLFLOW, MLFLOW_TABLE)
         except DamagedDatabaseError as error:

@@ -21,7 +21,7 @@ def has_private_key(root: Path) -> bool:
     return (root / KEYS / KEY).is_file()
 
 
-def copy_keys(root: Path, target: Path) -> None:
+def copy_signing_keys(root: Path, target: Path) -> None:
     """Copy the workspace's key pair into the new folder ``target``, which only this user may read. Raises: OSError."""
     target.mkdir(mode=0o700)
     for name, mode in ((KEY, 0o600), (PUBLIC, 0o644)):
@@ -30,14 +30,14 @@ def copy_keys(root: Path, target: Path) -> None:
                 out.write(source.read_bytes())
 
 
-def restore_key(root: Path, backups: Iterable[Path]) -> list[str]:
+def restore_signing_key(root: Path, backups: Iterable[Path]) -> list[str]:
     """Restore the key from the first backup that has one, if the workspace has no key. Returns a line for a person; [] if nothing was restored."""
     kept = next((path for path in backups if has_private_key(path)), None)
     if has_private_key(root) or kept is None:
         return []
     aside = root / f".{KEYS}.part"
     remove_path(aside)
-    copy_keys(kept, aside)
+    copy_signing_keys(kept, aside)
     remove_path(root / KEYS)  # it has no private key, at most a public one
     rename_into_place(aside, root / KEYS)
     return [Message("signing_keys.restored", "the key that signs bundles is restored from {backup}", backup=kept)]

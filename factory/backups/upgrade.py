@@ -11,13 +11,13 @@ from alembic.script import ScriptDirectory
 from factory.backups.backups import back_up_daily, copy_database, format_backup_time
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
-from factory.ledger.engine import sqlite_file
+from factory.ledger.engine import get_sqlite_file
 from factory.ledger.journal import BACKUPS_FOLDER, create_triggers
 from factory.ledger.ledger import Ledger, meta, metadata
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA_VERSION, check_version
-from factory.training.segment_folder import write_owner
+from factory.training.segment_folder import write_folder_owner
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 
@@ -32,7 +32,7 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
     made a backup of a PostgreSQL ledger. Raises: WorkspaceError for a newer ledger, and for a PostgreSQL ledger without a backup.
     """
     ledger = Ledger(workspace.ledger_url, workspace.root)
-    found = ledger.version()
+    found = ledger.read_version()
     if found == SCHEMA_VERSION:
         return []
     if not found or not found.isdigit() or int(found) > int(SCHEMA_VERSION):
@@ -86,7 +86,7 @@ def _backup(workspace: Workspace, version: str) -> Path:
         left.unlink()
     path = make_backup_folder(workspace) / f"ledger-{version}-{format_backup_time()}.db"
     aside = path.with_name(f".{path.name}.part")
-    source = sqlite_file(workspace.ledger_url)
+    source = get_sqlite_file(workspace.ledger_url)
     assert source is not None
     copy_database(source, aside)
     rename_into_place(aside, path)
@@ -104,7 +104,7 @@ def upgrade_workspace(workspace: Workspace, has_backup: bool = False) -> list[st
         if done or made.exists():  # older factories wrote the file 'root', and no owner into the folders of segments
             for row in SegmentRow.select(ledger):
                 if Path(row.folder).is_dir():
-                    write_owner(ledger, row)
+                    write_folder_owner(ledger, row)
             made.unlink(missing_ok=True)
             back_up_daily(Plant(workspace, ledger))
         return done

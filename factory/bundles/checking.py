@@ -14,15 +14,15 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import (
     BundleError,
     BundleFolder,
-    bundle_file_missing_message,
+    make_missing_file_message,
     escape_unprintable,
-    file_too_large,
+    make_too_large_message,
     find_first_json_difference,
     parse_json_object,
 )
 from factory.core.exports import hash_export_files
-from factory.core.launching import make_die_with_parent
-from factory.core.workspace import checkout_root
+from factory.core.launching import make_parent_death_hook
+from factory.core.workspace import find_checkout_root
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.trained_licences import NONE
 from kernels.contract.message import Message
@@ -34,7 +34,7 @@ FIXTURE_SECONDS = 1800.0
 
 def check_export(folder: BundleFolder) -> list[Message]:
     """Check that the model in the bundle is the judged export, byte for byte."""
-    inside = {path: hashed.sha256 for path, hashed in folder.hashes.items() if path.startswith(f"{layout.MODEL}/")}
+    inside = {path: hashed.sha256 for path, hashed in folder.file_hashes.items() if path.startswith(f"{layout.MODEL}/")}
     digests = {Path(PurePosixPath(path).relative_to(layout.MODEL)): sha256 for path, sha256 in inside.items()}
     wanted = folder.read_object(layout.VERDICT).get("subject_sha256")
     found = hash_export_files(digests)
@@ -53,9 +53,9 @@ def check_parity_fixture(folder: BundleFolder) -> list[Message]:
     recorded = folder.read_object(layout.FIXTURE)
     tokenizer = f"{layout.MODEL}/tokenizer.json"
     if tokenizer not in folder.paths:
-        return [bundle_file_missing_message(tokenizer)]
-    if folder.hashes[tokenizer].bytes > layout.TOKENIZER_BYTES:
-        return [file_too_large(tokenizer, layout.TOKENIZER_BYTES)]
+        return [make_missing_file_message(tokenizer)]
+    if folder.file_hashes[tokenizer].bytes > layout.TOKENIZER_BYTES:
+        return [make_too_large_message(tokenizer, layout.TOKENIZER_BYTES)]
     again = compute_parity_fixture(folder.root / layout.MODEL)
     for name in ("texts", "chats"):  # compared first, because different ids explain different continuations
         if problem := find_first_json_difference(recorded.get(name), again[name], place=name):
@@ -65,11 +65,11 @@ def check_parity_fixture(folder: BundleFolder) -> list[Message]:
 
 
 def compute_parity_fixture(export: Path) -> dict[str, Any]:
-    """Compute the parity fixture of an export: run ``factory.serving.fixture`` in a separate process. Raises: BundleError."""
+    """Compute the parity fixture of an export: run ``factory.serving.parity_fixture`` in a separate process. Raises: BundleError."""
     with tempfile.TemporaryDirectory(prefix="factory-fixture-") as folder:
-        out = Path(folder) / "fixture.json"
-        words = [sys.executable, "-P", "-m", "factory.serving.fixture", str(export.resolve()), str(out)]
-        environment = os.environ | {"PYTHONPATH": str(checkout_root())}
+        out = Path(folder) / "parity_fixture.json"
+        words = [sys.executable, "-P", "-m", "factory.serving.parity_fixture", str(export.resolve()), str(out)]
+        environment = os.environ | {"PYTHONPATH": str(find_checkout_root())}
         try:
             done = subprocess.run(
                 words,
@@ -77,7 +77,7 @@ def compute_parity_fixture(export: Path) -> dict[str, Any]:
                 env=environment,
                 capture_output=True,
                 timeout=FIXTURE_SECONDS,
-                preexec_fn=make_die_with_parent(os.getpid()),
+                preexec_fn=make_parent_death_hook(os.getpid()),
             )
         except subprocess.TimeoutExpired:
             raise BundleError(
@@ -174,7 +174,7 @@ def _synthetic_problems(stored: Any, rows: list[dict[str, Any]]) -> list[Message
 def check_generated_document(folder: BundleFolder, path: str) -> list[Message]:
     """Check that a generated document is the one that the bundle's other files give."""
     if path not in folder.paths:
-        return [bundle_file_missing_message(path)]
+        return [make_missing_file_message(path)]
     again = generate_document(folder, path)
     if isinstance(again, str):
         problem = find_first_json_difference(
@@ -198,7 +198,7 @@ def check_document_licences(folder: BundleFolder) -> list[Message]:
     """Check that every document in the bundle has a licence that allows its release, and that no such document is missing."""
     included = {str(row.get("license")): 0 for row in folder.read_rows(layout.SHARDS) if row.get("included") is True}
     if layout.DOCUMENTS not in folder.paths:
-        return [bundle_file_missing_message(layout.DOCUMENTS)] if included else []
+        return [make_missing_file_message(layout.DOCUMENTS)] if included else []
     wanted = dict(included)
     for row in folder.read_rows(layout.SHARDS):
         if (

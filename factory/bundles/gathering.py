@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.shards import list_shard_rows, token_shards_of_lineage
+from factory.bundles.shards import list_shard_rows, read_token_shards_of_lineage
 from factory.core.errors import InputError
 from factory.core.policy_file import hash_policy
 from factory.data.synthetic import count_synthetic_documents
@@ -26,7 +26,7 @@ from factory.gates.release.trained_licences import (
     count_tokens_by_licence,
     find_masked_documents,
 )
-from factory.ingest.document import read_writing_model
+from factory.ingest.document import read_author_model
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import list_anomalies
 from factory.ledger.decisions import find_override
@@ -47,7 +47,7 @@ VERDICT_COLUMNS = " ".join(("outcome", "reasons", "against", "policy_sha256", "s
 def read_release_files(plant: Plant, release: ReleaseRow, licence: str, with_documents: bool) -> Files:
     """Return the contents of a release's bundle, by path. Raises: InputError if licences, policy or evidence do not allow a bundle."""
     verdict = VerdictRow.get(plant.ledger, release.verdict)
-    evidence = verdict.evidence(plant.ledger)
+    evidence = verdict.read_evidence(plant.ledger)
     evaluated = evidence.get("evaluations") or {}
     if not isinstance(evaluated.get(layout.CANDIDATE), int):
         raise InputError(
@@ -130,10 +130,10 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
             limit=policy.not_releasable_max,
             named=[f"{name} ({share:.0%})" for name, share in list(other.items())[:5]],
         )
-    written = count_synthetic_documents(plant.ledger, token_shards_of_lineage(plant.ledger, release.segment))
+    written = count_synthetic_documents(plant.ledger, read_token_shards_of_lineage(plant.ledger, release.segment))
     synthetic = Counter({one.maker: one.supervised_tokens for one in written})
     for row in find_masked_documents(plant.ledger, release.segment).values():
-        if maker := read_writing_model(row["detail"]):
+        if maker := read_author_model(row["detail"]):
             synthetic[maker] -= row["supervised_tokens"]
     allows = {name or NONE: rules.find_licence(name).release for name in tokens}
     return {
@@ -182,8 +182,8 @@ def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], 
 
 def _anomalies(ledger: Ledger, segment: int) -> dict[str, Any]:
     """Return the anomalies of the segments that trained the model, and the quarantined documents of its training data."""
-    lineage = {row.id for row in SegmentRow.lineage(ledger, segment)}
-    used = token_shards_of_lineage(ledger, segment)
+    lineage = {row.id for row in SegmentRow.read_lineage(ledger, segment)}
+    used = read_token_shards_of_lineage(ledger, segment)
     sql = "SELECT key, id, token_shard, detail FROM documents WHERE fate = 'quarantined' ORDER BY key"
     taken = [row for row in ledger.read(sql) if row["token_shard"] in used]
     return {"anomalies": [row for row in list_anomalies(ledger) if row["segment"] in lineage], "quarantined": taken}

@@ -18,20 +18,20 @@ from factory.bundles.files.folder import (
     BundleFolder,
     escape_unprintable,
     find_first_json_difference,
-    no_object_error,
-    unexpected_key,
+    make_no_object_error,
+    make_unexpected_key_message,
 )
 from factory.bundles.verdict_comparison import VerdictComparison
 from factory.core.errors import InputError
 from factory.core.policy_file import hash_policy
 from factory.evals.statistics import Gain
 from factory.evals.suite import hash_suite
-from factory.evals.tasks import EvalItem, bits_per_byte_by_domain
+from factory.evals.tasks import EvalItem, compute_bits_per_byte_by_domain
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.gate import make_evidence_of_evaluations
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.recorded_verdict import evidence_sha256, read_evidence, rejudge_stored_evidence
-from factory.tasks.comparing import TaskEvidence, compare_evaluations, compute_metric_scores
+from factory.gates.release.recorded_verdict import compute_evidence_sha256, read_stored_evidence, rejudge_stored_evidence
+from factory.tasks.comparing import TaskEvidence, compute_metric_gains, compute_metric_scores
 from kernels.contract.files import replace_non_finite
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
@@ -65,7 +65,7 @@ def check_policy(folder: BundleFolder) -> list[Message]:
 def check_evidence(folder: BundleFolder) -> list[Message]:
     """Check that items and measurements give the recorded evidence. Raises: BundleError."""
     stored = folder.read_object(layout.EVIDENCE)
-    if stored.get("sha256") != evidence_sha256(stored):
+    if stored.get("sha256") != compute_evidence_sha256(stored):
         return [
             Message(
                 "judging_again.other_hash",
@@ -162,7 +162,7 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
                 )
             ]
     if extra := sorted(stored.keys() - {"suite_sha256", "identity", *halves}):
-        return [unexpected_key(escape_unprintable(extra[0]))]
+        return [make_unexpected_key_message(escape_unprintable(extra[0]))]
     if isinstance(identity, dict) and hash_suite(identity | halves) != stored["suite_sha256"]:
         return [
             Message(
@@ -199,7 +199,7 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
             "judging_again.empty_item", "An item of the {model} has no bytes, so its weight is zero", model=who
         )
     bits = {
-        item.domain: bits_per_byte_by_domain([i for i in scored if i.domain == item.domain])[item.domain]
+        item.domain: compute_bits_per_byte_by_domain([i for i in scored if i.domain == item.domain])[item.domain]
         for item in scored
     }
     if problem := find_first_json_difference(summary.get("bpb"), bits, TOLERANCE, "bits per byte"):
@@ -249,7 +249,7 @@ def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> Message | None:
     for sides in of_task.values():
         ours, theirs = (sides.get(who, []) for who in (layout.CANDIDATE, layout.CHAMPION))
         values |= {metric: gain.gain for metric, gain in compute_metric_scores(ours).items()}
-        over |= (compare_evaluations(ours, theirs, sorted(costs)) or {}) if theirs else {}
+        over |= (compute_metric_gains(ours, theirs, sorted(costs)) or {}) if theirs else {}
     told = {"values": dict(tasks.values), "gains": {name: asdict(gain) for name, gain in tasks.gains.items()}}
     again = {"values": values, "gains": {name: asdict(gain) for name, gain in over.items()}}
     return find_first_json_difference(replace_non_finite(told), replace_non_finite(again), TOLERANCE)
@@ -292,7 +292,7 @@ def _item(name: str, number: int, row: dict[str, Any]) -> tuple[str, EvalItem]:
 
 def _evidence(stored: dict[str, Any]) -> tuple[ReleaseEvidence, TaskEvidence]:
     try:
-        return read_evidence(stored, layout.EVIDENCE)
+        return read_stored_evidence(stored, layout.EVIDENCE)
     except InputError as error:
         raise BundleError(_shown_error(error)) from None
 
@@ -319,5 +319,5 @@ def _shown_error(error: InputError) -> Message:
 
 def _mapping(value: Any, who: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise no_object_error(f"{layout.MEASUREMENTS}: {who}")
+        raise make_no_object_error(f"{layout.MEASUREMENTS}: {who}")
     return value

@@ -36,11 +36,11 @@ OF_SEGMENT = " ".join(
 )
 
 
-def build_statement(
+def build_provenance_statement(
     ledger: Ledger, release: ReleaseRow, hashes: Mapping[str, FileHash], shards: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the statement's JSON object. ``hashes``: those of the bundle's files so far. ``shards``: the rows of the bundle's token shards."""
-    lineage = SegmentRow.lineage(ledger, release.segment)
+    lineage = SegmentRow.read_lineage(ledger, release.segment)
     last = lineage[-1]
     candidate = CandidateRow.get(ledger, release.candidate)
     return {
@@ -88,7 +88,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
                 file=layout.PROVENANCE,
             )
         ]
-    found = [find_first_json_difference(stored.get("subject"), list_model_subjects(folder.hashes), place="subject")]
+    found = [find_first_json_difference(stored.get("subject"), list_model_subjects(folder.file_hashes), place="subject")]
     try:
         predicate = stored["predicate"]
         build = predicate["buildDefinition"]
@@ -107,7 +107,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
                 reason=escape_unprintable(repr(error)),
             )
         ]
-    there = {path: folder.hashes[path].sha256 for path in BYPRODUCTS if path in folder.hashes}
+    there = {path: folder.file_hashes[path].sha256 for path in BYPRODUCTS if path in folder.file_hashes}
     found.append(find_first_json_difference(listed, there, place="byproducts"))
     if not parents:
         found.append(

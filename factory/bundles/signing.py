@@ -30,7 +30,7 @@ CURVES = ("secp256r1", "secp384r1", "secp521r1")  # the library supports only th
 KEY_BYTES = 1 << 16
 
 
-def ensure_own_key(root: Path) -> Path:
+def ensure_private_key(root: Path) -> Path:
     """Return the path of the workspace's private key; make the key if there is none. Raises: InputError if other users can read the key."""
     path = root / KEYS / KEY
     if not path.exists():
@@ -83,7 +83,7 @@ def derive_public_key(private: Path) -> bytes:
     return _pem(key.public_key())
 
 
-def fingerprint_of_key(pem: bytes, where: str) -> str:
+def compute_key_fingerprint(pem: bytes, where: str) -> str:
     """Return the SHA-256 of a public key in DER form. Raises: BundleError unless the key can verify a signature."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
@@ -113,7 +113,7 @@ def _other_curve(where: str) -> Message:
     )
 
 
-def sign(folder: Path, private: Path) -> None:
+def sign_folder(folder: Path, private: Path) -> None:
     """Sign a folder, and write the signature into the folder."""
     from model_signing import signing
 

@@ -16,8 +16,8 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, escape_unprintable, find_first_json_difference
 from factory.gates.release.guards import ESTIMATE_CODES
 from factory.gates.release.judge import HOLD, PROMOTE, Verdict
-from factory.gates.release.judge_version import JudgeVersion, judge_version
-from factory.gates.release.recorded_verdict import find_not_overridable
+from factory.gates.release.judge_version import JudgeVersion, compute_judge_version
+from factory.gates.release.recorded_verdict import find_reason_not_overridable
 from kernels.contract.message import Message
 
 NUMBER = re.compile(r"[+−-]?\d+(?:\.\d+)?")
@@ -66,7 +66,7 @@ class VerdictComparison:
     @property
     def is_same_judge(self) -> bool:
         """Whether this version of the judge gave the recorded verdict."""
-        return self.recorded_judge_version is not None and self.recorded_judge_version.sha256 == judge_version().sha256
+        return self.recorded_judge_version is not None and self.recorded_judge_version.sha256 == compute_judge_version().sha256
 
     @cached_property
     def reasons_not_repeated(self) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ class VerdictComparison:
             )
         return tuple(reason for reason in told if reason not in self.again.reasons)
 
-    def problems(self) -> list[Message]:
+    def find_problems(self) -> list[Message]:
         """Return the problems of the recorded verdict; [] if it is valid. Raises: BundleError if it cannot be read."""
         here: dict[str, Any] = {"outcome": self.again.outcome, "against": self.against}
         if self.is_same_judge:
@@ -128,7 +128,7 @@ class VerdictComparison:
                     "verdict_comparison.override_of_other", "The override is for another model or for other evidence"
                 )
             ]
-        if reason := find_not_overridable(self.again.found.missing):
+        if reason := find_reason_not_overridable(self.again.found.missing):
             return [
                 Message(
                     "verdict_comparison.not_overridable",
@@ -173,12 +173,12 @@ class VerdictComparison:
     def to_json(self) -> dict[str, Any]:
         """The comparison as JSON-ready values."""
         by = self.recorded_judge_version.to_json() if self.recorded_judge_version else None
-        facts = {"same": self.is_same_judge, "recorded": by, "here": judge_version().to_json()}
+        facts = {"same": self.is_same_judge, "recorded": by, "here": compute_judge_version().to_json()}
         return facts | {"worded_otherwise": [] if self.is_same_judge else list(self.reasons_not_repeated)}
 
     def _judges(self) -> Message:
         """Return a message with the two versions of the judge."""
-        here = _named(judge_version())
+        here = _named(compute_judge_version())
         if self.recorded_judge_version is None:
             return Message(
                 "verdict_comparison.unknown_judge",

@@ -11,9 +11,9 @@ from typing import Any
 
 from factory.bundles import checking, judging_again, provenance
 from factory.bundles.files import layout, manifest
-from factory.bundles.files.folder import BundleError, BundleFolder, escape_unprintable, unreadable_error
+from factory.bundles.files.folder import BundleError, BundleFolder, escape_unprintable, make_unreadable_error
 from factory.bundles.judging_again import compare_verdicts
-from factory.bundles.signing import KEY_BYTES, check_signature, fingerprint_of_key
+from factory.bundles.signing import KEY_BYTES, check_signature, compute_key_fingerprint
 from factory.core.errors import FactoryError
 from factory.evals.probes.checks import ProbeCheck, join_sentences
 from kernels.contract.message import Message
@@ -45,7 +45,7 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
         Message("verifying.same_evidence", "The evidence computed from the items is the recorded evidence"),
     ),
     "verdict": (
-        lambda folder: compare_verdicts(folder).problems(),
+        lambda folder: compare_verdicts(folder).find_problems(),
         lambda folder: compare_verdicts(folder).describe_verdict(),
     ),
     "held_out": (
@@ -82,7 +82,7 @@ SIGNATURE_CHECK = "signature"
 
 
 @dataclass(frozen=True)
-class VerifyResult:
+class VerificationResult:
     """The result of all checks.
 
     ``pinned``: the signature was checked with a key from outside the folder. ``judge``: the result of ``VerdictComparison.to_json``; None if
@@ -95,32 +95,32 @@ class VerifyResult:
     judge: dict[str, Any] | None = None
 
     @property
-    def ok(self) -> bool:
+    def is_verified(self) -> bool:
         return all(check.ok for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON-ready values."""
-        facts = {"ok": self.ok, "signer": self.signer, "pinned": self.pinned, "judge": self.judge}
+        facts = {"ok": self.is_verified, "signer": self.signer, "pinned": self.pinned, "judge": self.judge}
         return facts | {"checks": [asdict(c) for c in self.checks]}
 
 
-def verify_bundle(root: Path, public_key: Path | None = None) -> VerifyResult:
+def verify_bundle(root: Path, public_key: Path | None = None) -> VerificationResult:
     """Run every check of a bundle: the files, the signature, then the rest of ``CHECKS``. A failed check raises no error.
 
     ``public_key``: the signer's key, from the publisher. By default, the key in the folder is used, which proves nothing about the signer.
     """
     try:
         folder = BundleFolder.open(root)
-        folder.hashes  # noqa: B018 - all later checks need them
+        folder.file_hashes  # noqa: B018 - all later checks need them
     except BundleError as error:
         others = (name for name in (SIGNATURE_CHECK, *CHECKS) if name != "files")
         skipped = Message("verifying.skipped", "Skipped, because the folder is not safe to read")
         unasked = [ProbeCheck(name, None, skipped) for name in others]
-        return VerifyResult((ProbeCheck("files", False, error.message), *unasked), None, public_key is not None)
+        return VerificationResult((ProbeCheck("files", False, error.message), *unasked), None, public_key is not None)
     found = {name: run_check(name, folder) for name in CHECKS}
     signed, signer = _signature(folder, public_key)
     files = found.pop("files")
-    return VerifyResult((files, signed, *found.values()), signer, public_key is not None, _judge(folder))
+    return VerificationResult((files, signed, *found.values()), signer, public_key is not None, _judge(folder))
 
 
 def run_check(name: str, folder: BundleFolder) -> ProbeCheck:
@@ -151,7 +151,7 @@ def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[ProbeChec
     signer = None
     try:
         pem = folder.read(layout.PUBLIC_KEY, KEY_BYTES) if public_key is None else _given(public_key)
-        signer = fingerprint_of_key(pem, layout.PUBLIC_KEY if public_key is None else str(public_key))
+        signer = compute_key_fingerprint(pem, layout.PUBLIC_KEY if public_key is None else str(public_key))
         folder.read(layout.SIGNATURE)  # raises if it is missing or too large
         with tempfile.TemporaryDirectory(prefix="factory-key-") as aside:
             key = Path(aside) / "key.pem"
@@ -179,4 +179,4 @@ def _given(path: Path) -> bytes:
         with open(path, "rb") as file:
             return file.read(KEY_BYTES)
     except OSError as error:
-        raise unreadable_error(str(path), error) from error
+        raise make_unreadable_error(str(path), error) from error

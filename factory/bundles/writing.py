@@ -19,9 +19,9 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.files.manifest import build_manifest
 from factory.bundles.gathering import read_release_files
-from factory.bundles.provenance import build_statement
+from factory.bundles.provenance import build_provenance_statement
 from factory.bundles.shards import read_releasable_documents, to_json_line
-from factory.bundles.verifying import VerifyResult, verify_bundle
+from factory.bundles.verifying import VerificationResult, verify_bundle
 from factory.core.errors import InputError
 from factory.core.exports import hash_export_folder
 from factory.core.path_removal import remove_path
@@ -41,12 +41,12 @@ from kernels.contract.message import Message
 LEFT = ("metrics.jsonl", "anomalies.jsonl")  # the trainer wrote them into the segment's folder
 
 
-def copy_traces(root: Path, ledger: Ledger, segment: int, target_folder: Path) -> None:
+def copy_training_traces(root: Path, ledger: Ledger, segment: int, target_folder: Path) -> None:
     """Copy metrics and checkpoints of a segment and of all segments before it into ``target_folder``, one folder for each segment.
 
     Links are not followed, because a trainer wrote these folders. Raises: OSError.
     """
-    for row in SegmentRow.lineage(ledger, segment):
+    for row in SegmentRow.read_lineage(ledger, segment):
         target = target_folder / f"segment-{row.id:05d}"
         target.mkdir(parents=True)
         for name in LEFT:
@@ -99,7 +99,7 @@ class WrittenBundle:
     signer: str  # fingerprint of the public key
 
 
-def write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenBundle:
+def write_release_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenBundle:
     """Write the bundle of a release and verify it.
 
     Raises: InputError if the output folder exists, if the export is not the judged export, if licences forbid a bundle, or if the bundle fails
@@ -134,7 +134,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         )  # fmt: skip
     check_export_unchanged(plant.ledger, release.candidate)
     files = read_release_files(plant, release, options.licence, options.data)
-    private = options.key or signing.ensure_own_key(plant.workspace.root)
+    private = options.key or signing.ensure_private_key(plant.workspace.root)
     public = signing.derive_public_key(private)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
             known = plant.workspace.root, plant.ledger, Tokenizer.load(plant.workspace.tokenizer)
             _write_lines(aside / layout.DOCUMENTS, read_releasable_documents(*known, release.segment, rules))
         if options.traces:
-            copy_traces(plant.workspace.root, plant.ledger, release.segment, aside / layout.TRACES)
+            copy_training_traces(plant.workspace.root, plant.ledger, release.segment, aside / layout.TRACES)
         plant.progress.line(
             Message(
                 "writing.fixture",
@@ -170,13 +170,13 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         _write(aside, layout.PUBLIC_KEY, public.decode())
         shards = files[layout.SHARDS]
         _write(
-            aside, layout.PROVENANCE, build_statement(plant.ledger, release, BundleFolder.open(aside).hashes, shards)
+            aside, layout.PROVENANCE, build_provenance_statement(plant.ledger, release, BundleFolder.open(aside).file_hashes, shards)
         )
         folder = BundleFolder.open(aside)
         for path in layout.GENERATED:
             _write(aside, path, generate_document(folder, path))
-        _write(aside, layout.MANIFEST, build_manifest(f"release {number}", BundleFolder.open(aside).hashes))
-        signing.sign(aside, private)
+        _write(aside, layout.MANIFEST, build_manifest(f"release {number}", BundleFolder.open(aside).file_hashes))
+        signing.sign_folder(aside, private)
         plant.progress.line(Message("writing.verifying", "  release {release}: verifying the bundle", release=number))
         verified = _refuse_unverified(number, aside)
         if verified.judge and not verified.judge["same"]:
@@ -187,7 +187,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         rename_into_place(aside, out)
     finally:
         remove_path(aside)
-    signer = signing.fingerprint_of_key(public, str(private))
+    signer = signing.compute_key_fingerprint(public, str(private))
     with plant.ledger.begin() as tx:
         record_event(
             tx,
@@ -210,7 +210,7 @@ def _copy_export(release: ReleaseRow, aside: Path) -> None:
         )  # fmt: skip
 
 
-def _refuse_unverified(number: int, aside: Path) -> VerifyResult:
+def _refuse_unverified(number: int, aside: Path) -> VerificationResult:
     verified = verify_bundle(aside)
     failed = [check for check in verified.checks if not check.ok]
     if failed:

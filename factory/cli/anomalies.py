@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.app import AnswerPrinter, app, current_user, register_command
+from factory.cli.app import AnswerPrinter, app, get_current_user, register_command
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
@@ -35,7 +35,7 @@ def diagnose(
     daemon does this by itself after a segment with an anomaly. While the daemon runs, this command asks the daemon to do this in its
     next pass.
     """
-    from factory.cli.core.ask_daemon import lock_or_ask_daemon
+    from factory.cli.core.ask_daemon import take_lock_or_ask_daemon
     from factory.diagnosis.diagnosing import diagnose_and_act
     from factory.diagnosis.wording import describe_waiting_diagnoses
     from factory.gates.release.anomaly_policy import AnomalyPolicy
@@ -49,7 +49,7 @@ def diagnose(
         return
     with ExitStack() as held:
         wanted = [f"diagnose {AnomalyRow.get(plant.ledger, number).id}"]
-        if said := lock_or_ask_daemon(held, plant, wanted, replayed_steps=steps):
+        if said := take_lock_or_ask_daemon(held, plant, wanted, replayed_steps=steps):
             say({"anomaly": number, "says": said}, f"  {said}")
             return
         found = diagnose_and_act(plant, number, steps)
@@ -81,25 +81,25 @@ def show_anomaly(plant: Plant, say: AnswerPrinter, number: Number) -> None:
         GAIN_ON_DEV_ONLY,
         AnomalyRow,
         describe_explanation,
-        draft_proposal_for_rate,
+        draft_learning_rate_proposal,
         find_explanation,
         list_anomalies,
-        newest_details_by_anomaly,
+        read_newest_details_by_anomaly,
     )
 
     AnomalyRow.get(plant.ledger, number)
     row = next(row for row in list_anomalies(plant.ledger) if row["id"] == number)
-    diagnosis = newest_details_by_anomaly(plant.ledger, DIAGNOSED).get(number)
+    diagnosis = read_newest_details_by_anomaly(plant.ledger, DIAGNOSED).get(number)
     said = find_explanation(plant.ledger, number)
     say(row | {"diagnosis": diagnosis, "words": said}, _line(row))
     if row["kind"] == GAIN_ON_DEV_ONLY:
         detail = AnomalyRow.get(plant.ledger, number).detail or {}
-        say.line(
+        say.print_line(
             f"    {detail.get('why', '')} Verdict {detail.get('verdict')} holds candidate {detail.get('candidate')}."
         )
         return
     if diagnosis is None:
-        say.line(
+        say.print_line(
             Message(
                 "anomalies.not_diagnosed",
                 "    Anomaly {number} has no diagnosis yet. To diagnose it now: 'factory diagnose {number}'",
@@ -107,19 +107,19 @@ def show_anomaly(plant: Plant, say: AnswerPrinter, number: Number) -> None:
             )
         )
         return
-    say.line(f"    {diagnosis['why']}")
+    say.print_line(f"    {diagnosis['why']}")
     for arm in diagnosis["arms"]:
         shows = {True: "there", False: "gone", None: "unclear"}[arm["fires"]]
-        say.line(f"    {arm['arm']:<44} {shows:<8} {arm['failed']}")
+        say.print_line(f"    {arm['arm']:<44} {shows:<8} {arm['failed']}")
     for name in ("guilty", "triggers"):
         if diagnosis[name]:
-            say.line(f"    {name}: {', '.join(diagnosis[name])}")
-    say.line(f"    {describe_explanation(diagnosis, said)}")
+            say.print_line(f"    {name}: {', '.join(diagnosis[name])}")
+    say.print_line(f"    {describe_explanation(diagnosis, said)}")
     for claim in said["claims"] if said else ():
-        say.line(f"      {claim['says']} [{claim['rests_on']}: {claim['shows']}]")
-    if draft := draft_proposal_for_rate(diagnosis):
-        say.line(f"    {draft}")
-    say.line(f"    report: {diagnosis['report']}")
+        say.print_line(f"      {claim['says']} [{claim['rests_on']}: {claim['shows']}]")
+    if draft := draft_learning_rate_proposal(diagnosis):
+        say.print_line(f"    {draft}")
+    say.print_line(f"    report: {diagnosis['report']}")
 
 
 @register_command(anomalies, "accept")
@@ -131,7 +131,7 @@ def accept_diagnosis(plant: Plant, say: AnswerPrinter, number: Number) -> None:
     """
     from factory.diagnosis.remedies import accept_diagnosis
 
-    said = accept_diagnosis(plant.ledger, number, current_user())
+    said = accept_diagnosis(plant.ledger, number, get_current_user())
     say({"anomaly": number, "says": said}, f"  anomaly {number}: {said}")
 
 
@@ -144,5 +144,5 @@ def reject_diagnosis(plant: Plant, say: AnswerPrinter, number: Number) -> None:
     """
     from factory.diagnosis.remedies import reject_diagnosis
 
-    said = reject_diagnosis(plant.ledger, number, current_user())
+    said = reject_diagnosis(plant.ledger, number, get_current_user())
     say({"anomaly": number, "says": said}, f"  anomaly {number}: {said}")

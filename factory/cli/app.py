@@ -14,7 +14,7 @@ from factory.cli.core.options import (
     AnswerPrinter,
     JsonOption,
     WorkspaceOption,
-    current_user,
+    get_current_user,
     open_plant,
     print_json,
     register_command,
@@ -33,7 +33,7 @@ __all__ = [
     "register_command",
     "main",
     "open_plant",
-    "current_user",
+    "get_current_user",
     "print_json",
 ]
 
@@ -76,7 +76,7 @@ def read_global_options(
 
 def main() -> None:
     """Run the command line. A ``FactoryError`` or a machine fault becomes one message; any other exception is a bug and keeps its traceback."""
-    end_if_stopped = stop_signals.handle_signals()
+    end_if_stopped = stop_signals.install_stop_signal_handlers()
     for name, value in (SPINS | devices.COMPILER_SETTINGS).items():
         os.environ.setdefault(name, value)
     # Child processes must not import modules from the folder that they run in.
@@ -85,13 +85,13 @@ def main() -> None:
         app()
     except BaseException as error:
         end_if_stopped()  # first, because a signal may have become another exception, such as an ImportError
-        code = exit_code(error)
+        code = print_error_and_get_exit_code(error)
         if code is None:
             raise
         sys.exit(code)
 
 
-def exit_code(error: BaseException) -> int | None:
+def print_error_and_get_exit_code(error: BaseException) -> int | None:
     """Print the message of an error that a user can correct, and return its exit code. Returns None for any other error, and prints nothing."""
     if isinstance(error, FactoryError):
         as_json = "--json" in sys.argv[1:]

@@ -15,7 +15,7 @@ from factory.cli.app import (
     JsonOption,
     WorkspaceOption,
     app,
-    current_user,
+    get_current_user,
     open_plant,
     print_json,
     register_command,
@@ -72,14 +72,14 @@ def propose(
     the LLM at the same time; timing runs one at a time on the GPU or CPU.
     """
     from agents.kernel_engineer.draft import AGENT
-    from factory.code_loop.agent_runs import AgentOptions, needs_model
-    from factory.code_loop.proposing import propose as propose_patch
+    from factory.code_loop.agent_runs import AgentOptions, needs_language_model
+    from factory.code_loop.proposing import make_proposals as propose_patch
     from factory.show.unshown_items import show_unshown_items
 
     plant, terminal = open_plant(where)
     options = AgentOptions(endpoint, model, target, _ask if interactive else None)
     if not agent:
-        agent = AGENT if needs_model(plant.workspace, options) else "search"
+        agent = AGENT if needs_language_model(plant.workspace, options) else "search"
         if agent != AGENT:
             terminal.line(
                 Message(
@@ -110,14 +110,14 @@ def _ask(question: str) -> str:
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     from agents.core.proposal import format_gain
-    from agents.core.untrusted import one_line
+    from agents.core.untrusted import fold_to_one_line
     from factory.ledger.reader import LedgerReader
     from factory.ledger.rows import ProposalRow
 
     db = LedgerReader(workspace)
     row = ProposalRow.get(db, number)
     if as_json:
-        print_json(vars(row) | {"evidence": row.evidence(db) or None})
+        print_json(vars(row) | {"evidence": row.read_evidence(db) or None})
         return
     gain = f" (predicted {format_gain(row.target, row.predicted_gain)})" if row.predicted_gain else ""
     print(
@@ -136,7 +136,7 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     settled = f", {row.state}" if row.state in SETTLED else ""
     print(f"  verdict     {(row.outcome or row.state).upper()}{settled}")
     for reason in row.reasons or []:
-        print(f"    {one_line(reason, 1000)}")
+        print(f"    {fold_to_one_line(reason, 1000)}")
     if row.agent in MODELS:
         spent = "SELECT COUNT(*) AS n, SUM(e.tokens) AS tokens, SUM(e.usd) AS usd FROM exchanges e JOIN agent_runs a ON a.id = e.run "
         cost = db.read(spent + "WHERE a.proposal = :number", number=number)[0]
@@ -221,25 +221,25 @@ def approve_proposal(context: typer.Context, number: Number, where: WorkspaceOpt
 
     You approve exactly the patch that was judged. If the code changed since the verdict, the gate judges the patch again first.
     """
-    from factory.code_loop.approvals import approve
+    from factory.code_loop.approvals import merge_promoted_proposal
 
-    _decide(context, where, number, lambda plant: approve(plant, number, current_user()))
+    _decide(context, where, number, lambda plant: merge_promoted_proposal(plant, number, get_current_user()))
 
 
 @proposals_app.command("reject")
 def reject_proposal(context: typer.Context, number: Number, where: WorkspaceOption = DEFAULT, why: Why = "") -> None:
     """Reject a judged proposal, whatever its verdict is. Its branch is kept."""
-    from factory.code_loop.approvals import reject
+    from factory.code_loop.approvals import reject_judged_proposal
 
-    _decide(context, where, number, lambda plant: reject(plant.ledger, number, current_user(), why))
+    _decide(context, where, number, lambda plant: reject_judged_proposal(plant.ledger, number, get_current_user(), why))
 
 
 @proposals_app.command("revert")
 def revert_proposal(context: typer.Context, number: Number, where: WorkspaceOption = DEFAULT, why: Why = "") -> None:
     """Undo an approved proposal by a new commit."""
-    from factory.code_loop.approvals import revert
+    from factory.code_loop.approvals import revert_approved_proposal
 
-    _decide(context, where, number, lambda plant: revert(plant, number, current_user(), why))
+    _decide(context, where, number, lambda plant: revert_approved_proposal(plant, number, get_current_user(), why))
 
 
 def _decide(context: typer.Context, where: Path, number: int, decision: Callable[[Plant], object]) -> None:
@@ -269,8 +269,8 @@ def audit(
     from factory.audit.audit_segment import audit_segment
     from factory.audit.audit_windows import find_due_audits, list_audits
     from factory.audit.policy import AuditPolicy
-    from factory.cli.core.ask_daemon import lock_or_ask_daemon
-    from factory.code_loop.reverting import open_reverts
+    from factory.cli.core.ask_daemon import take_lock_or_ask_daemon
+    from factory.code_loop.reverting import propose_reverts_of_blamed_patches
     from factory.ledger.rows import SegmentRow
     from factory.show.unshown_items import show_unshown_items
 
@@ -282,12 +282,12 @@ def audit(
     if numbers:
         with ExitStack() as held:
             wanted = [f"audit {SegmentRow.get(plant.ledger, number).id}" for number in numbers]
-            if said := lock_or_ask_daemon(held, plant, wanted):
+            if said := take_lock_or_ask_daemon(held, plant, wanted):
                 say({"segments": numbers, "says": said}, f"  {said}")
                 return
             for number in numbers:
                 audit_segment(plant, number)
-            open_reverts(plant)
+            propose_reverts_of_blamed_patches(plant)
             show_unshown_items(plant)
     found = list_audits(plant.ledger)
     say(found)
@@ -298,7 +298,7 @@ def audit(
             if verdict
             else "waits"
         )
-        say.line(
+        say.print_line(
             Message(
                 "code_loop.audit",
                 "segment {segment}, steps {first}–{last}, replayed without proposals {patches}: {state}",
@@ -310,9 +310,9 @@ def audit(
             )
         )
         for reason in verdict["reasons"] if verdict else ():
-            say.line(f"    {reason}")
+            say.print_line(f"    {reason}")
     if not found:
-        say.line(
+        say.print_line(
             Message(
                 "code_loop.no_audit",
                 "  No audit is planned yet. The first audit is planned when a segment trains with a patch that an agent wrote.",

@@ -13,13 +13,13 @@ import typer
 
 from factory.cli.app import DEFAULT, JsonOption, WorkspaceOption, app, print_json
 from factory.core.errors import ConfigError, InputError, suggest_name
-from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root, load_yaml
+from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_root, load_yaml
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from factory.cli.policy_sources import Setting
+    from factory.cli.policy_sources import PolicySetting
 
 NAMES = (
     "factory", "data", "evals", "agents", "anomalies", "gates/audit", "gates/certificate", "gates/patch", "gates/recipe",
@@ -103,7 +103,7 @@ def write_key(workspace: Workspace, name: str, key: str, value: str) -> Path:
     """
     import yaml
 
-    from agents.core.yaml_edit import set_value
+    from agents.core.yaml_edit import set_yaml_value
     from kernels.contract.files import write_atomically
     from kernels.contract.strict_yaml import read_yaml
     from trainer.contract.errors import TrainerError
@@ -116,7 +116,7 @@ def write_key(workspace: Workspace, name: str, key: str, value: str) -> Path:
             raise ValueError("the key is empty or has an empty part; 'factory config show' prints the keys")
         given = read_yaml(value, "the value", ValueError)
         for place, one in _leaves(key.split("."), given):
-            text = set_value(text, place, one)
+            text = set_yaml_value(text, place, one)
     except (ValueError, yaml.YAMLError) as error:
         raise InputError(
             "config.not_set",
@@ -155,7 +155,7 @@ def _leaves(place: list[str], value: object) -> Iterator[tuple[list[str], Any]]:
         yield place, value
 
 
-def read_settings(workspace: Workspace, name: str) -> tuple[Path, list[Setting]]:
+def read_settings(workspace: Workspace, name: str) -> tuple[Path, list[PolicySetting]]:
     """Return the file in force, and every key with its value. Raises: ConfigError for an invalid file."""
     from factory.cli.policy_sources import list_settings
     from trainer.contract.errors import TrainerError
@@ -211,35 +211,35 @@ def _source(workspace: Workspace, path: Path) -> str:
     """Return the origin of a file: 'workspace' for the workspace's own copy, 'shipped', or 'repository' for that of the training code."""
     if path.is_relative_to(workspace.root / "policies"):
         return "workspace"
-    return "shipped" if path.is_relative_to(checkout_root() / "policies") else "repository"
+    return "shipped" if path.is_relative_to(find_checkout_root() / "policies") else "repository"
 
 
-def _configuration(workspace: Workspace) -> list[Setting]:
+def _configuration(workspace: Workspace) -> list[PolicySetting]:
     from factory.cli.policy_sources import DEFAULT as UNSET
-    from factory.cli.policy_sources import Setting, field_docs
+    from factory.cli.policy_sources import PolicySetting, read_field_docs
 
     path = workspace.root / "factory.yaml"
     given = load_yaml(path) if path.exists() else None
-    about = field_docs(WorkspaceConfig)
+    about = read_field_docs(WorkspaceConfig)
     chosen = {
         key: PASSWORD.sub(r"\1***@", str(getattr(workspace, key))) for key in ("repository", "ledger_url", "mlflow_uri")
     }
     return [
-        Setting(
+        PolicySetting(
             key, chosen.get(key, value), "workspace" if isinstance(given, dict) and key in given else UNSET, about[key]
         )
         for key, value in vars(workspace.config).items()
     ]
 
 
-def _kernels(workspace: Workspace, path: Path) -> list[Setting]:
+def _kernels(workspace: Workspace, path: Path) -> list[PolicySetting]:
     """Return the implementation chosen for each op and kind of device in the live commit. ``auto`` is resolved when a segment is planned."""
-    from factory.cli.policy_sources import Setting
-    from factory.computing.tuned_kernels import live_kernels_file
+    from factory.cli.policy_sources import PolicySetting
+    from factory.computing.tuned_kernels import open_live_kernels_file
     from kernels.contract.registry import KernelError, load_choice
 
     source = _source(workspace, path)
-    with live_kernels_file(workspace) as (live, text):
+    with open_live_kernels_file(workspace) as (live, text):
         if not path.exists() or text != path.read_text("utf-8"):
             source = f"{source}, as committed"
         try:
@@ -251,17 +251,17 @@ def _kernels(workspace: Workspace, path: Path) -> list[Setting]:
     assert isinstance(raw, dict)
     found = [(f"{kind}.{op}", one) for kind, ops in raw.items() if isinstance(ops, dict) for op, one in ops.items()]
     found += [(key, value) for key, value in raw.items() if not isinstance(value, dict)]
-    return [Setting(key, value, source, "") for key, value in found]
+    return [PolicySetting(key, value, source, "") for key, value in found]
 
 
-def _print(name: str, path: Path, values: list[Setting]) -> None:
+def _print(name: str, path: Path, values: list[PolicySetting]) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from factory.core.console import table_console
+    from factory.core.console import make_table_console
 
-    console = table_console()
+    console = make_table_console()
     table = Table(title=f"{name}: {path}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("key", no_wrap=True)
     table.add_column("value", max_width=40, overflow="fold")

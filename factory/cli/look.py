@@ -27,13 +27,13 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show the factory's state and everything that waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
-    from factory.core.time_formats import replace_moments_by_iso
-    from factory.status.status import status_facts, status_lines
+    from factory.core.time_formats import convert_moments_to_iso
+    from factory.status.status import read_status_facts, format_status_lines
 
     workspace = Workspace.open(where)
     while True:
         try:
-            found = status_facts(workspace)
+            found = read_status_facts(workspace)
         except WorkspaceError as error:  # the ledger is locked, or is being upgraded
             if not watch:
                 raise
@@ -43,7 +43,7 @@ def status(
                 from rich.console import Console
 
                 Console().clear()
-            print_json(replace_moments_by_iso(found)) if as_json else print("\n".join(status_lines(found)))
+            print_json(convert_moments_to_iso(found)) if as_json else print("\n".join(format_status_lines(found)))
         if not watch:
             return
         time.sleep(WATCH_SECONDS)
@@ -56,11 +56,11 @@ def duties(plant: Plant, say: AnswerPrinter) -> None:
     The list shows whether a duty is due now, what holds the duty back, until when the duty rests after a failure, and when the duty was
     last done.
     """
-    from factory.core.time_formats import replace_moments_by_iso
+    from factory.core.time_formats import convert_moments_to_iso
     from factory.duties.listing import collect_duty_facts, format_duty_list
 
     found = collect_duty_facts(plant)
-    say(replace_moments_by_iso(found), format_duty_list(found))
+    say(convert_moments_to_iso(found), format_duty_list(found))
 
 
 @app.command()
@@ -76,8 +76,8 @@ def log(
     from factory.status import daemon_log
 
     workspace = Workspace.open(where)
-    show = (lambda entry: json.dumps(entry, ensure_ascii=False)) if as_json else daemon_log.format_entry
-    for entry in daemon_log.follow_entries(workspace, lines) if follow else daemon_log.read_entries(workspace, lines):
+    show = (lambda entry: json.dumps(entry, ensure_ascii=False)) if as_json else daemon_log.format_log_entry
+    for entry in daemon_log.follow_log_entries(workspace, lines) if follow else daemon_log.read_log_entries(workspace, lines):
         print(show(entry), flush=True)
 
 
@@ -104,23 +104,23 @@ def ui(
 ) -> None:
     """Serve the MLflow UI of this workspace, and print the pages to begin with: releases, candidates, training, proposals."""
     from factory.core.listening_socket import is_loopback, open_listening_socket
-    from factory.show.mlflow.host_names import bracket_ipv6, server_names
-    from factory.show.mlflow.login import make_login
-    from factory.show.mlflow.registry import list_start_pages
-    from factory.show.mlflow.store import mlflow_ui_command
+    from factory.show.mlflow.host_names import bracket_ipv6, choose_server_names
+    from factory.show.mlflow.login import create_mlflow_login
+    from factory.show.mlflow.registry import list_start_page_addresses
+    from factory.show.mlflow.store import make_mlflow_ui_command
 
     workspace = Workspace.open(where)
     if not user and not is_loopback(host):
         raise _login_needed("--host", host)
-    names = server_names(host, name or ())
+    names = choose_server_names(host, name or ())
     if others := [each.host for each in names if not user and not is_loopback(each.host.strip("[]"))]:
         raise _login_needed("--name", others[0])
     if not show:
         open_listening_socket(
             host, port
         ).close()  # a port in use is an error now; MLflow itself would end later, with a traceback
-    secrets, password = make_login(workspace, user) if user else (None, None)
-    command, environment = mlflow_ui_command(workspace, port, host, secrets, name or ())
+    secrets, password = create_mlflow_login(workspace, user) if user else (None, None)
+    command, environment = make_mlflow_ui_command(workspace, port, host, secrets, name or ())
     if show:
         print(" ".join(command))
         return
@@ -132,7 +132,7 @@ def ui(
             file=password,
         )
         print(said, flush=True)
-    server = names[0].address(port) if names else f"http://{bracket_ipv6(host)}:{port}"
+    server = names[0].make_mlflow_url(port) if names else f"http://{bracket_ipv6(host)}:{port}"
     if names:
         said = Message(
             "look.ui_names",
@@ -140,7 +140,7 @@ def ui(
             names=[each.host for each in names],
         )
         print(said, flush=True)
-    pages = list_start_pages(workspace, server)
+    pages = list_start_page_addresses(workspace, server)
     print(
         Message(
             "look.ui_address", "The MLflow UI is at {address}. Ctrl-C stops it. Begin with these pages:", address=server
@@ -198,10 +198,10 @@ def check(
     done: list[str] = []
     if mend and workspace:
         from factory.ledger.ledger import Ledger
-        from factory.repairs.repairing import repair_all
+        from factory.repairs.repairing import repair_all_damage
         from factory.show.unshown_items import show_unshown_items
 
-        done = repair_all(workspace, deep, progress)
+        done = repair_all_damage(workspace, deep, progress)
         show_unshown_items(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress))
         for line in () if as_json else done:
             print(f"  {line}")

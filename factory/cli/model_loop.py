@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AnswerPrinter, WorkspaceOption, app, current_user, open_plant, register_command
+from factory.cli.app import DEFAULT, AnswerPrinter, WorkspaceOption, app, get_current_user, open_plant, register_command
 from factory.core.errors import InputError, suggest_name
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
@@ -61,9 +61,9 @@ def init(
     code = Path(repository).resolve() if repository else None
     workspace = make_workspace(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
     if tune:
-        from factory.training.tuning import tune_if_needed
+        from factory.training.tuning import tune_kernels_if_untuned
 
-        tune_if_needed(workspace, Terminal())
+        tune_kernels_if_untuned(workspace, Terminal())
     print(Message("model_loop.workspace_ready", "The workspace is ready: {workspace}", workspace=workspace.root))
     if Path(os.environ.get("FACTORY_HOME") or DEFAULT).resolve() != workspace.root:
         print(
@@ -145,7 +145,7 @@ def train(
     """Train the trunk for one more segment, on all ingested shards."""
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.training import train_segment as train_segment
-    from factory.repairs.repairing import call_with_repairs
+    from factory.repairs.repairing import call_and_repair_on_failure
     from factory.retrying.requests import refuse_while_paused
     from factory.retrying.trainer_deaths import find_open_segment
     from factory.training.planning import plan_trunk
@@ -164,7 +164,7 @@ def train(
             )
             train_segment(plant, waiting)
         plan = lambda: plan_trunk(plant, steps)
-        train_segment(plant, call_with_repairs(plant, plan))
+        train_segment(plant, call_and_repair_on_failure(plant, plan))
 
 
 @register_command(app)
@@ -180,11 +180,11 @@ def certify(
     from factory.training.certifying import accept_code, list_certificates
 
     if take is not None:  # one transaction, so it works while the daemon runs
-        accept_code(plant, take, current_user())
+        accept_code(plant, take, get_current_user())
     found = list_certificates(plant.ledger)
     say(found)
     if not found:
-        say.line(
+        say.print_line(
             Message(
                 "model_loop.no_certificate",
                 "  No certificate was made yet. The first certificate is made when the code's commit changes between two segments.",
@@ -200,9 +200,9 @@ def certify(
             what = f"{facts['old_commit'][:12]} → {facts['new_commit'][:12]}"
             if facts["steps"]:
                 what += f", {facts['steps']} steps from {facts['first_step']}, {len(facts['seeds'])} seeds"
-        say.line(f"segment {row['segment']}: {state}  ({what}; {facts['file']})")
+        say.print_line(f"segment {row['segment']}: {state}  ({what}; {facts['file']})")
         for reason in row["reasons"]:
-            say.line(f"    {reason}")
+            say.print_line(f"    {reason}")
 
 
 @app.command()
@@ -211,7 +211,7 @@ def anneal(where: WorkspaceOption = DEFAULT) -> None:
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.releasing import find_unexported_segments
     from factory.duties.training import train_segment as train_segment
-    from factory.repairs.repairing import call_with_repairs
+    from factory.repairs.repairing import call_and_repair_on_failure
     from factory.retrying.requests import refuse_while_paused
     from factory.retrying.trainer_deaths import find_open_segment
     from factory.training.exporting import export_candidate
@@ -228,7 +228,7 @@ def anneal(where: WorkspaceOption = DEFAULT) -> None:
         )  # an anneal that was trained but not exported is only exported
         if number is None:
             plan = lambda: plan_anneal(plant)
-            number = call_with_repairs(plant, plan)
+            number = call_and_repair_on_failure(plant, plan)
             train_segment(plant, number)
         terminal.line(f"  candidate {export_candidate(plant, number)}")
 
@@ -279,20 +279,20 @@ def evaluate(
 
     While the daemon runs, this command asks the daemon to do this in its next pass.
     """
-    from factory.cli.core.ask_daemon import lock_or_ask_daemon
+    from factory.cli.core.ask_daemon import take_lock_or_ask_daemon
     from factory.duties.releasing import judge_one_candidate
     from factory.ledger.rows import EvaluationRow, VerdictRow
     from factory.show.unshown_items import show_unshown_items
 
     number = _candidate(plant.ledger, candidate)
     with ExitStack() as held:
-        if said := lock_or_ask_daemon(held, plant, [f"judge {number}"]):
+        if said := take_lock_or_ask_daemon(held, plant, [f"judge {number}"]):
             say({"candidate": number, "says": said}, f"  {said}")
             return
         verdict = judge_one_candidate(plant, number)
         show_unshown_items(plant)
-    evaluation, row = EvaluationRow.newest(plant.ledger, number), VerdictRow.get(plant.ledger, verdict)
-    shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(plant.ledger)}
+    evaluation, row = EvaluationRow.find_newest(plant.ledger, number), VerdictRow.get(plant.ledger, verdict)
+    shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.read_with_evidence(plant.ledger)}
     say({"candidate": number, **shown})
 
 
@@ -330,7 +330,7 @@ def release(
     from factory.ledger.rows import find_champion
     from factory.release.checks import get_newest_verdict
     from factory.release.releases import release_candidate as release_verdict
-    from factory.release.releases import roll_back_to as roll_back
+    from factory.release.releases import roll_back_to_release as roll_back
     from factory.show.unshown_items import show_unshown_items
 
     asked = [
@@ -361,7 +361,7 @@ def release(
         terminal.line(Message("model_loop.rolled_back", "  Release {release} is champion again.", release=rollback))
         return
     verdict = get_newest_verdict(plant.ledger, _candidate(plant.ledger, candidate))
-    done = release_verdict(plant, verdict.id, approved_by=current_user())
+    done = release_verdict(plant, verdict.id, approved_by=get_current_user())
     show_unshown_items(plant)
     best = find_champion(plant.ledger)
     if best and best.number == done:
@@ -382,7 +382,7 @@ def _candidate(ledger: Ledger, number: int | None) -> int:
     """Return the candidate with this number or, for None, the newest candidate. Raises: InputError."""
     from factory.ledger.rows import CandidateRow
 
-    newest = CandidateRow.first(ledger, "ORDER BY id DESC")
+    newest = CandidateRow.find_first(ledger, "ORDER BY id DESC")
     if newest is None:
         raise InputError(
             "model_loop.no_candidate",
@@ -424,9 +424,9 @@ def serve(
     compares the second engine's answers with the judge's own model. Then the second engine takes over, and the first engine ends.
     The machine needs memory for both engines.
     """
-    from factory.serving.engines import native_engine_kind
+    from factory.serving.engines import make_native_engine_kind
     from factory.serving.serve import serve_champion as serve_champion
-    from factory.serving.vllm import vllm_engine_kind
+    from factory.serving.vllm import make_vllm_engine_kind
 
     if engine not in ENGINES:
         raise InputError(
@@ -436,5 +436,5 @@ def serve(
             nearest=suggest_name(engine, ENGINES),
         )
     workspace = Workspace.open(where)
-    kind = native_engine_kind() if engine == "native" else vllm_engine_kind()
+    kind = make_native_engine_kind() if engine == "native" else make_vllm_engine_kind()
     serve_champion(workspace, kind, host=host, port=port, key=key, say=lambda line: print(line, flush=True))

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import AnswerPrinter, app, current_user, register_command
+from factory.cli.app import AnswerPrinter, app, get_current_user, register_command
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
@@ -34,10 +34,10 @@ def pause(
     from factory.retrying import requests
 
     found = requests.pause_daemon(
-        plant.ledger, requests.EVERYTHING if everything else requests.TRAINING, current_user(), why
+        plant.ledger, requests.EVERYTHING if everything else requests.TRAINING, get_current_user(), why
     )
     say(vars(found), f"  {found}")
-    say.line(
+    say.print_line(
         Message(
             "operate.pausing",
             "  If a trainer runs now, it writes a checkpoint and then ends. Other actions that run now go on until they are done.",
@@ -50,7 +50,7 @@ def resume(plant: Plant, say: AnswerPrinter) -> None:
     """End a pause that 'factory pause' began."""
     from factory.retrying import requests
 
-    ended = requests.resume_daemon(plant.ledger, current_user())
+    ended = requests.resume_daemon(plant.ledger, get_current_user())
     said = Message("operate.resumed", "  The pause of {what} that {by} began is over.", what=ended.what, by=ended.by)
     say({"resumed": vars(ended)}, said)
 
@@ -66,7 +66,7 @@ def retry(
     """Retry at once all actions that wait after a failure. With a segment's number, also continue that parked segment."""
     from factory.retrying import trainer_deaths
 
-    said = trainer_deaths.request_retry(plant.ledger, segment, current_user())
+    said = trainer_deaths.request_retry(plant.ledger, segment, get_current_user())
     say({"segment": segment, "says": said}, f"  {said}")
 
 
@@ -77,7 +77,7 @@ def abandon(
     """Give up a parked segment: its steps are dropped, and training continues from the segment before it."""
     from factory.retrying import trainer_deaths
 
-    said = trainer_deaths.abandon_segment(plant.ledger, segment, current_user())
+    said = trainer_deaths.abandon_segment(plant.ledger, segment, get_current_user())
     say({"segment": segment, "says": said}, f"  {said}")
 
 
@@ -96,7 +96,7 @@ def rewind(
     """
     from factory.diagnosis import remedies
 
-    said = remedies.rewind_segment(plant.ledger, segment, current_user(), why)
+    said = remedies.rewind_segment(plant.ledger, segment, get_current_user(), why)
     say({"segment": segment, "says": said}, f"  {said}")
 
 
@@ -117,9 +117,9 @@ def quarantine(
     from factory.diagnosis import remedies
 
     said = (
-        remedies.end_document_quarantine(plant.ledger, names, current_user())
+        remedies.end_document_quarantine(plant.ledger, names, get_current_user())
         if undo
-        else remedies.quarantine_documents(plant.ledger, names, current_user(), why)
+        else remedies.quarantine_documents(plant.ledger, names, get_current_user(), why)
     )
     say({"documents": names, "says": said}, f"  {said}")
 
@@ -137,7 +137,7 @@ def clean_up(
     The daemon does this after each segment.
     """
     from factory.core.workspace import MODEL_LOOP
-    from factory.retention.cleaning import CleaningResult, describe_cleaning, list_retention_decisions, remove_unneeded
+    from factory.retention.cleaning import CleaningResult, describe_cleaning, list_retention_decisions, remove_unneeded_folders
     from factory.show.unshown_items import show_unshown_items
 
     if dry_run:
@@ -145,10 +145,10 @@ def clean_up(
         cleaned = CleaningResult(choices, 0)
     else:
         with plant.workspace.hold_lock(MODEL_LOOP):
-            cleaned = remove_unneeded(plant)
+            cleaned = remove_unneeded_folders(plant)
         show_unshown_items(plant)
     sizes = {
-        choice.folder.path: choice.folder.size_on_disk() if dry_run or not choice.is_removed else 0
+        choice.folder.path: choice.folder.measure_size_on_disk() if dry_run or not choice.is_removed else 0
         for choice in cleaned.choices
     }
     told = lambda one: {
@@ -158,18 +158,18 @@ def clean_up(
         "why": one.reason,
     }
     say([told(one) | {"bytes": sizes[one.folder.path]} for one in cleaned.choices])
-    for choice in cleaned.removed_decisions():
+    for choice in cleaned.list_removal_decisions():
         word = "to remove" if dry_run else "removed"
-        say.line(f"  {word}  {choice.folder.path.relative_to(plant.workspace.root)}: {choice.reason}")
+        say.print_line(f"  {word}  {choice.folder.path.relative_to(plant.workspace.root)}: {choice.reason}")
     stays = sorted(
         (one for one in cleaned.choices if not one.is_removed), key=lambda one: (one.folder.kind, one.reason)
     )
     for (kind, why), group in groupby(stays, key=lambda one: (one.folder.kind, one.reason)):
         listed = list(group)
         size = sum(sizes[one.folder.path] for one in listed)
-        say.line(f"  kept     {len(listed)} × {kind}, {size / 1e6:,.1f} MB: {why}")
+        say.print_line(f"  kept     {len(listed)} × {kind}, {size / 1e6:,.1f} MB: {why}")
     if dry_run:
-        size = sum(sizes[one.folder.path] for one in cleaned.removed_decisions())
-        say.line(Message("operate.would_free", "  This would free {megabytes:,.1f} MB.", megabytes=size / 1e6))
+        size = sum(sizes[one.folder.path] for one in cleaned.list_removal_decisions())
+        say.print_line(Message("operate.would_free", "  This would free {megabytes:,.1f} MB.", megabytes=size / 1e6))
     else:
-        say.line(f"  {describe_cleaning(cleaned)}")
+        say.print_line(f"  {describe_cleaning(cleaned)}")

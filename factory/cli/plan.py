@@ -11,7 +11,7 @@ import typer
 
 from factory.cli.app import JsonOption, app, print_json
 from factory.core.errors import ConfigError, InputError, suggest_name
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def plan(
     from trainer.contract.errors import TrainerError
     from trainer.contract.plan.gpus import GPUS
     from trainer.contract.plan.hf_config import read_config
-    from trainer.contract.plan.plan_report import plan_to_json as plan_json
-    from trainer.contract.plan.run_plan import PRICE, PlanRequest, SizingError, active_parameters, plan_run
-    from trainer.contract.plan.sizing import GB, model_shape_of
+    from trainer.contract.plan.plan_report import convert_plan_to_json as plan_json
+    from trainer.contract.plan.run_plan import PRICE, PlanRequest, SizingError, count_active_parameters, plan_run
+    from trainer.contract.plan.sizing import GB, choose_model_shape
 
     if bool(params) + bool(recipe) + bool(config) != 1:
         raise InputError("plan.no_model", "Give exactly one of --params 8e9, --recipe NAME and --config FILE.")
@@ -101,7 +101,7 @@ def plan(
         elif asked:
             shape = asked.model
         else:
-            shape = model_shape_of(size, vocab or (128_256 if size >= LARGE else 32_000), context or 4096)
+            shape = choose_model_shape(size, vocab or (128_256 if size >= LARGE else 32_000), context or 4096)
         if expert_parallel > 1 and (
             shape.experts is None or gpus % expert_parallel or shape.experts.count % expert_parallel
         ):
@@ -130,12 +130,12 @@ def plan(
                 fp8=fp8 or asked.precision == "fp8" and shape.experts is None,  # routed experts multiply in bf16
                 replicas=asked.parallel.replicas,
             )
-        if wanted < active_parameters(ask.model):
+        if wanted < count_active_parameters(ask.model):
             raise InputError(
                 "plan.few_tokens",
                 "--tokens: {tokens:,.0f} tokens for {parameters:,} parameters are too few. The scaling rules need one token per parameter.",
                 tokens=wanted,
-                parameters=active_parameters(ask.model),
+                parameters=count_active_parameters(ask.model),
             )
         found = plan_run(ask)
     except SizingError as error:
@@ -195,7 +195,7 @@ def _recipe(name: str) -> Recipe:
     """Return the recipe with this name, or in this file. Raises: InputError, TrainerError."""
     from trainer.contract.recipe import Recipe
 
-    folder = checkout_root() / "policies" / "recipes"
+    folder = find_checkout_root() / "policies" / "recipes"
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = folder / f"{name}.yaml"
@@ -213,7 +213,7 @@ def _logit_rows() -> int | None:
     """Return how many tokens have logits at one time with the kernels chosen for CUDA; None for all tokens of a micro-batch."""
     import yaml
 
-    policy = yaml.safe_load((checkout_root() / "policies" / "kernels.yaml").read_text("utf-8"))
+    policy = yaml.safe_load((find_checkout_root() / "policies" / "kernels.yaml").read_text("utf-8"))
     chosen = policy.get("cuda", {}).get("linear_cross_entropy", "reference")
     return None if chosen in ("auto", "reference", "compiled") else 1024
 
@@ -222,11 +222,11 @@ def _show(plan: RunPlan) -> None:
     from rich import box
     from rich.table import Table
 
-    from factory.core.console import table_console
-    from trainer.contract.plan.plan_report import plan_warnings, report_lines
-    from trainer.contract.plan.sizing import GB, total_bytes
+    from factory.core.console import make_table_console
+    from trainer.contract.plan.plan_report import make_plan_warnings, make_plan_lines
+    from trainer.contract.plan.sizing import GB, sum_bytes
 
-    console = table_console()
+    console = make_table_console()
 
     def table(title: str) -> Table:
         made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=True)
@@ -237,13 +237,13 @@ def _show(plan: RunPlan) -> None:
         return made
 
     run = table("the run")
-    for line in report_lines(plan):
+    for line in make_plan_lines(plan):
         run.add_row(line.name, line.text, line.formula, line.source)
     there = plan.ask.gpu.memory
     memory = table(Message("plan.memory_title", "memory of one GPU with {gigabytes:g} GB", gigabytes=there / GB))
     for part in plan.memory:
         memory.add_row(part.name, f"{part.bytes / GB:.2f} GB", part.formula, part.source)
-    whole = total_bytes(plan.memory)
+    whole = sum_bytes(plan.memory)
     memory.add_section()
     memory.add_row(
         "in all",
@@ -259,5 +259,5 @@ def _show(plan: RunPlan) -> None:
     )
     console.print(run)
     console.print(memory)
-    for remark in plan_warnings(plan):
+    for remark in make_plan_warnings(plan):
         console.print(f"  · {remark}", markup=False, soft_wrap=True)

@@ -19,7 +19,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Setting:
+class PolicySetting:
     """One key in force. ``source``: ``DEFAULT`` for a key that the file does not set, otherwise the origin of the file."""
 
     key: str
@@ -28,21 +28,21 @@ class Setting:
     about: str
 
 
-def list_settings(policy: BaseModel, raw: object, source: str, above: str = "") -> Iterator[Setting]:
+def list_settings(policy: BaseModel, raw: object, source: str, above: str = "") -> Iterator[PolicySetting]:
     """Yield every key of a loaded policy. ``raw``: the parsed file. ``source``: the source of the keys that the file sets."""
-    about = field_docs(type(policy))
+    about = read_field_docs(type(policy))
     for name in type(policy).model_fields:
         yield from _value(f"{above}{name}", getattr(policy, name), _given(raw, name), source, about.get(name, ""))
 
 
-def _value(key: str, value: Any, given: object, source: str, about: str) -> Iterator[Setting]:
+def _value(key: str, value: Any, given: object, source: str, about: str) -> Iterator[PolicySetting]:
     if isinstance(value, BaseModel):
         yield from list_settings(value, given, source, f"{key}.")
     elif isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _value(f"{key}.{name}", inner, _given(given, name), source, about)
     else:
-        yield Setting(key, _plain(value), DEFAULT if given is _ABSENT else source, about)
+        yield PolicySetting(key, _plain(value), DEFAULT if given is _ABSENT else source, about)
 
 
 def _given(raw: object, name: str) -> object:
@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
-def field_docs(schema: type) -> dict[str, str]:
+def read_field_docs(schema: type) -> dict[str, str]:
     """Return, by field of a class, the field's documentation on one line: the string below the field, or the comment behind the field."""
     text = textwrap.dedent(inspect.getsource(schema))
     lines = text.splitlines()

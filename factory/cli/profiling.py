@@ -88,22 +88,22 @@ def profile(
         print(path.read_text(encoding="utf-8"))
         return
     from agents.line_profiler.profile_schema import Profile
-    from agents.line_profiler.report.report import profile_table
+    from agents.line_profiler.report.report import make_profile_table
 
-    terminal.console.print(profile_table(Profile.from_mapping(json.loads(path.read_text(encoding="utf-8")))))
+    terminal.console.print(make_profile_table(Profile.from_mapping(json.loads(path.read_text(encoding="utf-8")))))
     terminal.line(f"  files: {path.with_suffix('.html')}, {path}, {path.with_name('trace.json')}")
 
 
 def _sweep(out: Path, options: SweepOptions, terminal: Terminal, as_json: bool) -> None:
-    from factory.code_loop.profiling import sweep_shapes
+    from factory.code_loop.profiling import profile_model_shapes
     from factory.core.progress import SILENT
 
-    path = sweep_shapes(out, SILENT if as_json else terminal, options)
+    path = profile_model_shapes(out, SILENT if as_json else terminal, options)
     words = path.read_text(encoding="utf-8")
     if as_json:
         print(words)
         return
-    from agents.line_profiler.sweep.sweep import SweepResult, sweep_table
+    from agents.line_profiler.sweep.sweep import SweepResult, make_sweep_table
 
-    terminal.line(sweep_table(SweepResult.from_mapping(json.loads(words))))
+    terminal.line(make_sweep_table(SweepResult.from_mapping(json.loads(words))))
     terminal.line(f"  file: {path}")

@@ -76,7 +76,7 @@ def restore(
     """
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
-    from factory.repairs.lost_ledger import describe_start
+    from factory.repairs.lost_ledger import describe_next_training_start
     from factory.repairs.lost_ledger import restore_ledger as restore_ledger
 
     terminal = Terminal()
@@ -86,7 +86,7 @@ def restore(
         return
     for line in done:
         terminal.line(f"  {line}")
-    terminal.line(Message("safety.restored", "  The ledger is restored. {start}", start=describe_start(where)))
+    terminal.line(Message("safety.restored", "  The ledger is restored. {start}", start=describe_next_training_start(where)))
 
 
 @app.command()

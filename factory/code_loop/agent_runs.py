@@ -32,7 +32,7 @@ from agents.llm.file_endpoint import FileEndpoint
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import Budget, LlmPolicy
 from agents.loop.checkpoints import SavedRunError
-from agents.loop.graph import LoopRun, delete_run, run_agent
+from agents.loop.graph import AgentLoopRun, delete_run_checkpoints, run_agent
 from agents.loop.role import Role, TargetError
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.served_note import find_served_champion
@@ -107,8 +107,8 @@ class LedgerBudgetAccount:
             "input_tokens": exchange.usage.input_tokens,
             "output_tokens": exchange.usage.output_tokens,
             "usd": exchange.usd,
-            "request": exchange.request.request_body(),
-            "reply": {"error": exchange.error} if exchange.reply is None else exchange.reply.message(),
+            "request": exchange.request.make_request_body(),
+            "reply": {"error": exchange.error} if exchange.reply is None else exchange.reply.make_assistant_message(),
         }
         folder = self.workspace.logs / "exchanges"
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ NO_PROFILE = 0  # stands for the profile of a run that needs no profile
 IMPROVE = "improve"  # the name under which the daemon begins runs
 
 
-class ModelError(FactoryError):
+class NoModelReplyError(FactoryError):
     """The language model gave no reply. The same command continues the run, unless the run's budget is used up (``over``)."""
 
     exit_code = 7
@@ -195,7 +195,7 @@ class AgentRuns:
             policy, endpoint = _champion(plant.workspace, policy)
         else:
             endpoint = _endpoint(policy, options, plant.progress.line)
-        checkpoint_place(plant.workspace)
+        find_agent_checkpoint_database(plant.workspace)
         agent_runs.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
         return cls(plant, agent, options, policy, endpoint, work, by)
 
@@ -216,7 +216,7 @@ class AgentRuns:
                     "code_loop.other_target",
                     "the run was ended, because a later request names another commit or target",
                 )
-                self.record_end(row["id"], "abandoned", why=str(why))
+                self.record_run_end(row["id"], "abandoned", why=str(why))
         return found
 
     def begin_run(self, base: str, target: str, profile: int = NO_PROFILE) -> AgentRun:
@@ -233,30 +233,30 @@ class AgentRuns:
 
         Raises: InputError for a target that does not exist; ModelError.
         """
-        saved = checkpoint_place(self.plant.workspace)
+        saved = find_agent_checkpoint_database(self.plant.workspace)
         try:
             drafted, why = run_agent(
-                LoopRun(run.number, role, bench, run.client, saved, self.options.person, self.plant.progress.line)
+                AgentLoopRun(run.number, role, bench, run.client, saved, self.options.person, self.plant.progress.line)
             )
         except TargetError as error:
-            self.record_end(run.number, "abandoned", why=str(error))
+            self.record_run_end(run.number, "abandoned", why=str(error))
             raise InputError(error.message) from None
         except BudgetError as error:
             if error.lasting:
-                self.record_end(run.number, "nothing", why=str(error))
-            raise ModelError(error.message, over=error.lasting) from None
+                self.record_run_end(run.number, "nothing", why=str(error))
+            raise NoModelReplyError(error.message, over=error.lasting) from None
         except LlmError as error:
-            raise ModelError(
+            raise NoModelReplyError(
                 "code_loop.run_saved",
                 "{problem} Run {run} is saved. To continue the run, type the same command again.",
                 problem=error.message,
                 run=run.number,
             ) from None
         except SavedRunError as error:
-            raise ModelError(error.message) from error
+            raise NoModelReplyError(error.message) from error
         if drafted is None:
             print_why_nothing_proposed(self.plant, why)
-            self.record_end(run.number, "nothing", why=str(why))
+            self.record_run_end(run.number, "nothing", why=str(why))
         return drafted
 
     def find_judged_proposal(self, run: AgentRun, draft: Proposal) -> int | None:
@@ -264,7 +264,7 @@ class AgentRuns:
         which = "WHERE agent = :agent AND created_at >= :began AND verdict IS NOT NULL ORDER BY number"
         rows = ProposalRow.select(self.plant.ledger, which, agent=self.agent, began=run.began)
         return next(
-            (row.number for row in rows if row.evidence(self.plant.ledger).get("patch_id") == draft.patch_id), None
+            (row.number for row in rows if row.read_evidence(self.plant.ledger).get("patch_id") == draft.patch_id), None
         )
 
     def _run(self, row: dict[str, Any]) -> AgentRun:
@@ -272,13 +272,13 @@ class AgentRuns:
         client = LlmClient(self.endpoint, self.policy, books, self.plant.progress.line)
         return AgentRun(row["id"], client, row["asked"], row["profile"], row["created_at"])
 
-    def record_end(self, number: int, state: str, **values: Any) -> None:
+    def record_run_end(self, number: int, state: str, **values: Any) -> None:
         """Record how a run ended. ``state``: 'proposed', 'worded', 'nothing' or 'abandoned'."""
         with self.plant.ledger.begin() as tx:
             tx.execute(agent_runs.update().where(agent_runs.c.id == number).values(state=state, **values))
             record_event(tx, f"agent_{state}", Subject("agent_run", number), values)
         with contextlib.suppress(sqlite3.DatabaseError, SavedRunError):  # nothing reads a finished run's checkpoints
-            delete_run(checkpoint_place(self.plant.workspace), self.agent, number)
+            delete_run_checkpoints(find_agent_checkpoint_database(self.plant.workspace), self.agent, number)
 
 
 def print_why_nothing_proposed(plant: Plant, why: str) -> None:
@@ -291,7 +291,7 @@ def choose_endpoint(policy: LlmPolicy, options: AgentOptions) -> str:
     return options.endpoint or policy.endpoint or os.environ.get("OPENAI_BASE_URL", "")
 
 
-def has_endpoint(workspace: Workspace) -> bool:
+def has_llm_endpoint(workspace: Workspace) -> bool:
     """Return whether the policy or ``OPENAI_BASE_URL`` names a language model. Also true if the policy cannot be read; its use reports the error."""
     try:
         policy = AgentsPolicy.load(workspace.policy_path("agents.yaml")).llm
@@ -300,7 +300,7 @@ def has_endpoint(workspace: Workspace) -> bool:
     return choose_endpoint(policy, DEFAULTS) not in ("", NONE)
 
 
-def needs_model(workspace: Workspace, options: AgentOptions) -> bool:
+def needs_language_model(workspace: Workspace, options: AgentOptions) -> bool:
     """Return whether an endpoint is configured, or the person chose an option that only a language model needs. Raises: InputError, ConfigError."""
     if options.endpoint == NONE:
         if options != AgentOptions(NONE):
@@ -313,7 +313,7 @@ def needs_model(workspace: Workspace, options: AgentOptions) -> bool:
     return options != DEFAULTS or bool(choose_endpoint(policy, options))
 
 
-def checkpoint_place(workspace: Workspace) -> Path | str:
+def find_agent_checkpoint_database(workspace: Workspace) -> Path | str:
     """Return where the runs' checkpoints are stored: a file in the workspace, or the URL of the ledger's database. Raises: InputError."""
     url = sa.make_url(workspace.ledger_url)
     if url.get_backend_name() == "sqlite":

@@ -23,16 +23,16 @@ from typing import Any
 import yaml
 
 from agents.core.proposal import Edit, Proposal
-from agents.core.yaml_edit import set_value
+from agents.core.yaml_edit import set_yaml_value
 from factory.code_loop.revalidating import AUDIT, record_validated_conditions
-from factory.code_loop.reverting import reopen_revert
-from factory.code_loop.submitting import PROPOSED, remove_remains_and_get_live_commit, run_under_lock, submit_proposal
+from factory.code_loop.reverting import propose_revert_again
+from factory.code_loop.submitting import PROPOSED, remove_remains_and_get_live_commit, run_under_code_loop_lock, submit_proposal
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.time_limits import find_only_missing_stage, was_out_of_time
+from factory.gates.time_limits import find_only_missing_stage, was_held_by_time_limit_only
 from factory.gates.training_start import find_training_start
 from factory.git import repository
 from factory.git.scope import FileChange
@@ -40,11 +40,11 @@ from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO_TARGET, ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_event_once
-from kernels.contract.choice import device_section
+from kernels.contract.choice import read_device_section
 from kernels.contract.message import Message
 
 
-def approve(plant: Plant, number: int, by: str) -> str | None:
+def merge_promoted_proposal(plant: Plant, number: int, by: str) -> str | None:
     """Merge a proposal that the gate promoted. Returns the live commit; None if the proposal had to be judged again and was not promoted.
 
     The caller holds the workspace's ``code-loop`` lock. Raises, before the branch moves: InputError if the proposal cannot be approved, or if
@@ -65,9 +65,9 @@ def approve(plant: Plant, number: int, by: str) -> str | None:
     if not repository.is_ancestor(code, live, row.patch_commit):
         _check_patch(plant.workspace, row)
         if live != row.base_commit:
-            again = judge_again(plant, row, live)
+            again = judge_patch_again(plant, row, live)
             promoted = ProposalRow.get(plant.ledger, again).outcome == "promote"
-            return approve(plant, again, by) if promoted else None
+            return merge_promoted_proposal(plant, again, by) if promoted else None
         _record_decision(plant.ledger, "proposal_approved", row, by)
         repository.advance_branch(code, live, row.patch_commit)
     _become(plant.ledger, row, "approved")
@@ -84,7 +84,7 @@ def approve(plant: Plant, number: int, by: str) -> str | None:
     return row.patch_commit
 
 
-def reject(ledger: Ledger, number: int, by: str, why: str = "") -> int:
+def reject_judged_proposal(ledger: Ledger, number: int, by: str, why: str = "") -> int:
     """Reject a judged proposal, whatever its verdict, and return its number. Its branch is kept. Raises: InputError."""
     row = _judged(ledger, number)
     _record_decision(ledger, "proposal_rejected", row, by, why)
@@ -92,7 +92,7 @@ def reject(ledger: Ledger, number: int, by: str, why: str = "") -> int:
     return number
 
 
-def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
+def revert_approved_proposal(plant: Plant, number: int, by: str, why: str = "") -> str:
     """Undo an approved proposal by a new commit, and return that commit. No gate judges it, because the old code was live before.
 
     Raises: InputError if the proposal is not approved; RepositoryError if the same files changed since, or have uncommitted changes.
@@ -123,7 +123,7 @@ def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
     return undone
 
 
-def carry_out_decisions(plant: Plant, find_decision: Callable[[int], str | None]) -> int:
+def settle_waiting_proposals(plant: Plant, find_decision: Callable[[int], str | None]) -> int:
     """Carry out the decisions of the policy or of a person about waiting proposals. Returns how many decisions were carried out.
 
     ``find_decision``: returns a person's decision about a proposal, 'approved' or 'rejected'; any other value means no decision. A proposal that
@@ -137,9 +137,9 @@ def carry_out_decisions(plant: Plant, find_decision: Callable[[int], str | None]
     for number in waiting:
         word, by = ("approved", "policy") if automatic else (find_decision(number), "mlflow")
         if word == "approved":
-            act: Callable[[], object] = partial(approve, plant, number, by)
+            act: Callable[[], object] = partial(merge_promoted_proposal, plant, number, by)
         elif word == "rejected":
-            act = partial(reject, plant.ledger, number, by)
+            act = partial(reject_judged_proposal, plant.ledger, number, by)
         else:
             continue
         words = Message(
@@ -150,7 +150,7 @@ def carry_out_decisions(plant: Plant, find_decision: Callable[[int], str | None]
             by=by,
         )
         settled += (
-            run_under_lock(plant, act, "decision_refused", Subject("proposal", number), words, word=word, by=by)
+            run_under_code_loop_lock(plant, act, "decision_refused", Subject("proposal", number), words, word=word, by=by)
             is not None
         )
     return settled
@@ -205,22 +205,22 @@ def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
 def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
     """If a merged patch undoes a proposal, mark that proposal as reverted. Otherwise record the conditions under which the patch was judged."""
     kind, _, number = row.target.partition(":")
-    undone = ProposalRow.first(ledger, "WHERE number = :number", number=int(number)) if kind == UNDO_TARGET else None
+    undone = ProposalRow.find_first(ledger, "WHERE number = :number", number=int(number)) if kind == UNDO_TARGET else None
     if undone is not None and undone.state == "approved":
         _become(ledger, undone, "reverted")
     elif start := find_training_start(ledger):
         record_validated_conditions(ledger, row.number, start)
 
 
-def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
+def judge_patch_again(plant: Plant, row: ProposalRow, live: str) -> int:
     """Have the same patch judged on top of newer code, as a new proposal. Returns the new proposal's number. Raises: InputError."""
     if row.gate == AUDIT:  # measured on a segment; the live code does not matter
-        number = reopen_revert(plant, row)
+        number = propose_revert_again(plant, row)
         _become(plant.ledger, row, "superseded")
         return number
     code = plant.workspace.repository
-    changes = repository.read_changes(code, row.base_commit, row.patch_commit)
-    moved = {change.path for change in repository.read_changes(code, row.base_commit, live)}
+    changes = repository.read_file_changes(code, row.base_commit, row.patch_commit)
+    moved = {change.path for change in repository.read_file_changes(code, row.base_commit, live)}
     if both := sorted(moved & {change.path for change in changes} - {KERNELS}):
         raise InputError(
             "code_loop.files_changed",
@@ -242,7 +242,7 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
     return number
 
 
-def judge_due_patches_again(plant: Plant) -> list[int]:
+def judge_held_patches_again(plant: Plant) -> list[int]:
     """Have the held patches that are due judged again, as new proposals. Returns the new proposals' numbers."""
     made = []
     for row in find_proposals_to_judge_again(
@@ -250,7 +250,7 @@ def judge_due_patches_again(plant: Plant) -> list[int]:
     ):
         words = Message("code_loop.not_again", "proposal {proposal} cannot be judged again now", proposal=row.number)
         made.append(
-            run_under_lock(
+            run_under_code_loop_lock(
                 plant,
                 partial(_judge_held_again, plant, row),
                 "judging_again_waits",
@@ -265,7 +265,7 @@ def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
     live = remove_remains_and_get_live_commit(plant)
     held_by = (
         Message("code_loop.missing_device", "the machine that judged it lacked a device that this machine has")
-        if waits_for_this_device(row.evidence(plant.ledger))
+        if is_held_for_this_device(row.read_evidence(plant.ledger))
         else Message("code_loop.time_limit", "a time limit was reached")
     )
     plant.print_line(
@@ -276,7 +276,7 @@ def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
             proposal=row.number,
         )
     )
-    return judge_again(plant, row, live)
+    return judge_patch_again(plant, row, live)
 
 
 def find_proposals_to_judge_again(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
@@ -284,7 +284,7 @@ def find_proposals_to_judge_again(ledger: Ledger, policy: PatchPolicy) -> list[P
     held = [
         (row, evidence)
         for row in ProposalRow.select(ledger, "WHERE outcome = 'hold' ORDER BY number")
-        if was_out_of_time(evidence := row.evidence(ledger)) or waits_for_this_device(evidence)
+        if was_held_by_time_limit_only(evidence := row.read_evidence(ledger)) or is_held_for_this_device(evidence)
     ]
     times: dict[str, int] = {}
     for _, evidence in held:
@@ -296,13 +296,13 @@ def find_proposals_to_judge_again(ledger: Ledger, policy: PatchPolicy) -> list[P
         if row.state == "judged"
         and times[evidence["patch_id"]] <= policy.judge_again
         and row.verdict is not None
-        and (waits_for_this_device(evidence) or VerdictRow.get(ledger, row.verdict).created_at <= since)
+        and (is_held_for_this_device(evidence) or VerdictRow.get(ledger, row.verdict).created_at <= since)
     ]
 
 
-def waits_for_this_device(evidence: Mapping[str, Any]) -> bool:
+def is_held_for_this_device(evidence: Mapping[str, Any]) -> bool:
     """Return whether a patch was held only because its judge lacked a device that this machine has."""
-    return find_only_missing_stage(evidence).get("waits_for") == devices.device_kind()
+    return find_only_missing_stage(evidence).get("waits_for") == devices.get_device_kind()
 
 
 def _moved_on(code: Path, row: ProposalRow, change: FileChange, live: str) -> str:
@@ -316,7 +316,7 @@ def _moved_on(code: Path, row: ProposalRow, change: FileChange, live: str) -> st
     base, now = (repository.read_file_text(code, commit, KERNELS) for commit in (row.base_commit, live))
     replayed = base
     for device in yaml.safe_load(text):
-        old, new, held = (device_section(version, device) for version in (base, text, now))
+        old, new, held = (read_device_section(version, device) for version in (base, text, now))
         for op in (op for op in new if old.get(op) != new[op]):
             if held.get(op) != old.get(op):
                 raise InputError(
@@ -327,7 +327,7 @@ def _moved_on(code: Path, row: ProposalRow, change: FileChange, live: str) -> st
                     op=op,
                     proposal=row.number,
                 )
-            replayed, now = (set_value(version, (device, op), new[op]) for version in (replayed, now))
+            replayed, now = (set_yaml_value(version, (device, op), new[op]) for version in (replayed, now))
     if yaml.safe_load(replayed) != yaml.safe_load(text):
         raise InputError(
             "code_loop.more_than_choices",

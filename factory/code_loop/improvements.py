@@ -29,7 +29,7 @@ class BudgetUse:
     tokens: int = 0
     usd: float = 0.0
 
-    def exceeded_limit(self, limits: Mapping[str, float]) -> str:
+    def find_exceeded_limit(self, limits: Mapping[str, float]) -> str:
         """Return a message about the first limit that is used up; '' if none is. ``limits``: the limits by the names of this class's fields."""
         for name, unit in (("device_seconds", "device-seconds"), ("tokens", "tokens"), ("usd", "USD")):
             used, limit = getattr(self, name), limits[name]
@@ -67,7 +67,7 @@ def read_newest_stages(db: SqlReader, now: float) -> list[BegunStage]:
     return found
 
 
-def budget_use(db: SqlReader, stages: list[BegunStage], now: float) -> BudgetUse:
+def compute_budget_use(db: SqlReader, stages: list[BegunStage], now: float) -> BudgetUse:
     """Return the use in the 24 hours before ``now``: the time of the stages that ended then, and the cost of their language models."""
     since = now - DAY
     seconds = sum(one.left["seconds"] * one.left["devices"] for one in stages if one.left and one.until >= since)
@@ -90,7 +90,7 @@ def read_unchecked_improve_policy(workspace: Workspace) -> dict[str, Any]:
     return section if isinstance(section, dict) else {"when": section}
 
 
-def improvement_facts(db: SqlReader, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
+def read_improvement_facts(db: SqlReader, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
     """Return the data for 'factory status'. ``policy``: the section ``improve`` of agents.yaml, as ``read_unchecked_improve_policy`` returns it."""
     done = read_newest_stages(db, now)
     sql = f"SELECT at, detail FROM events WHERE kind = '{WAITS}' ORDER BY id DESC LIMIT 1"
@@ -102,12 +102,12 @@ def improvement_facts(db: SqlReader, policy: Mapping[str, Any], now: float) -> d
         "begun": begun,
         "last": ended,
         "waits": "".join(waits),
-        "used": asdict(budget_use(db, done, now)),
+        "used": asdict(compute_budget_use(db, done, now)),
     }
 
 
-def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
-    """Return ``improvement_facts`` as lines for a person. ``running``: whether the daemon runs."""
+def format_improvement_facts(found: Mapping[str, Any], running: bool) -> list[str]:
+    """Return ``read_improvement_facts`` as lines for a person. ``running``: whether the daemon runs."""
     from factory.core.time_formats import format_local_time
 
     begun, last, spent = found["begun"], found["last"], found["used"]
@@ -116,7 +116,7 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
         doing = Message(
             "code_loop.now",
             "; now: {stage} (since {since})",
-            stage=stage_name(begun),
+            stage=format_stage_name(begun),
             since=format_local_time(begun["at"]),
         )
     first = Message("code_loop.improve", "improve   {when}{now}", when=found["when"], now=doing)
@@ -127,8 +127,8 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
         "code_loop.last",
         "          last stage: {stage} (ended {at}), {outcome}{then}",
         at=format_local_time(last["at"]),
-        stage=stage_name(last),
-        outcome=stage_result(last),
+        stage=format_stage_name(last),
+        outcome=format_stage_result(last),
         then=then,
     )
     cost = Message(
@@ -142,10 +142,10 @@ def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
     return [first, done, cost]
 
 
-def stage_name(stage: Mapping[str, Any]) -> str:
+def format_stage_name(stage: Mapping[str, Any]) -> str:
     """Return the name of a stage, as text.
 
-    >>> stage_name({"stage": "judge", "proposal": 3}), stage_name({"stage": "propose", "agent": "search"}), stage_name({"stage": "profile"})
+    >>> format_stage_name({"stage": "judge", "proposal": 3}), format_stage_name({"stage": "propose", "agent": "search"}), format_stage_name({"stage": "profile"})
     ('judge proposal 3', 'propose by search', 'profile')
     """
     if stage["stage"] == "propose":
@@ -153,7 +153,7 @@ def stage_name(stage: Mapping[str, Any]) -> str:
     return f"{stage['stage']} proposal {stage['proposal']}" if "proposal" in stage else str(stage["stage"])
 
 
-def stage_result(record: Mapping[str, Any]) -> str:
+def format_stage_result(record: Mapping[str, Any]) -> str:
     """Return the result of a stage, as text."""
     if "failed" in record:
         return f"failed: {record['failed']}"

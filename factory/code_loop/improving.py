@@ -2,7 +2,7 @@
 
     profile ─► propose (one agent, one proposal) ─► judge ─► merge, where ``approval: automatic`` lets the verdict decide
 
-The next stage follows from the ledger and the policy alone (``next_stage``, a pure function). After a kill in a stage, the next call begins that
+The next stage follows from the ledger and the policy alone (``choose_next_stage``, a pure function). After a kill in a stage, the next call begins that
 stage again; an agent that is a language model continues from its checkpoint. A *situation* is the live commit, the recipe, the machine and
 agents.yaml. Each agent works until it finds nothing more in the present situation. It does not return to a target that was judged there.
 """
@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from agents.core.improvement_policy import OFF, ImprovePolicy
+from agents.core.improvement_policy import OFF, ImprovementPolicy
 from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.search_proposer.search_proposer import AGENT as SEARCH
-from factory.code_loop.agent_runs import DEFAULTS, FILES, IMPROVE, NONE, ModelError, choose_endpoint
-from factory.code_loop.approvals import carry_out_decisions
+from factory.code_loop.agent_runs import DEFAULTS, FILES, IMPROVE, NONE, NoModelReplyError, choose_endpoint
+from factory.code_loop.approvals import settle_waiting_proposals
 from factory.code_loop.improvements import (
     ALONE,
     BEGAN,
@@ -32,19 +32,19 @@ from factory.code_loop.improvements import (
     WAITS,
     BegunStage,
     BudgetUse,
-    budget_use,
+    compute_budget_use,
     read_newest_stages,
-    stage_name,
+    format_stage_name,
 )
 from factory.code_loop.profiling import QUICK, profile_live_code
 from factory.code_loop.proposing import AGENTS, make_workbench
 from factory.code_loop.submitting import (
     LOCK,
     WRITTEN,
-    fail_stale_proposals,
+    mark_stale_proposals_as_failed,
     judge_proposal,
     mark_as_failed,
-    refuse_without_isolation,
+    require_isolation,
     write_branch,
 )
 from factory.core.errors import WorkspaceError
@@ -56,7 +56,7 @@ from factory.ledger.ledger import agent_runs, events, exchanges, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, SqlReader, Subject
 from factory.ledger.writing import insert_row, record_event_once
-from kernels.contract.machine import this_machine
+from kernels.contract.machine import describe_this_machine
 from kernels.contract.message import Message
 
 PROFILE, PROPOSE, JUDGE, MERGE = "profile", "propose", "judge", "merge"
@@ -72,20 +72,20 @@ class LoopStage:
     agent: str = ""
     proposal: int | None = None
 
-    def event_detail(self) -> dict[str, Any]:
+    def to_event_detail(self) -> dict[str, Any]:
         """Return the stage in the form in which events record it."""
         named = {"stage": self.name, "agent": self.agent, "proposal": self.proposal}
         return {key: value for key, value in named.items() if value}
 
     def __str__(self) -> str:
-        return stage_name(self.event_detail())
+        return format_stage_name(self.to_event_detail())
 
 
 @dataclass(frozen=True)
 class LoopState:
-    """The facts by which ``next_stage`` decides."""
+    """The facts by which ``choose_next_stage`` decides."""
 
-    policy: ImprovePolicy
+    policy: ImprovementPolicy
     minute: int  # of the day, local
     agents: tuple[str, ...] = ()  # the policy's agents that can work here
     finished: frozenset[str] = frozenset()  # agents that found nothing more in this situation
@@ -97,7 +97,7 @@ class LoopState:
     used: BudgetUse = BudgetUse()
 
 
-def next_stage(state: LoopState) -> LoopStage | str:
+def choose_next_stage(state: LoopState) -> LoopStage | str:
     """Return the stage to do now, or the reason why there is no stage. Pure. A proposal that was begun is finished first, even beyond the budget."""
     if state.policy.when == OFF:
         return Message("code_loop.off", "improve is off in agents.yaml")
@@ -109,7 +109,7 @@ def next_stage(state: LoopState) -> LoopStage | str:
         return LoopStage(MERGE, proposal=state.promoted)
     if state.written is not None:
         return LoopStage(JUDGE, agent=state.written[1], proposal=state.written[0])
-    if not state.begun and (beyond := state.used.exceeded_limit(state.policy.per_day.model_dump())):
+    if not state.begun and (beyond := state.used.find_exceeded_limit(state.policy.per_day.model_dump())):
         return Message("code_loop.waits_for_budget", "the code loop waits, because {problem}", problem=beyond)
     if not state.agents:
         return Message("code_loop.no_agent", "no LLM endpoint is configured, and all agents of agents.yaml need one")
@@ -122,10 +122,10 @@ def next_stage(state: LoopState) -> LoopStage | str:
     )
 
 
-def next_stages(state: LoopState) -> list[LoopStage]:
-    """Return ``next_stage``, then the stage of each further agent. So an agent that rests after a failure does not hold up the others."""
+def choose_next_stages(state: LoopState) -> list[LoopStage]:
+    """Return ``choose_next_stage``, then the stage of each further agent. So an agent that rests after a failure does not hold up the others."""
     found: list[LoopStage] = []
-    while isinstance(stage := next_stage(state), LoopStage):
+    while isinstance(stage := choose_next_stage(state), LoopStage):
         found.append(stage)
         if not stage.agent or stage.name != PROPOSE:
             break
@@ -147,14 +147,14 @@ class CodeLoopSituation:
         return cls(plant, db, AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")))
 
     @cached_property
-    def base(self) -> str:
+    def base_commit(self) -> str:
         return repository.get_live_commit(self.plant.workspace.repository)
 
     @cached_property
     def situation_hash(self) -> str:
         """A hash of everything that the result of an agent's attempt depends on."""
         recipe = hashlib.sha256(self.plant.workspace.recipe_path().read_bytes()).hexdigest()
-        parts = [self.base, recipe, this_machine().to_json(), hash_policy(self.agents)]
+        parts = [self.base_commit, recipe, describe_this_machine().to_json(), hash_policy(self.agents)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
@@ -162,7 +162,7 @@ class CodeLoopSituation:
         return read_newest_stages(self.db, time.time())
 
     @property
-    def past_stages_here(self) -> list[BegunStage]:
+    def past_stages_in_situation(self) -> list[BegunStage]:
         """The past stages that belong to this situation."""
         return [one for one in self.past_stages if one.began["situation"] == self.situation_hash]
 
@@ -170,16 +170,16 @@ class CodeLoopSituation:
     def closed_proposals(self) -> frozenset[int]:
         """The proposals whose targets agents leave alone: those of this situation, and those on this commit that wait for a person."""
         told = [
-            one.began | (one.left or {}) for one in self.past_stages_here
+            one.began | (one.left or {}) for one in self.past_stages_in_situation
         ]  # if the stage that proposed was killed, the stage that judged names the proposal
         mine = {one["proposal"] for one in told if "proposal" in one}
         which = "WHERE base_commit = :base AND state = 'judged' AND outcome = 'promote'"
-        return frozenset(mine | {row.number for row in ProposalRow.select(self.db, which, base=self.base)})
+        return frozenset(mine | {row.number for row in ProposalRow.select(self.db, which, base=self.base_commit)})
 
-    def loop_state(self) -> LoopState:
-        ended = [(one.began, one.left) for one in self.past_stages_here if one.left]
-        killed = Counter(stage_name(one.began) for one in self.past_stages_here if one.left is None)
-        written = ProposalRow.first(self.db, "WHERE state = 'written' ORDER BY number")
+    def read_loop_state(self) -> LoopState:
+        ended = [(one.began, one.left) for one in self.past_stages_in_situation if one.left]
+        killed = Counter(format_stage_name(one.began) for one in self.past_stages_in_situation if one.left is None)
+        written = ProposalRow.find_first(self.db, "WHERE state = 'written' ORDER BY number")
         now = time.time()
         clock = time.localtime(now)
         return LoopState(
@@ -192,7 +192,7 @@ class CodeLoopSituation:
             self._promoted(),
             killed,
             bool(ended) and "profile" in ended[-1][1],
-            budget_use(self.db, self.past_stages, now),
+            compute_budget_use(self.db, self.past_stages, now),
         )
 
     @cached_property
@@ -212,13 +212,13 @@ class CodeLoopSituation:
         return None
 
 
-def due_stages(plant: Plant, db: SqlReader) -> list[LoopStage]:
+def list_due_stages(plant: Plant, db: SqlReader) -> list[LoopStage]:
     """Return the stages to do now, one for each agent with work. The caller does the first stage that does not rest. Raises: ConfigError."""
     situation = CodeLoopSituation.read_situation(plant, db)
     policy = situation.agents.improve
-    if policy.when == OFF or not SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done'"):
+    if policy.when == OFF or not SegmentRow.find_first(db, "WHERE kind = 'trunk' AND state = 'done'"):
         return []
-    found = next_stages(situation.loop_state())
+    found = choose_next_stages(situation.read_loop_state())
     if not found:
         return []
     try:
@@ -231,15 +231,15 @@ def due_stages(plant: Plant, db: SqlReader) -> list[LoopStage]:
 def do_stage(plant: Plant, stage: LoopStage) -> None:
     """Do one stage, and record its result and cost. Raises: the errors of ``propose`` and of the gates."""
     situation = CodeLoopSituation.read_situation(plant, plant.ledger)
-    seen = situation.loop_state()
-    if stage not in next_stages(seen):
+    seen = situation.read_loop_state()
+    if stage not in choose_next_stages(seen):
         return  # the situation changed since
     for table in (agent_runs, exchanges):
         table.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than these tables
     _introduce(plant, situation, stage)
     model = situation.has_model and stage.name == PROPOSE and stage.agent != SEARCH
     with plant.ledger.begin() as tx:
-        began = {**stage.event_detail(), "situation": situation.situation_hash, "model": model}
+        began = {**stage.to_event_detail(), "situation": situation.situation_hash, "model": model}
         number = insert_row(tx, events, at=time.time(), kind=BEGAN, subject=SUBJECT, detail=began)
     started = time.monotonic()
     left: dict[str, Any] = {}
@@ -252,7 +252,7 @@ def do_stage(plant: Plant, stage: LoopStage) -> None:
         cost = {"seconds": round(time.monotonic() - started, 3), "devices": _devices()}
         with plant.ledger.begin() as tx:
             record_event(tx, ENDED, SUBJECT, {"began": number, **left, **cost})
-    after = next_stage(CodeLoopSituation.read_situation(plant, plant.ledger).loop_state())
+    after = choose_next_stage(CodeLoopSituation.read_situation(plant, plant.ledger).read_loop_state())
     if isinstance(after, str):
         with plant.ledger.begin() as tx:
             record_event(tx, WAITS, SUBJECT, {"why": str(after)})
@@ -278,7 +278,7 @@ def _introduce(plant: Plant, situation: CodeLoopSituation, stage: LoopStage) -> 
             "code_loop.stage_begins",
             "  improve: {stage}, on commit {commit}",
             stage=str(stage),
-            commit=situation.base[:12],
+            commit=situation.base_commit[:12],
         )
     )
 
@@ -286,7 +286,7 @@ def _introduce(plant: Plant, situation: CodeLoopSituation, stage: LoopStage) -> 
 def _stage(plant: Plant, situation: CodeLoopSituation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     """Do the stage, and return its result in the form in which the event records it."""
     if stage.name == MERGE:
-        carry_out_decisions(plant, lambda number: None)  # takes the lock itself
+        settle_waiting_proposals(plant, lambda number: None)  # takes the lock itself
         return {"outcome": ProposalRow.get(plant.ledger, stage.proposal or 0).state}
     with plant.workspace.hold_lock(LOCK):
         if stage.name == PROFILE:
@@ -300,7 +300,7 @@ def _propose(plant: Plant, situation: CodeLoopSituation, seen: LoopState, stage:
     bench = replace(bench, profile=seen.profile, closed=situation.closed_proposals, by=IMPROVE)
     try:
         numbers = AGENTS[stage.agent](bench, DEFAULTS, 1, _write)
-    except ModelError as error:
+    except NoModelReplyError as error:
         if not error.over:
             raise  # the run is saved, and a later pass continues it
         numbers = []
@@ -330,8 +330,8 @@ def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
             )
         )
         return {"nothing": True}
-    fail_stale_proposals(plant)
-    refuse_without_isolation(plant.workspace)
+    mark_stale_proposals_as_failed(plant)
+    require_isolation(plant.workspace)
     judge_proposal(plant, stage.proposal)
     return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).outcome}
 

@@ -26,7 +26,7 @@ from factory.core.errors import FactoryError, InputError, suggest_name
 from factory.core.path_removal import remove_path
 from factory.core.progress import Progress
 from factory.core.untrusted_trainer_files import read_json_object
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.git import repository
 from factory.ledger.ledger import profiles, record_event
 from factory.ledger.plant import Plant
@@ -34,7 +34,7 @@ from factory.ledger.rows import Subject
 from factory.ledger.writing import insert_row
 from factory.runs.live_code import LiveCode
 from factory.runs.trainer_folder import remove_links_and_pipes
-from factory.training.planning import last_segment
+from factory.training.planning import find_last_finished_segment
 from kernels.contract.message import Message
 
 PROGRESS = "profile: "  # prefix of the profiler's lines of progress
@@ -71,7 +71,7 @@ class ProfileOptions:
     recipe: str | None = None
     isolation_s: float | None = None
 
-    def arguments(self) -> list[str]:
+    def to_arguments(self) -> list[str]:
         return [] if self.isolation_s is None else ["--isolation", str(self.isolation_s)]
 
 
@@ -85,7 +85,7 @@ def profile_live_code(plant: Plant, options: ProfileOptions = ProfileOptions()) 
     """
     recipe = plant.workspace.recipe_path() if options.recipe is None else find_recipe(options.recipe, plant.workspace)
     commit = repository.get_live_commit(plant.workspace.repository)
-    code = LiveCode.of_commit(plant, commit)
+    code = LiveCode.check_out_commit(plant, commit)
     changed = repository.list_changed_files(plant.workspace.repository)
     if changed:
         plant.progress.line(
@@ -101,7 +101,7 @@ def profile_live_code(plant: Plant, options: ProfileOptions = ProfileOptions()) 
     given.mkdir(parents=True, exist_ok=True)
     arguments = [*_as_trained(plant, recipe, code.folder, given), "--out", str(folder)]
     try:
-        run_profiler(code, [*arguments, *options.arguments()], plant.progress, writable=[folder], readonly=[given])
+        run_profiler(code, [*arguments, *options.to_arguments()], plant.progress, writable=[folder], readonly=[given])
         remove_links_and_pipes(folder, plant.progress)
         found = read_json_object(folder / "profile.json")
     except BaseException:
@@ -124,13 +124,13 @@ def _as_trained(plant: Plant, path: Path, code: Path, folder: Path) -> list[str]
         recipe = Recipe.load(path)
     except RecipeError as error:
         raise InputError(error.message) from None
-    last = last_segment(plant.ledger, "trunk")
+    last = find_last_finished_segment(plant.ledger, "trunk")
     before = last.recipe_json["precision"] if last and last.recipe == recipe.name else ""
     kernels = (code / "policies" / "kernels.yaml").read_text("utf-8")
-    recipe, computed, _ = compute_settings.decide_computing(plant.workspace, recipe, kernels, before)
+    recipe, computed, _ = compute_settings.choose_compute_settings(plant.workspace, recipe, kernels, before)
     given = folder / "recipe.yaml"
     given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    return ["--recipe", str(given), "--kernels", str(compute_settings.write_kernels(folder, computed))]
+    return ["--recipe", str(given), "--kernels", str(compute_settings.write_kernels_file(folder, computed))]
 
 
 def profile_checkout(out: Path, progress: Progress, options: ProfileOptions = ProfileOptions()) -> Path:
@@ -139,7 +139,7 @@ def profile_checkout(out: Path, progress: Progress, options: ProfileOptions = Pr
     Raises: InputError for an unknown recipe or a folder that cannot be written; ProfileError.
     """
     recipe = find_recipe(options.recipe or "demo", None)
-    _run_checkout(out, ["--recipe", str(recipe), *options.arguments()], progress)
+    _run_checkout(out, ["--recipe", str(recipe), *options.to_arguments()], progress)
     return out / "profile.json"
 
 
@@ -154,7 +154,7 @@ def _run_checkout(out: Path, arguments: list[str], progress: Progress, module: s
             folder=str(out),
             problem=error.strerror,
         ) from None
-    code = checkout_root()
+    code = find_checkout_root()
     own = ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(out.resolve())]
     run_profiler(LiveCode(code, None, False), [*own, *arguments], progress, module=module)
 
@@ -170,15 +170,15 @@ class SweepOptions:
     ray: str | None = None
     budget_s: float | None = None
 
-    def arguments(self) -> list[str]:
+    def to_arguments(self) -> list[str]:
         given = {"--models": self.models, "--batches": self.batches, "--sequences": self.sequences}
         given |= {"--workers": self.workers, "--ray": self.ray, "--budget": self.budget_s}  # type: ignore[dict-item]
         return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
 
-def sweep_shapes(out: Path, progress: Progress, options: SweepOptions) -> Path:
+def profile_model_shapes(out: Path, progress: Progress, options: SweepOptions) -> Path:
     """Profile layers of large model shapes with this checkout's code, and return the path of sweep.json. Raises: InputError, ProfileError."""
-    _run_checkout(out, options.arguments(), progress, "agents.line_profiler.sweep.sweep")
+    _run_checkout(out, options.to_arguments(), progress, "agents.line_profiler.sweep.sweep")
     return out / "sweep.json"
 
 
@@ -199,7 +199,7 @@ def run_profiler(
     ):
         process = code.start(
             command,
-            writable=writable, readonly=readonly, environment=devices.device_environment(), stdout=output, stderr=subprocess.PIPE,
+            writable=writable, readonly=readonly, environment=devices.make_device_environment(), stdout=output, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:
             for line in process.read_error_lines():
@@ -226,7 +226,7 @@ def find_recipe(name: str, workspace: Workspace | None) -> Path:
     given = Path(name)
     if given.is_file():
         return given.resolve()
-    folders = [root / "policies" / "recipes" for root in ([workspace.root] if workspace else []) + [checkout_root()]]
+    folders = [root / "policies" / "recipes" for root in ([workspace.root] if workspace else []) + [find_checkout_root()]]
     for folder in folders:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"

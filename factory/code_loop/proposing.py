@@ -19,11 +19,11 @@ import sqlalchemy as sa
 from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.kernel_engineer.role import KernelEngineer
-from agents.kernel_engineer.targets import find_targets, worthwhile_targets
+from agents.kernel_engineer.targets import find_targets, select_worthwhile_targets
 from agents.loop.role import Role
 from agents.recipe_scout import scout
 from agents.recipe_scout.role import RecipeScout
-from agents.recipe_scout.training_record import TrainingRecord, make_record
+from agents.recipe_scout.training_record import TrainingRecord, make_training_record
 from agents.search_proposer import search_proposer
 from factory.code_loop.agent_runs import (
     DEFAULTS,
@@ -31,18 +31,18 @@ from factory.code_loop.agent_runs import (
     AgentOptions,
     AgentRun,
     AgentRuns,
-    needs_model,
+    needs_language_model,
     print_why_nothing_proposed,
 )
 from factory.code_loop.profiling import QUICK, profile_live_code, read_profile
-from factory.code_loop.revalidating import revalidate
+from factory.code_loop.revalidating import revalidate_merged_patches
 from factory.code_loop.submitting import WRITTEN, judge_proposal, remove_remains_and_get_live_commit, submit_proposal
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.devices import run_in_parallel
 from factory.core.errors import InputError, suggest_name
 from factory.gates.patch.held_out_scores import read_held_out_texts
 from factory.gates.recipe.policy import RecipePolicy
-from factory.gates.recipe_changes import find_unused_recipes, used_recipe_path
+from factory.gates.recipe_changes import find_unused_recipes, get_used_recipe_path
 from factory.gates.stage_interface import NOTHING_HELD_OUT
 from factory.gates.training_start import find_training_start
 from factory.ledger.ledger import Ledger, anomalies
@@ -51,7 +51,7 @@ from factory.ledger.rows import ProposalRow, SegmentRow
 from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError, TrainerError
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 from trainer.contract.recipe import Recipe
 
 SEGMENTS = 4  # the recipe scout reads the metrics of so many newest segments of the trunk
@@ -59,7 +59,7 @@ SEGMENTS = 4  # the recipe scout reads the metrics of so many newest segments of
 Submit = Callable[[Plant, Proposal, str], int]  # takes a drafted proposal and its base commit → the proposal's number
 
 
-def propose(
+def make_proposals(
     plant: Plant, *, agent: str = search_proposer.AGENT, options: AgentOptions = DEFAULTS, count: int = 1
 ) -> list[int]:
     """Profile the live code, let ``agent`` propose patches, and judge them. Returns the numbers of at most ``count`` proposals.
@@ -86,7 +86,7 @@ def propose(
         )
         print_why_nothing_proposed(plant, why)
         return []
-    revalidate(plant, bench.base)
+    revalidate_merged_patches(plant, bench.base)
     left = [row.number for row in ProposalRow.select(plant.ledger, f"WHERE state = '{WRITTEN}' ORDER BY number")]
     for number in left:
         judge_proposal(plant, number)
@@ -135,7 +135,7 @@ def begin_or_continue_runs(runs: AgentRuns, bench: LiveWorkbench, base: str, cou
         aims = [runs.options.target]
         if count > 1:
             promising = find_targets(_read(runs.plant.ledger, number), set(bench.files(patchable=True)))
-            names = [target.name for target in worthwhile_targets(promising, bench.history)]
+            names = [target.name for target in select_worthwhile_targets(promising, bench.list_earlier_proposals)]
             # A run without a target works on the first target.
             taken = {run.target or next(iter(names), "") for run in found}
             aims = [name for name in names if name not in taken] or ([] if found else aims)
@@ -162,9 +162,9 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
             "code_loop.scout_count",
             "--count above 1 cannot be used with the agent 'recipe-scout', which proposes one change at a time.",
         )
-    model = needs_model(bench.plant.workspace, options)
+    model = needs_language_model(bench.plant.workspace, options)
     runs = AgentRuns.open(bench.plant, scout.AGENT, options, by=bench.by) if model else None
-    found = scout_input(bench)
+    found = read_scout_input(bench)
     if isinstance(found, str):
         print_why_nothing_proposed(bench.plant, found)
         return []
@@ -181,13 +181,13 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
     return [submit(bench.plant, drafted, bench.base)]
 
 
-def scout_input(bench: LiveWorkbench) -> TrainingRecord | str:
+def read_scout_input(bench: LiveWorkbench) -> TrainingRecord | str:
     """Return the recipe scout's input: the live recipe and the metrics of the trunk. Without such input, return the reason.
 
     Raises: ConfigError.
     """
     plant, workspace = bench.plant, bench.plant.workspace
-    path = used_recipe_path(workspace)
+    path = get_used_recipe_path(workspace)
     if unused := find_unused_recipes(workspace, [path]):
         return unused[0]
     if path not in bench.files(patchable=True):
@@ -207,14 +207,14 @@ def scout_input(bench: LiveWorkbench) -> TrainingRecord | str:
     which = f"WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC LIMIT {SEGMENTS}"
     trunk = SegmentRow.select(plant.ledger, which)[::-1]
     records = [file for one in trunk if (file := Path(one.folder) / "metrics.jsonl").is_file()]
-    lines = [line for file in records for line in read_lines(file)]
+    lines = [line for file in records for line in read_json_lines(file)]
     if not lines:
         return Message("code_loop.no_metrics", "the trunk segments have no metrics for the agent to use")
     found = sa.select(anomalies.c.kind).where(anomalies.c.segment.in_([one.id for one in trunk]))
     kinds = Counter(row["kind"] for row in plant.ledger.select_rows(found))
     tokens_bytes = sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts)
     steps = policy.runs.steps + policy.runs.tail_steps
-    return make_record(recipe, path, lines, dict(kinds), tokens_bytes, steps, policy.runs.min_gain, policy.allows)
+    return make_training_record(recipe, path, lines, dict(kinds), tokens_bytes, steps, policy.runs.min_gain, policy.allows_change_of_key)
 
 
 def _with_model(
@@ -234,7 +234,7 @@ def _with_model(
         number = runs.find_judged_proposal(run, drafted)
         if number is None:
             number = submit(bench.plant, drafted, bench.base)
-        runs.record_end(run.number, "proposed", proposal=number)
+        runs.record_run_end(run.number, "proposed", proposal=number)
         return number
 
     return [number for number in run_in_parallel([partial(work, run) for run in work_on]) if number is not None]

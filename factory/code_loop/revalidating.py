@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal
-from factory.code_loop.submitting import remove_remains_and_get_live_commit, run_under_lock, submit_proposal
+from factory.code_loop.submitting import remove_remains_and_get_live_commit, run_under_code_loop_lock, submit_proposal
 from factory.core.workspace import Workspace
 from factory.gates.recipe import gate as recipe_gate
 from factory.gates.release.judge import REJECT
@@ -24,7 +24,7 @@ from factory.git import repository
 from factory.ledger.ledger import Ledger, anomalies, events, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO_TARGET, ProposalRow, Subject, VerdictRow
-from kernels.contract.machine import this_machine
+from kernels.contract.machine import describe_this_machine
 from kernels.contract.message import Message
 
 AGENT = "revalidator"
@@ -38,12 +38,12 @@ def revalidate_in_daemon(plant: Plant) -> list[int]:
     start = find_training_start(plant.ledger)
     if start is None or not any(_moved(plant.ledger, row.number, start) for row in _merged(plant.ledger)):
         return []
-    act = lambda: revalidate(plant, remove_remains_and_get_live_commit(plant))
+    act = lambda: revalidate_merged_patches(plant, remove_remains_and_get_live_commit(plant))
     words = Message("code_loop.cannot_revalidate", "a merged patch cannot be judged again now")
-    return run_under_lock(plant, act, "revalidation_waits", "code_loop", words) or []
+    return run_under_code_loop_lock(plant, act, "revalidation_waits", "code_loop", words) or []
 
 
-def revalidate(plant: Plant, base: str) -> list[int]:
+def revalidate_merged_patches(plant: Plant, base: str) -> list[int]:
     """Propose to undo every merged patch whose surroundings changed, and return the proposals' numbers.
 
     The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
@@ -78,8 +78,8 @@ def revalidate(plant: Plant, base: str) -> list[int]:
 def draft_reverse_patch(workspace: Workspace, row: ProposalRow, base: str, changed: list[str]) -> Proposal | None:
     """Return a proposal of the reverse patch on top of ``base``; None if the patch's files changed since, or if the patch only added files."""
     code = workspace.repository
-    live = {change.path for change in repository.read_changes(code, row.patch_commit, base)}
-    back = [c for c in repository.read_changes(code, row.patch_commit, row.base_commit) if c.content is not None]
+    live = {change.path for change in repository.read_file_changes(code, row.patch_commit, base)}
+    back = [c for c in repository.read_file_changes(code, row.patch_commit, row.base_commit) if c.content is not None]
     if not back or any(change.path in live for change in back):
         return None
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in back)
@@ -97,14 +97,14 @@ def draft_reverse_patch(workspace: Workspace, row: ProposalRow, base: str, chang
 
 def read_gain_conditions(ledger: Ledger, start: TrainingStart) -> dict[str, str]:
     """Return the present conditions on which a measured gain depends, besides the code."""
-    machine = this_machine()
+    machine = describe_this_machine()
     sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
     drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
     slow = ledger.select_first(drops)
     fell = ledger.select_first(
         sa.select(sa.func.max(events.c.id).label("newest")).where(events.c.kind == BENCHMARKS_FAILED)
     )
-    newest = VerdictRow.first(ledger, "WHERE gate = 'release' ORDER BY id DESC")
+    newest = VerdictRow.find_first(ledger, "WHERE gate = 'release' ORDER BY id DESC")
     return {
         "torch": machine.torch,
         "device": f"{machine.name}, {machine.processor}"

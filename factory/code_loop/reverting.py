@@ -12,10 +12,10 @@ from functools import partial
 from agents.core.proposal import Proposal
 from factory.code_loop.revalidating import AUDIT
 from factory.code_loop.submitting import (
-    fail_stale_proposals,
-    record_draft,
+    mark_stale_proposals_as_failed,
+    record_drafted_proposal,
     record_verdict_without_stages,
-    run_under_lock,
+    run_under_code_loop_lock,
 )
 from factory.gates.release.judge import PROMOTE
 from factory.git import repository
@@ -26,7 +26,7 @@ from factory.ledger.anomalies import (
     REJECTED,
     find_explanation,
     format_claims,
-    newest_details_by_anomaly,
+    read_newest_details_by_anomaly,
 )
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -37,7 +37,7 @@ AGENT = "auditor"
 AUDITED = "audited"  # event: {"outcome", "patches", "suspects"}
 
 
-def open_reverts(plant: Plant) -> list[int]:
+def propose_reverts_of_blamed_patches(plant: Plant) -> list[int]:
     """Open a revert of each approved patch that an audit or the loss doctor blames, unless the patch has one already.
 
     Returns the numbers of the new proposals. An error is shown once a day.
@@ -52,7 +52,7 @@ def open_reverts(plant: Plant) -> list[int]:
                 proposal=number,
             )
             made.append(
-                run_under_lock(
+                run_under_code_loop_lock(
                     plant, partial(_open, plant, row, why), "audit_revert_waits", Subject("proposal", number), words
                 )
             )
@@ -60,8 +60,8 @@ def open_reverts(plant: Plant) -> list[int]:
 
 
 def _open(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
-    fail_stale_proposals(plant)
-    return open_revert(plant, row, why)
+    mark_stale_proposals_as_failed(plant)
+    return propose_revert(plant, row, why)
 
 
 def _blamed(ledger: Ledger) -> Iterator[tuple[int, VerdictRow | None]]:
@@ -69,15 +69,15 @@ def _blamed(ledger: Ledger) -> Iterator[tuple[int, VerdictRow | None]]:
     sql = "SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id"
     for event in ledger.read(sql, kind=AUDITED):
         for number in event["detail"]["suspects"] if event["detail"]["outcome"] == "reject" else ():
-            yield number, VerdictRow.newest(ledger, AUDIT, Subject.parse(event["subject"]))
-    closed = newest_details_by_anomaly(ledger, CLOSED)
+            yield number, VerdictRow.find_newest(ledger, AUDIT, Subject.parse(event["subject"]))
+    closed = read_newest_details_by_anomaly(ledger, CLOSED)
     for event in ledger.read(sql, kind=DIAGNOSED):
         end = closed.get(Subject.parse(event["subject"]).number)
         for number in event["detail"].get("undo", ()) if not end or end["how"] != REJECTED else ():
-            yield number, VerdictRow.newest(ledger, DIAGNOSIS, Subject("segment", event["detail"]["segment"]))
+            yield number, VerdictRow.find_newest(ledger, DIAGNOSIS, Subject("segment", event["detail"]["segment"]))
 
 
-def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
+def propose_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     """Propose to undo an approved proposal on top of the live code. ``why``: the verdict that blames it. Returns the new proposal's number.
 
     The caller holds the ``code-loop`` lock. Raises: RepositoryError if the proposal's files changed since; nothing is left then.
@@ -104,7 +104,7 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     message = f"{title}\n\n{hypothesis}\n\nThis reverts {row.patch_commit}.\n"
     commit = repository.make_revert_commit(code, live, row.base_commit, row.patch_commit, message)
     drafted = Proposal(AGENT, f"{UNDO_TARGET}:{row.number}", title, hypothesis, 1.0, ())
-    number, branch = record_draft(plant, drafted, live)
+    number, branch = record_drafted_proposal(plant, drafted, live)
     repository.make_branch(code, branch, commit)
     sha256 = repository.hash_patch(code, live, commit)
     found = (
@@ -146,17 +146,17 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
 
 def _in_words(ledger: Ledger, why: VerdictRow) -> str:
     """Return a language model's explanation of the diagnosis behind a verdict, each sentence with its evidence; '' without an explanation."""
-    said = find_explanation(ledger, why.evidence(ledger)["anomaly"]) if why.gate == DIAGNOSIS else None
+    said = find_explanation(ledger, why.read_evidence(ledger)["anomaly"]) if why.gate == DIAGNOSIS else None
     return format_claims(said) if said else ""
 
 
 def find_newest_revert(ledger: Ledger, number: int) -> ProposalRow | None:
     """Return the newest revert of a proposal, whatever was decided about the revert. Reverts that failed or were superseded do not count."""
     which = "WHERE agent = :agent AND target = :target AND state NOT IN ('failed', 'superseded') ORDER BY number DESC"
-    return ProposalRow.first(ledger, which, agent=AGENT, target=f"{UNDO_TARGET}:{number}")
+    return ProposalRow.find_first(ledger, which, agent=AGENT, target=f"{UNDO_TARGET}:{number}")
 
 
-def reopen_revert(plant: Plant, row: ProposalRow) -> int:
-    """Open the same revert again on top of the present live code, and return the new proposal's number. Raises: as ``open_revert``."""
-    why = VerdictRow.get(plant.ledger, row.evidence(plant.ledger)["audit"])
-    return open_revert(plant, ProposalRow.get(plant.ledger, int(row.target.partition(":")[2])), why)
+def propose_revert_again(plant: Plant, row: ProposalRow) -> int:
+    """Open the same revert again on top of the present live code, and return the new proposal's number. Raises: as ``propose_revert``."""
+    why = VerdictRow.get(plant.ledger, row.read_evidence(plant.ledger)["audit"])
+    return propose_revert(plant, ProposalRow.get(plant.ledger, int(row.target.partition(":")[2])), why)

@@ -20,10 +20,10 @@ from factory.core.faults import find_fault_in
 from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import make_patch_gate
-from factory.gates.recipe.gate import count_tries, is_recipe_patch, make_recipe_gate
+from factory.gates.recipe.gate import count_tries_of_same_keys, is_recipe_patch, make_recipe_gate
 from factory.gates.release.judge import REJECT, Verdict
 from factory.gates.stage_interface import read_reasons
-from factory.gates.staged_gate import StagedGate, gate_folder
+from factory.gates.staged_gate import StagedGate, get_gate_folder
 from factory.git import repository
 from factory.git.repository import AppliedPatch, RepositoryError, ScopeError
 from factory.git.scope import AgentsPolicy
@@ -47,7 +47,7 @@ PROPOSED = " ".join(
 T = TypeVar("T")
 
 
-def run_under_lock(
+def run_under_code_loop_lock(
     plant: Plant, action: Callable[[], T], kind: str, subject: Subject | str, prefix: str, **detail: str
 ) -> T | None:
     """Return ``action()``, called under the code loop's lock, for the daemon. Returns None if another process holds the lock, or after an error.
@@ -71,9 +71,9 @@ def remove_remains_and_get_live_commit(plant: Plant) -> str:
     Raises: RepositoryError for a checkout with uncommitted changes; IsolationError without a sandbox.
     """
     base = repository.get_live_commit(plant.workspace.repository)
-    repository.check_committed(plant.workspace.repository)
-    fail_stale_proposals(plant)
-    refuse_without_isolation(plant.workspace)
+    repository.check_nothing_uncommitted(plant.workspace.repository)
+    mark_stale_proposals_as_failed(plant)
+    require_isolation(plant.workspace)
     return base
 
 
@@ -91,7 +91,7 @@ def write_branch(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTE
     ``state``: DRAFTED if the caller judges the proposal now, WRITTEN if a later pass does.
     """
     agents = AgentsPolicy.load(plant.workspace.policy_path("agents.yaml"))
-    number, branch = record_draft(plant, drafted, base)
+    number, branch = record_drafted_proposal(plant, drafted, base)
     plant.print_line(
         Message("code_loop.proposal", "  proposal {proposal}: {title}", proposal=number, title=drafted.title)
     )
@@ -134,7 +134,7 @@ def judge_proposal(plant: Plant, number: int) -> None:
             )
         drafted, patch_id = _drafted(plant, row, commit)
         try:
-            folder = repository.checkout_folder(plant.workspace.worktrees, commit)
+            folder = repository.get_checkout_folder(plant.workspace.worktrees, commit)
             worktree = repository.checkout_commit(code, commit, folder)
             applied = AppliedPatch(row.branch, commit, base, row.patch_sha256, worktree)
             verdict_id, verdict, evidence = _decide(plant, number, drafted.target, patch_id, applied)
@@ -143,7 +143,7 @@ def judge_proposal(plant: Plant, number: int) -> None:
                 plant.workspace, commit
             )  # before the branch moves: ``mark_as_failed`` finds the folders by the branch
         commit = repository.reword_commit(code, applied, _message(drafted, verdict, evidence))
-        record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id)
+        record_proposal_as_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id)
         plant.print_line(
             Message("code_loop.verdict", "  {outcome}: {why}", outcome=verdict.outcome.upper(), why=verdict.reasons[0])
         )
@@ -161,7 +161,7 @@ def _drafted(plant: Plant, row: ProposalRow, commit: str) -> tuple[Proposal, str
     """
     which = "SELECT detail FROM events WHERE kind = 'drafted' AND subject = :subject ORDER BY id DESC LIMIT 1"
     noted = plant.ledger.read(which, subject=str(Subject("proposal", row.number)))[0]["detail"]
-    changed = repository.read_changes(plant.workspace.repository, row.base_commit, commit)
+    changed = repository.read_file_changes(plant.workspace.repository, row.base_commit, commit)
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in changed)
     return Proposal(**row.select_fields(PROPOSED), edits=edits), str(noted["patch_id"])
 
@@ -174,18 +174,18 @@ def _decide(
     with devices.hold_device():
         # The same edits under another target count as another try, and so does the same key of a recipe.
         tries = sum(row.target == target or earlier == patch_id for row, earlier in list_judged_proposals(plant.ledger))
-        tries = 1 + max(tries, count_tries(plant, applied) if learns else 0)
+        tries = 1 + max(tries, count_tries_of_same_keys(plant, applied) if learns else 0)
         return gate.judge_proposal(plant, number, applied, tries=tries, patch_id=patch_id)
 
 
 def _remove_folders(workspace: Workspace, commit: str) -> None:
     """Remove the checkout of a judged commit, and the gate's folder beside the checkout."""
-    worktree = repository.checkout_folder(workspace.worktrees, commit)
+    worktree = repository.get_checkout_folder(workspace.worktrees, commit)
     repository.remove_worktree(workspace.repository, worktree)
-    remove_path(gate_folder(worktree))
+    remove_path(get_gate_folder(worktree))
 
 
-def fail_stale_proposals(plant: Plant) -> None:
+def mark_stale_proposals_as_failed(plant: Plant) -> None:
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
     for leftover in (plant.workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
         remove_path(leftover)
@@ -202,20 +202,20 @@ def fail_stale_proposals(plant: Plant) -> None:
         )
 
 
-def refuse_without_isolation(workspace: Workspace) -> None:
+def require_isolation(workspace: Workspace) -> None:
     """Start the sandbox once. Raises: IsolationError if it cannot start, before time is spent on a proposal that could not be judged."""
     with tempfile.TemporaryDirectory(dir=workspace.worktrees) as folder:
         sandbox.run_in_sandbox([sys.executable, "-c", ""], output=Path(folder), limits=SandboxLimits(wall_seconds=30))
 
 
-def record_draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
+def record_drafted_proposal(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
     """Record a draft under the next number that neither the ledger nor a branch uses. Returns (number, name of the branch)."""
     with plant.ledger.begin() as tx:
         taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.list_branch_numbers(
             plant.workspace.repository
         )
         number = max(taken, default=0) + 1
-        branch = repository.branch_name(drafted.agent, number, drafted.title)
+        branch = repository.make_branch_name(drafted.agent, number, drafted.title)
         said = {name: getattr(drafted, name) for name in PROPOSED.split()}
         own = {"number": number, "base_commit": base, "branch": branch, "state": DRAFTED, "created_at": time.time()}
         insert_row(tx, proposals, **said, **own)
@@ -237,10 +237,10 @@ def record_verdict_without_stages(
         verdict = record_verdict(
             tx, gate, Subject("proposal", number), reasons=reasons, evidence=evidence | {"tries": 1}, against=evidence["base"], **values
         )  # fmt: skip
-    record_judged(plant.ledger, number, commit, values["subject_sha256"], verdict)
+    record_proposal_as_judged(plant.ledger, number, commit, values["subject_sha256"], verdict)
 
 
-def record_judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int) -> None:
+def record_proposal_as_judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int) -> None:
     """Record that a proposal is judged. ``verdict``: the id of its verdict."""
     with ledger.begin() as tx:
         values = {"state": "judged", "commit": commit, "patch_sha256": patch_sha256, "verdict": verdict}

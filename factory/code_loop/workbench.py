@@ -26,13 +26,13 @@ from agents.core.workbench import (
     Measurement,
     MeasurementError,
     QuickCheck,
-    ReadError,
+    UnreadableFileError,
 )
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.core.path_removal import remove_path
-from factory.gates.patch.changed_ops import ChangedOp, find_changed_ops, find_other_devices, find_unknown_ops
+from factory.gates.patch.changed_ops import ChangedOp, find_changed_ops, find_sections_of_other_devices, find_unknown_ops
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import find_source_problems as source_problems
 from factory.gates.patch.stages.oracle import run_quick_check
@@ -64,7 +64,7 @@ NOTHING_TO_TIME = Message(
 )
 
 
-class OutOfScopeError(InputError, ReadError):
+class OutOfScopeError(InputError, UnreadableFileError):
     """An agent asked for a file that agents may not read."""
 
 
@@ -85,27 +85,27 @@ class LiveWorkbench:
     )  # by path: a cache of the lines that agents wrote
 
     @cached_property
-    def agents(self) -> AgentsPolicy:
+    def agents_policy(self) -> AgentsPolicy:
         return AgentsPolicy.load(self.plant.workspace.policy_path("agents.yaml"))
 
     @cached_property
     def file_modes(self) -> dict[str, str]:
-        return repository.read_modes(self.plant.workspace.repository, self.base)
+        return repository.read_file_modes(self.plant.workspace.repository, self.base)
 
     @cached_property
-    def proposals(self) -> dict[str, ProposalRow]:
+    def proposals_by_commit(self) -> dict[str, ProposalRow]:
         """The proposals that have a commit, by commit."""
         rows = ProposalRow.select(self.plant.ledger, 'WHERE "commit" IS NOT NULL ORDER BY number')
         return {str(row.commit): row for row in rows}
 
     @property
-    def seconds_left(self) -> float:
+    def measuring_seconds_left(self) -> float:
         """The seconds of measuring that remain."""
-        return self.agents.measure_seconds * self.count - self.spent
+        return self.agents_policy.measure_seconds * self.count - self.spent
 
     def files(self, patchable: bool = False) -> list[str]:
         """Return the paths of the live code's files that agents may read. ``patchable``: only those that agents may patch."""
-        wanted = self.agents.is_patchable if patchable else self.agents.is_readable
+        wanted = self.agents_policy.is_patchable if patchable else self.agents_policy.is_readable
         return sorted(filter(wanted, self.file_modes))
 
     def read(self, path: str) -> str:
@@ -120,10 +120,10 @@ class LiveWorkbench:
             found = []
             changed = (
                 repository.list_last_commits_of_lines(self.plant.workspace.repository, self.base, path)
-                if self.proposals
+                if self.proposals_by_commit
                 else []
             )
-            for row, group in itertools.groupby(enumerate(changed, 1), lambda line: self.proposals.get(line[1])):
+            for row, group in itertools.groupby(enumerate(changed, 1), lambda line: self.proposals_by_commit.get(line[1])):
                 numbers = [number for number, _ in group]
                 if row is not None:
                     found.append(AgentWrittenLines(numbers[0], numbers[-1], row.agent, row.number))
@@ -131,7 +131,7 @@ class LiveWorkbench:
         return self.written[path]
 
     def _refuse(self, path: str) -> None:
-        if not self.agents.is_readable(path) or path not in self.file_modes:
+        if not self.agents_policy.is_readable(path) or path not in self.file_modes:
             raise OutOfScopeError("code_loop.not_readable", "{path!r} is not a file that agents may read.", path=path)
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> QuickCheck:
@@ -140,18 +140,18 @@ class LiveWorkbench:
         The check is no verdict: the gate checks everything again, from git. ``timed``: also time the ops whose implementation the edits change.
         Raises: IsolationError.
         """
-        if timed and self.seconds_left < 1:
+        if timed and self.measuring_seconds_left < 1:
             problem = Message("code_loop.no_timing_left", "the time for measuring is used up: make the proposal now")
             return QuickCheck("budget", (problem,))
-        changes = repository.edits_to_changes(self.file_modes, [(edit.path, edit.new_text) for edit in edits])
-        if found := find_scope_problems(self.agents, changes, self.file_modes):
+        changes = repository.convert_edits_to_changes(self.file_modes, [(edit.path, edit.new_text) for edit in edits])
+        if found := find_scope_problems(self.agents_policy, changes, self.file_modes):
             return QuickCheck("scope", tuple(found))
         baseline = repository.checkout_live_code(self.plant.workspace, self.base)
         for change in changes:
             base = (baseline / change.path).read_bytes() if change.path in self.file_modes else None
             refused = source_problems(change, base)
             if change.path == KERNELS:
-                refused += find_unknown_ops(change.content) + find_other_devices(base, change.content)
+                refused += find_unknown_ops(change.content) + find_sections_of_other_devices(base, change.content)
             if refused:
                 return QuickCheck("static", tuple(refused))
         with devices.hold_device():
@@ -175,7 +175,7 @@ class LiveWorkbench:
             remove_path(work)
 
     def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> QuickCheck:
-        device = devices.device_kind()
+        device = devices.get_device_kind()
         before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
         ops = find_changed_ops(before, after, paths, device, self.start.kernels)
         quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
@@ -195,7 +195,7 @@ class LiveWorkbench:
         done = sandbox.run_in_sandbox(
             command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits
         )
-        broken = Message("code_loop.no_import", "the changed files cannot be imported: {why}", why=done.why())
+        broken = Message("code_loop.no_import", "the changed files cannot be imported: {why}", why=done.describe_ending())
         problems = () if done.ok else (broken,)
         return QuickCheck("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
 
@@ -240,13 +240,13 @@ class LiveWorkbench:
         )
         with devices.hold_device(), self.plant.progress.task(title):
             # The next call uses the kernels again that this call compiles.
-            folder = self.plant.workspace.root / "cache" / f"workbench{devices.device_suffix()}"
+            folder = self.plant.workspace.root / "cache" / f"workbench{devices.get_device_folder_suffix()}"
             try:
                 measured = self._bench(
                     code, folder, op, implementation, against, {"micro_sequences": rows} if rows else {}
                 )
             except MeasurementError as error:
-                if self.seconds_left >= 1:
+                if self.measuring_seconds_left >= 1:
                     self.plant.print_line(Message("code_loop.not_measured_here", "  {problem}", problem=error.message))
                 raise
         names = {"op": op, "implementation": implementation}
@@ -277,7 +277,7 @@ class LiveWorkbench:
         self, code: Path, output: Path, op: str, implementation: str, against: str, batch: dict[str, int]
     ) -> Measurement:
         """Run ``kernels.contract.bench`` of a checkout in a sandbox that may write only in ``output``. Raises: MeasurementError."""
-        if self.seconds_left < 1:
+        if self.measuring_seconds_left < 1:
             raise MeasurementError(
                 "code_loop.no_seconds_left",
                 "{op}: {implementation} is not measured, because the time for measuring is used up",
@@ -288,8 +288,8 @@ class LiveWorkbench:
         recipe = output.with_name(f"{output.name}-recipe.yaml")  # where an agent's code cannot write
         recipe.write_text(yaml.safe_dump(self.start.recipe | {"batch": self.start.recipe["batch"] | batch}))
         command = [sys.executable, "-m", "kernels.contract.bench", "--op", op, "--implementation", implementation]
-        command += ["--against", against, "--recipe", str(recipe), "--device", devices.device_kind()]
-        limits = SandboxLimits(wall_seconds=self.seconds_left)
+        command += ["--against", against, "--recipe", str(recipe), "--device", devices.get_device_kind()]
+        limits = SandboxLimits(wall_seconds=self.measuring_seconds_left)
         done = sandbox.run_in_sandbox(command, output=output, readonly=[code, recipe], cwd=code, limits=limits)
         self.spent += done.seconds
         if (measured := parse_measurement(done.stdout)) is None:
@@ -298,11 +298,11 @@ class LiveWorkbench:
                 "{op}: {implementation} could not be measured: {why}",
                 op=op,
                 implementation=implementation,
-                why=done.why(),
+                why=done.describe_ending(),
             )
         return measured
 
-    def history(self, target: str) -> list[EarlierProposal]:
+    def list_earlier_proposals(self, target: str) -> list[EarlierProposal]:
         """Return the judged proposals on a target, or on all targets of a kind (a name that ends with a colon, such as 'quality:'), oldest first."""
         of_kind = lambda name: name.startswith(target) if target.endswith(":") else name == target
         return [
@@ -332,4 +332,4 @@ def parse_measurement(output: str) -> Measurement | None:
 def list_judged_proposals(ledger: Ledger) -> list[tuple[ProposalRow, str]]:
     """Return (proposal, id of its patch) for each judged proposal, oldest first."""
     judged = ProposalRow.select(ledger, "WHERE verdict IS NOT NULL ORDER BY number")
-    return [(row, row.evidence(ledger).get("patch_id") or "") for row in judged]
+    return [(row, row.read_evidence(ledger).get("patch_id") or "") for row in judged]

@@ -18,12 +18,12 @@ TEMPLATE = Path(__file__).with_name("comparison.html.jinja")
 SHOWN = 6  # a list of steps shows at most this many
 
 
-def earliest_divergence(comparisons: Sequence[MetricComparison]) -> Divergence | None:
+def find_earliest_divergence(comparisons: Sequence[MetricComparison]) -> Divergence | None:
     """Return the earliest divergence of all metrics; None if no metric diverges."""
     return min((one.first for one in comparisons if one.first), key=lambda first: first.x, default=None)
 
 
-def comparison_lines(
+def format_comparison(
     comparisons: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, unit: str, is_tolerance_given: bool
 ) -> list[str]:
     """Return lines for a person, beginning with the first divergence. ``unit``: 'step' or 'token'.
@@ -31,7 +31,7 @@ def comparison_lines(
     ``is_tolerance_given``: whether a person gave the tolerance.
     """
     said: list[str] = []
-    if first := earliest_divergence(comparisons):
+    if first := find_earliest_divergence(comparisons):
         by_spread = Message(
             "comparing.by_spread",
             "{factor:g} times the spread of the difference over the last {window} points",
@@ -91,10 +91,10 @@ def comparison_lines(
     return [*said, *ours.notes, *theirs.notes]
 
 
-def comparison_as_json(
+def convert_comparison_to_json(
     comparisons: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, lines: Sequence[str]
 ) -> dict[str, Any]:
-    first = earliest_divergence(comparisons)
+    first = find_earliest_divergence(comparisons)
     return {
         "ours": ours.name,
         "theirs": theirs.name,
@@ -118,7 +118,7 @@ def render_comparison(
         )
     head = {"Ours": ours.name, "Theirs": theirs.name, "Compared by": f"{unit}s"}
     return render_page(
-        TEMPLATE, said=list(said), metrics=drawn, head=head, parted=earliest_divergence(comparisons) is not None
+        TEMPLATE, said=list(said), metrics=drawn, head=head, parted=find_earliest_divergence(comparisons) is not None
     )
 
 

@@ -23,7 +23,7 @@ from factory.computing import tuned_kernels
 from factory.core import devices
 from factory.core.errors import ConfigError
 from factory.core.launching import count_ranks, run_python
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Computing = dict[str, Any]
 
 
-def decide_computing(
+def choose_compute_settings(
     workspace: Workspace,
     recipe: Recipe,
     kernels: str,
@@ -46,16 +46,16 @@ def decide_computing(
     ``kernels``: the text of the live code's kernels.yaml. ``parent_precision``: the precision of the parent segment. ``measured``: the result of
     ``measure_precision``, if it is known already. Raises: ConfigError for a precision that the device lacks, or for an invalid tuning file.
     """
-    from kernels.contract.choice import auto_ops, device_section, replace_auto
-    from kernels.contract.machine import this_machine
+    from kernels.contract.choice import list_auto_ops, read_device_section, replace_auto
+    from kernels.contract.machine import describe_this_machine
 
     chosen = measured or measure_precision(recipe, parent_precision)
     notes = [chosen["warning"]] if chosen["warning"] else []
     resolved = recipe.model_copy(update={"precision": chosen["precision"]})
-    machine, section = this_machine(), device_section(kernels, devices.device_kind())
+    machine, section = describe_this_machine(), read_device_section(kernels, devices.get_device_kind())
     found = tuned_kernels.TunedKernels(None, "")
-    if auto_ops(section):
-        found = tuned_kernels.find_tuning(workspace, machine, resolved.precision, tuning_sizes_of_recipe(resolved))
+    if list_auto_ops(section):
+        found = tuned_kernels.find_tuning(workspace, machine, resolved.precision, get_tuning_sizes(resolved))
         notes += [found.note] if found.note else []
     document = yaml.safe_load(kernels) or {}
     computing = {
@@ -76,7 +76,7 @@ def measure_precision(recipe: Recipe, parent_precision: str = "") -> dict[str, A
     """
     from trainer.contract.errors import RecipeError
 
-    if devices.device_kind() == "cpu":
+    if devices.get_device_kind() == "cpu":
         import torch
 
         from trainer.contract.plan.precision import choose_precision
@@ -89,7 +89,7 @@ def measure_precision(recipe: Recipe, parent_precision: str = "") -> dict[str, A
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
         arguments = ("-m", "trainer.contract.plan.precision", str(given), "--json", "--before", parent_precision)
-        done = run_python(checkout_root(), *arguments)
+        done = run_python(find_checkout_root(), *arguments)
     if done.returncode:
         raise ConfigError(
             "compute_settings.precision_not_measured", "The precisions of this machine could not be measured: {error}",
@@ -98,7 +98,7 @@ def measure_precision(recipe: Recipe, parent_precision: str = "") -> dict[str, A
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def tuning_sizes_of_recipe(recipe: Recipe) -> dict[str, int]:
+def get_tuning_sizes(recipe: Recipe) -> dict[str, int]:
     """Return the sizes for which kernels are tuned, as ``kernels.contract.bench`` takes them from a recipe."""
     keys = ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
     return {"batch": recipe.batch.micro_sequences or recipe.batch.sequences} | {
@@ -106,7 +106,7 @@ def tuning_sizes_of_recipe(recipe: Recipe) -> dict[str, int]:
     }
 
 
-def describe_changes(before: SegmentRow, after: SegmentRow) -> list[str]:
+def describe_compute_changes(before: SegmentRow, after: SegmentRow) -> list[str]:
     """Return the differences in precision and kernels between two segments, one line each. Rows of an older factory have only a precision."""
     old, new = before.recipe_json["precision"], after.recipe_json["precision"]
     lines = [f"precision: {old} → {new}"] if old != new else []
@@ -117,7 +117,7 @@ def describe_changes(before: SegmentRow, after: SegmentRow) -> list[str]:
     return lines
 
 
-def format_kernels(computing: Computing | None) -> str:
+def format_kernels_file(computing: Computing | None) -> str:
     """Return the text of a segment's kernels.yaml; '' if the code's own kernels.yaml is used."""
     if computing is None:
         return ""
@@ -127,15 +127,15 @@ def format_kernels(computing: Computing | None) -> str:
     return yaml.safe_dump(kept, sort_keys=False)
 
 
-def write_kernels(folder: Path, computing: Computing | None) -> str | None:
+def write_kernels_file(folder: Path, computing: Computing | None) -> str | None:
     """Write a segment's kernels.yaml into a folder, and return the file's path; None if the code's own kernels.yaml is used."""
     if computing is None:
         return None
-    write_atomically(folder / "kernels.yaml", format_kernels(computing))
+    write_atomically(folder / "kernels.yaml", format_kernels_file(computing))
     return str(folder / "kernels.yaml")
 
 
-def describe_computing(computing: Computing | None) -> str:
+def describe_compute_settings(computing: Computing | None) -> str:
     """Return one line for a person; '' for a segment of an older factory."""
     return f"{describe_precision(computing['precision'])} on {computing['machine']['name']}" if computing else ""
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import ConfigError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.workspace import Workspace
 from kernels.contract.message import Message
 
@@ -34,7 +34,7 @@ class TunedKernels:
 
 
 @contextmanager
-def live_kernels_file(workspace: Workspace) -> Iterator[tuple[Path, str]]:
+def open_live_kernels_file(workspace: Workspace) -> Iterator[tuple[Path, str]]:
     """Yield (a file with the live commit's kernels.yaml, the file's text). Without a git repository, the file is the checkout's own."""
     from factory.git.repository import RepositoryError, get_live_commit, read_file_text
 
@@ -42,7 +42,7 @@ def live_kernels_file(workspace: Workspace) -> Iterator[tuple[Path, str]]:
     try:
         text = read_file_text(workspace.repository, get_live_commit(workspace.repository), KERNELS)
     except RepositoryError as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         yield path, path.read_text("utf-8")
         return
@@ -52,11 +52,11 @@ def live_kernels_file(workspace: Workspace) -> Iterator[tuple[Path, str]]:
         yield live, text
 
 
-def tuning_path(workspace: Workspace, machine_class: str, precision: str) -> Path:
+def get_tuning_path(workspace: Workspace, machine_class: str, precision: str) -> Path:
     """Return the path of the tuning of a machine class and a precision. fp8 uses the file of bf16."""
-    from kernels.contract.precision import precision_of_values
+    from kernels.contract.precision import find_precision_of_values
 
-    return workspace.root / "tuning" / f"{machine_class}-{precision_of_values(precision)}.json"
+    return workspace.root / "tuning" / f"{machine_class}-{find_precision_of_values(precision)}.json"
 
 
 def find_tuning(
@@ -66,7 +66,7 @@ def find_tuning(
 
     Raises: ConfigError naming the file, if the file cannot be read or was made on another class of machine.
     """
-    path = tuning_path(workspace, machine.name, precision)
+    path = get_tuning_path(workspace, machine.name, precision)
     if not path.exists():
         note = Message(
             "computing.not_tuned", "No kernels are tuned for {machine} in {precision}, so the 'auto' kernels of kernels.yaml run untuned. "

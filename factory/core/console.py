@@ -20,14 +20,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from agents.core.untrusted import limited_text
+from agents.core.untrusted import shorten_text
 from factory.core.progress import ProgressTask
 
 LONGEST_LINE = 20_000  # characters
 WIDTH = 150  # of tables without a terminal
 
 
-def table_console() -> Console:
+def make_table_console() -> Console:
     """Return a console for tables, ``WIDTH`` characters wide if the output is not a terminal."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=WIDTH)
@@ -95,11 +95,11 @@ class Terminal:
         """Print a line. Control characters are shown as �, since an agent may have written the text."""
         self.last_line_at = time.monotonic()
         with contextlib.suppress(*((OSError,) if self.keeps_on else ())):
-            self.console.print(limited_text(text, LONGEST_LINE), markup=False, emoji=False, soft_wrap=True)
+            self.console.print(shorten_text(text, LONGEST_LINE), markup=False, emoji=False, soft_wrap=True)
             if not self.console.is_terminal:
                 sys.stdout.flush()
 
-    def heading(self, text: str) -> None:
+    def print_heading(self, text: str) -> None:
         self.console.print(f"\n[bold]{text}[/bold]", soft_wrap=True)
 
     @contextmanager

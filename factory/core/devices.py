@@ -47,31 +47,31 @@ def hold_device() -> Iterator[None]:
         free.put(name)
 
 
-def device_kind() -> str:
+def get_device_kind() -> str:
     """Return the kind of device that trains on this machine, as kernels.yaml names it: 'cuda' or 'cpu'."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def compiled_code_folder(root: Path, commit: str) -> Path:
+def get_compiled_code_folder(root: Path, commit: str) -> Path:
     """Return the folder of compiled kernels for the approved code of ``commit`` in the workspace ``root``: ``inductor/`` and ``triton/``.
 
     Each class of machine has its own folder, since compilers use instructions that other machines lack. Each commit has its own folder, so that
     code never runs the compiled kernels of another commit. See ``factory.sandbox.view.cache_variables``.
     """
-    from kernels.contract.machine import this_machine
+    from kernels.contract.machine import describe_this_machine
 
-    return root / "cache" / f"code-{commit[:12]}-{this_machine().name}"
+    return root / "cache" / f"code-{commit[:12]}-{describe_this_machine().name}"
 
 
-def device_environment() -> dict[str, str]:
+def make_device_environment() -> dict[str, str]:
     """Return the environment variables that restrict a process to the held device; none on a CPU, or while no device is held."""
     name = _held.get()
     return {"CUDA_VISIBLE_DEVICES": name} if name else {}
 
 
-def device_suffix() -> str:
+def get_device_folder_suffix() -> str:
     """Return a suffix for the names of folders that belong to the held device alone; '' for the CPU."""
     return f"-{_held.get()}" if _held.get() else ""
 
@@ -79,7 +79,7 @@ def device_suffix() -> str:
 def list_gpu_device_files(all_gpus: bool = False) -> list[str]:
     """Return the files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while no GPU is held (unless ``all_gpus``).
 
-    The list has the files of all GPUs, since NVIDIA's driver numbers the GPUs that it sees. ``device_environment`` selects one GPU.
+    The list has the files of all GPUs, since NVIDIA's driver numbers the GPUs that it sees. ``make_device_environment`` selects one GPU.
     """
     found = [path for pattern in GPU_FILES for path in Path("/dev").glob(pattern)] if all_gpus or _held.get() else []
     return sorted(str(path) for path in found if not path.is_dir())
@@ -113,7 +113,7 @@ def run_in_parallel(jobs: Sequence[Callable[[], Found]]) -> list[Found]:
 
 
 @functools.cache
-def device_names() -> list[str]:
+def list_device_names() -> list[str]:
     """Return the names of the devices that this process may use: one for each GPU, or '' for the CPU."""
     import torch
 
@@ -126,6 +126,6 @@ def device_names() -> list[str]:
 def _free() -> queue.SimpleQueue[str]:
     """Return the queue of the names of free devices."""
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in device_names():
+    for name in list_device_names():
         free.put(name)
     return free

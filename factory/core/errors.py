@@ -72,7 +72,7 @@ class NoMemoryError(FactoryError, MemoryError):
     exit_code = 71
 
 
-class WaitingError(FactoryError):
+class PersonNeededError(FactoryError):
     """Nothing failed: the requested action waits for a person."""
 
 

@@ -124,7 +124,7 @@ def is_machine_fault(error: BaseException) -> bool:
     return find_fault_in(error) is not None
 
 
-def is_machine_fault_without_file(error: BaseException) -> bool:
+def is_machine_fault_unrelated_to_files(error: BaseException) -> bool:
     """Return whether a fault of the machine caused the exception, and no file can cause that fault: the disk, memory, handles, a lock or a server.
 
     Untrusted code can leave a folder where a file is expected, or a file without permissions. Such an error counts against that code.

@@ -49,7 +49,7 @@ def check_ranks_fit(workspace: Workspace, recipe: Recipe) -> None:
     """Check that the ranks of this machine can share the recipe's batch evenly. Raises: ConfigError."""
     count = count_ranks(workspace)
     try:
-        recipe.batch.check_ranks(recipe.parallel.data_ranks(count, recipe.model))
+        recipe.batch.refuse_uneven_ranks(recipe.parallel.data_ranks(count, recipe.model))
     except TrainerError as error:
         raise ConfigError(
             "launching.ranks_do_not_fit",
@@ -93,7 +93,7 @@ def build_launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), coun
     return [sys.executable, *(torchrun if count > 1 else ())]
 
 
-def remove_exit_codes(folder: Path) -> None:
+def remove_exit_code_files(folder: Path) -> None:
     """Remove the files with the exit codes of an earlier start."""
     for path in folder.glob("exit-*"):
         if not path.is_dir():
@@ -134,7 +134,7 @@ def run_python(
             stdout=out,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=make_die_with_parent(os.getpid()),
+            preexec_fn=make_parent_death_hook(os.getpid()),
         )
         errors = []
         try:
@@ -167,7 +167,7 @@ def run_in_background_process(
             stdout=out,
             stderr=out,
             start_new_session=True,
-            preexec_fn=make_die_with_parent(os.getpid()),
+            preexec_fn=make_parent_death_hook(os.getpid()),
         )
     try:
         yield process
@@ -177,7 +177,7 @@ def run_in_background_process(
         process.wait()
 
 
-def make_die_with_parent(parent: int) -> Callable[[], None]:
+def make_parent_death_hook(parent: int) -> Callable[[], None]:
     """Return a function that the child process calls first. The child then gets a SIGTERM when the factory dies, even if the factory is killed."""
 
     def request() -> None:

@@ -20,7 +20,7 @@ LONGEST = 1 << 16  # bytes of the server's answer that are read
 
 
 @contextlib.contextmanager
-def note_served_address(workspace: Workspace, url: str) -> Iterator[None]:
+def publish_served_address(workspace: Workspace, url: str) -> Iterator[None]:
     """Write the note, and remove it when the block ends."""
     path = workspace.root / NOTE
     path.parent.mkdir(exist_ok=True)

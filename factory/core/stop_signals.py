@@ -22,12 +22,12 @@ UNWIND_SECONDS = TRAINER_STOP_SECONDS + 1.0  # within which the command ends; pr
 SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 
-class StopRequested(BaseException):
+class StopInterrupt(BaseException):
     """SIGINT, SIGTERM or SIGHUP arrived. The class does not derive from ``KeyboardInterrupt``, because typer would then exit without a message."""
 
 
-def handle_signals() -> Callable[[], None]:
-    """Make SIGINT, SIGTERM and SIGHUP raise ``StopRequested`` in the main thread, which calls this function.
+def install_stop_signal_handlers() -> Callable[[], None]:
+    """Make SIGINT, SIGTERM and SIGHUP raise ``StopInterrupt`` in the main thread, which calls this function.
 
     A signal that is already ignored (nohup, a shell's background) stays ignored. Returns a function that the main thread calls after it
     has unwound. That function ends the process if a signal arrived.
@@ -44,7 +44,7 @@ def handle_signals() -> Callable[[], None]:
             len(received) == 1 or lost
         ):  # a second signal must not interrupt the unwinding: ``watch_signals`` calls ``kill_all_and_exit`` for it
             lost.clear()
-            raise StopRequested
+            raise StopInterrupt
 
     def swallowed(found: sys.UnraisableHookArgs) -> None:
         """Handle an exception that the interpreter drops, because it was raised in ``__del__`` or in a weak reference's callback.
@@ -53,7 +53,7 @@ def handle_signals() -> Callable[[], None]:
         """
         if not received:
             unraisable(found)
-        elif isinstance(found.exc_value, StopRequested):
+        elif isinstance(found.exc_value, StopInterrupt):
             lost.append(True)
             send_again()  # an exception raised here would be lost as well
 

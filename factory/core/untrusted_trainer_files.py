@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from factory.core.errors import SegmentError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from kernels.contract.message import Message
 
 DEPTH = 8  # most levels of nested folders: a checkpoint has two, a checkpoint of a certificate's runs five
@@ -76,7 +76,7 @@ def read_text(path: Path) -> str:
             return found.decode()
         why = Message("untrusted_trainer_files.too_long", "the file has more than {limit} bytes", limit=JSON_BYTES)
     except (OSError, UnicodeDecodeError) as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         why = Message.from_json(error.args[0] if error.args and isinstance(error.args[0], Message) else str(error))
     raise _unreadable(path, why)
@@ -84,10 +84,10 @@ def read_text(path: Path) -> str:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file. Raises: SegmentError when the file is unreadable or is not one JSON object."""
-    return parse_object_of_file(read_text(path), path)
+    return parse_json_object_of_file(read_text(path), path)
 
 
-def parse_object_of_file(text: str, path: Path) -> dict[str, Any]:
+def parse_json_object_of_file(text: str, path: Path) -> dict[str, Any]:
     """Return the JSON object in ``text``, which was read from the file ``path``. Raises: SegmentError."""
     try:
         return parse_json_object(text)

@@ -66,12 +66,12 @@ class WorkspaceConfig:
     agent's patch is merged. required: always. off: never, with a warning."""
 
 
-def checkout_root() -> Path:
+def find_checkout_root() -> Path:
     """Return the checkout from which this package is imported."""
     return Path(__file__).resolve().parents[2]
 
 
-class WorkspaceFolder:
+class WorkspaceFolderDescriptor:
     """A descriptor. It returns the path of the workspace's folder that has the same name as the attribute."""
 
     def __set_name__(self, owner: type[Workspace], name: str) -> None:
@@ -86,19 +86,19 @@ class Workspace:
     root: Path
     config: WorkspaceConfig
 
-    inbox = WorkspaceFolder()
-    quarantine = WorkspaceFolder()
-    shards = WorkspaceFolder()
-    tokenizer = WorkspaceFolder()
-    segments = WorkspaceFolder()
-    exports = WorkspaceFolder()
-    worktrees = WorkspaceFolder()
-    reports = WorkspaceFolder()
-    logs = WorkspaceFolder()
+    inbox = WorkspaceFolderDescriptor()
+    quarantine = WorkspaceFolderDescriptor()
+    shards = WorkspaceFolderDescriptor()
+    tokenizer = WorkspaceFolderDescriptor()
+    segments = WorkspaceFolderDescriptor()
+    exports = WorkspaceFolderDescriptor()
+    worktrees = WorkspaceFolderDescriptor()
+    reports = WorkspaceFolderDescriptor()
+    logs = WorkspaceFolderDescriptor()
 
     @property
     def repository(self) -> Path:
-        return self.root / self.config.repository if self.config.repository else checkout_root()
+        return self.root / self.config.repository if self.config.repository else find_checkout_root()
 
     @property
     def ledger_url(self) -> str:
@@ -115,7 +115,7 @@ class Workspace:
     def policy_path(self, name: str) -> Path:
         """Return the path of a policy file, for example ``data.yaml``: the workspace's own copy if it exists, else the checkout's file."""
         own = self.root / "policies" / name
-        path = own if own.exists() else checkout_root() / "policies" / name
+        path = own if own.exists() else find_checkout_root() / "policies" / name
         if not path.exists():
             raise ConfigError(
                 "workspace.no_policy",
@@ -143,7 +143,7 @@ class Workspace:
         try:
             return self.policy_path(name)
         except ConfigError:
-            known = {p.stem for d in (self.root, checkout_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
+            known = {p.stem for d in (self.root, find_checkout_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
             where = self.root / "factory.yaml"
             raise ConfigError(
                 "workspace.no_recipe",

@@ -82,7 +82,7 @@ def split_long_text(text: str) -> list[str]:
     return [*parts, current] if current else parts
 
 
-def paginate(parts: list[str]) -> list[str]:
+def join_into_pages(parts: list[str]) -> list[str]:
     """Join parts into pages, in order."""
     pages, current = [], ""
     for part in filter(None, parts):

@@ -9,7 +9,7 @@ from typing import Any
 
 from factory.core.progress import Progress
 from factory.corpus.chat import make_chats
-from factory.corpus.pages import describe_module, paginate, read_help_topics, render_reference_entry, split_long_text
+from factory.corpus.pages import describe_module, join_into_pages, read_help_topics, render_reference_entry, split_long_text
 from factory.corpus.standard_library import LibraryModule, list_source_files, read_module
 from kernels.contract.files import write_atomically
 
@@ -52,7 +52,7 @@ def _documents(module: LibraryModule) -> Documents:
         pages = [
             (f"{module.source}:{name}", page)
             for name, text in read_help_topics(module.tree)
-            for page in paginate(split_long_text(text))
+            for page in join_into_pages(split_long_text(text))
         ]
         by_source: dict[str, int] = {}
         for source, page in pages:
@@ -61,7 +61,7 @@ def _documents(module: LibraryModule) -> Documents:
         return documents
     described = list(describe_module(module))
     for number, page in enumerate(
-        paginate([part for one in described for part in split_long_text(render_reference_entry(one))])
+        join_into_pages([part for one in described for part in split_long_text(render_reference_entry(one))])
     ):
         documents["docs"].append(_document(module.source, "docs", number, text=page))
     for number, messages in enumerate(make_chats(described)):

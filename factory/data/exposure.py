@@ -15,10 +15,10 @@ from typing import Any
 from factory.core.errors import FactoryError
 from factory.data.metrics import read_metrics
 from factory.ledger.ledger import Ledger
-from factory.ledger.removals import with_replaced_token_shards
+from factory.ledger.removals import replace_erased_token_shards
 from factory.ledger.rows import SegmentRow, SqlReader
-from factory.training.planning import last_checkpoint, read_data_plan
-from trainer.contract.checkpoint.format import list_checkpoints, read_state
+from factory.training.planning import read_last_checkpoint, read_data_plan
+from trainer.contract.checkpoint.format import list_checkpoints, read_checkpoint_state
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
@@ -48,7 +48,7 @@ class ExposureStep:
     epoch: int  # counted from 0 for the document's domain and generation
 
 
-class Exposure:
+class DocumentExposure:
     """Finds the steps that trained on some documents. ``documents`` maps the key of each document to the id of its token shard."""
 
     def __init__(self, ledger: Ledger, documents: Mapping[str, str]) -> None:
@@ -56,7 +56,7 @@ class Exposure:
         self._orders: dict[str, DataOrder] = {}
         self._ends: dict[int, SamplerState] = {}
 
-    def steps_by_document(self, segment: SegmentRow) -> dict[str, list[ExposureStep]]:
+    def list_steps_by_document(self, segment: SegmentRow) -> dict[str, list[ExposureStep]]:
         """Return, for each document's key, the steps of a segment that trained on the document, in order. Raises: UnknownExposureError."""
         found: dict[str, list[ExposureStep]] = {}
         for seen, key in self.iterate_steps(segment):
@@ -64,7 +64,7 @@ class Exposure:
                 found[key].append(seen)
         return found
 
-    def first_step(self, segment: SegmentRow) -> int | None:
+    def find_first_step(self, segment: SegmentRow) -> int | None:
         """Return the first step of a segment that trained on any of the documents. Raises: UnknownExposureError."""
         return next((seen.step for seen, _ in self.iterate_steps(segment)), None)
 
@@ -82,7 +82,7 @@ class Exposure:
 
     def _each(self, row: SegmentRow) -> Iterator[tuple[ExposureStep, str]]:
         last = _trained_until(row)
-        if row.first_step >= last or not self.documents_in_plan(row):
+        if row.first_step >= last or not self.list_documents_in_plan(row):
             return
         order = self._order(row)
         stops: list[tuple[int, SamplerState]] = [(row.first_step, self._start(row))]
@@ -94,13 +94,13 @@ class Exposure:
             if after is not None and not _drawn(walk, after):
                 continue
             while walk.step < end:
-                step, rows = walk.step, walk.next_rows()
+                step, rows = walk.step, walk.draw_next_rows()
                 for piece in (piece for one in rows for piece in one):
                     stream = walk.streams[piece.stream]
                     if piece.document in stream.masked:
-                        yield ExposureStep(row.id, step, piece.place // stream.pieces), stream.key(piece.document)
+                        yield ExposureStep(row.id, step, piece.place // stream.pieces), stream.look_up_document_key(piece.document)
 
-    def documents_in_plan(self, segment: SegmentRow) -> list[str]:
+    def list_documents_in_plan(self, segment: SegmentRow) -> list[str]:
         """Return the keys of the documents that are in a segment's plan and carry loss there."""
         plan = read_data_plan(self.ledger, segment)
         held, masked = {shard["id"] for shard in plan["token_shards"]}, set(plan.get("masked", ()))
@@ -111,8 +111,8 @@ class Exposure:
         identity = f"{row.data_plan} {row.recipe_sha256}"
         if identity not in self._orders:
             recipe = Recipe.parse(row.recipe_json)
-            plan = DataPlan.from_json(with_replaced_token_shards(self.ledger, read_data_plan(self.ledger, row)))
-            plan = plan.model_copy(update={"masked": self.documents_in_plan(row)})
+            plan = DataPlan.from_json(replace_erased_token_shards(self.ledger, read_data_plan(self.ledger, row)))
+            plan = plan.model_copy(update={"masked": self.list_documents_in_plan(row)})
             model = recipe.model
             order = DataOrder(plan, batch=recipe.batch, context=model.context, vocab_size=model.vocab_size)
             self._orders[identity] = order
@@ -124,7 +124,7 @@ class Exposure:
             return None
         parent = SegmentRow.get(self.ledger, row.parent)
         if parent.id not in self._ends:
-            state = _read(Path(last_checkpoint(self.ledger, parent.id)["path"]))
+            state = _read(Path(read_last_checkpoint(self.ledger, parent.id)["path"]))
             self._ends[parent.id] = state if state is not None else self._walked(parent)
         return self._ends[parent.id]
 
@@ -137,7 +137,7 @@ class Exposure:
             else self._order(row).copy_at_step(row.first_step)
         )
         while walk.step < row.last_step:
-            walk.next_rows()
+            walk.draw_next_rows()
         return walk.state_dict()
 
 
@@ -149,7 +149,7 @@ def list_contributing_segments(db: SqlReader, segment: int) -> list[SegmentRow]:
     found: dict[int, SegmentRow] = {}
     pending: list[int] = [segment]
     while pending:
-        for row in SegmentRow.lineage(db, pending.pop()):
+        for row in SegmentRow.read_lineage(db, pending.pop()):
             if row.id not in found:
                 found[row.id] = row
                 parts = ((row.result or {}).get("averaged") or {}).get("sources") or ()
@@ -190,6 +190,6 @@ def _states(row: SegmentRow) -> Sequence[tuple[int, SamplerState]]:
 
 def _read(checkpoint: Path) -> SamplerState:
     try:
-        return dict(read_state(checkpoint)["sampler"])
+        return dict(read_checkpoint_state(checkpoint)["sampler"])
     except (TrainerError, OSError, *MALFORMED_STATE_ERRORS):
         return None

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from factory.core.errors import InputError, suggest_name
-from factory.data.selecting import find_keys_of_one_document
+from factory.data.selecting import find_keys_of_unique_document
 from factory.ingest.rules.licence_claims import SETTLED, LicenceConflict, find_licence_conflicts
-from factory.ingest.rules.licence_names import fold_licence_name
-from factory.ingest.rules.policy import Licences
-from factory.ingest.shapes.field_mapping import original_file_name
+from factory.ingest.rules.licence_names import normalise_licence_name
+from factory.ingest.rules.policy import LicenceRules
+from factory.ingest.shapes.field_mapping import get_original_file_name
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.removals import NO_LICENCE
 from kernels.contract.message import Message
@@ -19,7 +19,7 @@ from kernels.contract.message import Message
 NAMED = 5  # keys of a group's documents that are listed
 
 
-def group_conflicts(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
+def group_licence_conflicts(ledger: Ledger, policy: LicenceRules) -> list[dict[str, Any]]:
     """Return the licence conflicts grouped by their claims, with the most supervised tokens first.
 
     Each group has ``claims`` (licence and shard of each claim), ``counts_as`` (the licence that counts), ``train`` and ``release`` (what that licence
@@ -28,7 +28,7 @@ def group_conflicts(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in find_licence_conflicts(ledger):
         claims = tuple(dict.fromkeys((claim.license, claim.shard, claim.is_set_aside) for claim in one.claims))
-        counts_as = one.effective_licence(policy)
+        counts_as = one.find_effective_licence(policy)
         group = found.setdefault(
             claims,
             {
@@ -50,8 +50,8 @@ def group_conflicts(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda group: (-group["supervised_tokens"], str(group["claims"])))
 
 
-def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the result of ``group_conflicts`` as lines for a person."""
+def format_licence_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the result of ``group_licence_conflicts`` as lines for a person."""
     said: list[str] = []
     for group in found:
         if group["release"]:
@@ -101,14 +101,14 @@ def settle_licence(
     """Set aside all claims except ``licence`` ('none': no licence) about some documents. Returns the conflicts before the change.
 
     The documents are those with the ids or keys ``names``, and those on which the shards ``shards``, or parts of these files, conflict with others.
-    Raises: InputError if there is no conflict, or no row claims ``licence``, and as ``find_keys_of_one_document`` does.
+    Raises: InputError if there is no conflict, or no row claims ``licence``, and as ``find_keys_of_unique_document`` does.
     """
-    wanted = {key for name in names for key in find_keys_of_one_document(ledger, name)}
+    wanted = {key for name in names for key in find_keys_of_unique_document(ledger, name)}
     about = [
         one
         for one in find_licence_conflicts(ledger)
         if wanted & {claim.key for claim in one.claims}
-        or {name for claim in one.claims for name in (claim.shard, original_file_name(claim.shard))} & set(shards)
+        or {name for claim in one.claims for name in (claim.shard, get_original_file_name(claim.shard))} & set(shards)
     ]
     if not about:
         raise InputError(
@@ -116,10 +116,10 @@ def settle_licence(
             "the licences of {names} are not in conflict. To list the conflicts: 'factory data claims'",
             names=[*names, *shards],
         )
-    known = "" if licence == NO_LICENCE else fold_licence_name(licence)
+    known = "" if licence == NO_LICENCE else normalise_licence_name(licence)
     for one in about:
         claimed = {claim.license or NO_LICENCE for claim in one.claims}
-        if known not in {fold_licence_name(claim.license) for claim in one.claims}:
+        if known not in {normalise_licence_name(claim.license) for claim in one.claims}:
             raise InputError(
                 "data.unclaimed_licence",
                 "no shard has the text of document {key} under the licence {licence!r}{near}. Nothing was changed",
@@ -127,7 +127,7 @@ def settle_licence(
                 licence=licence,
                 near=suggest_name(licence, claimed),
             )
-    aside = {one.key: [claim.key for claim in one.claims if fold_licence_name(claim.license) != known] for one in about}
+    aside = {one.key: [claim.key for claim in one.claims if normalise_licence_name(claim.license) != known] for one in about}
     with ledger.begin() as tx:
         record_event(
             tx,

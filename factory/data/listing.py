@@ -13,7 +13,7 @@ from kernels.contract.message import Message
 GROUPS = {"domain": "d.domain", "source": "d.source", "license": "d.license"}
 
 
-def list_data(ledger: Ledger, most: int) -> dict[str, Any]:
+def collect_data_facts(ledger: Ledger, most: int) -> dict[str, Any]:
     """Return the facts of ``factory data list``, as JSON-ready values.
 
     The keys: ``shards``; ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by training tokens); ``licence_conflicts`` (numbers of
@@ -51,7 +51,7 @@ def _value_of_fate(value: str, fate: str) -> str:
 
 
 def format_data_list(found: dict[str, Any]) -> list[str]:
-    """Return the result of ``list_data`` as lines for a person."""
+    """Return the result of ``collect_data_facts`` as lines for a person."""
     said: list[str] = []
     for group, rows in found.items():
         if group in ("removals", "licence_conflicts"):

@@ -23,11 +23,11 @@ from factory.core.errors import InputError
 from factory.data.selecting import (
     AT_ONCE,
     DocumentSelection,
-    find_keys_of_one_document,
+    find_keys_of_unique_document,
     make_unknown_value_error,
     select_documents_by_label,
 )
-from factory.ingest.document import LONGEST_NAME, refuse_domain
+from factory.ingest.document import LONGEST_NAME, check_domain_name
 from factory.ingest.rules.held_out_split import (
     KINDS,
     GroupKind,
@@ -35,12 +35,12 @@ from factory.ingest.rules.held_out_split import (
     make_draw_unit_name,
     make_group_name,
 )
-from factory.ingest.rules.licence_names import fold_licence_name
+from factory.ingest.rules.licence_names import normalise_licence_name
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.field_mapping import original_file_name
+from factory.ingest.shapes.field_mapping import get_original_file_name
 from factory.ledger.ledger import Ledger, documents, held_out, record_event, relabels, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE, find_refused_labels
+from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE, list_removed_labels
 from factory.ledger.rows import SegmentRow
 from factory.ledger.writing import insert_row
 from factory.training.planning import load_recipe, read_data_plan
@@ -81,7 +81,7 @@ class NewLabels:
 
 
 @dataclass
-class Relabelling:
+class PlannedRelabelling:
     """The changes of a relabel, and their consequences.
 
     ``documents`` maps keys to the new values of columns, and ``held`` does the same for held-out documents. ``token_shards`` maps ids of token shards
@@ -101,7 +101,7 @@ class Relabelling:
         return {"selected": self.selected, "documents": len(self.documents), **counts}
 
 
-def plan_relabelling(plant: Plant, document_filter: DocumentFilter, change: NewLabels) -> Relabelling:
+def plan_relabelling(plant: Plant, document_filter: DocumentFilter, change: NewLabels) -> PlannedRelabelling:
     """Find what a relabel would change, without changing anything.
 
     Raises: InputError for names that no document has, for a change without effect, for a change after which no segment can be planned, and for a
@@ -113,7 +113,7 @@ def plan_relabelling(plant: Plant, document_filter: DocumentFilter, change: NewL
         raise InputError("data.no_change", "give new labels with --to-domain, --to-source, --to-license or --group")
     policy = DataPolicy.load(plant.workspace.policy_path("data.yaml"))
     if change.domain is not None:
-        refuse_domain(change.domain)
+        check_domain_name(change.domain)
     if change.license is not None and not policy.licences.find_licence(_licence(change.license)).train:
         raise InputError(
             "data.licence_forbids",
@@ -132,7 +132,7 @@ def plan_relabelling(plant: Plant, document_filter: DocumentFilter, change: NewL
             "{documents:,|selected document has|selected documents have} these labels already. Nothing was changed",
             documents=len(rows),
         )
-    found = Relabelling(document_filter, change, len(rows), changed)
+    found = PlannedRelabelling(document_filter, change, len(rows), changed)
     found.held = _held(plant.ledger, changed, _trained_groups(plant.ledger, rows, changed), found.lines)
     found.token_shards = _moved(
         plant.ledger, [row for row in rows if "domain" in changed.get(row["key"], {})], change.domain
@@ -141,7 +141,7 @@ def plan_relabelling(plant: Plant, document_filter: DocumentFilter, change: NewL
     return found
 
 
-def apply_relabelling(plant: Plant, planned: Relabelling, by: str, why: str = "") -> int:
+def apply_relabelling(plant: Plant, planned: PlannedRelabelling, by: str, why: str = "") -> int:
     """Make the changes that ``plan_relabelling`` found. Returns the number of the relabel.
 
     The caller must hold the model loop's lock since before ``plan_relabelling``.
@@ -203,10 +203,10 @@ def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
                 label=noun,
                 limit=LONGEST_NAME,
             )
-    known = find_refused_labels(ledger)
+    known = list_removed_labels(ledger)
     sources = {str(name): number for name, number in known["source"].items()}
-    licences = {fold_licence_name(name): number for name, number in known["license"].items()}
-    licence = None if change.license is None else fold_licence_name(_licence(change.license))
+    licences = {normalise_licence_name(name): number for name, number in known["license"].items()}
+    licence = None if change.license is None else normalise_licence_name(_licence(change.license))
     for noun, name, number in (
         ("source", change.source, sources.get(change.source or "")),
         ("licence", change.license, None if licence is None else licences.get(licence)),
@@ -230,18 +230,18 @@ def _selected(ledger: Ledger, chosen: DocumentFilter) -> list[dict[str, Any]]:
         )
     if chosen.shard:
         listed = ledger.read("SELECT name, sha256 FROM shards WHERE state = 'ingested'")
-        names = _known(chosen.shard, "shard", [*listed, *({"name": original_file_name(row["name"])} for row in listed)])
+        names = _known(chosen.shard, "shard", [*listed, *({"name": get_original_file_name(row["name"])} for row in listed)])
         where.append(
-            c.shard.in_([row["sha256"] for row in listed if {row["name"], original_file_name(row["name"])} & names])
+            c.shard.in_([row["sha256"] for row in listed if {row["name"], get_original_file_name(row["name"])} & names])
         )
     for column in ("source", "license"):
         if names := getattr(chosen, column):
             select_documents_by_label(ledger, column, names)  # raises for a name that no document has
-            where.append(DocumentSelection(column, tuple(names)).own_row_condition())
+            where.append(DocumentSelection(column, tuple(names)).build_own_row_sql_condition())
     if not chosen.document:
         return ledger.select_rows(sa.select(*COLUMNS).where(*where).order_by(c.key))
     fitting = c.fate.in_((*REMOVABLE_FATES, REMOVED_FATE))
-    keys = sorted({key for name in chosen.document for key in find_keys_of_one_document(ledger, name, fitting)})
+    keys = sorted({key for name in chosen.document for key in find_keys_of_unique_document(ledger, name, fitting)})
     parts = [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
     return [row for part in parts for row in ledger.select_rows(sa.select(*COLUMNS).where(*where, c.key.in_(part)))]
 
@@ -427,7 +427,7 @@ def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None
 
 
 # -- what follows ------------------------------------------------------------------------------------------------------
-def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], found: Relabelling) -> None:
+def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], found: PlannedRelabelling) -> None:
     change, said = found.change, found.lines
     fates = Counter(FATES.get(row["fate"], row["fate"]) for row in rows if row["key"] in found.documents)
     first = Message(
@@ -452,7 +452,7 @@ def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], fo
         others = sorted(
             domain
             for domain in domains
-            if policy.rules_of_domain(domain).group not in (change.group, _same(change.group))
+            if policy.find_domain_rules(domain).group not in (change.group, _same(change.group))
         )
         said += [
             Message(
@@ -460,7 +460,7 @@ def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], fo
                 "data.yaml groups the domain {domain} by {old}. To group later documents in the new way, write 'group: {new}' in "
                 "data.yaml",
                 domain=domain,
-                old=policy.rules_of_domain(domain).group,
+                old=policy.find_domain_rules(domain).group,
                 new=change.group,
             )
             for domain in others
@@ -481,7 +481,7 @@ def _same(kind: str) -> str:
     return {"document": "none", "none": "document"}.get(kind, kind)
 
 
-def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found: Relabelling) -> list[str]:
+def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found: PlannedRelabelling) -> list[str]:
     """Lines for a person about later data plans. Raises: InputError if no data plan can be made after the change."""
     recipe = load_recipe(plant.workspace)
     other, gone = str(found.change.domain), {row["key"] for row in rows}
@@ -497,8 +497,8 @@ def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found:
         ):
             held.discard(domain)  # all its training documents get the new domain
     try:
-        plan = DataPlan.make(recipe.mixture, "trunk", [("a", "a", 0)], recipe.seed)
-        plan.without_missing_domains(held, 0, recipe.schedule.trunk_steps.first)
+        plan = DataPlan.make_for_segment(recipe.mixture, "trunk", [("a", "a", 0)], recipe.seed)
+        plan.copy_without_missing_domains(held, 0, recipe.schedule.trunk_steps.first)
     except DataPlanError as error:
         raise InputError(
             "data.no_plan_left",
@@ -520,7 +520,7 @@ def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found:
             )
         )
     ids = set(found.token_shards)
-    planned = SegmentRow.first(plant.ledger, "WHERE state = 'planned' ORDER BY id")
+    planned = SegmentRow.find_first(plant.ledger, "WHERE state = 'planned' ORDER BY id")
     if planned and ids & {shard["id"] for shard in read_data_plan(plant.ledger, planned)["token_shards"]}:
         said.append(
             Message(

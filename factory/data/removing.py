@@ -15,9 +15,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.data.exposure import Exposure
+from factory.data.exposure import DocumentExposure
 from factory.data.retraining_cost import RetrainingCost, estimate_retraining_cost, find_releases_trained_on
-from factory.data.selecting import COLUMN_NOUNS, DocumentSelection, removable_fates
+from factory.data.selecting import COLUMN_NOUNS, DocumentSelection, list_removable_fates
 from factory.ingest.document import SYNTHETIC_PREFIX
 from factory.ledger.anomalies import RELEASE_MARKED
 from factory.ledger.ledger import Ledger, documents, events, record_event
@@ -28,7 +28,7 @@ from factory.ledger.removals import (
     RETURNED,
     Removal,
     list_removals,
-    removal_rule,
+    make_removal_rule,
 )
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from kernels.contract.message import Message
@@ -48,7 +48,7 @@ class PlannedRemoval:
     open_segment: int | None  # a segment that is planned already and trains on the documents
     cost: RetrainingCost
 
-    def lines(self) -> list[Message]:
+    def format_lines(self) -> list[Message]:
         """Return lines for a person about the removal."""
         said = [
             Message(
@@ -131,12 +131,12 @@ def plan_removal(ledger: Ledger, selection: DocumentSelection, erase: bool = Fal
 
     Raises: InputError if there is nothing to remove, or if one of the named documents cannot be removed.
     """
-    wanted = removable_fates(erase)
+    wanted = list_removable_fates(erase)
     fates: Counter[str] = Counter()
     domains: Counter[str] = Counter()
     trained: dict[str, str] = {}
     others: dict[str, str] = {}
-    for part in selection.conditions():
+    for part in selection.build_sql_conditions():
         for row in ledger.select_rows(
             sa.select(c.key, c.fate, c.domain, c.token_shard, c.supervised_tokens).where(part)
         ):
@@ -150,15 +150,15 @@ def plan_removal(ledger: Ledger, selection: DocumentSelection, erase: bool = Fal
                     domains[row["domain"]] += row["supervised_tokens"]
     if not fates or (selection.column == "key" and others):
         raise InputError(_nothing(selection, others))
-    exposure = Exposure(ledger, trained)
-    planned = SegmentRow.first(ledger, "WHERE state = 'planned' ORDER BY id")
+    exposure = DocumentExposure(ledger, trained)
+    planned = SegmentRow.find_first(ledger, "WHERE state = 'planned' ORDER BY id")
     segments = {row.number: row.segment for row in ReleaseRow.select(ledger)} if trained else {}
     return PlannedRemoval(
         selection,
         dict(fates),
         dict(domains),
         find_releases_trained_on(ledger, exposure, segments),
-        planned.id if planned and exposure.documents_in_plan(planned) else None,
+        planned.id if planned and exposure.list_documents_in_plan(planned) else None,
         estimate_retraining_cost(ledger, exposure),
     )
 
@@ -170,7 +170,7 @@ def apply_removal(ledger: Ledger, planned: PlannedRemoval, by: str, why: str = "
         number = int(tx.execute(sa.select(sa.func.count()).where(events.c.kind == REMOVED)).scalar() or 0) + 1
         shards: set[str] = set()
         tokens = 0
-        for part in selection.conditions():
+        for part in selection.build_sql_conditions():
             held = sa.select(c.token_shard, sa.func.sum(c.supervised_tokens)).group_by(c.token_shard)
             fates = (*REMOVABLE_FATES, REMOVED_FATE) if erase else REMOVABLE_FATES
             for shard, count in tx.execute(held.where(part, c.fate.in_(fates), c.token_shard.is_not(None))):
@@ -179,9 +179,9 @@ def apply_removal(ledger: Ledger, planned: PlannedRemoval, by: str, why: str = "
             for fate in REMOVABLE_FATES:
                 if erase:  # documents of an earlier removal become documents of this one
                     old = documents.update().where(part, c.fate == REMOVED_FATE, c.rule.like(f"removal % of {fate}"))
-                    changed += tx.execute(old.values(rule=removal_rule(number, fate))).rowcount
+                    changed += tx.execute(old.values(rule=make_removal_rule(number, fate))).rowcount
                 update = documents.update().where(part, c.fate == fate)
-                changed += tx.execute(update.values(fate=REMOVED_FATE, rule=removal_rule(number, fate))).rowcount
+                changed += tx.execute(update.values(fate=REMOVED_FATE, rule=make_removal_rule(number, fate))).rowcount
         detail: dict[str, Any] = {
             "by": by, "why": why, "column": selection.column, "names": list(selection.names), "documents": changed,
             "supervised_tokens": tokens, "token_shards": sorted(shards), "erase": erase,
@@ -214,7 +214,7 @@ def undo_removal(ledger: Ledger, number: int, by: str) -> str:
     changed = 0
     with ledger.begin() as tx:
         for fate in REMOVABLE_FATES:
-            update = documents.update().where(c.fate == REMOVED_FATE, c.rule == removal_rule(number, fate))
+            update = documents.update().where(c.fate == REMOVED_FATE, c.rule == make_removal_rule(number, fate))
             if fate == "quarantined":
                 doctor = update.where(
                     sa.or_(c.detail.like("anomaly %"), c.detail.like(f"{SYNTHETIC_PREFIX}%; anomaly %"))
@@ -229,7 +229,7 @@ def undo_removal(ledger: Ledger, number: int, by: str) -> str:
     )
 
 
-def mark_releases_made_after_removals(ledger: Ledger) -> list[str]:
+def mark_releases_trained_on_removed_documents(ledger: Ledger) -> list[str]:
     """Mark the releases that were made after a removal from segments that were planned before it. Returns lines for a person."""
     taken = [one for one in list_removals(ledger) if one.state != "returned" and one.token_shards]
     if not taken:
@@ -241,9 +241,9 @@ def mark_releases_made_after_removals(ledger: Ledger) -> list[str]:
         for release in ReleaseRow.select(ledger):
             if release.created_at <= removal.at or (str(Subject("release", release.number)), removal.number) in marked:
                 continue
-            if all(row.created_at > removal.at for row in SegmentRow.lineage(ledger, release.segment)):
+            if all(row.created_at > removal.at for row in SegmentRow.read_lineage(ledger, release.segment)):
                 continue
-            exposure = Exposure(ledger, _documents(ledger, removal))
+            exposure = DocumentExposure(ledger, _documents(ledger, removal))
             saw = find_releases_trained_on(ledger, exposure, {release.number: release.segment}).get(
                 release.number, ([], True)
             )
@@ -263,7 +263,7 @@ def mark_releases_made_after_removals(ledger: Ledger) -> list[str]:
 
 
 def _documents(ledger: Ledger, removal: Removal) -> dict[str, str]:
-    rules = [removal.rule_for_fate(fate) for fate in REMOVABLE_FATES]
+    rules = [removal.make_rule_for_fate(fate) for fate in REMOVABLE_FATES]
     rows = ledger.select_rows(sa.select(c.key, c.token_shard).where(c.rule.in_(rules), c.token_shard.is_not(None)))
     return {row["key"]: row["token_shard"] for row in rows}
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from factory.data.exposure import Exposure, UnknownExposureError, list_contributing_segments
+from factory.data.exposure import DocumentExposure, UnknownExposureError, list_contributing_segments
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import last_segment
+from factory.training.planning import find_last_finished_segment
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import list_checkpoints
 
@@ -21,7 +21,7 @@ from trainer.contract.checkpoint.format import list_checkpoints
 class RetrainingCost:
     """The cost of training the trunk again without some documents.
 
-    ``first_step`` is the trunk's first step on one of the documents; None if there is none, and then no training must be repeated.
+    ``find_first_step`` is the trunk's first step on one of the documents; None if there is none, and then no training must be repeated.
     """
 
     first_step: int | None = None
@@ -68,14 +68,14 @@ class RetrainingCost:
         return self.message
 
 
-def estimate_retraining_cost(ledger: Ledger, exposure: Exposure) -> RetrainingCost:
+def estimate_retraining_cost(ledger: Ledger, exposure: DocumentExposure) -> RetrainingCost:
     """Return the cost of training the present trunk again without the documents of ``exposure``."""
-    trunk = last_segment(ledger, "trunk")
+    trunk = find_last_finished_segment(ledger, "trunk")
     if trunk is None:
         return RetrainingCost()
-    lineage = SegmentRow.lineage(ledger, trunk.id)
+    lineage = SegmentRow.read_lineage(ledger, trunk.id)
     try:
-        seen = next(((row, step) for row in lineage if (step := exposure.first_step(row)) is not None), None)
+        seen = next(((row, step) for row in lineage if (step := exposure.find_first_step(row)) is not None), None)
     except UnknownExposureError as error:
         return RetrainingCost(unknown=str(error))
     if seen is None:
@@ -92,7 +92,7 @@ def estimate_retraining_cost(ledger: Ledger, exposure: Exposure) -> RetrainingCo
 
 
 def find_releases_trained_on(
-    ledger: Ledger, exposure: Exposure, segments: dict[int, int]
+    ledger: Ledger, exposure: DocumentExposure, segments: dict[int, int]
 ) -> dict[int, tuple[list[str], bool]]:
     """Return, for each release that saw some of the documents: (their keys, whether this is certain). ``segments`` maps each release to its segment.
 
@@ -106,9 +106,9 @@ def find_releases_trained_on(
         for row in list_contributing_segments(ledger, segment):
             if row.id not in by_segment:
                 try:
-                    by_segment[row.id] = set(exposure.steps_by_document(row)), True
+                    by_segment[row.id] = set(exposure.list_steps_by_document(row)), True
                 except UnknownExposureError:
-                    by_segment[row.id] = set(exposure.documents_in_plan(row)), False
+                    by_segment[row.id] = set(exposure.list_documents_in_plan(row)), False
             keys |= by_segment[row.id][0]
             exact = exact and by_segment[row.id][1]
         if keys:

@@ -30,7 +30,7 @@ class DocumentSelection:
     column: str
     names: tuple[str, ...]
 
-    def condition(self, start: int = 0) -> sa.ColumnElement[bool]:
+    def build_sql_condition(self, start: int = 0) -> sa.ColumnElement[bool]:
         """Return the SQL condition on ``documents``. For keys, it covers at most ``AT_ONCE`` keys from index ``start`` on."""
         if self.column == "key":
             return documents.c.key.in_(self.names[start : start + AT_ONCE])
@@ -40,9 +40,9 @@ class DocumentSelection:
             return sa.or_(
                 self._licence(documents.c.license), documents.c.key.in_(came.where(self._licence(copy.c.license)))
             )
-        return self.own_row_condition()
+        return self.build_own_row_sql_condition()
 
-    def own_row_condition(self) -> sa.ColumnElement[bool]:
+    def build_own_row_sql_condition(self) -> sa.ColumnElement[bool]:
         """Return the condition that a document's own row, and not only a copy, has one of the names."""
         column = COLUMNS[self.column]
         return self._licence(column) if self.column == "license" else column.in_(self.names)
@@ -51,31 +51,31 @@ class DocumentSelection:
         named = column.in_(self.names)
         return sa.or_(named, column.is_(None), column == "") if NO_LICENCE in self.names else named
 
-    def conditions(self) -> list[sa.ColumnElement[bool]]:
+    def build_sql_conditions(self) -> list[sa.ColumnElement[bool]]:
         """Return conditions that together select all documents. Each is short enough for a database."""
         count = len(self.names) if self.column == "key" else 1
-        return [self.condition(start) for start in range(0, count, AT_ONCE)]
+        return [self.build_sql_condition(start) for start in range(0, count, AT_ONCE)]
 
 
-def removable_fates(erase: bool) -> tuple[str, ...]:
+def list_removable_fates(erase: bool) -> tuple[str, ...]:
     """Return the fates of documents that a removal may remove."""
     return (*REMOVABLE_FATES, REMOVED_FATE, "dropped") if erase else REMOVABLE_FATES
 
 
-def select_by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> DocumentSelection:
-    """Return the documents with these keys or ids. Raises: InputError as ``find_keys_of_one_document``."""
-    keys = [key for name in names for key in find_keys_of_one_document(ledger, name, documents.c.fate.in_(fates))]
+def select_documents_by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> DocumentSelection:
+    """Return the documents with these keys or ids. Raises: InputError as ``find_keys_of_unique_document``."""
+    keys = [key for name in names for key in find_keys_of_unique_document(ledger, name, documents.c.fate.in_(fates))]
     return DocumentSelection("key", tuple(dict.fromkeys(keys)))
 
 
-def find_keys_of_one_document(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> list[str]:
+def find_keys_of_unique_document(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> list[str]:
     """Return the keys of the one document that a person names by its key, or by an id that no other document has.
 
     Copies of its text with the same id are included. If several documents have the id, only those that meet the conditions ``fitting`` count. If none
     meets the conditions, all count.
     Raises: InputError with the keys if several documents remain, or with similar ids if no document has the id.
     """
-    found = find_keys(ledger, name)
+    found = find_document_keys(ledger, name)
     if name in found:
         return [name]
     c = documents.c
@@ -105,7 +105,7 @@ def find_keys_of_one_document(ledger: Ledger, name: str, *fitting: sa.ColumnElem
     )
 
 
-def find_keys(ledger: Ledger, name: str) -> list[str]:
+def find_document_keys(ledger: Ledger, name: str) -> list[str]:
     """Return the keys of all documents with that id or key. Raises: InputError with similar ids if there is none."""
     rows = ledger.read("SELECT key FROM documents WHERE id = :name OR key = :name ORDER BY key", name=name)
     if rows:
@@ -126,7 +126,7 @@ def select_documents_by_label(ledger: Ledger, column: str, names: Sequence[str])
     selection = DocumentSelection(column, tuple(dict.fromkeys(names)))
     for name in selection.names:
         if not ledger.select_first(
-            sa.select(documents.c.key).where(DocumentSelection(column, (name,)).condition()).limit(1)
+            sa.select(documents.c.key).where(DocumentSelection(column, (name,)).build_sql_condition()).limit(1)
         ):
             noun, values = COLUMN_NOUNS[column], COLUMNS[column]
             known = ledger.select_rows(

@@ -1,6 +1,6 @@
 """Finds the training documents that models wrote. The column ``documents.detail`` names the model, the maker (``factory.ingest.document``).
 
-If a maker has the number and weights of a release of this factory (``format_writing_release``), the maker is that release. Its successors may be
+If a maker has the number and weights of a release of this factory (``format_release_as_author``), the maker is that release. Its successors may be
 trained on its text. Any other maker is only a claim of the shard.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from factory.ingest.document import SYNTHETIC_PREFIX, format_writing_release, read_writing_model
+from factory.ingest.document import SYNTHETIC_PREFIX, format_release_as_author, read_author_model
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 
@@ -19,7 +19,7 @@ _RELEASE = re.compile(r"release (\d{1,9}) \(weights [0-9a-f]{16}\)\Z")
 
 
 @dataclass(frozen=True)
-class SyntheticCount:
+class SyntheticDocumentCount:
     """The documents that one model wrote. ``release``: the number, if the model is a release of this factory; else None."""
 
     maker: str
@@ -31,29 +31,29 @@ class SyntheticCount:
         return asdict(self)
 
 
-def count_synthetic_documents(ledger: Ledger, used: Collection[str]) -> list[SyntheticCount]:
+def count_synthetic_documents(ledger: Ledger, used: Collection[str]) -> list[SyntheticDocumentCount]:
     """Count the documents in these token shards that models wrote, for each maker, with the most tokens first.
 
     Removed and quarantined documents count too, because models were trained on them.
     """
     found: dict[str, tuple[int, int]] = {}
     for row in _rows(ledger):
-        if row["token_shard"] in used and (maker := read_writing_model(row["detail"])):
+        if row["token_shard"] in used and (maker := read_author_model(row["detail"])):
             count, tokens = found.get(maker, (0, 0))
             found[maker] = count + row["documents"], tokens + row["supervised_tokens"]
     weights = {row.number: row.export_sha256 for row in ReleaseRow.select(ledger)} if found else {}
     listed = [
-        SyntheticCount(maker, find_release_of_writing_model(maker, weights), *counts) for maker, counts in found.items()
+        SyntheticDocumentCount(maker, find_release_of_writing_model(maker, weights), *counts) for maker, counts in found.items()
     ]
     return sorted(listed, key=lambda one: (-one.supervised_tokens, one.maker))
 
 
-def count_written_by_release(ledger: Ledger, release: ReleaseRow) -> dict[str, int]:
+def count_documents_written_by_release(ledger: Ledger, release: ReleaseRow) -> dict[str, int]:
     """Return, for each token shard, the number of its training documents that a release wrote."""
-    maker = format_writing_release(release.number, release.export_sha256)
+    maker = format_release_as_author(release.number, release.export_sha256)
     found: dict[str, int] = {}
     for row in _rows(ledger):
-        if read_writing_model(row["detail"]) == maker:
+        if read_author_model(row["detail"]) == maker:
             found[row["token_shard"]] = found.get(row["token_shard"], 0) + row["documents"]
     return found
 
@@ -70,7 +70,7 @@ def find_release_of_writing_model(maker: str, weights: Mapping[int, str]) -> int
     """
     named = _RELEASE.match(maker)
     number = int(named[1]) if named else 0
-    return number if number in weights and format_writing_release(number, weights[number]) == maker else None
+    return number if number in weights and format_release_as_author(number, weights[number]) == maker else None
 
 
 def _rows(ledger: Ledger) -> list[dict[str, Any]]:

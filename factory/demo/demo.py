@@ -22,11 +22,11 @@ from factory.core import devices
 from factory.core.console import Terminal
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.launching import run_python
-from factory.core.workspace import MODEL_LOOP, Workspace, WorkspaceConfig, checkout_root
+from factory.core.workspace import MODEL_LOOP, Workspace, WorkspaceConfig, find_checkout_root
 from factory.demo import demo_size
 from factory.demo.demo_size import LADDER, DemoPlan, DemoShape, DemoTimings
 from factory.demo.summary import summarise_demo
-from factory.duties.runner import run_pass
+from factory.duties.runner import run_duty_pass
 from factory.git.repository import fork_repository, get_live_commit
 from factory.ingest.inbox import ingest_and_move, list_complete_files
 from factory.ledger.ledger import sa, shards
@@ -62,7 +62,7 @@ def run_demo(
                 with Workspace.open(root).hold_lock(MODEL_LOOP):  # refuses a folder in which a demo runs
                     pass
             shutil.rmtree(root)
-    terminal.heading(
+    terminal.print_heading(
         Message("demo.step_corpus", "1  Make a workspace, and a corpus from the standard library of this Python")
     )
     root.mkdir(parents=True, exist_ok=True)
@@ -73,27 +73,27 @@ def run_demo(
     with workspace.hold_lock(MODEL_LOOP):
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
-        terminal.heading(Message("demo.step_ingest", "2  Ingest the first shards"))
+        terminal.print_heading(Message("demo.step_ingest", "2  Ingest the first shards"))
         _arrive(plant, first)
         ingesting = time.monotonic()
         for path in list_complete_files(plant, settle=0.0):
             ingest_and_move(plant, path)
         if not workspace.repository.exists():
-            terminal.heading(
+            terminal.print_heading(
                 Message("demo.step_measure", "3  Measure the speed of this machine, and choose the model and its steps")
             )
             _fit(workspace, terminal, minutes, began, time.monotonic() - ingesting)
-        terminal.heading(Message("demo.step_release", "4  Train, evaluate, judge and release candidate 1"))
-        run_pass(plant, settle=0.0)
-        terminal.heading(
+        terminal.print_heading(Message("demo.step_release", "4  Train, evaluate, judge and release candidate 1"))
+        run_duty_pass(plant, settle=0.0)
+        terminal.print_heading(
             Message(
                 "demo.step_second",
                 "5  Ingest new shards (one is bad), continue the trunk, and judge candidate 2 against the champion",
             )
         )
         _arrive(plant, [path for path in corpus if path not in first] + [_bad_shard(plant)])
-        run_pass(plant, settle=0.0)
-        terminal.heading(
+        run_duty_pass(plant, settle=0.0)
+        terminal.print_heading(
             Message(
                 "demo.step_improve",
                 "6  Improve the factory's own code: time every line of the training step, propose a patch, judge it",
@@ -102,11 +102,11 @@ def run_demo(
         failure: FactoryError | None = None
         try:
             _improve_when_idle(workspace)
-            run_pass(plant, settle=0.0)
+            run_duty_pass(plant, settle=0.0)
         except FactoryError as error:  # for example without a sandbox; the earlier results stay
             failure = error
             terminal.line(Message("demo.no_code_loop", "  The code loop could not run: {error}", error=error))
-    terminal.heading(Message("demo.step_summary", "7  What happened"))
+    terminal.print_heading(Message("demo.step_summary", "7  What happened"))
     for line in summarise_demo(workspace, read_status(workspace), time.monotonic() - began):
         terminal.line(line)
     if failure:
@@ -118,12 +118,12 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     from factory.computing.compute_settings import describe_precision, measure_precision
     from trainer.contract.recipe import Recipe
 
-    raw = _read_recipe((checkout_root() / RECIPE).read_text("utf-8"))
+    raw = _read_recipe((find_checkout_root() / RECIPE).read_text("utf-8"))
     found = measure_precision(Recipe.parse(raw))
     terminal.line(f"  {describe_precision(found)}")
     shape = demo_size.guess_first_shape(minutes, _predicted(raw, found))
     for attempt in range(3):
-        measured = _step_rate(workspace, terminal, shape.recipe(raw) | {"precision": found["precision"]}, str(shape))
+        measured = _step_rate(workspace, terminal, shape.apply_to_recipe(raw) | {"precision": found["precision"]}, str(shape))
         terminal.line(
             Message(
                 "demo.measured",
@@ -171,10 +171,10 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     _write_policies(workspace, size)
     edits = {KERNELS: use_plain_kernels, RECIPE: lambda text: _recipe_text(text, shape, size)}
     title = Message("demo.commit", "Use plain kernels and a model that fits this machine, for the demo")
-    fork_repository(checkout_root(), workspace.repository, edits, title)
-    measured_with = devices.compiled_code_folder(workspace.root, MEASURING_COMMIT)
+    fork_repository(find_checkout_root(), workspace.repository, edits, title)
+    measured_with = devices.get_compiled_code_folder(workspace.root, MEASURING_COMMIT)
     if measured_with.is_dir():  # the factory's own checkout compiled it, so training may use it
-        own = devices.compiled_code_folder(workspace.root, get_live_commit(workspace.repository))
+        own = devices.get_compiled_code_folder(workspace.root, get_live_commit(workspace.repository))
         shutil.rmtree(own, ignore_errors=True)
         measured_with.rename(own)
 
@@ -193,14 +193,14 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[DemoShape, fl
     """For each shape, the seconds of a step's matrix products, attention and loss head, from the probe's rates."""
     import torch
 
-    from trainer.contract.plan.precision import DTYPES, timed_parts
+    from trainer.contract.plan.precision import DTYPES, make_timed_parts
     from trainer.contract.recipe import Recipe
 
     rates = found["probe"]["rates"][found["precision"]]
     threads = torch.get_num_threads() if found["probe"]["device"] == "cpu" else 1
     predicted = {}
     for shape in LADDER:
-        made = timed_parts(Recipe.parse(shape.recipe(raw)), torch.device("cpu"), DTYPES[found["precision"]])
+        made = make_timed_parts(Recipe.parse(shape.apply_to_recipe(raw)), torch.device("cpu"), DTYPES[found["precision"]])
         predicted[shape] = sum(part.flops / rates[name] for name, part in made.items()) / threads
     return predicted
 
@@ -215,14 +215,14 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     folder.mkdir(exist_ok=True)
     given, kernels = folder / "demo-recipe.yaml", folder / "demo-kernels.yaml"
     given.write_text(yaml.safe_dump(recipe))
-    kernels.write_text(use_plain_kernels((checkout_root() / KERNELS).read_text("utf-8")))
+    kernels.write_text(use_plain_kernels((find_checkout_root() / KERNELS).read_text("utf-8")))
     arguments = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    cache = str(devices.compiled_code_folder(workspace.root, MEASURING_COMMIT) / "inductor")
+    cache = str(devices.get_compiled_code_folder(workspace.root, MEASURING_COMMIT) / "inductor")
     began = time.monotonic()
     with terminal.task(
         Message("demo.timing", "measure the time of a step with {shape} (the first step compiles)", shape=title)
     ):
-        done = run_python(checkout_root(), *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
+        done = run_python(find_checkout_root(), *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
     if done.returncode:
         raise FactoryError(
             "demo.not_timed", "A step of the demo's recipe could not be timed: {error}",
@@ -233,7 +233,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
 
 
 def _recipe_text(text: str, shape: DemoShape, size: DemoPlan) -> str:
-    raw = shape.recipe(_read_recipe(text))
+    raw = shape.apply_to_recipe(_read_recipe(text))
     raw["schedule"] |= {"trunk_steps": {"first": size.first, "later": size.later}, "anneal_steps": size.anneal}
     comment = Message("demo.recipe_comment", "# 'factory demo' chose these sizes for this machine.\n")
     return comment + yaml.safe_dump(raw, sort_keys=False)
@@ -241,13 +241,13 @@ def _recipe_text(text: str, shape: DemoShape, size: DemoPlan) -> str:
 
 def _write_data_policy(workspace: Workspace) -> None:
     """Write the shipped policy, but hold out a module's code, docs and chats together, because they quote one another."""
-    from agents.core.yaml_edit import set_value
+    from agents.core.yaml_edit import set_yaml_value
 
     path = workspace.root / "policies" / "data.yaml"
     if not path.exists():
-        text = (checkout_root() / "policies" / "data.yaml").read_text("utf-8")
+        text = (find_checkout_root() / "policies" / "data.yaml").read_text("utf-8")
         for domain in ("code", "docs", "chat"):
-            text = set_value(text, ("domains", domain, "group"), "source")
+            text = set_yaml_value(text, ("domains", domain, "group"), "source")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
@@ -264,7 +264,7 @@ def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
         "gates/patch.yaml": {"training": size.patch},
     }
     for name, values in changes.items():
-        raw = yaml.safe_load((checkout_root() / "policies" / name).read_text("utf-8"))
+        raw = yaml.safe_load((find_checkout_root() / "policies" / name).read_text("utf-8"))
         for key, value in values.items():
             raw[key] = raw.get(key, {}) | value if isinstance(value, dict) else value
         path = own / name
@@ -278,12 +278,12 @@ def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
 
 def use_plain_kernels(policy: str) -> str:
     """Return the text of kernels.yaml with the plain expression as every choice, so that the code loop can find an improvement."""
-    from agents.core.yaml_edit import set_value
+    from agents.core.yaml_edit import set_yaml_value
     from kernels.contract.choice import PLAIN
 
     for device, choice in yaml.safe_load(policy).items():
         for op in choice if isinstance(choice, dict) else ():
-            policy = set_value(policy, (device, op), PLAIN.get(op, "reference"))
+            policy = set_yaml_value(policy, (device, op), PLAIN.get(op, "reference"))
     return policy
 
 
@@ -315,11 +315,11 @@ def _bad_shard(plant: Plant) -> Path:
 
 def _arrive(plant: Plant, files: list[Path]) -> None:
     """Copy shards that are not yet ingested into the inbox."""
-    from trainer.contract.data.token_shard import file_sha256
+    from trainer.contract.data.token_shard import hash_file
 
     known = {row["sha256"] for row in plant.ledger.select_rows(sa.select(shards.c.sha256))}
     for path in files:
-        if file_sha256(path) not in known:
+        if hash_file(path) not in known:
             aside = plant.workspace.inbox / f"{path.name}.part"
             shutil.copyfile(path, aside)
             os.replace(aside, plant.workspace.inbox / path.name)
@@ -327,7 +327,7 @@ def _arrive(plant: Plant, files: list[Path]) -> None:
 
 def _improve_when_idle(workspace: Workspace) -> None:
     """Set the policy so that the daemon improves the factory when it has no other work."""
-    from agents.core.yaml_edit import set_value
+    from agents.core.yaml_edit import set_yaml_value
 
     path = workspace.root / "policies" / "agents.yaml"
-    write_atomically(path, set_value(path.read_text("utf-8"), ("improve", "when"), "when-idle"))
+    write_atomically(path, set_yaml_value(path.read_text("utf-8"), ("improve", "when"), "when-idle"))

@@ -31,7 +31,7 @@ class DemoShape:
     d_ff: int
     sequences: int
 
-    def recipe(self, raw: dict[str, Any]) -> dict[str, Any]:
+    def apply_to_recipe(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the recipe ``raw`` with these sizes. Its learning rate was tuned at a width of 256 and scales with muP (``base_d_model``)."""
         sizes = {"d_model": self.d_model, "layers": self.layers, "heads": self.heads, "kv_heads": self.kv_heads}
         model = raw["model"] | sizes | {"d_ff": self.d_ff, "base_d_model": 256}

@@ -184,7 +184,7 @@ def _proposals(facts: dict[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class JudgedShardTimes:
+class JudgedShardTime:
     """The time from the ingest of a shard to the first verdict of the release gate on a candidate that was trained on the shard."""
 
     shard: str
@@ -193,7 +193,7 @@ class JudgedShardTimes:
     seconds: float  # from the moment that its ingest was recorded
 
 
-def list_judged_shards(db: SqlReader) -> list[JudgedShardTimes]:
+def list_judged_shard_times(db: SqlReader) -> list[JudgedShardTime]:
     """Return the times of every ingested shard that has such a verdict, in the order in which the shards arrived."""
     shards = db.read("SELECT sha256, name, ingested_at FROM shards WHERE state = 'ingested' ORDER BY ingested_at")
     shard_of = {row["id"]: row["shard"] for row in db.read("SELECT id, shard FROM token_shards")}
@@ -204,7 +204,7 @@ def list_judged_shards(db: SqlReader) -> list[JudgedShardTimes]:
         for planned in row["plan"]["token_shards"]:
             first.setdefault(shard_of.get(planned["id"], ""), verdict)
     return [
-        JudgedShardTimes(row["name"], judged.subject_number, judged.outcome, judged.created_at - row["ingested_at"])
+        JudgedShardTime(row["name"], judged.subject_number, judged.outcome, judged.created_at - row["ingested_at"])
         for row in shards
         if (judged := first.get(row["sha256"]))
     ]
@@ -240,7 +240,7 @@ def _numbers(db: SqlReader, facts: dict[str, Any], seconds: float) -> list[str]:
                 bits=" ".join(", ".join(pairs).split()),
             )
         )
-    judged = list_judged_shards(db)
+    judged = list_judged_shard_times(db)
     if judged:
         newest = [one for one in judged if one.candidate == judged[-1].candidate]
         least, most = (f"{end(one.seconds for one in newest):.0f}" for end in (min, max))
@@ -281,7 +281,7 @@ def _share_of_products(segment: SegmentRow, tokens_per_s: float) -> str:
     threads = max(1, (computing.get("machine") or {}).get("threads") or 0)
     if not isinstance(rate, float) or rate <= 0:
         return ""
-    share = tokens_per_s * Recipe.parse(segment.recipe_json).model.flops_per_token() / (rate * threads)
+    share = tokens_per_s * Recipe.parse(segment.recipe_json).model.count_flops_per_token() / (rate * threads)
     return Message(
         "summary.share",
         ", which is {share:.0%} of the speed that this machine reaches in pure matrix products",

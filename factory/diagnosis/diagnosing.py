@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agents.core.untrusted import limited_text
-from agents.loss_doctor.arms import arms_against_large_steps
+from agents.core.untrusted import shorten_text
+from agents.loss_doctor.arms import make_arms_against_large_steps
 from agents.loss_doctor.causes import HARDWARE, LAYOUT, UNKNOWN
 from agents.loss_doctor.curves import KINDS, StepMetrics, find_anomaly_onset, read_step_metrics
-from agents.loss_doctor.doctor import Diagnosis, diagnose
-from factory.audit.kept_checkpoints import kept_checkpoints_folder
-from factory.code_loop.agent_runs import has_endpoint
+from agents.loss_doctor.doctor import Diagnosis, diagnose_anomaly
+from factory.audit.kept_checkpoints import get_kept_checkpoints_folder
+from factory.code_loop.agent_runs import has_llm_endpoint
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.launching import count_ranks
 from factory.core.path_removal import remove_path
 from factory.core.policy_file import hash_policy
@@ -37,19 +37,19 @@ from factory.ledger.anomalies import (
     REPLICAS_DIFFER,
     AnomalyRow,
     find_settled_anomalies,
-    newest_details_by_anomaly,
+    read_newest_details_by_anomaly,
 )
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
-from factory.runs.arm import Arm, recipe_for_one_rank
+from factory.runs.arm import Arm, make_recipe_for_one_rank
 from factory.runs.arm_runner import ArmRunner
 from factory.runs.sandboxed_training import ArmRunEnd
 from factory.runs.trace import read_step_lines
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.planning import read_data_plan
-from factory.training.segment_folder import segment_spec
+from factory.training.segment_folder import make_segment_spec
 from kernels.contract.files import replace_non_finite
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
@@ -164,10 +164,10 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
             "--steps, to 1 or more.", budget=budget,
         )  # fmt: skip
     row = AnomalyRow.get(plant.ledger, number)
-    recorded = newest_details_by_anomaly(plant.ledger, DIAGNOSED).get(number)
+    recorded = read_newest_details_by_anomaly(plant.ledger, DIAGNOSED).get(number)
     if recorded and number not in find_settled_anomalies(plant.ledger):  # killed before it acted on the diagnosis
         return recorded | {"done": _done(plant.ledger, policy, recorded, plant.progress)}
-    remedies.refuse_closed_anomaly(plant.ledger, number)
+    remedies.check_anomaly_is_open(plant.ledger, number)
     segment = SegmentRow.get(plant.ledger, row.segment)
     lines: list[StepMetrics] = []
     unreadable: InputError | None = None
@@ -207,13 +207,13 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 )
             elif policy.previous_python and episode.environment_changed:
                 bench.before = policy.previous_python
-            found = diagnose(bench)
+            found = diagnose_anomaly(bench)
             keys = next(
-                (dict(arm.recipe) for arm in arms_against_large_steps(bench.case()) if arm.name == found.remedy), {}
+                (dict(arm.recipe) for arm in make_arms_against_large_steps(bench.case()) if arm.name == found.remedy), {}
             )
             why = " ".join([found.why, *(f"({note})" for note in notes)])
         except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
-            if isinstance(error, repository.CheckoutError) or is_machine_fault_without_file(error):
+            if isinstance(error, repository.CheckoutError) or is_machine_fault_unrelated_to_files(error):
                 raise  # a fault of the machine is no evidence about the anomaly
             why = str(error)
         finally:
@@ -224,7 +224,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
         "why": why, "anomalies": list(span.anomalies), "segment": segment.id, "kind": span.kind, "onset": span.onset, "last": span.last,
         "noted": list(span.noted),
         "budget": budget, "override": {"keys": keys, "until": span.last + 1 + policy.rate_steps} if keys else None,
-        "to_word": has_endpoint(plant.workspace),
+        "to_word": has_llm_endpoint(plant.workspace),
     }  # fmt: skip
     undo = _blamed(plant, segment, detail["causes"])
     page = plant.workspace.reports / f"anomaly-{lead}.html"
@@ -271,7 +271,7 @@ def _replicas_apart(row: AnomalyRow) -> FactoryError:
     weights = ", ".join(str(name) for name in (row.detail or {}).get("weights", ())) or "names not recorded"
     return FactoryError(
         "diagnosis.replicas_apart", "After step {step}, the ranks' copies of these weights were not identical: {weights}.",
-        step=row.step, weights=limited_text(weights, 600),
+        step=row.step, weights=shorten_text(weights, 600),
     )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
             plant, causes, segment.code_commit, find_previous_commit(plant.ledger, segment, 0)
         )
     except FactoryError as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         plant.progress.line(
             Message(
@@ -304,14 +304,14 @@ def _drawn(detail: Mapping[str, Any], lines: Sequence[StepMetrics], found: Diagn
 def read_live_metrics(ledger: Ledger, segment: SegmentRow) -> list[StepMetrics]:
     """Return the metrics of a segment and its ancestors that are still on disk, by step. Raises: InputError."""
     lines: list[dict[str, Any]] = []
-    for row in SegmentRow.lineage(ledger, segment.id):
+    for row in SegmentRow.read_lineage(ledger, segment.id):
         if row.kind != "average" and Path(row.folder).is_dir():
             try:
                 lines += [
                     line for line in read_step_lines(Path(row.folder), "metrics.jsonl") if line["step"] < row.last_step
                 ]
             except (UntrustedFileError, OSError) as error:
-                if is_machine_fault_without_file(error):
+                if is_machine_fault_unrelated_to_files(error):
                     raise
                 raise InputError(
                     "diagnosis.metrics_unreadable",
@@ -346,13 +346,13 @@ def _episode(
             "diagnosis.segment_not_done", "Segment {segment} is {state}. Only a finished segment can be diagnosed.",
             segment=segment.id, state=segment.state,
         )  # fmt: skip
-    if segment.computing is not None and segment.computing["machine"]["device"] != devices.device_kind():
+    if segment.computing is not None and segment.computing["machine"]["device"] != devices.get_device_kind():
         raise InputError(
             "diagnosis.other_device", "Segment {segment} was trained on {machine}, and this machine has no such device. Run the diagnosis on "
                                       "a machine that has one.",
             segment=segment.id, machine=segment.computing["machine"]["name"],
         )  # fmt: skip
-    spec = segment_spec(plant.ledger, segment)
+    spec = make_segment_spec(plant.ledger, segment)
     if gone := [shard["path"] for shard in spec["data_plan"]["token_shards"] if not Path(shard["path"]).is_dir()]:
         raise InputError(
             "diagnosis.documents_erased",
@@ -361,11 +361,11 @@ def _episode(
         )
     notes: list[str] = []
     if count_ranks(plant.workspace) > 1:
-        spec["recipe"] = recipe_for_one_rank(spec["recipe"])
+        spec["recipe"] = make_recipe_for_one_rank(spec["recipe"])
         notes.append("replayed on one rank")
     every: dict[int, Path] = {}
-    for row in SegmentRow.lineage(plant.ledger, segment.id):
-        for folder in (kept_checkpoints_folder(plant.workspace, row.id), Path(row.folder) / "checkpoints"):
+    for row in SegmentRow.read_lineage(plant.ledger, segment.id):
+        for folder in (get_kept_checkpoints_folder(plant.workspace, row.id), Path(row.folder) / "checkpoints"):
             every |= dict(checkpoints.list_checkpoints(folder))
     sound = [
         (step, path)
@@ -403,12 +403,12 @@ def _episode(
         path for step, path in sorted(every.items()) if step > span.last and not checkpoints.find_checkpoint_fault(path)
     ]
     episode = AnomalyEpisode(
-        kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.device_kind(), lines=lines, rungs=sound, code=code,
+        kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.get_device_kind(), lines=lines, rungs=sound, code=code,
         kernels=dict(segment.computing["kernels"]) if segment.computing else {},
         previous_code=previous, previous_commit=commit or "", generation_begins=begins, where=span.where, one_rank=count_ranks(plant.workspace) > 1,
-        previous_weights=find_previous_weights(spec["data_plan"], read_data_plan(plant.ledger, parent) if parent and recent else None, span.onset,
+        previous_weights=find_previous_domain_weights(spec["data_plan"], read_data_plan(plant.ledger, parent) if parent and recent else None, span.onset,
         span.last),
-        changed_recipe_keys=changed_recipe_keys(segment.recipe_json, parent.recipe_json) if parent and recent else {},
+        changed_recipe_keys=find_changed_recipe_keys(segment.recipe_json, parent.recipe_json) if parent and recent else {},
         end=after[-1] if after else None, environment_changed=describe_changed_environment(segment.computing, parent.computing if parent else None),
     )  # fmt: skip
     return episode, notes
@@ -416,7 +416,7 @@ def _episode(
 
 def find_previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | None:
     """Return the newest other commit with which an earlier segment was trained, if that segment ends at or after step ``oldest``; else None."""
-    for row in reversed(SegmentRow.lineage(ledger, segment.id)):
+    for row in reversed(SegmentRow.read_lineage(ledger, segment.id)):
         if row.id != segment.id and row.last_step < oldest:
             return None
         if row.kind != "average" and row.code_commit != segment.code_commit:
@@ -424,7 +424,7 @@ def find_previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> st
     return None
 
 
-def find_previous_weights(
+def find_previous_domain_weights(
     plan: Mapping[str, Any], before: Mapping[str, Any] | None, onset: int, last: int
 ) -> dict[str, float] | None:
     """Return the domain shares before those at step ``last``, if they changed at most ``RECENT_STEPS`` steps before the onset; else None.
@@ -433,16 +433,16 @@ def find_previous_weights(
 
     >>> plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}
     >>> plan |= {"phases": [{"from_step": 50, "weights": {"x": 0.5, "y": 0.5}}]}
-    >>> find_previous_weights(plan, None, 53, 54), find_previous_weights(plan, None, 500, 501)
+    >>> find_previous_domain_weights(plan, None, 53, 54), find_previous_domain_weights(plan, None, 500, 501)
     ({'x': 1.0}, None)
-    >>> find_previous_weights({**plan, "phases": []}, {**plan, "weights": {"y": 1.0}}, 2, 3)
+    >>> find_previous_domain_weights({**plan, "phases": []}, {**plan, "weights": {"y": 1.0}}, 2, 3)
     {'y': 1.0}
     """
-    now = DataPlan.from_json(plan).weights_at(last)
+    now = DataPlan.from_json(plan).find_weights_at_step(last)
     for step in range(last - 1, max(-1, onset - RECENT_STEPS - 1), -1):
-        if (then := DataPlan.from_json(plan).weights_at(step)) != now:
+        if (then := DataPlan.from_json(plan).find_weights_at_step(step)) != now:
             return then
-    then = DataPlan.from_json(before).weights_at(onset) if before else now
+    then = DataPlan.from_json(before).find_weights_at_step(onset) if before else now
     return then if then != now else None
 
 
@@ -457,10 +457,10 @@ def describe_changed_environment(computing: Mapping[str, Any] | None, before: Ma
     return ", ".join(f"{key} {then[key]} → {now[key]}" for key in keys if now[key] != then[key])
 
 
-def changed_recipe_keys(recipe: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+def find_changed_recipe_keys(recipe: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of optimiser, schedule and clipping (joined by dots) that differ in the recipe ``before``, with their values there.
 
-    >>> changed_recipe_keys({"optimizer": {"lr": 0.1, "beta2": 0.9}}, {"optimizer": {"lr": 0.01, "beta2": 0.9}})
+    >>> find_changed_recipe_keys({"optimizer": {"lr": 0.1, "beta2": 0.9}}, {"optimizer": {"lr": 0.01, "beta2": 0.9}})
     {'optimizer.lr': 0.01}
     """
     keys = [(part, key) for part in ("optimizer", "schedule") for key in before.get(part, {})]
@@ -490,13 +490,13 @@ class _Trainers:
         self._left: list[Path] = []
 
     def __call__(self, arm: Arm) -> ArmRunEnd:
-        output = self.runs.folder(arm)
+        output = self.runs.find_arm_folder(arm)
         for left in (*self._left, output):  # of the previous arm, which was read, and of a killed process
             remove_path(left)
         self._left = [output]
         limit = min(self.wall_seconds, PATIENCE_SECONDS + 20 * max(self._ended)) if self._ended else self.wall_seconds
         (found,) = self.runs.train_sandboxed(
-            output, self.episode.code_folder(arm), {output / "00000-trunk": arm}, limit
+            output, self.episode.choose_code_folder(arm), {output / "00000-trunk": arm}, limit
         )
         self._ended += [] if found.failed else [found.seconds]
         return found

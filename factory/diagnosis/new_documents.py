@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from agents.loss_doctor.arms import NewShardsComparison
 from trainer.contract.data.data_order import DataOrder
-from trainer.contract.data.document_stream import DocumentStream, stream_domain, stream_generation
+from trainer.contract.data.document_stream import DocumentStream, parse_stream_domain, parse_stream_generation
 
 SAMPLE = 200  # documents of a stream that are read
 TOKEN_BUCKETS = 1 << 17  # for counting tokens: more than the largest vocabulary that is trained here
@@ -26,15 +26,15 @@ def compare_new_documents(order: DataOrder, keys: Mapping[str, tuple[str, ...]])
 
     ``keys`` maps each stream to the keys of the window's documents.
     """
-    newest = max(map(stream_generation, order.streams))
+    newest = max(map(parse_stream_generation, order.streams))
     before: dict[str, list[DocumentStream]] = {}
     for name, stream in order.streams.items():
-        if stream_generation(name) < newest:
+        if parse_stream_generation(name) < newest:
             before.setdefault(stream.domain, []).append(stream)
     found = []
     for name, documents in sorted(keys.items()):
-        domain = stream_domain(name)
-        if stream_generation(name) < newest or domain not in before:
+        domain = parse_stream_domain(name)
+        if parse_stream_generation(name) < newest or domain not in before:
             continue
         new, old = _documents([order.streams[name]]), _documents(before[domain])
         others = {other: [tokens for tokens, _ in _documents(streams)] for other, streams in before.items()}
@@ -60,7 +60,7 @@ def _documents(streams: Sequence[DocumentStream]) -> list[Document]:
                 int(stream.length[index]),
             )
             tokens = np.asarray(shard.tokens[first : first + length]).astype(np.int64)
-            found.append((tokens, np.asarray(shard.loss_mask(first, first + length), bool)))
+            found.append((tokens, np.asarray(shard.read_loss_mask(first, first + length), bool)))
     return found
 
 

@@ -17,14 +17,14 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents.loss_doctor.causes import CODE, HEALTHY, KERNEL, RATE
-from factory.audit.audit_windows import find_merged_patches
+from factory.audit.audit_windows import list_merged_agent_patches
 from factory.core.errors import InputError
-from factory.data.exposure import Exposure
+from factory.data.exposure import DocumentExposure
 from factory.data.retraining_cost import find_releases_trained_on
-from factory.data.selecting import find_keys_of_one_document
+from factory.data.selecting import find_keys_of_unique_document
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
-from factory.ingest.document import SYNTHETIC_PREFIX, keep_writing_model
+from factory.ingest.document import SYNTHETIC_PREFIX, keep_author_model_in_detail
 from factory.ledger.anomalies import (
     ASKED,
     CLOSED,
@@ -36,13 +36,13 @@ from factory.ledger.anomalies import (
     RELEASE_MARKED,
     SEGMENT_REWOUND,
     AnomalyRow,
-    newest_details_by_anomaly,
+    read_newest_details_by_anomaly,
 )
 from factory.ledger.ledger import Ledger, documents, record_event, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, SqlReader, Subject
 from factory.ledger.snapshot import Snapshot
-from factory.training.planning import RecipeOverride, has_override, last_checkpoint, record_override
+from factory.training.planning import RecipeOverride, has_recipe_override, read_last_checkpoint, record_recipe_override
 from kernels.contract.message import Message
 
 AT_ONCE = 16  # steps from an episode's onset in which new shards show their effect
@@ -66,7 +66,7 @@ def apply_anomaly_policy(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Me
         return quarantine_and_rewind(ledger, lead, "policy")
     if _override(found) and policy.rate == "automatic":
         spoiled = SegmentRow.get(ledger, found["segment"])
-        if not has_override(ledger, spoiled.kind, spoiled.parent):
+        if not has_recipe_override(ledger, spoiled.kind, spoiled.parent):
             return override_and_rewind(ledger, lead, "policy")
     with ledger.begin() as tx:
         asked = {"anomalies": found["anomalies"], "diagnosis": found["event"]}
@@ -97,12 +97,12 @@ def find_blamed_patches(plant: Plant, causes: Sequence[str], commit: str, previo
     code = plant.workspace.repository
     since = [
         row
-        for row in find_merged_patches(plant, commit)
+        for row in list_merged_agent_patches(plant, commit)
         if previous is None or not repository.is_ancestor(code, previous, row.patch_commit)
     ]
     if tuple(causes) == (KERNEL,):
         files = {
-            row.number: [c.path for c in repository.read_changes(code, row.base_commit, row.patch_commit)]
+            row.number: [c.path for c in repository.read_file_changes(code, row.base_commit, row.patch_commit)]
             for row in since
         }
         since = [row for row in since if any(path.startswith(KERNEL_FILES) for path in files[row.number])]
@@ -141,9 +141,9 @@ def reject_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
         its_own = sa.or_(detail.startswith(reason, autoescape=True), written)  # no documents of another diagnosis
         which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined", its_own)
         if _override(found):
-            record_override(tx, SegmentRow.get(db, found["segment"]), RecipeOverride({}, 0, "rejected"))
+            record_recipe_override(tx, SegmentRow.get(db, found["segment"]), RecipeOverride({}, 0, "rejected"))
         freed = list(tx.execute(sa.select(documents.c.key).where(*which)).scalars())
-        change_fates(tx, freed, "train", None, None)
+        change_document_fates(tx, freed, "train", None, None)
         _closed(tx, found, REJECTED, by, documents=found["guilty"])
     if not freed:
         return Message("diagnosis.rejected", "The anomaly is closed.")
@@ -154,7 +154,7 @@ def reject_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
     )
 
 
-def change_fates(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | None, detail: str | None) -> None:
+def change_document_fates(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | None, detail: str | None) -> None:
     """Give documents another fate, with its reason. The maker of a synthetic document stays recorded."""
     c = documents.c
     for start in range(0, len(keys), 500):
@@ -162,7 +162,7 @@ def change_fates(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | 
         written = tx.execute(sa.select(c.key, c.detail).where(these, c.detail.startswith(SYNTHETIC_PREFIX))).all()
         tx.execute(documents.update().where(these).values(fate=fate, rule=rule, detail=detail))
         for key, before in written:
-            tx.execute(documents.update().where(c.key == key).values(detail=keep_writing_model(before, detail)))
+            tx.execute(documents.update().where(c.key == key).values(detail=keep_author_model_in_detail(before, detail)))
 
 
 def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
@@ -175,7 +175,7 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
         db = Snapshot(tx, ledger.root)
         found = _diagnosis(db, number)
         guilty, reason = found["guilty"], _reason(found)
-        change_fates(tx, guilty, "quarantined", QUARANTINED_BY_DOCTOR, reason)
+        change_document_fates(tx, guilty, "quarantined", QUARANTINED_BY_DOCTOR, reason)
         record_event(
             tx,
             DOCUMENTS_QUARANTINED,
@@ -198,7 +198,7 @@ def override_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
         found = _diagnosis(db, number)
         override = _override(found)
         assert override is not None
-        record_override(tx, SegmentRow.get(db, found["segment"]), override)
+        record_recipe_override(tx, SegmentRow.get(db, found["segment"]), override)
         mark_segments_rewound(tx, list_segment_and_descendants(db, found["segment"]), {"anomaly": found["lead"]})
         _closed(tx, found, "trained again", by)
     return Message(
@@ -237,7 +237,7 @@ def _reason(found: Mapping[str, Any]) -> str:
 
 def list_segment_and_descendants(db: SqlReader, segment: int) -> list[SegmentRow]:
     """Return a segment and all its descendants."""
-    return [row for row in SegmentRow.select(db) if any(p.id == segment for p in SegmentRow.lineage(db, row.id))]
+    return [row for row in SegmentRow.select(db) if any(p.id == segment for p in SegmentRow.read_lineage(db, row.id))]
 
 
 def _replaced(ledger: Ledger, segment: int) -> bool:
@@ -258,16 +258,16 @@ def mark_segments_rewound(tx: sa.Connection, segment_rows: Sequence[SegmentRow],
 def _noted(ledger: Ledger, number: int, how: str, by: str) -> Message:
     """Close an anomaly that the judge recorded. It needs no further action, because the verdict of its candidate contains it."""
     with ledger.begin() as tx:
-        refuse_closed_anomaly(Snapshot(tx, ledger.root), number)
+        check_anomaly_is_open(Snapshot(tx, ledger.root), number)
         _closed(tx, {"lead": number, "anomalies": [number]}, how, by)
     return Message(
         "diagnosis.noted", "The anomaly is closed. The candidate is still held, because its verdict has not changed."
     )
 
 
-def refuse_closed_anomaly(db: SqlReader, number: int) -> None:
+def check_anomaly_is_open(db: SqlReader, number: int) -> None:
     """Refuse an anomaly that is closed. Raises: InputError."""
-    if end := newest_details_by_anomaly(db, CLOSED).get(number):
+    if end := read_newest_details_by_anomaly(db, CLOSED).get(number):
         raise InputError(
             "diagnosis.closed",
             "Anomaly {anomaly} is closed: {how} by {person}.",
@@ -289,7 +289,7 @@ def _closed(tx: sa.Connection, found: Mapping[str, Any], how: str, by: str, **mo
 
 def _diagnosis(db: SqlReader, number: int, also_closed: bool = False) -> dict[str, Any]:
     """Return the newest diagnosis of an anomaly. Raises: InputError when there is none, or the anomaly is closed."""
-    found = newest_details_by_anomaly(db, DIAGNOSED).get(number)
+    found = read_newest_details_by_anomaly(db, DIAGNOSED).get(number)
     if found is None:
         raise InputError(
             "diagnosis.not_diagnosed",
@@ -297,7 +297,7 @@ def _diagnosis(db: SqlReader, number: int, also_closed: bool = False) -> dict[st
             anomaly=number,
         )
     if not also_closed:
-        refuse_closed_anomaly(db, number)
+        check_anomaly_is_open(db, number)
     return found
 
 
@@ -305,7 +305,7 @@ def find_exposed_releases(ledger: Ledger, keys: Sequence[str]) -> ReleaseExposur
     """Return, for each release: the documents of ``keys`` that it was trained on, as in ``factory provenance``, and whether this is certain."""
     c = documents.c
     rows = ledger.select_rows(sa.select(c.key, c.token_shard).where(c.key.in_(keys), c.token_shard.is_not(None)))
-    exposure = Exposure(ledger, {row["key"]: row["token_shard"] for row in rows})
+    exposure = DocumentExposure(ledger, {row["key"]: row["token_shard"] for row in rows})
     return find_releases_trained_on(ledger, exposure, {row.number: row.segment for row in ReleaseRow.select(ledger)})
 
 
@@ -357,7 +357,7 @@ def rewind_segment(ledger: Ledger, number: int, by: str, why: str = "") -> Messa
                 state=row.state,
             )
         if row.parent is not None:
-            before = Path(last_checkpoint(db, row.parent)["path"])
+            before = Path(read_last_checkpoint(db, row.parent)["path"])
             if not (before / "manifest.json").is_file():
                 raise InputError(
                     "diagnosis.no_checkpoint_to_rewind_to",
@@ -394,7 +394,7 @@ def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str
     saw = find_exposed_releases(ledger, keys)
     detail = f"by {by}" + (f": {why}" if why else "")
     with ledger.begin() as tx:
-        change_fates(tx, keys, "quarantined", QUARANTINED_BY_PERSON, detail)
+        change_document_fates(tx, keys, "quarantined", QUARANTINED_BY_PERSON, detail)
         record_event(tx, DOCUMENTS_QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
         record_exposed_releases(tx, saw)
     return Message(
@@ -414,7 +414,7 @@ def end_document_quarantine(ledger: Ledger, names: Sequence[str], by: str) -> Me
     )  # fmt: skip
     keys = _keys(ledger, names, "quarantined", QUARANTINED_BY_PERSON, refusal)
     with ledger.begin() as tx:
-        change_fates(tx, keys, "train", None, None)
+        change_document_fates(tx, keys, "train", None, None)
         record_event(tx, DOCUMENTS_FREED, "documents", {"documents": keys, "by": by})
     return Message(
         "diagnosis.freed",
@@ -432,7 +432,7 @@ def _keys(
     found: list[str] = []
     for name in names:
         try:
-            keys = find_keys_of_one_document(ledger, name, fits)
+            keys = find_keys_of_unique_document(ledger, name, fits)
         except InputError as error:
             if "nothing was changed" in str(error).lower():
                 raise

@@ -24,21 +24,21 @@ from agents.loss_doctor.arms import (
     ReplayBudgetSpentError,
     Start,
 )
-from agents.loss_doctor.curves import StepMetrics, Symptom, quantity_of_anomaly, read_step_metrics
+from agents.loss_doctor.curves import StepMetrics, Symptom, choose_quantity_of_anomaly, read_step_metrics
 from factory.audit.kept_checkpoints import copy_checkpoint
 from factory.core.path_removal import remove_path
 from factory.diagnosis.new_documents import compare_new_documents
 from factory.gates.patch.held_out_scores import make_reference_model
 from factory.runs.arm import Arm
 from factory.runs.sandboxed_training import ArmRunEnd
-from factory.runs.trace import Trace
+from factory.runs.trace import RunTrace
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.format import Checkpoint, checkpoint_name
+from trainer.contract.checkpoint.format import Checkpoint, format_checkpoint_name
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import DocumentPiece, DocumentStream, stream_generation
+from trainer.contract.data.document_stream import DocumentPiece, DocumentStream, parse_stream_generation
 from trainer.contract.recipe import Recipe
 
 ArmTrainer = Callable[[Arm], ArmRunEnd]  # trains an arm
@@ -71,7 +71,7 @@ class AnomalyEpisode:
     end: Path | None = None  # the newest checkpoint of the segment, after the window
     environment_changed: str = ""  # libraries that differ from the segment before
 
-    def code_folder(self, arm: Arm) -> Path:
+    def choose_code_folder(self, arm: Arm) -> Path:
         """Return the folder with the code of an arm."""
         return self.previous_code if self.previous_code and arm.code == self.previous_commit else self.code
 
@@ -83,7 +83,7 @@ class AnomalyEpisode:
     def newest_checkpoint(self) -> tuple[int, Path]:
         return self.rungs[-1]
 
-    def checkpoints_in_segment(self) -> list[tuple[int, Path]]:
+    def list_checkpoints_in_segment(self) -> list[tuple[int, Path]]:
         """Return the checkpoints from which the segment's own data plan reaches the window."""
         return [rung for rung in self.rungs if rung[0] >= self.spec["first_step"]]
 
@@ -91,12 +91,12 @@ class AnomalyEpisode:
         """Return the checkpoint nearest to half of the onset's steps, or None. Its weights are trained enough, and differ enough from the newest."""
         return min(self.rungs[:-1], key=lambda rung: abs(rung[0] - self.onset / 2), default=None)
 
-    def live_symptom(self) -> Symptom:
-        quantity = quantity_of_anomaly(self.kind, self.where)
-        before = [p for p in self.lines if p.step < self.onset and p.value(quantity) is not None]
-        return Symptom.from_live_run(self.kind, before[-USUAL_STEPS:], self.points_in_window(self.lines), self.where)
+    def measure_live_symptom(self) -> Symptom:
+        quantity = choose_quantity_of_anomaly(self.kind, self.where)
+        before = [p for p in self.lines if p.step < self.onset and p.look_up_quantity(quantity) is not None]
+        return Symptom.from_live_run(self.kind, before[-USUAL_STEPS:], self.select_points_in_window(self.lines), self.where)
 
-    def points_in_window(self, points: Sequence[StepMetrics]) -> list[StepMetrics]:
+    def select_points_in_window(self, points: Sequence[StepMetrics]) -> list[StepMetrics]:
         return [point for point in points if self.onset <= point.step <= self.last]
 
 
@@ -120,7 +120,7 @@ class EpisodeReplayBench:
             kind=found.kind,
             onset=found.onset,
             last=found.last,
-            symptom=found.live_symptom(),
+            symptom=found.measure_live_symptom(),
             recipe=found.spec["recipe"],
             live=tuple(p for p in found.lines if found.newest_checkpoint[0] <= p.step < found.end_step),
             all_reference=set(found.kernels.values()) == {"reference"},
@@ -128,9 +128,9 @@ class EpisodeReplayBench:
             has_previous_environment=bool(self.before),
             environment_changed=found.environment_changed,
             has_end=found.end is not None,
-            has_earlier=len(found.checkpoints_in_segment()) > 1,
+            has_earlier=len(found.list_checkpoints_in_segment()) > 1,
             has_older=found.find_older_checkpoint() is not None,
-            resumed_at=found.newest_checkpoint[0] if has_zero_moments(found.newest_checkpoint[1]) else None,
+            resumed_at=found.newest_checkpoint[0] if has_zero_optimizer_moments(found.newest_checkpoint[1]) else None,
             generation_begins=found.generation_begins,
             has_previous_mixture=found.previous_weights is not None,
             was_otherwise=found.changed_recipe_keys,
@@ -187,25 +187,25 @@ class EpisodeReplayBench:
 
     def _first(self, start: Start) -> int:
         if start == "earlier":
-            return self.episode.checkpoints_in_segment()[-2][0]
+            return self.episode.list_checkpoints_in_segment()[-2][0]
         return self.episode.newest_checkpoint[0] if start == "newest" else self.episode.onset
 
     def _start(self, start: Start) -> Path:
         """Return the checkpoint from which an arm starts."""
         episode = self.episode
         if start == "earlier":
-            return episode.checkpoints_in_segment()[-2][1]
+            return episode.list_checkpoints_in_segment()[-2][1]
         if start == "end":
             assert episode.end is not None
             return episode.end
         if start == "newest" or (start == "onset" and episode.newest_checkpoint[0] == episode.onset):
             return episode.newest_checkpoint[1]
-        at_onset = self.folder / "onset" / checkpoint_name(episode.onset)
+        at_onset = self.folder / "onset" / format_checkpoint_name(episode.onset)
         if start == "onset":
             return at_onset
         older = episode.find_older_checkpoint()
         assert older is not None
-        return combine_checkpoints(
+        return write_checkpoint_with_older_weights(
             older[1], at_onset if at_onset.exists() else episode.newest_checkpoint[1], self.folder / "grafted"
         )
 
@@ -216,17 +216,17 @@ class EpisodeReplayBench:
         if ended.failed:
             remove_path(ended.folder)
             return ArmOutcome(arm.name, None, steps, failed=ended.failed)
-        left = Trace(ended.folder, first, until, ends=False)
-        curve, bits = tuple(read_step_metrics(list(left.lines.values()))), left.checkpoint_hash
+        left = RunTrace(ended.folder, first, until, ends=False)
+        curve, bits = tuple(read_step_metrics(list(left.metric_lines_by_step.values()))), left.final_checkpoint_hash
         if until == episode.onset:
-            at_onset = self.folder / "onset" / checkpoint_name(until)
+            at_onset = self.folder / "onset" / format_checkpoint_name(until)
             remove_path(at_onset)  # left by a process that was killed before it stored the outcome
-            copy_checkpoint(left.checkpoint, at_onset)
+            copy_checkpoint(left.final_checkpoint_path, at_onset)
         remove_path(ended.folder)  # the numbers are kept, not the weights
         fires = (
             None
             if arm.start == "older weights" or until == episode.onset
-            else episode.live_symptom().is_present(episode.points_in_window(curve))
+            else episode.measure_live_symptom().is_present_in(episode.select_points_in_window(curve))
         )
         whole = arm.start == "newest" or first == episode.newest_checkpoint[0]
         return ArmOutcome(arm.name, fires, steps, _bits(bits, curve) if whole else bits, curve)
@@ -238,7 +238,7 @@ class EpisodeReplayBench:
             base["last_step"] = until
         plan: dict[str, Any] = {"reshuffled": arm.reshuffled} if arm.reshuffled else {}
         if arm.masked:
-            plan["masked"] = DataPlan.from_json(base["data_plan"]).with_masked(arm.masked).masked
+            plan["masked"] = DataPlan.from_json(base["data_plan"]).copy_with_masked_documents(arm.masked).masked
         if arm.previous_mixture and episode.previous_weights is not None:
             plan |= {"weights": dict(episode.previous_weights), "phases": []}
         kernels = dict.fromkeys(episode.kernels, "reference") if arm.reference_kernels else dict(episode.kernels)
@@ -268,52 +268,52 @@ class EpisodeReplayBench:
 
     def compare_new_shards(self) -> list[NewShardsComparison]:
         """Compare, for each domain, the documents that the newest shards bring into the window with earlier documents."""
-        order = data_order_at(self.episode, self.episode.onset)
+        order = load_data_order_at(self.episode, self.episode.onset)
         keys: dict[str, set[str]] = defaultdict(set)
-        for key, piece in read_pieces_until(order, self.episode.end_step):
+        for key, piece in read_document_pieces_until(order, self.episode.end_step):
             keys[piece.stream].add(key)
         return compare_new_documents(order, {stream: tuple(sorted(found)) for stream, found in keys.items()})
 
 
-def data_order_at(episode: AnomalyEpisode, step: int) -> DataOrder:
+def load_data_order_at(episode: AnomalyEpisode, step: int) -> DataOrder:
     """Return the segment's data order, advanced to ``step``, which must be at or after the newest checkpoint."""
     recipe = Recipe.parse(dict(episode.spec["recipe"]))
     plan = DataPlan.from_json(episode.spec["data_plan"])
     first, path = episode.newest_checkpoint
     restarts = episode.spec.get("restart_data") and first == episode.spec["first_step"]
-    state = None if restarts else checkpoints.read_state(path)["sampler"]
+    state = None if restarts else checkpoints.read_checkpoint_state(path)["sampler"]
     sizes = {"context": recipe.model.context, "vocab_size": recipe.model.vocab_size}
     order = DataOrder(plan, batch=recipe.batch, state=state, **sizes)
     if restarts:
         order.step = first
     while order.step < step:
-        order.next_rows()
+        order.draw_next_rows()
     return order
 
 
-def read_pieces_until(order: DataOrder, step: int) -> Iterator[tuple[str, DocumentPiece]]:
+def read_document_pieces_until(order: DataOrder, step: int) -> Iterator[tuple[str, DocumentPiece]]:
     """Yield (key of the document, piece) for each piece of the steps before ``step``."""
     while order.step < step:
-        for piece in (piece for row in order.next_rows() for piece in row):
-            yield order.streams[piece.stream].key(piece.document), piece
+        for piece in (piece for row in order.draw_next_rows() for piece in row):
+            yield order.streams[piece.stream].look_up_document_key(piece.document), piece
 
 
 def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentScore]:
     """Return the loss and the gradient norm of documents with the weights of a checkpoint, computed on the CPU.
 
-    The documents are those in the episode's window, and those of ``sample_pieces``.
+    The documents are those in the episode's window, and those of ``sample_document_pieces``.
     """
     model = make_reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
-    order = data_order_at(episode, episode.onset)
+    order = load_data_order_at(episode, episode.onset)
     pieces: dict[tuple[str, bool], list[DocumentPiece]] = defaultdict(list)
-    for key, piece in read_pieces_until(order, episode.end_step):
+    for key, piece in read_document_pieces_until(order, episode.end_step):
         pieces[key, True].append(piece)
-    for piece in sample_pieces(order, SAMPLE):
-        key = order.streams[piece.stream].key(piece.document)
+    for piece in sample_document_pieces(order, SAMPLE):
+        key = order.streams[piece.stream].look_up_document_key(piece.document)
         if (key, True) not in pieces:
             pieces[key, False].append(piece)
     joined = find_newest_streams(order)
-    every = [order.streams[piece.stream].tokens(piece).astype(np.int64) for parts in pieces.values() for piece in parts]
+    every = [order.streams[piece.stream].read_piece_tokens(piece).astype(np.int64) for parts in pieces.values() for piece in parts]
     counts = np.bincount(np.concatenate(every), minlength=int(episode.spec["recipe"]["model"]["vocab_size"])) + 1.0
     nats_of = -np.log(counts / counts.sum())
     found = []
@@ -321,12 +321,12 @@ def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentS
         scored = []
         for piece in parts:
             stream = order.streams[piece.stream]
-            targets = np.broadcast_to(stream.target_mask(piece), piece.positions)
+            targets = np.broadcast_to(stream.read_target_mask(piece), piece.positions)
             if targets.any():
-                tokens = torch.from_numpy(stream.tokens(piece).astype(np.int64))
+                tokens = torch.from_numpy(stream.read_piece_tokens(piece).astype(np.int64))
                 scored.append((tokens, torch.from_numpy(targets.copy())))
         if scored:
-            nats, norm = model.gradient_norm(scored)
+            nats, norm = model.measure_gradient_norm(scored)
             count = sum(int(targets.sum()) for _, targets in scored)
             new = any(piece.stream in joined for piece in parts)
             by_frequency = sum(float(nats_of[tokens[1:][targets]].sum()) for tokens, targets in scored) / count
@@ -336,11 +336,11 @@ def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentS
 
 def find_newest_streams(order: DataOrder) -> set[str]:
     """Return the names of the streams of the newest generation. The set is empty if there is only one generation."""
-    newest, oldest = (end(map(stream_generation, order.streams)) for end in (max, min))
-    return {name for name in order.streams if stream_generation(name) == newest > oldest}
+    newest, oldest = (end(map(parse_stream_generation, order.streams)) for end in (max, min))
+    return {name for name in order.streams if parse_stream_generation(name) == newest > oldest}
 
 
-def sample_pieces(order: DataOrder, count: int) -> list[DocumentPiece]:
+def sample_document_pieces(order: DataOrder, count: int) -> list[DocumentPiece]:
     """Return the first piece of about ``count`` documents of the newest generation, and of as many earlier documents, evenly spaced."""
     joined, found = find_newest_streams(order), []
     for new in (True, False):
@@ -349,11 +349,11 @@ def sample_pieces(order: DataOrder, count: int) -> list[DocumentPiece]:
         for stream in streams:
             length = len(stream.length)
             chosen = np.linspace(0, length - 1, max(1, int(share * length))).astype(int)
-            found += [read_first_piece(stream, int(index)) for index in chosen if stream.length[index] > 1]
+            found += [make_first_document_piece(stream, int(index)) for index in chosen if stream.length[index] > 1]
     return found
 
 
-def read_first_piece(stream: DocumentStream, document: int) -> DocumentPiece:
+def make_first_document_piece(stream: DocumentStream, document: int) -> DocumentPiece:
     """Return the first piece of a document, as a row would hold it."""
     shard, first = int(stream.shard[document]), int(stream.start[document])
     positions = min(stream.context, int(stream.length[document]) - 1)
@@ -379,17 +379,17 @@ def _store(path: Path, outcome: ArmOutcome) -> None:
     )
 
 
-def combine_checkpoints(older: Path, newest: Path, parent: Path) -> Path:
+def write_checkpoint_with_older_weights(older: Path, newest: Path, parent: Path) -> Path:
     """Write a checkpoint into ``parent`` with the weights and moments of ``older`` and the step and data position of ``newest``. Returns its path."""
     target = parent / newest.name
     if not target.exists():
-        tensors = checkpoints.load(older)
+        tensors = checkpoints.load_checkpoint(older)
         parent.mkdir(parents=True, exist_ok=True)
-        checkpoints.save(parent, Checkpoint(tensors.model, tensors.optimizer, checkpoints.read_state(newest)))
+        checkpoints.save_checkpoint(parent, Checkpoint(tensors.model, tensors.optimizer, checkpoints.read_checkpoint_state(newest)))
     return target
 
 
-def has_zero_moments(checkpoint: Path) -> bool:
+def has_zero_optimizer_moments(checkpoint: Path) -> bool:
     """Return whether all moments of a checkpoint are zero."""
     moments = [
         t

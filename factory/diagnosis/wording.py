@@ -13,7 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.core.untrusted import limited_text, one_line
+from agents.core.untrusted import shorten_text, fold_to_one_line
 from agents.llm.exchange import LlmError
 from agents.loop.role import DraftError
 from agents.loss_doctor.curves import StepMetrics
@@ -23,7 +23,7 @@ from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.diagnosis.diagnosing import read_live_metrics
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, find_next_unexplained_episode, newest_details_by_anomaly
+from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, find_next_unexplained_episode, read_newest_details_by_anomaly
 from factory.ledger.ledger import Ledger, agent_runs, documents, exchanges, record_event, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
@@ -45,7 +45,7 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
 
     A failure that the endpoint, its answer or its policy causes is recorded and not raised.
     """
-    detail = newest_details_by_anomaly(plant.ledger, DIAGNOSED)[number]
+    detail = read_newest_details_by_anomaly(plant.ledger, DIAGNOSED)[number]
     lead, segment = detail["lead"], SegmentRow.get(plant.ledger, detail["segment"])
     said, model, failed = CheckedWording(), "", ""
     asked = AgentOptions(target=f"diagnosis:{detail['event']}")
@@ -75,12 +75,12 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
                 )
             said = ask_for_wording(run.client, f"{AGENT}-{run.number}", facts)
         except (LlmError, DraftError) as error:
-            failed = one_line(str(error), LONGEST)
-        runs.record_end(run.number, "nothing" if failed else "worded", why=failed)
+            failed = fold_to_one_line(str(error), LONGEST)
+        runs.record_run_end(run.number, "nothing" if failed else "worded", why=failed)
     except FactoryError as error:
-        failed = one_line(str(error), LONGEST)
+        failed = fold_to_one_line(str(error), LONGEST)
     answer = {
-        "anomalies": detail["anomalies"], "diagnosis": detail["event"], "model": one_line(model, 200), "failed": failed,
+        "anomalies": detail["anomalies"], "diagnosis": detail["event"], "model": fold_to_one_line(model, 200), "failed": failed,
         "claims": [vars(claim) for claim in said.claims], "dropped": list(said.dropped),
     }  # fmt: skip
     with plant.ledger.begin() as tx:
@@ -114,7 +114,7 @@ def make_diagnosis_facts(
     """
     shows = {True: "there", False: "gone", None: "unclear"}
     arms = {
-        one_line(arm["arm"], 100): ArmResult("not run" if arm["failed"] else shows[arm["fires"]], arm["steps"])
+        fold_to_one_line(arm["arm"], 100): ArmResult("not run" if arm["failed"] else shows[arm["fires"]], arm["steps"])
         for arm in detail["arms"]
     }
     facts = {
@@ -129,7 +129,7 @@ def make_diagnosis_facts(
     }
     for name, quantity in (("loss", "loss"), ("gradient norm", "grad_norm")):
         before, during = (
-            [p.value(quantity) or 0.0 for p in lines if first <= p.step < end]
+            [p.look_up_quantity(quantity) or 0.0 for p in lines if first <= p.step < end]
             for first, end in ((detail["onset"] - BEFORE, detail["onset"]), (detail["onset"], detail["last"] + 1))
         )
         if before and during:
@@ -142,7 +142,7 @@ def make_diagnosis_facts(
                 farthest=farthest,
             )
     shown = tuple((f"{d['id']} of domain {d['domain']}, {d['source']}", str(d["text"])) for d in documents)
-    return DiagnosisFacts(tuple(detail["causes"]), {k: one_line(v, LONGEST) for k, v in facts.items()}, arms, shown)
+    return DiagnosisFacts(tuple(detail["causes"]), {k: fold_to_one_line(v, LONGEST) for k, v in facts.items()}, arms, shown)
 
 
 def _requests(ledger: Ledger, asked: str) -> int:
@@ -160,7 +160,7 @@ def read_shown_documents(plant: Plant, keys: Sequence[str], most: int = DOCUMENT
             joined.join(token_shards, token_shards.c.id == documents.c.token_shard).where(documents.c.key == key)
         )
         if row is not None:
-            told = {name: limited_text(str(row[name] or ""), 300) for name in ("id", "domain", "source")}
+            told = {name: shorten_text(str(row[name] or ""), 300) for name in ("id", "domain", "source")}
             found.append({"key": key, **told, "text": _text(plant.workspace, Path(row["folder"]), key)})
     return found
 
@@ -171,6 +171,6 @@ def _text(workspace: Workspace, folder: Path, key: str) -> str:
         at = shard.documents["key"].to_pylist().index(key)
         start, length = (shard.documents[name][at].as_py() for name in ("start", "length"))
         tokens = shard.tokens[start : start + min(length, TEXT)].tolist()
-        return limited_text(Tokenizer.load(workspace.tokenizer).decode(tokens), TEXT)
+        return shorten_text(Tokenizer.load(workspace.tokenizer).decode(tokens), TEXT)
     except (TrainerError, FactoryError, OSError, ValueError) as error:
         return Message("diagnosis.document_unreadable", "(The document can no longer be read: {error})", error=error)

@@ -17,7 +17,7 @@ from kernels.contract.message import Message
 def _undiagnosed(look: DutyState) -> list[int]:
     policy = AnomalyPolicy.load(look.plant.workspace.policy_path("anomalies.yaml"))
     found = (
-        find_next_undiagnosed_anomaly(look.db, policy.kinds, look.waiting_subjects("diagnose"))
+        find_next_undiagnosed_anomaly(look.db, policy.kinds, look.list_waiting_subjects("diagnose"))
         if policy.diagnose == "automatic"
         else None
     )
@@ -30,7 +30,7 @@ def _diagnose(plant: Plant, anomaly: int, replayed_steps: int | None = None) -> 
 
 
 def _unworded(look: DutyState) -> list[int]:
-    found = find_next_unexplained_episode(look.db, look.waiting_subjects("word"))
+    found = find_next_unexplained_episode(look.db, look.list_waiting_subjects("word"))
     return [] if found is None else [found]
 
 

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from factory.core.errors import ConfigError, FactoryError, InputError, WaitingError
-from factory.core.faults import LOCKED, Fault, find_fault_in, is_machine_fault_without_file
+from factory.core.errors import ConfigError, FactoryError, InputError, PersonNeededError
+from factory.core.faults import LOCKED, Fault, find_fault_in, is_machine_fault_unrelated_to_files
 from factory.core.time_formats import format_duration
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
 from factory.retrying.failure_waits import FailureWait, FailureWaits, append_traceback
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.requests import RewoundError
+from factory.retrying.requests import WorkInvalidatedError
 from factory.retrying.trainer_deaths import ASKED, TrainerDiedError
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, list_failing_actions
 from kernels.contract.message import Message
@@ -38,21 +38,21 @@ MOST_UNRECORDED = 100
 T = TypeVar("T")
 
 
-class DutyTaskAttempts:
+class DutyTaskRunner:
     """Does the errands of a single pass. Nothing rests, and failures are raised. A key is an errand as text.
 
-    ``factory run --once`` uses this class; the daemon uses ``DutyTaskRetries``.
+    ``factory run --once`` uses this class; the daemon uses ``RetryingDutyTaskRunner``.
     """
 
-    def failure_states(self) -> Mapping[str, FailureWait]:
+    def list_failure_states(self) -> Mapping[str, FailureWait]:
         """Return the state of each failed errand, by its key."""
         return {}
 
-    def waiting_tasks(self) -> frozenset[str]:
+    def list_waiting_tasks(self) -> frozenset[str]:
         """Return the keys of errands that are not tried now."""
         return frozenset()
 
-    def failing_tasks(self) -> frozenset[str]:
+    def list_failing_tasks(self) -> frozenset[str]:
         """Return the keys of errands that failed and have not succeeded since."""
         return frozenset()
 
@@ -60,7 +60,7 @@ class DutyTaskAttempts:
         """Do an errand. Returns whether it was done. If not, the errand failed and rests, or a decision made it obsolete."""
         try:
             act()
-        except RewoundError:
+        except WorkInvalidatedError:
             return False
         return True
 
@@ -70,7 +70,7 @@ class DutyTaskAttempts:
             raise why
 
 
-class DutyTaskRetries(DutyTaskAttempts):
+class RetryingDutyTaskRunner(DutyTaskRunner):
     """Does the errands of the daemon. Failed errands rest and are retried."""
 
     def __init__(self, plant: Plant) -> None:
@@ -88,16 +88,16 @@ class DutyTaskRetries(DutyTaskAttempts):
         self._failed: set[str] = set()  # keys that failed in this pass
         self._waiting = ""  # the reported reason why training waits
 
-    def waiting_tasks(self) -> frozenset[str]:
-        resting = self.backoff.waiting_keys()
+    def list_waiting_tasks(self) -> frozenset[str]:
+        resting = self.backoff.list_waiting_keys()
         self._rested |= resting
         return resting
 
-    def failing_tasks(self) -> frozenset[str]:
-        return frozenset({*self.backoff.failure_states(), *self._told})
+    def list_failing_tasks(self) -> frozenset[str]:
+        return frozenset({*self.backoff.list_failures_by_key(), *self._told})
 
-    def failure_states(self) -> Mapping[str, FailureWait]:
-        return self.backoff.failure_states()
+    def list_failure_states(self) -> Mapping[str, FailureWait]:
+        return self.backoff.list_failures_by_key()
 
     def try_task(self, key: str, act: Callable[[], object]) -> bool:
         """Do an errand, as ``DutyTaskAttempts.try_task`` does.
@@ -108,10 +108,10 @@ class DutyTaskRetries(DutyTaskAttempts):
             return False
         try:
             act()
-        except RewoundError as told:
+        except WorkInvalidatedError as told:
             self.say(str(told))
             return False
-        except WaitingError:
+        except PersonNeededError:
             return False  # the next look reports it
         except TrainerDiedError as died:  # the ledger has it already, with its count
             rest, _ = self.backoff.record_failure(key, str(died), failures=died.tries)
@@ -130,7 +130,7 @@ class DutyTaskRetries(DutyTaskAttempts):
             fault = find_fault_in(error)
             if fault is not None:
                 self.backoff.record_failure(
-                    key, fault.description, longest=min(FAULT_SECONDS * TURN, self.backoff.longest)
+                    key, fault.description, longest_wait=min(FAULT_SECONDS * TURN, self.backoff.longest)
                 )
                 raise
             self._failed.add(key)
@@ -172,7 +172,9 @@ class DutyTaskRetries(DutyTaskAttempts):
         fault = find_fault_in(error)
         said = make_fault_message(fault) if fault else self._words(error, PASS_KEY)
         longest = min(FAULT_SECONDS, self.backoff.longest)
-        rest, news = self.backoff.record_failure(PASS_KEY, said, about=fault.remedy if fault else "", longest=longest)
+        rest, news = self.backoff.record_failure(
+            PASS_KEY, said, cause=fault.remedy if fault else "", longest_wait=longest
+        )
         if news:
             # Writing to a locked ledger would block for a minute, so this event is recorded later.
             self._tell(PASS_FAILED, PASS_KEY, said, rest, record_now=fault != LOCKED)
@@ -306,7 +308,7 @@ def retry_during_faults(act: Callable[[], T], say: Callable[[str], object]) -> T
             return act()
         except Exception as error:
             fault = find_fault_in(error)
-            mistake = isinstance(error, ConfigError | InputError) and not is_machine_fault_without_file(error)
+            mistake = isinstance(error, ConfigError | InputError) and not is_machine_fault_unrelated_to_files(error)
             if fault is None or mistake:
                 raise
             rest, news = waits.record_failure("start", fault.description)

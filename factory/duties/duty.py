@@ -13,7 +13,7 @@ from factory.core.errors import InputError
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, SqlReader
-from factory.retrying.requests import EVERYTHING, Pause, current_pause
+from factory.retrying.requests import EVERYTHING, Pause, find_current_pause
 from factory.retrying.trainer_deaths import find_open_segment
 from kernels.contract.message import Message
 
@@ -33,7 +33,7 @@ class DutyState:
 
     @cached_property
     def pause(self) -> Pause | None:
-        return current_pause(self.db)
+        return find_current_pause(self.db)
 
     @cached_property
     def open_segment(self) -> int | None:
@@ -43,7 +43,7 @@ class DutyState:
     @cached_property
     def stuck_segment(self) -> int | None:
         """The newest segment that trains, if it is parked or if the live code was refused for it; else None. Training then waits for a person."""
-        row = SegmentRow.first(self.db, "WHERE kind <> 'average' ORDER BY id DESC")
+        row = SegmentRow.find_first(self.db, "WHERE kind <> 'average' ORDER BY id DESC")
         if row is None or row.state not in ("failed", "uncertified"):
             return None
         if row.state == "uncertified":
@@ -53,7 +53,7 @@ class DutyState:
                 return None
         return row.id
 
-    def waiting_subjects(self, name: str) -> list[int]:
+    def list_waiting_subjects(self, name: str) -> list[int]:
         """Return the numbers of the subjects that a duty should not try now."""
         return [int(key.removeprefix(f"{name} ")) for key in self.resting if key.startswith(f"{name} ")]
 
@@ -82,7 +82,7 @@ class Duty:
     in_background: float = 0.0  # seconds between two turns in a thread of its own, also while the daemon is paused
     at_end: bool = False  # a background duty that is also done before 'factory run --once' ends
 
-    def reason_for_waiting(self, look: DutyState) -> str:
+    def find_reason_for_waiting(self, look: DutyState) -> str:
         """Return why the duty waits, whether or not it is due; empty if it does not wait."""
         if not self.in_background and look.pause and (self.trains or look.pause.what == EVERYTHING):
             return look.pause.message

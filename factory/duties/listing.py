@@ -28,9 +28,9 @@ NAME = "duties.json"  # in logs/: {"done": {duty: {"errand", "at"}}, "rests": {e
 MOST_SHOWN = 5  # errands of a duty
 
 
-def write_duty_note(workspace: Workspace, rests: Mapping[str, FailureWait], done: DutyTask | None = None) -> None:
+def write_duty_status_file(workspace: Workspace, rests: Mapping[str, FailureWait], done: DutyTask | None = None) -> None:
     """Write the rests and the finished errand to a file for people. If the disk is full, nothing is written and no error is raised."""
-    before, now = read_duty_note(workspace), time.time()
+    before, now = read_duty_status_file(workspace), time.time()
     known = before["rests"]
     after = {
         "done": before["done"] | ({done.duty.name: {"errand": str(done), "at": now}} if done else {}),
@@ -45,7 +45,7 @@ def write_duty_note(workspace: Workspace, rests: Mapping[str, FailureWait], done
             write_atomically(workspace.logs / NAME, json.dumps(after, indent=1))
 
 
-def read_duty_note(workspace: Workspace) -> dict[str, dict[str, Any]]:
+def read_duty_status_file(workspace: Workspace) -> dict[str, dict[str, Any]]:
     """Return the content of the note; empty if the note is missing or cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads((workspace.logs / NAME).read_text())
@@ -60,7 +60,7 @@ def collect_duty_facts(plant: Plant) -> list[dict[str, Any]]:
     ``does``: its description. ``due``: errands, or an error. ``held``: why the duty waits. ``rests``: until when each errand rests, and why.
     ``done``: the last errand, and when it was done. Times are seconds since 1970.
     """
-    noted, now = read_duty_note(plant.workspace), time.time()
+    noted, now = read_duty_status_file(plant.workspace), time.time()
     errors = {one["what"]: one["error"] for one in list_failing_actions(plant.ledger)}
     with plant.ledger.snapshot() as db:
         look = DutyState(plant, db, DUTIES, low_on_disk=find_low_disk(db) is not None, endless=True)
@@ -71,7 +71,7 @@ def collect_duty_facts(plant: Plant) -> list[dict[str, Any]]:
                 "does": str(duty.description),
                 "when": _when(duty),
                 "due": _due(duty, look),
-                "held": duty.reason_for_waiting(look),
+                "held": duty.find_reason_for_waiting(look),
                 "rests": {
                     key: rest | {"error": errors.get(key, "")}
                     for key, rest in noted["rests"].items()

@@ -12,8 +12,8 @@ from factory.audit.audit_segment import audit_segment
 from factory.audit.audit_windows import find_due_audits
 from factory.audit.policy import AuditPolicy
 from factory.code_loop import revalidating
-from factory.code_loop.approvals import judge_due_patches_again
-from factory.code_loop.reverting import open_reverts
+from factory.code_loop.approvals import judge_held_patches_again
+from factory.code_loop.reverting import propose_reverts_of_blamed_patches
 from factory.duties.duty import Duty, DutyState, always_due
 from factory.ledger.plant import Plant
 from factory.show.mlflow.approval_answers import carry_out_proposal_decisions
@@ -32,7 +32,7 @@ def _waiting(look: DutyState, overdue: bool = False) -> list[int]:
 
 def _audit(plant: Plant, segment: int) -> None:
     audit_segment(plant, segment)
-    open_reverts(plant)
+    propose_reverts_of_blamed_patches(plant)
 
 
 def _improvement(look: DutyState) -> Iterable[object]:
@@ -40,9 +40,9 @@ def _improvement(look: DutyState) -> Iterable[object]:
 
     if read_unchecked_improve_policy(look.plant.workspace).get("when", "off") == "off":
         return ()  # before the heavy imports
-    from factory.code_loop.improving import due_stages
+    from factory.code_loop.improving import list_due_stages
 
-    return due_stages(look.plant, look.db)
+    return list_due_stages(look.plant, look.db)
 
 
 def _improve(plant: Plant, stage: LoopStage) -> None:
@@ -53,7 +53,7 @@ def _improve(plant: Plant, stage: LoopStage) -> None:
 
 OPEN_REVERTS = Duty(
     "open_reverts", Message("duties.open_reverts", "open a proposal that undoes each patch that failed its audit"), always_due,
-    lambda plant, _: open_reverts(plant), each="pass",
+    lambda plant, _: propose_reverts_of_blamed_patches(plant), each="pass",
 )  # fmt: skip
 FOLLOW_APPROVALS = Duty(
     "follow_approvals", Message("duties.follow_approvals", "merge, revert or close proposals after a decision"), always_due,
@@ -65,7 +65,7 @@ JUDGE_MERGED_AGAIN = Duty(
 )  # fmt: skip
 JUDGE_HELD_AGAIN = Duty(
     "judge_held_again", Message("duties.judge_held_again", "judge again the patches that were held only because of a time limit"), always_due,
-    lambda plant, _: judge_due_patches_again(plant), trains=True, each="pass",
+    lambda plant, _: judge_held_patches_again(plant), trains=True, each="pass",
 )  # fmt: skip
 OVERDUE_AUDIT = Duty(
     "audit", Message("duties.overdue_audit", "if too many segments wait for an audit, replay a window of a segment before more training"),

@@ -12,8 +12,8 @@ from factory.ledger.anomalies import list_rewound_segments_of_lineage
 from factory.ledger.decisions import find_decision, was_export_rejected
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, SqlReader, VerdictRow
-from factory.release.approvals import describe_waiting_candidate, is_release_automatic, needs_decision
-from factory.release.releases import OutOfDateError, release_candidate
+from factory.release.approvals import describe_waiting_candidate, is_release_automatic, is_decision_by_person_needed
+from factory.release.releases import OutOfDateVerdictError, release_candidate
 from factory.training.exporting import export_candidate
 from kernels.contract.message import Message
 
@@ -39,7 +39,7 @@ def _unjudged(look: DutyState) -> list[int]:
 
 def _promoted(look: DutyState) -> list[int]:
     """Return the newest verdict, if it promotes, is not released, and needs no approval under the policy."""
-    verdict = VerdictRow.first(look.db, "WHERE gate = 'release' ORDER BY id DESC")
+    verdict = VerdictRow.find_first(look.db, "WHERE gate = 'release' ORDER BY id DESC")
     if verdict is None or verdict.outcome != "promote":
         return []
     if ReleaseRow.select(look.db, "WHERE verdict = :verdict", verdict=verdict.id):
@@ -58,7 +58,7 @@ def _finish(plant: Plant, number: int) -> None:
 def _release(plant: Plant, verdict: int) -> None:
     try:
         release_candidate(plant, verdict)
-    except OutOfDateError as error:  # the champion changed since, so the candidate is judged against the new one
+    except OutOfDateVerdictError as error:  # the champion changed since, so the candidate is judged against the new one
         plant.print_line(f"  {error}")
         judge_one_candidate(plant, VerdictRow.get(plant.ledger, verdict).subject_number)
 
@@ -79,7 +79,7 @@ def judge_one_candidate(plant: Plant, candidate: int) -> int:
     )
     for reason in row.reasons:
         plant.print_line(f"    {reason}")
-    if find_decision(plant.ledger, row) is None and needs_decision(plant, row):
+    if find_decision(plant.ledger, row) is None and is_decision_by_person_needed(plant, row):
         plant.print_line(f"  {describe_waiting_candidate(candidate)}")
     return verdict
 

@@ -11,7 +11,7 @@ from functools import partial
 from factory.core.errors import InputError
 from factory.duties.duty import Duty, DutyState, DutyTask, always_due
 from factory.ledger.plant import Plant
-from factory.retrying.requests import open_requests, record_request_done
+from factory.retrying.requests import list_open_requests, record_finished_request
 from kernels.contract.message import Message
 
 
@@ -21,7 +21,7 @@ def _asked(look: DutyState) -> list[DutyTask]:
 
 
 def _errands(look: DutyState) -> Iterator[DutyTask]:
-    for request, one in open_requests(look.db).items():
+    for request, one in list_open_requests(look.db).items():
         try:
             yield DutyTask.parse(request, look.duties)
         except InputError as error:
@@ -30,7 +30,7 @@ def _errands(look: DutyState) -> Iterator[DutyTask]:
 
 def _refuse(why: str, event: int, plant: Plant, request: str) -> None:
     plant.print_line(f"  {why}")
-    record_request_done(plant.ledger, request, event)
+    record_finished_request(plant.ledger, request, event)
 
 
 ASKED = Duty(

@@ -13,21 +13,21 @@ from dataclasses import replace
 from functools import partial
 
 from factory.core.errors import FactoryError, InputError, SegmentError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.workspace import MODEL_LOOP
-from factory.duties.back_off import DutyTaskAttempts, DutyTaskRetries, run_in_background
+from factory.duties.back_off import DutyTaskRunner, RetryingDutyTaskRunner, run_in_background
 from factory.duties.duty import Duty, DutyState, DutyTask, always_due
-from factory.duties.listing import write_duty_note
+from factory.duties.listing import write_duty_status_file
 from factory.duties.table import DUTIES
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.repairs.repairing import call_with_repairs
-from factory.retention.low_disk import is_own_disk_full, make_room_on_disk, must_training_wait
-from factory.retrying.requests import PausedError, open_requests, record_request_done
+from factory.repairs.repairing import call_and_repair_on_failure
+from factory.retention.low_disk import is_workspace_disk_full, make_room_on_disk, must_training_wait_for_disk_space
+from factory.retrying.requests import PausedError, list_open_requests, record_finished_request
 from factory.retrying.trainer_deaths import explain_parked_segment
-from factory.training.certifying import NotCertifiedError, certificate_instructions, newest_code_verdict
+from factory.training.certifying import NotCertifiedError, make_certificate_instructions, find_newest_code_verdict
 from kernels.contract.message import Message
 
 MOST_REPEATS = 3  # of one errand in a row
@@ -55,7 +55,7 @@ def _first(duty: Duty, look: DutyState) -> DutyTask | None:
 
     If ``due`` fails, the result is an errand that calls ``due`` again. Its error is repaired or reported, and the errand rests.
     """
-    if look.resting & {duty.name, duty.due_check_key} or duty.reason_for_waiting(look):
+    if look.resting & {duty.name, duty.due_check_key} or duty.find_reason_for_waiting(look):
         return None
     again = DutyTask(Duty(duty.due_check_key, duty.description, always_due, partial(_look_again, duty, replace(look))))
     if duty.due_check_key in look.failing:
@@ -63,7 +63,7 @@ def _first(duty: Duty, look: DutyState) -> DutyTask | None:
     try:
         for subject in duty.due(look):
             errand = subject if isinstance(subject, DutyTask) else DutyTask(duty, subject)
-            if str(errand) not in look.resting and not errand.duty.reason_for_waiting(look):
+            if str(errand) not in look.resting and not errand.duty.find_reason_for_waiting(look):
                 return errand
     except Exception:
         return again
@@ -75,12 +75,12 @@ def _look_again(duty: Duty, look: DutyState, plant: Plant, _: None) -> None:
         next(iter(duty.due(replace(look, db=db))), None)
 
 
-def run_pass(
+def run_duty_pass(
     plant: Plant,
     *,
     settle: float = SETTLE_SECONDS,
     endless: bool = False,
-    attempts: DutyTaskAttempts | None = None,
+    attempts: DutyTaskRunner | None = None,
     duties: tuple[Duty, ...] = DUTIES,
 ) -> int:
     """Make a pass: do errands until none is due. Returns the number of errands done.
@@ -88,18 +88,18 @@ def run_pass(
     A bad shard or file does not stop other errands. A missing or damaged token shard or checkpoint is made again. ``attempts`` handles failures. By
     default, failures are raised, and so is the reason why training waits for a person.
     """
-    attempts = attempts or DutyTaskAttempts()
+    attempts = attempts or DutyTaskRunner()
     nothing = DutyState(plant, plant.ledger, duties, settle=settle, endless=endless)
-    look = replace(nothing, resting=attempts.waiting_tasks(), failing=attempts.failing_tasks())
+    look = replace(nothing, resting=attempts.list_waiting_tasks(), failing=attempts.list_failing_tasks())
     for errand in [errand for duty in duties if duty.each == "pass" and (errand := _first(duty, look))]:
         attempts.try_task(str(errand), partial(errand.do, plant))
     done = repeats = 0
     previous = ""
     while True:
-        low = must_training_wait(plant)
+        low = must_training_wait_for_disk_space(plant)
         with plant.ledger.snapshot() as db:
             look = replace(
-                nothing, db=db, low_on_disk=low, resting=attempts.waiting_tasks(), failing=attempts.failing_tasks()
+                nothing, db=db, low_on_disk=low, resting=attempts.list_waiting_tasks(), failing=attempts.list_failing_tasks()
             )
             errands = find_next_duty_tasks(look)
             over = not errands or bool(errands[-1].duty.each)
@@ -111,10 +111,10 @@ def run_pass(
             repeats = repeats + 1 if str(errand) == previous and not errand.duty.recurs else 0
             previous = str(errand)
             worked = attempts.try_task(previous, partial(_do, plant, errand, repeats))
-            write_duty_note(plant.workspace, attempts.failure_states(), errand if worked else None)
+            write_duty_status_file(plant.workspace, attempts.list_failure_states(), errand if worked else None)
             done += worked
         if over:
-            write_duty_note(plant.workspace, attempts.failure_states())
+            write_duty_status_file(plant.workspace, attempts.list_failure_states())
             attempts.report_training_wait(why)
             return done
 
@@ -127,12 +127,12 @@ def _do(plant: Plant, errand: DutyTask, repeats: int) -> None:
                                   "check'.",
             errand=str(errand), repeats=repeats,
         )  # fmt: skip
-    wanted = open_requests(plant.ledger).get(str(errand), {})
+    wanted = list_open_requests(plant.ledger).get(str(errand), {})
     how = {key: value for key, value in wanted.items() if key not in REQUEST_KEYS and value is not None}
     try:
-        call_with_repairs(plant, partial(errand.duty.do, plant, errand.subject, **how))
+        call_and_repair_on_failure(plant, partial(errand.duty.do, plant, errand.subject, **how))
     except InputError as error:  # for example, the anomaly was closed meanwhile
-        if not wanted or is_machine_fault_without_file(error):
+        if not wanted or is_machine_fault_unrelated_to_files(error):
             raise
         plant.print_line(
             Message(
@@ -143,7 +143,7 @@ def _do(plant: Plant, errand: DutyTask, repeats: int) -> None:
             )
         )
     if wanted:
-        record_request_done(plant.ledger, str(errand), wanted["event"])
+        record_finished_request(plant.ledger, str(errand), wanted["event"])
 
 
 def _why_training_waits(look: DutyState) -> FactoryError | None:
@@ -154,10 +154,10 @@ def _why_training_waits(look: DutyState) -> FactoryError | None:
         return None
     row = SegmentRow.get(look.db, look.stuck_segment)
     if row.state == "uncertified":
-        verdict = newest_code_verdict(look.plant.ledger, row.id)
+        verdict = find_newest_code_verdict(look.plant.ledger, row.id)
         return NotCertifiedError(
             "duties.not_certified", "Training waits, because the code of segment {segment} is not certified. {reason} {to_do}",
-            segment=row.id, reason=verdict.reasons[0] if verdict else "", to_do=certificate_instructions(row.id),
+            segment=row.id, reason=verdict.reasons[0] if verdict else "", to_do=make_certificate_instructions(row.id),
         )  # fmt: skip
     log = look.plant.workspace.logs / f"segment-{row.id:05d}.log"
     return SegmentError(
@@ -181,7 +181,7 @@ def run_daemon(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
                 duty.do(plant, None)
                 if duty.at_end:
                     stack.callback(_at_end, duty, plant)
-            if run_pass(plant, settle=0.0) == 0:
+            if run_duty_pass(plant, settle=0.0) == 0:
                 plant.print_line(
                     Message(
                         "duties.nothing_to_do",
@@ -192,15 +192,15 @@ def run_daemon(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
         for duty in threads:  # each thread has its own connections
             own = replace(plant, ledger=Ledger.open(plant.workspace.ledger_url, plant.workspace.root))
             stack.enter_context(run_in_background(plant, duty.name, duty.in_background, partial(duty.do, own, None)))
-        back_off = DutyTaskRetries(plant)
+        back_off = RetryingDutyTaskRunner(plant)
         while True:
             if not back_off.is_too_early_for_pass():
                 try:
-                    run_pass(plant, endless=True, attempts=back_off)
+                    run_duty_pass(plant, endless=True, attempts=back_off)
                     back_off.record_pass_end()
                 except Exception as error:
                     back_off.record_pass_failure(error)
-                    if is_own_disk_full(plant.workspace, error):
+                    if is_workspace_disk_full(plant.workspace, error):
                         with suppress(Exception):  # the next pass meets the error again
                             make_room_on_disk(plant)
             time.sleep(every)

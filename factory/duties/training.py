@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from factory.audit.kept_checkpoints import keep_checkpoints_while_training, keep_window_while_training
+from factory.audit.kept_checkpoints import keep_checkpoints_while_training, keep_window_checkpoints_while_training
 from factory.duties.duty import Duty, DutyState
 from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.anomalies import CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED
@@ -17,14 +17,14 @@ from factory.ledger.removals import REMOVED, RETURNED, SHARD_ERASED
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import describe_average
 from factory.ledger.writing import record_event_once
-from factory.repairs.repairing import repair_inputs
+from factory.repairs.repairing import repair_segment_inputs
 from factory.replicas.train_replicas import find_anneal_with_replica_work, train_next_replica
 from factory.retention.cleaning import clean_after_segment
 from factory.show.mlflow.runs import MlflowTracking
 from factory.status.status import AHEAD
 from factory.training.planning import TrunkForecast, forecast_trunk, plan_anneal, plan_trunk
 from factory.training.training import run_segment
-from factory.training.tuning import tune_if_needed
+from factory.training.tuning import tune_kernels_if_untuned
 from kernels.contract.message import Message
 
 _computed: dict[Path, tuple[Any, TrunkForecast]] = {}
@@ -36,8 +36,8 @@ def train_segment(plant: Plant, segment: int) -> None:
     follower = MlflowTracking.open(plant).follow_segment(row, plant.progress.line)
     follower.make_run()
     try:
-        with keep_window_while_training(plant, row), keep_checkpoints_while_training(plant.workspace, row):
-            mend = lambda every: repair_inputs(plant, segment, every)
+        with keep_window_checkpoints_while_training(plant, row), keep_checkpoints_while_training(plant.workspace, row):
+            mend = lambda every: repair_segment_inputs(plant, segment, every)
             result = run_segment(plant, segment, follower, mend)
     finally:
         follower.finish()
@@ -67,11 +67,11 @@ def train_segment(plant: Plant, segment: int) -> None:
 
 def _unannealed(look: DutyState) -> list[int]:
     """Return the newest finished trunk segment, if it has no anneal."""
-    trunk = SegmentRow.first(look.db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
+    trunk = SegmentRow.find_first(look.db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
     if trunk is None:
         return []
     which = "WHERE kind = 'anneal' AND parent = :trunk AND state NOT IN ('uncertified', 'rewound', 'abandoned')"
-    return [] if SegmentRow.first(look.db, which, trunk=trunk.id) else [trunk.id]
+    return [] if SegmentRow.find_first(look.db, which, trunk=trunk.id) else [trunk.id]
 
 
 def _unmeasured(look: DutyState) -> list[int]:
@@ -87,11 +87,11 @@ def _trunk(look: DutyState) -> Iterable[None]:
     """Return ``(None,)`` if there is enough data for the next trunk segment and a reason to plan it: new shards, or an endless run."""
     if not look.db.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
         return ()
-    trunk = cached_trunk_forecast(look)
+    trunk = get_trunk_forecast(look)
     return (None,) if trunk.steps and (trunk.new_shards or (look.endless and trunk.steps == trunk.wanted)) else ()
 
 
-def cached_trunk_forecast(look: DutyState) -> TrunkForecast:
+def get_trunk_forecast(look: DutyState) -> TrunkForecast:
     """Return the result of ``forecast_trunk``. It is computed again only after an input has changed, because the computation opens every token shard.
 
     The result is recorded in the ledger, where ``factory status`` reads how many tokens are missing. Raises: ConfigError.
@@ -119,7 +119,7 @@ def _follows_from(look: DutyState) -> Any:
 
 
 def _plan_trunk(plant: Plant, _: None) -> None:
-    tune_if_needed(plant.workspace, plant.progress)
+    tune_kernels_if_untuned(plant.workspace, plant.progress)
     plan_trunk(plant)
 
 

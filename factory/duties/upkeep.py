@@ -11,8 +11,8 @@ from factory.duties.duty import Duty, always_due
 from factory.erasing.erasing import finish_pending_removals
 from factory.ingest.inbox import ingest_inbox_file, list_complete_files, update_inbox
 from factory.ledger.plant import Plant
-from factory.releasable.recorded_report import update_report
-from factory.release.releases import finish_releases
+from factory.releasable.recorded_report import update_report_if_stale
+from factory.release.releases import finish_interrupted_releases
 from factory.show.mlflow.approval_answers import ApprovalResponder
 from factory.show.notifications.delivery import Notifier
 from factory.show.unshown_items import show_unshown_items
@@ -64,7 +64,7 @@ FINISH_REMOVALS = Duty(
 )  # fmt: skip
 REPORT_RELEASABLE = Duty(
     "report_releasable", Message("duties.report_releasable", "after a change, check whether the data allow a release"), always_due,
-    lambda plant, _: update_report(plant), each="look",
+    lambda plant, _: update_report_if_stale(plant), each="look",
 )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ UPDATE_SERVED_FOLDER = Duty(
     "publish",
     Message("duties.publish", "update the folder of the served release"),
     always_due,
-    lambda plant, _: finish_releases(plant),
+    lambda plant, _: finish_interrupted_releases(plant),
     each="pass",
 )
 PUBLISH_REPORTS = Duty(
@@ -87,5 +87,5 @@ NOTIFY = Duty(
 )  # fmt: skip
 ANSWER_APPROVALS = Duty(
     "answer_approvals", Message("duties.answer_approvals", "read people's decisions about candidates from MLflow"), always_due,
-    lambda plant, _: _answers(plant).answer_and_announce(), in_background=15.0,
+    lambda plant, _: _answers(plant).answer_and_announce_decisions(), in_background=15.0,
 )  # fmt: skip

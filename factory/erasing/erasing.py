@@ -28,11 +28,11 @@ import sqlalchemy as sa
 from factory.backups.backups import make_backup
 from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
-from factory.data.removing import mark_releases_made_after_removals
+from factory.data.removing import mark_releases_trained_on_removed_documents
 from factory.data.selecting import DocumentSelection
 from factory.ingest.filing import remove_originals
 from factory.ingest.reading.file_kinds import detect_kind
-from factory.ledger.file_events import SHARD_FILED, read_filed_shards, sources_of_shard
+from factory.ledger.file_events import SHARD_FILED, read_filed_shards, list_sources_of_shard
 from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger, documents, held_out, record_event, shards, token_shards
 from factory.ledger.plant import Plant
@@ -42,8 +42,8 @@ from factory.ledger.removals import (
     REMOVED_FATE,
     SHARD_ERASED,
     Removal,
-    former_file_hashes,
-    former_token_shard_names,
+    list_former_file_hashes,
+    list_former_token_shard_names,
     list_removals,
     read_erased_shards,
 )
@@ -53,7 +53,7 @@ from factory.sandbox.linked_mounts import remove_unused_links
 from factory.training.planning import read_data_plan
 from kernels.contract.files import rename_into_place, sync_folder
 from kernels.contract.message import Message
-from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
+from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, hash_file, write_token_shard
 
 c = documents.c
 
@@ -62,7 +62,7 @@ def list_erasure_consequences(plant: Plant, selection: DocumentSelection) -> lis
     """Return lines for a person about the consequences of erasing the text of these documents."""
     held = {
         shard
-        for part in selection.conditions()
+        for part in selection.build_sql_conditions()
         for (shard,) in _select(plant.ledger, [c.token_shard], part, c.token_shard.is_not(None))
     }
     read = [
@@ -85,7 +85,7 @@ def list_erasure_consequences(plant: Plant, selection: DocumentSelection) -> lis
                 segments=read,
             )
         )
-    if any(_select(plant.ledger, [c.key], part, c.fate == "held_out") for part in selection.conditions()):
+    if any(_select(plant.ledger, [c.key], part, c.fate == "held_out") for part in selection.build_sql_conditions()):
         said.append(
             Message(
                 "erasing.evaluations",
@@ -97,7 +97,7 @@ def list_erasure_consequences(plant: Plant, selection: DocumentSelection) -> lis
         path, _ = find_raw_shard(plant, sha256)
         if path is not None and not path.is_relative_to(plant.workspace.root):
             said.append(_outside(path))
-        for origin in sorted({one["origin"] for one in sources_of_shard(plant.ledger, sha256)}):
+        for origin in sorted({one["origin"] for one in list_sources_of_shard(plant.ledger, sha256)}):
             if Path(origin).exists() and not Path(origin).is_relative_to(plant.workspace.root):
                 said.append(_outside(origin))
     if made := [path.name for path in list_backups(plant.workspace.root)]:
@@ -124,7 +124,7 @@ def finish_pending_removals(plant: Plant) -> list[str]:
 
     The caller holds the model loop's lock.
     """
-    said = mark_releases_made_after_removals(plant.ledger)
+    said = mark_releases_trained_on_removed_documents(plant.ledger)
     pending = [one for one in list_removals(plant.ledger) if one.erase and one.state == "removed"]
     for removal in pending:
         if waits := _reader(plant.ledger, removal):
@@ -149,7 +149,7 @@ def _erase(plant: Plant, removal: Removal) -> list[str]:
         remove_path(left)
     remove_unused_links(plant.workspace.shards)
     with plant.ledger.begin() as tx:
-        rows = sa.select(c.key).where(c.rule == removal.rule_for_fate("held_out"))
+        rows = sa.select(c.key).where(c.rule == removal.make_rule_for_fate("held_out"))
         tx.execute(held_out.delete().where(held_out.c.key.in_(rows)))
     everything = sorted(_rows(plant.ledger, removal))
     for sha256, group in groupby(everything, key=lambda row: row[0]):
@@ -198,7 +198,7 @@ def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
         raw, name = find_raw_shard(plant, sha256)
         aside, filing, said = _raw_without(plant, sha256, raw, name, rows)
         if aside is not None:
-            detail["raw"] = file_sha256(aside)
+            detail["raw"] = hash_file(aside)
         with plant.ledger.begin() as tx:
             for number, _, new in made:
                 tx.execute(
@@ -212,7 +212,7 @@ def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
         if aside is not None and raw is not None:
             rename_into_place(aside, raw)
         said += remove_originals(plant, sha256)
-        former = former_token_shard_names(plant.ledger, sha256)  # also of an earlier run that was killed at this point
+        former = list_former_token_shard_names(plant.ledger, sha256)  # also of an earlier run that was killed at this point
         for number, old_path, new in made:
             for path in {old_path, *(plant.workspace.shards / name for name in (number, *former))} - {new.path}:
                 remove_path(path)
@@ -248,7 +248,7 @@ def _raw_without(
             path=raw,
         )
         return None, None, [outside]
-    if file_sha256(raw) not in {sha256, *former_file_hashes(plant.ledger, sha256)}:
+    if hash_file(raw) not in {sha256, *list_former_file_hashes(plant.ledger, sha256)}:
         other = Message(
             "erasing.other_file",
             "{path} is not the file that was ingested, so the factory erased nothing in this file",
@@ -256,7 +256,7 @@ def _raw_without(
         )
         return None, None, [other]
     aside = raw.with_name(f".{raw.name}.erased")
-    rewrite_without_rows(raw, name, rows, aside)
+    rewrite_shard_without_rows(raw, name, rows, aside)
     shutil.copymode(raw, aside)
     known = read_filed_shards(plant.ledger).get((str(raw.parent.relative_to(plant.workspace.root)), raw.name))
     status = aside.stat()
@@ -272,7 +272,7 @@ def _overwritten(workspace: Workspace, old: TokenShard, keys: Collection[str]) -
             tokens = np.asarray(old.tokens[first:last]).astype(np.uint32)
             if row["key"] in keys:
                 tokens[:] = _fill(old)
-            mask = old.loss_mask(first, last)
+            mask = old.read_loss_mask(first, last)
             yield TokenizedDocument(row["key"], row["id"], row["domain"], row["source"], row["license"], tokens, mask)
 
     manifest = old.manifest
@@ -295,19 +295,19 @@ def _runs(shard: TokenShard, row: dict[str, Any]) -> list[int]:
 
     With these lengths, a damaged token shard can be made again, although its erased text no longer determines the mask.
     """
-    mask = shard.loss_mask(row["start"], row["start"] + row["length"])
+    mask = shard.read_loss_mask(row["start"], row["start"] + row["length"])
     ends = np.flatnonzero(np.diff(np.concatenate([[False], mask, [not mask[-1]]])))
     return [int(n) for n in np.diff(np.concatenate([[0], ends]))]
 
 
 def _rows(ledger: Ledger, removal: Removal) -> set[tuple[str, int, str]]:
     """Return (shard, row, key) of all rows of a removal: its documents, rows dropped as copies of them, and dropped rows of its source or licence."""
-    rules = [removal.rule_for_fate(fate) for fate in REMOVABLE_FATES]
+    rules = [removal.make_rule_for_fate(fate) for fate in REMOVABLE_FATES]
     mine = sa.select(c.key).where(c.fate == REMOVED_FATE, c.rule.in_(rules))
     found = [c.rule.in_(rules), sa.and_(c.fate == "dropped", c.matched.in_(mine))]
     chosen = DocumentSelection(removal.column, tuple(removal.names))
     early = sa.select(shards.c.sha256).where(shards.c.ingested_at <= removal.at)
-    found += [sa.and_(c.fate == "dropped", c.shard.in_(early), part) for part in chosen.conditions()]
+    found += [sa.and_(c.fate == "dropped", c.shard.in_(early), part) for part in chosen.build_sql_conditions()]
     return {(shard, row, key) for part in found for shard, row, key in _select(ledger, [c.shard, c.row, c.key], part)}
 
 
@@ -321,7 +321,7 @@ def _reader(ledger: Ledger, removal: Removal) -> int | None:
 
 
 def _shards_of(ledger: Ledger, selection: DocumentSelection) -> list[str]:
-    return sorted({shard for part in selection.conditions() for (shard,) in _select(ledger, [c.shard], part)})
+    return sorted({shard for part in selection.build_sql_conditions() for (shard,) in _select(ledger, [c.shard], part)})
 
 
 def _select(ledger: Ledger, columns: list[Any], *where: Any) -> list[tuple[Any, ...]]:
@@ -331,7 +331,7 @@ def _select(ledger: Ledger, columns: list[Any], *where: Any) -> list[tuple[Any, 
 ROW = b'{"erased": true}'  # replaces an erased line
 
 
-def rewrite_without_rows(path: Path, name: str, rows: Collection[int], target: Path) -> None:
+def rewrite_shard_without_rows(path: Path, name: str, rows: Collection[int], target: Path) -> None:
     """Write the raw shard ``path``, which arrived as ``name``, to ``target`` without the content of these rows.
 
     Raises: OSError; pyarrow.ArrowException for a damaged file.

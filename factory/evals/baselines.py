@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from factory.core.progress import ProgressTask
-from factory.evals.suite import make_sort_key
+from factory.evals.suite import make_shuffling_sort_key
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from trainer.contract.data.token_shard import TokenShard
@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 NOTHING = 0  # the byte before a document's first byte
 
 
-class ByteNgrams:
+class ByteNgramModel:
     """Interpolated models of one, two and three bytes, from counts."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class ByteNgrams:
         self.context_total = cube.sum(2, dtype=np.int64).ravel()
         self.context_kinds = (cube > 0).sum(2).ravel()
 
-    def bits(self, text: Array, counted: Array) -> tuple[float, float]:
+    def measure_bits(self, text: Array, counted: Array) -> tuple[float, float]:
         """Return the bits of the counted bytes under the bigram model and under the trigram model."""
         code = _contexts(text)[counted]
         bigram = self.bigram[(code >> 8) & 255, code & 255]
@@ -74,7 +74,7 @@ def measure_baselines(
     """
     found = {}
     for domain in sorted({text.document.domain for text in texts}):
-        model, fitted = ByteNgrams(), 0
+        model, fitted = ByteNgramModel(), 0
         for document, counted in _chunks(_training_text(shards, domain, token_bytes, bytes_per_domain)):
             model.add_document(document, counted)
             fitted += int(counted.sum())
@@ -85,8 +85,8 @@ def measure_baselines(
         bits, measured = np.zeros(2), 0
         for text in texts:
             if text.document.domain == domain:
-                held, token_of_byte = token_bytes.bytes_of_ids(text.tokens)
-                bits += model.bits(held, text.scored[token_of_byte])
+                held, token_of_byte = token_bytes.find_bytes_of_ids(text.tokens)
+                bits += model.measure_bits(held, text.scored[token_of_byte])
                 measured += text.bytes
         found[domain] = {"bigram": bits[0] / measured, "trigram": bits[1] / measured, "fitted_bytes": float(fitted)}
     return found
@@ -97,7 +97,7 @@ def hash_baseline_inputs(suite_sha256: str, shards: Sequence[TokenShard]) -> str
     return hashlib.sha256(json.dumps([suite_sha256, sorted(shard.id for shard in shards)]).encode()).hexdigest()
 
 
-def open_shards(root: Path, plan: dict[str, Any]) -> list[TokenShard]:
+def open_token_shards(root: Path, plan: dict[str, Any]) -> list[TokenShard]:
     """Return the token shards of a data plan. Relative paths start in ``root``, the workspace."""
     return [TokenShard(root / entry["path"], entry.get("moved")) for entry in plan["token_shards"]]
 
@@ -111,7 +111,7 @@ def _training_text(
         table = shard.documents
         columns = [table.column(name).to_pylist() for name in ("domain", "key", "start", "length")]
         listed += [
-            (make_sort_key("baseline", key), shard, start, length)
+            (make_shuffling_sort_key("baseline", key), shard, start, length)
             for where, key, start, length in zip(*columns, strict=True)
             if where == domain
         ]
@@ -120,7 +120,7 @@ def _training_text(
     for _, shard, start, length in listed:
         if taken >= limit:
             return
-        text, token_of_byte = token_bytes.bytes_of_ids(shard.tokens[start : start + length].astype(np.int64))
+        text, token_of_byte = token_bytes.find_bytes_of_ids(shard.tokens[start : start + length].astype(np.int64))
         counted = shard.loss_mask(start, start + length)[token_of_byte]
         taken += int(counted.sum())
         yield text, counted

@@ -18,8 +18,8 @@ import sqlalchemy as sa
 
 from factory.core.errors import DamagedExportError, InputError
 from factory.core.exports import hash_export_folder
-from factory.core.faults import is_machine_fault_without_file
-from factory.evals.baselines import hash_baseline_inputs, measure_baselines, open_shards
+from factory.core.faults import is_machine_fault_unrelated_to_files
+from factory.evals.baselines import hash_baseline_inputs, measure_baselines, open_token_shards
 from factory.evals.export_config import ExportError
 from factory.evals.parity import ParityCase, check_parity
 from factory.evals.policy import EvalPolicy
@@ -32,11 +32,11 @@ from factory.evals.tasks import (
     ChatSample,
     EvalItem,
     ScoredText,
-    bits_per_byte_by_domain,
+    compute_bits_per_byte_by_domain,
     build_cloze_items,
     encode_documents,
     generate_chat_samples,
-    items_of_chat_samples,
+    make_chat_eval_items,
     measure_noise_floor,
     score_bits_per_byte,
     score_cloze_items,
@@ -45,7 +45,7 @@ from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record_event
 from factory.ledger.plant import Plant
-from factory.ledger.removals import with_replaced_token_shards
+from factory.ledger.removals import replace_erased_token_shards
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject
 from factory.ledger.writing import insert_row
 from kernels.contract.files import replace_non_finite
@@ -87,7 +87,7 @@ def evaluate_on_suite(plant: Plant, candidate_id: int, suite: Suite, *, released
     segment = SegmentRow.get(plant.ledger, candidate.segment)
     plan = plant.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
     policy = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
-    shards = open_shards(plant.workspace.root, with_replaced_token_shards(plant.ledger, plan["plan"]))
+    shards = open_token_shards(plant.workspace.root, replace_erased_token_shards(plant.ledger, plan["plan"]))
     summary, items = _measure(plant, candidate, suite, shards, policy, released)
     return _write(plant.ledger, candidate_id, suite, summary, items)
 
@@ -95,7 +95,7 @@ def evaluate_on_suite(plant: Plant, candidate_id: int, suite: Suite, *, released
 def find_evaluation(ledger: Ledger, candidate_id: int, suite: Suite) -> EvaluationRow | None:
     """Return the recorded evaluation of a candidate on a suite, or None."""
     mine = "WHERE candidate = :candidate AND suite_sha256 = :suite"
-    return EvaluationRow.first(ledger, mine, candidate=candidate_id, suite=suite.sha256)
+    return EvaluationRow.find_first(ledger, mine, candidate=candidate_id, suite=suite.sha256)
 
 
 def read_items_of_evaluation(ledger: Ledger, evaluation_id: int) -> list[EvalItem]:
@@ -120,7 +120,7 @@ def refuse_damaged_export(candidate: CandidateRow) -> None:
                 ),
             )
     except (InputError, OSError) as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         raise DamagedExportError(candidate.id, str(error)) from error
 
@@ -139,7 +139,7 @@ def _measure(
         "export_sha256": candidate.export_sha256,
         "tokenizer_sha256": tokenizer.sha256,
         "task_versions": TASK_VERSIONS,
-        "documents": {domain: len(suite.documents_of_domain(domain)) for domain in suite.domains},
+        "documents": {domain: len(suite.list_documents_of_domain(domain)) for domain in suite.domains},
     }
     refuse_damaged_export(candidate)
     try:
@@ -200,7 +200,7 @@ def _measure(
                     )
                 )
         except (TokenShardError, OSError) as error:
-            if is_machine_fault_without_file(error):
+            if is_machine_fault_unrelated_to_files(error):
                 raise
             unreadable = Message(
                 "evaluator.unreadable_shard", "A token shard cannot be read: {reason}", reason=str(error)
@@ -209,10 +209,10 @@ def _measure(
         task.advance(len(checks), "parity")
     summary |= _results(bpb_items, noise, cloze_items, samples) | _parity_summary(checks)
     summary["dev"] = {
-        "bpb": bits_per_byte_by_domain(dev_items),
+        "bpb": compute_bits_per_byte_by_domain(dev_items),
         "documents": {d: len([i for i in dev_items if i.domain == d]) for d in suite.domains},
     }
-    return summary, [*bpb_items, *dev_items, *cloze_items, *items_of_chat_samples(samples)]
+    return summary, [*bpb_items, *dev_items, *cloze_items, *make_chat_eval_items(samples)]
 
 
 def _shortened(error: CodedError) -> Message:
@@ -261,7 +261,7 @@ def _results(
     parsed = [sample.parses for sample in samples if sample.parses is not None]
     every = [value for values in right.values() for value in values]
     return {
-        "bpb": bits_per_byte_by_domain(bpb_items),
+        "bpb": compute_bits_per_byte_by_domain(bpb_items),
         "noise_floor": noise,
         "bytes": {
             domain: sum(i.weight for i in bpb_items if i.domain == domain) for domain in {i.domain for i in bpb_items}
@@ -302,7 +302,7 @@ def _baselines(
             "baselines": measure_baselines(shards, texts, token_bytes, policy.baseline_bytes_per_domain, task),
         }
     except (TokenShardError, OSError) as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         return {}  # the gate holds without baselines; parity's check names the shard
 

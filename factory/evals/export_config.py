@@ -48,10 +48,10 @@ class ExportConfig:
     rope_layers: tuple[bool, ...]  # for each layer: does it have RoPE?
     experts: ExpertsConfig | None = None
 
-    def experts_of_layer(self, layer: int) -> ExpertsConfig | None:
+    def get_experts_of_layer(self, layer: int) -> ExpertsConfig | None:
         return self.experts if self.experts is not None and layer >= self.experts.dense_layers else None
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+    def list_tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of exactly the tensors that model.safetensors must hold."""
         d, k = self.d_model, self.head_dim
         attention: dict[str, tuple[int, ...]] = {
@@ -69,7 +69,7 @@ class ExportConfig:
             "model.norm.weight": (d,),
         }
         for layer in range(self.layers):
-            experts = self.experts_of_layer(layer)
+            experts = self.get_experts_of_layer(layer)
             parts = attention | (_mlp("mlp", d, self.d_ff) if experts is None else _experts(experts, d))
             shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
         if not self.tied_embeddings:

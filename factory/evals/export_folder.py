@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from factory.core.errors import NoMemoryError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.evals.export_config import ExportConfig, ExportError, parse_config
 
 ALLOWED_SUFFIXES = {".json", ".safetensors", ".jinja"}
@@ -56,7 +56,7 @@ def read_config(folder: Path) -> ExportConfig:
 
 def check_tensors(path: Path, file: Any, config: ExportConfig) -> None:
     """Check that an open safetensors file holds exactly the tensors that config.json requires, as floats. Raises: ExportError."""
-    expected, names = config.tensor_shapes(), set(file.keys())
+    expected, names = config.list_tensor_shapes(), set(file.keys())
     if missing := sorted(set(expected) - names):
         raise ExportError(
             "export_folder.missing_tensors", "{file}: {count:,|tensor that config.json requires is|tensors that config.json requires are} "
@@ -81,7 +81,7 @@ def check_tensors(path: Path, file: Any, config: ExportConfig) -> None:
 def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
     """Return all weights as fp32. Raises: ExportError for a tensor that is missing, extra, of another shape or not finite; NoMemoryError."""
     path = folder / "model.safetensors"
-    expected = config.tensor_shapes()
+    expected = config.list_tensor_shapes()
     count = sum(math.prod(shape) for shape in expected.values())
     held = path.stat().st_size if path.is_file() else 0
     if 2 * count > held:
@@ -107,7 +107,7 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
                 # Copy: otherwise a tensor of the file's own type is mapped from the file and changes with it.
                 weights[name] = file.get_tensor(name).to(torch.float32, copy=True)
     except (SafetensorError, OSError, ValueError) as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         raise make_unreadable_weights_error(path, error) from error
     broken = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]
@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ExportError("export_folder.large_json", "{file} has more than 1 MiB", file=path)
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         raise ExportError(
             "export_folder.no_json", "{file} cannot be read as JSON: {reason}", file=path, reason=str(error)

@@ -1,6 +1,6 @@
 """Compares an export with its checkpoint: every bit of the weights, and the meaning of every key of its files.
 
-Evaluator and server both read the export, so comparing them cannot show an error that both share. ``expected_export`` therefore converts the
+Evaluator and server both read the export, so comparing them cannot show an error that both share. ``compute_expected_export`` therefore converts the
 checkpoint in the factory's own process, by the rules of ``trainer.contract.checkpoint.export``. The ledger stores the result with the candidate.
 """
 
@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from factory.core.errors import NoMemoryError, SegmentError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.evals.export_config import parse_config
 from factory.evals.export_folder import ExportError, make_unreadable_weights_error, read_json
 from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, ProbeCheck, join_sentences
@@ -27,7 +27,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Subject
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.export import convert_tensors, dtype_of_export, generation_config, hf_config
+from trainer.contract.checkpoint.export import convert_tensors, choose_export_dtype, make_generation_config, make_hf_config
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
@@ -53,13 +53,13 @@ class ExpectedExport:
 
 
 # -- what it must be ---------------------------------------------------------------------------------------------------
-def expected_export(checkpoint: Path, recipe: dict[str, Any]) -> ExpectedExport:
+def compute_expected_export(checkpoint: Path, recipe: dict[str, Any]) -> ExpectedExport:
     """Compute the content that the export of a checkpoint must have.
 
     Raises: SegmentError for a damaged checkpoint or an invalid recipe; NoMemoryError.
     """
     parsed = _recipe(recipe)
-    config = hf_config(parsed.model, dtype_of_export(parsed))
+    config = make_hf_config(parsed.model, choose_export_dtype(parsed))
     return ExpectedExport(_total(hash_checkpoint_tensors(checkpoint, recipe)), config)
 
 
@@ -94,7 +94,7 @@ def hash_checkpoint_tensors(checkpoint: Path, recipe: dict[str, Any]) -> Digests
                     )
         return _digests(convert_tensors(checkpoints.read_tensors(checkpoint, "model"), _recipe(recipe)))
     except (TrainerError, OSError, KeyError) as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         raise SegmentError(
             "export_parity.unreadable",
@@ -127,7 +127,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError, ValueError) as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         raise make_unreadable_weights_error(path, error) from error
 
@@ -292,7 +292,7 @@ def _generation(export: Path) -> ProbeCheck:
             "export_parity.generation_config",
             "{file} must hold {config}",
             file=where.name,
-            config=json.dumps(generation_config()),
+            config=json.dumps(make_generation_config()),
         )
         return ProbeCheck("generation_config", False, join_sentences([*wrong, todo]))
     return ProbeCheck(

@@ -26,18 +26,18 @@ from factory.evals.policy import EvalPolicy
 from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, ProbeRequest, check_chats
 from factory.evals.probes.checks import CHECKS as CHECKS
 from factory.evals.probes.checks import OF_ENGINE, ProbeCheck, join_sentences
-from factory.evals.probes.engine import Fixture, make_fixture
+from factory.evals.probes.engine import Fixture, make_engine_fixture
 from factory.evals.probes.engine_process import (
     NATIVE,
     VLLM,
     VLLM_PROGRAM,
-    prefix_engine_name,
+    make_engine_detail,
     start_engine,
-    why_vllm_cannot_run,
+    find_vllm_obstacle,
 )
-from factory.evals.probes.server import ProbeAnswer, run_probe
+from factory.evals.probes.server import ProbeAnswer, run_transformers_probe
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.suite import Suite, make_sort_key
+from factory.evals.suite import Suite, make_shuffling_sort_key
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.shapes.chats import make_turn
@@ -80,7 +80,7 @@ class ParityCase:
 def check_parity(case: ParityCase) -> list[ProbeCheck]:
     """Return all checks except 'export' and 'finite_loss'. A failed check raises no error."""
     count = case.policy.parity_documents
-    by_hash = sorted(case.suite.documents, key=lambda document: make_sort_key("parity", document.key))
+    by_hash = sorted(case.suite.documents, key=lambda document: make_shuffling_sort_key("parity", document.key))
     # Left out: documents that spell a special token. Programs that match special tokens in text give them other ids.
     texts = [
         d.content["text"][:2000] for d in by_hash if d.messages is None and not spells_special_token(d.content["text"])
@@ -94,8 +94,8 @@ def check_parity(case: ParityCase) -> list[ProbeCheck]:
     stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
     asked = ProbeRequest([*texts, *_training_texts(case, count)], chats)
     with start_engine(NATIVE, case.export) as native:  # the engine starts while transformers runs
-        served = run_probe(
-            asked.request() | {
+        served = run_transformers_probe(
+            asked.to_json() | {
                 "export": str(case.export), "logits_of": ids, "generate": prompt, "stop_ids": stop, "max_new_tokens": NEW_TOKENS,
                 "memory_mib": case.policy.probe_memory_mib,
             },
@@ -103,7 +103,7 @@ def check_parity(case: ParityCase) -> list[ProbeCheck]:
         )  # fmt: skip
         files = _files(case, stop, served)
         greedy = any(check.name == "generation_config" and check.ok for check in files)
-        fixture = make_fixture(case.tokenizer, case.model, case.model.config.context, greedy)
+        fixture = make_engine_fixture(case.tokenizer, case.model, case.model.config.context, greedy)
         engines = [native.run_checks(fixture, case.policy.engine_seconds)]
     if case.policy.vllm == "auto" and VLLM_PROGRAM.exists():
         engines.append(_vllm(case, fixture))
@@ -124,12 +124,12 @@ def check_parity(case: ParityCase) -> list[ProbeCheck]:
 
 def _vllm(case: ParityCase, fixture: Fixture) -> list[ProbeCheck]:
     """Return vLLM's checks. If vLLM cannot run this model on this machine, the checks pass with a note, because the export is not at fault."""
-    if lacks := why_vllm_cannot_run(case.model.config.head_dim):
+    if lacks := find_vllm_obstacle(case.model.config.head_dim):
         return [
             ProbeCheck(
                 name,
                 True,
-                prefix_engine_name(
+                make_engine_detail(
                     "vllm", Message("parity.vllm_skipped", "The check was skipped. {reason}", reason=lacks)
                 ),
             )
@@ -184,7 +184,7 @@ def _sampled(case: ParityCase, count: int) -> list[tuple[str, str, TokenShard, i
     for shard in case.shards:
         columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]
         listed += [
-            (make_sort_key("parity", key), key, shard, start, length)
+            (make_shuffling_sort_key("parity", key), key, shard, start, length)
             for key, start, length in zip(*columns, strict=True)
         ]
     return sorted(listed, key=lambda entry: entry[0])[:count]
@@ -194,7 +194,7 @@ def _trainer_tokens(case: ParityCase) -> ProbeCheck:
     sample = _sampled(case, 2 * case.policy.parity_documents)
     wrong, tokens = [], 0
     for _, key, shard, start, length in sample:
-        ids, mask = shard.tokens[start : start + length].astype(np.int64), shard.loss_mask(start, start + length)
+        ids, mask = shard.tokens[start : start + length].astype(np.int64), shard.read_loss_mask(start, start + length)
         tokens += length
         if not _encodes_again(case, ids, mask):
             wrong.append(key)
@@ -234,15 +234,15 @@ def _packing(case: ParityCase) -> ProbeCheck:
         for strategy in STRATEGIES:
             batch = BatchRecipe.model_validate({"sequences": PACKED_ROWS, "packing": strategy})
             order = DataOrder(plan, context=context, batch=batch, vocab_size=vocabulary)
-            for row in order.next_rows():
+            for row in order.draw_next_rows():
                 pieces += len(row)
                 for piece in row:
                     stream = order.streams[piece.stream]
-                    key = stream.key(piece.document)
+                    key = stream.look_up_document_key(piece.document)
                     shard, start, length = places[key]
                     first, after = start + piece.start, start + piece.start + piece.positions + 1
-                    ids, mask = shard.tokens[first:after], shard.loss_mask(first + 1, after)
-                    same = np.array_equal(stream.tokens(piece), ids) and np.all(stream.target_mask(piece) == mask)
+                    ids, mask = shard.tokens[first:after], shard.read_loss_mask(first + 1, after)
+                    same = np.array_equal(stream.read_piece_tokens(piece), ids) and np.all(stream.read_target_mask(piece) == mask)
                     if not same or after > start + length or sum(part.positions for part in row) > context:
                         other = Message(
                             "parity.other_row",
@@ -298,12 +298,12 @@ def _messages(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np
 
 
 def _text(token_bytes: TokenBytes, ids: npt.NDArray[np.int64]) -> str:
-    return token_bytes.bytes_of_ids(ids)[0].tobytes().decode("utf-8")
+    return token_bytes.find_bytes_of_ids(ids)[0].tobytes().decode("utf-8")
 
 
 def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) -> ProbeCheck:
     """Check that encoding, decoding and encoding again gives the same text and ids, both here and at the server."""
-    texts = asked.request()["texts"]
+    texts = asked.to_json()["texts"]
     encoded = [tokenizer.encode_text(text)[0] for text in texts]
     decoded = [tokenizer.decode(ids) for ids in encoded]
     again = [tokenizer.encode_text(text)[0] for text in decoded]

@@ -34,7 +34,7 @@ MOST_FAILED = 0.2  # a guard that more equally good models fail is set aside
 TOGETHER = (
     0.5  # ρ of right and wrong between equally good models: assumed; ``python -m benchmarks.judge.sides`` measures it
 )
-LARGEST = 10_000_000  # most items that ``items_needed`` returns
+LARGEST = 10_000_000  # most items that ``find_items_needed`` returns
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class RequiredBound:
     moves: bool = True
     tails: float = 0.0
 
-    def pass_probability(self, gain: float) -> float:
+    def compute_pass_probability(self, gain: float) -> float:
         """Return the probability that a candidate with the true gain ``gain`` passes. Without ``moves``, the true gain is 0."""
-        if self.measured.confidence_bound(self.level) is None:
+        if self.measured.compute_confidence_bound(self.level) is None:
             return 0.0
         assert self.measured.error is not None and self.measured.effective is not None
         above = (gain if self.moves else 0.0) - self.floor
@@ -67,12 +67,12 @@ class RequiredBound:
 class ScoredGuard:
     """The properties of a guard on items scored from 0 to 1 that no candidate can change.
 
-    ``variance``: the variance of the champion's item values (``smoothed_variance``). The difference of two equally good models on an item has the
+    ``variance``: the variance of the champion's item values (``compute_smoothed_variance``). The difference of two equally good models on an item has the
     variance 2 · variance · (1 − ρ). For right and wrong, this is the share of items that change, 2p(1 − p)(1 − ρ). ``level``: the level of Holm's
     last step.
 
     >>> small = ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05)
-    >>> round(small.error, 3), round(small.share_passing, 2), small.is_reliable, small.items_needed()
+    >>> round(small.standard_error, 3), round(small.pass_rate_of_equal_models, 2), small.is_reliable, small.find_items_needed()
     (0.082, 0.56, False, 68)
     >>> ScoredGuard(items=95, groups=95.0, variance=0.24, margin=0.15, level=0.05).is_reliable
     True
@@ -85,34 +85,34 @@ class ScoredGuard:
     level: float
 
     @property
-    def error(self) -> float:
+    def standard_error(self) -> float:
         """The standard error of the difference between two equally good models."""
         return math.sqrt(2 * self.variance * (1 - TOGETHER) / self.items)
 
     @property
-    def share_passing(self) -> float:
+    def pass_rate_of_equal_models(self) -> float:
         """The share of equally good models that pass the guard."""
         if self.groups <= 1:
             return 0.0  # one group has no spread
-        if not self.error:
+        if not self.standard_error:
             return float(self.margin > 0)
         from scipy.special import ndtr, stdtrit  # takes a moment, which only a comparison needs to wait for
 
         freedom = self.groups - 1
         tested_N = float(stdtrit(freedom, 1 - self.level)) * _errors(round(freedom, 1), 0.0)
-        return float(ndtr(self.margin / self.error - tested_N).mean())
+        return float(ndtr(self.margin / self.standard_error - tested_N).mean())
 
     @property
     def is_reliable(self) -> bool:
         """Whether at most one in five equally good models would fail the guard."""
-        return self.share_passing >= 1 - MOST_FAILED
+        return self.pass_rate_of_equal_models >= 1 - MOST_FAILED
 
     @property
     def false_failure_rate(self) -> float:
         """The share of equally good models whose measured loss exceeds the margin."""
         from scipy.special import ndtr  # takes a moment, which only a comparison needs to wait for
 
-        return float(ndtr(-self.margin / self.error)) if self.error else 0.0
+        return float(ndtr(-self.margin / self.standard_error)) if self.standard_error else 0.0
 
     @property
     def is_loss_informative(self) -> bool:
@@ -120,7 +120,7 @@ class ScoredGuard:
         return self.groups > 1 and self.false_failure_rate <= MOST_FAILED
 
     @property
-    def remaining_effect(self) -> Message:
+    def effect_when_set_aside(self) -> Message:
         """The effect that the guard still has after it is set aside."""
         if not self.is_loss_informative:
             return Message(
@@ -137,7 +137,7 @@ class ScoredGuard:
             margin=self.margin, chance=100 * self.false_failure_rate,
         )  # fmt: skip
 
-    def items_needed(self) -> int | None:
+    def find_items_needed(self) -> int | None:
         """Return the number of items that make the guard reliable, with the same number of items per group; None if no number is enough."""
         low, high = 1, max(self.items, 2)
         while not self._of(high).is_reliable:
@@ -149,10 +149,10 @@ class ScoredGuard:
             low, high = (low, middle) if self._of(middle).is_reliable else (middle, high)
         return high
 
-    def margin_needed(self) -> float | None:
+    def find_margin_needed(self) -> float | None:
         """Return the smallest margin, in hundredths, that makes the guard reliable at its present size; None if no margin below 1 does.
 
-        >>> ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05).margin_needed()
+        >>> ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05).find_margin_needed()
         0.21
         """
         hundredths = range(math.floor(100 * self.margin) + 1, 100)
@@ -162,10 +162,10 @@ class ScoredGuard:
         return replace(self, items=items, groups=self.groups * items / self.items)
 
 
-def smoothed_variance(values: Sequence[float]) -> float:
+def compute_smoothed_variance(values: Sequence[float]) -> float:
     """Return the variance of item values from 0 to 1. One right and one wrong item are added, so that few items never give 0.
 
-    >>> round(smoothed_variance([1.0] * 9 + [0.0] * 9), 3), round(smoothed_variance([0.0] * 18), 3)
+    >>> round(compute_smoothed_variance([1.0] * 9 + [0.0] * 9), 3), round(compute_smoothed_variance([0.0] * 18), 3)
     (0.25, 0.048)
     """
     added = [*values, 0.0, 1.0]
@@ -173,10 +173,10 @@ def smoothed_variance(values: Sequence[float]) -> float:
     return math.fsum((value - mean) ** 2 for value in added) / len(added)
 
 
-def variance_of_share(share: float, items: int) -> float:
-    """Return the ``smoothed_variance`` of ``items`` items of which the share ``share`` is right and the others are wrong."""
+def compute_variance_of_share(share: float, items: int) -> float:
+    """Return the ``compute_smoothed_variance`` of ``items`` items of which the share ``share`` is right and the others are wrong."""
     right = round(share * items)
-    return smoothed_variance([1.0] * right + [0.0] * (items - right))
+    return compute_smoothed_variance([1.0] * right + [0.0] * (items - right))
 
 
 def assign_holm_levels(guards: Mapping[str, RequiredBound], gain: float) -> dict[str, RequiredBound]:
@@ -190,19 +190,19 @@ def assign_holm_levels(guards: Mapping[str, RequiredBound], gain: float) -> dict
     return {name: replace(guards[name], level=guards[name].level / (len(surest) - n)) for n, name in enumerate(surest)}
 
 
-def chance_to_pass_all(
+def compute_probability_to_pass_all(
     gain: float,
     needed: Sequence[RequiredBound],
     guards: Mapping[str, RequiredBound] | None = None,
     guard_set_aside: str = "",
 ) -> float:
-    """Return the probability that a candidate with the true gain ``gain`` passes all bounds. The arguments are as in ``smallest_detectable_gain``."""
+    """Return the probability that a candidate with the true gain ``gain`` passes all bounds. The arguments are as in ``find_smallest_detectable_gain``."""
     steps = assign_holm_levels(guards or {}, gain)
     bounds = *needed, *(guard for name, guard in steps.items() if name != guard_set_aside)
-    return math.prod(one.pass_probability(gain) for one in bounds)
+    return math.prod(one.compute_pass_probability(gain) for one in bounds)
 
 
-def smallest_detectable_gain(
+def find_smallest_detectable_gain(
     needed: Sequence[RequiredBound],
     other_failure_probability: float = 0.0,
     guards: Mapping[str, RequiredBound] | None = None,
@@ -215,11 +215,11 @@ def smallest_detectable_gain(
     ``guard_set_aside``: the name of a guard that counts as passed but keeps its step.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
-    >>> (round(smallest_detectable_gain([RequiredBound(target, 0.025)]), 4),
-    ...  smallest_detectable_gain([RequiredBound(target, 0.025), RequiredBound(target, 0.05, 0.01, moves=False)]))
+    >>> (round(find_smallest_detectable_gain([RequiredBound(target, 0.025)]), 4),
+    ...  find_smallest_detectable_gain([RequiredBound(target, 0.025), RequiredBound(target, 0.05, 0.01, moves=False)]))
     (0.0281, None)
     """
-    enough = lambda gain: chance_to_pass_all(gain, needed, guards, guard_set_aside) >= POWER + other_failure_probability
+    enough = lambda gain: compute_probability_to_pass_all(gain, needed, guards, guard_set_aside) >= POWER + other_failure_probability
     low, high = 0.0, MOST
     if not enough(high):
         return None
@@ -248,7 +248,7 @@ def find_groups_factor_to_detect(
     def enough(times: float) -> bool:
         wider = {name: _with_groups(one, times) for name, one in (guards or {}).items()}
         return (
-            chance_to_pass_all(gain, [_with_groups(one, times) for one in needed], wider, guard_set_aside)
+            compute_probability_to_pass_all(gain, [_with_groups(one, times) for one in needed], wider, guard_set_aside)
             >= POWER + other_failure_probability
         )
 

@@ -26,7 +26,7 @@ class GeneratedTokens:
     ended: bool  # before the limit
 
 
-def choose_likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
+def choose_likeliest_tokens(logits_BV: torch.Tensor) -> torch.Tensor:
     """Return the likeliest tokens [B]."""
     return logits_BV.argmax(-1)
 
@@ -107,7 +107,7 @@ class ReferenceModel:
             likeliest_BT[:, 1:][scored_BT[:, 1:]] = torch.cat(likeliest)
         return nll_BT.cpu(), likeliest_BT.cpu()
 
-    def gradient_norm(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
+    def measure_gradient_norm(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
         """Return (nats, norm of their gradient with respect to all weights) of a document.
 
         ``pieces``: (int64 tokens [T + 1], bool scored targets [T]) for each piece of the document.
@@ -127,7 +127,7 @@ class ReferenceModel:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         stop: Collection[int],
-        choose: Callable[[torch.Tensor], torch.Tensor] = choose_likeliest,
+        choose: Callable[[torch.Tensor], torch.Tensor] = choose_likeliest_tokens,
         finished: Callable[[list[int]], bool] = never_finished,
     ) -> list[GeneratedTokens]:
         """Return continuations of all prompts, generated as one batch.
@@ -226,7 +226,7 @@ class ReferenceModel:
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
             x_BTD = x_BTD + F.linear(o.transpose(1, 2).flatten(2), w[attention + "o_proj.weight"])
             y = self._norm(x_BTD, block + "post_attention_layernorm")
-            experts = config.experts_of_layer(layer)
+            experts = config.get_experts_of_layer(layer)
             mlp = block + "mlp"
             x_BTD = x_BTD + (self._swiglu(y, mlp) if experts is None else self._mixture(y, mlp, experts))
         return self._norm(x_BTD, "model.norm")

@@ -31,7 +31,7 @@ class Gain:
     clusters: int | None = None  # document groups
     effective: float | None = None  # effective number of clusters of equal size
 
-    def confidence_bound(self, level: float, above: bool = False) -> float | None:
+    def compute_confidence_bound(self, level: float, above: bool = False) -> float | None:
         """Return the one-sided confidence bound below the gain, or above it. The true gain is beyond the bound with probability ``level``."""
         if not (_finite(self.gain) and _finite(self.error) and _finite(self.effective)):
             return None
@@ -42,12 +42,12 @@ class Gain:
         return self.gain + width if above else self.gain - width
 
 
-def confidence_interval(stored: object) -> tuple[float, float, float] | None:
+def read_confidence_interval(stored: object) -> tuple[float, float, float] | None:
     """Return (gain, lower end, upper end) of the 95 % interval of a gain in stored evidence; None if the gain was not measured."""
     if not isinstance(stored, dict):
         return None
     gain = Gain(**{key: stored.get(key) for key in ("gain", "error", "clusters", "effective")})
-    low, high = gain.confidence_bound(0.025), gain.confidence_bound(0.025, above=True)
+    low, high = gain.compute_confidence_bound(0.025), gain.compute_confidence_bound(0.025, above=True)
     return (gain.gain, low, high) if gain.gain is not None and low is not None and high is not None else None
 
 
@@ -106,10 +106,10 @@ def _gain(
     )
 
 
-def difference_of_gains(one: Gain, other: Gain) -> Gain:
+def subtract_gains(one: Gain, other: Gain) -> Gain:
     """Return ``one`` minus ``other``. The two gains come from different documents. The degrees of freedom are Welch's (1947).
 
-    >>> found = difference_of_gains(Gain(0.3, 0.03, 9, 9.0), Gain(0.1, 0.04, 9, 9.0))
+    >>> found = subtract_gains(Gain(0.3, 0.03, 9, 9.0), Gain(0.1, 0.04, 9, 9.0))
     >>> round(found.gain, 3), round(found.error, 3), found.clusters, round(found.effective, 2)
     (0.2, 0.05, 18, 15.84)
     """
@@ -147,7 +147,7 @@ def add_training_noise(gain: Gain, noise: float, runs: int) -> Gain:
     return Gain(gain.gain, math.sqrt(of_items + of_draws), gain.clusters, freedom + 1)
 
 
-def holm_step_down(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
+def run_holm_step_down(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
     """Return, for each hypothesis, whether it is shown at a joint level (Holm 1979, step down).
 
     Among k open hypotheses, those for which ``shown_at(name, k)`` is true at level alpha / k are shown. This repeats until no more are shown.
@@ -161,12 +161,12 @@ def holm_step_down(hypotheses: Sequence[str], shown_at: Callable[[str, int], boo
         shown |= dict.fromkeys(passed, True)
 
 
-def alpha_at_look(alpha: float, look: int) -> float:
+def compute_alpha_at_look(alpha: float, look: int) -> float:
     """Return the part of ``alpha`` that the ``look``-th candidate against the same champion may spend.
 
     All looks together never spend more than ``alpha``.
 
-    >>> [round(alpha_at_look(0.05, look), 4) for look in (1, 2, 3, 10)], round(sum(alpha_at_look(0.05, k) for k in range(1, 10_000)), 4)
+    >>> [round(compute_alpha_at_look(0.05, look), 4) for look in (1, 2, 3, 10)], round(sum(compute_alpha_at_look(0.05, k) for k in range(1, 10_000)), 4)
     ([0.025, 0.0083, 0.0042, 0.0005], 0.05)
     """
     return alpha / (look * (look + 1))

@@ -22,21 +22,21 @@ import sqlalchemy as sa
 
 from factory.core.policy_file import hash_policy
 from factory.evals.policy import EvalPolicy
-from factory.ingest.shapes.chats import message_has_loss
+from factory.ingest.shapes.chats import has_loss
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.removals import REMOVED_FATE
 
 
 # Documents of a source are correlated, so each source gets a limited share of a domain's scored bytes.
-def cap_sources(share: float, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def cap_documents_by_source(share: float, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return the number of documents to take from each source, so that no source gives more than ``share`` of all bytes.
 
     ``sizes``: the bytes of each source's documents, in order. Each source gives its first document. It gives more documents up to a common limit of
     bytes, which is the largest that keeps all sources within the share. If there are too few sources for that, all documents are taken.
 
-    >>> cap_sources(0.25, {"a": [2000] * 9, "b": [300] * 9, "c": [300] * 9, "d": [300] * 9, "e": [300] * 9})
+    >>> cap_documents_by_source(0.25, {"a": [2000] * 9, "b": [300] * 9, "c": [300] * 9, "d": [300] * 9, "e": [300] * 9})
     {'a': 1, 'b': 9, 'c': 9, 'd': 9, 'e': 9}
-    >>> cap_sources(0.25, {"a": [2000] * 9, "b": [300], "c": [300]})
+    >>> cap_documents_by_source(0.25, {"a": [2000] * 9, "b": [300], "c": [300]})
     {'a': 9, 'b': 1, 'c': 1}
     """
     sums = {source: list(accumulate(ones)) for source, ones in sizes.items() if ones}
@@ -72,24 +72,24 @@ class HeldOutDocument:
     @property
     def bytes(self) -> int:
         """The number of UTF-8 bytes of the scored text. In a chat, only answers of the assistant with a weight above 0 are scored."""
-        said = [str(one["content"]) for one in self.messages or () if message_has_loss(one)]
+        said = [str(one["content"]) for one in self.messages or () if has_loss(one)]
         return len("".join(said if self.messages is not None else [self.content["text"]]).encode())
 
 
 @dataclass(frozen=True)
 class SourceCap:
-    """Limits each source to ``share`` of a domain's bytes (``cap_sources``). A document counts as at most ``document_bytes`` bytes."""
+    """Limits each source to ``share`` of a domain's bytes (``cap_documents_by_source``). A document counts as at most ``document_bytes`` bytes."""
 
     share: float
     document_bytes: int
 
-    def keys_to_keep(self, documents: Sequence[HeldOutDocument]) -> set[str]:
+    def select_keys_to_keep(self, documents: Sequence[HeldOutDocument]) -> set[str]:
         """Return the keys of those of a domain's documents that are kept: the first ones of each source."""
         of: dict[str, list[HeldOutDocument]] = defaultdict(list)
         for one in documents:
             of[one.cluster].append(one)
         sizes = {cluster: [min(self.document_bytes, one.bytes) for one in mine] for cluster, mine in of.items()}
-        return {one.key for cluster, count in cap_sources(self.share, sizes).items() for one in of[cluster][:count]}
+        return {one.key for cluster, count in cap_documents_by_source(self.share, sizes).items() for one in of[cluster][:count]}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Suite:
     def domains(self) -> list[str]:
         return sorted({document.domain for document in self.documents})
 
-    def documents_of_domain(self, domain: str) -> list[HeldOutDocument]:
+    def list_documents_of_domain(self, domain: str) -> list[HeldOutDocument]:
         return [document for document in self.documents if document.domain == domain]
 
 
@@ -127,7 +127,7 @@ def select_held_out_documents(
     by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     listed = sa.select(h.key, h.domain, h.group_key, d.content_sha256).join(documents, d.key == h.key)
     for row in ledger.select_rows(listed.where(d.fate != REMOVED_FATE, h.sealed == sealed)):
-        drawn = make_sort_key("suite", row["content_sha256"] or row["key"])
+        drawn = make_shuffling_sort_key("suite", row["content_sha256"] or row["key"])
         by_domain[row["domain"]].append((drawn, row["group_key"], row["key"]))
     chosen: dict[str, list[str]] = {}  # by domain, in the order of turns
     for domain, drawn_ones in by_domain.items():
@@ -141,7 +141,7 @@ def select_held_out_documents(
     if cap is None:
         return found
     known = {document.key: document for document in found}
-    kept = {key for keys in chosen.values() for key in cap.keys_to_keep([known[key] for key in keys])}
+    kept = {key for keys in chosen.values() for key in cap.select_keys_to_keep([known[key] for key in keys])}
     return tuple(document for document in found if document.key in kept)
 
 
@@ -150,7 +150,7 @@ def read_held_out_documents(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDoc
     parts = [sa.select(held_out).where(held_out.c.key.in_(keys[at : at + 500])) for at in range(0, len(keys), 500)]
     rows = [row for part in parts for row in ledger.select_rows(part)]
     found = [HeldOutDocument(row["key"], row["domain"], row["group_key"], row["content"]) for row in rows]
-    return tuple(sorted(found, key=lambda document: (document.domain, make_sort_key("suite", document.key))))
+    return tuple(sorted(found, key=lambda document: (document.domain, make_shuffling_sort_key("suite", document.key))))
 
 
 def identify_held_out_document(document: HeldOutDocument) -> list[str]:
@@ -164,7 +164,7 @@ def hash_suite(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(identity)).hexdigest()
 
 
-def make_sort_key(*parts: str) -> str:
+def make_shuffling_sort_key(*parts: str) -> str:
     """Return a sort key that gives a fixed, arbitrary order: the hash of the parts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

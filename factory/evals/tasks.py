@@ -22,9 +22,9 @@ import torch
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.reply_code import extract_fenced_code
-from factory.evals.suite import HeldOutDocument, Suite, make_sort_key
+from factory.evals.suite import HeldOutDocument, Suite, make_shuffling_sort_key
 from factory.evals.token_bytes import TokenBytes
-from factory.ingest.shapes.chats import message_has_loss
+from factory.ingest.shapes.chats import has_loss
 from factory.ingest.tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096
@@ -91,12 +91,12 @@ def encode_documents(
     return encoded
 
 
-def overlapping_windows(
+def list_overlapping_windows(
     length: int, context: int, overlap: int, first: int | None = None
 ) -> list[tuple[int, int, int]]:
     """Return (start, stop, first scored) of each window over ``length`` tokens. The scored parts cover [1, length) exactly once.
 
-    >>> overlapping_windows(10, 4, 1)
+    >>> list_overlapping_windows(10, 4, 1)
     [(0, 4, 1), (3, 7, 4), (6, 10, 7)]
     """
     assert 1 <= overlap < context
@@ -121,7 +121,7 @@ def score_bits_per_byte(
     first = max(2, context // 2) if shifted else None
     sequences, owner = [], []
     for index, text in enumerate(texts):
-        for start, stop, scored_from in overlapping_windows(len(text.tokens), context, overlap, first):
+        for start, stop, scored_from in list_overlapping_windows(len(text.tokens), context, overlap, first):
             scored = text.scored[start:stop].copy()
             scored[: scored_from - start] = False
             if scored.any():
@@ -155,7 +155,7 @@ def sum_nats(
     return nats
 
 
-def bits_per_byte_by_domain(items: Sequence[EvalItem]) -> dict[str, float]:
+def compute_bits_per_byte_by_domain(items: Sequence[EvalItem]) -> dict[str, float]:
     """Return bits per byte of each domain: summed nats over summed bytes."""
     nats: dict[str, float] = defaultdict(float)
     weight: dict[str, float] = defaultdict(float)
@@ -181,10 +181,10 @@ def measure_noise_floor(
     for index, text in enumerate(texts):
         by_domain[text.document.domain].append(index)
     chosen = [index for indices in by_domain.values() for index in indices[: policy.noise_documents_per_domain]]
-    again = bits_per_byte_by_domain(
+    again = compute_bits_per_byte_by_domain(
         score_bits_per_byte(model, [texts[i] for i in chosen], policy, advance, shifted=True)
     )
-    before = bits_per_byte_by_domain([measured[i] for i in chosen])
+    before = compute_bits_per_byte_by_domain([measured[i] for i in chosen])
     return {domain: abs(again[domain] - before[domain]) for domain in before}
 
 
@@ -202,7 +202,7 @@ def build_cloze_items(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) ->
     found = []
     for domain in suite.domains:
         pieces = [
-            piece for document in suite.documents_of_domain(domain) if (piece := _piece(document, tokenizer, policy))
+            piece for document in suite.list_documents_of_domain(domain) if (piece := _piece(document, tokenizer, policy))
         ]
         for index, (document, context, true) in enumerate(pieces[: policy.cloze_items_per_domain]):
             others: list[str] = []
@@ -223,7 +223,7 @@ def _piece(
 ) -> tuple[HeldOutDocument, npt.NDArray[np.int64], str] | None:
     long = policy.cloze_continuation_bytes
     if document.messages is not None:
-        last = max((i for i, message in enumerate(document.messages) if message_has_loss(message)), default=0)
+        last = max((i for i, message in enumerate(document.messages) if has_loss(message)), default=0)
         if last == 0 or len(document.messages[last]["content"]) < long:
             return None
         return (
@@ -235,7 +235,7 @@ def _piece(
     room = len(text) - long - policy.cloze_context_bytes // 2
     if room <= 0:
         return None
-    at = policy.cloze_context_bytes // 2 + int(make_sort_key("cloze", document.key)[:12], 16) % room
+    at = policy.cloze_context_bytes // 2 + int(make_shuffling_sort_key("cloze", document.key)[:12], 16) % room
     blank = re.compile(r"\s").search(text, at, at + 32)  # start at a blank after a word, as tokens do
     at = blank.start() if blank and blank.start() + long <= len(text) else at
     begin = max(0, at - policy.cloze_context_bytes)
@@ -268,7 +268,7 @@ def generate_chat_samples(
     questions: list[tuple[HeldOutDocument, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
         messages = document.messages or []
-        at = next((i for i, message in enumerate(messages) if message_has_loss(message)), 0)
+        at = next((i for i, message in enumerate(messages) if has_loss(message)), 0)
         prompt = tokenizer.encode_chat_prompt(messages[:at]).tolist() if at else []
         if prompt and len(prompt) + 16 <= model.config.context:
             questions.append((document, messages[:at], prompt, extract_code(messages[at]["content"]) is not None))
@@ -291,7 +291,7 @@ def generate_chat_samples(
     return samples
 
 
-def items_of_chat_samples(samples: Sequence[ChatSample]) -> list[EvalItem]:
+def make_chat_eval_items(samples: Sequence[ChatSample]) -> list[EvalItem]:
     return [
         EvalItem("chat", s.item, s.domain, s.cluster, float(s.parses), 1.0) for s in samples if s.parses is not None
     ]

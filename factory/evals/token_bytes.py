@@ -60,7 +60,7 @@ class TokenBytes:
             ) from error
         return cls(pieces, special)
 
-    def bytes_of_ids(self, ids: Array) -> tuple[Array, Array]:
+    def find_bytes_of_ids(self, ids: Array) -> tuple[Array, Array]:
         """Return the N bytes of a sequence of ids, and for each byte the index of its token in the sequence. Both arrays are [N]."""
         lengths = self.lengths[ids]
         token_of_byte = np.repeat(np.arange(len(ids)), lengths)

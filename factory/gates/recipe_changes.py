@@ -17,14 +17,14 @@ COMPUTING_KEYS = ("compile", "batch.micro_sequences")  # keys that change how a 
 Changes = dict[str, tuple[Any, Any]]  # flat key → (old value, new value)
 
 
-def used_recipe_path(workspace: Workspace) -> str:
+def get_used_recipe_path(workspace: Workspace) -> str:
     """Return the path, in the repository, of the recipe that this workspace trains with."""
     return f"{RECIPES}{workspace.config.recipe}.yaml"
 
 
 def find_unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[Message]:
     """Return a message for each changed recipe that no run in this workspace can judge."""
-    used, own = used_recipe_path(workspace), workspace.own_recipe_path()
+    used, own = get_used_recipe_path(workspace), workspace.own_recipe_path()
     recipes = [path for path in paths if path.startswith(RECIPES)]
     found = [
         Message(
@@ -60,7 +60,7 @@ def read_recipe_changes(change: FileChange, base: str) -> Changes:
     }
 
 
-def select_learning_keys(changes: Changes) -> list[str]:
+def select_result_changing_keys(changes: Changes) -> list[str]:
     """Return the keys that change the result of a step, and thus what the model learns."""
     return [key for key in changes if key not in COMPUTING_KEYS]
 

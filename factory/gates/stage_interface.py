@@ -55,7 +55,7 @@ class PatchCase(Generic[Policy]):
         return self.plant.progress
 
     @property
-    def paths(self) -> list[str]:
+    def changed_paths(self) -> list[str]:
         return [change.path for change in self.changes]
 
     @property
@@ -63,7 +63,7 @@ class PatchCase(Generic[Policy]):
         """The worktree of the patch."""
         return self.applied.worktree
 
-    def base_bytes(self, path: str) -> bytes | None:
+    def read_base_file(self, path: str) -> bytes | None:
         """Return the content of a file before the patch. None: the file did not exist."""
         file = self.baseline / path
         return file.read_bytes() if file.is_file() else None
@@ -87,22 +87,22 @@ class Stage(Protocol):
         ...
 
 
-def passed_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
+def make_passed_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
     """Return the evidence of a stage that passed."""
     return {"state": "passed", "reasons": list(reasons), **measured}
 
 
-def failed_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
+def make_failed_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
     """Return evidence that rejects the patch."""
     return {"state": "failed", "reasons": list(reasons), **measured}
 
 
-def missing_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
+def make_missing_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
     """Return the evidence of a stage that could not measure. It says nothing about the patch, and holds it."""
     return {"state": "missing", "reasons": list(reasons), **measured}
 
 
-def not_needed_evidence(reason: Message) -> StageEvidence:
+def make_not_needed_evidence(reason: Message) -> StageEvidence:
     """Return the evidence of a stage that this patch does not need."""
     return {"state": "not needed", "reasons": [reason]}
 
@@ -116,10 +116,10 @@ def read_reasons(stage: Mapping[str, Any]) -> list[Message]:
     return [Message.from_json(reason) for reason in stage.get("reasons") or []]
 
 
-NO_START = missing_evidence(
+NO_START = make_missing_evidence(
     Message("gates.no_start", "The trunk has no checkpoint to train from yet. 'factory run' makes the first one.")
 )
-NOTHING_HELD_OUT = missing_evidence(
+NOTHING_HELD_OUT = make_missing_evidence(
     Message(
         "gates.nothing_held_out",
         "No document is held out, so no weights can be scored. Ingest more documents: 'factory ingest PATH'.",
@@ -127,16 +127,16 @@ NOTHING_HELD_OUT = missing_evidence(
 )
 
 
-def stage_failed_message(name: str) -> Message:
+def make_stage_failed_message(name: str) -> Message:
     """Return the reason for a failed stage that gave no reason."""
     return Message("gates.stage_failed", "The stage {stage} failed.", stage=name)
 
 
-def no_evidence_message(name: str) -> Message:
+def make_no_evidence_message(name: str) -> Message:
     """Return the reason for a stage that left no evidence."""
     return Message("gates.no_evidence", "The evidence of the stage {stage} is missing.", stage=name)
 
 
-def tries_unknown_message() -> Message:
+def make_tries_unknown_message() -> Message:
     """Return the reason for evidence without the number of tries."""
     return Message("gates.tries_unknown", "The evidence does not give the number of tries on this patch's target.")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 from factory.core.errors import FactoryError
 from factory.core.path_removal import remove_path
 from factory.core.policy_file import hash_policy
@@ -21,8 +21,8 @@ from factory.gates.stage_interface import (
     Stage,
     StageEvidence,
     StageResult,
-    failed_evidence,
-    missing_evidence,
+    make_failed_evidence,
+    make_missing_evidence,
     read_reasons,
 )
 from factory.gates.training_start import find_training_start
@@ -87,7 +87,7 @@ class StagedGate(Generic[Policy]):
     def gather_evidence(self, plant: Plant, subject: Subject, applied: AppliedPatch, tries: int) -> dict[str, Any]:
         """Run the stages, and return their evidence up to the first stage that did not pass."""
         repo = plant.workspace.repository
-        work = gate_folder(applied.worktree)
+        work = get_gate_folder(applied.worktree)
         remove_path(work)
         work.mkdir(parents=True)
         with ExitStack() as after_stages:
@@ -98,7 +98,7 @@ class StagedGate(Generic[Policy]):
                 self.policy,
                 AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")),
                 applied,
-                repository.read_changes(repo, applied.base, applied.commit),
+                repository.read_file_changes(repo, applied.base, applied.commit),
                 repository.checkout_live_code(plant.workspace, applied.base),
                 work,
                 find_training_start(plant.ledger),
@@ -110,14 +110,14 @@ class StagedGate(Generic[Policy]):
             changed = Message(
                 "gates.branch_changed", "The proposal's branch was changed and no longer contains the proposed patch."
             )
-            found["scope"] = to_stored_evidence(failed_evidence(changed))
+            found["scope"] = convert_to_stored_evidence(make_failed_evidence(changed))
         gain = self.gain(self.policy, found, tries)
         evidence: dict[str, Any] = {
             "base": applied.base,
             "patch_sha256": applied.patch_sha256,
             "tries": tries,
             "stages": found,
-            "files": case.paths,
+            "files": case.changed_paths,
             "gain": gain.to_json() if gain else None,
         }
         return replace_non_finite(evidence)  # type: ignore[no-any-return]
@@ -130,7 +130,7 @@ class StagedGate(Generic[Policy]):
             with case.progress.task(f"gate: {name}"):
                 result = _run(stage, name, case)
             case = replace(case, handed_on={**case.handed_on, name: result.handed_on})
-            found[name] = to_stored_evidence(result.evidence) | {"stage_seconds": round(time.monotonic() - began, 2)}
+            found[name] = convert_to_stored_evidence(result.evidence) | {"stage_seconds": round(time.monotonic() - began, 2)}
             state = found[name]["state"]
             case.progress.line(
                 Message(
@@ -144,12 +144,12 @@ class StagedGate(Generic[Policy]):
         return found
 
 
-def gate_folder(worktree: Path) -> Path:
+def get_gate_folder(worktree: Path) -> Path:
     """Return the folder in which the gate works while it judges the patch in ``worktree``."""
     return worktree.with_name(worktree.name + "-gate")
 
 
-def to_stored_evidence(evidence: StageEvidence) -> StageEvidence:
+def convert_to_stored_evidence(evidence: StageEvidence) -> StageEvidence:
     """Return the evidence with its reasons as JSON. Each text becomes one line without control characters, because it may quote the patch."""
     return evidence | {"reasons": [_one_line(reason.to_json()) for reason in read_reasons(evidence)]}
 
@@ -157,9 +157,9 @@ def to_stored_evidence(evidence: StageEvidence) -> StageEvidence:
 def _one_line(value: Any) -> Any:
     """Return a message's JSON in which every text is one line of at most ``LONGEST_REASON`` characters."""
     if isinstance(value, str):
-        return one_line(value, LONGEST_REASON)
+        return fold_to_one_line(value, LONGEST_REASON)
     if isinstance(value, dict):
-        return {one_line(key, LONGEST_REASON): _one_line(part) for key, part in value.items()}
+        return {fold_to_one_line(key, LONGEST_REASON): _one_line(part) for key, part in value.items()}
     return [_one_line(part) for part in value] if isinstance(value, list) else value
 
 
@@ -178,4 +178,4 @@ def _run(stage: Stage, name: str, case: PatchCase[Any]) -> StageResult:
             "The stage {stage} ended with the error {kind}: {error}",
             stage=name, kind=type(error).__name__, error=error,
         )  # fmt: skip
-        return StageResult(missing_evidence(reason, log=traceback.format_exc()))
+        return StageResult(make_missing_evidence(reason, log=traceback.format_exc()))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from factory.core.policy_file import StrictPolicy
-from factory.gates.stage_interface import StageEvidence, missing_evidence
+from factory.gates.stage_interface import StageEvidence, make_missing_evidence
 from kernels.contract.message import Message
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -32,7 +32,7 @@ class TimeLimits(StrictPolicy):
     again_seconds: Seconds = 3600.0
     """The longest limit of the second attempt. If the first limit was longer, no second attempt follows."""
 
-    def limits(self, baseline_seconds: float) -> tuple[float, ...]:
+    def compute_attempt_limits(self, baseline_seconds: float) -> tuple[float, ...]:
         """Return the limits of the attempts in seconds, in order."""
         first = max(self.least_seconds, self.times * baseline_seconds)
         second = min(self.again * first, self.again_seconds)
@@ -50,9 +50,9 @@ def run_with_limits(
     return found
 
 
-def out_of_time_evidence(reason: Message, **measured: Any) -> StageEvidence:
+def make_out_of_time_evidence(reason: Message, **measured: Any) -> StageEvidence:
     """Return missing evidence for a stage that a time limit ended. The daemon judges the patch again later."""
-    return missing_evidence(reason, out_of_time=True, **measured)
+    return make_missing_evidence(reason, out_of_time=True, **measured)
 
 
 def find_only_missing_stage(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -62,12 +62,12 @@ def find_only_missing_stage(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
     return found[0] if len(found) == 1 and found[0]["state"] == "missing" else {}
 
 
-def was_out_of_time(evidence: Mapping[str, Any]) -> bool:
+def was_held_by_time_limit_only(evidence: Mapping[str, Any]) -> bool:
     """True if only a time limit held a patch. ``evidence``: of the patch's verdict."""
     return find_only_missing_stage(evidence).get("out_of_time") is True
 
 
-def stopped_message(process: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:
+def make_stopped_message(process: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:
     """Return the reason that every attempt of the candidate's ``process`` was stopped. ``key``: the policy's section with the limits."""
     return Message(
         "gates.stopped",
@@ -78,7 +78,7 @@ def stopped_message(process: str, limits: Sequence[float], baseline_seconds: flo
     )  # fmt: skip
 
 
-def baseline_stopped_message(process: str, seconds: float, key: str) -> Message:
+def make_baseline_stopped_message(process: str, seconds: float, key: str) -> Message:
     """Return the reason that a limit stopped a ``process`` of approved code. ``key``: the policy's key with the limit."""
     return Message(
         "gates.baseline_stopped",

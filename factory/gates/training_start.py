@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.ledger.ledger import Ledger, checkpoints, data_plans, segments
-from factory.ledger.removals import with_replaced_token_shards
+from factory.ledger.removals import replace_erased_token_shards
 from kernels.contract.choice import resolve_auto_in_text
 
 
@@ -29,7 +29,7 @@ class TrainingStart:
 
     def resolve_kernels(self, code: Path) -> str:
         """Return the text of a checkout's ``kernels.yaml``, with each ``auto`` replaced by the implementation that the trunk uses."""
-        return resolve_auto_in_text((code / KERNELS).read_bytes(), devices.device_kind(), self.kernels)
+        return resolve_auto_in_text((code / KERNELS).read_bytes(), devices.get_device_kind(), self.kernels)
 
 
 def find_training_start(ledger: Ledger) -> TrainingStart | None:
@@ -52,7 +52,7 @@ def find_training_start(ledger: Ledger) -> TrainingStart | None:
         Path(row["path"]),
         row["step"],
         row["recipe_json"],
-        with_replaced_token_shards(ledger, row["plan"]),
+        replace_erased_token_shards(ledger, row["plan"]),
         kernels,
         row["code_commit"],
     )

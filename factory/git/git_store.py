@@ -231,7 +231,7 @@ def make_commit(repository: Path, base: str, edited: Sequence[FileChange], messa
     return read_git_line(repository, "commit-tree", tree, "-p", base, data=message.encode())
 
 
-def read_entries(repository: Path, commit: str | None) -> dict[str, tuple[str, str]]:
+def read_tree_entries(repository: Path, commit: str | None) -> dict[str, tuple[str, str]]:
     """Return path → (mode, blob) of a commit's tree; of the index if ``commit`` is None."""
     listing = ("ls-tree", "-r", "--full-tree", "-z", commit) if commit else ("ls-files", "--stage", "-z")
     entries = {}
@@ -242,13 +242,13 @@ def read_entries(repository: Path, commit: str | None) -> dict[str, tuple[str, s
     return entries
 
 
-def hash_files(repository: Path, files: Sequence[Path]) -> list[str]:
+def hash_files_as_blobs(repository: Path, files: Sequence[Path]) -> list[str]:
     """Return the blob hash that git would give each file, in order."""
     names = "".join(f"{file.absolute()}\n" for file in files)
     return read_git_line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
 
 
-def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path, *, flushed: bool = False) -> None:
+def write_tree_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path, *, flushed: bool = False) -> None:
     """Write a tree's regular files as stored. Links and submodules are not written. ``flushed``: flush the files' contents, but not the folders.
 
     Raises: RepositoryError for a file that the repository has lost; OSError.

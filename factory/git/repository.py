@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core.errors import InputError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
 from factory.git.git_store import (
     ENVIRONMENT,
     REGULAR,
     encode_text,
-    hash_files,
+    hash_files_as_blobs,
     make_commit,
-    read_entries,
+    read_tree_entries,
     read_git_line,
     run_git,
-    write_files,
+    write_tree_files,
 )
 from factory.git.git_store import RepositoryError as RepositoryError
-from factory.git.scope import AgentsPolicy, FileChange, find_scope_problems, no_change_problem
+from factory.git.scope import AgentsPolicy, FileChange, find_scope_problems, make_no_change_problem
 from kernels.contract.files import sync_folder
 
 NO_COMMIT = "0" * 40
@@ -96,14 +96,14 @@ def get_live_commit(repository: Path) -> str:
 
 def list_changed_files(repository: Path) -> list[str]:
     """Return the files below ``LIVE_FOLDERS`` that differ from HEAD. These changes are *not* part of the live code."""
-    entries = {path: blob for path, (mode, blob) in read_entries(repository, "HEAD").items() if mode in REGULAR}
+    entries = {path: blob for path, (mode, blob) in read_tree_entries(repository, "HEAD").items() if mode in REGULAR}
     entries = {path: blob for path, blob in entries.items() if path.split("/")[0] in LIVE_FOLDERS}
     there = [path for path in entries if (repository / path).is_file() and not (repository / path).is_symlink()]
-    now = dict(zip(there, hash_files(repository, [repository / path for path in there]), strict=True))
+    now = dict(zip(there, hash_files_as_blobs(repository, [repository / path for path in there]), strict=True))
     return sorted(path for path, blob in entries.items() if now.get(path) != blob)
 
 
-def check_committed(repository: Path) -> None:
+def check_nothing_uncommitted(repository: Path) -> None:
     """Check that a branch is checked out without uncommitted changes. Proposals are made and merged only then. Raises: RepositoryError."""
     if not read_git_line(repository, "symbolic-ref", "--quiet", "HEAD", check=False):
         raise RepositoryError(
@@ -125,10 +125,10 @@ def check_committed(repository: Path) -> None:
 def checkout_live_code(workspace: Workspace, commit: str = "") -> Path:
     """Return a worktree of the live commit, or of ``commit``. Make the worktree if it is missing or was changed."""
     commit = commit or get_live_commit(workspace.repository)
-    return checkout_commit(workspace.repository, commit, checkout_folder(workspace.worktrees, commit))
+    return checkout_commit(workspace.repository, commit, get_checkout_folder(workspace.worktrees, commit))
 
 
-def checkout_folder(worktrees: Path, commit: str) -> Path:
+def get_checkout_folder(worktrees: Path, commit: str) -> Path:
     """Return the folder for a commit's worktree. Folders of live code and of patches have similar names, so that code cannot tell which it is."""
     return worktrees / f"live-{commit[:12]}"
 
@@ -138,14 +138,14 @@ def checkout_commit(repository: Path, commit: str, folder: Path) -> Path:
 
     Raises: RepositoryError for an unknown commit; CheckoutError if a known commit cannot be checked out.
     """
-    entries = read_entries(repository, commit)
+    entries = read_tree_entries(repository, commit)
     if not _holds(repository, folder, commit, entries):
         remove_worktree(repository, folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         add = ("worktree", "add", "--quiet", "--force", "--force", "--no-checkout", "--detach")
         try:
             run_git(repository, *add, str(folder), commit)
-            write_files(repository, entries, folder)
+            write_tree_files(repository, entries, folder)
             run_git(folder, "read-tree", commit)
         except RepositoryError as error:
             raise CheckoutError(error.message) from error
@@ -176,7 +176,7 @@ def list_branch_numbers(repository: Path) -> set[int]:
     return {int(match.group(1)) for match in found if match}
 
 
-def branch_name(agent: str, number: int, title: str) -> str:
+def make_branch_name(agent: str, number: int, title: str) -> str:
     """Return ``factory/<agent>/<number>-<slug>``. The slug is the title's letters and digits."""
     return f"factory/{_slug(agent) or 'agent'}/{number}-{_slug(title) or 'patch'}"
 
@@ -192,7 +192,7 @@ def fork_repository(source: Path, target: Path, edits: Mapping[str, Callable[[st
     clone = ("-c", "protocol.file.allow=always", "clone", "--quiet", "--no-checkout", "--no-hardlinks", "--template=")
     run_git(source, *clone, "--", str(source), str(aside))
     run_git(aside, "remote", "remove", "origin")
-    held = read_entries(aside, base)
+    held = read_tree_entries(aside, base)
     changes = [
         FileChange(path, encode_text(edit(read_file_text(aside, base, path))), held[path][0], held[path][0])
         for path, edit in edits.items()
@@ -201,7 +201,7 @@ def fork_repository(source: Path, target: Path, edits: Mapping[str, Callable[[st
     run_git(aside, "read-tree", commit)
     run_git(aside, "symbolic-ref", "HEAD", "refs/heads/main")  # the source may be on no branch
     run_git(aside, "update-ref", "HEAD", commit)
-    write_files(aside, read_entries(aside, commit), aside)
+    write_tree_files(aside, read_tree_entries(aside, commit), aside)
     os.rename(aside, target)
 
 
@@ -219,16 +219,16 @@ def apply_proposal(
 
     Raises: ScopeError before anything is written; RepositoryError if git fails. After an error, no branch and no folder remains.
     """
-    existing = read_modes(repository, base)
-    changes = edits_to_changes(existing, edits)
+    existing = read_file_modes(repository, base)
+    changes = convert_edits_to_changes(existing, edits)
     found = find_scope_problems(policy, changes, existing)
     if found:
         raise ScopeError(found)
     commit = make_commit(repository, base, changes, message)
     if commit is None:
-        raise ScopeError([no_change_problem()])
+        raise ScopeError([make_no_change_problem()])
     make_branch(repository, branch, commit)
-    worktree = checkout_folder(worktrees, commit)
+    worktree = get_checkout_folder(worktrees, commit)
     try:
         checkout_commit(repository, commit, worktree)
         return AppliedPatch(branch, commit, base, hash_patch(repository, base, commit), worktree)
@@ -240,7 +240,7 @@ def apply_proposal(
         raise
 
 
-def edits_to_changes(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> list[FileChange]:
+def convert_edits_to_changes(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> list[FileChange]:
     """Return ``edits`` (path, new text) as changes to a commit. ``existing``: path → mode of each file of the commit."""
     return [
         FileChange(path, encode_text(text), *(2 * (existing[path],) if path in existing else ("100644", None)))
@@ -261,7 +261,7 @@ def is_ancestor(repository: Path, commit: str, older: str) -> bool:
     try:
         run_git(repository, "merge-base", "--is-ancestor", older, commit)
     except RepositoryError as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         return False
     return True
@@ -272,7 +272,7 @@ def make_revert_commit(repository: Path, live: str, base: str, commit: str, mess
 
     Returns the commit; ``live`` if the changes are reverted already. Raises: RepositoryError that names files that were changed again later.
     """
-    now, ours, before = (read_entries(repository, name) for name in (live, commit, base))
+    now, ours, before = (read_tree_entries(repository, name) for name in (live, commit, base))
     paths = [path for path in ours.keys() | before.keys() if ours.get(path) != before.get(path)]
     if all(now.get(path) == before.get(path) for path in paths):
         return live
@@ -282,7 +282,7 @@ def make_revert_commit(repository: Path, live: str, base: str, commit: str, mess
             "{files} changed again after the merge of the proposal: revert the proposal by hand",
             files=newer,
         )
-    return make_commit(repository, live, read_changes(repository, commit, base), message) or live
+    return make_commit(repository, live, read_file_changes(repository, commit, base), message) or live
 
 
 def advance_branch(repository: Path, base: str, commit: str) -> None:
@@ -298,9 +298,9 @@ def advance_branch(repository: Path, base: str, commit: str) -> None:
             "{repository} has no branch checked out (its HEAD is detached): check out a branch first",
             repository=repository,
         )
-    before, after = read_entries(repository, base), read_entries(repository, commit)
+    before, after = read_tree_entries(repository, base), read_tree_entries(repository, commit)
     changed = [path for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)]
-    staged = read_entries(repository, None)
+    staged = read_tree_entries(repository, None)
     edited = [
         path
         for path in changed
@@ -318,7 +318,7 @@ def advance_branch(repository: Path, base: str, commit: str) -> None:
     for path in changed:
         aside = repository / f"{path}.factory-part"
         if path in after:
-            write_files(repository, {f"{path}.factory-part": after[path]}, repository, flushed=True)
+            write_tree_files(repository, {f"{path}.factory-part": after[path]}, repository, flushed=True)
             aside.replace(repository / path)
             run_git(repository, "update-index", "--add", "--cacheinfo", ",".join((*after[path], path)))
         else:
@@ -371,9 +371,9 @@ def hash_patch(repository: Path, base: str, commit: str) -> str:
     return hashlib.sha256(os.fsencode(read_patch(repository, base, commit))).hexdigest()
 
 
-def read_changes(repository: Path, base: str, commit: str) -> list[FileChange]:
+def read_file_changes(repository: Path, base: str, commit: str) -> list[FileChange]:
     """Return the changes from ``base`` to a commit, from the stored trees."""
-    before, after = read_entries(repository, base), read_entries(repository, commit)
+    before, after = read_tree_entries(repository, base), read_tree_entries(repository, commit)
     found = []
     for path in sorted(before.keys() | after.keys()):
         old, new = before.get(path), after.get(path)
@@ -402,9 +402,9 @@ def list_last_commits_of_lines(repository: Path, commit: str, path: str) -> list
     return [lines[start].split(b" ")[0].decode() for start in starts[:-1]]
 
 
-def read_modes(repository: Path, commit: str) -> dict[str, str]:
+def read_file_modes(repository: Path, commit: str) -> dict[str, str]:
     """Return path → mode of all files of a commit."""
-    return {path: mode for path, (mode, _) in read_entries(repository, commit).items()}
+    return {path: mode for path, (mode, _) in read_tree_entries(repository, commit).items()}
 
 
 # -- the checkout ---------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def _holds(repository: Path, folder: Path, commit: str, entries: dict[str, tuple
     files = {folder / path: blob for path, (mode, blob) in entries.items() if mode in REGULAR}
     if not all(file.is_file() and not file.is_symlink() for file in files):
         return False
-    return hash_files(repository, list(files)) == list(files.values())
+    return hash_files_as_blobs(repository, list(files)) == list(files.values())
 
 
 def _is_either(repository: Path, path: str, *entries: tuple[str, str] | None) -> bool:
@@ -429,7 +429,7 @@ def _is_either(repository: Path, path: str, *entries: tuple[str, str] | None) ->
         return None in entries
     if not file.is_file() or file.is_symlink():
         return False
-    return hash_files(repository, [file])[0] in [entry[1] for entry in entries if entry]
+    return hash_files_as_blobs(repository, [file])[0] in [entry[1] for entry in entries if entry]
 
 
 def _slug(text: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from agents.core.improvement_policy import ImprovePolicy
+from agents.core.improvement_policy import ImprovementPolicy
 from agents.core.untrusted import INVISIBLE
 from agents.llm.policy import LlmPolicy
 from factory.core.policy_file import Count, StrictPolicy, load_policy
@@ -131,7 +131,7 @@ class AgentsPolicy(StrictPolicy):
     """The most bytes of all changed files together."""
     measure_seconds: float = Field(default=60.0, gt=0)
     """The most seconds that an agent may spend on measuring implementations before it proposes."""
-    improve: ImprovePolicy = ImprovePolicy()
+    improve: ImprovementPolicy = ImprovementPolicy()
     llm: LlmPolicy = LlmPolicy()
 
     @field_validator("out_of_scope")
@@ -232,7 +232,7 @@ def find_scope_problems(policy: AgentsPolicy, changes: Iterable[FileChange], exi
         if existing.get(change.path, "100644") not in ("100644", "100755"):
             found.append(_of_file(change.path, Message("scope.not_regular", "this path is not a regular file")))
     if not changes:
-        found.append(no_change_problem())
+        found.append(make_no_change_problem())
     if len(changes) > policy.max_files:
         found.append(
             Message(
@@ -255,7 +255,7 @@ def find_scope_problems(policy: AgentsPolicy, changes: Iterable[FileChange], exi
     return found
 
 
-def no_change_problem() -> Message:
+def make_no_change_problem() -> Message:
     """Return the problem of a patch without changes."""
     return Message("scope.no_change", "the patch changes nothing")
 

@@ -31,20 +31,20 @@ import sqlalchemy as sa
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
 from factory.ingest import ledger_rows
-from factory.ingest.decisions import ShardDecisions, decide_fates
+from factory.ingest.decisions import ShardDecisions, decide_document_fates
 from factory.ingest.document import BadRow, Row
 from factory.ingest.document_index import PARAMETERS, DocumentIndex
-from factory.ingest.filing import ASKED, make_filed_name
+from factory.ingest.filing import ASKED, make_stored_file_name
 from factory.ingest.hash_index import write_hashes
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading.rows import UNREADABLE_ROW_RULES
-from factory.ingest.reading.streams import unreadable_file_error
-from factory.ingest.reading_key import compute_reading_key
+from factory.ingest.reading.streams import make_unreadable_file_error
+from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
 from factory.ingest.rules.licence_claims import CONFLICT_EVENT
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.row_counts import RowCounts, find_missing_columns, refuse_missing_columns
 from factory.ingest.task_hashes import record_task_ngrams
-from factory.ingest.tokenizer import Tokenizer, template_shows_calls
+from factory.ingest.tokenizer import Tokenizer, has_template_with_tool_calls
 from factory.ingest.vocabulary import load_or_train_tokenizer
 from factory.ingest.worker import (
     AnalysedChunk,
@@ -61,7 +61,7 @@ from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
-from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
+from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, hash_file, write_token_shard
 
 _CHUNK_BYTES = 1 << 19
 _CHUNK_ROWS = 1000
@@ -134,11 +134,11 @@ def ingest_shard(
                 raise found
             _copy_to_quarantine(plant.workspace, path, sha256)
         else:
-            compared = ledger_rows.hash_documents(found.rows, found.decided, found.finished) if found.decided else ()
+            compared = ledger_rows.collect_document_hashes(found.rows, found.decided, found.finished) if found.decided else ()
             write_hashes(plant.workspace.root, f"shard:{sha256[:16]}", compared)
         with plant.ledger.begin() as tx:
             _store(
-                tx, plant.ledger, path, before.st_size, sha256, found, parameters, compute_reading_key(plant.workspace)
+                tx, plant.ledger, path, before.st_size, sha256, found, parameters, compute_policy_and_code_hash(plant.workspace)
             )
     except OSError as error:
         _refuse_changed(path, before)  # a changed file may be the cause
@@ -153,7 +153,7 @@ def ingest_shard(
         ) from error
     finally:
         shutil.rmtree(spool, ignore_errors=True)
-    stored = read_report(plant.ledger, sha256)
+    stored = read_shard_report(plant.ledger, sha256)
     assert stored
     return stored
 
@@ -164,7 +164,7 @@ def find_finished_report(plant: Plant, path: Path, sha256: str, again: bool) -> 
     A file does not need an ingest if it was ingested. It does not need one either if it was quarantined, and since then neither its name nor the
     policy nor the code that reads it has changed, and no person asked for another try.
     """
-    known = read_report(plant.ledger, sha256)
+    known = read_shard_report(plant.ledger, sha256)
     if known and (known.state == "ingested" or not (again or _may_be_readable(plant, path, sha256))):
         return known
     return None
@@ -174,13 +174,13 @@ def quarantine_shard(plant: Plant, path: Path, sha256: str, problem: ShardProble
     """Record a file that is unusable as a whole, copy it to the quarantine, and return its report."""
     _copy_to_quarantine(plant.workspace, path, sha256)
     with plant.ledger.begin() as tx:
-        _store(tx, plant.ledger, path, path.stat().st_size, sha256, problem, "", compute_reading_key(plant.workspace))
-    stored = read_report(plant.ledger, sha256)
+        _store(tx, plant.ledger, path, path.stat().st_size, sha256, problem, "", compute_policy_and_code_hash(plant.workspace))
+    stored = read_shard_report(plant.ledger, sha256)
     assert stored
     return stored
 
 
-def read_report(ledger: Ledger, sha256: str) -> ShardReport | None:
+def read_shard_report(ledger: Ledger, sha256: str) -> ShardReport | None:
     """Return the recorded report of a shard; None: there is no report."""
     row = ledger.select_first(sa.select(shards).where(shards.c.sha256 == sha256))
     if row is None:
@@ -212,13 +212,13 @@ def _run(
     other_files: Sequence[Path],
     whole: Callable[[], Iterator[RawRow]] | None,
 ) -> ProcessedShard | ShardProblem:
-    job = IngestJob(policy, spool, sha256[:16], path.name, not template_shows_calls(plant.workspace.tokenizer))
+    job = IngestJob(policy, spool, sha256[:16], path.name, not has_template_with_tool_calls(plant.workspace.tokenizer))
     told = RowCounts()
     analysed: list[AnalysedChunk] = []
     try:
         with plant.progress.task(f"{path.name}: read, filter, hash") as task:
             for one in pool.map(
-                analyse_chunk, ((job, *chunk) for chunk in split_into_chunks(read_rows(path, policy.limits), policy))
+                analyse_chunk, ((job, *chunk) for chunk in split_rows_into_chunks(read_rows(path, policy.limits), policy))
             ):
                 analysed.append(one)
                 told.add_counts(one.row_counts)
@@ -229,12 +229,12 @@ def _run(
         _look_in_the_whole(whole(), told, policy, path.name)
     refuse_missing_columns(told, policy.fields, path.name)
     rows = [row for one in analysed for row in one.rows]
-    if bad := find_bad_share_problem(rows, policy.limits.max_bad_rows):
+    if bad := find_unreadable_rows_problem(rows, policy.limits.max_bad_rows):
         return bad
     if not any(one.undecided for one in analysed):
         return ProcessedShard(rows, None, {}, None, None, told, {})
 
-    decided = decide_fates(analysed, index, policy, spool)
+    decided = decide_document_fates(analysed, index, policy, spool)
     if not any(decided.tasks):
         return ProcessedShard(rows, decided, {}, None, None, told, {})
     tokenizer = load_or_train_tokenizer(plant, policy, decided.tasks, spool, path, other_files)
@@ -299,7 +299,7 @@ def _look_in_the_whole(rows: Iterator[RawRow], told: RowCounts, policy: DataPoli
             count_row_columns(policy, row, name, told)
 
 
-def split_into_chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int, int, list[RawRow]]]:
+def split_rows_into_chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int, int, list[RawRow]]]:
     """Yield (number of the chunk, number of its first row, rows). Raises: ShardProblem for too many rows."""
     chunk, first, size = 0, 0, 0
     rows: list[RawRow] = []
@@ -319,7 +319,7 @@ def split_into_chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterato
         yield chunk, first, rows
 
 
-def find_bad_share_problem(rows: Sequence[Row], max_share: float) -> ShardProblem | None:
+def find_unreadable_rows_problem(rows: Sequence[Row], max_share: float) -> ShardProblem | None:
     """Return the problem of a file with too many unreadable rows; None: the file is usable. ``max_share``: the allowed share of these rows."""
     bad = Counter(row.rule for row in rows if row.rule in UNREADABLE_ROW_RULES)
     share = bad.total() / max(len(rows), 1)
@@ -347,9 +347,9 @@ def _identify(path: Path) -> tuple[os.stat_result, str]:
             if path.is_dir():
                 raise InputError("ingest.folder", "{path} is a folder: name the files in it", path=path)
             raise InputError("ingest.no_file", "{path}: no such file", path=path)
-        return path.stat(), file_sha256(path)
+        return path.stat(), hash_file(path)
     except OSError as error:
-        raise unreadable_file_error(path, error) from error
+        raise make_unreadable_file_error(path, error) from error
 
 
 def _refuse_changed(path: Path, before: os.stat_result) -> None:
@@ -378,7 +378,7 @@ def _may_be_readable(plant: Plant, path: Path, sha256: str) -> bool:
         return True
     last = next((event["detail"] for event in events if event["kind"] == "quarantined"), None)
     tried = (last["name"], last.get("read_by")) if last else None
-    return tried != (path.name, compute_reading_key(plant.workspace))
+    return tried != (path.name, compute_policy_and_code_hash(plant.workspace))
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int, int]:
@@ -386,7 +386,7 @@ def _identity(stat: os.stat_result) -> tuple[int, int, int]:
 
 
 def _copy_to_quarantine(workspace: Workspace, path: Path, sha256: str) -> None:
-    target = workspace.quarantine / make_filed_name(sha256, path)
+    target = workspace.quarantine / make_stored_file_name(sha256, path)
     if target.exists() or path.resolve().parent == workspace.quarantine.resolve():
         return
     workspace.quarantine.mkdir(parents=True, exist_ok=True)
@@ -419,7 +419,7 @@ def _store(
             tx, "quarantined", f"shard:{sha256[:16]}", {"name": path.name, "reason": str(found), "read_by": read_by}
         )
         return
-    totals = ledger_rows.count_rows(found.rows)
+    totals = ledger_rows.summarise_shard_rows(found.rows)
     totals["counts"] |= found.row_notes.to_shard_counts() | (
         {"not_releasable": found.held_back} if found.held_back else {}
     )
@@ -447,5 +447,5 @@ def _store(
         tx.execute(new)
     ledger_rows.write_documents(tx, found.rows, sha256, found.token_shard.id if found.token_shard else None)
     if found.decided:
-        ledger_rows.write_held_out(tx, found.rows, found.finished)
+        ledger_rows.write_held_out_rows(tx, found.rows, found.finished)
     record_event(tx, "ingested", f"shard:{sha256[:16]}", {"name": path.name, **totals["counts"]})

@@ -19,8 +19,8 @@ from factory.ingest.document import Row
 from factory.ingest.document_index import BARRED, DocumentIndex
 from factory.ingest.rules import contamination, held_out_split
 from factory.ingest.rules.licence_claims import COPY_RULES
-from factory.ingest.rules.licence_names import fold_licence_name
-from factory.ingest.rules.near_duplicates import NearDuplicates, Signatures
+from factory.ingest.rules.licence_names import normalise_licence_name
+from factory.ingest.rules.near_duplicates import NearDuplicateSearch, Signatures
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.word_hashes import Hashes
 from factory.ingest.worker import AnalysedChunk, DocumentToFinish, read_spooled_ngrams
@@ -42,7 +42,7 @@ class ShardDecisions:
 
     tasks: list[list[DocumentToFinish]]
     held_out: dict[str, Hashes]
-    near: NearDuplicates
+    near: NearDuplicateSearch
     signatures: Signatures  # [undecided documents, permutations]; ``numbers`` has the row of each document
     numbers: dict[str, int]  # key → row in ``signatures``, for all documents with which later shards are compared
     licences: dict[str, int]
@@ -59,12 +59,12 @@ class _Living:
     place: int
 
 
-def decide_fates(
+def decide_document_fates(
     analysed: Sequence[AnalysedChunk], index: DocumentIndex, policy: DataPolicy, spool: Path
 ) -> ShardDecisions:
     """Decide the fates that depend on other documents, and set them on the rows of ``analysed``."""
     signed = np.concatenate([one.signatures for one in analysed])
-    near = NearDuplicates(signed, policy.near_duplicates.threshold, index.find_by_bands)
+    near = NearDuplicateSearch(signed, policy.near_duplicates.threshold, index.find_documents_by_bands)
     living, barred = _drop_duplicates(list(_living(analysed)), index, near)
     held_out = _hold_out(living, analysed, index, policy, spool)
     tasks = _find_contamination(living, analysed, index, policy, spool, held_out)
@@ -83,21 +83,21 @@ def _living(analysed: Sequence[AnalysedChunk]) -> Iterator[_Living]:
 
 
 def _drop_duplicates(
-    living: list[_Living], index: DocumentIndex, near: NearDuplicates
+    living: list[_Living], index: DocumentIndex, near: NearDuplicateSearch
 ) -> tuple[list[_Living], list[_Living]]:
     """Drop all but the first of equal or nearly equal documents. Returns the documents that are left, and the documents that bar a text.
 
     A copy of a held-out document counts as contamination. A text whose licence does not allow training bars all its copies, also copies that stand
     before it in this shard.
     """
-    known = index.find_by_content([one.row.content_sha256 or "" for one in living])
+    known = index.find_documents_by_content_hash([one.row.content_sha256 or "" for one in living])
     fates = index.read_fates(sorted({key for keys in near.stored.keys.values() for key in keys}))
     here: dict[str, str] = {}  # key → fate of the first document with each text
     first: dict[str, str] = {}
     kept: list[_Living] = []
     barred: list[_Living] = []
     by_number: dict[int, str] = {}
-    refusal = index.make_refusal_check()
+    refusal = index.make_removed_label_check()
 
     def match(one: _Living) -> tuple[str, str, str, str] | None:
         """Return (rule, fate of the original, text that says how similar both are, key of the original); None: the document is not a copy."""
@@ -156,7 +156,7 @@ def _other_licences(rows: Mapping[str, Row], index: DocumentIndex) -> dict[str, 
         assert row.matched
         here = rows.get(row.matched)
         licence, shard = (here.license or "", "") if here else stored[row.matched]
-        if fold_licence_name(licence) != fold_licence_name(row.license):
+        if normalise_licence_name(licence) != normalise_licence_name(row.license):
             found[shard] += 1
     return dict(found)
 
@@ -250,21 +250,21 @@ def _selecting(
 ) -> Callable[[Collection[int]], dict[int, held_out_split.HeldOutAssignment]]:
     """Return a function that selects held-out documents. Its argument has the numbers of documents that it must not select."""
     before = index.read_held_out_counts()
-    count = functools.cache(index.count_trained)
+    count = functools.cache(index.count_training_documents)
 
     def wanted(domain: str) -> held_out_split.HeldOutTarget:
-        at_most = policy.rules_of_domain(domain).hold_out_at_most
+        at_most = policy.find_domain_rules(domain).hold_out_at_most
         return held_out_split.HeldOutTarget(policy.held_out.share, min(policy.held_out.least, at_most // 2), at_most)
 
     def of(refused: Collection[int]) -> dict[int, held_out_split.HeldOutAssignment]:
         arrived = [
-            held_out_split.CandidateDocument(
+            held_out_split.HeldOutCandidate(
                 one.number, one.row.key, one.row.domain, one.row.group_key, one.row.content_sha256 or "",
                 can_be_held_out=one.number not in refused and not one.row.spells_special_token,
             )
             for one in living
         ]  # fmt: skip
-        return held_out_split.select_held_out(arrived, recorded, trained, before, wanted, count)
+        return held_out_split.assign_held_out_documents(arrived, recorded, trained, before, wanted, count)
 
     return of
 
@@ -278,7 +278,7 @@ def _grouping(rows: Sequence[Row], index: DocumentIndex, policy: DataPolicy) -> 
     found = {}
     before = index.read_held_out_counts()
     for domain in sorted({row.domain for row in rows}):
-        kind = policy.rules_of_domain(domain).group
+        kind = policy.find_domain_rules(domain).group
         if kind in held_out_split.DOCUMENT_KINDS:
             continue
         ours = [row for row in rows if row.domain == domain and not row.synthetic_by]
@@ -320,7 +320,7 @@ def _own_words(
         for _, grams in _grams(living, analysed, spool):
             counts[_places(all_grams, np.unique(grams))] += 1
     trained: dict[int, set[str]] = {}
-    for gram, key in index.find_trained_by_ngram(all_grams):
+    for gram, key in index.find_training_documents_by_ngram(all_grams):
         trained.setdefault(gram, set()).add(key)
     for gram, keys in trained.items():
         counts[np.searchsorted(all_grams, np.uint64(gram))] += len(keys)
@@ -329,7 +329,7 @@ def _own_words(
     for number, grams in candidates.items():
         at_common = np.flatnonzero(np.isin(grams, common))
         grams = np.unique(
-            grams[contamination.mask_without_overlap(at_common, len(grams), policy.decontamination.ngram)]
+            grams[contamination.make_no_overlap_mask(at_common, len(grams), policy.decontamination.ngram)]
         )
         candidates[number] = grams
         if overlap := next((min(trained[gram]) for gram in grams.tolist() if gram in trained), None):
@@ -359,9 +359,9 @@ def _find_contamination(
         if one.row.fate == "dropped":
             continue
         if one.row.fate != "held_out":
-            collisions = known.find(grams)
+            collisions = known.find_collisions(grams)
             cuts = contamination.merge_spans(collisions, policy.decontamination.ngram)
             if cuts:
-                one.row.matched = known.owner(grams[collisions[0]])
+                one.row.matched = known.find_owner(grams[collisions[0]])
         tasks[one.chunk].append(DocumentToFinish(one.place, one.row.key, one.row.fate == "held_out", cuts))
     return tasks

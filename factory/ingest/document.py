@@ -14,7 +14,7 @@ from factory.core.errors import InputError
 from factory.ingest.rules.held_out_split import read_grouping_facts
 from factory.ingest.shapes.bad_row import BadRow as BadRow
 from factory.ingest.shapes.chats import ROLES as ROLES
-from factory.ingest.shapes.chats import ReadingNotes, message_has_loss
+from factory.ingest.shapes.chats import ReadingNotes, has_loss
 from factory.ingest.shapes.field_mapping import FieldMapping
 from factory.ingest.shapes.row_shapes import normalise_row
 from factory.ingest.shapes.tool_calls import strip_tools
@@ -91,19 +91,19 @@ class ParsedDocument:
     facts: dict[str, str] = field(default_factory=dict)  # names that may group the document (``rules/held_out_split``)
 
 
-def format_writing_release(release: int, export_sha256: str) -> str:
+def format_release_as_author(release: int, export_sha256: str) -> str:
     """Return the ``synthetic_by`` of documents that a release wrote: the release's number and the hash of its weights.
 
-    >>> format_writing_release(3, "0123456789abcdef0123")
+    >>> format_release_as_author(3, "0123456789abcdef0123")
     'release 3 (weights 0123456789abcdef)'
     """
     return f"release {release} (weights {export_sha256[:16]})"
 
 
-def read_writing_model(detail: str | None) -> str | None:
+def read_author_model(detail: str | None) -> str | None:
     """Return the model that wrote a document, from ``documents.detail``, or None if the detail names no model.
 
-    >>> read_writing_model("synthetic, by release 3; replaced: 1 email"), read_writing_model("replaced: 1 email")
+    >>> read_author_model("synthetic, by release 3; replaced: 1 email"), read_author_model("replaced: 1 email")
     ('release 3', None)
     """
     return (
@@ -113,13 +113,13 @@ def read_writing_model(detail: str | None) -> str | None:
     )
 
 
-def keep_writing_model(old_detail: str | None, new_detail: str | None) -> str | None:
+def keep_author_model_in_detail(old_detail: str | None, new_detail: str | None) -> str | None:
     """Return ``new_detail`` as the new ``documents.detail``, with the model that wrote the document if ``old_detail`` names one.
 
-    >>> keep_writing_model("synthetic, by release 3; replaced: 1 email", "by ann: private"), keep_writing_model("replaced: 1 email", None)
+    >>> keep_author_model_in_detail("synthetic, by release 3; replaced: 1 email", "by ann: private"), keep_author_model_in_detail("replaced: 1 email", None)
     ('synthetic, by release 3; by ann: private', None)
     """
-    maker = read_writing_model(old_detail)
+    maker = read_author_model(old_detail)
     return "; ".join([f"{SYNTHETIC_PREFIX}{maker}", *([new_detail] if new_detail else [])]) if maker else new_detail
 
 
@@ -148,7 +148,7 @@ def parse_json(line: bytes) -> Any:
         ) from None
 
 
-def refuse_domain(name: str) -> None:
+def check_domain_name(name: str) -> None:
     """Check that a domain may have this name. Raises: InputError."""
     if not _DOMAIN.match(name) or name in _RESERVED:
         raise InputError(
@@ -215,7 +215,7 @@ def normalise_content(content: Content, *, code: bool) -> Content:
         return {"text": text}
     # Blanks at the start of a message would merge with the line end after its role.
     messages = [m | {"content": _normal(m["content"], code).strip()} for m in content["messages"]]
-    if not any(m["content"] for m in messages if message_has_loss(m)):
+    if not any(m["content"] for m in messages if has_loss(m)):
         raise BadRow("empty", Message("ingest.no_answer", "the assistant's messages are empty"))
     return {"messages": messages}
 
@@ -225,7 +225,7 @@ def join_texts(content: Content) -> str:
     return content["text"] if "text" in content else "\n".join(m["content"] for m in content["messages"])
 
 
-def text_to_compare(content: Content) -> str:
+def make_comparison_text(content: Content) -> str:
     """Return the text by which a document is compared with others. A chat's list of tools is left out: many chats share the list, and it carries no
     loss."""
     if "messages" not in content or content["messages"][0]["role"] != "system":

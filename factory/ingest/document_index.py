@@ -13,12 +13,12 @@ from factory.ingest.document import SYNTHETIC_PREFIX
 from factory.ingest.hash_index import HashIndex
 from factory.ingest.rules import near_duplicates
 from factory.ingest.rules.held_out_split import HALVES, EarlierHeldOutCounts
-from factory.ingest.rules.licence_claims import list_set_aside_rows
-from factory.ingest.rules.licence_names import fold_licence_name
-from factory.ingest.rules.policy import DataPolicy, Licences
+from factory.ingest.rules.licence_claims import list_rows_with_set_aside_claims
+from factory.ingest.rules.licence_names import normalise_licence_name
+from factory.ingest.rules.policy import DataPolicy, LicenceRules
 from factory.ingest.rules.word_hashes import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, shards
-from factory.ledger.removals import REMOVED_FATE, find_refused_labels, list_removals
+from factory.ledger.removals import REMOVED_FATE, list_removed_labels, list_removals
 from kernels.contract.message import Message
 
 _AT_ONCE = 5000  # values in one IN (…) of a query
@@ -31,9 +31,9 @@ TRAINED = ("train", "quarantined")
 class DocumentIndex:
     """Looks up the documents of earlier shards that were not dropped."""
 
-    def __init__(self, ledger: Ledger, policy: Licences | None = None) -> None:
-        self._ledger, self._policy = ledger, policy or Licences()
-        self._aside = list_set_aside_rows(ledger)
+    def __init__(self, ledger: Ledger, policy: LicenceRules | None = None) -> None:
+        self._ledger, self._policy = ledger, policy or LicenceRules()
+        self._aside = list_rows_with_set_aside_claims(ledger)
         self._hashes = HashIndex(ledger)
 
     def check_parameters(self, policy: DataPolicy) -> str:
@@ -53,7 +53,7 @@ class DocumentIndex:
             )
         return wanted
 
-    def find_by_content(self, hashes: Sequence[str]) -> dict[str, tuple[str, str]]:
+    def find_documents_by_content_hash(self, hashes: Sequence[str]) -> dict[str, tuple[str, str]]:
         """Return (key, fate) by content_sha256, for documents that were kept and for rows whose licence does not allow training (fate ``BARRED``)."""
         c = documents.c
         columns = [c.content_sha256, c.key, c.fate, c.license]
@@ -65,9 +65,9 @@ class DocumentIndex:
         """Return whether a row that the rule 'licence' dropped still forbids training on its text."""
         return key not in self._aside and not self._policy.find_licence(licence).train
 
-    def find_by_bands(self, hashes: near_duplicates.Bands) -> near_duplicates.StoredDocuments:
+    def find_documents_by_bands(self, hashes: near_duplicates.Bands) -> near_duplicates.StoredBandMatches:
         keys: dict[int, list[str]] = {}
-        for value, key in self._hashes.find_by_band(hashes.tolist()):
+        for value, key in self._hashes.find_documents_by_band(hashes.tolist()):
             stored = keys.setdefault(value, [])
             if len(stored) < near_duplicates.CANDIDATES:
                 stored.append(key)
@@ -76,20 +76,20 @@ class DocumentIndex:
         rows = self._select([d.key, d.license], d.key, names, d.fate == "dropped")
         over = {row[0] for row in rows if not self._bars(row[0], row[1])}
         keys = {value: [key for key in stored if key not in over] for value, stored in keys.items()}
-        return near_duplicates.StoredDocuments(
+        return near_duplicates.StoredBandMatches(
             keys, self._hashes.read_signatures([name for name in names if name not in over])
         )
 
-    def make_refusal_check(self) -> Callable[[str | None, str | None], str]:
+    def make_removed_label_check(self) -> Callable[[str | None, str | None], str]:
         """Return a function of (source, licence). It returns why a document is refused, because a person removed its source or licence, or ''."""
-        known = find_refused_labels(self._ledger)
-        licences = {fold_licence_name(name): number for name, number in known["license"].items()}
+        known = list_removed_labels(self._ledger)
+        licences = {normalise_licence_name(name): number for name, number in known["license"].items()}
         why = {removal.number: removal.why for removal in list_removals(self._ledger)}
 
         def of(source: str | None, licence: str | None) -> str:
             for noun, name, number in (
                 ("source", source, known["source"].get(source)),
-                ("licence", licence or "none", licences.get(fold_licence_name(licence))),
+                ("licence", licence or "none", licences.get(normalise_licence_name(licence))),
             ):
                 if number is not None:
                     return Message(
@@ -115,9 +115,9 @@ class DocumentIndex:
         names = {row["sha256"]: row["name"] for row in self._ledger.read("SELECT sha256, name FROM shards")}
         return {row[0]: (row[1] or "", names[row[2]]) for row in self._select([c.key, c.license, c.shard], c.key, keys)}
 
-    def find_trained_by_ngram(self, grams: Hashes) -> list[tuple[int, str]]:
+    def find_training_documents_by_ngram(self, grams: Hashes) -> list[tuple[int, str]]:
         """Return (n-gram, key) for each training document that has one of these n-grams in its sample."""
-        return self._hashes.find_trained_by_ngram(grams.tolist())
+        return self._hashes.find_training_documents_by_ngram(grams.tolist())
 
     def read_held_out_ngrams(self) -> list[tuple[str, Hashes]]:
         """Return (key, all n-grams) of every held-out document and of every task's item."""
@@ -149,7 +149,7 @@ class DocumentIndex:
         c = documents.c
         return {row[0] for row in self._select([c.group_key], c.group_key, groups, c.token_shard.is_not(None))}
 
-    def count_trained(self, domain: str) -> int:
+    def count_training_documents(self, domain: str) -> int:
         """Count the training documents of a domain that no model wrote. Documents that were quarantined later count too."""
         c = documents.c
         rows = self._ledger.select_rows(sa.select(shards.c.sha256, shards.c.domains))

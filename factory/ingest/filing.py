@@ -32,14 +32,14 @@ from typing import Any
 
 from factory.core.workspace import Workspace
 from factory.ingest.reading.file_kinds import detect_kind
-from factory.ingest.reading_key import compute_reading_key
-from factory.ledger.file_events import SHARD_FILED, list_shards_made_from, read_filed_shards, sources_of_shard
+from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
+from factory.ledger.file_events import SHARD_FILED, list_shards_made_from, read_filed_shards, list_sources_of_shard
 from factory.ledger.ledger import Ledger, record_event, shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import former_file_hashes, read_erased_shards
+from factory.ledger.removals import list_former_file_hashes, read_erased_shards
 from kernels.contract.files import rename_into_place, sync_folder
 from kernels.contract.message import Message
-from trainer.contract.data.token_shard import file_sha256
+from trainer.contract.data.token_shard import hash_file
 
 LONGEST_NAME = 50  # characters, of four bytes at most
 # Each pass checks this many of the files that were filed last. The limit is a number and not an age, because a clock may jump.
@@ -50,7 +50,7 @@ ASKED = "asked"  # ``read_by`` of a quarantined file that a person wants tried a
 PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # the start of a filed file's name: digits of its SHA-256
 
 
-def make_filed_name(sha256: str, path: Path) -> str:
+def make_stored_file_name(sha256: str, path: Path) -> str:
     """Return the name that a file gets when it leaves the inbox. The name is short enough for any file system."""
     return f"{sha256[:16]}-{path.name[-LONGEST_NAME:]}"
 
@@ -58,7 +58,7 @@ def make_filed_name(sha256: str, path: Path) -> str:
 def move_ingested_file(plant: Plant, path: Path, sha256: str, state: str) -> None:
     """Move an ingested file out of the inbox. If another file took its name meanwhile, the hash differs, and that other file goes back to it."""
     folder = QUARANTINE if state == "quarantined" else RAW
-    place = plant.workspace.root / folder / make_filed_name(sha256, path)
+    place = plant.workspace.root / folder / make_stored_file_name(sha256, path)
     place.parent.mkdir(parents=True, exist_ok=True)
     status = path.stat()
     detail = {"folder": folder, "name": place.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
@@ -68,12 +68,12 @@ def move_ingested_file(plant: Plant, path: Path, sha256: str, state: str) -> Non
             tx,
             SHARD_FILED,
             f"shard:{sha256[:16]}",
-            detail | {"sha256": sha256, "read_by": compute_reading_key(plant.workspace)},
+            detail | {"sha256": sha256, "read_by": compute_policy_and_code_hash(plant.workspace)},
         )
     shutil.move(path, place)
     if path.exists() and path.samefile(place):  # two hard links to one file: a rename leaves both
         path.unlink()
-    if file_sha256(place) != sha256:
+    if hash_file(place) != sha256:
         shutil.move(place, plant.workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")
 
 
@@ -82,14 +82,14 @@ def move_original_file(plant: Plant, path: Path, reported: Container[str]) -> No
 
     The original is deleted if text of its shards was erased. It is quarantined if it could not be read to its end: then its own SHA-256 is in
     ``reported``, the SHA-256 of all reports."""
-    sha256 = file_sha256(path)
+    sha256 = hash_file(path)
     if sha256 in reported:
         move_ingested_file(plant, path, sha256, "quarantined")
         return
     if {part["shard"] for part in list_shards_made_from(plant.ledger, sha256)} & set(read_erased_shards(plant.ledger)):
         path.unlink()
         return
-    original = plant.workspace.root / ORIGINALS / make_filed_name(sha256, path)
+    original = plant.workspace.root / ORIGINALS / make_stored_file_name(sha256, path)
     original.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(path, original)
 
@@ -97,7 +97,7 @@ def move_original_file(plant: Plant, path: Path, reported: Container[str]) -> No
 def remove_originals(plant: Plant, shard: str) -> list[str]:
     """Delete the files from which a shard was cut, after text of the shard was erased. Returns a line for each deleted file."""
     said: list[str] = []
-    for one in sources_of_shard(plant.ledger, shard):
+    for one in list_sources_of_shard(plant.ledger, shard):
         for path in (plant.workspace.root / ORIGINALS).glob(f"{one['sha256'][:16]}-*"):
             path.unlink()
             said.append(
@@ -117,8 +117,8 @@ def return_changed_files(plant: Plant) -> None:
         path = plant.workspace.root / folder / name
         if folder != RAW or not _changed(path, known):
             continue
-        sha256 = file_sha256(path)
-        wanted = {known["sha256"], *former_file_hashes(plant.ledger, known["sha256"])}
+        sha256 = hash_file(path)
+        wanted = {known["sha256"], *list_former_file_hashes(plant.ledger, known["sha256"])}
         if sha256 not in wanted:
             kept = _split(plant.workspace, path, known, wanted)
             plant.progress.line(_changed_line(name, kept))
@@ -154,7 +154,7 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
         while left and (block := source.read(min(left, 1 << 22))):
             target.write(block)
             left -= len(block)
-    kept = file_sha256(aside) in wanted
+    kept = hash_file(aside) in wanted
     back = _free(workspace, _plain(path.name))
     if kept:
         with contextlib.suppress(OSError):  # the inbox is on another file system
@@ -174,7 +174,7 @@ def return_quarantined_files(plant: Plant) -> None:
     """Move the files of ``quarantine/`` that ingest may be able to read now back to the inbox."""
     there = list_quarantined_files(plant.workspace)
     known = read_filed_shards(plant.ledger) if there else {}
-    key = compute_reading_key(plant.workspace) if there else ""
+    key = compute_policy_and_code_hash(plant.workspace) if there else ""
     for path in there:
         last = known.get((QUARANTINE, path.name))
         if last is None and _waits_to_be_filed(plant, path):
@@ -274,7 +274,7 @@ def read_file_stamp(path: Path) -> FileStamp:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def find_writer(path: Path) -> str:
+def find_writing_process(path: Path) -> str:
     """Name the process that has a file open for writing. Returns '' if no visible process has."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -37,7 +37,7 @@ class GatheredFiles:
     known: int = 0
     broken: dict[str, str] = field(default_factory=dict)
 
-    def describe_left_out(self) -> str:
+    def describe_unsupported_files(self) -> str:
         """Return a line about the files that are left out, or '' if none are."""
         if self.left_out.total() == 0:
             return ""

@@ -134,11 +134,11 @@ class HashIndex:
         self._ledger, self._root = ledger, ledger.root
         self.file = ledger.root / INDEX
 
-    def find_by_band(self, hashes: Iterable[int]) -> list[tuple[int, str]]:
+    def find_documents_by_band(self, hashes: Iterable[int]) -> list[tuple[int, str]]:
         """Return (hash of a band, key) of all documents with one of these bands, oldest first."""
         return self._found("bands", hashes)
 
-    def find_trained_by_ngram(self, grams: Iterable[int]) -> list[tuple[int, str]]:
+    def find_training_documents_by_ngram(self, grams: Iterable[int]) -> list[tuple[int, str]]:
         """Return (n-gram, key) of each document that is not held out and has one of these n-grams in its sample."""
         return self._found("sampled", grams)
 

@@ -29,7 +29,7 @@ from factory.ingest.filing import (
     LONGEST_NAME,
     FileStamp,
     find_truncation,
-    find_writer,
+    find_writing_process,
     move_ingested_file,
     move_original_file,
     read_file_stamp,
@@ -37,9 +37,9 @@ from factory.ingest.filing import (
     return_quarantined_files,
     return_to_inbox,
 )  # fmt: skip
-from factory.ingest.reading_key import compute_reading_key
+from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
 from factory.ingest.rules.held_out_split import describe_grouping
-from factory.ingest.shapes.field_mapping import original_file_name
+from factory.ingest.shapes.field_mapping import get_original_file_name
 from factory.ingest.shapes.row_counts import describe_rows
 from factory.ledger.file_events import HELD, is_small_vocabulary_allowed, read_held_files
 from factory.ledger.ledger import Ledger
@@ -48,7 +48,7 @@ from factory.ledger.removals import REMOVED_FATE, read_erased_shards
 from factory.ledger.writing import record_event_once
 from factory.retrying.failure_waits import append_traceback
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.trainer_deaths import newest_retry_request
+from factory.retrying.trainer_deaths import find_newest_retry_request
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class InboxFile:
 
     @property
     def name(self) -> str:
-        return printable_name(self.path)
+        return make_printable_name(self.path)
 
 
 def list_complete_files(plant: Plant, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
@@ -156,7 +156,7 @@ def _take_alone(plant: Plant, path: Path) -> None:
                 log=log,
             )
             with contextlib.suppress(OSError):
-                append_traceback(log, f"ingest of {printable_name(path)}", error)
+                append_traceback(log, f"ingest of {make_printable_name(path)}", error)
         if stamp == read_file_stamp(path):  # else another file has this name now, and will be tried
             text = _text_there(plant) if isinstance(error, TooLittleTextError) else ""
             _hold(plant, InboxFile(path, stamp, why), refused=True, text=text)
@@ -167,12 +167,12 @@ def _removed_line(path: Path) -> Message:
     return Message(
         "ingest.removed_from_inbox",
         "  {file} was removed from the inbox before its ingest ended, so nothing of the file was stored",
-        file=printable_name(path),
+        file=make_printable_name(path),
     )
 
 
 def _stays_line(path: Path, why: str) -> Message:
-    return Message("ingest.stays", "  {file} stays in the inbox: {why}", file=printable_name(path), why=why)
+    return Message("ingest.stays", "  {file} stays in the inbox: {why}", file=make_printable_name(path), why=why)
 
 
 def _take_together(plant: Plant, path: Path) -> list[Path] | None:
@@ -192,7 +192,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
             size < SMALL_BYTES
             and is_readable_kind(name)
             and not is_archive(name)
-            and printable_name(Path(name)) == name
+            and make_printable_name(Path(name)) == name
         )
 
     if not small(path.name, path.stat().st_size if path.is_file() else SMALL_BYTES):
@@ -252,7 +252,7 @@ def ingest_and_move(plant: Plant, path: Path, workers: int | None = None) -> Non
     If the process is killed between the two steps, the next call recognises the content and only moves the file.
     """
     before = read_ingest_times(plant.ledger)
-    say = lambda report: plant.progress.line(describe_report(printable_name(path), report, before))
+    say = lambda report: plant.progress.line(describe_report(make_printable_name(path), report, before))
     ingest_path(plant, path, ingested=say, workers=workers)
 
 
@@ -306,7 +306,7 @@ def ingest_path(
             Message(
                 "ingest.erased_shard",
                 "  the factory deleted {file}, because the same content was ingested earlier and a person then erased text of it",
-                file=printable_name(path),
+                file=make_printable_name(path),
             )
         )
     elif folder == plant.workspace.inbox.resolve():
@@ -314,7 +314,7 @@ def ingest_path(
     return [report]
 
 
-def printable_name(path: Path) -> str:
+def make_printable_name(path: Path) -> str:
     r"""Return a file's name as text that can be printed and stored. A byte that is not UTF-8 becomes an escape such as ``\xe9``."""
     return _shown(path.name)
 
@@ -325,9 +325,9 @@ def _shown(name: str | Path) -> str:
 
 def _readable(path: Path, progress: Progress) -> Path:
     """Rename a file of the inbox if its name is not UTF-8. Returns the file's path."""
-    if printable_name(path) == path.name:
+    if make_printable_name(path) == path.name:
         return path
-    name = printable_name(path)
+    name = make_printable_name(path)
     target = path.with_name(name if len(name.encode()) <= LONGEST_NAME_BYTES else name[-LONGEST_NAME:])
     if os.path.lexists(target):
         target = path.with_name(f"{time.time_ns()}-{target.name[-LONGEST_NAME:]}")
@@ -352,13 +352,13 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
         if not n.startswith(".") and not n.endswith(PARTIAL_SUFFIXES)
     ]
     refused = {name: one for name, one in read_held_files(plant.ledger).items() if one["refused"]} if names else {}
-    key = compute_reading_key(plant.workspace) if refused else ""
-    asked = newest_retry_request(plant.ledger) if refused else 0
+    key = compute_policy_and_code_hash(plant.workspace) if refused else ""
+    asked = find_newest_retry_request(plant.ledger) if refused else 0
     for name in names:
         path = plant.workspace.inbox / name
         try:
             stamp = read_file_stamp(path)
-            known = refused.get(printable_name(path))
+            known = refused.get(make_printable_name(path))
             read_by = key + (_text_there(plant) if known and known.get("text") else "")
             if (
                 known
@@ -376,10 +376,10 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
 
 def _deaths(plant: Plant, path: Path, stamp: FileStamp) -> int:
     """Return how many workers died while they read this file in its present state."""
-    known = read_held_files(plant.ledger).get(printable_name(path), {})
+    known = read_held_files(plant.ledger).get(make_printable_name(path), {})
     if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (
         stamp,
-        compute_reading_key(plant.workspace),
+        compute_policy_and_code_hash(plant.workspace),
     ):
         return 0
     return int(known["deaths"])
@@ -416,7 +416,7 @@ def _no_file(path: Path) -> Message:
 
 def _incomplete(path: Path, stamp: FileStamp) -> str:
     """Return why a file is not complete yet, or '' if it is."""
-    if writer := find_writer(path):
+    if writer := find_writing_process(path):
         return Message(
             "ingest.open_for_writing",
             "{writer} has the file open for writing. The daemon ingests the file when {writer} closes it",
@@ -452,7 +452,7 @@ def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0,
         "refused": refused,
         "deaths": deaths,
     }
-    detail |= {"read_by": compute_reading_key(plant.workspace) + text if refused else ""} | (
+    detail |= {"read_by": compute_policy_and_code_hash(plant.workspace) + text if refused else ""} | (
         {"text": text} if text else {}
     )
     return record_event_once(plant.ledger, HELD, f"inbox:{file.name}", detail)
@@ -512,7 +512,7 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
                 "if a text came under several licences, the strictest counts and may hold releases back (a missing licence counts as "
                 "a strict one). To list the texts: 'factory data claims'. To say which licence is right: 'factory data settle "
                 "LICENCE --shard {shard}'",
-                shard=shlex.quote(original_file_name(name)),
+                shard=shlex.quote(get_original_file_name(name)),
             )
         )
     if state == "quarantined":

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 from factory.ingest.decisions import ShardDecisions
 from factory.ingest.document import SYNTHETIC_PREFIX, Row
 from factory.ingest.hash_index import HashedDocument
-from factory.ingest.rules.policy import Licences
+from factory.ingest.rules.policy import LicenceRules
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.worker import FinishedDocument
 from factory.ledger.ledger import documents, held_out, tokenizers
@@ -25,7 +25,7 @@ _AT_ONCE = 20_000  # rows in one statement
 NO_GRAMS = np.zeros(0, np.uint64)
 
 
-def count_rows(rows: Sequence[Row]) -> dict[str, Any]:
+def summarise_shard_rows(rows: Sequence[Row]) -> dict[str, Any]:
     """Return ``counts``, ``domains`` and ``tokens`` for the shard's row in the ledger's table ``shards``."""
     assert all(row.fate for row in rows)
     fates = Counter(row.fate for row in rows)
@@ -53,7 +53,7 @@ def count_rows(rows: Sequence[Row]) -> dict[str, Any]:
     return {"counts": counts, "domains": domains, "tokens": sum(domain["tokens"] for domain in domains.values())}
 
 
-def count_release_blockers(rows: Sequence[Row], policy: Licences) -> dict[str, dict[str, Any]]:
+def count_release_blockers(rows: Sequence[Row], policy: LicenceRules) -> dict[str, dict[str, Any]]:
     """Count the training documents that hold a release back, by licence as written. Each count has a reason: 'missing', 'listed' or 'unlisted'."""
     counts = Counter(row.license or "" for row in rows if row.fate == "train" and not row.releasable)
     why = lambda name: "listed" if policy.is_listed(name) else "unlisted" if name else "missing"
@@ -65,7 +65,7 @@ def _examples(rows: Sequence[Row]) -> dict[str, str]:
     found: dict[str, str] = {}
     for row in rows:
         if row.fate == "dropped" and row.rule:
-            found.setdefault(row.rule, f"row {row.number}: {one_line(row.detail or '', LONGEST_EXAMPLE)}")
+            found.setdefault(row.rule, f"row {row.number}: {fold_to_one_line(row.detail or '', LONGEST_EXAMPLE)}")
     return dict(sorted(found.items()))
 
 
@@ -95,7 +95,7 @@ def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_s
     )  # fmt: skip
 
 
-def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str, FinishedDocument]) -> None:
+def write_held_out_rows(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str, FinishedDocument]) -> None:
     """Write the contents of the held-out documents."""
     held = ((row, finished[row.key].content) for row in rows if row.fate == "held_out")
     _insert(
@@ -114,7 +114,7 @@ def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str
     )
 
 
-def hash_documents(
+def collect_document_hashes(
     rows: Sequence[Row], decided: ShardDecisions, finished: Mapping[str, FinishedDocument]
 ) -> Iterator[HashedDocument]:
     """Yield the hashes with which later shards are compared, for each kept document and each text whose licence does not allow training. Such a

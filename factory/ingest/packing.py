@@ -29,19 +29,19 @@ import pyarrow as pa
 from factory.core.errors import InputError
 from factory.ingest.chain import (
     ShardReport,
-    find_bad_share_problem,
+    find_unreadable_rows_problem,
     find_finished_report,
     ingest_shard,
     quarantine_shard,
-    read_report,
+    read_shard_report,
 )
 from factory.ingest.document import Row
 from factory.ingest.filing import move_ingested_file
-from factory.ingest.readers import RawRow, ShardProblem, exceeds_one_shard, is_ingested_as_is, read_rows
+from factory.ingest.readers import RawRow, ShardProblem, exceeds_one_shard, is_ingested_without_conversion, read_rows
 from factory.ingest.reading.columns import list_dataset_files
-from factory.ingest.reading.rows import BadRow, add_path, row_to_line
-from factory.ingest.reading.streams import unreadable_file_error
-from factory.ingest.reading_key import compute_reading_key
+from factory.ingest.reading.rows import BadRow, add_path, format_row_as_line
+from factory.ingest.reading.streams import make_unreadable_file_error
+from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
 from factory.ingest.shapes.row_counts import RowCounts, find_missing_columns
 from factory.ingest.worker import count_row_columns, read_row
@@ -51,7 +51,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import read_erased_shards
 from kernels.contract.files import sync_folder
 from kernels.contract.message import Message
-from trainer.contract.data.token_shard import file_sha256
+from trainer.contract.data.token_shard import hash_file
 
 SMALL_BYTES = 256 << 10  # a file of fewer bytes is small
 MANY = 32  # at least this many small files are ingested as one shard
@@ -95,17 +95,17 @@ class FileGroup:
     def origin(self) -> str:
         return str((self.folder or self.single_file or _common(self.files)).resolve())
 
-    def sha256(self) -> str:
+    def compute_sha256(self) -> str:
         """Return the hash of the one file, or of the paths and contents of several files. Raises: InputError."""
         try:
             if self.single_file:
-                return file_sha256(self.single_file)
+                return hash_file(self.single_file)
             digest = hashlib.sha256()
             for name, path in self.files:
-                digest.update(f"{file_sha256(path)} {name}\n".encode())
+                digest.update(f"{hash_file(path)} {name}\n".encode())
             return digest.hexdigest()
         except OSError as error:
-            raise unreadable_file_error(error.filename or self.name, error) from error
+            raise make_unreadable_file_error(error.filename or self.name, error) from error
 
 
 @dataclass
@@ -151,7 +151,7 @@ class _LeftOut:
 
 def is_cut_into_parts(path: Path, limits: ShardLimits) -> bool:
     """Return whether a file is cut into parts, or converted to JSON lines, before it is ingested. Raises: OSError."""
-    return path.stat().st_size > 0 and (not is_ingested_as_is(path, limits) or exceeds_one_shard(path, limits))
+    return path.stat().st_size > 0 and (not is_ingested_without_conversion(path, limits) or exceeds_one_shard(path, limits))
 
 
 def ingest_file_group(
@@ -175,15 +175,15 @@ def ingest_file_group(
     policy = DataPolicy.load(plant.workspace.policy_path("data.yaml"))
     limits, together = policy.limits, group.single_file is None and group.folder is None
     before = _stamps(group)
-    sha256 = group.sha256()
+    sha256 = group.compute_sha256()
     parts = list_shards_made_from(plant.ledger, sha256)
-    key = compute_reading_key(plant.workspace)
+    key = compute_policy_and_code_hash(plant.workspace)
     if group.single_file and (known := find_finished_report(plant, group.single_file, sha256, again)):
         ingested(known)
         return [known]
     done = [] if again else _finished(parts, key, plant.ledger)
     if done and done[-1]["last"]:
-        reports = [one for part in done if (one := read_report(plant.ledger, part["shard"]))]
+        reports = [one for part in done if (one := read_shard_report(plant.ledger, part["shard"]))]
         if not together or all(one.state == "ingested" for one in reports):
             for one in reports:
                 ingested(one)
@@ -279,10 +279,10 @@ def _finished(parts: Sequence[dict[str, Any]], key: str, ledger: Ledger) -> list
             runs.append([])
         runs[-1].append(part)
     for run in reversed(runs):
-        if run[-1]["last"] and all(read_report(ledger, part["shard"]) for part in run):
+        if run[-1]["last"] and all(read_shard_report(ledger, part["shard"]) for part in run):
             return run
     same = runs[-1] if runs and all(part["read_by"] == key for part in runs[-1]) else []
-    return list(itertools.takewhile(lambda part: read_report(ledger, part["shard"]), same))
+    return list(itertools.takewhile(lambda part: read_shard_report(ledger, part["shard"]), same))
 
 
 def _file(plant: Plant, path: Path, one: ShardReport) -> None:
@@ -333,7 +333,7 @@ def _unusable(name: str, path: Path, pack: str, policy: DataPolicy) -> ShardProb
                 row.drop(bad.rule, bad.detail)
     except ShardProblem:  # reported when the pack is read
         return None
-    return find_bad_share_problem(rows, policy.limits.max_bad_rows)
+    return find_unreadable_rows_problem(rows, policy.limits.max_bad_rows)
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ def _parts(
         count = size = 0
         with pa.CompressedOutputStream(pa.OSFile(str(path), "wb"), "zstd") as out:
             while ahead is not None and count < limits.max_rows and size < limits.part_bytes:
-                line = row_to_line(ahead) + b"\n"
+                line = format_row_as_line(ahead) + b"\n"
                 out.write(line)
                 count, size, ahead = count + 1, size + len(line), next(rows, None)
         yield _Part(path, number, first, count, ahead is None)
@@ -368,7 +368,7 @@ def _stamps(pack: FileGroup) -> list[tuple[int, int, int]]:
     try:
         found = [path.stat() for _, path in pack.files]
     except OSError as error:
-        raise unreadable_file_error(error.filename, error) from error
+        raise make_unreadable_file_error(error.filename, error) from error
     return [(one.st_size, one.st_mtime_ns, one.st_ino) for one in found]
 
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Content, Row
-from factory.ingest.ledger_rows import count_release_blockers, count_rows
+from factory.ingest.ledger_rows import count_release_blockers, summarise_shard_rows
 from factory.ingest.packing import FileGroup, read_file_group_rows
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.chats import message_has_loss
+from factory.ingest.shapes.chats import has_loss
 from factory.ingest.shapes.row_counts import RowCounts, describe_rows, refuse_missing_columns
-from factory.ingest.tokenizer import template_shows_calls
+from factory.ingest.tokenizer import has_template_with_tool_calls
 from factory.ingest.worker import read_row
 from kernels.contract.message import Message
 
@@ -46,7 +46,7 @@ class Preview:
         ]  # fmt: skip
         return {"name": self.name, "rows": self.rows, "whole": self.is_complete, "counts": self.counts, "shown": shown}
 
-    def lines(self) -> Iterator[str]:
+    def format_lines(self) -> Iterator[str]:
         """Yield the lines that a person reads."""
         counts = {"train": self.counts["train"], "dropped": sum(self.counts["dropped"].values())}
         known = {"file": self.name, "rows": self.rows, **counts}
@@ -66,8 +66,8 @@ class Preview:
         for row, content in self.shown:
             names = {"domain": row.domain, "source": row.source, "licence": row.license, "group": row.group_key}
             identity = f", id {row.id}" if row.id != row.key else ""
-            named = ", ".join(f"{name} {one_line(value, 60) if value else '–'}" for name, value in names.items())
-            yield f"  row {row.number}: {named}{one_line(identity, 60)}"
+            named = ", ".join(f"{name} {fold_to_one_line(value, 60) if value else '–'}" for name, value in names.items())
+            yield f"  row {row.number}: {named}{fold_to_one_line(identity, 60)}"
             yield from (f"    {line}" for line in _words(content))
 
 
@@ -79,7 +79,7 @@ def preview_file_group(workspace: Workspace, group: FileGroup) -> Preview:
     """
     policy = DataPolicy.load(workspace.policy_path("data.yaml"))
     told, rows, shown = RowCounts(), list[Row](), list[tuple[Row, Content]]()
-    plain = not template_shows_calls(workspace.tokenizer)
+    plain = not has_template_with_tool_calls(workspace.tokenizer)
     raw_rows = read_file_group_rows(group, policy.limits)
     for raw in islice(raw_rows, ROWS):
         key = f"preview:{len(rows)}"
@@ -96,15 +96,15 @@ def preview_file_group(workspace: Workspace, group: FileGroup) -> Preview:
         shown += [(row, content)] * (len(shown) < SHOWN)
     whole = next(raw_rows, None) is None
     refuse_missing_columns(told, policy.fields, group.name)
-    counts = count_rows(rows)["counts"] | told.to_shard_counts()
+    counts = summarise_shard_rows(rows)["counts"] | told.to_shard_counts()
     held = count_release_blockers(rows, policy.licences)
     return Preview(group.name, len(rows), whole, counts | ({"not_releasable": held} if held else {}), shown)
 
 
 def _words(content: Content) -> Iterator[str]:
     if "text" in content:
-        yield one_line(content["text"], _LONGEST)
+        yield fold_to_one_line(content["text"], _LONGEST)
         return
     for turn in content["messages"]:
-        loss = " (loss)" if message_has_loss(turn) else ""
-        yield f"{turn['role']}{loss}: {one_line(turn['content'], _LONGEST)}"
+        loss = " (loss)" if has_loss(turn) else ""
+        yield f"{turn['role']}{loss}: {fold_to_one_line(turn['content'], _LONGEST)}"

@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 from factory.ingest.reading.archives import read_tar, read_zip
 from factory.ingest.reading.columns import is_dataset, read_arrow, read_dataset, read_parquet
 from factory.ingest.reading.file_kinds import CODE, COMPRESSIONS, TEXT, detect_kind, find_conversion_hint
-from factory.ingest.reading.json_values import has_row_per_line, read_json
+from factory.ingest.reading.json_values import is_json_lines, read_json
 from factory.ingest.reading.pages import read_html, read_notebook, read_warc
-from factory.ingest.reading.rows import LeftOutCallback, RawRow, ShardProblem, row_too_long
+from factory.ingest.reading.rows import LeftOutCallback, RawRow, ShardProblem, make_row_too_long_error
 from factory.ingest.reading.streams import ReadableFile, decode_text, open_file, read_all, read_blocks, split_lines
 from factory.ingest.reading.tables import read_csv, read_tsv
 from factory.ingest.rules.policy import ShardLimits
@@ -32,9 +32,9 @@ __all__ = [
     "ShardProblem",
     "exceeds_one_shard",
     "is_readable_kind",
-    "is_ingested_as_is",
+    "is_ingested_without_conversion",
     "read_rows",
-    "row_too_long",
+    "make_row_too_long_error",
 ]
 
 SUPPORTED_KINDS = Message(
@@ -69,10 +69,10 @@ def read_rows(
     source = ReadableFile(
         name or path.name, opens, limits, path.stat().st_size, left_out, None if compression else path
     )
-    yield from read_source(source)
+    yield from read_source_rows(source)
 
 
-def read_source(source: ReadableFile) -> Iterator[RawRow]:
+def read_source_rows(source: ReadableFile) -> Iterator[RawRow]:
     """Yield the rows of a file or of an archive's member. Raises: ShardProblem."""
     read = READERS.get(detect_kind(source.name)[0])
     if read is None:
@@ -90,14 +90,14 @@ def is_readable_kind(name: str) -> bool:
     return detect_kind(name)[0] in READERS
 
 
-def is_ingested_as_is(path: Path, limits: ShardLimits) -> bool:
+def is_ingested_without_conversion(path: Path, limits: ShardLimits) -> bool:
     """Return whether a file is ingested as it is. This holds for JSON lines, Parquet, and text or code of one document: rows of these files can be
     read again by number, and the file can be written again without a row. Other kinds are first converted to JSON lines (``packing``)."""
     kind, compression = detect_kind(path.name)
     if kind == ".json":
         source = ReadableFile(path.name, functools.partial(open_file, path, compression, limits), limits, 0, _nothing)
         try:
-            return has_row_per_line(source)
+            return is_json_lines(source)
         except ShardProblem:
             return True  # ingest will report what is wrong
     return kind not in READERS or READERS[kind] in (_jsonl, _text, _code) or (kind == ".parquet" and not compression)
@@ -149,6 +149,6 @@ READERS: dict[str, Reader] = {  # by suffix, ignoring a suffix such as .gz
     **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
     **dict.fromkeys((".warc", ".wet"), read_warc),
     ".ipynb": read_notebook,
-    ".zip": functools.partial(read_zip, read=read_source),
-    ".tar": functools.partial(read_tar, read=read_source),
+    ".zip": functools.partial(read_zip, read=read_source_rows),
+    ".tar": functools.partial(read_tar, read=read_source_rows),
 }

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from factory.core.errors import InputError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.progress import Progress
 from factory.ingest.filing import move_ingested_file
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
-from trainer.contract.data.token_shard import file_sha256
+from trainer.contract.data.token_shard import hash_file
 
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
@@ -70,7 +70,7 @@ def fetch_files(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]
 def record_fetched_file(plant: Plant, path: Path, address: str, reports: Sequence[ShardReport]) -> None:
     """Record that a fetched file was ingested, and move it to its place as a shard. A file that was cut into shards is deleted, because
     the address still has it."""
-    sha256 = file_sha256(path)
+    sha256 = hash_file(path)
     about = json.loads(_note(path).read_text())
     detail = {"address": address, **about, "shards": [one.sha256 for one in reports]}
     own = next((one for one in reports if one.sha256 == sha256), None)
@@ -164,7 +164,7 @@ def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress
                 _append(system, path, about, part, task)
                 break
             except Exception as error:  # from any library that fsspec uses  # noqa: BLE001
-                if isinstance(error, OSError) and (is_machine_fault_without_file(error) or error.filename):
+                if isinstance(error, OSError) and (is_machine_fault_unrelated_to_files(error) or error.filename):
                     raise  # this is a fault of this machine's own disk
                 if attempt == _TRIES - 1:
                     there = part.stat().st_size if part.exists() else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from factory.ingest.hash_index import HELD, HashedDocument, get_hashes_path, make_key_prefix, write_hashes
-from factory.ingest.reading.streams import unreadable_file_error
+from factory.ingest.reading.streams import make_unreadable_file_error
 from factory.ingest.rules.task_folder import list_item_files
 from factory.ingest.rules.task_items import hash_item_file, hash_item_ngrams, read_items
 from factory.ledger.ledger import record_event
@@ -26,7 +26,7 @@ def record_task_ngrams(plant: Plant, n: int) -> int:
         try:
             subject = f"task:{hash_item_file(path)[:16]}"
         except OSError as error:
-            raise unreadable_file_error(path, error) from error
+            raise make_unreadable_file_error(path, error) from error
         if not _held(plant, subject):
             _hold(plant, subject, n, path.name, [hash_item_ngrams(one, n) for one in read_items(path).records])
             new += 1

@@ -46,7 +46,7 @@ from factory.ingest.chat_template import (
     TEMPLATE_WITHOUT_CALLS_AND_BOS,
 )
 from factory.ingest.document import Content
-from factory.ingest.shapes.chats import make_turn, message_has_loss
+from factory.ingest.shapes.chats import make_turn, has_loss
 from factory.ingest.tokenizer_probes import PROBES
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -166,7 +166,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> str:
         """Return this factory's chat template for this tokenizer, or an older template if the tokenizer was frozen with it."""
-        if template_shows_calls(self.folder):
+        if has_template_with_tool_calls(self.folder):
             return CHAT_TEMPLATE if self.bos else TEMPLATE_WITHOUT_BOS
         return TEMPLATE_WITHOUT_CALLS if self.bos else TEMPLATE_WITHOUT_CALLS_AND_BOS
 
@@ -264,7 +264,7 @@ class Tokenizer:
         ids, mask = list(self.bos), [False] * len(self.bos)
         for message in messages:
             role, content = message["role"], message["content"]
-            answer = message_has_loss(message)
+            answer = has_loss(message)
             head, body = self._message(f"{role}\n", content)
             ids += [self.start_token, *head, *body, self.stop_token, *self._line_end]
             mask += [False] * (1 + len(head)) + [answer] * (len(body) + 1)
@@ -334,7 +334,7 @@ def write_tokenizer_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
     write_atomically(folder / "tokenizer.json", tokenizer)
 
 
-def template_shows_calls(folder: Path) -> bool:
+def has_template_with_tool_calls(folder: Path) -> bool:
     """Return whether the chat template in a tokenizer's folder writes tools, tool calls and reasoning as ingest does. True if there is no tokenizer
     yet."""
     try:

@@ -41,7 +41,7 @@ def check_vocabulary(plant: Plant, recipe: Recipe) -> None:
             padded=pad_size(there),
         )
     if not is_padded_size(size, wanted):
-        raise ConfigError(describe_mismatch(plant.workspace, size, wanted, bool(frozen)))
+        raise ConfigError(describe_vocabulary_mismatch(plant.workspace, size, wanted, bool(frozen)))
 
 
 def check_planned_vocabulary(workspace: Workspace) -> None:
@@ -56,10 +56,10 @@ def check_planned_vocabulary(workspace: Workspace) -> None:
         raise ConfigError(str(error)) from error
     wanted = DataPolicy.load(workspace.policy_path("data.yaml")).tokenizer.vocab_size
     if wanted > size:
-        raise ConfigError(describe_mismatch(workspace, size, wanted, False))
+        raise ConfigError(describe_vocabulary_mismatch(workspace, size, wanted, False))
 
 
-def describe_mismatch(
+def describe_vocabulary_mismatch(
     workspace: Workspace, embedding_size: int, vocabulary_size: int, tokenizer_exists: bool
 ) -> Message:
     """Return why an embedding of ``embedding_size`` rows does not fit a vocabulary of ``vocabulary_size`` entries, and what to change."""

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 from factory.core.errors import FactoryError
 from factory.ingest.document import (
     Content,
@@ -41,12 +41,12 @@ from factory.ingest.document import (
     normalise_content,
     parse_document,
     parse_json,
-    text_to_compare,
+    make_comparison_text,
 )
 from factory.ingest.reading.rows import BadRow, RawRow, RowOrigin, pop_row_origin
 from factory.ingest.rules import contamination, filters, held_out_split, near_duplicates, personal_data
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.word_hashes import Hashes, hash_words, winnow
+from factory.ingest.rules.word_hashes import Hashes, hash_words, winnow_hashes
 from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.field_mapping import FieldMapping
 from factory.ingest.shapes.row_counts import RowCounts
@@ -105,7 +105,7 @@ class FinishedDocument:
     dropped: tuple[str, str] | None = None  # rule, detail
 
 
-def start_worker() -> None:
+def initialise_worker() -> None:
     """Initialise a worker process. The process then ends when its parent ends, for whatever reason."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -137,7 +137,7 @@ def analyse_chunk(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
-        words = hash_words(text_to_compare(content))
+        words = hash_words(make_comparison_text(content))
         assert row.content_sha256
         shingles.append(near_duplicates.hash_shingles(words, bytes.fromhex(row.content_sha256)))
         grams.append(contamination.hash_ngrams(words, job.policy.decontamination.ngram))
@@ -159,17 +159,17 @@ def read_row(
     decoded, origin, mapping = _looked_at(policy, raw, file, row_counts)
     notes, read = ReadingNotes(shows_text_only), {*READ}
     if mapping:
-        columns = [path for _, value in mapping[1].values() for path in value.columns]
+        columns = [path for _, value in mapping[1].list_mapped_values() for path in value.columns]
         read |= {*columns, *(path.partition(".")[0] for path in columns)}
-    origin.refuse_unreadable(sorted(read))
+    origin.refuse_unreadable_values(sorted(read))
     if origin.path and isinstance(decoded, dict) and decoded.get("path") is None:
         decoded["path"] = origin.path
     parsed = parse_document(decoded, policy.default_domain, mapping[1] if mapping else None, notes)
     row_counts.count_notes(notes)
     row.id = parsed.id or row.key
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license
-    row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
-    rules = policy.rules_of_domain(row.domain)
+    row.synthetic_by = fold_to_one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
+    rules = policy.find_domain_rules(row.domain)
     row.grouping_facts = parsed.facts
     row.group_key = held_out_split.make_group_name(
         rules.group, row.source, row.grouping_facts, row.key.partition(":")[0]
@@ -185,7 +185,7 @@ def read_row(
     text = join_texts(content)
     failure = filters.find_first_broken_rule(text, rules)
     if failure is None and rules.must_parse and "text" in content and (row.source or "").endswith(".py"):
-        reason = filters.does_not_parse(text)
+        reason = filters.check_python_syntax(text)
         failure = ("does_not_parse", reason) if reason else None
     if failure:
         raise BadRow(*(("licence", row.licence_refusal) if row.licence_refusal else failure))
@@ -209,7 +209,7 @@ def _looked_at(
         raise raw
     decoded = parse_json(raw) if isinstance(raw, bytes) else raw
     origin = pop_row_origin(decoded)
-    if mapping := policy.find_mapping(PurePath(origin.path).name, file):
+    if mapping := policy.find_field_mapping(PurePath(origin.path).name, file):
         row_counts.count_columns(decoded | origin.unreadable if isinstance(decoded, dict) else decoded, *mapping)
     return decoded, origin, mapping
 
@@ -264,7 +264,7 @@ def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, to
         return FinishedDocument(task.place, dropped=("no_round_trip", lossy))
     if task.held_out:
         return FinishedDocument(task.place, tokens, mask, content=content)
-    sampled = winnow(contamination.hash_ngrams(hash_words(text_to_compare(content)), rules.ngram), rules.sample_window)
+    sampled = winnow_hashes(contamination.hash_ngrams(hash_words(make_comparison_text(content)), rules.ngram), rules.sample_window)
     return FinishedDocument(task.place, tokens, mask, sampled, trimmed)
 
 
@@ -315,7 +315,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         if self.workers > 0:
             context = get_context("spawn")
-            self._executor = ProcessPoolExecutor(self.workers, mp_context=context, initializer=start_worker)
+            self._executor = ProcessPoolExecutor(self.workers, mp_context=context, initializer=initialise_worker)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -356,9 +356,9 @@ class WorkerPool:
                 found = future.result(timeout=POLL_SECONDS)
             except TimeoutError:
                 if future.done():  # the work ended a moment later, or raised TimeoutError itself
-                    dog.check(done + 1)
+                    dog.find_hang(done + 1)
                     return future.result()
-                if hung := dog.check(done):
+                if hung := dog.find_hang(done):
                     self._kill()
                     raise WorkerDiedError(
                         "ingest.workers_hung",
@@ -366,7 +366,7 @@ class WorkerPool:
                         why=hung,
                     ) from None
                 continue
-            dog.check(done + 1)
+            dog.find_hang(done + 1)
             return found
 
     def _kill(self) -> None:

@@ -39,7 +39,7 @@ class AnomalyRow(LedgerRow):
     detail: dict[str, Any] | None
 
 
-def newest_details_by_anomaly(db: SqlReader, kind: str) -> dict[int, dict[str, Any]]:
+def read_newest_details_by_anomaly(db: SqlReader, kind: str) -> dict[int, dict[str, Any]]:
     """Return, for each anomaly, the detail of the newest event of this kind that lists it. ``lead`` and ``event`` (the event's number) are added."""
     found: dict[int, dict[str, Any]] = {}
     for row in db.read("SELECT id, subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=kind):
@@ -50,16 +50,16 @@ def newest_details_by_anomaly(db: SqlReader, kind: str) -> dict[int, dict[str, A
 
 def list_open_anomalies(db: SqlReader, kinds: Collection[str]) -> list[AnomalyRow]:
     """Return the open anomalies of these kinds, oldest first."""
-    closed = newest_details_by_anomaly(db, CLOSED)
+    closed = read_newest_details_by_anomaly(db, CLOSED)
     return [row for row in AnomalyRow.select(db) if row.kind in kinds and row.id not in closed]
 
 
 def find_settled_anomalies(db: SqlReader) -> set[int]:
     """Return the anomalies that need no further diagnosis: they are closed, or a person was asked about their newest diagnosis."""
-    asked = newest_details_by_anomaly(db, ASKED)
-    known = newest_details_by_anomaly(db, DIAGNOSED)
+    asked = read_newest_details_by_anomaly(db, ASKED)
+    known = read_newest_details_by_anomaly(db, DIAGNOSED)
     return {n for n, found in known.items() if n in asked and asked[n]["diagnosis"] == found["event"]} | set(
-        newest_details_by_anomaly(db, CLOSED)
+        read_newest_details_by_anomaly(db, CLOSED)
     )
 
 
@@ -77,7 +77,7 @@ def find_next_undiagnosed_anomaly(db: SqlReader, kinds: Collection[str], exclude
 
 def find_explanation(db: SqlReader, number: int) -> dict[str, Any] | None:
     """Return a language model's explanation of the newest diagnosis of an anomaly (``claims``, ``dropped``, ``failed``), or None if there is none."""
-    diagnosis = newest_details_by_anomaly(db, DIAGNOSED).get(number)
+    diagnosis = read_newest_details_by_anomaly(db, DIAGNOSED).get(number)
     return _worded(db).get(diagnosis["event"]) if diagnosis else None
 
 
@@ -88,7 +88,7 @@ def find_next_unexplained_episode(db: SqlReader, excluded: Collection[int] = ())
     """
     said = _worded(db)
     waiting = [
-        d for d in newest_details_by_anomaly(db, DIAGNOSED).values() if d.get("to_word") and d["event"] not in said
+        d for d in read_newest_details_by_anomaly(db, DIAGNOSED).values() if d.get("to_word") and d["event"] not in said
     ]
     return min((detail["lead"] for detail in waiting if detail["lead"] not in excluded), default=None)
 
@@ -132,11 +132,11 @@ def describe_explanation(diagnosis: Mapping[str, Any], explanation: Mapping[str,
     )
 
 
-def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
+def draft_learning_rate_proposal(diagnosis: Mapping[str, Any]) -> Message | str:
     """If the learning rate was too high, return a draft of a proposal with the command that proposes it, else ''.
 
     >>> diagnosis = {"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}}
-    >>> draft_proposal_for_rate(diagnosis).data["values"]
+    >>> draft_learning_rate_proposal(diagnosis).data["values"]
     ['optimizer.lr 0.001']
     """
     tamed = (diagnosis.get("override") or {}).get("keys")
@@ -171,19 +171,19 @@ def _worded(db: SqlReader) -> dict[int, dict[str, Any]]:
 
 def list_open_anomalies_of_lineage(db: SqlReader, segment: int, kinds: Collection[str]) -> list[AnomalyRow]:
     """Return the open anomalies of a segment and of its ancestors."""
-    lineage = {row.id for row in SegmentRow.lineage(db, segment)}
+    lineage = {row.id for row in SegmentRow.read_lineage(db, segment)}
     return [row for row in list_open_anomalies(db, kinds) if row.segment in lineage]
 
 
 def list_rewound_segments_of_lineage(db: SqlReader, segment: int) -> list[int]:
     """Return the rewound segments among a segment and its ancestors. A rewound segment stays unusable after its anomaly is closed."""
-    return [row.id for row in SegmentRow.lineage(db, segment) if row.state == "rewound"]
+    return [row.id for row in SegmentRow.read_lineage(db, segment) if row.state == "rewound"]
 
 
 def list_anomalies(db: SqlReader) -> list[dict[str, Any]]:
     """Return all anomalies, oldest first, with ``state`` (open, diagnosed, closed, or rewound with its segment), ``causes``, and ``how`` it was
     closed."""
-    diagnosed, closed = newest_details_by_anomaly(db, DIAGNOSED), newest_details_by_anomaly(db, CLOSED)
+    diagnosed, closed = read_newest_details_by_anomaly(db, DIAGNOSED), read_newest_details_by_anomaly(db, CLOSED)
     rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
     found = []
     for row in AnomalyRow.select(db):

@@ -87,7 +87,7 @@ def _pragmas(connection: Any, _record: Any) -> None:
         cursor.close()
 
 
-def sqlite_file(url: str) -> Path | None:
+def get_sqlite_file(url: str) -> Path | None:
     """Return the file of an SQLite address, or None for another database."""
     return Path(url.removeprefix("sqlite:///")).resolve() if url.startswith("sqlite:///") else None
 

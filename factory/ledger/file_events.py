@@ -52,7 +52,7 @@ def list_shards_made_from(db: SqlReader, sha256: str) -> list[dict[str, Any]]:
     return [row["detail"] for row in rows]
 
 
-def sources_of_shard(db: SqlReader, shard: str) -> list[dict[str, Any]]:
+def list_sources_of_shard(db: SqlReader, shard: str) -> list[dict[str, Any]]:
     """Return the ``PACKED`` details of the sources of a shard. ``shard`` is its SHA-256. The list is empty if its file was ingested unchanged."""
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=PACKED)
     return [row["detail"] for row in rows if row["detail"]["shard"] == shard]

@@ -44,7 +44,7 @@ def create_triggers(tx: sa.Connection, metadata: sa.MetaData) -> None:
         'CREATE TABLE IF NOT EXISTS changes (seq INTEGER PRIMARY KEY AUTOINCREMENT, "table" TEXT, row INTEGER, gone TEXT)'
     )
     for table in metadata.sorted_tables:
-        key = primary_key_name(table)
+        key = get_primary_key_name(table)
         gone = f'OLD."{key}"' if key else "NULL"
         for when, row, value in (("INSERT", "NEW", "NULL"), ("UPDATE", "NEW", "NULL"), ("DELETE", "OLD", gone)):
             tx.exec_driver_sql(
@@ -53,7 +53,7 @@ def create_triggers(tx: sa.Connection, metadata: sa.MetaData) -> None:
             )
 
 
-def primary_key_name(table: sa.Table) -> str:
+def get_primary_key_name(table: sa.Table) -> str:
     """Return the name of the column of a table's primary key, or '' if the table has none."""
     return next((column.name for column in table.primary_key.columns), "")
 
@@ -66,7 +66,7 @@ def list_backups(root: Path) -> list[Path]:
 def list_backup_folders(root: Path) -> list[Path]:
     """Return all backup folders, oldest first. Damaged backups are included, because their journals may be intact."""
     return sorted(
-        (path for path in (root / BACKUPS_FOLDER).glob("2*") if BACKUP_NAME.fullmatch(path.name)), key=backup_sort_key
+        (path for path in (root / BACKUPS_FOLDER).glob("2*") if BACKUP_NAME.fullmatch(path.name)), key=make_backup_sort_key
     )
 
 
@@ -79,21 +79,21 @@ def read_backup_info(backup: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and {"made_at", "identity", "schema", "seq"} <= found.keys() else {}
 
 
-def next_backup_name(root: Path, now: datetime) -> str:
-    """Return the name of a backup that is made ``now`` (UTC). Sorted by ``backup_sort_key``, the names are in the order of creation.
+def make_backup_name(root: Path, now: datetime) -> str:
+    """Return the name of a backup that is made ``now`` (UTC). Sorted by ``make_backup_sort_key``, the names are in the order of creation.
 
     The name is the time: '2026-01-31T12-00-00'. If a backup was made in the same second, or the clock went back, the name is the newest backup's
     name with a number: '2026-01-31T12-00-00-1'. The names of damaged backups are not used again.
     """
     stem, number = now.strftime(NAME_TIME_FORMAT), 0
-    if (backups := list_backups(root)) and stem <= backup_sort_key(backups[-1])[0]:
-        stem, number = backup_sort_key(backups[-1])
+    if (backups := list_backups(root)) and stem <= make_backup_sort_key(backups[-1])[0]:
+        stem, number = make_backup_sort_key(backups[-1])
         number += 1
     names = (f"{stem}-{n}" if n else stem for n in itertools.count(number))
     return next(name for name in names if not (root / BACKUPS_FOLDER / name).exists())
 
 
-def backup_sort_key(backup: Path) -> tuple[str, int]:
+def make_backup_sort_key(backup: Path) -> tuple[str, int]:
     """Return a key that sorts backups by age: '2026-01-31T12-00-00-7' -> ('2026-01-31T12-00-00', 7)."""
     return backup.name[:19], int(backup.name[20:] or 0)
 
@@ -158,7 +158,7 @@ def read_batches(journal: Path) -> Iterator[dict[str, Any]]:
     yield from (batch for batch in _lines(journal) if batch)
 
 
-def describe_damage(journal: Path) -> Message | str:
+def describe_journal_damage(journal: Path) -> Message | str:
     """Describe the damage of a journal, or return ''. A line that a kill cut off is not damage, because the next line has its changes."""
     unread, last = False, read_backup_info(journal.parent).get("seq")
     for batch in _lines(journal):

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
 from factory.core.faults import find_fault_in
-from factory.ledger.engine import ROW_NUMBER, NulSafeText, check_ledger_exists, make_engine, sqlite_file
+from factory.ledger.engine import ROW_NUMBER, NulSafeText, check_ledger_exists, make_engine, get_sqlite_file
 from factory.ledger.journal import append_to_newest_backup, create_triggers
 from factory.ledger.rows import Subject
 from factory.ledger.snapshot import Snapshot
@@ -333,7 +333,7 @@ class Ledger:
 
     def __init__(self, url: str, root: Path | None = None) -> None:
         self.url = url
-        self.file = sqlite_file(url)
+        self.file = get_sqlite_file(url)
         self.root = root or (self.file.parent if self.file else None)
         self.journaled = bool(self.file)
         self.engine = make_engine(url)
@@ -356,7 +356,7 @@ class Ledger:
         ledger = cls(url, root)
         if ledger.file and ledger.root:
             check_ledger_exists(ledger.file, ledger.root)
-        check_version(ledger.version(), f"the ledger at {ledger.engine.url!r}")
+        check_version(ledger.read_version(), f"the ledger at {ledger.engine.url!r}")
         return ledger
 
     @property
@@ -368,7 +368,7 @@ class Ledger:
         """Return a path as the ledger stores it."""
         return to_stored_path(self.root, place)
 
-    def version(self) -> str | None:
+    def read_version(self) -> str | None:
         """Return the version of the ledger's tables. Raises: the errors of ``open``."""
         try:
             found = self.select_first(sa.select(meta.c.value).where(meta.c.key == "schema"))

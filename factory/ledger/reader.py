@@ -13,7 +13,7 @@ from factory.core.errors import WorkspaceError
 from factory.core.faults import find_fault_in
 from factory.core.workspace import Workspace
 from factory.ledger.rows import decode_row
-from factory.ledger.stored_paths import with_absolute_paths
+from factory.ledger.stored_paths import make_paths_absolute
 from factory.ledger.version import GONE, check_version
 
 VERSION = "SELECT value FROM meta WHERE key = 'schema'"
@@ -58,7 +58,7 @@ class LedgerReader:
             try:
                 connection.row_factory = sqlite3.Row
                 return [
-                    with_absolute_paths(decode_row(dict(row)), self._root)
+                    make_paths_absolute(decode_row(dict(row)), self._root)
                     for row in connection.execute(sql, parameters)
                 ]
             finally:

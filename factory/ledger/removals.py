@@ -36,9 +36,9 @@ class Removal:
     erase: bool
     state: str  # 'removed' | 'returned' | 'erased'
 
-    def rule_for_fate(self, fate: str) -> str:
+    def make_rule_for_fate(self, fate: str) -> str:
         """Return the value of ``documents.rule`` for documents of this removal that had this fate."""
-        return removal_rule(self.number, fate)
+        return make_removal_rule(self.number, fate)
 
     def __str__(self) -> str:
         shown = f"{len(self.names)} named" if self.column == "key" else f"{self.column} {', '.join(self.names)}"
@@ -46,10 +46,10 @@ class Removal:
         return f"removal {self.number} ({self.documents:,} documents, {shown}) by {self.by}{reason}"
 
 
-def removal_rule(number: int, fate: str) -> str:
+def make_removal_rule(number: int, fate: str) -> str:
     """Return the value of ``documents.rule`` for documents that a removal removed and that had this fate.
 
-    >>> removal_rule(3, "train")
+    >>> make_removal_rule(3, "train")
     'removal 3 of train'
     """
     return f"removal {number} of {fate}"
@@ -78,7 +78,7 @@ def list_removals(db: SqlReader) -> list[Removal]:
     return list(found.values())
 
 
-def find_refused_labels(db: SqlReader) -> dict[str, dict[str | None, int]]:
+def list_removed_labels(db: SqlReader) -> dict[str, dict[str | None, int]]:
     """Return the sources and licences that new documents may not have: {'source': {name: number of the removal}, 'license': {…}}.
 
     The name None stands for documents without a licence.
@@ -98,13 +98,13 @@ def read_erased_shards(db: SqlReader) -> dict[str, Mapping[str, Any]]:
     return {row["detail"]["sha256"]: row["detail"] for row in rows}
 
 
-def former_file_hashes(db: SqlReader, sha256: str) -> set[str]:
+def list_former_file_hashes(db: SqlReader, sha256: str) -> set[str]:
     """Return the SHA-256 of each file that replaced a shard when text was erased. After a kill the newest of these files may not
     exist yet."""
     return {detail["raw"] for detail in _erasings(db, sha256) if detail["raw"]}
 
 
-def former_token_shard_names(db: SqlReader, sha256: str) -> set[str]:
+def list_former_token_shard_names(db: SqlReader, sha256: str) -> set[str]:
     """Return the names of all token shards that replaced a shard's own when text was erased."""
     return {one["content"] for detail in _erasings(db, sha256) for one in detail["token_shards"].values()}
 
@@ -114,7 +114,7 @@ def _erasings(db: SqlReader, sha256: str) -> list[Mapping[str, Any]]:
     return [row["detail"] for row in rows if row["detail"]["sha256"] == sha256]
 
 
-def with_replaced_token_shards(db: SqlReader, plan: Mapping[str, Any]) -> dict[str, Any]:
+def replace_erased_token_shards(db: SqlReader, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a data plan that reads the current token shards. Where text was erased (``factory.erasing.erasing``), these are the
     replacements.
 

@@ -76,14 +76,14 @@ class LedgerRow:
         return [cls(**row) for row in db.read(sql, **parameters)]
 
     @classmethod
-    def first(cls, db: SqlReader, which: str, **parameters: object) -> Self | None:
+    def find_first(cls, db: SqlReader, which: str, **parameters: object) -> Self | None:
         """Return the first row that ``which`` selects, or None."""
         return next(iter(cls.select(db, f"{which} LIMIT 1", **parameters)), None)
 
     @classmethod
     def get(cls, db: SqlReader, key: int | str) -> Self:
         """Return the row with this key. Raises: InputError, which lists the known keys, if no row has it."""
-        row = cls.first(db, f"WHERE {cls.key} = :key", key=key)
+        row = cls.find_first(db, f"WHERE {cls.key} = :key", key=key)
         if row is None:
             known = [str(r["key"]) for r in db.read(f"SELECT {cls.key} AS key FROM {cls.source} ORDER BY {cls.key}")]
             if known:
@@ -133,7 +133,7 @@ class SegmentRow(LedgerRow):
     finished_at: float | None
 
     @classmethod
-    def lineage(cls, db: SqlReader, segment: int) -> list[Self]:
+    def read_lineage(cls, db: SqlReader, segment: int) -> list[Self]:
         """Return a segment and its ancestors, oldest first."""
         chain = [cls.get(db, segment)]
         while parent := chain[0].parent:
@@ -183,10 +183,10 @@ class EvaluationRow(LedgerRow):
     created_at: float
 
     @classmethod
-    def newest(cls, db: SqlReader, candidate: int) -> Self | None:
+    def find_newest(cls, db: SqlReader, candidate: int) -> Self | None:
         """Return a candidate's newest evaluation on held-out documents, or None. Evaluations on one task (suite 'task:…') do not count."""
         which = "WHERE candidate = :candidate AND suite_sha256 NOT LIKE 'task:%' ORDER BY id DESC"
-        return cls.first(db, which, candidate=candidate)
+        return cls.find_first(db, which, candidate=candidate)
 
 
 @dataclass(frozen=True)
@@ -210,17 +210,17 @@ class VerdictRow(LedgerRow):
         """The number of the candidate, proposal or segment that was judged."""
         return Subject.parse(self.subject).number
 
-    def evidence(self, db: SqlReader) -> dict[str, Any]:
+    def read_evidence(self, db: SqlReader) -> dict[str, Any]:
         return dict(db.read("SELECT evidence FROM verdicts WHERE id = :id", id=self.id)[0]["evidence"])
 
-    def with_evidence(self, db: SqlReader) -> dict[str, Any]:
+    def read_with_evidence(self, db: SqlReader) -> dict[str, Any]:
         """Return all fields and the evidence, as JSON-ready values."""
-        return vars(self) | {"evidence": self.evidence(db)}
+        return vars(self) | {"evidence": self.read_evidence(db)}
 
     @classmethod
-    def newest(cls, db: SqlReader, gate: str, subject: Subject) -> Self | None:
+    def find_newest(cls, db: SqlReader, gate: str, subject: Subject) -> Self | None:
         which = "WHERE gate = :gate AND subject = :subject ORDER BY id DESC"
-        return cls.first(db, which, gate=gate, subject=str(subject))
+        return cls.find_first(db, which, gate=gate, subject=str(subject))
 
 
 @dataclass(frozen=True)
@@ -291,9 +291,9 @@ class ProposalRow(LedgerRow):
             )
         return self.commit
 
-    def evidence(self, db: SqlReader) -> dict[str, Any]:
+    def read_evidence(self, db: SqlReader) -> dict[str, Any]:
         """Return the evidence of the proposal's verdict, or {} if there is no verdict."""
-        return VerdictRow.get(db, self.verdict).evidence(db) if self.verdict else {}
+        return VerdictRow.get(db, self.verdict).read_evidence(db) if self.verdict else {}
 
 
 def find_champion(db: SqlReader) -> ReleaseRow | None:

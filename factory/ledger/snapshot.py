@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.ledger.rows import decode_row
-from factory.ledger.stored_paths import with_absolute_paths
+from factory.ledger.stored_paths import make_paths_absolute
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Snapshot:
 
     def select_rows(self, statement: sa.Executable, parameters: dict[str, Any]) -> list[dict[str, Any]]:
         return [
-            with_absolute_paths(dict(row), self.root)
+            make_paths_absolute(dict(row), self.root)
             for row in self.connection.execute(statement, parameters).mappings()
         ]
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
         """Return all rows of ``sql``, as ``factory.ledger.rows.SqlReader.read`` does."""
         found = self.connection.execute(sa.text(sql), parameters).mappings()
-        return [with_absolute_paths(decode_row(dict(row)), self.root) for row in found]
+        return [make_paths_absolute(decode_row(dict(row)), self.root) for row in found]

@@ -6,7 +6,7 @@ Paths outside the workspace stay absolute. Readers of the ledger (``Ledger``, ``
     >>> root = Path("/plant")
     >>> to_stored_path(root, "/plant/segments/00001-trunk"), to_stored_path(root, "/data/a.jsonl")
     ('segments/00001-trunk', '/data/a.jsonl')
-    >>> with_absolute_paths({"id": 1, "folder": "segments/00001-trunk"}, root)
+    >>> make_paths_absolute({"id": 1, "folder": "segments/00001-trunk"}, root)
     {'id': 1, 'folder': '/plant/segments/00001-trunk'}
 """
 
@@ -32,7 +32,7 @@ def to_stored_paths(root: Path | None, tree: Any) -> Any:
     return _each(tree, lambda place: to_stored_path(root, place))
 
 
-def with_absolute_paths(row: dict[str, Any], root: Path | None) -> dict[str, Any]:
+def make_paths_absolute(row: dict[str, Any], root: Path | None) -> dict[str, Any]:
     """Return a row of the ledger with absolute paths."""
     if root is None:
         return row

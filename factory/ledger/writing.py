@@ -20,7 +20,7 @@ def insert_row(tx: sa.Connection, table: sa.Table, **values: Any) -> int:
     return int(tx.execute(table.insert().values(**values).returning(key)).scalar_one())
 
 
-def next_key(tx: sa.Connection, table: sa.Table) -> int:
+def find_next_key(tx: sa.Connection, table: sa.Table) -> int:
     """Return the key of the next row of a table. No other writer can take the key, because write transactions run one after another."""
     key = next(iter(table.primary_key.columns))
     return int(tx.execute(sa.select(sa.func.max(key))).scalar() or 0) + 1

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from agents.core.yaml_edit import set_value
+from agents.core.yaml_edit import set_yaml_value
 from factory.backups.backups import make_or_open_ledger
 from factory.core.errors import ConfigError, InputError, suggest_name
-from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
-from factory.git.git_store import read_entries
+from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_root
+from factory.git.git_store import read_tree_entries
 from factory.git.repository import LIVE_FOLDERS, RepositoryError, get_live_commit
 from factory.ingest import ledger_rows
 from factory.ingest.rules.policy import DataPolicy
@@ -22,7 +22,7 @@ from factory.ingest.tokenizer import Tokenizer, write_tokenizer_files
 from factory.ingest.vocabulary_size import is_padded_size, pad_size
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
-from factory.presets.presets import PRESETS, Hardware, explain_too_large, largest_fitting_preset
+from factory.presets.presets import PRESETS, Hardware, explain_why_recipe_is_too_large, find_largest_fitting_preset
 from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
@@ -138,7 +138,7 @@ def make_workspace(folder: Path, options: InitOptions, repository: Path | None) 
         else:
             if repository:
                 _refuse_no_code(repository)
-            start = plan_workspace(options, given, root, repository or checkout_root(), Hardware.of_this_machine())
+            start = plan_workspace(options, given, root, repository or find_checkout_root(), Hardware.of_this_machine())
             config = WorkspaceConfig(recipe=start.recipe, repository=str(repository) if repository else "")
             workspace = Workspace.create(root, config, start.policies)
         ledger = make_or_open_ledger(workspace)
@@ -158,7 +158,7 @@ def _refuse_no_code(repository: Path) -> None:
         commit = get_live_commit(repository)
     except RepositoryError as error:
         raise InputError("presets.bad_repository", "--repository: {reason}", reason=error) from error
-    there = {path.partition("/")[0] for path in read_entries(repository, commit)}
+    there = {path.partition("/")[0] for path in read_tree_entries(repository, commit)}
     if missing := [folder for folder in LIVE_FOLDERS if folder not in there]:
         raise InputError(
             "presets.other_code",
@@ -219,7 +219,7 @@ def plan_workspace(
 
     Raises: InputError or ConfigError if the files do not fit together. The error names file and key, and says what to do.
     """
-    shipped = checkout_root() / "policies"
+    shipped = find_checkout_root() / "policies"
     if options.preset and options.preset not in PRESETS:
         raise InputError(
             "presets.no_preset",
@@ -250,13 +250,13 @@ def plan_workspace(
                 size=recipe.model.vocab_size,
                 wanted=size,
             )
-        text = set_value(text, ("model", "vocab_size"), size)
+        text = set_yaml_value(text, ("model", "vocab_size"), size)
         recipe, policies[f"recipes/{name}.yaml"] = _parsed(text, source), text
 
     if not options.force and (
-        why := explain_too_large(recipe, machine, PRESETS[options.preset].gpus if options.preset else 0)
+        why := explain_why_recipe_is_too_large(recipe, machine, PRESETS[options.preset].gpus if options.preset else 0)
     ):
-        other = largest_fitting_preset(machine, shipped / "recipes")
+        other = find_largest_fitting_preset(machine, shipped / "recipes")
         way = (
             Message(
                 "presets.smaller",
@@ -291,9 +291,9 @@ def plan_workspace(
                 recipe=name,
                 wanted=size,
             )
-        changed = set_value(place.read_text(encoding="utf-8"), ("tokenizer", "vocab_size"), size)
+        changed = set_yaml_value(place.read_text(encoding="utf-8"), ("tokenizer", "vocab_size"), size)
         if (sample := SAMPLE_BYTES * size) > policy.tokenizer.sample_bytes:
-            changed = set_value(changed, ("tokenizer", "sample_bytes"), sample)
+            changed = set_yaml_value(changed, ("tokenizer", "sample_bytes"), sample)
         policies["data.yaml"] = changed
     return NewWorkspace(name, policies)
 
@@ -328,7 +328,7 @@ def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> 
 
 def _recipe_file(name: str, root: Path, repository: Path) -> Path:
     """Find the file of a recipe in the workspace, the training code's repository or this checkout. Raises: InputError that suggests a near name."""
-    folders = [folder / "policies" / "recipes" for folder in (root, repository, checkout_root())]
+    folders = [folder / "policies" / "recipes" for folder in (root, repository, find_checkout_root())]
     found = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if found is None:
         raise InputError(

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from factory.core.launching import GPU_DEVICES
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
-from trainer.contract.plan.sizing import GB, GpuLayout, memory_parts, total_bytes
+from trainer.contract.plan.sizing import GB, GpuLayout, estimate_memory_parts, sum_bytes
 from trainer.contract.recipe import Recipe
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -62,36 +62,36 @@ class Hardware:
         return f"no GPU and {self.memory / GB:.0f} GB RAM"
 
 
-def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> float:
+def estimate_memory_per_device(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> float:
     """Return the bytes that each of ``ranks`` devices needs. The layout is the recipe's own (``trainer.contract.plan.sizing``).
 
     ``memory``: the bytes of one device. All logits of a micro-batch are in memory at one time. Raises: RecipeError if ``ranks`` devices cannot
     share a step of the recipe.
     """
     data = recipe.parallel.data_ranks(ranks, recipe.model)
-    recipe.batch.check_ranks(data)
+    recipe.batch.refuse_uneven_ranks(data)
     micro = recipe.batch.micro_sequences or recipe.batch.sequences // data
     layout = GpuLayout(ranks, recipe.parallel.tensor, micro, recipe.parallel.recompute, recipe.parallel.replicas)
-    parts = memory_parts(
+    parts = estimate_memory_parts(
         recipe.model, layout, memory, optimizer=recipe.optimizer.name, itemsize=itemsize, logit_rows=None
     )
-    return total_bytes(parts)
+    return sum_bytes(parts)
 
 
-def explain_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
-    """Return why a machine cannot train a recipe; '' if it can. ``gpus``: the number of GPUs that the recipe's preset is made for."""
-    if gpus and not machine.gpus:
-        size = memory_needed(recipe, gpus, 0.0, 2)
+def explain_why_recipe_is_too_large(recipe: Recipe, machine: Hardware, preset_gpus: int = 0) -> str:
+    """Return why a machine cannot train a recipe; '' if it can. ``preset_gpus``: the number of GPUs that the recipe's preset is made for."""
+    if preset_gpus and not machine.gpus:
+        size = estimate_memory_per_device(recipe, preset_gpus, 0.0, 2)
         return Message(
             "presets.needs_gpus",
             "The recipe needs {gpus:,|GPU|GPUs} with {size:.1f} GB each, but this machine has {machine}.",
-            gpus=gpus,
+            gpus=preset_gpus,
             size=size / GB,
             machine=str(machine),
         )
     there = min(machine.gpus, default=machine.memory)
     try:
-        size = memory_needed(recipe, machine.ranks, there, 2 if machine.gpus and recipe.precision != "fp32" else 4)
+        size = estimate_memory_per_device(recipe, machine.ranks, there, 2 if machine.gpus and recipe.precision != "fp32" else 4)
     except RecipeError as error:
         return Message(
             "presets.not_shareable",
@@ -110,11 +110,11 @@ def explain_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
     )
 
 
-def largest_fitting_preset(machine: Hardware, folder: Path) -> str:
+def find_largest_fitting_preset(machine: Hardware, folder: Path) -> str:
     """Return the name of the largest preset that fits a machine; '' if none fits. ``folder``: the folder of the recipes."""
     found = [
         name
         for name, preset in PRESETS.items()
-        if not explain_too_large(Recipe.load(folder / f"{name}.yaml"), machine, preset.gpus)
+        if not explain_why_recipe_is_too_large(Recipe.load(folder / f"{name}.yaml"), machine, preset.gpus)
     ]
     return found[-1] if found else ""

@@ -17,7 +17,7 @@ RELEASABLE = "releasable"  # event: {"key", "lines"}
 POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
 
 
-def newest_report(workspace: Workspace, db: SqlReader) -> dict[str, Any] | None:
+def read_newest_report(workspace: Workspace, db: SqlReader) -> dict[str, Any] | None:
     """Return the newest report: its ``lines``, its time ``at``, and ``stale`` (whether its input has changed since). None: no report yet."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
         stale = row["detail"]["key"] != _key(workspace, db)
@@ -26,12 +26,12 @@ def newest_report(workspace: Workspace, db: SqlReader) -> dict[str, Any] | None:
     return None
 
 
-def update_report(plant: Plant) -> None:
+def update_report_if_stale(plant: Plant) -> None:
     """Make a new report if its input has changed, and print the lines that are new. Does nothing if the report cannot be made."""
     from factory.ledger.writing import record_event_once
     from factory.releasable.report import format_report, format_summary, make_report
 
-    before = newest_report(plant.workspace, plant.ledger)
+    before = read_newest_report(plant.workspace, plant.ledger)
     if before and not before["stale"]:
         return
     key = _key(plant.workspace, plant.ledger)

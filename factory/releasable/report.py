@@ -21,11 +21,11 @@ from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.releasability import (
     RIGHT,
     DomainSize,
-    GuardSize,
+    GuardRequirement,
     SuiteSizes,
     TaskSize,
     compute_releasability,
-    read_measured_spreads,
+    read_group_spreads_by_domain,
 )
 from factory.gates.release.trained_licences import NONE, compute_unreleasable_shares, count_tokens_by_licence
 from factory.ingest.rules.policy import DataPolicy
@@ -96,7 +96,7 @@ def _held_out(plant: Plant) -> Iterator[ReportLine]:
         EvalPolicy.load(plant.workspace.policy_path("evals.yaml")),
     )
     suite = build_suite(plant.ledger, measured, tokenizer.sha256)
-    known = read_measured_spreads(plant.ledger)
+    known = read_group_spreads_by_domain(plant.ledger)
     trained = {
         row["domain"]: row["documents"]
         for row in plant.ledger.read(
@@ -125,7 +125,8 @@ def _held_out(plant: Plant) -> Iterator[ReportLine]:
             guards[CLOZE],
             CLOZE,
             Message(
-                "releasable.more_for_cloze", "Add documents: the questions of cloze are made from held-out documents."
+                "releasable.more_for_cloze",
+                "Add documents: the factory makes the cloze questions from held-out documents.",
             ),
         )
     for name in tasks:
@@ -153,13 +154,13 @@ def _held_out(plant: Plant) -> Iterator[ReportLine]:
 
 
 def _domain(suite: Suite, name: str, spread: float | None) -> DomainSize:
-    sealed = suite.documents_of_domain(name)
+    sealed = suite.list_documents_of_domain(name)
     dev = {document.cluster for document in suite.dev if document.domain == name}
     return DomainSize(len(sealed), len({document.cluster for document in sealed}), len(dev), spread)
 
 
 def _domain_line(
-    policy: ReleasePolicy, name: str, have: DomainSize, guard: GuardSize | None, trained: int
+    policy: ReleasePolicy, name: str, have: DomainSize, guard: GuardRequirement | None, trained: int
 ) -> ReportLine:
     halves = {"groups": have.groups, "dev_groups": have.dev_groups}
     if guard is not None and guard.state != "missing":
@@ -168,15 +169,16 @@ def _domain_line(
             enough = Message(
                 "releasable.enough_groups",
                 "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. "
-                "The gate needs {needed:,} groups.",
+                "The gate needs {needed:,} groups in the sealed half.",
                 **halves,
                 needed=policy.clusters_min,
             )
             return ReportLine(name, True, enough)
         weak = Message(
             "releasable.weak_guard",
-            "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. The gate needs {needed:,}. "
-            "The guard passes {passed:.0%} of equally good models. With about {wanted:,} groups, the guard would pass 80%.",
+            "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. The gate needs "
+            "{needed:,} in the sealed half. The guard would pass only {passed:.0%} of equally good models. With about {wanted:,} groups, the guard "
+            "would pass 80%.",
             **halves,
             needed=policy.clusters_min,
             passed=guard.passed,
@@ -190,8 +192,8 @@ def _domain_line(
         return ReportLine(name, None, weak, bring)
     text = Message(
         "releasable.few_groups",
-        "{documents:,|document is|documents are} held out. The sealed half has {groups:,|group|groups}, and the dev half has {dev_groups:,}. "
-        "The gate needs {needed_documents:,} documents of {needed:,} groups.",
+        "the sealed half has {documents:,|document|documents} in {groups:,|group|groups}, and the dev half has {dev_groups:,|group|groups}. The gate "
+        "needs {needed_documents:,} documents in {needed:,} groups in the sealed half, and 1 group in the dev half.",
         documents=have.documents,
         **halves,
         needed_documents=policy.documents_min,
@@ -214,7 +216,7 @@ def _domain_line(
     return ReportLine(name, False, text, todo)
 
 
-def _small(guard: GuardSize, name: str, todo: str) -> ReportLine:
+def _small(guard: GuardRequirement, name: str, todo: str) -> ReportLine:
     if guard.state == "stands":
         return ReportLine(
             name, True, Message("releasable.guards", "its {items:,} items are enough for a guard", items=guard.have)
@@ -222,7 +224,7 @@ def _small(guard: GuardSize, name: str, todo: str) -> ReportLine:
     size = (
         Message("releasable.items_needed", "About {items:,} items are needed.", items=guard.needed)
         if guard.needed
-        else Message("releasable.margin_too_small", "No number of items is enough for this task's margin.")
+        else Message("releasable.margin_too_small", "This task's margin is so small that no number of items is enough.")
     )
     text = Message(
         "releasable.informs_only",
@@ -235,11 +237,11 @@ def _small(guard: GuardSize, name: str, todo: str) -> ReportLine:
     return ReportLine(name, None, text, todo)
 
 
-def _larger(policy: TasksPolicy, guard: GuardSize) -> str:
+def _larger(policy: TasksPolicy, guard: GuardRequirement) -> str:
     """Return the advice how to make a task a guard."""
     if guard.margin is None:
         return Message("releasable.more_items", "Add items to the task.")
-    if command := policy.command_to_set(guard.name, "margin", guard.margin):
+    if command := policy.format_command_to_set(guard.name, "margin", guard.margin):
         return Message(
             "releasable.more_items_or_margin",
             "Add items to the task. Or let the task guard only against a loss of more than {margin:.2f}: '{command}'",
@@ -259,10 +261,10 @@ def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dic
     found: dict[str, tuple[EvalTask, float]] = {}
     wrong: dict[str, str] = {}
     for name in list_tasks(task_folder(workspace)).tasks:
-        if policy.settings_of(name).tier == "never":
+        if policy.get_settings_of_task(name).tier == "never":
             continue
         try:
-            found[name] = load_task_by_name(workspace, name, policy), policy.settings_of(name).margin
+            found[name] = load_task_by_name(workspace, name, policy), policy.get_settings_of_task(name).margin
         except FactoryError as error:
             wrong[name] = error.message
     return found, wrong
@@ -287,7 +289,7 @@ def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
 
 
 def _licences(plant: Plant) -> Iterator[ReportLine]:
-    from factory.training.planning import last_segment
+    from factory.training.planning import find_last_finished_segment
 
     policy, data = (
         ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml")),
@@ -297,8 +299,8 @@ def _licences(plant: Plant) -> Iterator[ReportLine]:
     other = compute_unreleasable_shares(data.licences, tokens)
     share = sum(other.values())
     if share <= policy.not_releasable_max:
-        trunk = last_segment(plant.ledger, "trunk")
-        lineage = [row.id for row in SegmentRow.lineage(plant.ledger, trunk.id)] if trunk else []
+        trunk = find_last_finished_segment(plant.ledger, "trunk")
+        lineage = [row.id for row in SegmentRow.read_lineage(plant.ledger, trunk.id)] if trunk else []
         shares = {
             number: sum(
                 compute_unreleasable_shares(
@@ -324,7 +326,7 @@ def _licences(plant: Plant) -> Iterator[ReportLine]:
         allowed = (
             Message(
                 "releasable.accepted_share",
-                "The licences of {share:.1%} of the data do not allow a release, and a share of at most {most:.1%} is accepted.",
+                "The licences of {share:.1%} of the data do not allow a release. A share of at most {most:.1%} is accepted.",
                 share=share,
                 most=policy.not_releasable_max,
             )
@@ -379,13 +381,13 @@ def _allow_or_remove(ledger: Ledger, licence: str) -> Message:
 
 
 def _recipe(plant: Plant) -> Iterator[ReportLine]:
-    from factory.training.planning import last_segment, refuse_changed_model
+    from factory.training.planning import find_last_finished_segment, refuse_changed_model
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
     try:
         recipe = Recipe.load(plant.workspace.recipe_path())
-        refuse_changed_model(plant, recipe, last_segment(plant.ledger, "trunk"))
+        refuse_changed_model(plant, recipe, find_last_finished_segment(plant.ledger, "trunk"))
     except (ConfigError, TrainerError) as error:
         yield ReportLine("recipe", False, error.message)
         return

@@ -56,7 +56,7 @@ def record_rejection(plant: Plant, verdict_id: int, by: str, why: str) -> None:
     verdict = get_promoting_verdict(plant.ledger, verdict_id)
     with plant.workspace.hold_lock("release", PATIENCE):
         check_verdict_newest(plant.ledger, verdict)
-        if released := ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=verdict.subject_number):
+        if released := ReleaseRow.find_first(plant.ledger, "WHERE candidate = :candidate", candidate=verdict.subject_number):
             raise InputError(
                 "approvals.already_released",
                 "candidate {candidate} was already released as release {release}. "
@@ -92,7 +92,7 @@ def describe_waiting_candidate(candidate: int) -> Message:
     )
 
 
-def needs_decision(plant: Plant, verdict: VerdictRow) -> bool:
+def is_decision_by_person_needed(plant: Plant, verdict: VerdictRow) -> bool:
     """Return whether a person must decide before the candidate of a verdict is released."""
     return verdict.outcome == "promote" and (
         not is_release_automatic(plant.workspace) or was_export_rejected(plant.ledger, verdict)
@@ -104,8 +104,8 @@ def _refuse_rejected(ledger: Ledger, verdict: VerdictRow) -> None:
     if decision and decision.word == REJECTED:
         raise InputError(
             "approvals.rejected",
-            "verdict {verdict} on {subject} cannot release the candidate, because the candidate was {decision}. A new verdict needs other data, "
-            "another champion or another policy",
+            "verdict {verdict} on {subject} cannot release the candidate, because the candidate was {decision}. A new verdict is possible only "
+            "with other data, another champion or another policy",
             verdict=verdict.id,
             subject=verdict.subject,
             decision=str(decision),

@@ -7,7 +7,7 @@ from pathlib import Path
 from factory.core.errors import InputError
 from factory.core.exports import hash_export_folder
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.judge import training_reasons
+from factory.gates.release.judge import make_training_reasons
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.training_evidence import read_training_evidence
 from factory.ledger.anomalies import list_rewound_segments_of_lineage
@@ -17,13 +17,13 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SqlReader, Subject, VerdictRow, find_champion
 
 
-class OutOfDateError(InputError):
+class OutOfDateVerdictError(InputError):
     """The champion, or licences or anomalies of the training, have changed since the verdict."""
 
 
 def get_promoting_verdict(ledger: Ledger, verdict_id: int) -> VerdictRow:
     """Return a verdict of the release gate. Raises: InputError when the verdict does not exist or does not promote."""
-    verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
+    verdict = VerdictRow.find_first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
     if verdict is None:
         raise InputError(
             "checks.no_verdict",
@@ -44,7 +44,7 @@ def get_promoting_verdict(ledger: Ledger, verdict_id: int) -> VerdictRow:
 
 def get_releasable_verdict(ledger: Ledger, verdict_id: int) -> VerdictRow:
     """Return a verdict of the release gate that promotes, or a hold that a person overrode. Raises: InputError."""
-    verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
+    verdict = VerdictRow.find_first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
     if verdict is not None and verdict.outcome == "hold" and find_override(ledger, verdict):
         return verdict
     return get_promoting_verdict(ledger, verdict_id)
@@ -77,7 +77,7 @@ def check_not_rewound(db: SqlReader, verdict: VerdictRow) -> None:
     if spoiled := list_rewound_segments_of_lineage(db, CandidateRow.get(db, verdict.subject_number).segment):
         raise InputError(
             "checks.rewound",
-            "{subject} is not released: segment {segment} of its training was rewound",
+            "{subject} is not released, because segment {segment} of its training was rewound",
             subject=verdict.subject,
             segment=spoiled[0],
         )
@@ -88,7 +88,7 @@ def check_champion_unchanged(ledger: Ledger, verdict: VerdictRow) -> None:
     now = find_champion(ledger)
     subject = str(Subject("candidate", now.candidate)) if now else None
     if verdict.against != subject:
-        raise OutOfDateError(
+        raise OutOfDateVerdictError(
             "checks.other_champion",
             "verdict {verdict} judged {subject} against {against}, but {champion} is champion now. Judge the candidate again with 'factory "
             "evaluate {candidate}'",
@@ -106,11 +106,11 @@ def check_training_unchanged(plant: Plant, verdict: VerdictRow) -> None:
     Raises: OutOfDateError if they would now hold back the candidate; ConfigError.
     """
     now = read_training_evidence(plant, verdict.subject_number)
-    if now["releasable"] is None and verdict.evidence(plant.ledger).get("releasable") is None:
+    if now["releasable"] is None and verdict.read_evidence(plant.ledger).get("releasable") is None:
         now["releasable"] = 1.0  # the training data are not recorded, and were not at the verdict either
     policy = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml"))
-    if held := training_reasons(policy, ReleaseEvidence(**now)):
-        raise OutOfDateError(
+    if held := make_training_reasons(policy, ReleaseEvidence(**now)):
+        raise OutOfDateVerdictError(
             "checks.held_now",
             "The release gate would hold back {subject} now: {why} Judge the candidate again with 'factory evaluate {candidate}'",
             subject=verdict.subject,
@@ -119,7 +119,7 @@ def check_training_unchanged(plant: Plant, verdict: VerdictRow) -> None:
         )
 
 
-def check_judged_export(ledger: Ledger, verdict: VerdictRow) -> None:
+def check_export_is_judged_one(ledger: Ledger, verdict: VerdictRow) -> None:
     """Raises: InputError when the bytes of the export are not those that the verdict judged."""
     row = check_export_unchanged(ledger, verdict.subject_number)
     if row.export_sha256 != verdict.subject_sha256:
@@ -134,7 +134,7 @@ def check_judged_export(ledger: Ledger, verdict: VerdictRow) -> None:
 
 def get_newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
     """Return the newest verdict on a candidate. Raises: InputError for an unknown candidate, or one without a verdict."""
-    verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
+    verdict = VerdictRow.find_newest(ledger, "release", Subject("candidate", candidate_id))
     if verdict is None:
         CandidateRow.get(ledger, candidate_id)
         raise InputError(

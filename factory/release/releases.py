@@ -1,6 +1,6 @@
 """Releases a candidate in recoverable steps, a saga: ``decided`` → ``published`` (DESIGN §5).
 
-Each step is idempotent, and is recorded when it is done. After a kill, ``finish_releases`` or a second ``release_candidate`` continues from the
+Each step is idempotent, and is recorded when it is done. After a kill, ``finish_interrupted_releases`` or a second ``release_candidate`` continues from the
 recorded state. The newest ``promoted`` or ``rolled_back`` event in the ledger decides which release is champion. The served link follows
 the ledger. The factory repairs the link if a person or a crash changed it. MLflow's alias follows too (``factory.show``); no release waits for it.
 
@@ -16,21 +16,21 @@ from pathlib import Path
 
 from factory.core.errors import InputError
 from factory.core.workspace import PATIENCE
-from factory.gates.release.recorded_verdict import find_hold_reasons, find_not_overridable
+from factory.gates.release.recorded_verdict import find_hold_reasons, find_reason_not_overridable
 from factory.gates.release.training_evidence import read_training_evidence
 from factory.ledger.decisions import OVERRIDDEN, REJECTED, WITHDRAWN, find_decision, find_override
 from factory.ledger.ledger import Ledger, record_event, releases
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow, find_champion
 from factory.ledger.snapshot import Snapshot
-from factory.ledger.writing import insert_row, next_key
+from factory.ledger.writing import insert_row, find_next_key
 from factory.release import published_link
 from factory.release.approvals import find_approver, record_approval
 from factory.release.checks import (
-    OutOfDateError,
+    OutOfDateVerdictError,
     check_champion_unchanged,
     check_export_unchanged,
-    check_judged_export,
+    check_export_is_judged_one,
     check_not_rewound,
     check_training_unchanged,
     check_verdict_current,
@@ -47,9 +47,9 @@ PUBLISHED = "published"
 LONGEST_REASON = 2000  # characters
 
 
-def normalise_reason(words: str) -> str:
+def normalise_reason(reason: str) -> str:
     """Return a person's reason on one line. Raises: InputError for a reason without a letter or digit, or one that is too long."""
-    why = " ".join("".join(letter if letter.isprintable() else " " for letter in words).split())
+    why = " ".join("".join(letter if letter.isprintable() else " " for letter in reason).split())
     if not any(letter.isalnum() for letter in why):
         raise InputError(
             "releases.no_reason",
@@ -65,13 +65,13 @@ def normalise_reason(words: str) -> str:
     return why
 
 
-def check_override(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
+def check_hold_can_be_overridden(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
     """Return the detail of an override's event. Raises: InputError for a verdict that no person can override."""
     name = f"verdict {verdict.id} on {verdict.subject}"
     if (known := find_decision(plant.ledger, verdict)) and known.word == REJECTED:
         raise InputError(
             "releases.override_of_rejected",
-            "{verdict} was {decision}. A rejection cannot be overridden. Nothing was released",
+            "the candidate of {verdict} was {decision}. A rejection cannot be overridden. Nothing was released",
             verdict=name,
             decision=str(known),
         )
@@ -90,9 +90,9 @@ def check_override(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict
             verdict=name,
             outcome=verdict.outcome,
         )
-    stored = verdict.evidence(plant.ledger)
+    stored = verdict.read_evidence(plant.ledger)
     held = find_hold_reasons(stored, verdict.policy_sha256, name)
-    if words := find_not_overridable(held):
+    if words := find_reason_not_overridable(held):
         raise InputError(
             "releases.not_overridable",
             "{verdict} has a reason that no person can override: {reasons} Nothing was released",
@@ -100,7 +100,7 @@ def check_override(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict
             reasons=words,
         )
     now = read_training_evidence(plant, verdict.subject_number)
-    if words := find_not_overridable(find_hold_reasons(stored, verdict.policy_sha256, name, **now)):
+    if words := find_reason_not_overridable(find_hold_reasons(stored, verdict.policy_sha256, name, **now)):
         raise InputError(
             "releases.not_overridable_now",
             "The release gate would hold back {subject} now for a reason that no person can override: {reasons} Nothing was released. Judge "
@@ -131,10 +131,10 @@ def release_candidate(
     with plant.workspace.hold_lock("release", PATIENCE):
         saga = _Saga(plant)
         saga.finish_others(candidate)
-        known = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
+        known = ReleaseRow.find_first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
             check_verdict_current(plant, verdict)
-            check_judged_export(plant.ledger, verdict)
+            check_export_is_judged_one(plant.ledger, verdict)
             if approved_by:
                 record_approval(plant.ledger, verdict_id, approved_by)
             number = _decide(plant.ledger, verdict, find_approver(plant, verdict))
@@ -156,12 +156,12 @@ def release_held_candidate(plant: Plant, candidate: int, by: str, why: str) -> i
     with plant.workspace.hold_lock("release", PATIENCE):
         saga = _Saga(plant)
         saga.finish_others(candidate)
-        known = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
+        known = ReleaseRow.find_first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
             verdict = get_newest_verdict(plant.ledger, candidate)
-            detail = check_override(plant, verdict, by, why)
+            detail = check_hold_can_be_overridden(plant, verdict, by, why)
             check_verdict_current(plant, verdict)
-            check_judged_export(plant.ledger, verdict)
+            check_export_is_judged_one(plant.ledger, verdict)
             number = _decide(plant.ledger, verdict, by, detail)
         elif find_override(plant.ledger, VerdictRow.get(plant.ledger, known.verdict)) is None:
             raise InputError(
@@ -177,19 +177,19 @@ def release_held_candidate(plant: Plant, candidate: int, by: str, why: str) -> i
     return number
 
 
-def finish_releases(plant: Plant) -> list[str]:
+def finish_interrupted_releases(plant: Plant) -> list[str]:
     """Finish interrupted releases, and point the served link at the ledger's champion.
 
     Returns a line for each action, and for each release that cannot be finished, for example because its export has changed.
     """
-    if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") is None:
+    if VerdictRow.find_first(plant.ledger, "WHERE gate = 'release'") is None:
         return []
     with plant.workspace.hold_lock("release", PATIENCE):
         saga = _Saga(plant)
         return saga.finish_others(None) + saga.serve()
 
 
-def roll_back_to(plant: Plant, number: int) -> None:
+def roll_back_to_release(plant: Plant, number: int) -> None:
     """Make an older release champion again. Raises: InputError when it was not published, or its export has changed."""
     with plant.workspace.hold_lock("release", PATIENCE):
         saga = _Saga(plant)
@@ -209,11 +209,11 @@ def roll_back_to(plant: Plant, number: int) -> None:
     plant.progress.line(Message("releases.rolled_back", "release {release} is champion again", release=number))
 
 
-def find_replaced_release(ledger: Ledger) -> int:
+def find_release_replaced_by_champion(ledger: Ledger) -> int:
     """Return the number of the release that the champion replaced. Raises: InputError when it replaced none."""
     now = find_champion(ledger)
     against = now and VerdictRow.get(ledger, now.verdict).against
-    found = against and ReleaseRow.first(
+    found = against and ReleaseRow.find_first(
         ledger, "WHERE candidate = :candidate", candidate=Subject.parse(against).number
     )
     if not now:
@@ -221,7 +221,7 @@ def find_replaced_release(ledger: Ledger) -> int:
     if not found:
         raise InputError(
             "releases.first",
-            "release {release} replaced no other release. Give the number of the release that becomes champion: 'factory releases rollback N'",
+            "release {release} replaced no other release. Give the number of the release that is to become champion: 'factory releases rollback N'",
             release=now.number,
         )
     return found.number
@@ -245,7 +245,7 @@ class _Saga:
         if row.state == PUBLISHED:
             return
         verdict = VerdictRow.get(self.ledger, row.verdict)
-        check_judged_export(self.ledger, verdict)
+        check_export_is_judged_one(self.ledger, verdict)
         check_champion_unchanged(self.ledger, verdict)
         self._publish(row)
 
@@ -257,7 +257,7 @@ class _Saga:
         self.plant.print_line(
             Message(
                 "releases.published",
-                "release {release}: candidate {candidate} is champion",
+                "candidate {candidate} is released as release {release} and is now champion",
                 release=row.number,
                 candidate=row.candidate,
             )
@@ -280,7 +280,7 @@ class _Saga:
                     )
                 )
             except InputError as error:
-                if isinstance(error, OutOfDateError):
+                if isinstance(error, OutOfDateVerdictError):
                     detail = {"why": str(error), "candidate": row.candidate}
                     with self.ledger.begin() as tx:
                         tx.execute(releases.delete().where(releases.c.number == row.number))
@@ -325,6 +325,6 @@ def _decide(ledger: Ledger, verdict: VerdictRow, by: str, override: dict[str, st
         check_not_rewound(Snapshot(tx, ledger.root), verdict)  # a person may rewind at any moment
         if override is not None:
             record_event(tx, OVERRIDDEN, Subject("verdict", verdict.id), dict(override))
-        number = insert_row(tx, releases, number=next_key(tx, releases), created_at=time.time(), **values)
+        number = insert_row(tx, releases, number=find_next_key(tx, releases), created_at=time.time(), **values)
         record_event(tx, "release_decided", Subject("release", number), {"candidate": candidate, "verdict": verdict.id})
     return number

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from factory.audit.kept_checkpoints import audit_folder, copy_checkpoint, kept_checkpoints_folder
+from factory.audit.kept_checkpoints import get_audit_folder, copy_checkpoint, get_kept_checkpoints_folder
 from factory.core.errors import FactoryError, InputError
 from factory.core.exports import hash_export_folder
 from factory.core.faults import is_temporary_read_failure
@@ -23,17 +23,17 @@ from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.ledger.stored_paths import to_stored_paths
 from factory.runs.trainer_folder import read_result
 from factory.training.exporting import write_export
-from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import move_to_set_aside
+from factory.training.planning import read_last_checkpoint
+from factory.training.segment_folder import move_to_set_aside_folder
 from factory.training.training import run_trainer
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import (
-    checkpoint_name,
+    format_checkpoint_name,
     find_checkpoint_fault,
     list_checkpoints,
-    manifest_sha256,
-    mark_as_bad,
+    hash_manifest,
+    mark_checkpoint_as_bad,
     read_manifest,
 )
 from trainer.contract.errors import CheckpointError
@@ -48,7 +48,7 @@ def find_checkpoint_damage(row: dict[str, Any], deep: bool) -> str:
     try:
         if not path.is_dir():
             return Message("checkpoints.missing", "{path} is missing", path=path)
-        if manifest_sha256(path) != row["id"]:
+        if hash_manifest(path) != row["id"]:
             return Message(
                 "checkpoints.other_manifest",
                 "{path}: the SHA-256 of manifest.json differs from the recorded one",
@@ -75,7 +75,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
     Returns why this is impossible, or ''. The damaged checkpoint stays beside the new one as 'bad-step-…'.
     Raises: FactoryError when the trainer fails.
     """
-    row, recorded = SegmentRow.get(plant.ledger, number), last_checkpoint(plant.ledger, number)
+    row, recorded = SegmentRow.get(plant.ledger, number), read_last_checkpoint(plant.ledger, number)
     if row.kind == "average":
         return Message(
             "checkpoints.average",
@@ -83,7 +83,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
             "then run 'factory average'",
             segment=number,
         )
-    if row.parent and (fault := find_checkpoint_damage(last_checkpoint(plant.ledger, row.parent), deep=True)):
+    if row.parent and (fault := find_checkpoint_damage(read_last_checkpoint(plant.ledger, row.parent), deep=True)):
         plant.progress.line(
             Message(
                 "checkpoints.parent_damaged",
@@ -107,12 +107,12 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
     try:
         start = _older(plant.workspace, row, folder / "checkpoints", recorded)
         if start == row.last_step:  # a copy of the damaged checkpoint
-            made = folder / "checkpoints" / checkpoint_name(start)
+            made = folder / "checkpoints" / format_checkpoint_name(start)
             _put_back(place, made)
             plant.progress.line(
                 Message(
                     "checkpoints.copied",
-                    "  the checkpoint of segment {segment}, step {step}, is restored from a kept copy",
+                    "  the checkpoint of segment {segment}, step {step}, is restored from another copy of it",
                     segment=number,
                     step=start,
                 )
@@ -123,7 +123,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         plant.progress.line(
             Message(
                 "checkpoints.replay",
-                "  the factory replays segment {segment} from step {first} to {last}, to make its checkpoint again",
+                "  the factory replays segment {segment} from step {first} to step {last}, to make its damaged checkpoint again",
                 segment=number,
                 first=start,
                 last=row.last_step,
@@ -168,14 +168,14 @@ def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[s
     """Copy the newest good checkpoint of a segment to ``target``. Returns its step; without one, the segment's first step."""
     sources = (
         Path(row.folder) / "checkpoints",
-        kept_checkpoints_folder(workspace, row.id),
-        audit_folder(workspace, row.id) / "live",
+        get_kept_checkpoints_folder(workspace, row.id),
+        get_audit_folder(workspace, row.id) / "live",
     )
     found = [one for source in sources for one in list_checkpoints(source)]
     for step, path in sorted(found, reverse=True):
         if step > row.last_step or step <= row.first_step or find_checkpoint_fault(path):
             continue
-        if step == row.last_step and manifest_sha256(path) != recorded["id"]:
+        if step == row.last_step and hash_manifest(path) != recorded["id"]:
             continue
         try:
             copy_checkpoint(path, target / path.name)
@@ -188,7 +188,7 @@ def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[s
 def _same(old: Path, new: Path, recorded: str) -> bool | None:
     """Return whether two checkpoints have the same weights and optimiser state; None if the manifest of the old one is damaged."""
     try:
-        if manifest_sha256(old) != recorded:
+        if hash_manifest(old) != recorded:
             return None
         before, after = read_manifest(old)["files"], read_manifest(new)["files"]
     except (OSError, CheckpointError):
@@ -201,12 +201,12 @@ def _same(old: Path, new: Path, recorded: str) -> bool | None:
 def _put_back(place: Path, made: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists():
-        mark_as_bad(place, "damaged")
+        mark_checkpoint_as_bad(place, "damaged")
     rename_into_place(made, place)
 
 
 def _record(ledger: Ledger, row: SegmentRow, old: dict[str, Any], exact: bool | None) -> None:
-    new = manifest_sha256(Path(old["path"]))
+    new = hash_manifest(Path(old["path"]))
     result = to_stored_paths(ledger.root, (row.result or {}) | {"manifest_sha256": new})
     with ledger.begin() as tx:
         tx.execute(checkpoints.update().where(checkpoints.c.id == old["id"]).values(id=new))
@@ -241,7 +241,7 @@ def find_export_damage(row: CandidateRow, deep: bool) -> str:
 def remake_export(plant: Plant, number: int) -> str:
     """Make a candidate's export again from its checkpoint. Returns why this is impossible, or ''. The damaged export is set aside."""
     row = CandidateRow.get(plant.ledger, number)
-    fault = find_checkpoint_damage(last_checkpoint(plant.ledger, row.segment), deep=True)
+    fault = find_checkpoint_damage(read_last_checkpoint(plant.ledger, row.segment), deep=True)
     if fault and (why := replay_checkpoint(plant, row.segment)):
         return Message(
             "checkpoints.no_source", "{fault}, and the checkpoint cannot be made again: {why}", fault=fault, why=why
@@ -260,7 +260,7 @@ def remake_export(plant: Plant, number: int) -> str:
             path=place,
         )
     if place.exists() or place.is_symlink():
-        move_to_set_aside(plant.workspace.root, place)
+        move_to_set_aside_folder(plant.workspace.root, place)
     rename_into_place(aside, place)
     with plant.ledger.begin() as tx:
         record_event(tx, "exported_again", Subject("candidate", number), {"export_sha256": row.export_sha256})

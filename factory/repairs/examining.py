@@ -16,7 +16,7 @@ from factory.backups.backups import MLFLOW_TABLE, find_database_damage
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ingest.hash_index import INDEX, get_hashes_path, list_hash_sources, read_hashes
-from factory.ledger.engine import sqlite_file
+from factory.ledger.engine import get_sqlite_file
 from factory.ledger.file_events import list_paths_removed_by_retention
 from factory.ledger.plant import Plant
 from factory.ledger.removals import read_erased_shards
@@ -24,9 +24,9 @@ from factory.ledger.rows import CandidateRow, SegmentRow, find_champion
 from factory.release.published_link import read_published_note
 from factory.repairs.checkpoints import find_checkpoint_damage, find_export_damage
 from factory.repairs.token_shards import find_raw_shard, find_token_shard_damage, find_tokenizer_damage
-from factory.training.segment_folder import OWNER_FILE, is_owner, read_owner
+from factory.training.segment_folder import OWNER_FILE, is_owner_of_segment_folder, read_folder_owner
 from kernels.contract.message import Message
-from trainer.contract.data.token_shard import file_sha256
+from trainer.contract.data.token_shard import hash_file
 
 DRAWN = 3  # files of each kind that are hashed besides the newest
 Row = TypeVar("Row")
@@ -80,7 +80,7 @@ def find_damaged_databases(workspace: Workspace) -> Iterator[Damage]:
         ("ledger", workspace.ledger_url, "meta", ledgers),
         ("mlflow", workspace.mlflow_uri, MLFLOW_TABLE, mlflows),
     ):
-        file = sqlite_file(url)
+        file = get_sqlite_file(url)
         if not file or not (file.exists() or kind == "ledger"):
             continue
         try:
@@ -169,7 +169,7 @@ def _raw_shards(plant: Plant, deep: bool) -> ExaminationResult:
             return Message(
                 "examining.no_raw_shard", "{path} is missing (original name: {name})", path=row["path"], name=name
             )
-        if hashed and file_sha256(path) != erased.get(row["sha256"], row["sha256"]):
+        if hashed and hash_file(path) != erased.get(row["sha256"], row["sha256"]):
             return Message(
                 "examining.other_raw_shard",
                 "{path} is not the file that was ingested (original name: {name})",
@@ -235,10 +235,12 @@ def _folders(plant: Plant, deep: bool) -> ExaminationResult:
                 "{path} is missing, with its metrics and checkpoints",
                 path=folder,
             )
-        if is_owner(read_owner(folder), plant.ledger, row):
+        if is_owner_of_segment_folder(read_folder_owner(folder), plant.ledger, row):
             return ""
         return Message(
-            "examining.other_owner", "{path} is missing, or belongs to another plan or ledger", path=folder / OWNER_FILE
+            "examining.other_owner",
+            "{path} is missing, or names another plan or another ledger",
+            path=folder / OWNER_FILE,
         )
 
     rows = SegmentRow.select(plant.ledger, "WHERE state = 'done' ORDER BY id")

@@ -30,7 +30,7 @@ from factory.backups.backups import (
     read_backup_info,
     restore_document_hashes,
 )
-from factory.backups.signing_keys import restore_key
+from factory.backups.signing_keys import restore_signing_key
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.path_removal import remove_path
 from factory.core.progress import Progress
@@ -38,15 +38,15 @@ from factory.core.workspace import FOLDERS, Workspace, list_factory_files
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import journal
-from factory.ledger.engine import sqlite_file
+from factory.ledger.engine import get_sqlite_file
 from factory.ledger.journal import (
     BACKUPS_FOLDER,
     NAME,
-    backup_sort_key,
-    describe_damage,
+    make_backup_sort_key,
+    describe_journal_damage,
     list_backup_folders,
     list_backups,
-    primary_key_name,
+    get_primary_key_name,
     read_batches,
 )
 from factory.ledger.ledger import Ledger, data_plans, meta, metadata, record_event, segments, tokenizers
@@ -55,8 +55,8 @@ from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA_VERSION
 from factory.ledger.writing import insert_row
 from factory.repairs.checkpoints import find_checkpoint_damage
-from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import PLANNED, move_to_set_aside, read_owner, segment_plan_sha256
+from factory.training.planning import read_last_checkpoint
+from factory.training.segment_folder import PLANNED, move_to_set_aside_folder, read_folder_owner, hash_segment_plan
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 
@@ -75,8 +75,8 @@ def restore_ledger(root: Path, name: str, progress: Progress) -> list[str]:
     said = _restore_config(root, name)
     workspace = Workspace.open(root)
     named = [root / BACKUPS_FOLDER / name, Path(name).expanduser().resolve()] if name else []
-    said += restore_key(root, [*named, *list_backups(root)[::-1]])
-    file = sqlite_file(workspace.ledger_url)
+    said += restore_signing_key(root, [*named, *list_backups(root)[::-1]])
+    file = get_sqlite_file(workspace.ledger_url)
     if file is None:
         raise WorkspaceError(POSTGRESQL_ADVICE)
     with ExitStack() as held:
@@ -208,17 +208,17 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
     return ledger
 
 
-def describe_start(root: Path) -> Message:
+def describe_next_training_start(root: Path) -> Message:
     """Return a line: the step from which 'factory run' continues in a restored workspace, and how many files were set aside."""
     workspace = Workspace.open(root)
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
-    trunk = SegmentRow.first(ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
+    trunk = SegmentRow.find_first(ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
     if trunk is None:
         where = Message(
             "lost_ledger.starts_anew",
             "'factory run' starts to train at step 0, because the ledger has no trained segment",
         )
-    elif fault := find_checkpoint_damage(last_checkpoint(ledger, trunk.id), deep=False):
+    elif fault := find_checkpoint_damage(read_last_checkpoint(ledger, trunk.id), deep=False):
         where = Message(
             "lost_ledger.needs_checkpoint",
             "'factory run' can continue from step {step} only after the checkpoint of this step is restored or "
@@ -243,7 +243,7 @@ def describe_start(root: Path) -> Message:
 def _replay(plant: Plant, base: Path, said: list[str]) -> int:
     """Apply the batches that the journals recorded since a backup. Returns their number. A batch that the backup contains changes nothing."""
     own = list_backup_folders(plant.workspace.root)
-    journals = [path / NAME for path in own if backup_sort_key(path) >= backup_sort_key(base)]
+    journals = [path / NAME for path in own if make_backup_sort_key(path) >= make_backup_sort_key(base)]
     # A backup in another folder: start with the journal that was in use when the backup was made.
     if base.parent != plant.workspace.root / BACKUPS_FOLDER:
         earlier = [
@@ -252,7 +252,7 @@ def _replay(plant: Plant, base: Path, said: list[str]) -> int:
         journals = [path / NAME for path in own[max(0, len(earlier) - 1) :]]
     batches = 0
     for path in journals:
-        if damage := describe_damage(path):
+        if damage := describe_journal_damage(path):
             said.append(Message("lost_ledger.damaged_journal", "  {damage}", damage=damage))
         for batch in read_batches(path):
             batches += 1
@@ -266,10 +266,10 @@ def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
     with closing(sqlite3.connect(ledger.file)) as file:
         file.execute("PRAGMA foreign_keys=OFF")
         with file:
-            for table, key, value in [(t, primary_key_name(metadata.tables[t]), v) for t, v in batch["gone"]]:
+            for table, key, value in [(t, get_primary_key_name(metadata.tables[t]), v) for t, v in batch["gone"]]:
                 file.execute(f'DELETE FROM "{table}" WHERE "{key}" = ?', [value])
             for table, row in batch["rows"]:
-                columns = [name for name in row if name != "rowid" or not primary_key_name(metadata.tables[table])]
+                columns = [name for name in row if name != "rowid" or not get_primary_key_name(metadata.tables[table])]
                 names, marks = ", ".join(f'"{name}"' for name in columns), ", ".join("?" for _ in columns)
                 file.execute(
                     f'INSERT OR REPLACE INTO "{table}" ({names}) VALUES ({marks})', [row[name] for name in columns]
@@ -296,7 +296,7 @@ def _raw(workspace: Workspace) -> tuple[Path, Path]:
 
 def _from_nothing(plant: Plant) -> None:
     """Write the ledger's identity (from the segments' folders) and the tokenizer to the ledger. Ingest needs both."""
-    owners = [read_owner(folder) for folder in sorted(plant.workspace.segments.iterdir()) if folder.is_dir()]
+    owners = [read_folder_owner(folder) for folder in sorted(plant.workspace.segments.iterdir()) if folder.is_dir()]
     with plant.ledger.begin() as tx:
         for owner in owners[-1:]:
             if isinstance(identity := owner.get("ledger"), str):
@@ -376,21 +376,21 @@ def _set_aside(plant: Plant, path: Path, why: str) -> Message:
         "lost_ledger.set_aside",
         "  {path} is set aside in {place}: {why}",
         path=path,
-        place=move_to_set_aside(plant.workspace.root, path),
+        place=move_to_set_aside_folder(plant.workspace.root, path),
         why=why,
     )
 
 
 def _plan_again(ledger: Ledger, folder: Path) -> str:
     """Add the row that a segment's folder records to the ledger, in the state 'planned'. Returns why this is impossible, or ''."""
-    owner = read_owner(folder)
+    owner = read_folder_owner(folder)
     row, plan = owner.get("row"), owner.get("data_plan")
     if not isinstance(row, dict) or not isinstance(plan, dict) or set(PLANNED.split()) - row.keys():
         return Message("lost_ledger.no_plan", "the folder does not record the segment's plan")
     if owner.get("ledger") != ledger.identity:
         return Message("lost_ledger.other_ledger", "the folder belongs to another ledger")
     planned = SegmentRow(**{**row, "state": "planned", "attempts": 0, "result": None, "finished_at": None})
-    if segment_plan_sha256(planned) != owner.get("plan_sha256"):
+    if hash_segment_plan(planned) != owner.get("plan_sha256"):
         return Message(
             "lost_ledger.other_hash", "the hash of the segment's plan differs from the hash that the folder records"
         )
@@ -454,7 +454,7 @@ def restore_mlflow(workspace: Workspace) -> Message:
 
     Returns a line for a person.
     """
-    file = sqlite_file(workspace.mlflow_uri)
+    file = get_sqlite_file(workspace.mlflow_uri)
     assert file is not None
     kept = _replaced(workspace.root)
     for path in (file.with_name(file.name + ending) for ending in ("-wal", "-shm", "-journal", "")):

@@ -15,7 +15,7 @@ from factory.ledger.file_events import MLFLOW_REMADE
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.release.releases import finish_releases
+from factory.release.releases import finish_interrupted_releases
 from factory.repairs.checkpoints import find_checkpoint_damage, remake_export, replay_checkpoint
 from factory.repairs.examining import (
     Damage,
@@ -29,18 +29,18 @@ from factory.repairs.lost_ledger import restore_ledger, restore_mlflow
 from factory.repairs.token_shards import (
     VerifiedShardRecord,
     find_token_shard_damage,
-    rebuild_hashes,
+    rebuild_document_hashes,
     rebuild_token_shard,
     restore_tokenizer,
 )
-from factory.training.planning import last_checkpoint, read_data_plan
+from factory.training.planning import read_last_checkpoint, read_data_plan
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
 
 T = TypeVar("T")
 
 
-def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str]:
+def repair_all_damage(workspace: Workspace, deep: bool, progress: Progress) -> list[str]:
     """Examine the workspace and repair all damage that can be repaired. Returns a line for each repair that succeeded or failed.
 
     A damaged ledger is restored first. The other files are then compared with the restored ledger.
@@ -82,7 +82,7 @@ def _mend_mlflow(plant: Plant, _: str) -> str:
 
 
 def _mend_checkpoint(plant: Plant, subject: str) -> str:
-    whole = not find_checkpoint_damage(last_checkpoint(plant.ledger, int(subject)), deep=True)
+    whole = not find_checkpoint_damage(read_last_checkpoint(plant.ledger, int(subject)), deep=True)
     return (
         "" if whole else replay_checkpoint(plant, int(subject))
     )  # whole: the repair of a later segment has already repaired it
@@ -90,13 +90,13 @@ def _mend_checkpoint(plant: Plant, subject: str) -> str:
 
 def _mend_hashes(plant: Plant, subject: str) -> str:
     if subject != INDEX:
-        return rebuild_hashes(plant, subject)
+        return rebuild_document_hashes(plant, subject)
     HashIndex(plant.ledger).remove()  # the next ingest makes it again
     return ""
 
 
 def _serve(plant: Plant, _: str) -> str:
-    finish_releases(plant)
+    finish_interrupted_releases(plant)
     return ""
 
 
@@ -112,29 +112,33 @@ REPAIRS: dict[str, Callable[[Plant, str], str]] = {
 }
 
 
-def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
+def repair_segment_inputs(plant: Plant, number: int, hash_all: bool = True) -> bool:
     """Hash all files that a segment reads, and repair those that are damaged. Returns whether any was damaged.
 
-    Without ``every``, only token shards that changed since they were last hashed are hashed. The trainer itself hashes its other inputs.
+    Without ``hash_all``, only token shards that changed since they were last hashed are hashed. The trainer itself hashes its other inputs.
     Raises: FactoryError with the remedy if a repair fails.
     """
     row, known = SegmentRow.get(plant.ledger, number), VerifiedShardRecord(plant.workspace)
     shards = {shard["id"]: Path(shard["path"]) for shard in read_data_plan(plant.ledger, row)["token_shards"]}
-    looked = {name: path for name, path in shards.items() if every or not known.is_unchanged(path)}
+    looked = {name: path for name, path in shards.items() if hash_all or not known.is_unchanged(path)}
     damaged = []
     with plant.progress.task("hash token shards", len(looked)) as task:
         for name, path in looked.items():
             if fault := find_token_shard_damage(path, deep=True):
                 damaged.append(Damage("token shards", name, fault, "", True))
             task.advance()
-    if every and row.parent and (fault := find_checkpoint_damage(last_checkpoint(plant.ledger, row.parent), deep=True)):
+    if (
+        hash_all
+        and row.parent
+        and (fault := find_checkpoint_damage(read_last_checkpoint(plant.ledger, row.parent), deep=True))
+    ):
         damaged.append(Damage("checkpoints", str(row.parent), fault, "", True))
     mended = _mended(plant, damaged)
-    known.record_verified(looked.values())
+    known.record_verified_shards(looked.values())
     return mended
 
 
-def call_with_repairs(plant: Plant, act: Callable[[], T]) -> T:
+def call_and_repair_on_failure(plant: Plant, act: Callable[[], T]) -> T:
     """Call ``act``. If it fails, repair a damaged tokenizer, token shard, checkpoint or export, and call ``act`` again. Returns its result.
 
     Raises: the error of ``act`` if no such file is damaged, or if the same damage occurs again.

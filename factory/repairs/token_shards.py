@@ -25,9 +25,9 @@ from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.faults import is_temporary_read_failure
 from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
-from factory.ingest.chain import split_into_chunks
+from factory.ingest.chain import split_rows_into_chunks
 from factory.ingest.decisions import COPY_OF_BARRED
-from factory.ingest.document import Row, text_to_compare
+from factory.ingest.document import Row, make_comparison_text
 from factory.ingest.hash_index import (
     HELD,
     HashedDocument,
@@ -43,7 +43,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.word_hashes import Hashes, hash_words
 from factory.ingest.task_hashes import record_task_ngrams
 from factory.ingest.tokenizer import FILES as TOKENIZER_FILES
-from factory.ingest.tokenizer import Tokenizer, template_shows_calls
+from factory.ingest.tokenizer import Tokenizer, has_template_with_tool_calls
 from factory.ingest.worker import (
     DocumentToFinish,
     FinishedDocument,
@@ -56,10 +56,10 @@ from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger, record_event, tokenizers
 from factory.ledger.plant import Plant
 from factory.ledger.removals import read_erased_shards
-from factory.training.segment_folder import move_to_set_aside
+from factory.training.segment_folder import move_to_set_aside_folder
 from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
-from trainer.contract.data.token_shard import FILES, TokenizedDocument, TokenShard, file_sha256, write_token_shard
+from trainer.contract.data.token_shard import FILES, TokenizedDocument, TokenShard, hash_file, write_token_shard
 from trainer.contract.errors import TokenShardError
 
 TOKENS_FILE = "tokens.bin"
@@ -87,7 +87,7 @@ def find_token_shard_damage(path: Path, deep: bool) -> str:
                         size=file.stat().st_size,
                         expected=expected,
                     )
-            elif file_sha256(file) != manifest["files"][name]:
+            elif hash_file(file) != manifest["files"][name]:
                 return Message(
                     "token_shards.other_hash",
                     "{path} is damaged: its SHA-256 differs from the one in the manifest",
@@ -127,7 +127,7 @@ class VerifiedShardRecord:
         """Return whether a token shard's files have the noted sizes and times."""
         return self.known.get(folder.name) == _times(folder)
 
-    def record_verified(self, folders: Iterable[Path]) -> None:
+    def record_verified_shards(self, folders: Iterable[Path]) -> None:
         """Note the sizes and times of token shards whose hashes were found correct."""
         new = {folder.name: _times(folder) for folder in folders}
         if any(self.known.get(name) != times for name, times in new.items()):
@@ -185,7 +185,7 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
         if made.id == expected:
             place = Path(row["path"])
             if place.exists():
-                move_to_set_aside(plant.workspace.root, place)
+                move_to_set_aside_folder(plant.workspace.root, place)
             rename_into_place(made.path, place)
             with plant.ledger.begin() as tx:
                 record_event(
@@ -206,7 +206,7 @@ def _unreadable_raw(raw: Path, problem: ShardProblem) -> Message:
     return Message("token_shards.unreadable_raw_shard", "{path} cannot be read: {why}", path=raw, why=why)
 
 
-def rebuild_hashes(plant: Plant, subject: str) -> str:
+def rebuild_document_hashes(plant: Plant, subject: str) -> str:
     """Make a file with hashes of documents again (``factory.ingest.hash_index``). Returns why this is impossible, or ''.
 
     An undamaged copy in a backup is used if there is one. Otherwise the new file has all n-grams of each held-out document, also those that were
@@ -214,7 +214,7 @@ def rebuild_hashes(plant: Plant, subject: str) -> str:
     """
     file = get_hashes_path(plant.workspace.root, subject)
     if file.exists():
-        move_to_set_aside(plant.workspace.root, file)
+        move_to_set_aside_folder(plant.workspace.root, file)
     make = _hashes_of_shard if subject.startswith("shard:") else _hashes_of_task
     why = "" if _hashes_from_backup(plant, subject) else make(plant, subject)
     if not why:
@@ -308,12 +308,12 @@ def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
     if raw is None:
         return None, Message(
             "token_shards.no_raw_shard",
-            "the raw shard {shard} is missing too: copy this file into {folder} again",
+            "the repair needs the raw shard {shard}, which is missing: copy this file into {folder} again",
             shard=name,
             folder=plant.workspace.shards / "raw",
         )
     erased = read_erased_shards(plant.ledger).get(shard)
-    if file_sha256(raw) != ((erased and erased["raw"]) or shard):
+    if hash_file(raw) != ((erased and erased["raw"]) or shard):
         return None, Message(
             "token_shards.other_raw_shard",
             "{path} is not the original raw shard: copy the original file ({shard}) to this path again",
@@ -375,17 +375,17 @@ def _again(
     plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, trained: Collection[str]
 ) -> Iterator[tuple[Row, npt.NDArray[np.uint32], Hashes, FinishedDocument]]:
     """Yield (row, signature, n-grams, finished document) for each readable row of a shard. Rows with a key in ``trained`` are tokenised."""
-    job = IngestJob(policy, folder / "spool", shard[:16], name, not template_shows_calls(plant.workspace.tokenizer))
+    job = IngestJob(policy, folder / "spool", shard[:16], name, not has_template_with_tool_calls(plant.workspace.tokenizer))
     known = _held_out_then(plant, shard, policy.decontamination.ngram)
     with plant.progress.task(f"{name}: tokenise again", total=len(trained)) as task:
-        for chunk in split_into_chunks(read_rows(folder / name, policy.limits), policy):
+        for chunk in split_rows_into_chunks(read_rows(folder / name, policy.limits), policy):
             analysed = analyse_chunk(job, *chunk)
             alive = [analysed.rows[at] for at in analysed.undecided]
             every = read_spooled_ngrams(job.spool, analysed)
             tasks = []
             for place, grams in enumerate(every):
                 if alive[place].key in trained:
-                    cuts = contamination.merge_spans(known.find(grams), policy.decontamination.ngram)
+                    cuts = contamination.merge_spans(known.find_collisions(grams), policy.decontamination.ngram)
                     tasks.append(DocumentToFinish(place, alive[place].key, False, cuts))
             done = (
                 {one.place: one for one in finish_chunk(job, chunk[0], tasks, plant.workspace.tokenizer)}
@@ -446,7 +446,7 @@ def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hash
     except WorkspaceError:
         sql = 'SELECT "key", content FROM held_out WHERE "key" LIKE :of'
         for row in plant.ledger.read(sql, of=f"{make_key_prefix(subject)}:%"):
-            yield row["key"], np.unique(contamination.hash_ngrams(hash_words(text_to_compare(row["content"])), n))
+            yield row["key"], np.unique(contamination.hash_ngrams(hash_words(make_comparison_text(row["content"])), n))
     else:
         for row in table.filter(pc.field("held_out")).to_pylist():
             yield row["key"], np.array(row["grams"], np.uint64)
@@ -480,7 +480,7 @@ def restore_tokenizer(plant: Plant) -> str:
     for name in TOKENIZER_FILES:
         shutil.copyfile(good / name, aside / name)
     if plant.workspace.tokenizer.exists():
-        move_to_set_aside(plant.workspace.root, plant.workspace.tokenizer)
+        move_to_set_aside_folder(plant.workspace.root, plant.workspace.tokenizer)
     rename_into_place(aside, plant.workspace.tokenizer)
     with plant.ledger.begin() as tx:
         record_event(tx, "tokenizer_restored", "tokenizer", {"from": plant.ledger.to_stored_path(good)})
@@ -491,7 +491,7 @@ def _fault(folder: Path, sha256: str) -> str:
     for name in TOKENIZER_FILES:
         path = folder / name
         try:
-            if name == NAMED and file_sha256(path) != sha256:
+            if name == NAMED and hash_file(path) != sha256:
                 return Message(
                     "token_shards.other_tokenizer",
                     "{path} is not the recorded tokenizer: its SHA-256 differs",

@@ -24,15 +24,15 @@ class RetentionDecision:
     reason: str
 
 
-def choose_removals(
+def decide_folder_removals(
     policy: RetentionPolicy,
     needs: RetentionNeeds,
     segments: Sequence[SegmentRow],
-    ends: dict[int, int],
-    found: Sequence[StoredFolder],
+    last_steps: dict[int, int],
+    folders: Sequence[StoredFolder],
     now: float,
 ) -> list[RetentionDecision]:
-    """Decide about each folder. ``ends``: the step of each segment's last checkpoint; ``now``: seconds since 1970."""
+    """Decide about each folder. ``last_steps``: the step of each segment's last checkpoint; ``now``: seconds since 1970."""
     rows = {row.id: row for row in segments}
     trunk = [row.id for row in segments if row.kind == "trunk" and row.state == "done"][-policy.trunk_segments :]
     trained = [row.id for row in segments if row.kind != "average"]
@@ -40,15 +40,16 @@ def choose_removals(
     commits = list(dict.fromkeys(row.code_commit[:12] for row in reversed(segments)))[: policy.worktrees]
     candidates = {row.id for row in segments if row.kind != "trunk" and row.state == "done"}
     choices = []
-    for what in found:
-        reason = _needed(needs, ends, what)
+    for what in folders:
+        reason = _needed(needs, last_steps, what)
         if reason:
             choices.append(RetentionDecision(what, False, reason))
             continue
         if what.kind in OF_CODE:
             if what.commit in commits:
                 why = Message(
-                    "choosing.new_commit", "its commit is one of the newest (worktrees in policies/retention.yaml)"
+                    "choosing.new_commit",
+                    "its commit is one of the newest, which are kept (worktrees in policies/retention.yaml)",
                 )
                 choices.append(RetentionDecision(what, False, why))
             else:
@@ -64,7 +65,7 @@ def choose_removals(
             continue
         row = rows.get(what.number)
         if row is None:
-            why = Message("choosing.no_segment", "the ledger has no segment with its number: a person must decide")
+            why = Message("choosing.no_segment", "the ledger has no segment with its number, so a person must decide")
             choices.append(RetentionDecision(what, False, why))
             continue
         choices.append(_of_segment(policy, row, what, trunk, ladders, candidates, now))
@@ -108,15 +109,20 @@ def _of_segment(
             return RetentionDecision(
                 what,
                 False,
-                Message("choosing.new_ladder", "its segment is one of the newest (ladders in policies/retention.yaml)"),
+                Message(
+                    "choosing.new_ladder",
+                    "its segment is one of the newest, whose ladders are kept (ladders in policies/retention.yaml)",
+                ),
             )
-        return RetentionDecision(what, True, Message("choosing.old_ladder", "newer segments have ladders"))
+        return RetentionDecision(
+            what, True, Message("choosing.old_ladder", "its segment is not one of the newest, whose ladders are kept")
+        )
     if what.kind == "log":
         return _by_age(what, days, policy.log_days, "log_days", ended)
     if what.kind == "run":
         return _by_age(what, days, policy.run_days, "run_days", ended)
     if what.kind == "audit":
-        audited = Message("choosing.audited", "segment {segment}, which was audited, ended", segment=row.id)
+        audited = Message("choosing.audited", "the audited segment {segment} ended", segment=row.id)
         return _by_age(what, days, policy.candidate_days, "candidate_days", audited)
     if row.state != "done":
         not_done = Message("choosing.not_done", "segment {segment} ({state}) ended", segment=row.id, state=row.state)
@@ -128,16 +134,18 @@ def _of_segment(
     if row.id in trunk:
         why = Message(
             "choosing.new_trunk",
-            "its segment is one of the newest of the trunk (trunk_segments in policies/retention.yaml)",
+            "its segment is one of the newest of the trunk, which are kept (trunk_segments in policies/retention.yaml)",
         )
         return RetentionDecision(what, False, why)
-    return RetentionDecision(what, True, Message("choosing.old_trunk", "the trunk has newer segments"))
+    return RetentionDecision(
+        what, True, Message("choosing.old_trunk", "its segment is not one of the newest of the trunk, which are kept")
+    )
 
 
 def _by_age(what: StoredFolder, days: float, limit: float, key: str, event: Message) -> RetentionDecision:
     why = Message(
         "choosing.age",
-        "{event} {days:.1f} days ago ({key} in policies/retention.yaml: {limit:g})",
+        "{event} {days:.1f} days ago, and the limit is {limit:g} days ({key} in policies/retention.yaml)",
         event=event,
         days=days,
         key=key,

@@ -25,7 +25,7 @@ from factory.ledger.file_events import RETIRED
 from factory.ledger.ledger import record_event, tracked_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.retention.choosing import RetentionDecision, choose_removals
+from factory.retention.choosing import RetentionDecision, decide_folder_removals
 from factory.retention.needs import RetentionNeeds
 from factory.retention.policy import RetentionPolicy
 from factory.retention.stored_folders import list_stored_folders
@@ -38,12 +38,12 @@ LOCKS = {"export": "release", "model": "release", "worktree": "code-loop", "comp
 
 @dataclass(frozen=True)
 class CleaningResult:
-    """The result of ``remove_unneeded``: all decisions, and the bytes of the removed folders."""
+    """The result of ``remove_unneeded_folders``: all decisions, and the bytes of the removed folders."""
 
     choices: list[RetentionDecision]
     bytes: int
 
-    def removed_decisions(self) -> list[RetentionDecision]:
+    def list_removal_decisions(self) -> list[RetentionDecision]:
         """Return the decisions whose folders were removed."""
         return [choice for choice in self.choices if choice.is_removed]
 
@@ -54,14 +54,14 @@ def list_retention_decisions(plant: Plant, *, hard: bool = False) -> list[Retent
     found = list_stored_folders(
         plant
     )  # listed before the needs are read, so that a folder that is made meanwhile is not in the list
-    needs = RetentionNeeds.find(plant)
+    needs = RetentionNeeds.find_in_ledger(plant)
     last = plant.ledger.read("SELECT segment, MAX(step) AS step FROM checkpoints GROUP BY segment")
     ends = {row["segment"]: row["step"] for row in last}
-    policy = policy.for_full_disk() if hard else policy
-    return choose_removals(policy, needs, SegmentRow.select(plant.ledger), ends, found, time.time())
+    policy = policy.make_full_disk_policy() if hard else policy
+    return decide_folder_removals(policy, needs, SegmentRow.select(plant.ledger), ends, found, time.time())
 
 
-def remove_unneeded(plant: Plant, *, hard: bool = False) -> CleaningResult:
+def remove_unneeded_folders(plant: Plant, *, hard: bool = False) -> CleaningResult:
     """Remove the folders that ``list_retention_decisions`` chooses, except folders that another process may use now.
 
     The caller holds the lock 'model-loop'.
@@ -90,7 +90,7 @@ def _remove_folders(plant: Plant, choices: list[RetentionDecision]) -> int:
     freed, untold = 0, dict[Path, dict[str, Any]]()
     try:
         for choice in choices:
-            size = choice.folder.size_on_disk()
+            size = choice.folder.measure_size_on_disk()
             detail = {"kind": choice.folder.kind, "bytes": size, "why": choice.reason}
             freed += size
             try:
@@ -124,7 +124,7 @@ def _remove_runs(plant: Plant, choices: list[RetentionDecision]) -> int:
     """Remove runs from the ledger's table of MLflow runs. ``factory.show`` removes them from MLflow later. Returns the freed bytes."""
     if not choices:
         return 0
-    size = sum(choice.folder.size_on_disk() for choice in choices)
+    size = sum(choice.folder.measure_size_on_disk() for choice in choices)
     with plant.ledger.begin() as tx:
         for choice in choices:
             name = choice.folder.path.relative_to(plant.workspace.root).as_posix()
@@ -151,29 +151,29 @@ def _locked(held: ExitStack, workspace: Workspace, name: str) -> bool:
     return True
 
 
-def describe_cleaning(cleaned: CleaningResult) -> Message:
+def describe_cleaning(result: CleaningResult) -> Message:
     """Describe a result in a line for a person.
 
     >>> print(describe_cleaning(CleaningResult([], 0)))
     nothing to remove
     """
-    gone = cleaned.removed_decisions()
+    gone = result.list_removal_decisions()
     if not gone:
         return Message("cleaning.nothing", "nothing to remove")
     kinds = {choice.folder.kind for choice in gone}
     return Message(
         "cleaning.freed",
         "the factory removed {removed} and freed {megabytes:,.1f} MB",
-        megabytes=cleaned.bytes / 1e6,
+        megabytes=result.bytes / 1e6,
         removed=[f"{sum(choice.folder.kind == kind for choice in gone)} × {kind}" for kind in sorted(kinds)],
     )
 
 
 def clean_after_segment(plant: Plant) -> None:
-    """Call ``remove_unneeded`` after a segment. An error is printed and not raised, so retention never stops training."""
+    """Call ``remove_unneeded_folders`` after a segment. An error is printed and not raised, so retention never stops training."""
     try:
-        cleaned = remove_unneeded(plant)
-        if cleaned.removed_decisions():
+        cleaned = remove_unneeded_folders(plant)
+        if cleaned.list_removal_decisions():
             plant.progress.line(Message("cleaning.done", "  retention: {result}", result=describe_cleaning(cleaned)))
     except (FactoryError, OSError) as error:
         why = getattr(error, "message", str(error))

@@ -17,7 +17,7 @@ KEPT_BYTES = 1 << 16
 FLOOR_BYTES = 1_000_000_000  # the policy's default
 
 
-def note_free_space(workspace: Workspace, now: float | None = None) -> None:
+def record_free_space_sample(workspace: Workspace, now: float | None = None) -> None:
     """Append a sample of the free space, unless the last sample is recent. A long file is cut to its newer half."""
     now = time.time() if now is None else now
     path = workspace.logs / SAMPLES_FILE
@@ -45,15 +45,15 @@ def read_free_space_samples(workspace: Workspace) -> list[tuple[float, int]]:
     return found
 
 
-def estimate_hours_left(found: list[tuple[float, int]], free: int, floor: int, now: float) -> float | None:
+def estimate_hours_until_floor(samples: list[tuple[float, int]], free: int, floor: int, now: float) -> float | None:
     """Return in how many hours the free space reaches ``floor`` at the recent rate; None if it does not shrink, or if samples are missing.
 
-    >>> estimate_hours_left([(0.0, 100), (3600.0, 90)], free=90, floor=20, now=3600.0)
+    >>> estimate_hours_until_floor([(0.0, 100), (3600.0, 90)], free=90, floor=20, now=3600.0)
     7.0
-    >>> estimate_hours_left([(0.0, 100), (3600.0, 100)], free=100, floor=20, now=3600.0), estimate_hours_left([], 1, 0, 0.0)
+    >>> estimate_hours_until_floor([(0.0, 100), (3600.0, 100)], free=100, floor=20, now=3600.0), estimate_hours_until_floor([], 1, 0, 0.0)
     (None, None)
     """
-    recent = [sample for sample in found if 0 <= now - sample[0] <= WINDOW_SECONDS]
+    recent = [sample for sample in samples if 0 <= now - sample[0] <= WINDOW_SECONDS]
     if not recent or now - recent[0][0] < EVERY_SECONDS:
         return None
     lost = (recent[0][1] - free) / (now - recent[0][0])

@@ -10,13 +10,13 @@ from factory.core.workspace import Workspace
 from factory.ledger.file_events import DISK_LOW, DISK_NORMAL, find_low_disk
 from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
-from factory.retention.cleaning import describe_cleaning, remove_unneeded
-from factory.retention.disk import note_free_space
+from factory.retention.cleaning import describe_cleaning, remove_unneeded_folders
+from factory.retention.disk import record_free_space_sample
 from factory.retention.policy import RetentionPolicy
 from kernels.contract.message import Message
 
 
-def is_own_disk_full(workspace: Workspace, error: BaseException) -> bool:
+def is_workspace_disk_full(workspace: Workspace, error: BaseException) -> bool:
     """Return whether an error means that the workspace's disk is full. If at least half of this disk is free, the error is about another disk."""
     if not is_disk_full(error):
         return False
@@ -29,23 +29,23 @@ def is_own_disk_full(workspace: Workspace, error: BaseException) -> bool:
 
 def make_room_on_disk(plant: Plant) -> None:
     """Remove all files that nothing needs. Prints a line if any were removed."""
-    cleaned = remove_unneeded(plant, hard=True)
-    if cleaned.removed_decisions():
+    cleaned = remove_unneeded_folders(plant, hard=True)
+    if cleaned.list_removal_decisions():
         plant.progress.line(
             Message("low_disk.cleaned", "  the disk is almost full: {result}", result=describe_cleaning(cleaned))
         )
 
 
-def must_training_wait(plant: Plant) -> bool:
+def must_training_wait_for_disk_space(plant: Plant) -> bool:
     """Return whether the disk has too little space to train. First frees space. Prints a line if the answer has changed.
 
     The daemon calls it once in each pass.
     """
     with suppress(OSError):  # the sample is only for people
-        note_free_space(plant.workspace)
+        record_free_space_sample(plant.workspace)
     policy = RetentionPolicy.load(plant.workspace.policy_path("retention.yaml"))
     room = disk_usage(plant.workspace.root)
-    floor = policy.floor_for_disk(room.total)
+    floor = policy.compute_free_space_floor(room.total)
     was_low = find_low_disk(plant.ledger) is not None
     if room.free < floor:
         make_room_on_disk(plant)

@@ -13,9 +13,9 @@ from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AUDIT
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.replica_noise import find_due_anneal
+from factory.gates.release.replica_noise import find_anneal_due_for_replicas
 from factory.git.repository import get_live_commit
-from factory.ledger.anomalies import CLOSED, list_open_anomalies, newest_details_by_anomaly
+from factory.ledger.anomalies import CLOSED, list_open_anomalies, read_newest_details_by_anomaly
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, SqlReader, Subject, VerdictRow
 from kernels.contract.message import Message
@@ -37,7 +37,7 @@ class RetentionNeeds:
     commits: dict[str, str] = field(default_factory=dict)  # worktrees and compiled kernels, by commit
 
     @classmethod
-    def find(cls, plant: Plant) -> RetentionNeeds:
+    def find_in_ledger(cls, plant: Plant) -> RetentionNeeds:
         """Find the needs in one snapshot of the ledger. Raises: ConfigError, RepositoryError."""
         kinds = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml")).kinds
         audits = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
@@ -85,16 +85,16 @@ class RetentionNeeds:
 
     def _trunk(self, db: SqlReader) -> None:
         """Find the checkpoints from which the next segments start, and from which the gates train."""
-        trunk = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
+        trunk = SegmentRow.find_first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
         if trunk is None:
             return
         self.ends.setdefault(trunk.id, Message("needs.trunk", "the trunk continues from this checkpoint"))
-        farthest = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY last_step DESC, id DESC")
+        farthest = SegmentRow.find_first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY last_step DESC, id DESC")
         assert farthest is not None
         self.ends.setdefault(
             farthest.id, Message("needs.proposals", "measurements of proposals start from this checkpoint")
         )
-        if anneal := SegmentRow.first(db, "WHERE kind = 'anneal' AND state = 'done' ORDER BY id DESC"):
+        if anneal := SegmentRow.find_first(db, "WHERE kind = 'anneal' AND state = 'done' ORDER BY id DESC"):
             self.ends.setdefault(anneal.id, Message("needs.anneal", "the trunk may continue from this checkpoint"))
 
     def _candidates(self, db: SqlReader) -> None:
@@ -107,8 +107,8 @@ class RetentionNeeds:
         newest = max(released, default=0)
         rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
         for row in rows:
-            verdict = VerdictRow.newest(db, "release", Subject("candidate", row.id))
-            spoiled = bool(rewound) and any(one.id in rewound for one in SegmentRow.lineage(db, row.segment))
+            verdict = VerdictRow.find_newest(db, "release", Subject("candidate", row.id))
+            spoiled = bool(rewound) and any(one.id in rewound for one in SegmentRow.read_lineage(db, row.segment))
             if row.id in released:
                 why = Message("needs.release", "release {release} was made from this segment", release=released[row.id])
             elif verdict is None:
@@ -131,9 +131,9 @@ class RetentionNeeds:
         open_ = lambda number: Message("needs.open_anomaly", "anomaly {anomaly} is open", anomaly=number)
         for anomaly in list_open_anomalies(db, kinds):
             if anomaly.segment in counts:
-                for row in SegmentRow.lineage(db, anomaly.segment):
+                for row in SegmentRow.read_lineage(db, anomaly.segment):
                     self.segments.setdefault(row.id, open_(anomaly.id))
-        closed = newest_details_by_anomaly(db, CLOSED)
+        closed = read_newest_details_by_anomaly(db, CLOSED)
         rows = db.read("SELECT id, segment FROM anomalies")
         self.diagnoses |= {
             row["id"]: open_(row["id"]) for row in rows if row["id"] not in closed and row["segment"] in counts
@@ -145,10 +145,10 @@ class RetentionNeeds:
             for row in db.read("SELECT subject FROM events WHERE kind = :kind", kind=DRAWN)
         }
         for number in drawn:
-            window, row = AuditWindow.of_segment(db, number), SegmentRow.get(db, number)
-            verdict = VerdictRow.newest(db, AUDIT, Subject("segment", number))
+            window, row = AuditWindow.find_for_segment(db, number), SegmentRow.get(db, number)
+            verdict = VerdictRow.find_newest(db, AUDIT, Subject("segment", number))
             over = verdict is not None and (verdict.outcome != "hold" or count_audit_tries(db, number) >= policy.tries)
-            if window is None or not window.steps or over or row.state == "rewound":
+            if window is None or not window.step_count or over or row.state == "rewound":
                 continue
             why = Message("needs.audit", "the audit of segment {segment} is not done", segment=number)
             self.audits.setdefault(number, why)
@@ -157,7 +157,7 @@ class RetentionNeeds:
                 self.ends.setdefault(row.parent, why)
 
     def _replicas(self, db: SqlReader, policy: ReleasePolicy) -> None:
-        if wanted := find_due_anneal(db, policy.replicas):
+        if wanted := find_anneal_due_for_replicas(db, policy.replicas):
             row, _ = wanted
             why = Message("needs.replicas", "replicas of segment {segment} will be trained", segment=row.id)
             self.ends.setdefault(row.id, why)

@@ -42,11 +42,11 @@ class RetentionPolicy(StrictPolicy):
         """Read the policy. Raises: ConfigError that names the file and the key."""
         return load_policy(cls, path)
 
-    def floor_for_disk(self, total: int) -> int:
+    def compute_free_space_floor(self, total: int) -> int:
         """Return the floor in bytes for a disk of ``total`` bytes."""
         return max(self.floor_bytes, int(self.floor_share * total))
 
-    def for_full_disk(self) -> Self:
+    def make_full_disk_policy(self) -> Self:
         """Return the policy for a disk that is almost full: it keeps only needed files, and the runs in MLflow (their removal frees no space)."""
         nothing = dict.fromkeys(("ladders", "candidate_days", "rewound_days", "worktrees", "log_days"), 0)
         return self.model_copy(update={"trunk_segments": 1} | nothing)

@@ -39,7 +39,7 @@ class StoredFolder:
     commit: str = ""  # the first twelve digits of the hash
     made_at: float | None = None
 
-    def size_on_disk(self) -> int:
+    def measure_size_on_disk(self) -> int:
         """Return its size in bytes, with all files below it."""
         if not self.path.is_dir():
             return _size(self.path)

@@ -35,30 +35,36 @@ class FailureWaits:
         self._rests: dict[str, FailureWait] = {}
 
     def record_failure(
-        self, key: str, says: str, *, about: str = "", longest: float | None = None, failures: int | None = None
+        self,
+        key: str,
+        error_text: str,
+        *,
+        cause: str = "",
+        longest_wait: float | None = None,
+        failures: int | None = None,
     ) -> tuple[FailureWait, bool]:
         """Record a failure; returns (the new state, whether the failure has a new cause).
 
-        ``about`` names the cause. By default it is ``says`` without numbers. ``failures``: the number of failures, if the caller counts them.
+        ``cause`` names the cause. By default it is ``error_text`` without numbers. ``failures``: the number of failures, if the caller counts them.
         """
         before, now = self._rests.get(key), self.clock()
         count = failures or (before.failures + 1 if before else 1)
-        seconds = min(self.first * 2.0 ** min(count - 1, 40), longest or self.longest)
-        about = about or NUMBERS.sub("", says)
-        rest = FailureWait(says, about, count, before.since if before else now, now + seconds, seconds)
+        seconds = min(self.first * 2.0 ** min(count - 1, 40), longest_wait or self.longest)
+        cause = cause or NUMBERS.sub("", error_text)
+        rest = FailureWait(error_text, cause, count, before.since if before else now, now + seconds, seconds)
         self._rests[key] = rest
-        return rest, before is None or before.about != about
+        return rest, before is None or before.about != cause
 
     def is_waiting(self, key: str) -> bool:
         """Whether it is too early to try this key again."""
         rest = self._rests.get(key)
         return rest is not None and self.clock() < rest.until
 
-    def waiting_keys(self) -> frozenset[str]:
+    def list_waiting_keys(self) -> frozenset[str]:
         """Return the keys of work that must still wait."""
         return frozenset(key for key in self._rests if self.is_waiting(key))
 
-    def failure_states(self) -> dict[str, FailureWait]:
+    def list_failures_by_key(self) -> dict[str, FailureWait]:
         """Return the state of each key that failed and has not succeeded since, also if its wait is over."""
         return dict(self._rests)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from factory.core.errors import InputError, WaitingError
+from factory.core.errors import InputError, PersonNeededError
 from factory.core.time_formats import format_local_time
 from factory.ledger.anomalies import CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED, SEGMENT_REWOUND
 from factory.ledger.removals import REMOVED, RETURNED
@@ -28,7 +28,7 @@ PAUSED, RESUMED = "paused", "resumed"
 TRAINING, EVERYTHING = "training", "everything"
 
 
-class PausedError(WaitingError):
+class PausedError(PersonNeededError):
     """The work is paused. It did not fail, and continues after 'factory resume'."""
 
     exit_code = 6
@@ -54,7 +54,7 @@ class Pause:
         )  # fmt: skip
 
 
-def current_pause(db: SqlReader) -> Pause | None:
+def find_current_pause(db: SqlReader) -> Pause | None:
     """Return the pause in force, or None."""
     found = db.read(
         f"SELECT kind, at, detail FROM events WHERE kind IN ('{PAUSED}', '{RESUMED}') ORDER BY id DESC LIMIT 1"
@@ -71,12 +71,12 @@ def pause_daemon(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
 
     if what not in (TRAINING, EVERYTHING):
         raise InputError(
-            "retrying.cannot_pause", "{what!r} cannot be paused. Name {training!r} or {everything!r}.",
+            "retrying.cannot_pause", "{what!r} cannot be paused. You can pause {training!r} or {everything!r}.",
             what=what, training=TRAINING, everything=EVERYTHING,
         )  # fmt: skip
     with ledger.begin() as tx:
         record_event(tx, PAUSED, "daemon", {"what": what, "by": by, "why": why})
-    found = current_pause(ledger)
+    found = find_current_pause(ledger)
     assert found is not None
     return found
 
@@ -85,7 +85,7 @@ def resume_daemon(ledger: Ledger, by: str) -> Pause:
     """End the pause in force, and return it. Raises: InputError when nothing is paused."""
     from factory.ledger.ledger import record_event
 
-    found = current_pause(ledger)
+    found = find_current_pause(ledger)
     if found is None:
         raise InputError("retrying.not_paused", "Nothing is paused.")
     with ledger.begin() as tx:
@@ -95,20 +95,20 @@ def resume_daemon(ledger: Ledger, by: str) -> Pause:
 
 def refuse_while_paused(db: SqlReader) -> None:
     """Raises: PausedError while training is paused."""
-    if found := current_pause(db):
+    if found := find_current_pause(db):
         raise PausedError(found.message)
 
 
-def request_actions(ledger: Ledger, actions: Iterable[str], by: str, **how: Any) -> None:
-    """Record a request for each action, such as 'judge 3'. ``how``: further arguments of the duty, which ``open_requests`` returns."""
+def request_actions(ledger: Ledger, actions: Iterable[str], by: str, **arguments: Any) -> None:
+    """Record a request for each action, such as 'judge 3'. ``arguments``: further arguments of the duty, which ``list_open_requests`` returns."""
     from factory.ledger.ledger import record_event
 
     with ledger.begin() as tx:
         for action in actions:
-            record_event(tx, ASKED, "daemon", {"action": action, "by": by, **how})
+            record_event(tx, ASKED, "daemon", {"action": action, "by": by, **arguments})
 
 
-def open_requests(db: SqlReader) -> dict[str, dict[str, Any]]:
+def list_open_requests(db: SqlReader) -> dict[str, dict[str, Any]]:
     """Return the requests that are not done yet, by action, oldest first.
 
     Each has ``action``, ``by``, ``at`` and ``event`` (the number of its newest event).
@@ -127,7 +127,7 @@ def open_requests(db: SqlReader) -> dict[str, dict[str, Any]]:
     return found
 
 
-def record_request_done(ledger: Ledger, action: str, event: int) -> None:
+def record_finished_request(ledger: Ledger, action: str, event: int) -> None:
     """Record that the request with the event number ``event`` is done."""
     from factory.ledger.ledger import record_event
 
@@ -138,21 +138,21 @@ def record_request_done(ledger: Ledger, action: str, event: int) -> None:
 OVERRIDDEN = "recipe_overridden"  # event: other recipe values for the segment that replaces a rewound segment
 
 
-class RewoundError(WaitingError):
+class WorkInvalidatedError(PersonNeededError):
     """A person or a diagnosis made a decision that invalidates the work. The work did not fail, and none of it is recorded."""
 
 
-def refuse_rewound(db: SqlReader, segment: int) -> None:
+def refuse_rewound_segment(db: SqlReader, segment: int) -> None:
     """Raises: RewoundError when the segment was rewound."""
     if SegmentRow.get(db, segment).state == "rewound":
-        raise RewoundError(
+        raise WorkInvalidatedError(
             "retrying.rewound",
             "Segment {segment} was rewound meanwhile, so no work continues from it. Run the same command again.",
             segment=segment,
         )
 
 
-def newest_decision_event(db: SqlReader) -> int:
+def find_newest_decision_event(db: SqlReader) -> int:
     """Return the number of the newest event that changes the start, the documents or the recipe of the next segment; 0 without one."""
     kinds = ", ".join(
         f"'{kind}'"
@@ -161,10 +161,10 @@ def newest_decision_event(db: SqlReader) -> int:
     return int(db.read(f"SELECT MAX(id) AS id FROM events WHERE kind IN ({kinds})")[0]["id"] or 0)
 
 
-def refuse_newer_decision(db: SqlReader, before: int) -> None:
-    """Raises: RewoundError when a decision is newer than ``before``, a result of ``newest_decision_event``."""
-    if newest_decision_event(db) != before:
-        raise RewoundError(
+def refuse_newer_decision(db: SqlReader, last_event: int) -> None:
+    """Raises: RewoundError when a decision is newer than ``last_event``, a result of ``find_newest_decision_event``."""
+    if find_newest_decision_event(db) != last_event:
+        raise WorkInvalidatedError(
             "retrying.plan_out_of_date",
             "A person or a diagnosis changed data or segments while a segment was planned. The factory must plan the segment again.",
         )

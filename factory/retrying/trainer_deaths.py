@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from factory.core.errors import InputError, SegmentError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
 from factory.core.untrusted_trainer_files import read_json_object
 from factory.ledger.rows import SegmentRow, SqlReader, Subject
-from factory.retrying.requests import refuse_rewound
+from factory.retrying.requests import refuse_rewound_segment
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -54,16 +54,16 @@ def count_oom_kills() -> int | None:
     return None
 
 
-def classify_ending(code: int, line: str, log: str, kills_before: int | None) -> TrainerFailure:
+def classify_trainer_ending(code: int, log_line: str, log: str, kills_before: int | None) -> TrainerFailure:
     """Return how a trainer ended.
 
-    ``code``: its exit code, −n after signal n. ``line``: the most helpful line of its log. ``log``: the end of its log. ``kills_before``: the
+    ``code``: its exit code, −n after signal n. ``log_line``: the most helpful line of its log. ``log``: the end of its log. ``kills_before``: the
     result of ``count_oom_kills`` before the trainer started.
 
-    >>> classify_ending(1, "trainer: no", "", None)
+    >>> classify_trainer_ending(1, "trainer: no", "", None)
     TrainerFailure(kind='failed', says='ended with exit 1: trainer: no')
     """
-    cause = f": {line}" if line else ""
+    cause = f": {log_line}" if log_line else ""
     if code == EXIT_STOPPED:
         if all(int(other) in (EXIT_STOPPED, -signal.SIGTERM) for other in RANK_EXIT_CODE.findall(log)):
             return TrainerFailure(
@@ -106,7 +106,7 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
                 "retrying.ended.killed", "was killed by another process (SIGKILL), not by this machine's OOM killer"
             ),
         )
-    if code > 0 and OUT_OF_MEMORY_TEXT.search(line):
+    if code > 0 and OUT_OF_MEMORY_TEXT.search(log_line):
         return TrainerFailure(
             OUT_OF_MEMORY,
             Message(
@@ -155,7 +155,7 @@ class TrainerDiedError(SegmentError):
         self.tries, self.parked = tries, parked
 
 
-def newest_checkpoint_step(row: SegmentRow) -> int | None:
+def find_newest_checkpoint_step(row: SegmentRow) -> int | None:
     """Return the step of a segment's newest complete checkpoint, or None. An incomplete folder with the name of a checkpoint does not count."""
     found = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in (Path(row.folder) / "checkpoints").glob("step-*"))
     steps = ((int(named.group(1)), path) for named, path in found if named)
@@ -170,28 +170,28 @@ def _is_whole(checkpoint: Path) -> bool:
         files = read_json_object(checkpoint / "manifest.json")["files"]
         return bool(files) and all((checkpoint / name).stat().st_size == file["bytes"] for name, file in files.items())
     except (SegmentError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         return False
 
 
-def record_death(
-    ledger: Ledger, row: SegmentRow, ending: TrainerFailure, code: int, tries: int, final: bool
+def record_trainer_death(
+    ledger: Ledger, row: SegmentRow, ending: TrainerFailure, code: int, tries: int, park_now: bool
 ) -> SegmentRow:
     """Record how a segment's trainer ended. Returns the segment's new row.
 
-    The segment is parked after ``tries`` deaths without progress; with ``final``, after this death.
+    The segment is parked after ``tries`` deaths without progress; with ``park_now``, after this death.
     """
     from factory.ledger.ledger import record_event, segments
     from factory.ledger.snapshot import Snapshot
 
-    step = newest_checkpoint_step(row)
+    step = find_newest_checkpoint_step(row)
     before = _steps_at_deaths(ledger, row.id)
     progress = bool(before) and step is not None and step > max(before)
     attempts = 1 if progress else row.attempts + 1
-    parked = final or attempts >= tries
+    parked = park_now or attempts >= tries
     with ledger.begin() as tx:
-        refuse_rewound(Snapshot(tx, ledger.root), row.id)
+        refuse_rewound_segment(Snapshot(tx, ledger.root), row.id)
         outcome = {"state": "failed", "finished_at": time.time()} if parked else {}
         tx.execute(segments.update().where(segments.c.id == row.id).values(attempts=attempts, **outcome))
         detail = {"exit": code, "how": ending.kind, "said": ending.says, "step": step, "tries": attempts}
@@ -215,19 +215,19 @@ def _steps_at_deaths(db: SqlReader, segment: int) -> list[int]:
 
 def find_open_segment(db: SqlReader) -> int | None:
     """Return the number of the oldest segment in the state 'planned', or None."""
-    row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
+    row = SegmentRow.find_first(db, "WHERE state = 'planned' ORDER BY id")
     return row.id if row else None
 
 
 def find_parked_segment(db: SqlReader) -> SegmentRow | None:
     """Return the newest segment (averages do not count) if it is parked, else None. No other segment trains before a person decides about it."""
-    newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
+    newest = SegmentRow.find_first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     return newest if newest is not None and newest.state == "failed" else None
 
 
 def describe_parked_segment(db: SqlReader, row: SegmentRow) -> Message:
     """Return a line that says which segment is parked, at which step and why."""
-    step = newest_checkpoint_step(row)
+    step = find_newest_checkpoint_step(row)
     begun = Message("retrying.before_first_checkpoint", "before its first checkpoint")
     where = f"at step {step}" if step is not None else begun
     newest = db.read(
@@ -241,25 +241,25 @@ def describe_parked_segment(db: SqlReader, row: SegmentRow) -> Message:
     )  # fmt: skip
 
 
-def parked_commands(row: SegmentRow) -> Message:
+def format_commands_for_parked_segment(row: SegmentRow) -> Message:
     """Return the two commands for a parked segment: a person chooses one."""
     return Message("retrying.parked_commands", "factory retry {segment}, or factory abandon {segment}", segment=row.id)
 
 
 def explain_parked_segment(db: SqlReader, row: SegmentRow) -> Message:
     """Return ``describe_parked_segment`` with the two commands and their effects."""
-    step = newest_checkpoint_step(row)
+    step = find_newest_checkpoint_step(row)
     return Message(
         "retrying.parked_to_do", "{parked}. Training waits until a person decides. To continue the segment from {start} with its recipe and data, "
         "correct the cause and run 'factory retry {segment}'. To give up the segment's steps and train with the present recipe and data, run "
-        "'factory abandon {segment}'.", parked=describe_parked_segment(db, row), start=format_start(step), step=step, segment=row.id,
+        "'factory abandon {segment}'.", parked=describe_parked_segment(db, row), start=format_segment_start(step), step=step, segment=row.id,
     )  # fmt: skip
 
 
-def format_start(step: int | None) -> str:
+def format_segment_start(step: int | None) -> str:
     """Return in words from where a segment continues.
 
-    >>> format_start(40), format_start(None)
+    >>> format_segment_start(40), format_segment_start(None)
     ('step 40', 'its beginning')
     """
     return f"step {step}" if step is not None else "its beginning"
@@ -271,7 +271,7 @@ def refuse_while_parked(db: SqlReader) -> None:
         raise InputError(explain_parked_segment(db, row))
 
 
-def newest_retry_request(db: SqlReader) -> int:
+def find_newest_retry_request(db: SqlReader) -> int:
     """Return the number of the newest event in which a person asked for another try; 0 without one."""
     return int(db.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=ASKED)[0]["id"] or 0)
 
@@ -299,10 +299,10 @@ def request_retry(ledger: Ledger, segment: int | None, by: str) -> Message:
             )  # fmt: skip
         record_event(tx, ASKED, "daemon", {"by": by, "segment": segment})
         record_event(tx, SEGMENT_RETRIED, Subject("segment", segment), {"by": by})
-    step = newest_checkpoint_step(row)
+    step = find_newest_checkpoint_step(row)
     return Message(
         "retrying.retried", "The daemon continues segment {segment} from {start} in its next pass.",
-        segment=segment, start=format_start(step), step=step,
+        segment=segment, start=format_segment_start(step), step=step,
     )  # fmt: skip
 
 
@@ -314,7 +314,7 @@ def abandon_segment(ledger: Ledger, segment: int, by: str) -> Message:
     from factory.ledger.ledger import record_event, segments
 
     row = SegmentRow.get(ledger, segment)
-    step = newest_checkpoint_step(row)
+    step = find_newest_checkpoint_step(row)
     with ledger.begin() as tx:
         mine = (segments.c.id == segment) & (segments.c.state == "failed")
         if not tx.execute(segments.update().where(mine).values(state="abandoned")).rowcount:

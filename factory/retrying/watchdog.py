@@ -43,7 +43,7 @@ class UsualDurations:
     step: float | None = None  # the longest mean time of a step of a segment
 
 
-def measure_usual_times(ledger: Ledger, row: SegmentRow) -> UsualDurations:
+def find_usual_durations(ledger: Ledger, row: SegmentRow) -> UsualDurations:
     """Return the times of earlier trainers with this recipe on the same kind of machine."""
     machine = _machine(row)
     begun = ledger.read(f"SELECT detail FROM events WHERE kind = '{TRAINER_BEGUN}' ORDER BY id DESC LIMIT {STARTS}")
@@ -58,7 +58,7 @@ def measure_usual_times(ledger: Ledger, row: SegmentRow) -> UsualDurations:
     return UsualDurations(max(starts, default=None), max(steps, default=None))
 
 
-def record_first_step(ledger: Ledger, row: SegmentRow, process: int, seconds: float) -> None:
+def record_duration_of_first_step(ledger: Ledger, row: SegmentRow, process: int, seconds: float) -> None:
     """Record that a trainer made its first step."""
     detail = {"process": process, "seconds": seconds, "machine": _machine(row)}
     with ledger.begin() as tx:
@@ -109,17 +109,17 @@ class Watchdog:
         """Start the clock again, because the process had nothing to do since the last check."""
         self._looked = self._moved = self.clock()
 
-    def check(self, steps: int) -> str:
-        """Compare ``steps``, the number since the start, with the last check. Returns '', or a message if the process hangs."""
+    def find_hang(self, steps_made: int) -> str:
+        """Compare ``steps_made``, the number since the start, with the last check. Returns '', or a message if the process hangs."""
         now = self.clock()
         passed, self._looked = now - self._looked, now
-        if steps > (self.steps or 0):
+        if steps_made > (self.steps or 0):
             if self.steps is not None or self.first_counts:
                 took = now - self._moved
-                made = steps - (self.steps or 0)
+                made = steps_made - (self.steps or 0)
                 self._took.extend([took / made] * min(made, REMEMBERED))
                 self._longest = max(self._longest, took)
-            self.steps, self.idle_seconds, self._moved, self._wrote = steps, 0.0, now, None
+            self.steps, self.idle_seconds, self._moved, self._wrote = steps_made, 0.0, now, None
             return ""
         self.idle_seconds += max(0.0, passed - self._waited_for_a_core())
         if self.idle_seconds < self.limit_seconds / 2:
@@ -133,7 +133,7 @@ class Watchdog:
 
     def _hung(self) -> Message:
         return Message(
-            "retrying.hung", "no {unit} for {idle} ({usual}, the limit is {limit})",
+            "retrying.hung", "there was no {unit} for {idle} ({usual}, the limit is {limit})",
             unit=f"first {self.unit}" if self.steps is None else self.unit, idle=format_duration(self.idle_seconds), seconds=self.idle_seconds,
             usual=f"{self.usual_step_seconds:.3g} s is usual" if self.usual_step_seconds else f"no {self.unit} was timed yet",
             limit=format_duration(self.limit_seconds),
@@ -180,7 +180,7 @@ def kill_when_idle(process: int, seconds: float) -> Iterator[list[str]]:
         pause, idle_seconds = min(POLL_SECONDS, seconds / 4), 0.0
         before: tuple[int, ...] = ()
         while not over.wait(pause):
-            now = measure_activity(process)
+            now = measure_process_activity(process)
             idle_seconds, before = idle_seconds + pause if now == before else 0.0, now
             if idle_seconds >= seconds and not over.is_set():
                 said.append(
@@ -203,7 +203,7 @@ def kill_when_idle(process: int, seconds: float) -> Iterator[list[str]]:
         thread.join()
 
 
-def measure_activity(process: int) -> tuple[int, ...]:
+def measure_process_activity(process: int) -> tuple[int, ...]:
     """Return (number of processes, processor time in ticks, bytes written) of a process and its descendants."""
     count = ticks = written = 0
     for one in _tree(process):

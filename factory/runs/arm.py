@@ -4,7 +4,7 @@
 >>> base = {"kind": "trunk", "recipe": {"precision": "fp32", "optimizer": {"lr": 0.1}}, "data_plan": plan, "first_step": 0, "last_step": 20,
 ...         "initial_checkpoint": None}
 >>> low = Arm("low rate", base, code="c0ffee", recipe={"optimizer.lr": 0.01})
->>> low.spec()["recipe"]
+>>> low.make_spec()["recipe"]
 {'precision': 'fp32', 'optimizer': {'lr': 0.01}}
 >>> low.key == Arm("another name", base, code="c0ffee", recipe={"optimizer.lr": 0.01}).key != Arm("", base, code="c0ffee").key
 True
@@ -22,8 +22,8 @@ from typing import Any
 
 from factory.core.errors import InputError, suggest_name
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.recipe import Recipe, with_changed_keys
-from trainer.contract.strict import fields_at
+from trainer.contract.recipe import Recipe, copy_with_changed_keys
+from trainer.contract.strict import list_fields_at
 
 Spec = dict[str, Any]
 
@@ -50,25 +50,25 @@ class Arm:
     repeat: int = 0  # above 0: repeats the same arm, with another key
 
     @property
-    def first(self) -> int:
+    def first_step(self) -> int:
         """The step at which the arm begins."""
         return int(self.base["first_step"]) if self.start is None else int(self.start.name.rpartition("-")[2])
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The step of the arm's last checkpoint."""
         return int(self.base["last_step"]) if self.until is None else self.until
 
     @property
     def resumed_checkpoint(self) -> Path | None:
         """The checkpoint from which the arm resumes, as a stopped segment does; None if the arm starts at the base's first step."""
-        return self.start if self.first > self.base["first_step"] else None
+        return self.start if self.first_step > self.base["first_step"] else None
 
-    def spec(self, kernels: Path | str | None = None) -> Spec:
+    def make_spec(self, kernels: Path | str | None = None) -> Spec:
         """Return the content of segment.json. ``kernels``: the path of a file with the text ``kernels`` of the arm."""
         keys = dict(self.recipe) | ({} if self.precision is None else {"precision": self.precision})
         spec: Spec = json.loads(json.dumps(dict(self.base) | {"kernels": kernels and str(kernels)}))
-        spec["recipe"] = with_changed_keys(spec["recipe"], keys)
+        spec["recipe"] = copy_with_changed_keys(spec["recipe"], keys)
         spec["data_plan"] |= self.plan
         if self.seed is not None:
             spec["data_plan"]["seed"], spec["restart_data"] = self.seed, True
@@ -79,7 +79,7 @@ class Arm:
     @cached_property
     def key(self) -> str:
         """The hash of everything that determines the training. Files count by their content, not by their path."""
-        spec = self.spec(self.kernels or None)
+        spec = self.make_spec(self.kernels or None)
         begins = [_content(path) for path in (spec.pop("initial_checkpoint"), self.resumed_checkpoint)]
         spec["data_plan"]["token_shards"] = [
             {key: value for key, value in shard.items() if key != "path"} for shard in spec["data_plan"]["token_shards"]
@@ -92,7 +92,7 @@ class Arm:
         base = hashlib.sha256(json.dumps(dict(self.base), sort_keys=True, default=str).encode()).hexdigest()[:16]
         found = {
             "name": self.name, "base": base, "code": self.code, "recipe": dict(self.recipe), "plan": dict(self.plan),
-            "start": self.start and self.start.name, "first": self.first, "last": self.last, "seed": self.seed, "precision": self.precision,
+            "start": self.start and self.start.name, "first": self.first_step, "last": self.last_step, "seed": self.seed, "precision": self.precision,
             "kernels": self.kernels, "ranks": self.ranks, "environment": self.environment, "repeat": self.repeat,
         }  # fmt: skip
         return {
@@ -100,9 +100,9 @@ class Arm:
         }
 
 
-def recipe_for_one_rank(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def make_recipe_for_one_rank(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe for the sandbox's single rank: nothing is split over ranks. Activation recomputation stays."""
-    return with_changed_keys(recipe, {"parallel.tensor": 1, "parallel.replicas": 1})
+    return copy_with_changed_keys(recipe, {"parallel.tensor": 1, "parallel.replicas": 1})
 
 
 def check_arms(arms: Sequence[Arm]) -> None:
@@ -129,7 +129,7 @@ def _refuse_unknown(arm: Arm, path: str) -> None:
     parts = path.split(".")
     for number, part in enumerate(parts):
         try:
-            known = fields_at(Recipe, parts[:number])
+            known = list_fields_at(Recipe, parts[:number])
         except AttributeError:  # below this key the user chooses names, such as a mixture's domains
             return
         if part not in known:

@@ -23,9 +23,9 @@ from factory.retrying.watchdog import UsualDurations
 from factory.runs import sandboxed_training
 from factory.runs.arm import Arm, check_arms
 from factory.runs.live_code import LiveCode
-from factory.runs.live_training import NO_USUAL_TIMES, TrainerExit, train_live
+from factory.runs.live_training import NO_USUAL_TIMES, TrainerExit, train_arms_with_live_code
 from factory.runs.sandboxed_training import ArmRunEnd
-from factory.runs.trace import Trace
+from factory.runs.trace import RunTrace
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -44,15 +44,15 @@ class ArmRunner:
     purpose: str  # 'certificate', 'preflight', 'audit', 'diagnosis', 'patch gate', 'recipe gate'
     subject: Subject  # subject of the task, such as a segment
 
-    def folder(self, arm: Arm) -> Path:
+    def find_arm_folder(self, arm: Arm) -> Path:
         """Return the folder in which an arm is trained."""
         return self.home / arm.key
 
-    def trace(self, arm: Arm) -> Trace:
+    def open_arm_trace(self, arm: Arm) -> RunTrace:
         """Return the trace of an arm that was trained to its end."""
-        return Trace(self.folder(arm), arm.first, arm.last)
+        return RunTrace(self.find_arm_folder(arm), arm.first_step, arm.last_step)
 
-    def train_live(
+    def train_with_live_code(
         self, code: LiveCode, arms: Sequence[Arm], title: str, usual: UsualDurations = NO_USUAL_TIMES
     ) -> TrainerExit:
         """Train arms of one commit and one number of ranks with live code (``factory.runs.live_training``).
@@ -61,9 +61,9 @@ class ArmRunner:
         stopped. A second call then continues it.
         """
         check_arms(arms)
-        folders = {self.folder(arm): arm for arm in arms}
-        with self.record_rows(folders) as ends:
-            done = train_live(self.plant, code, self.home, folders, title, usual)
+        folders = {self.find_arm_folder(arm): arm for arm in arms}
+        with self.record_arm_states(folders) as ends:
+            done = train_arms_with_live_code(self.plant, code, self.home, folders, title, usual)
             for folder, arm in folders.items():
                 ends[arm.key] = "" if (folder / "result.json").exists() else done.line or "it did not begin"
         return done
@@ -78,16 +78,16 @@ class ArmRunner:
         check_arms(list(arms.values()))  # this also computes their keys, before untrusted code runs
         with closing(sandboxed_training.train_sandboxed(output, code, arms, wall_seconds)) as trained:
             for folder, arm in arms.items():
-                with self.record_rows({folder: arm}) as ends:
+                with self.record_arm_states({folder: arm}) as ends:
                     ended = next(trained)
                     ends[arm.key] = ended.failed
                 yield ended
                 if ended.failed:
                     return
 
-    def train_alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> ArmRunEnd:
+    def train_in_own_sandbox(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> ArmRunEnd:
         """Train one arm in a sandbox of its own, in a folder called ``name``, unless it has already ended well. Raises: IsolationError."""
-        output, done = self.folder(arm), self.home / f"{arm.key}.json"
+        output, done = self.find_arm_folder(arm), self.home / f"{arm.key}.json"
         if done.exists():
             return ArmRunEnd(output / name, **json.loads(done.read_text()))
         remove_path(output)  # left by a killed process
@@ -97,7 +97,7 @@ class ArmRunner:
         return found
 
     @contextmanager
-    def record_rows(self, arms: Mapping[Path, Arm]) -> Iterator[dict[str, str]]:
+    def record_arm_states(self, arms: Mapping[Path, Arm]) -> Iterator[dict[str, str]]:
         """Keep the rows of ``arms`` in the ledger: running during the block, stopped if the block raises.
 
         Yields a dict. The block sets in it why each arm failed, by key; '' means done.
@@ -138,7 +138,7 @@ def _finish(plant: Plant, ends: dict[str, tuple[str, str | None]]) -> None:
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
-def with_actual_run_state(row: RunRow) -> RunRow:
+def correct_run_state(row: RunRow) -> RunRow:
     """Return the row with its actual state: a run whose process has ended counts as stopped. On another machine, the times of the files decide."""
     import psutil
 
@@ -185,7 +185,7 @@ def run_to_json(row: RunRow) -> dict[str, Any]:
     """Return a run as JSON, with its duration and, while its folder exists, the number of its recorded steps."""
     from factory.core.untrusted_trainer_files import count_lines
 
-    row = with_actual_run_state(row)
+    row = correct_run_state(row)
     took = None if row.finished_at is None else row.finished_at - row.started_at
     there = Path(row.folder).is_dir()
     return {

@@ -34,7 +34,7 @@ def copy_older_cache(plant: Plant, commit: str) -> Path | None:
 
     None: the commit has a cache already, or no cache may be copied. Raises: RepositoryError; OSError, and then no copy exists.
     """
-    own = devices.compiled_code_folder(plant.workspace.root, commit)
+    own = devices.get_compiled_code_folder(plant.workspace.root, commit)
     if own.exists():
         return None
     own.parent.mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ def find_readable_caches(plant: Plant, commit: str) -> Iterator[Path]:
     patches = {row.commit: row for row in rows if row.commit}
     trained = dict.fromkeys(row.code_commit for row in SegmentRow.select(plant.ledger, "ORDER BY id DESC"))
     for older in trained:
-        cache = devices.compiled_code_folder(plant.workspace.root, older)
+        cache = devices.get_compiled_code_folder(plant.workspace.root, older)
         if older == commit or not cache.is_dir() or not repository.is_ancestor(code, commit, older):
             continue
         if not any(repository.is_ancestor(code, older, patch) for patch in patches):

@@ -35,61 +35,61 @@ class TensorDistance:
     size: float
 
     @property
-    def share(self) -> float:
+    def share_of_size(self) -> float:
         """
-        >>> TensorDistance(0.1, 2.0).share, TensorDistance(0.0, 0.0).share, TensorDistance(0.1, 0.0).share
+        >>> TensorDistance(0.1, 2.0).share_of_size, TensorDistance(0.0, 0.0).share_of_size, TensorDistance(0.1, 0.0).share_of_size
         (0.05, 0.0, inf)
         """
-        return relative_size(self.apart, self.size)
+        return compute_relative_size(self.apart, self.size)
 
 
 @dataclass(frozen=True)
-class Distance:
+class CheckpointDistance:
     """Distances by name of the tensor. A tensor that only one run has, or that has two shapes, is infinitely far."""
 
     weights: Mapping[str, TensorDistance]
     moments: Mapping[str, TensorDistance]
 
-    def shares(self) -> dict[str, float]:
+    def list_tensor_shares_of_size(self) -> dict[str, float]:
         """Return the share of each tensor, by name."""
-        return {name: one.share for name, one in (*self.weights.items(), *self.moments.items())}
+        return {name: one.share_of_size for name, one in (*self.weights.items(), *self.moments.items())}
 
 
-def checkpoint_distance(
-    a: Checkpoint, b: Checkpoint, begun: Tensors | None = None, other: Tensors | None = None
-) -> Distance:
-    """Return the distance of ``b`` from ``a``, in fp64. ``begun``: the weights from which ``a`` began; ``other``: those of ``b``, if not the same."""
-    return Distance(tensor_distances(a.model, b.model, begun, other), tensor_distances(a.optimizer, b.optimizer))
+def measure_checkpoint_distance(
+    a: Checkpoint, b: Checkpoint, start_a: Tensors | None = None, start_b: Tensors | None = None
+) -> CheckpointDistance:
+    """Return the distance of ``b`` from ``a``, in fp64. ``start_a``: the weights from which ``a`` began; ``start_b``: those of ``b``, if others."""
+    return CheckpointDistance(measure_tensor_distances(a.model, b.model, start_a, start_b), measure_tensor_distances(a.optimizer, b.optimizer))
 
 
-def tensor_distances(
-    a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors | None = None
+def measure_tensor_distances(
+    a: Tensors, b: Tensors, start_a: Tensors | None = None, start_b: Tensors | None = None
 ) -> dict[str, TensorDistance]:
-    """Return the distance of each tensor by name, as in ``checkpoint_distance``."""
+    """Return the distance of each tensor by name, as in ``measure_checkpoint_distance``."""
     found = {}
-    other = begun if other is None else other
+    start_b = start_a if start_b is None else start_b
     for name in sorted((a.keys() | b.keys()) - {RANDOM_STATE}):
         one, two = a.get(name), b.get(name)
-        lost = begun is not None and other is not None and (name not in begun or name not in other)
+        lost = start_a is not None and start_b is not None and (name not in start_a or name not in start_b)
         if one is None or two is None or one.shape != two.shape or lost:
             found[name] = TensorDistance(math.inf, 1.0)
             continue
-        starts = (None, None) if begun is None or other is None else (begun[name], other[name])
-        found[name] = tensor_distance(one, two, *starts)
+        starts = (None, None) if start_a is None or start_b is None else (start_a[name], start_b[name])
+        found[name] = measure_tensor_distance(one, two, *starts)
     return found
 
 
-def tensor_distance(
-    one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor | None = None
+def measure_tensor_distance(
+    one: Tensor, two: Tensor, start_one: Tensor | None = None, start_two: Tensor | None = None
 ) -> TensorDistance:
-    """Return the distance of two tensors of the same shape, as in ``checkpoint_distance``."""
+    """Return the distance of two tensors of the same shape, as in ``measure_checkpoint_distance``."""
     way, others = one.double(), two.double()
-    if begun is not None and other is not None:
-        way, others = way - begun.double(), others - other.double()
+    if start_one is not None and start_two is not None:
+        way, others = way - start_one.double(), others - start_two.double()
     return TensorDistance(float((others - way).norm()), float(way.norm()))
 
 
-def sum_distances_by_kind(moments: Mapping[str, TensorDistance]) -> dict[str, TensorDistance]:
+def sum_moment_distances_by_kind(moments: Mapping[str, TensorDistance]) -> dict[str, TensorDistance]:
     """Sum the distances of moments by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``): sizes of different kinds are not comparable."""
     kinds = sorted({name.partition(".")[0] for name in moments})
     return {
@@ -124,7 +124,7 @@ def find_different_weights(a: Tensors, b: Tensors) -> list[str]:
     return sorted(name for name in a.keys() | b.keys() if not same(name))
 
 
-def tensor_norms(tensors: Tensors) -> dict[str, float]:
+def measure_tensor_norms(tensors: Tensors) -> dict[str, float]:
     """Return the norm of each floating-point tensor, by name."""
     return {name: float(t.double().norm()) for name, t in tensors.items() if t.is_floating_point()}
 
@@ -136,15 +136,15 @@ def sum_distances(parts: Iterable[TensorDistance]) -> TensorDistance:
     TensorDistance(apart=5.0, size=1.0)
     """
     held = list(parts)
-    return TensorDistance(combine_norms(one.apart for one in held), combine_norms(one.size for one in held))
+    return TensorDistance(compute_norm_from_part_norms(one.apart for one in held), compute_norm_from_part_norms(one.size for one in held))
 
 
-def combine_norms(parts: Iterable[float]) -> float:
+def compute_norm_from_part_norms(parts: Iterable[float]) -> float:
     """Return the norm of a vector, given the norms of its parts."""
     return math.sqrt(math.fsum(part * part for part in parts))
 
 
-def relative_size(difference: float, size: float) -> float:
+def compute_relative_size(difference: float, size: float) -> float:
     """Return ``difference`` / ``size``; 0 if the difference is 0, else infinite if the size is 0 or the difference is not a number."""
     if difference == 0:
         return 0.0
@@ -203,16 +203,16 @@ def find_value_differences(
         )  # fmt: skip
 
 
-def relative_differences(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
+def compute_relative_differences(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
     """Return the distance of each of ``others`` from its value in ``values``, as a share of the latter; infinite where one is missing.
 
-    >>> relative_differences([2.0, 4.0, None], [2.0, 3.0, 1.0])
+    >>> compute_relative_differences([2.0, 4.0, None], [2.0, 3.0, 1.0])
     [0.0, 0.25, inf]
     """
     found = []
     for at, value in enumerate(values):
         other = others[at] if at < len(others) else None
-        found.append(math.inf if value is None or other is None else relative_size(abs(value - other), abs(value)))
+        found.append(math.inf if value is None or other is None else compute_relative_size(abs(value - other), abs(value)))
     return found
 
 
@@ -221,7 +221,7 @@ def save_perturbed_checkpoint(checkpoint: Path, target: Path, unit: float, seed:
     """Save a copy of a checkpoint in ``target``, with each weight at random larger or smaller by the share ``unit``. An existing copy is kept."""
     made = target / checkpoint.name
     if not made.exists():
-        whole = checkpoints.load(checkpoint)
+        whole = checkpoints.load_checkpoint(checkpoint)
         draw = torch.Generator().manual_seed(seed)
         coin = lambda tensor: torch.randint(0, 2, tensor.shape, generator=draw) * 2 - 1
         model = {
@@ -229,5 +229,5 @@ def save_perturbed_checkpoint(checkpoint: Path, target: Path, unit: float, seed:
             for name, tensor in whole.model.items()
         }
         target.mkdir(parents=True, exist_ok=True)
-        checkpoints.save(target, replace(whole, model=model))
+        checkpoints.save_checkpoint(target, replace(whole, model=model))
     return made

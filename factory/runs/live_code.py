@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from factory.core import devices
 from factory.core.errors import ConfigError, IsolationError
-from factory.core.launching import build_launcher_command, count_ranks, make_die_with_parent
+from factory.core.launching import build_launcher_command, count_ranks, make_parent_death_hook
 from factory.core.stop_signals import TRAINER_STOP_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
@@ -31,7 +31,7 @@ from factory.retrying.watchdog import kill_when_idle
 from factory.runs.compile_cache import copy_older_cache
 from factory.sandbox import live_sandbox
 from factory.sandbox.live_sandbox import RunningCommand
-from factory.sandbox.view import cache_variables
+from factory.sandbox.view import make_cache_variables
 from kernels.contract.message import Message
 from trainer.contract import stopping
 
@@ -46,16 +46,16 @@ class LiveCode:
     hung_seconds: float = RetryPolicy().hung_seconds  # a tool that is idle for this long is killed
 
     @classmethod
-    def of_commit(cls, plant: Plant, commit: str) -> LiveCode:
+    def check_out_commit(cls, plant: Plant, commit: str) -> LiveCode:
         """Check out the live code of a commit. Raises: RepositoryError; IsolationError if the code needs a sandbox and none can be made."""
         from factory.git.repository import checkout_live_code
 
-        isolated, why = choose_isolation(plant)
+        isolated, why = decide_live_code_isolation(plant)
         if not isolated:
             plant.progress.line(
                 Message("runs.not_isolated", "  WARNING: live code runs WITHOUT the sandbox: {why}", why=why)
             )
-        cache = devices.compiled_code_folder(plant.workspace.root, commit)
+        cache = devices.get_compiled_code_folder(plant.workspace.root, commit)
         copy_older_cache(plant, commit)
         patience = RetryPolicy.load(plant.workspace.policy_path("retries.yaml")).hung_seconds
         return cls(checkout_live_code(plant.workspace, commit), cache, isolated, patience)
@@ -90,17 +90,17 @@ class LiveCode:
         process = subprocess.Popen(
             command,
             cwd=self.folder,
-            env={**os.environ, **(cache_variables(self.cache) if self.cache else {}), **own},
+            env={**os.environ, **(make_cache_variables(self.cache) if self.cache else {}), **own},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             pass_fds=[] if lock is None else [lock],
-            preexec_fn=make_die_with_parent(os.getpid()),
+            preexec_fn=make_parent_death_hook(os.getpid()),
             start_new_session=True,  # the factory handles Ctrl-C: the trainer gets a SIGTERM, to leave a checkpoint
         )
         return RunningCommand(process)
 
-    def run(
+    def run_python(
         self,
         *words: str,
         writable: Sequence[Path] = (),
@@ -119,7 +119,7 @@ class LiveCode:
                 [sys.executable, *words],
                 writable=writable,
                 readonly=readonly,
-                environment=devices.device_environment() | dict(environment),
+                environment=devices.make_device_environment() | dict(environment),
                 stdout=out,
                 stderr=subprocess.PIPE,
             )
@@ -145,7 +145,7 @@ class LiveCode:
             )
 
 
-def choose_isolation(plant: Plant) -> tuple[bool, str]:
+def decide_live_code_isolation(plant: Plant) -> tuple[bool, str]:
     """Return (True, '') if live code runs in the sandbox, else (False, the reason). Raises: IsolationError if it must not run at all."""
     chosen, where = plant.workspace.config.training_sandbox, plant.workspace.root / "factory.yaml"
     if chosen == "off":
@@ -193,7 +193,7 @@ def find_newest_merged_proposal(ledger: Ledger) -> int | None:
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
-def list_trainer_read_paths(spec: Mapping[str, Any]) -> list[Path]:
+def list_paths_read_by_trainer(spec: Mapping[str, Any]) -> list[Path]:
     """Return the paths that a trainer reads besides its folder and code: token shards, a checkpoint, ``kernels.yaml``."""
     names = [shard["path"] for shard in spec["data_plan"]["token_shards"]]
     return [Path(name) for name in (*names, spec["initial_checkpoint"], spec["kernels"]) if name]
@@ -222,7 +222,7 @@ def start_trainer(
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(
             math.ceil(stopping.GRACE_SECONDS) + 1
         ),  # torchrun kills its ranks after this time
-        **devices.device_environment(),
+        **devices.make_device_environment(),
     }
     if (started := count or count_ranks(workspace)) > 1:  # by default, torchrun gives each rank one thread
         threads = str(max(1, len(os.sched_getaffinity(0)) // started))
@@ -247,7 +247,7 @@ def start_trainer(
         ) from error  # fmt: skip
 
 
-def wait_for_end(process: RunningCommand, seconds: float) -> bool:
+def wait_for_process_end(process: RunningCommand, seconds: float) -> bool:
     """Wait at most ``seconds``. Returns whether the process has ended. Raises: IsolationError if nothing was run."""
     try:
         process.wait(seconds)
@@ -260,7 +260,7 @@ def stop_trainer(process: RunningCommand) -> None:
     """Stop a trainer, and wait for its end. Code of an older commit may finish its step first. If that takes too long, it is killed."""
     process.terminate()
     try:
-        if wait_for_end(process, TRAINER_STOP_SECONDS):
+        if wait_for_process_end(process, TRAINER_STOP_SECONDS):
             return
     except IsolationError:
         return

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core import devices
-from factory.core.errors import SegmentError, WaitingError
+from factory.core.errors import SegmentError, PersonNeededError
 from factory.core.faults import is_machine_fault, is_temporary_read_failure
 from factory.core.launching import (
     EXIT_DISK_FULL,
@@ -24,7 +24,7 @@ from factory.core.launching import (
     count_ranks,
     find_failure_line,
     read_exit_code,
-    remove_exit_codes,
+    remove_exit_code_files,
 )
 from factory.core.path_removal import remove_path
 from factory.core.progress import ProgressTask
@@ -37,16 +37,16 @@ from factory.retrying.trainer_deaths import (
     KILLED,
     OUT_OF_MEMORY,
     TrainerFailure,
-    classify_ending,
+    classify_trainer_ending,
     count_oom_kills,
 )
 from factory.retrying.watchdog import UsualDurations, Watchdog
 from factory.runs.arm import Arm, Spec
-from factory.runs.live_code import LiveCode, list_trainer_read_paths, start_trainer, stop_trainer, wait_for_end
+from factory.runs.live_code import LiveCode, list_paths_read_by_trainer, start_trainer, stop_trainer, wait_for_process_end
 from factory.runs.trainer_folder import (
     check_disk_space,
-    lock_folder,
-    max_checkpoint_bytes,
+    lock_trainer_folder,
+    estimate_max_checkpoint_bytes,
     remove_links_and_pipes,
     write_spec,
 )
@@ -66,7 +66,7 @@ class TrainerExit:
     line: str = ""
 
 
-def train_live(
+def train_arms_with_live_code(
     plant: Plant,
     code: LiveCode,
     home: Path,
@@ -84,13 +84,13 @@ def train_live(
     home.mkdir(parents=True, exist_ok=True)
     (count,) = {arm.ranks for arm in arms.values()}
     alone = (count_ranks(plant.workspace) if count is None else count) == 1
-    lanes = _lanes(arms, len(devices.device_names()) if alone and len(arms) > 1 else 1)
-    with lock_folder(home) as lock:  # the trainer of a killed factory may still write its last checkpoint
+    lanes = _lanes(arms, len(devices.list_device_names()) if alone and len(arms) > 1 else 1)
+    with lock_trainer_folder(home) as lock:  # the trainer of a killed factory may still write its last checkpoint
         remove_links_and_pipes(home, plant.progress)
         specs = {folder: prepare_arm_folder(home, folder, arm) for folder, arm in arms.items()}
         if all((folder / "result.json").exists() for folder in arms):
             return TrainerExit()
-        steps = sum(arm.last - arm.first for arm in arms.values())
+        steps = sum(arm.last_step - arm.first_step for arm in arms.values())
         with plant.progress.task(title, steps) as task:
             run = lambda lane: _Lane(plant, code, home, {folder: specs[folder] for folder in lane}, title, count, usual)
             if len(lanes) == 1:
@@ -133,15 +133,15 @@ class _Lane:
         plant, folders = self.plant, list(self.specs)
         log = self.home / f"{folders[0].name}.log"
         for folder in folders:
-            remove_exit_codes(folder)
-        largest = max((spec["recipe"] for spec in self.specs.values()), key=max_checkpoint_bytes)
+            remove_exit_code_files(folder)
+        largest = max((spec["recipe"] for spec in self.specs.values()), key=estimate_max_checkpoint_bytes)
         check_disk_space(self.home, largest, self.title)
         policy = RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))
         kills = count_oom_kills()
         with open(log, "wb") as out:
             process = start_trainer(
                 plant.workspace, self.code, ["--wait", *map(str, folders)], writable=folders,
-                readonly=sorted({path for spec in self.specs.values() for path in list_trainer_read_paths(spec)}), out=out, lock=lock,
+                readonly=sorted({path for spec in self.specs.values() for path in list_paths_read_by_trainer(spec)}), out=out, lock=lock,
                 count=self.count,
             )  # fmt: skip
             dog = Watchdog(policy, self.usual, process.pid, self.home, starts_often=len(folders) > 1)
@@ -149,11 +149,11 @@ class _Lane:
             over, hung = False, ""
             try:
                 while not over and not hung:
-                    over = wait_for_end(process, POLL_SECONDS)
+                    over = wait_for_process_end(process, POLL_SECONDS)
                     now = sum(count_lines(folder / "metrics.jsonl") for folder in folders)
                     task.advance(now - done, self.code.folder.name[:12])
                     made, done = made + max(0, now - done), now
-                    hung = "" if over else dog.check(made)
+                    hung = "" if over else dog.find_hang(made)
                     with ignore_machine_faults():
                         refuse_while_paused(plant.ledger)
             except BaseException:
@@ -164,7 +164,7 @@ class _Lane:
         for folder in folders:
             remove_links_and_pipes(folder, plant.progress)
         status, line = read_exit_code(process.wait(), folders), find_failure_line(log)
-        ending = classify_ending(status, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills)
+        ending = classify_trainer_ending(status, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills)
         if hung:
             ending = TrainerFailure(HUNG, f"hung and was killed: {hung}")
         if status == EXIT_DISK_FULL:
@@ -195,7 +195,7 @@ def ignore_machine_faults() -> Iterator[None]:
     """Ignore faults of the machine in a ``with`` block: a locked, full or missing ledger or disk must not stop a trainer."""
     try:
         yield
-    except WaitingError:
+    except PersonNeededError:
         raise
     except Exception as error:
         if not is_machine_fault(error):
@@ -222,7 +222,7 @@ def prepare_arm_folder(home: Path, folder: Path, arm: Arm) -> Spec:
     kernels = home / f"{arm.key}.yaml" if arm.kernels else None
     if kernels is not None:
         write_atomically(kernels, arm.kernels)
-    spec = arm.spec(kernels)
+    spec = arm.make_spec(kernels)
     try:
         known = json.loads((folder / "segment.json").read_text())
     except (OSError, ValueError) as error:

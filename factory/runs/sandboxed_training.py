@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core import devices
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.path_removal import remove_path
 from factory.runs.arm import Arm, Spec
 from factory.runs.trainer_folder import write_spec_into_open_folder
 from factory.sandbox import cpu_clock, sandbox
-from factory.sandbox.cpu_clock import CpuSeconds
+from factory.sandbox.cpu_clock import UsedCpuSeconds
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.format import checkpoint_name
+from trainer.contract.checkpoint.format import format_checkpoint_name
 
 POLL_SECONDS = 0.003
 
@@ -46,7 +46,7 @@ class ArmRunEnd:
     seconds: float = 0.0  # wall time since the trainer got the arm, or started with it
     failed: str = ""
     out_of_time: bool = False  # a time limit ended the arm, which says nothing about its code
-    cpu: CpuSeconds | None = None  # CPU time of the sandbox in this time; None: unknown, or there was only one arm
+    cpu: UsedCpuSeconds | None = None  # CPU time of the sandbox in this time; None: unknown, or there was only one arm
     opened: int = -1  # descriptor of ``folder`` if there are several arms, valid until the iterator is closed
 
 
@@ -92,8 +92,8 @@ class _Waiting:
             (path / "kernels.yaml").write_text(arm.kernels)
         opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         held.callback(os.close, opened)
-        spec = arm.spec(path / "kernels.yaml" if arm.kernels else None)
-        return cls(path, opened, spec, arm.last, frozenset(os.listdir(path)) | {"ready"})
+        spec = arm.make_spec(path / "kernels.yaml" if arm.kernels else None)
+        return cls(path, opened, spec, arm.last_step, frozenset(os.listdir(path)) | {"ready"})
 
 
 class _Trainer:
@@ -138,17 +138,17 @@ class _Trainer:
                 used, began = cpu_clock.read_cpu_seconds(self._inits[0]), time.monotonic()
                 write_spec_into_open_folder(arm.opened, arm.spec)
             except OSError as error:  # code in the sandbox took the name
-                if is_machine_fault_without_file(error):
+                if is_machine_fault_unrelated_to_files(error):
                     raise
                 return ArmRunEnd(
                     arm.path, failed=Message("runs.not_begun", "the run could not begin: {error}", error=error.strerror)
                 )
         goes_on = arm.last < arm.spec["last_step"]
-        left = f"checkpoints/{checkpoint_name(arm.last)}/manifest.json" if goes_on else "result.json"
+        left = f"checkpoints/{format_checkpoint_name(arm.last)}/manifest.json" if goes_on else "result.json"
         there, seconds = self._wait_for(arm.opened, left), time.monotonic() - began
         if not there:
             return self._failed(arm.path, seconds)
-        cpu = cpu_clock.cpu_seconds_between(used, cpu_clock.read_cpu_seconds(self._inits[0])) if not shown else None
+        cpu = cpu_clock.compute_cpu_seconds_between(used, cpu_clock.read_cpu_seconds(self._inits[0])) if not shown else None
         if goes_on:
             self._enough.set()
             self._process.result()
@@ -169,20 +169,20 @@ class _Trainer:
     def _failed(self, path: Path, seconds: float) -> ArmRunEnd:
         result = self._process.result()
         early = Message("runs.ended_early", "the trainer ended before the run was done")
-        why = early if result.ok else result.why()
+        why = early if result.ok else result.describe_ending()
         return ArmRunEnd(path, seconds, why, result.timed_out)
 
 
 def _read_by(arm: Arm) -> list[Path]:
     """Return the token shards and the initial checkpoint. A resumed arm does not read the initial checkpoint, which may be missing."""
-    spec = arm.spec()
+    spec = arm.make_spec()
     begins = None if arm.resumed_checkpoint else spec["initial_checkpoint"]
     return [Path(path) for path in (*(shard["path"] for shard in spec["data_plan"]["token_shards"]), begins) if path]
 
 
 def _limits(arms: Collection[Arm], output: Path, wall_seconds: float) -> SandboxLimits:
     """Return limits that allow a checkpoint of each arm and seven more. The size of a checkpoint is that of the largest one at the start."""
-    begins = {Path(path) for arm in arms if (path := arm.resumed_checkpoint or arm.spec()["initial_checkpoint"])}
+    begins = {Path(path) for arm in arms if (path := arm.resumed_checkpoint or arm.make_spec()["initial_checkpoint"])}
     size = max(
         (sum(file.stat().st_size for file in path.iterdir()) for path in begins if not path.is_relative_to(output)),
         default=0,

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import SegmentError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.untrusted_trainer_files import parse_json, read_json_object
 from factory.runs.trainer_folder import read_result
 from factory.runs.untrusted_files import (
     UntrustedFileError,
-    missing_file_error,
-    not_regular_error,
+    make_missing_file_error,
+    make_not_regular_file_error,
     parse_object,
     read_bytes,
 )
@@ -37,7 +37,7 @@ Series = list[float | None]  # a value per step; None: not finite, or missing
 
 
 @dataclass(frozen=True)
-class Trace:
+class RunTrace:
     """The steps [first, last) of a run in ``folder``.
 
     Each property raises UntrustedFileError for a missing or wrong file, and OSError for a fault of the machine, which says nothing about the run.
@@ -50,9 +50,9 @@ class Trace:
     where: Path | None = None  # the last checkpoint, if it is elsewhere
 
     @property
-    def checkpoint(self) -> Path:
+    def final_checkpoint_path(self) -> Path:
         """The path of the last checkpoint."""
-        return self.where or self.folder / "checkpoints" / checkpoints.checkpoint_name(self.last)
+        return self.where or self.folder / "checkpoints" / checkpoints.format_checkpoint_name(self.last)
 
     @cached_property
     def result(self) -> dict[str, Any]:
@@ -66,10 +66,10 @@ class Trace:
     def final_checkpoint(self) -> Checkpoint:
         """Weights, moments and state after the last step, held in memory with this trace."""
         assert not self.ends or self.result
-        return read_checkpoint(self.checkpoint, self._folders)
+        return read_checkpoint(self.final_checkpoint_path, self._folders)
 
     @cached_property
-    def lines(self) -> dict[int, dict[str, Any]]:
+    def metric_lines_by_step(self) -> dict[int, dict[str, Any]]:
         """The lines of metrics.jsonl by step. If a step has several lines, the last one."""
         return {line["step"]: line for line in self._lines("metrics.jsonl")}
 
@@ -78,11 +78,11 @@ class Trace:
         """The lines of anomalies.jsonl."""
         return self._lines("anomalies.jsonl")
 
-    def metric_series(self, names: Sequence[str]) -> dict[str, Series]:
+    def collect_metric_series(self, names: Sequence[str]) -> dict[str, Series]:
         """Return the values per step of each metric of ``names`` that occurs in metrics.jsonl."""
         found = {}
         for name in names:
-            values = {step: line.get(name) for step, line in self.lines.items()}
+            values = {step: line.get(name) for step, line in self.metric_lines_by_step.items()}
             kept = [values.get(step) for step in range(self.first, self.last)]
             series = [float(v) if isinstance(v, int | float) and math.isfinite(v) else None for v in kept]
             if any(value is not None for value in series):
@@ -90,16 +90,16 @@ class Trace:
         return found
 
     @cached_property
-    def differing_replicas(self) -> list[str] | None:
+    def weights_differing_between_ranks(self) -> list[str] | None:
         """The weights whose copies on the ranks differ, as the trainer reports; None if it does not report them."""
         names = read_json_object(self.folder / "result.json").get("replicas_apart")
         return [str(name)[:200] for name in names] if isinstance(names, list) else None
 
     @property
-    def checkpoint_hash(self) -> str:
+    def final_checkpoint_hash(self) -> str:
         """A hash of weights and moments, from the manifest."""
-        refuse_links(self.checkpoint, self._folders)
-        files = checkpoints.read_manifest(self.checkpoint)["files"]
+        refuse_links_in_checkpoint(self.final_checkpoint_path, self._folders)
+        files = checkpoints.read_manifest(self.final_checkpoint_path)["files"]
         tensors = sorted((key, file["sha256"]) for key, file in files.items() if key != "state.json")
         return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
 
@@ -113,13 +113,13 @@ class Trace:
 
 
 def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
-    """Return a complete checkpoint of a trainer that has ended. ``folders``: as for ``refuse_links``.
+    """Return a complete checkpoint of a trainer that has ended. ``folders``: as for ``refuse_links_in_checkpoint``.
 
     Raises: UntrustedFileError; OSError for a fault of the machine.
     """
-    refuse_links(path, folders)
+    refuse_links_in_checkpoint(path, folders)
     try:
-        return checkpoints.load(path)
+        return checkpoints.load_checkpoint(path)
     except (
         TrainerError,
         OSError,
@@ -130,7 +130,7 @@ def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
         RuntimeError,
         MemoryError,
     ) as error:
-        if isinstance(error, OSError) and is_machine_fault_without_file(error):
+        if isinstance(error, OSError) and is_machine_fault_unrelated_to_files(error):
             raise
         said = str(error).replace(f"{path.parent}/", "")[:300]
         raise UntrustedFileError(
@@ -140,18 +140,18 @@ def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
         ) from None  # fmt: skip
 
 
-def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | None = None) -> Checkpoint:
+def read_live_checkpoint(folder: int, step: int, expected: Tensors, copy_folder: Path | None = None) -> Checkpoint:
     """Return the checkpoint of ``step`` from an opened folder while its trainer still runs and may change any file at any time.
 
-    All files are read into memory at once, then written to a private copy in ``aside``, and loaded from that copy. So the trainer gains no time to
-    complete them.
+    All files are read into memory at once, then written to a private copy in ``copy_folder``, and loaded from that copy. So the trainer gains no
+    time to complete them.
 
     Raises: UntrustedFileError if a file differs from the manifest, or if the weights are not finite or have other names, shapes or dtypes than
-    ``like``; OSError for a fault of the machine.
+    ``expected``; OSError for a fault of the machine.
     """
     name, size = (
-        checkpoints.checkpoint_name(step),
-        sum(tensor.numel() * tensor.element_size() for tensor in like.values()),
+        checkpoints.format_checkpoint_name(step),
+        sum(tensor.numel() * tensor.element_size() for tensor in expected.values()),
     )
     files = {
         "model.safetensors": 2 * size + HEADER_BYTES, "optimizer.safetensors": 4 * size + HEADER_BYTES, "state.json": JSON_BYTES,
@@ -159,7 +159,7 @@ def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | No
     }  # fmt: skip
     try:
         stored = {file: read_bytes(folder, ("checkpoints", name, file), most) for file, most in files.items()}
-        with tempfile.TemporaryDirectory(dir=aside) as private:
+        with tempfile.TemporaryDirectory(dir=copy_folder) as private:
             copy = Path(private, name)
             copy.mkdir()
             for file, content in stored.items():
@@ -176,8 +176,8 @@ def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | No
             "the run left no checkpoint of step {step} from which training could continue: {error}",
             step=step, error=error.message,
         ) from None  # fmt: skip
-    for key in left.model.keys() | like.keys():
-        found, tensor = left.model.get(key), like.get(key)
+    for key in left.model.keys() | expected.keys():
+        found, tensor = left.model.get(key), expected.get(key)
         if found is None or tensor is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
             raise UntrustedFileError(
                 "runs.other_weights", "the run's weights do not fit this model (tensor {tensor})", tensor=key[:200]
@@ -189,7 +189,7 @@ def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | No
     return left
 
 
-def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
+def refuse_links_in_checkpoint(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
     """Check that ``folders`` and ``checkpoint`` are folders, and that the checkpoint contains only regular files. Call it before a file is opened.
 
     A link could lead anywhere, and a pipe would block. Raises: UntrustedFileError; OSError for a fault of the machine.
@@ -201,11 +201,11 @@ def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
         with os.scandir(checkpoint) as entries:
             for entry in entries:
                 if not entry.is_file(follow_symlinks=False):
-                    raise not_regular_error(f"{checkpoint.name}/{entry.name[:80]}")
+                    raise make_not_regular_file_error(f"{checkpoint.name}/{entry.name[:80]}")
     except FileNotFoundError:
         pass  # the code that opens the checkpoint reports this
     except OSError as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         raise UntrustedFileError(
             "runs.checkpoint_missing",
@@ -219,7 +219,7 @@ def read_step_lines(folder: Path, name: str) -> list[dict[str, Any]]:
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise missing_file_error(folder.name, error) from None
+        raise make_missing_file_error(folder.name, error) from None
     try:
         return read_step_lines_in_open_folder(opened, name)
     finally:

@@ -36,7 +36,7 @@ def write_spec_into_open_folder(folder: int, spec: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[int]:
+def lock_trainer_folder(folder: Path) -> Iterator[int]:
     """Hold a lock that the trainer's sandbox holds too, so that a restarted factory waits for the end of the old trainer. Yields its descriptor.
 
     The lock's file is beside the folder, where the trainer cannot write. Raises: SegmentError.
@@ -63,7 +63,7 @@ def check_disk_space(folder: Path, recipe: Mapping[str, Any], title: str, line: 
 
     Raises: DiskFullError if it has not.
     """
-    size = max_checkpoint_bytes(recipe)
+    size = estimate_max_checkpoint_bytes(recipe)
     if not has_room_for(folder, size):
         cause = (
             Message.from_json(line)
@@ -77,7 +77,7 @@ def check_disk_space(folder: Path, recipe: Mapping[str, Any], title: str, line: 
         )  # fmt: skip
 
 
-def max_checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
+def estimate_max_checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
     """Return the most bytes of a checkpoint: weights and two moments in fp32, plus a third. Returns 1 if this code cannot read the recipe."""
     from trainer.contract.errors import RecipeError
     from trainer.contract.recipe import Recipe
@@ -103,7 +103,7 @@ def remove_links_and_pipes(folder: Path, progress: Progress) -> None:
 
 def read_result(folder: Path, last_step: int) -> dict[str, Any]:
     """Return the content of an ended trainer's result.json. Raises: SegmentError if it does not name this folder's last checkpoint."""
-    from trainer.contract.checkpoint.format import checkpoint_name
+    from trainer.contract.checkpoint.format import format_checkpoint_name
 
     path = folder / "result.json"
     result = read_json_object(path)
@@ -114,7 +114,7 @@ def read_result(folder: Path, last_step: int) -> dict[str, Any]:
                 "{file}: {key} is missing, or is not of type {kind}.",
                 file=path, key=key, kind=kind.__name__,
             )  # fmt: skip
-    expected = ("checkpoints", checkpoint_name(last_step))  # the workspace may have been moved since
+    expected = ("checkpoints", format_checkpoint_name(last_step))  # the workspace may have been moved since
     if (result["last_step"], Path(result["checkpoint"]).parts[-2:]) != (last_step, expected):
         raise SegmentError(
             "runs.other_result",

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.untrusted_trainer_files import parse_json_object
 from kernels.contract.message import CodedError
 
@@ -24,17 +24,17 @@ class UntrustedFileError(CodedError):
     """A file of untrusted code is missing or wrong. ``__cause__`` is None, so that the error is never taken for a fault of the machine."""
 
 
-def unreadable_file_error(name: str, error: BaseException) -> UntrustedFileError:
+def make_unreadable_file_error(name: str, error: BaseException) -> UntrustedFileError:
     """Return the error for a file that cannot be read."""
     return UntrustedFileError("runs.unreadable", "{file} cannot be read: {error}", file=name, error=str(error)[:300])
 
 
-def missing_file_error(name: str, error: OSError) -> UntrustedFileError:
+def make_missing_file_error(name: str, error: OSError) -> UntrustedFileError:
     """Return the error for a missing file or folder."""
     return UntrustedFileError("runs.missing", "{file} is missing: {error}", file=name, error=error.strerror)
 
 
-def not_regular_error(name: str) -> UntrustedFileError:
+def make_not_regular_file_error(name: str) -> UntrustedFileError:
     """Return the error for a link, a pipe or another special file."""
     return UntrustedFileError("runs.not_regular", "{file} is not a regular file", file=name)
 
@@ -44,12 +44,12 @@ def read_tensors(folder: int, parts: Sequence[str], limit: int) -> dict[str, tor
     return parse_tensors(read_bytes(folder, parts, limit), parts[-1])
 
 
-def parse_tensors(stored: bytes, name: str) -> dict[str, torch.Tensor]:
+def parse_tensors(content: bytes, name: str) -> dict[str, torch.Tensor]:
     """Return the tensors in the content of a safetensors file. ``name``: the file's name for the error. Raises: UntrustedFileError."""
     try:
-        return load(stored)
+        return load(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
-        raise unreadable_file_error(name, error) from None
+        raise make_unreadable_file_error(name, error) from None
 
 
 def read_object(folder: int, parts: Sequence[str], limit: int) -> dict[str, Any]:
@@ -57,12 +57,12 @@ def read_object(folder: int, parts: Sequence[str], limit: int) -> dict[str, Any]
     return parse_object(read_bytes(folder, parts, limit), parts[-1])
 
 
-def parse_object(stored: bytes, name: str) -> dict[str, Any]:
+def parse_object(content: bytes, name: str) -> dict[str, Any]:
     """Return the JSON object in the content of a file. ``name``: the file's name for the error. Raises: UntrustedFileError."""
     try:
-        return parse_json_object(stored)
+        return parse_json_object(content)
     except ValueError as error:
-        raise unreadable_file_error(name, error) from None
+        raise make_unreadable_file_error(name, error) from None
 
 
 def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
@@ -80,7 +80,7 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
         opened.append(handle)
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise not_regular_error(parts[-1])
+            raise make_not_regular_file_error(parts[-1])
         if status.st_size > limit:
             raise UntrustedFileError(
                 "runs.file_too_large",
@@ -91,11 +91,11 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
             return file.read(limit + 1)[:limit]
     except OSError as error:
         leased = isinstance(error, BlockingIOError)  # the candidate may hold a lease on the file
-        if is_machine_fault_without_file(error) and not leased:
+        if is_machine_fault_unrelated_to_files(error) and not leased:
             raise
-        raise missing_file_error(parts[-1], error) from None
+        raise make_missing_file_error(parts[-1], error) from None
     except MemoryError as error:
-        raise unreadable_file_error(parts[-1], error) from None
+        raise make_unreadable_file_error(parts[-1], error) from None
     finally:
         for descriptor in opened:
             os.close(descriptor)

@@ -27,8 +27,8 @@ from factory.sandbox.view import (
     LAUNCHER_INSIDE,
     SYSTEM,
     USER,
-    readonly_system_paths,
-    shared_proc_entries,
+    list_readonly_system_paths,
+    list_shared_proc_entries,
 )
 from kernels.contract.message import Message
 
@@ -41,9 +41,9 @@ NAMESPACE_SETTINGS = (
 )
 
 
-def build_command(
-    words: Sequence[str],
-    opening: StartPipes,
+def build_bubblewrap_command(
+    command: Sequence[str],
+    pipes: StartPipes,
     *,
     writable: Sequence[Path],
     given: Sequence[tuple[str, str]],
@@ -53,7 +53,7 @@ def build_command(
     nodes: Sequence[str],
     held: int | None = None,
 ) -> list[str]:
-    """Return bubblewrap's command line for ``words``, with the view of ``factory.sandbox.view``.
+    """Return bubblewrap's command line for ``command``, with the view of ``factory.sandbox.view``.
 
     ``writable``: existing folders that the command may write to. ``given``: (source, place) pairs to mount read-only; a missing source is an error.
     ``tmp``: the size of ``/tmp`` and of ``/dev/shm``, in bytes each. ``nodes``: further device files in ``/dev``. The descriptor ``held`` stays open
@@ -68,21 +68,21 @@ def build_command(
         *NAMESPACES,
         "--new-session",
         "--json-status-fd",
-        str(opening.status_write.fileno()),
+        str(pipes.status_write.fileno()),
     ]
     arguments += ["--sync-fd", str(held)] if held is not None else []
     arguments += ["--uid", str(USER), "--gid", str(USER), "--hostname", HOSTNAME]
     if program := sandbox_filter.assemble_filter():
-        arguments += ["--seccomp", str(opening.pass_data(program))]
+        arguments += ["--seccomp", str(pipes.pass_data(program))]
     arguments += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", "/tmp"):
         arguments += ["--size", str(tmp), "--tmpfs", folder]
     for path in filter(os.path.lexists, SYSTEM):
         arguments += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
-    for path in [*readonly_system_paths(), *(GPU_FACTS if nodes else ())]:
+    for path in [*list_readonly_system_paths(), *(GPU_FACTS if nodes else ())]:
         arguments += ["--ro-bind-try", path, path]
     for path, text in ETC_FILES.items():
-        arguments += ["--ro-bind-data", str(opening.pass_data(text.encode())), path]
+        arguments += ["--ro-bind-data", str(pipes.pass_data(text.encode())), path]
     arguments += ["--ro-bind", str(LAUNCHER), LAUNCHER_INSIDE]
     for path in nodes:
         arguments += ["--dev-bind", path, path]
@@ -91,7 +91,7 @@ def build_command(
     for path in map(str, writable):
         arguments += ["--bind", path, path]
     if nodes:
-        for path in shared_proc_entries():
+        for path in list_shared_proc_entries():
             arguments += ["--ro-bind-try", HIDDEN_PROC_ENTRIES.get(path, path), path]
         arguments += ["--tmpfs", INIT]
     for path in (INIT if nodes else "/proc", "/dev", "/"):
@@ -99,7 +99,7 @@ def build_command(
     arguments += ["--chdir", str(cwd), "--clearenv"]
     for key, value in environment.items():
         arguments += ["--setenv", key, value]
-    return [*arguments, "--", *words]
+    return [*arguments, "--", *command]
 
 
 def build_private_mount_command(gpu: bool) -> list[str]:
@@ -157,19 +157,19 @@ def choose_bubblewrap() -> tuple[str, str]:
         "bubblewrap.no_sandbox",
         "no sandbox can be made: {why}. {advice}",
         why="; ".join(refused) or Message("bubblewrap.not_installed", "bubblewrap is not installed"),
-        advice=isolation_advice(),
+        advice=make_isolation_advice(),
     )
 
 
-def bubblewrap_version(program: str) -> str:
+def read_bubblewrap_version(program: str) -> str:
     """Return the program's version, such as 'bubblewrap 0.11.0'."""
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def isolation_advice(switches: Path = Path("/proc/sys")) -> Message:
+def make_isolation_advice(settings: Path = Path("/proc/sys")) -> Message:
     """Return the advice for a machine where no bwrap can isolate."""
     for name, forbids, allows in NAMESPACE_SETTINGS:
-        path = switches / name
+        path = settings / name
         if path.exists() and path.read_text().strip() == forbids:
             return Message(
                 "bubblewrap.allow_namespaces",

@@ -23,9 +23,9 @@ PREFIX = "factory-sandbox-"
 
 
 @contextlib.contextmanager
-def make_task_group(tasks: int) -> Iterator[Path | None]:
-    """Yield a new control group for at most ``tasks`` processes and threads; None if that is impossible. It is removed after the block."""
-    group = next((made for parent in _parents() if (made := _make(parent, tasks))), None)
+def make_task_group(max_tasks: int) -> Iterator[Path | None]:
+    """Yield a new control group for at most ``max_tasks`` processes and threads; None if that is impossible. It is removed after the block."""
+    group = next((made for parent in _parents() if (made := _make(parent, max_tasks))), None)
     try:
         yield group
     finally:
@@ -34,7 +34,7 @@ def make_task_group(tasks: int) -> Iterator[Path | None]:
             _clear(group.parent)
 
 
-def move_into_group(group: Path, init: int) -> None:
+def move_sandbox_into_group(group: Path, init: int) -> None:
     """Move the init of a sandbox and its child (the launcher, which waits) into the group. Processes that they start later begin in the group.
 
     Raises: IsolationError.

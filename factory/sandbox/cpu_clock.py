@@ -26,7 +26,7 @@ class CpuReading:
 
 
 @dataclass(frozen=True)
-class CpuSeconds:
+class UsedCpuSeconds:
     """CPU seconds between two readings: of the tree, and of the busiest thread. Using fewer threads cannot lower the second number."""
 
     tree: float
@@ -50,12 +50,12 @@ def read_cpu_seconds(init: int) -> CpuReading:
     return CpuReading(total, threads)
 
 
-def cpu_seconds_between(first: CpuReading, last: CpuReading) -> CpuSeconds | None:
+def compute_cpu_seconds_between(first: CpuReading, last: CpuReading) -> UsedCpuSeconds | None:
     """Return the CPU seconds between two readings; None if a reading failed or the busiest thread has ended."""
     if not first.threads or not last.threads or max(first.threads, key=first.threads.__getitem__) not in last.threads:
         return None
     thread = max(seconds - first.threads.get(number, 0.0) for number, seconds in last.threads.items())
-    return CpuSeconds(last.tree - first.tree, thread) if last.tree > first.tree and thread > 0 else None
+    return UsedCpuSeconds(last.tree - first.tree, thread) if last.tree > first.tree and thread > 0 else None
 
 
 def _waited_for(process: int) -> float:

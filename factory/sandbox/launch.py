@@ -18,13 +18,13 @@ WRITE_BY_ABI = {1: ((1 << 13) - 1) & ~READ, 2: ((1 << 14) - 1) & ~READ, 3: ((1 <
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def landlock_abi() -> int:
+def read_landlock_abi() -> int:
     return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
 def forbid_writing_outside(folders: "list[str]") -> None:
     """Forbid writing outside ``folders`` with Landlock, if the kernel has it. It is a second barrier beside the read-only mounts."""
-    abi = landlock_abi()
+    abi = read_landlock_abi()
     if not abi:
         return
     write = WRITE_BY_ABI[min(abi, 3)]
@@ -48,20 +48,20 @@ def list_writable_proc_entries() -> "list[str]":
     return [path for path in paths if not os.path.islink(path) and not os.statvfs(path).f_flag & os.ST_RDONLY]
 
 
-def describe() -> "dict[str, object]":
+def describe_restrictions() -> "dict[str, object]":
     with open("/proc/self/status", encoding="ascii") as status:
         fields = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
     return {
         "capabilities": "none" if int(fields["CapEff"], 16) == 0 else fields["CapEff"],
         "no_new_privileges": fields["NoNewPrivs"].strip() == "1",
         "seccomp": fields["Seccomp"].strip() == "2",
-        "landlock": landlock_abi(),
+        "landlock": read_landlock_abi(),
     }
 
 
 def main() -> None:
     if sys.argv[1] == "--describe":
-        print(json.dumps(describe()))
+        print(json.dumps(describe_restrictions()))
         return
     rules = json.loads(sys.argv[1])
     for name, value in rules["rlimits"].items():

@@ -29,7 +29,7 @@ Mounts = list[tuple[str, str]]  # (source, place in the sandbox)
 
 
 @contextlib.contextmanager
-def make_mounts(paths: Sequence[Path]) -> Iterator[Mounts]:
+def make_linked_mounts(paths: Sequence[Path]) -> Iterator[Mounts]:
     """Yield the mounts that show ``paths`` at the same paths in the sandbox, folders of links first. The links exist during the block."""
     by_folder: dict[Path, list[Path]] = defaultdict(list)
     for path in dict.fromkeys(paths):

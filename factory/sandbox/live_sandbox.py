@@ -20,9 +20,9 @@ from typing import IO
 
 from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap, sandbox
-from factory.sandbox.linked_mounts import make_mounts
-from factory.sandbox.pipes import StartPipes, StatusPipe, build_launcher_command, kill_and_wait
-from factory.sandbox.view import cache_variables, clean_environment, writable_system_paths
+from factory.sandbox.linked_mounts import make_linked_mounts
+from factory.sandbox.pipes import StartPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
+from factory.sandbox.view import make_cache_variables, make_sandbox_environment, list_writable_system_paths
 from trainer.contract import stopping
 
 # Prefixes of environment variables that may change how code computes and contain no secrets. No other variables are passed on.
@@ -76,7 +76,7 @@ class RunningCommand:
             self.returncode = code
         return self.returncode
 
-    def command(self) -> int:
+    def find_command_process(self) -> int:
         """Return the process number of the command, or of bubblewrap before the command starts and after it ends."""
         return min(stopping.list_child_processes(self.init), default=self.pid) if self.init else self.pid
 
@@ -150,14 +150,14 @@ def start_in_sandbox(
                 command=command[0],
             )
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_PREFIXES)}
-    variables = {**clean_environment(cache), **passed, **cache_variables(cache), **LOOPBACK, **environment}
-    rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *writable_system_paths(nodes)]}
+    variables = {**make_sandbox_environment(cache), **passed, **make_cache_variables(cache), **LOOPBACK, **environment}
+    rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *list_writable_system_paths(nodes)]}
     with StartPipes() as opening, contextlib.ExitStack() as links:
-        arguments = bubblewrap.build_command(
+        arguments = bubblewrap.build_bubblewrap_command(
             build_launcher_command(command, rules, opening),
             opening,
             writable=folders,
-            given=links.enter_context(make_mounts([*readonly, cwd])),
+            given=links.enter_context(make_linked_mounts([*readonly, cwd])),
             cwd=cwd,
             environment=variables,
             tmp=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2,  # as Linux sizes /dev/shm
@@ -174,7 +174,7 @@ def start_in_sandbox(
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=[*opening.inherited_descriptors(), *held],
+                pass_fds=[*opening.list_inherited_descriptors(), *held],
                 env={},
                 start_new_session=True,  # Ctrl-C goes to the factory, which sends the command a SIGTERM
             )
@@ -183,7 +183,7 @@ def start_in_sandbox(
             opening.start_command()
         except BaseException:
             opening.close_inherited()
-            kill_and_wait(events)
+            kill_sandbox_and_wait(events)
             if process is not None:
                 process.kill()
                 process.wait()

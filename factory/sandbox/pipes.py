@@ -17,7 +17,7 @@ from factory.sandbox.view import LAUNCHER_INSIDE
 SETUP_SECONDS = 5.0  # bubblewrap starts its child within this time
 
 
-def unnamed_file(data: bytes) -> IO[bytes]:
+def make_unnamed_file(data: bytes) -> IO[bytes]:
     """Return an unnamed file that contains ``data``, opened at its start."""
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (the caller closes it)
     file.write(data)
@@ -43,10 +43,10 @@ class StartPipes:
 
     def pass_data(self, data: bytes) -> int:
         """Make an unnamed file with ``data`` that bubblewrap inherits. Returns its descriptor's number."""
-        self._inherited.append(self._opened.enter_context(unnamed_file(data)))
+        self._inherited.append(self._opened.enter_context(make_unnamed_file(data)))
         return self._inherited[-1].fileno()
 
-    def inherited_descriptors(self) -> list[int]:
+    def list_inherited_descriptors(self) -> list[int]:
         """Return the numbers of all descriptors that bubblewrap inherits."""
         return [file.fileno() for file in self._inherited]
 
@@ -104,13 +104,13 @@ class StatusPipe:
         return [json.loads(line) for line in self._lines()]
 
 
-def build_launcher_command(command: Sequence[str], rules: Mapping[str, object], opening: StartPipes) -> list[str]:
+def build_launcher_command(command: Sequence[str], rules: Mapping[str, object], pipes: StartPipes) -> list[str]:
     """Return the command line of the launcher, which applies ``rules`` to itself and then executes ``command``."""
-    said = json.dumps({**rules, "go": opening.go_read.fileno(), "here": opening.here_write.fileno()})
+    said = json.dumps({**rules, "go": pipes.go_read.fileno(), "here": pipes.here_write.fileno()})
     return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]
 
 
-def kill_and_wait(events: StatusPipe) -> None:
+def kill_sandbox_and_wait(events: StatusPipe) -> None:
     """Kill a starting or running sandbox, and wait until all its processes have ended.
 
     It is not enough to kill bubblewrap: during its set-up its child does not yet die with it, and an interrupt inside Popen leaves no handle of

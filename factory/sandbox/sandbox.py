@@ -30,16 +30,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 from factory.core import devices
 from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import seccomp_filter as sandbox_filter
-from factory.sandbox.linked_mounts import make_mounts
-from factory.sandbox.pipes import StartPipes, StatusPipe, build_launcher_command, kill_and_wait
-from factory.sandbox.usage import free_disk_bytes, measure_deleted_files, measure_folder, read_process_tree
-from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment, writable_system_paths
+from factory.sandbox.linked_mounts import make_linked_mounts
+from factory.sandbox.pipes import StartPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
+from factory.sandbox.usage import measure_free_disk_bytes, measure_deleted_files, measure_folder, read_process_tree
+from factory.sandbox.view import LAUNCHER_INSIDE, make_sandbox_environment, list_writable_system_paths
 from kernels.contract.message import Message
 
 WATCH_SECONDS = 0.1
@@ -63,7 +63,7 @@ class SandboxLimits:
     tmp: int = 512 * MIB  # /tmp and /dev/shm, each
 
     @property
-    def cpu(self) -> int:
+    def cpu_seconds_per_process(self) -> int:
         """The CPU seconds that each process may use."""
         whole = math.ceil(self.wall_seconds * (os.cpu_count() or 1)) + 1
         return whole if self.cpu_seconds is None else self.cpu_seconds
@@ -93,7 +93,7 @@ class SandboxResult:
     def ok(self) -> bool:
         return self.returncode == 0 and self.stopped is None
 
-    def why(self) -> Message:
+    def describe_ending(self) -> Message:
         """Return a line for a person: the limit that stopped the command, or its exit code and the last line of its output (untrusted text)."""
         if self.stopped:
             return Message(
@@ -107,7 +107,7 @@ class SandboxResult:
             "sandbox.ended",
             "the command ended with code {code}{line}",
             code=self.returncode,
-            line=f": {one_line(said[-1], 300)}" if said else "",
+            line=f": {fold_to_one_line(said[-1], 300)}" if said else "",
         )
 
 
@@ -133,13 +133,13 @@ def run_in_sandbox(
     output.mkdir(parents=True, exist_ok=True)
     # Idle OpenMP threads that spin would make a busy machine many times slower, and its timings useless.
     seen_variables = {
-        **clean_environment(output / "cache"),
+        **make_sandbox_environment(output / "cache"),
         "OMP_WAIT_POLICY": "PASSIVE",
-        **devices.device_environment(),
+        **devices.make_device_environment(),
     }
-    with StartPipes() as opening, make_mounts(readonly) as given:
+    with StartPipes() as opening, make_linked_mounts(readonly) as given:
         rules = _rules(output, limits, devices.list_gpu_device_files())
-        arguments = bubblewrap.build_command(
+        arguments = bubblewrap.build_bubblewrap_command(
             build_launcher_command(command, rules, opening),
             opening,
             writable=[output],
@@ -159,7 +159,7 @@ def run_in_sandbox(
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=opening.inherited_descriptors(),
+                    pass_fds=opening.list_inherited_descriptors(),
                     env={},
                     start_new_session=True,
                 )
@@ -167,7 +167,7 @@ def run_in_sandbox(
                 held = _Held(process, started, limits, output, enough)
                 child = events.wait_for_child()  # known before the command starts; None if bubblewrap failed
                 if group is not None and child is not None:
-                    sandbox_cgroup.move_into_group(group, child)
+                    sandbox_cgroup.move_sandbox_into_group(group, child)
                 if begun is not None and child is not None:
                     begun(child)
                 opening.start_command()
@@ -175,7 +175,7 @@ def run_in_sandbox(
             finally:
                 # At this point the tree still runs only if this process was interrupted.
                 opening.close_inherited()
-                kill_and_wait(events)
+                kill_sandbox_and_wait(events)
                 if process is not None:
                     process.kill()
                     process.wait()
@@ -305,7 +305,7 @@ class _Held:
         is returned as the bytes.
         """
         size, files = measure_folder(self.output)
-        free = free_disk_bytes(self.output)
+        free = measure_free_disk_bytes(self.output)
         if self._room is None:
             self._room = free + size
         lost = self._room - free
@@ -331,22 +331,26 @@ def describe_sandbox() -> dict[str, str]:
     return {
         "isolation": Message(
             "sandbox.isolation",
-            "{version}: user, pid, ipc, net, uts, mount and cgroup namespaces, made by {program}{others}",
-            version=bubblewrap.bubblewrap_version(program),
+            "{version}: {program} makes user, pid, ipc, net, uts, mount and cgroup namespaces{others}",
+            version=bubblewrap.read_bubblewrap_version(program),
             program=program,
-            others=f" (not by {refused})" if refused else "",
+            others=f". Not used: {refused}" if refused else "",
         ),
         "user": Message(
             "sandbox.user",
-            "mapped from user {user}, capabilities {capabilities}, {privileges}",
+            "mapped from user {user} of this machine, with capabilities {capabilities} and {privileges}",
             user=os.geteuid(),
             capabilities=inside["capabilities"],
-            privileges="no new privileges" if inside["no_new_privileges"] else "MAY GAIN PRIVILEGES",
+            privileges="no way to gain more" if inside["no_new_privileges"] else "A WAY TO GAIN MORE",
         ),
-        "seccomp": Message("sandbox.seccomp", "filter of {instructions} instructions", instructions=rules)
+        "seccomp": Message(
+            "sandbox.seccomp", "a filter of {instructions} instructions denies system calls", instructions=rules
+        )
         if inside["seccomp"]
         else Message("sandbox.no_seccomp", "none, because the factory has no filter for this processor"),
-        "landlock": Message("sandbox.landlock", "ABI {abi}", abi=inside["landlock"])
+        "landlock": Message(
+            "sandbox.landlock", "forbids writing to other folders (Landlock ABI {abi})", abi=inside["landlock"]
+        )
         if inside["landlock"]
         else Message("sandbox.no_landlock", "none. Only the read-only mounts protect files"),
         "memory": Message(
@@ -383,12 +387,12 @@ def _rules(output: Path, limits: SandboxLimits, nodes: Sequence[str]) -> dict[st
     """
     return {
         "rlimits": {
-            "RLIMIT_CPU": limits.cpu,
+            "RLIMIT_CPU": limits.cpu_seconds_per_process,
             **({} if nodes else {"RLIMIT_DATA": limits.memory}),
             "RLIMIT_FSIZE": limits.file,
             "RLIMIT_NPROC": limits.processes * TASKS,
             "RLIMIT_NOFILE": 4096,
             "RLIMIT_CORE": 0,
         },
-        "writable": [str(output), *writable_system_paths(nodes)],
+        "writable": [str(output), *list_writable_system_paths(nodes)],
     }

@@ -16,15 +16,15 @@ HIDING = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def read_process_tree(root: int, enough: int) -> tuple[list[int], int]:
-    """Return the processes (``root`` first) and the resident bytes of ``root`` and its descendants. At most ``enough`` processes are read.
+def read_process_tree(root: int, max_processes: int) -> tuple[list[int], int]:
+    """Return the processes (``root`` first) and the resident bytes of ``root`` and its descendants. At most ``max_processes`` processes are read.
 
     No process can leave the tree: in a pid namespace an orphan becomes a child of the namespace's init, which is below ``root``.
     """
     processes: list[int] = []
     memory = 0
     pending = [root]
-    while pending and len(processes) <= enough:
+    while pending and len(processes) <= max_processes:
         process = pending.pop()
         processes.append(process)
         try:
@@ -60,7 +60,7 @@ def measure_folder(folder: Path) -> tuple[int, int]:
     return size, entries  # after any other error: the folder was removed
 
 
-def free_disk_bytes(folder: Path) -> int:
+def measure_free_disk_bytes(folder: Path) -> int:
     """Return the free bytes on the folder's disk."""
     found = os.statvfs(folder)
     return found.f_bfree * found.f_frsize

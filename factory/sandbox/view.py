@@ -38,23 +38,23 @@ SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/et
 MACHINE_CLASS_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", *devices.COMPILER_SETTINGS)
 
 
-def writable_system_paths(nodes: Sequence[str]) -> list[str]:
+def list_writable_system_paths(nodes: Sequence[str]) -> list[str]:
     """Return the paths to which a command may write besides the caller's folders, for Landlock. ``nodes``: the device files of its GPUs."""
     return ["/tmp", "/dev", *(["/proc"] if nodes else [])]
 
 
-def shared_proc_entries() -> list[str]:
+def list_shared_proc_entries() -> list[str]:
     """Return the entries of ``/proc`` that belong to no process, without links (``/proc/self``, ``/proc/net``)."""
     return sorted(entry.path for entry in os.scandir("/proc") if not entry.name.isdigit() and not entry.is_symlink())
 
 
-def readonly_system_paths() -> list[str]:
+def list_readonly_system_paths() -> list[str]:
     """Return the paths that are read-only inside, besides ``SYSTEM``."""
-    return [path for path in (*SYSTEM_FILES, *interpreter_paths()) if os.path.exists(path)]
+    return [path for path in (*SYSTEM_FILES, *list_interpreter_paths()) if os.path.exists(path)]
 
 
 @functools.cache
-def interpreter_paths() -> tuple[str, ...]:
+def list_interpreter_paths() -> tuple[str, ...]:
     """Return the interpreter's folders outside ``/usr``: its virtual environment, its base, and the targets of its links."""
     folders = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
     paths = [*folders, *map(os.path.realpath, folders)]
@@ -68,7 +68,7 @@ def interpreter_paths() -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for path in paths if not _inside(path, "/usr")))
 
 
-def clean_environment(cache: Path) -> dict[str, str]:
+def make_sandbox_environment(cache: Path) -> dict[str, str]:
     """Return the environment of every sandboxed command, independent of the factory's. Compilers keep their results in ``cache``."""
     return {
         "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
@@ -79,13 +79,13 @@ def clean_environment(cache: Path) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONNOUSERSITE": "1",
-        **cache_variables(cache),
+        **make_cache_variables(cache),
         # The class of the machine must be the same inside, because code that was compiled for one class may crash in another class.
         **{name: os.environ[name] for name in MACHINE_CLASS_VARIABLES if name in os.environ},
     }
 
 
-def cache_variables(cache: Path) -> dict[str, str]:
+def make_cache_variables(cache: Path) -> dict[str, str]:
     """Return the variables that name the folders in which compilers keep their results."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
 

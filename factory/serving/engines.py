@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 
 from factory.core.errors import FactoryError
-from factory.core.launching import make_die_with_parent
+from factory.core.launching import make_parent_death_hook
 from factory.core.untrusted_trainer_files import read_tail
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.serving.champion import Champion
 from kernels.contract.message import Message
 
@@ -45,13 +45,13 @@ class EngineKind:
     adapt: Callable[[str, bytes, Path], bytes]  # (path, body, export) → the body for the engine; raises ApiError
 
 
-def native_engine_kind() -> EngineKind:
+def make_native_engine_kind() -> EngineKind:
     """Return the embedded engine. It computes in fp32, on a GPU if the machine has one, else on the CPU."""
 
     def command(export: Path, socket: str) -> list[str]:
         return [sys.executable, "-m", "factory.serving.native.server", str(export), socket]
 
-    environment = {"PYTHONPATH": str(checkout_root())}
+    environment = {"PYTHONPATH": str(find_checkout_root())}
     return EngineKind("native", command, environment, tolerance=1e-3, adapt=lambda path, body, export: body)
 
 
@@ -88,7 +88,7 @@ class Engine:
                     cwd=folder,
                     env=os.environ | kind.environment,
                     start_new_session=True,  # the router handles an interrupt from the terminal
-                    preexec_fn=make_die_with_parent(os.getpid()),
+                    preexec_fn=make_parent_death_hook(os.getpid()),
                 )
         except (OSError, FactoryError) as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -108,16 +108,16 @@ class Engine:
             raise httpx.ConnectError("the engine was stopped")
         return await self.client.send(self.client.build_request(method, path, **parts), stream=True)
 
-    async def wait_ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait until the engine is healthy. There is no time limit, because a large model loads slowly. Raises: EngineError if it ends."""
         while True:
             if self.ended.done():
                 raise EngineError(self.describe_end())
-            if not await self.health_problem():
+            if not await self.find_health_problem():
                 return
             await asyncio.wait([self.ended], timeout=POLL_SECONDS)
 
-    async def health_problem(self) -> str:
+    async def find_health_problem(self) -> str:
         """Return the problem that the engine itself reports; '' if it is healthy."""
         try:
             answer = await self.client.get("/health")
@@ -136,7 +136,7 @@ class Engine:
         if not self.problem:
             if self.ended.done():
                 self.problem = self.describe_end()
-            elif why := await self.health_problem():
+            elif why := await self.find_health_problem():
                 self.problem = await self.wait_for_end() or why
         return not self.problem
 

@@ -32,18 +32,18 @@ HELP = {  # name of the metric: (type, description)
 }
 
 
-class Metrics:
+class ServerMetrics:
     """Counts events for each metric and set of labels."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def count(self, name: str, amount: float = 1, **labels: object) -> None:
+    def add_to_counter(self, name: str, amount: float = 1, **labels: object) -> None:
         """Add ``amount`` to a counter that ``HELP`` lists."""
         assert name in HELP, name
         self._counts[name, _labels(labels)] += amount  # type: ignore[assignment]
 
-    def format_page(self, gauges: list[tuple[str, dict[str, object], float]]) -> str:
+    def format_metrics_page(self, gauges: list[tuple[str, dict[str, object], float]]) -> str:
         """Return the metrics page: all counters and ``gauges``, each as (name, labels, value)."""
         values = {**self._counts, **{(name, _labels(labels)): value for name, labels, value in gauges}}
         lines = []

@@ -24,7 +24,7 @@ from factory.release.published_link import MODEL_NAME
 from factory.serving.api.disconnects import ClientDisconnectedError, cancel_if_gone
 from factory.serving.api.errors import ApiError
 from factory.serving.engines import Engine
-from factory.serving.supervisor import Supervisor, UnavailableError
+from factory.serving.supervisor import EngineSupervisor, NoEngineServesError
 from kernels.contract.message import Message
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -33,7 +33,7 @@ MOST_TRIES = 5  # tries for one request; limited, because the request itself may
 ENDED = Message("serving.engine_ended_in_answer", "The engine ended while it answered. Send the request again.")
 
 
-def make_application(supervisor: Supervisor, key: str) -> Starlette:
+def make_application(supervisor: EngineSupervisor, key: str) -> Starlette:
     """Return the router as an ASGI application. ``key``: the bearer token that each request needs; '' if it needs none."""
     router = _Router(supervisor, key)
     routes = [Route(path, router.guarded(router.generate), methods=["POST"]) for path in PATHS]
@@ -47,7 +47,7 @@ def make_application(supervisor: Supervisor, key: str) -> Starlette:
 
 
 class _Router:
-    def __init__(self, supervisor: Supervisor, key: str) -> None:
+    def __init__(self, supervisor: EngineSupervisor, key: str) -> None:
         self.supervisor, self.metrics = supervisor, supervisor.metrics
         self._key = key.encode(errors="surrogateescape")  # the bytes as given on the command line or in the environment
 
@@ -64,13 +64,13 @@ class _Router:
                     raise ApiError(401, wrong, openai_code="invalid_api_key")
                 response = await handle(request)
             except ApiError as error:
-                response = JSONResponse(error.body(), error.status)
-            except UnavailableError as error:
-                body = ApiError(503, Message.from_json(error.message), openai_code="no_engine").body()
+                response = JSONResponse(error.make_body(), error.status)
+            except NoEngineServesError as error:
+                body = ApiError(503, Message.from_json(error.message), openai_code="no_engine").make_body()
                 response = JSONResponse(body, 503, {"Retry-After": "5"})
             except (ClientDisconnectedError, ClientDisconnect):
                 response = Response(status_code=499)
-            self.metrics.count("factory_serve_requests_total", status=response.status_code)
+            self.metrics.add_to_counter("factory_serve_requests_total", status=response.status_code)
             return response
 
         return answer
@@ -98,7 +98,7 @@ class _Router:
                     tried=tried,
                 )
                 raise ApiError(502, failed, openai_code="engine_failed")
-            self.metrics.count("factory_serve_retries_total")
+            self.metrics.add_to_counter("factory_serve_retries_total")
 
     async def _ask(self, engine: Engine, path: str, body: bytes, held: AsyncExitStack) -> _Answer | None:
         """Return the answer, complete or up to its first bytes; None if the engine failed and another should be asked."""
@@ -134,11 +134,11 @@ class _Router:
                 async for chunk in answer.rest:
                     yield chunk
             except httpx.TransportError:
-                self.metrics.count("factory_serve_broken_streams_total")
+                self.metrics.add_to_counter("factory_serve_broken_streams_total")
                 await self.supervisor.is_usable(engine)
-                yield f"data: {json.dumps(ApiError(502, ENDED, openai_code='engine_failed').body())}\n\n".encode()
-        self.metrics.count("factory_serve_request_seconds_sum", time.monotonic() - began)
-        self.metrics.count("factory_serve_request_seconds_count")
+                yield f"data: {json.dumps(ApiError(502, ENDED, openai_code='engine_failed').make_body())}\n\n".encode()
+        self.metrics.add_to_counter("factory_serve_request_seconds_sum", time.monotonic() - began)
+        self.metrics.add_to_counter("factory_serve_request_seconds_count")
 
     async def models(self, request: Request) -> Response:
         engine = self.supervisor.current
@@ -169,7 +169,7 @@ class _Router:
         gauges += [
             ("factory_serve_in_flight", {"release": e.champion.release}, e.in_flight) for e in supervisor.engines
         ]
-        text = self.metrics.format_page(gauges)
+        text = self.metrics.format_metrics_page(gauges)
         if engine:
             try:
                 text += (await (await engine.send_request("GET", "/metrics")).aread()).decode()

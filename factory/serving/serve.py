@@ -11,14 +11,14 @@ import uvicorn
 
 from factory.core.errors import InputError
 from factory.core.listening_socket import is_loopback, open_listening_socket
-from factory.core.served_note import note_served_address
+from factory.core.served_note import publish_served_address
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.rows import Subject
 from factory.serving.champion import read_champion
 from factory.serving.engines import EngineKind
 from factory.serving.router import make_application
-from factory.serving.supervisor import Supervisor
+from factory.serving.supervisor import EngineSupervisor
 from kernels.contract.message import Message
 
 CLOSE_SECONDS = 5  # after an interrupt, requests in flight have this time to end
@@ -44,15 +44,15 @@ def serve_champion(
         with ledger.begin() as tx:
             record_event(tx, event, Subject("release", release), detail)
 
-    supervisor = Supervisor(kind, lambda: read_champion(workspace), say, workspace.logs, note)
+    supervisor = EngineSupervisor(kind, lambda: read_champion(workspace), say, workspace.logs, note)
     where = f"[{host}]" if ":" in host else host
     url = f"http://{where}:{listening.getsockname()[1]}/v1"
     say(Message("serving.open", "The server listens at {url} (Ctrl-C stops the server)", url=url))
-    with note_served_address(workspace, url):
+    with publish_served_address(workspace, url):
         asyncio.run(_run(supervisor, listening, key))
 
 
-async def _run(supervisor: Supervisor, listening: socket.socket, key: str) -> None:
+async def _run(supervisor: EngineSupervisor, listening: socket.socket, key: str) -> None:
     options = uvicorn.Config(
         make_application(supervisor, key),
         log_level="warning",

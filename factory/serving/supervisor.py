@@ -20,10 +20,10 @@ from typing import Any
 import httpx
 
 from factory.core.errors import FactoryError
-from factory.serving import fixture
+from factory.serving import parity_fixture
 from factory.serving.champion import Champion, ExportWatch
 from factory.serving.engines import Engine, EngineError, EngineKind
-from factory.serving.metrics import Metrics
+from factory.serving.metrics import ServerMetrics
 from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0  # between two reads of the ledger
@@ -37,7 +37,7 @@ NO_ANSWER_SECONDS, NO_ANSWER = (
 StageCallback = Callable[[str, Engine], Awaitable[None]]
 
 
-class UnavailableError(FactoryError):
+class NoEngineServesError(FactoryError):
     """No engine serves. The message has the reason."""
 
 
@@ -51,7 +51,7 @@ class _Attempt:
     next_at: float = 0.0
 
 
-class Supervisor:
+class EngineSupervisor:
     """Starts, watches and replaces engines. ``run`` runs beside the router, which gets an engine from ``use_engine``.
 
     ``logs``: a folder for the engines' output. ``note``: records (event, release, detail) in the ledger.
@@ -66,7 +66,7 @@ class Supervisor:
         note: Callable[[str, int, dict[str, Any]], None] = lambda event, release, detail: None,
         on_stage: StageCallback | None = None,
     ) -> None:
-        self.kind, self.metrics = kind, Metrics()
+        self.kind, self.metrics = kind, ServerMetrics()
         self._read, self._say, self._note, self._on_stage, self._logs = read, say, note, on_stage, logs
         self.current: Engine | None = None
         self.serving: Champion | None = None  # the champion of the newest current engine
@@ -110,7 +110,7 @@ class Supervisor:
                     "serving.nothing_released",
                     "No model is released, so none can be served. Run 'factory status' to see the candidates.",
                 )
-                raise UnavailableError(Message.from_json(self.trouble or none))
+                raise NoEngineServesError(Message.from_json(self.trouble or none))
             async with self._changed:
                 if self.current is None:
                     await self._changed.wait()
@@ -234,7 +234,7 @@ class Supervisor:
             self.engines.append(engine)
             await self._passed(stage, engine)
             stage = "healthy"
-            await engine.wait_ready()
+            await engine.wait_until_ready()
             await self._passed(stage, engine)
             stage = "verified"
             watch = ExportWatch(champion)
@@ -244,7 +244,7 @@ class Supervisor:
             await self._passed(stage, engine)
             stage = "parity"
             expected = await self._fixture(champion)
-            await fixture.check_parity(engine.client, expected, self.kind.tolerance)
+            await parity_fixture.check_parity(engine.client, expected, self.kind.tolerance)
             await self._passed(stage, engine)
             stage = "warm"
             await _warm_up(engine, expected)
@@ -254,10 +254,10 @@ class Supervisor:
                 raise EngineError(engine.problem)
         except BaseException as error:
             if isinstance(error, Exception):
-                self.metrics.count("factory_serve_failures_total", stage=stage)
+                self.metrics.add_to_counter("factory_serve_failures_total", stage=stage)
             if engine:
                 self.engines.remove(engine)
-                ended = await engine.wait_for_end() if isinstance(error, (httpx.HTTPError, fixture.ParityError)) else ""
+                ended = await engine.wait_for_end() if isinstance(error, (httpx.HTTPError, parity_fixture.ParityError)) else ""
                 await asyncio.shield(engine.stop())
                 if ended:
                     raise EngineError(ended) from error
@@ -276,7 +276,7 @@ class Supervisor:
         old, self.current = self.current, engine
         again = self.serving == engine.champion
         self.serving, self.trouble, self._said = engine.champion, "", ""
-        self.metrics.count("factory_serve_swaps_total", release=engine.champion.release)
+        self.metrics.add_to_counter("factory_serve_swaps_total", release=engine.champion.release)
         if old:
             self._start(self._retire(old))
         self._start(self._record("serving", engine.champion.release, {"engine": engine.kind.name, "again": again}))
@@ -294,7 +294,7 @@ class Supervisor:
         """Replace the current engine, which can no longer be used."""
         self.current = None
         self.trouble = engine.problem
-        self.metrics.count("factory_serve_engine_ends_total")
+        self.metrics.add_to_counter("factory_serve_engine_ends_total")
         soon = time.monotonic() - self._flipped_at < SHORT_LIFE_TIMES * self._seconds_to_start
         self._short_lives = self._short_lives + 1 if soon else 0
         pause = _pause(self._short_lives - 1)
@@ -324,7 +324,7 @@ class Supervisor:
     async def _fixture(self, champion: Champion) -> dict[str, Any]:
         """The parity fixture of an export. It is made once, in another process. Raises: ParityError."""
         if champion.export_sha256 not in self._fixtures:
-            self._fixtures = {champion.export_sha256: await fixture.make_parity_fixture_in_process(champion.export)}
+            self._fixtures = {champion.export_sha256: await parity_fixture.make_parity_fixture_in_process(champion.export)}
         return self._fixtures[champion.export_sha256]
 
     async def _passed(self, stage: str, engine: Engine) -> None:
@@ -379,7 +379,7 @@ class Supervisor:
             self._say(
                 Message(
                     "serving.not_recorded",
-                    "The ledger could not record '{event}' of release {release}: {error}",
+                    "The ledger could not record the event '{event}' of release {release}: {error}",
                     event=event,
                     release=release,
                     error=error,
@@ -407,7 +407,7 @@ async def _warm_up(engine: Engine, expected: dict[str, Any]) -> None:
     ]
     for answer in await asyncio.gather(*(engine.client.post("/v1/completions", json=ask) for ask in asks)):
         if answer.status_code != 200:
-            raise fixture.ParityError(
+            raise parity_fixture.ParityError(
                 "serving.warm_up_failed", "The engine answered a warm-up request with status {status}: {text}", status=answer.status_code,
                 text=answer.text[:300],
             )  # fmt: skip

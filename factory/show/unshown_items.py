@@ -17,13 +17,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.workspace import PATIENCE
-from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, newest_details_by_anomaly
+from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, read_newest_details_by_anomaly
 from factory.ledger.file_events import MLFLOW_REMADE, RETIRED
 from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, RunRow, SegmentRow, SqlReader, Subject, VerdictRow
-from factory.runs.arm_runner import with_actual_run_state
-from factory.show.mlflow.outages import TrackingError, describe_single_failure, try_to_show
+from factory.runs.arm_runner import correct_run_state
+from factory.show.mlflow.outages import TrackingError, describe_single_failure, show_unless_outage
 from factory.show.mlflow.releases import show_releases
 from factory.show.mlflow.runs import (
     ARM_SHOWN,
@@ -34,7 +34,7 @@ from factory.show.mlflow.runs import (
     SHOWN,
     MlflowTracking,
 )
-from factory.show.mlflow.store import check_writable
+from factory.show.mlflow.store import check_store_writable
 from factory.show.pages import anomaly_page, proposal_report, release_report
 from kernels.contract.message import Message
 
@@ -64,7 +64,7 @@ def show_unshown_items(plant: Plant) -> None:
         for one in behind:
             _alone(plant, tracking, showing, one)
     if any(behind for _, behind in rest):
-        try_to_show(plant.progress.line, partial(_in_mlflow, plant, tracking, rest))
+        show_unless_outage(plant.progress.line, partial(_in_mlflow, plant, tracking, rest))
 
 
 def _in_mlflow(plant: Plant, tracking: MlflowTracking, rest: Sequence[tuple[ShowableKind, list[Any]]]) -> bool:
@@ -72,7 +72,7 @@ def _in_mlflow(plant: Plant, tracking: MlflowTracking, rest: Sequence[tuple[Show
     with plant.workspace.hold_lock(
         "tracking", PATIENCE
     ):  # without the lock, two processes could send the same thing twice
-        check_writable(plant.workspace)
+        check_store_writable(plant.workspace)
         for showing, behind in rest:
             for one in behind:
                 _ = tracking.client  # raises if MLflow does not answer, so that it is not asked again for each thing
@@ -139,7 +139,7 @@ def _diagnoses(db: SqlReader) -> list[tuple[int, float, dict[str, Any]]]:
     newest = {row["subject"]: row for row in db.read(sql, diagnosed=DIAGNOSED, worded=EXPLAINED)}
     if not newest:
         return []
-    details = {detail["lead"]: detail for detail in newest_details_by_anomaly(db, DIAGNOSED).values()}
+    details = {detail["lead"]: detail for detail in read_newest_details_by_anomaly(db, DIAGNOSED).values()}
     about = [(newest[str(Subject("anomaly", lead))], details[lead]) for lead in sorted(details)]
     return [(row["id"], row["at"], detail) for row, detail in about if detail.get("report")]
 
@@ -168,7 +168,7 @@ def _close(plant: Plant, tracking: MlflowTracking, number: int) -> None:
 
 def _any_judged(plant: Plant, db: SqlReader) -> list[None]:
     """[None] if a candidate was judged, else []. Each pass compares MLflow, because people move aliases and delete versions there."""
-    return [None] if VerdictRow.first(db, "WHERE gate = 'release'") else []
+    return [None] if VerdictRow.find_first(db, "WHERE gate = 'release'") else []
 
 
 def _unshown_proposals(plant: Plant, db: SqlReader) -> list[int]:
@@ -199,7 +199,7 @@ def _unshown_profiles(plant: Plant, db: SqlReader) -> list[int]:
 def _unshown_arms(plant: Plant, db: SqlReader) -> list[RunRow]:
     rows = [
         row
-        for row in map(with_actual_run_state, RunRow.select(db, "ORDER BY started_at, id"))
+        for row in map(correct_run_state, RunRow.select(db, "ORDER BY started_at, id"))
         if row.state != "running"
     ]
     return _untold(db, ARM_SHOWN, {f"arm:{row.id}": (row, {"state": row.state, "at": row.started_at}) for row in rows})

@@ -81,7 +81,7 @@ class LoggedProgress:
             os.replace(aside, self.note)
 
 
-def read_entries(workspace: Workspace, count: int, until: int | None = None) -> list[dict[str, Any]]:
+def read_log_entries(workspace: Workspace, count: int, until: int | None = None) -> list[dict[str, Any]]:
     """The newest ``count`` entries of the log, oldest first. ``until``: read only this many bytes of the newest file."""
     found: list[dict[str, Any]] = []
     for path in (workspace.logs / NAME, *(workspace.logs / f"{NAME}.{n}" for n in range(1, FILES))):
@@ -92,12 +92,12 @@ def read_entries(workspace: Workspace, count: int, until: int | None = None) -> 
     return found[-count:] if count else []
 
 
-def follow_entries(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]:
+def follow_log_entries(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]:
     """Yield the newest ``count`` entries, and then each new entry, without end. A file that is renamed meanwhile is read to its end first."""
     path = workspace.logs / NAME
     path.touch()
     file = open(path, "rb")  # noqa: SIM115 (open as long as it is the newest)
-    yield from read_entries(workspace, count, until=file.seek(0, os.SEEK_END))
+    yield from read_log_entries(workspace, count, until=file.seek(0, os.SEEK_END))
     rest = b""
     while True:
         renamed = path.exists() and not os.path.samestat(os.fstat(file.fileno()), path.stat())
@@ -110,7 +110,7 @@ def follow_entries(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]
             time.sleep(POLL_SECONDS)
 
 
-def format_entry(entry: dict[str, Any]) -> str:
+def format_log_entry(entry: dict[str, Any]) -> str:
     """A log entry as a line for a person."""
     at = str(entry.get("at", ""))
     with contextlib.suppress(ValueError):

@@ -18,7 +18,7 @@ TAIL_BYTES = 1 << 16
 RATE_STEPS = 32  # the rate is measured from this many newest steps
 
 
-def daemon_facts(workspace: Workspace) -> dict[str, Any]:
+def read_daemon_facts(workspace: Workspace) -> dict[str, Any]:
     """``running``: whether a process holds the model loop's lock. If so, also ``process``, ``command`` and ``since``; while the process has a
     task, also ``doing`` and ``doing_since``."""
     path = workspace.root / LOCK_FILE
@@ -64,13 +64,13 @@ def _doing(workspace: Workspace, process: int) -> dict[str, Any]:
     return {}
 
 
-def current_segment_facts(db: SqlReader, now: float | None = None) -> dict[str, Any] | None:
+def read_current_segment_facts(db: SqlReader, now: float | None = None) -> dict[str, Any] | None:
     """The planned segment with the numbers of its newest step. None: no segment is planned.
 
     ``step`` of ``last_step``, and ``loss`` of the newest step; ``tokens_per_s``, ``mfu`` (known GPUs) and ``step_seconds``, medians of the
     newest steps; ``eta_seconds``; ``age_seconds`` since planning; ``seconds_since_step`` since the newest step.
     """
-    row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
+    row = SegmentRow.find_first(db, "WHERE state = 'planned' ORDER BY id")
     if row is None:
         return None
     now = time.time() if now is None else now

@@ -10,7 +10,7 @@ from factory.core.workspace import Workspace
 FILE = "notified.json"
 
 
-def read_positions(workspace: Workspace) -> dict[str, dict[str, Any]] | None:
+def read_delivery_positions(workspace: Workspace) -> dict[str, dict[str, Any]] | None:
     """By receiver: ``event`` and ``at`` of the newest delivered event, and ``failing``, the error of the next delivery. None: unreadable file."""
     path = workspace.root / FILE
     try:

@@ -11,13 +11,13 @@ from typing import Any
 
 from factory.core.errors import ConfigError, FactoryError
 from factory.core.workspace import Workspace
-from factory.status.status import status_facts
+from factory.status.status import read_status_facts
 
 ADDRESS = "127.0.0.1"
 FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def prometheus_text(found: dict[str, Any]) -> str:
+def format_prometheus_text(found: dict[str, Any]) -> str:
     """The facts in Prometheus' text format: one line for each number, and a HELP line for each metric."""
     lines: list[str] = []
 
@@ -111,7 +111,7 @@ def serve_metrics(workspace: Workspace) -> Iterator[int]:
                 self.send_error(404)
                 return
             try:
-                status, body = 200, prometheus_text(status_facts(workspace))
+                status, body = 200, format_prometheus_text(read_status_facts(workspace))
             except (FactoryError, OSError) as error:  # a locked ledger, a full disk
                 status, body = 503, f"{error}\n"
             data = body.encode("utf-8", "backslashreplace")

@@ -15,16 +15,16 @@ from factory.ledger.anomalies import list_anomalies
 from factory.ledger.file_events import find_low_disk
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import SqlReader
-from factory.releasable.recorded_report import newest_report
-from factory.retention.disk import FLOOR_BYTES, estimate_hours_left, read_free_space_samples
-from factory.status.daemon_state import current_segment_facts, daemon_facts
+from factory.releasable.recorded_report import read_newest_report
+from factory.retention.disk import FLOOR_BYTES, estimate_hours_until_floor, read_free_space_samples
+from factory.status.daemon_state import read_current_segment_facts, read_daemon_facts
 from factory.status.waiting import (
     ACTION_FAILED,
     PASS_FAILED,
     list_open_verdicts,
-    list_waiting_for_person,
-    waiting_facts,
-    waiting_lines,
+    list_items_waiting_for_person,
+    read_waiting_facts,
+    format_waiting_lines,
 )
 from kernels.contract.message import Message
 
@@ -32,25 +32,25 @@ AHEAD = "trunk_ahead"  # event when the possible training changes: {steps, new_s
 DAY = 86_400
 
 
-def status_facts(workspace: Workspace) -> dict[str, Any]:
+def read_status_facts(workspace: Workspace) -> dict[str, Any]:
     """All facts as JSON-ready data. Moments are seconds since 1970. Raises: WorkspaceError."""
     db, now = LedgerReader(workspace), time.time()
     return (
         recorded.read_status(workspace)
-        | waiting_facts(db)
+        | read_waiting_facts(db)
         | {
             "at": now,
-            "daemon": daemon_facts(workspace),
+            "daemon": read_daemon_facts(workspace),
             "last_error": read_last_error(db),
-            "training": current_segment_facts(db, now),
-            "waiting_for_a_person": list_waiting_for_person(workspace, db),
+            "training": read_current_segment_facts(db, now),
+            "waiting_for_a_person": list_items_waiting_for_person(workspace, db),
             "open_verdicts": list_open_verdicts(db),
             "open_anomalies": sum(row["state"] in ("open", "diagnosed") for row in list_anomalies(db)),
-            "data_ahead": read_remaining_data(db),
-            "releasable": newest_report(workspace, db),
-            "disk": disk_facts(workspace, db, now),
-            "spend": spending_facts(db, now),
-            "improve": improvements.improvement_facts(db, improvements.read_unchecked_improve_policy(workspace), now),
+            "data_ahead": read_training_allowed_by_data(db),
+            "releasable": read_newest_report(workspace, db),
+            "disk": read_disk_facts(workspace, db, now),
+            "spend": read_spending_facts(db, now),
+            "improve": improvements.read_improvement_facts(db, improvements.read_unchecked_improve_policy(workspace), now),
         }
     )
 
@@ -63,14 +63,14 @@ def read_last_error(db: SqlReader) -> dict[str, Any] | None:
     return None
 
 
-def read_remaining_data(db: SqlReader) -> dict[str, Any] | None:
+def read_training_allowed_by_data(db: SqlReader) -> dict[str, Any] | None:
     """The training that the data allowed when the daemon last looked: ``steps``, ``wanted``, ``new_shards``, ``missing_tokens``, ``at``."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=AHEAD):
         return dict(row["detail"] | {"at": row["at"]})
     return None
 
 
-def disk_facts(workspace: Workspace, db: SqlReader, now: float) -> dict[str, Any]:
+def read_disk_facts(workspace: Workspace, db: SqlReader, now: float) -> dict[str, Any]:
     """``free``, ``total`` and ``floor`` in bytes, and ``low``: whether training waits for space.
 
     ``hours_left``: hours until the free space reaches the floor, at the rate of the last hours. None: the free space does not shrink, or too little
@@ -87,7 +87,7 @@ def disk_facts(workspace: Workspace, db: SqlReader, now: float) -> dict[str, Any
             "{file}: floor_bytes and floor_share must be numbers.",
             file=workspace.policy_path("retention.yaml"),
         ) from None
-    left = estimate_hours_left(read_free_space_samples(workspace), room.free, floor, now)
+    left = estimate_hours_until_floor(read_free_space_samples(workspace), room.free, floor, now)
     return {
         "free": room.free,
         "total": room.total,
@@ -97,14 +97,14 @@ def disk_facts(workspace: Workspace, db: SqlReader, now: float) -> dict[str, Any
     }
 
 
-def spending_facts(db: SqlReader, now: float) -> dict[str, Any]:
+def read_spending_facts(db: SqlReader, now: float) -> dict[str, Any]:
     """Cost of the agents' language models: USD, tokens and requests, ``today`` (UTC) and ``in_all``."""
     sql = "SELECT COUNT(*) AS requests, COALESCE(SUM(tokens), 0) AS tokens, COALESCE(SUM(usd), 0.0) AS usd FROM exchanges WHERE at >= :since"
     return {"today": db.read(sql, since=now - now % DAY)[0], "in_all": db.read(sql, since=0.0)[0]}
 
 
-def status_lines(found: dict[str, Any]) -> list[str]:
-    """``status_facts`` as lines for a person."""
+def format_status_lines(found: dict[str, Any]) -> list[str]:
+    """``read_status_facts`` as lines for a person."""
     first, *rest = recorded.format_status(found)
     lines = [f"{first}   ({format_local_time(found['at'])})", *_daemon_lines(found), *_training_lines(found)]
     for one in found["waiting_for_a_person"]:
@@ -112,8 +112,8 @@ def status_lines(found: dict[str, Any]) -> list[str]:
             Message("status.for_you", "waits     for you: {what} → {command}", what=one["what"], command=one["command"])
         )
     lines += _releasable_lines(found)
-    lines += waiting_lines(found | {"parked": None, "paused": None})  # these two wait for a person, as shown above
-    lines += improvements.improvement_lines(found["improve"], found["daemon"]["running"])
+    lines += format_waiting_lines(found | {"parked": None, "paused": None})  # these two wait for a person, as shown above
+    lines += improvements.format_improvement_facts(found["improve"], found["daemon"]["running"])
     lines += [_disk_line(found), *_spend_lines(found)]
     return lines + rest
 

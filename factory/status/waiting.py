@@ -10,25 +10,25 @@ from typing import Any
 
 from factory.core.time_formats import format_local_time
 from factory.core.workspace import Workspace
-from factory.ingest.rules.task_folder import list_unread_files
-from factory.ledger.anomalies import ASKED, CLOSED, newest_details_by_anomaly
+from factory.ingest.rules.task_folder import list_unreadable_files
+from factory.ledger.anomalies import ASKED, CLOSED, read_newest_details_by_anomaly
 from factory.ledger.decisions import list_undecided_verdicts
 from factory.ledger.file_events import find_low_disk, read_held_files
 from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, SqlReader, Subject, VerdictRow
-from factory.retrying.requests import Pause, current_pause, open_requests
+from factory.retrying.requests import Pause, find_current_pause, list_open_requests
 from factory.retrying.trainer_deaths import (
     describe_parked_segment,
     explain_parked_segment,
     find_parked_segment,
-    parked_commands,
+    format_commands_for_parked_segment,
 )
-from factory.status.delivery_positions import FILE, read_positions
+from factory.status.delivery_positions import FILE, read_delivery_positions
 from kernels.contract.message import Message
 
 ACTION_FAILED, PASS_FAILED, WORKS_AGAIN = "action_failed", "pass_failed", "works_again"
 
 
-def list_waiting_for_person(workspace: Workspace, db: SqlReader) -> list[dict[str, str]]:
+def list_items_waiting_for_person(workspace: Workspace, db: SqlReader) -> list[dict[str, str]]:
     """Each thing that waits for a person: ``what`` it is, and the ``command`` to type (or what to do). The most urgent comes first."""
     found = [
         *_training(db),
@@ -43,7 +43,7 @@ def list_waiting_for_person(workspace: Workspace, db: SqlReader) -> list[dict[st
 
 def _training(db: SqlReader) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
-    if pause := current_pause(db):
+    if pause := find_current_pause(db):
         paused = Message("waiting.paused", "{person} paused {what}", what=pause.what, person=pause.by)
         found.append((paused, "factory resume"))
     if disk := find_low_disk(db):
@@ -55,8 +55,8 @@ def _training(db: SqlReader) -> list[tuple[str, str]]:
         )
         found.append((low, Message("waiting.free_space", "free some space, for example with 'factory clean'")))
     if row := find_parked_segment(db):
-        found.append((describe_parked_segment(db, row), parked_commands(row)))
-    newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
+        found.append((describe_parked_segment(db, row), format_commands_for_parked_segment(row)))
+    newest = SegmentRow.find_first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     if newest and newest.state == "uncertified":
         uncertified = Message(
             "waiting.uncertified", "the code of segment {segment} is not certified", segment=newest.id
@@ -97,7 +97,7 @@ def _verdicts(db: SqlReader) -> list[tuple[str, str]]:
 
 
 def _anomalies(db: SqlReader) -> list[tuple[str, str]]:
-    asked, closed = newest_details_by_anomaly(db, ASKED), newest_details_by_anomaly(db, CLOSED)
+    asked, closed = read_newest_details_by_anomaly(db, ASKED), read_newest_details_by_anomaly(db, CLOSED)
     leads = sorted({detail["lead"] for number, detail in asked.items() if number not in closed})
     return [
         (
@@ -127,11 +127,11 @@ def _tasks(workspace: Workspace) -> list[tuple[str, str]]:
         file=file,
     )
     repair = Message("waiting.unpack_task", "unpack the file to .jsonl, or remove it")
-    return [(unread(path.name), repair) for path in list_unread_files(workspace.root / "policies" / "tasks")]
+    return [(unread(path.name), repair) for path in list_unreadable_files(workspace.root / "policies" / "tasks")]
 
 
 def _notifying(workspace: Workspace) -> list[tuple[str, str]]:
-    positions = read_positions(workspace)
+    positions = read_delivery_positions(workspace)
     if positions is None:
         unread = Message("waiting.unread_positions", "{file} cannot be read, so nobody is notified", file=FILE)
         return [(unread, f"remove {workspace.root / FILE}")]
@@ -161,19 +161,19 @@ def list_open_verdicts(db: SqlReader) -> list[str]:
     return found
 
 
-def waiting_facts(db: SqlReader) -> dict[str, Any]:
+def read_waiting_facts(db: SqlReader) -> dict[str, Any]:
     """The pause, the parked segment, the failing actions and the requests to the daemon, as JSON-ready facts."""
-    pause, row = current_pause(db), find_parked_segment(db)
+    pause, row = find_current_pause(db), find_parked_segment(db)
     return {
         "paused": vars(pause) if pause else None,
         "parked": {"segment": row.id, "says": explain_parked_segment(db, row)} if row else None,
         "failing": list_failing_actions(db),
-        "asked": [{key: one[key] for key in ("action", "by", "at")} for one in open_requests(db).values()],
+        "asked": [{key: one[key] for key in ("action", "by", "at")} for one in list_open_requests(db).values()],
     }
 
 
-def waiting_lines(facts: dict[str, Any]) -> list[str]:
-    """The facts of ``waiting_facts`` as lines for people."""
+def format_waiting_lines(facts: dict[str, Any]) -> list[str]:
+    """The facts of ``read_waiting_facts`` as lines for people."""
     lines: list[str] = [f"paused    {Pause(**facts['paused'])}"] if facts["paused"] else []
     lines += [f"parked    {facts['parked']['says']}"] if facts["parked"] else []
     for one in facts["failing"]:

@@ -27,7 +27,7 @@ from factory.core.progress import Progress, ProgressTask
 from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
 from factory.git.scope import AgentsPolicy
-from factory.ingest.reading.streams import unreadable_file_error
+from factory.ingest.reading.streams import make_unreadable_file_error
 from factory.ingest.rules.licence_claims import find_relicensed_documents, find_strictest_licence
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ from factory.synthetic.writers import (
 )
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
-from trainer.contract.data.token_shard import file_sha256
+from trainer.contract.data.token_shard import hash_file
 
 
 class AnswerJournal:
@@ -80,7 +80,7 @@ class AnswerJournal:
     def __len__(self) -> int:
         return len(self._places)
 
-    def add(self, number: int, answer: Answer) -> None:
+    def append_answer(self, number: int, answer: Answer) -> None:
         assert number not in self._places
         self._file.seek(0, 2)
         place = self._file.tell()
@@ -89,7 +89,7 @@ class AnswerJournal:
         self._file.flush()
         self._places[number] = place
 
-    def answer(self, number: int) -> Answer:
+    def read_answer(self, number: int) -> Answer:
         self._file.seek(self._places[number])
         row = json.loads(self._file.readline())
         return Answer(row["text"], row["end"])
@@ -121,7 +121,7 @@ class GenerationRequest:
     seed: int = 0
     licence: str | None = None
 
-    def check(self, policy: DataPolicy) -> None:
+    def refuse_conflicting_options(self, policy: DataPolicy) -> None:
         """Raises: InputError for options that exclude one another."""
         if self.endpoint == "champion":
             raise InputError(
@@ -154,9 +154,9 @@ class GenerationRequest:
     def hash_arguments(self) -> str:
         """A hash of the arguments and of the file of prompts. Raises: InputError if that file cannot be read."""
         try:
-            prompts = file_sha256(self.prompts) if self.prompts else ""
+            prompts = hash_file(self.prompts) if self.prompts else ""
         except OSError as error:
-            raise unreadable_file_error(str(self.prompts), error) from error
+            raise make_unreadable_file_error(str(self.prompts), error) from error
         said = json.dumps(asdict(self) | {"prompts": prompts}, sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:12]
 
@@ -171,7 +171,7 @@ class GenerationPlan:
     count: int  # documents; if the prompts are fewer, they are used again from the first
     is_resumed: bool = False  # True: an earlier call began this run
 
-    def prompt(self, number: int) -> Prompt:
+    def get_prompt(self, number: int) -> Prompt:
         return self.prompts[number % len(self.prompts)]
 
     def summarise(self) -> dict[str, Any]:
@@ -179,8 +179,8 @@ class GenerationPlan:
         licences: Counter[str] = Counter()
         domains: Counter[str] = Counter()
         for number in range(self.count):
-            licences[self.prompt(number).license or ""] += 1
-            domains[self.prompt(number).domain] += 1
+            licences[self.get_prompt(number).license or ""] += 1
+            domains[self.get_prompt(number).domain] += 1
         return {
             "written_by": self.writer.name,
             "count": self.count,
@@ -213,7 +213,7 @@ class GeneratedShard:
 def plan_generation(plant: Plant, request: GenerationRequest) -> GenerationPlan:
     """The plan of a new run, or of the interrupted run with the same arguments. Changes nothing. Raises: InputError; ConfigError."""
     policy = DataPolicy.load(plant.workspace.policy_path("data.yaml"))
-    request.check(policy)
+    request.refuse_conflicting_options(policy)
     key = request.hash_arguments()
     if (found := _read_plan(plant.workspace.root / FOLDER / f".{key}", plant.ledger)) is not None:
         return found
@@ -271,7 +271,7 @@ def generate_shard(plant: Plant, request: GenerationRequest, *, inbox: bool = Fa
             ends = _write(plant, request, what, aside, place)
         _delete(aside)
         with open(place, "rb") as rows:
-            made = GeneratedShard(place, file_sha256(place), what.writer.name, sum(1 for _ in rows), ends)
+            made = GeneratedShard(place, hash_file(place), what.writer.name, sum(1 for _ in rows), ends)
         return GeneratedShard(**{**vars(made), "inbox": _to_inbox(plant, made)}) if inbox else made
 
 
@@ -337,7 +337,7 @@ def _write(
                 ) from None
         licences = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
         claimed = {
-            key: one.effective_licence(licences)
+            key: one.find_effective_licence(licences)
             for key, one in find_relicensed_documents(plant.ledger, licences).items()
         }
         barred = {key for key, name in claimed.items() if not licences.find_licence(name).train}
@@ -346,7 +346,7 @@ def _write(
         ends: Counter[str] = Counter()
         with open(made, "w", encoding="utf-8") as out:
             for number in range(what.count):
-                prompt, answer = what.prompt(number), journal.answer(number)
+                prompt, answer = what.get_prompt(number), journal.read_answer(number)
                 if prompt.opening_of in claimed:  # perhaps by a shard that was ingested after the plan
                     both = [prompt.license or "", claimed[prompt.opening_of]]
                     prompt = replace(prompt, license=find_strictest_licence(both, licences) or None)
@@ -385,7 +385,7 @@ def _end(prompt: Prompt, answer: Answer, gone: set[str]) -> str:
 
 def _why(ends: Counter[str], what: GenerationPlan, journal: AnswerJournal) -> str:
     said = ", ".join(f"{count} {end}" for end, count in ends.items())
-    refused = (answer for n in range(what.count) if (answer := journal.answer(n)).end == "refused")
+    refused = (answer for n in range(what.count) if (answer := journal.read_answer(n)).end == "refused")
     first = next(refused, None)
     return said + (f" ({first.text})" if first else "")
 
@@ -422,17 +422,17 @@ async def _answer_some(
     for (
         numbers
     ) in left:  # complete requests, even if some of their answers exist: the model writes the same answers again
-        prompts = [what.prompt(number).content for number in numbers]
+        prompts = [what.get_prompt(number).content for number in numbers]
         answers = await asking.request_answers(
-            prompts, request.tokens, request.temperature, derive_seed(request.seed, numbers[0])
+            prompts, request.tokens, request.temperature, derive_request_seed(request.seed, numbers[0])
         )
         for number, answer in zip(numbers, answers, strict=True):
             if number not in journal:
-                journal.add(number, answer)
+                journal.append_answer(number, answer)
                 task.advance()
 
 
-def derive_seed(seed: int, number: int) -> int:
+def derive_request_seed(seed: int, number: int) -> int:
     """The seed of the request that begins with document ``number``: 31 bits, which every endpoint accepts."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4]) >> 1
 
@@ -456,7 +456,7 @@ def _row(what: GenerationPlan, number: int, prompt: Prompt, answer: Answer) -> d
         "synthetic_by": what.writer.name,
         "opening_of": prompt.opening_of,
     }
-    content = prompt.with_answer(answer.text)
+    content = prompt.make_document(answer.text)
     return {"id": f"{what.name}/{number}", **content, **{key: value for key, value in named.items() if value}}
 
 

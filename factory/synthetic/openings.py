@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from factory.core.errors import InputError
 from factory.ingest.document import SYNTHETIC_PREFIX, Content
 from factory.ingest.rules.licence_claims import find_relicensed_documents
-from factory.ingest.rules.policy import Licences
+from factory.ingest.rules.policy import LicenceRules
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, token_shards
 from factory.synthetic.prompts import Prompt
@@ -33,7 +33,7 @@ def draw_openings(
     tokens: int,
     domain: str | None,
     seed: int,
-    licences: Licences,
+    licences: LicenceRules,
 ) -> list[Prompt]:
     """The openings of up to ``count`` documents that ``seed`` draws: the first ``tokens`` tokens, or the turns of a chat before its first answer.
 
@@ -49,7 +49,7 @@ def draw_openings(
     ]
     usable += [c.domain == domain] if domain else []
     stricter = {
-        key: one.effective_licence(licences) for key, one in find_relicensed_documents(ledger, licences).items()
+        key: one.find_effective_licence(licences) for key, one in find_relicensed_documents(ledger, licences).items()
     }
     barred = {key for key, licence in stricter.items() if not licences.find_licence(licence or None).train}
     drawn = heapq.nsmallest(count, ((_draw(key, seed), key) for key in _keys(ledger, usable) if key not in barred))
@@ -104,7 +104,7 @@ def _contents(ledger: Ledger, tokenizer: Tokenizer, rows: dict[str, dict[str, An
             for one in wanted.select(["key", "start", "length"]).to_pylist():
                 start, stop = one["start"], one["start"] + one["length"]
                 content = tokenizer.decode_document(
-                    ids := shard.tokens[start:stop].astype(np.int64), shard.loss_mask(start, stop)
+                    ids := shard.tokens[start:stop].astype(np.int64), shard.read_loss_mask(start, stop)
                 )
                 if opening := _opening(tokenizer, content, ids, tokens):
                     found[one["key"]] = opening

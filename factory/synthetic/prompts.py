@@ -8,9 +8,9 @@ from typing import Any
 
 from factory.core.errors import InputError
 from factory.ingest.document import BadRow, Content, parse_document, parse_json
-from factory.ingest.reading.streams import unreadable_file_error
-from factory.ingest.rules.policy import Licences
-from factory.ingest.shapes.bad_row import not_an_object_error
+from factory.ingest.reading.streams import make_unreadable_file_error
+from factory.ingest.rules.policy import LicenceRules
+from factory.ingest.shapes.bad_row import make_not_an_object_error
 from factory.ingest.shapes.tool_calls import TOOLS
 from kernels.contract.message import Message
 
@@ -33,10 +33,10 @@ class Prompt:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def with_answer(self, answer: str) -> Content:
+    def make_document(self, answer: str) -> Content:
         """The document that consists of the prompt and the answer.
 
-        >>> Prompt({"text": "Once"}, "text").with_answer(" upon a time")
+        >>> Prompt({"text": "Once"}, "text").make_document(" upon a time")
         {'text': 'Once upon a time'}
         """
         if "text" in self.content:
@@ -71,7 +71,7 @@ def read_prompts(path: Path, default_domain: str, count: int | None) -> list[Pro
             "synthetic.bad_line", "{path}, line {line}: {why}", path=path, line=number, why=bad.detail
         ) from None
     except OSError as error:
-        raise unreadable_file_error(path, error) from error
+        raise make_unreadable_file_error(path, error) from error
     if not found:
         raise InputError(
             "synthetic.no_prompts",
@@ -92,7 +92,7 @@ def _prompt(line: bytes, as_json: bool, default_domain: str) -> Prompt:
     else:
         row = parse_json(line)
     if not isinstance(row, dict):
-        raise not_an_object_error(row)
+        raise make_not_an_object_error(row)
     text, messages = row.get("prompt"), row.get("messages")
     if (text is None) == (messages is None):
         one = Message("synthetic.one_prompt", "a row needs either 'prompt' or 'messages', not both")
@@ -120,7 +120,7 @@ def _role(message: Any) -> Any:
     return message.get("role") if isinstance(message, dict) else None
 
 
-def choose_licence(prompt: Prompt, named_licence: str | None, policy: Licences) -> str | None:
+def choose_licence(prompt: Prompt, named_licence: str | None, policy: LicenceRules) -> str | None:
     """The licence of a document that begins with ``prompt``. ``named_licence``: the licence that the person gives to the model's text.
 
     The stricter of both licences counts, so the licence is never laxer than that of the opening. If the document of the opening has no licence, the

@@ -16,19 +16,19 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 from agents.llm.exchange import LlmError
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
-from factory.ingest.document import Content, format_writing_release
+from factory.ingest.document import Content, format_release_as_author
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, find_champion
 from factory.serving.champion import Champion
-from factory.serving.engines import Engine, native_engine_kind
+from factory.serving.engines import Engine, make_native_engine_kind
 from kernels.contract.message import Message
 
 BATCH = 16  # documents that are written at the same time
@@ -77,7 +77,7 @@ def find_release_writer(ledger: Ledger, number: int | None) -> TextWriter:
         )
     Champion(row.number, Path(row.export_path), row.export_sha256).check_export()
     return TextWriter(
-        format_writing_release(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256
+        format_release_as_author(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256
     )
 
 
@@ -89,7 +89,7 @@ def make_endpoint_writer(url: str, model: str, policy: LlmPolicy) -> TextWriter:
         raise InputError("synthetic.endpoint", "the endpoint cannot be used: {error}", error=error) from None
     parts = urlsplit(url)
     shown = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-    return TextWriter(one_line(f"{model} at {shown}", 300), url=url, model=model)
+    return TextWriter(fold_to_one_line(f"{model} at {shown}", 300), url=url, model=model)
 
 
 def _key() -> str:
@@ -112,9 +112,9 @@ async def open_writer(
     say(Message("synthetic.starts", "the engine of release {release} starts", release=writer.release))
     logs = workspace.logs / "generate"  # a 'factory serve' may run at the same time, with logs of its own
     logs.mkdir(parents=True, exist_ok=True)
-    engine = await Engine.start(native_engine_kind(), export, logs)
+    engine = await Engine.start(make_native_engine_kind(), export, logs)
     try:
-        await engine.wait_ready()
+        await engine.wait_until_ready()
         yield WriterClient(writer, policy, engine.client, "/v1", say, engine)
     finally:
         await engine.stop()
@@ -291,7 +291,7 @@ def _said(content: bytes) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         said = content.decode("utf-8", "replace")
     key = _key()
-    return one_line(str(said).replace(key, "[key]") if len(key) >= 4 else str(said), 300)
+    return fold_to_one_line(str(said).replace(key, "[key]") if len(key) >= 4 else str(said), 300)
 
 
 def _advice(status: int, path: str) -> Message | None:

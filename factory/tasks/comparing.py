@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from factory.evals.power import MOST_FAILED, ScoredGuard, smoothed_variance
-from factory.evals.statistics import Gain, compare_items, holm_step_down
+from factory.evals.power import MOST_FAILED, ScoredGuard, compute_smoothed_variance
+from factory.evals.statistics import Gain, compare_items, run_holm_step_down
 from factory.evals.tasks import EvalItem
 from kernels.contract.message import Message
 
@@ -30,7 +30,7 @@ class TaskEvidence:
     variances: Mapping[str, float] = field(default_factory=dict)  # metric → variance of the champion's item values
 
     @classmethod
-    def of_problem(cls, words: str, remedy: str) -> TaskEvidence:
+    def from_problem(cls, words: str, remedy: str) -> TaskEvidence:
         """The evidence of a task that could not be measured or compared."""
         return cls(problems=(words,), remedies={words: remedy})
 
@@ -46,17 +46,17 @@ class TaskEvidence:
 
 def compute_metric_scores(items: Sequence[EvalItem]) -> dict[str, Gain]:
     """Each metric's score with its standard error, as a gain over zero."""
-    return compare_evaluations(items, [replace(item, value=0.0) for item in items]) or {}
+    return compute_metric_gains(items, [replace(item, value=0.0) for item in items]) or {}
 
 
-def compare_evaluations(
+def compute_metric_gains(
     candidate: Sequence[EvalItem], champion: Sequence[EvalItem], costs: Sequence[str] = ()
 ) -> dict[str, Gain] | None:
     """{metric: gain} of two evaluations of a task. None if their items differ. ``costs``: metrics whose lower value is better.
 
     >>> one = [EvalItem("t/acc", f"{i}", "t", f"source{i}", float(i < 6), 1.0) for i in range(8)]
     >>> other = [EvalItem("t/acc", f"{i}", "t", f"source{i}", float(i < 4), 1.0) for i in range(8)]
-    >>> gain = compare_evaluations(one, other)["t/acc"]
+    >>> gain = compute_metric_gains(one, other)["t/acc"]
     >>> round(gain.gain, 6), round(gain.error, 6), gain.clusters
     (0.25, 0.174964, 8)
     """
@@ -86,7 +86,7 @@ def count_items_and_variances(champion: Sequence[EvalItem]) -> tuple[dict[str, i
             other.add(item.task)
     known = {name: ones for name, ones in values.items() if name not in other}
     return {name: len(ones) for name, ones in known.items()}, {
-        name: smoothed_variance(ones) for name, ones in known.items()
+        name: compute_smoothed_variance(ones) for name, ones in known.items()
     }
 
 
@@ -122,7 +122,7 @@ def find_unreliable_metrics(evidence: TaskEvidence, clusters_min: int) -> dict[s
     return found
 
 
-def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
+def make_task_reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
     """The sentences about a candidate's tasks. Pure.
 
     Each metric is a guard: its gain must be shown to be above −margin, all guards together at level ``alpha`` (Holm). A metric that is set aside
@@ -136,13 +136,13 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
     apart = find_unreliable_metrics(evidence, clusters_min)
 
     def above(name: str, shared: int) -> bool:
-        bound = evidence.gains[name].confidence_bound(evidence.alpha / shared)
+        bound = evidence.gains[name].compute_confidence_bound(evidence.alpha / shared)
         return bound is not None and bound > -evidence.margins[name]
 
-    shown = holm_step_down([name for name in names if name not in apart], above)
+    shown = run_holm_step_down([name for name in names if name not in apart], above)
     for name in names:
         gain, margin = evidence.gains[name], evidence.margins[name]
-        upper = gain.confidence_bound(evidence.alpha / len(names), above=True)
+        upper = gain.compute_confidence_bound(evidence.alpha / len(names), above=True)
         few = gain.clusters is None or gain.clusters < clusters_min
         if name in apart and few:
             facts.append(
@@ -172,7 +172,7 @@ def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
                 )
             )
             continue
-        low, high = gain.confidence_bound(0.025), gain.confidence_bound(0.025, above=True)
+        low, high = gain.compute_confidence_bound(0.025), gain.compute_confidence_bound(0.025, above=True)
         compared = Message(
             "comparing.compared", "Task {task}: the score differs by {gain:+.3f} from the champion's (95 % confidence interval: {low} " "to {high})",
             task=name, gain=gain.gain, low=_signed(low), high=_signed(high),
@@ -227,7 +227,7 @@ def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
             "{needed:,}.",
             groups=clusters, needed=clusters_min,
         )  # fmt: skip
-    needed = known.items_needed()
+    needed = known.find_items_needed()
     size = (
         Message("comparing.items_needed", "A guard with the task's margin needs about {items:,} items", items=needed)
         if needed
@@ -238,10 +238,10 @@ def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
         "The task is measured, but is not a guard. With its {items:,} items, a guard would hold back {held:.0f} of 100 equally "
         "good models, but may hold back at most {limit:.0f}. {size} (margin in tasks.yaml). {effect}",
         items=known.items,
-        held=100 * (1 - known.share_passing),
+        held=100 * (1 - known.pass_rate_of_equal_models),
         limit=100 * MOST_FAILED,
         size=size,
-        effect=known.remaining_effect,
+        effect=known.effect_when_set_aside,
     )
 
 

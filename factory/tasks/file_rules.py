@@ -12,7 +12,7 @@ from factory.tasks.items import ChoiceItem, TaskError, TaskItem
 WAYS = {"place": "a place from 0", "letter": "a letter", "text": "the text of a choice"}
 
 
-def resolve_answers(items: Sequence[Any], where: str) -> list[Any]:
+def replace_answers_by_places(items: Sequence[Any], where: str) -> list[Any]:
     """Return the items. In multiple choice, the place of the right choice replaces the answer as written. Each answer must name a choice.
 
     Raises: TaskError naming the first record whose answer needs another reading (place, letter, text) than the records before it, or whose

@@ -13,16 +13,16 @@ from factory.tasks.model import Advance, GenerationParameters, TaskModel
 from factory.tasks.policy import TaskLimits
 from factory.tasks.reply import cut_after_first_answer
 from factory.tasks.task_file import EvalTask, TaskFile
-from factory.tasks.verifiers import AnswerCheck, check_maths_answers, check_programs
+from factory.tasks.verifiers import AnswerCheckResult, check_maths_answers, check_programs
 
 SHOWN = 5  # answers in the summary
 SHOWN_LETTERS = 500
 
 
-def pass_at_k(samples: int, right: int, k: int) -> float:
+def estimate_pass_at_k(samples: int, right: int, k: int) -> float:
     """The unbiased estimate that one of ``k`` answers is right: 1 − C(n − c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
-    >>> pass_at_k(10, 3, 1), round(pass_at_k(10, 3, 5), 4), pass_at_k(10, 0, 5), pass_at_k(10, 6, 5)
+    >>> estimate_pass_at_k(10, 3, 1), round(estimate_pass_at_k(10, 3, 5), 4), estimate_pass_at_k(10, 0, 5), estimate_pass_at_k(10, 6, 5)
     (0.3, 0.9167, 0.0, 1.0)
     """
     assert 0 <= right <= samples and 1 <= k <= samples
@@ -36,9 +36,9 @@ def generate_and_check(
     file = task.file
     assert isinstance(file, TaskFile)
     prompts = [_prompt(file, item, task) for item in task.items]
-    how = GenerationParameters(file.max_tokens, file.stops, file.temperature)
+    how = GenerationParameters(file.max_tokens, file.stop_texts, file.temperature)
     asked = [(item, prompt, number) for item, prompt in zip(task.items, prompts) for number in range(file.samples)]
-    seeds = [derive_seed(file.seed, task.name, item.key, number) for item, _, number in asked]
+    seeds = [hash_to_seed(file.seed, task.name, item.key, number) for item, _, number in asked]
     drawn = model.generate([prompt for _, prompt, _ in asked], how, seeds, advance)
     if task.kind == "code":
         programs = [
@@ -53,7 +53,7 @@ def generate_and_check(
         right[item.key] += found.right
     rows = [
         EvalItem(
-            f"{task.name}/pass@{k}", item.key, task.name, item.cluster, pass_at_k(file.samples, right[item.key], k), 1.0
+            f"{task.name}/pass@{k}", item.key, task.name, item.cluster, estimate_pass_at_k(file.samples, right[item.key], k), 1.0
         )
         for item in task.items
         for k in sorted(set(file.pass_at))
@@ -81,10 +81,10 @@ def _prompt(file: TaskFile, item: CodeItem | MathsItem, task: EvalTask) -> str:
     )
 
 
-def derive_seed(*parts: object) -> int:
+def hash_to_seed(*parts: object) -> int:
     """A 56-bit seed: a hash of ``parts``."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 
-def _shown(found: AnswerCheck) -> dict[str, Any]:
+def _shown(found: AnswerCheckResult) -> dict[str, Any]:
     return {"right": found.right, "why": found.stopped or found.why}

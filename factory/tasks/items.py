@@ -28,7 +28,7 @@ class TaskError(FactoryError):
     exit_code = 2
 
 
-def repeated_id_message(where: str, name: str, first: int, second: int) -> Message:
+def make_repeated_id_message(where: str, name: str, first: int, second: int) -> Message:
     """The message that two records of a file have the same id."""
     return Message(
         "items.repeated_id",
@@ -40,7 +40,7 @@ def repeated_id_message(where: str, name: str, first: int, second: int) -> Messa
     )
 
 
-def unreadable_file_message(path: object, error: Exception) -> Message:
+def make_unreadable_file_message(path: object, error: Exception) -> Message:
     """The message that a file of a task cannot be read."""
     return Message("items.unreadable", "{file} cannot be read: {reason}", file=str(path), reason=str(error))
 
@@ -164,7 +164,7 @@ class CodeItem(TaskItem):
     def right_answer(self) -> str:
         return self.tests  # every program that passes them is right
 
-    def program_of_reply(self, written: str) -> str:
+    def make_program_of_reply(self, written: str) -> str:
         """The program of a model's reply: the prompt and its continuation, or the code in the reply's fences."""
         return extract_program(self.prompt if self.begins is None else self.begins, written)
 
@@ -172,7 +172,7 @@ class CodeItem(TaskItem):
 KINDS: dict[str, type[TaskItem]] = {"multiple_choice": ChoiceItem, "maths": MathsItem, "code": CodeItem}
 
 
-def read_records(kind: str, records: Sequence[Any], where: str) -> list[Any]:
+def parse_items(kind: str, records: Sequence[Any], where: str) -> list[Any]:
     """The items of a file. Raises: TaskError naming the record and the key, for an invalid record or a repeated id or question."""
     items: list[Any] = []
     asked: dict[tuple[str, ...], int] = {}
@@ -192,7 +192,7 @@ def _parsed(
     for number, record in records:
         item = parse(KINDS[kind], record, f"{where}, record {number}", TaskError)
         if (first := ids.setdefault(item.key, number)) != number:
-            raise TaskError(repeated_id_message(where, item.key, first, number))
+            raise TaskError(make_repeated_id_message(where, item.key, first, number))
         if fault := _fault(item, doubled_choices):
             raise TaskError(
                 "items.odd_record", "{file}, record {record}: {fault}", file=where, record=number, fault=fault
@@ -200,13 +200,13 @@ def _parsed(
         yield number, item
 
 
-def read_published(
+def parse_published_items(
     kind: str, records: Sequence[tuple[int, Any]], where: str, doubled_choices: bool
 ) -> tuple[list[Any], list[Message]]:
     """(the items of a published file, notes about them). ``records``: (number in the file, record in the factory's form).
 
     A repeated question stays in the file, so that scores compare with published scores, but its copies share a cluster. ``doubled_choices``
-    allows equal choices, which do no harm in letter format. Raises: TaskError like ``read_records``.
+    allows equal choices, which do no harm in letter format. Raises: TaskError like ``parse_items``.
     """
     items: list[Any] = []
     asked: dict[tuple[str, ...], Any] = {}
@@ -281,7 +281,7 @@ def _no_tests(tests: str) -> Message | None:
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes in the tests
             if not ast.parse(tests).body:
-                return empty_tests_message()
+                return make_empty_tests_message()
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return Message(
             "items.odd_tests",
@@ -291,6 +291,6 @@ def _no_tests(tests: str) -> Message | None:
     return None
 
 
-def empty_tests_message() -> Message:
+def make_empty_tests_message() -> Message:
     """The message that every program passes the tests."""
     return Message("items.empty_tests", "The tests test nothing, so every program would pass")

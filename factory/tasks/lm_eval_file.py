@@ -25,8 +25,8 @@ from typing import Any
 import yaml
 
 from factory.core.errors import suggest_name
-from factory.ingest.rules.task_folder import SUFFIXES, data_suffix, list_item_files
-from factory.tasks.items import TaskError, repeated_id_message, unreadable_file_message
+from factory.ingest.rules.task_folder import SUFFIXES, get_data_suffix, list_item_files
+from factory.tasks.items import TaskError, make_repeated_id_message, make_unreadable_file_message
 from kernels.contract.message import Message
 
 LARGEST = 1 << 20  # bytes of a YAML file
@@ -154,7 +154,7 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
             "lm_eval_file.cluster_by", "{file}: metadata.cluster_by must be the name of a key of the items", file=path
         )
     target = config.get("doc_to_target")
-    version = lm_eval_version()
+    version = read_lm_eval_version()
     code = sorted(path.parent.glob("*.py")) if found else []
     parts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in [*read, *code]]
     if config.get("output_type") == "loglikelihood_rolling":
@@ -177,7 +177,7 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
     )
 
 
-def check_records(file: LmEvalFile, records: Sequence[Mapping[str, Any]], where: str) -> None:
+def refuse_invalid_records(file: LmEvalFile, records: Sequence[Mapping[str, Any]], where: str) -> None:
     """Check the records of a data file, because lm-eval does not: it takes the name of a missing key as the answer.
 
     Raises: TaskError naming the first record without an answer or cluster, or with a repeated id.
@@ -199,7 +199,7 @@ def check_records(file: LmEvalFile, records: Sequence[Mapping[str, Any]], where:
                     file=where, record=number, key=key, value=value,
                 )  # fmt: skip
         if (name := record.get("id")) is not None and (first := ids.setdefault(str(name), number)) != number:
-            raise TaskError(repeated_id_message(where, str(name)[:100], first, number))
+            raise TaskError(make_repeated_id_message(where, str(name)[:100], first, number))
         text = json.dumps(record, ensure_ascii=False, default=repr)
         try:
             text.encode()
@@ -210,7 +210,7 @@ def check_records(file: LmEvalFile, records: Sequence[Mapping[str, Any]], where:
             ) from None  # fmt: skip
 
 
-def lm_eval_version() -> str:
+def read_lm_eval_version() -> str:
     """The version of the installed lm-eval. Raises: TaskError if it is not installed."""
     try:
         return importlib.metadata.version("lm-eval")
@@ -226,7 +226,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     task = local.get("task")
     if not isinstance(task, str) or not task:
         return local, ""
-    lm_eval_version()
+    read_lm_eval_version()
     found = importlib.util.find_spec("lm_eval")
     assert found is not None and found.origin is not None
     root = Path(found.origin).parent / "tasks"
@@ -235,7 +235,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
         raise TaskError(
             "lm_eval_file.not_shipped",
             "{file} has no doc_to_text, and lm-eval {version} has no task {task!r}. Write the whole task, or name a task of lm-eval",
-            file=path, version=lm_eval_version(), task=task[:100],
+            file=path, version=read_lm_eval_version(), task=task[:100],
         )  # fmt: skip
     config = _with_included(theirs, root.resolve(), read) | local
     files = _data(path, local.get("dataset_kwargs"))
@@ -243,7 +243,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     known = (
         set(named) if isinstance(named, dict) else {"train"}
     )  # the name that the library datasets gives to unnamed data
-    suffix = data_suffix(files[0]).removesuffix(".gz")
+    suffix = get_data_suffix(files[0]).removesuffix(".gz")
     over: dict[str, Any] = {
         "dataset_path": {".csv": "csv", ".parquet": "parquet"}.get(suffix, "json"),
         "dataset_name": None,
@@ -292,7 +292,7 @@ def _with_included(path: Path, folder: Path, read: list[Path]) -> dict[Any, Any]
             )
         config = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(unreadable_file_message(path, error)) from error
+        raise TaskError(make_unreadable_file_message(path, error)) from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise TaskError(
             "lm_eval_file.no_yaml",

@@ -20,7 +20,7 @@ from factory.core.untrusted_trainer_files import open_regular_file
 from factory.evals.tasks import EvalItem
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits, SandboxResult
-from factory.tasks.generation import derive_seed
+from factory.tasks.generation import hash_to_seed
 from factory.tasks.items import TaskError
 from factory.tasks.lm_eval_file import LmEvalFile
 from factory.tasks.model import Advance, GenerationParameters, TaskModel
@@ -53,7 +53,7 @@ def run_lm_eval(
             enough.set()
         result = ended.result()
         if not result.ok:
-            raise TaskError("lm_eval_run.failed", "lm-eval failed: {reason}", reason=result.why())
+            raise TaskError("lm_eval_run.failed", "lm-eval failed: {reason}", reason=result.describe_ending())
         found = _read(folder / "result.json")
     return _items(task, found)
 
@@ -86,12 +86,12 @@ def _answer(folder: Path, ended: Future[SandboxResult], model: TaskModel, advanc
         if not asked.with_name(f"{asked.name}.whole").exists():
             wait([ended], LOOK_SECONDS)
             continue
-        answer = answer_request(_read(asked), model, advance)
+        answer = answer_lm_eval_request(_read(asked), model, advance)
         write_atomically(folder / f"answer-{number}.json", json.dumps(answer))
         number += 1
 
 
-def answer_request(request: Any, model: TaskModel, advance: Advance) -> list[Any]:
+def answer_lm_eval_request(request: Any, model: TaskModel, advance: Advance) -> list[Any]:
     """The answer to a request of lm-eval's ``LM``. Raises: TaskError for an invalid request."""
     kind, requests = (request.get("kind"), request.get("requests")) if isinstance(request, dict) else (None, None)
     if not isinstance(requests, list) or not all(isinstance(one, list) and one for one in requests):
@@ -102,16 +102,16 @@ def answer_request(request: Any, model: TaskModel, advance: Advance) -> list[Any
             "lm_eval_run.odd_request", "lm-eval made an invalid request of kind {kind!r}", kind=str(kind)[:40]
         )
     if kind == "loglikelihood":
-        scored = model.log_probabilities([(one[0], one[1]) for one in requests], advance)
+        scored = model.score_continuations([(one[0], one[1]) for one in requests], advance)
         return [[one.log_probability, one.likeliest] for one in scored]
     if kind == "loglikelihood_rolling":
-        return model.whole_text_log_probabilities([one[0] for one in requests], advance)
+        return model.score_whole_texts([one[0] for one in requests], advance)
     found: list[str] = [""] * len(requests)
     by_drawing: dict[GenerationParameters, list[int]] = {}
     for index, one in enumerate(requests):
         by_drawing.setdefault(_drawing(one[1] if len(one) > 1 else {}), []).append(index)
     for how, indices in by_drawing.items():
-        seeds = [derive_seed(index, requests[index][0]) for index in indices]
+        seeds = [hash_to_seed(index, requests[index][0]) for index in indices]
         for index, one in zip(indices, model.generate([requests[i][0] for i in indices], how, seeds, advance)):
             found[index] = one.text
     return found

@@ -46,9 +46,9 @@ def measure_task(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksP
     """
     candidate = CandidateRow.get(plant.ledger, candidate_id)
     tokenizer = Tokenizer.load(plant.workspace.tokenizer)
-    identity = task.identity(tokenizer.sha256)
+    identity = task.make_evaluation_identity(tokenizer.sha256)
     mine = "WHERE candidate = :candidate AND suite_sha256 = :identity"
-    if known := EvaluationRow.first(plant.ledger, mine, candidate=candidate_id, identity=identity):
+    if known := EvaluationRow.find_first(plant.ledger, mine, candidate=candidate_id, identity=identity):
         return known.id
     contaminated = find_contaminated_items(plant, task)
     share = len(contaminated) / len(task.records)
@@ -102,7 +102,7 @@ def find_contaminated_items(plant: Plant, task: EvalTask) -> list[tuple[int, str
     n = DataPolicy.load(plant.workspace.policy_path("data.yaml")).decontamination.ngram
     grams = [hash_item_ngrams(item, n) for item in task.records]
     found: dict[int, str] = {}
-    for gram, key in DocumentIndex(plant.ledger).find_trained_by_ngram(np.unique(np.concatenate(grams))):
+    for gram, key in DocumentIndex(plant.ledger).find_training_documents_by_ngram(np.unique(np.concatenate(grams))):
         found.setdefault(gram, key)
     hits = np.array(sorted(found), np.uint64)
     return [

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from factory.evals.export_config import ExportError
-from factory.evals.reference_model import ReferenceModel, choose_likeliest
+from factory.evals.reference_model import ReferenceModel, choose_likeliest_tokens
 from factory.ingest.tokenizer import Tokenizer
 from factory.tasks.items import TaskError
 
@@ -84,7 +84,7 @@ class TaskModel:
         return self.model.config.context
 
     @property
-    def tokens_without_context(self) -> list[int]:
+    def tokens_in_place_of_context(self) -> list[int]:
         """The tokens before a text that has no context."""
         return list(self.tokenizer.bos) or [self.tokenizer.stop_token]
 
@@ -93,7 +93,7 @@ class TaskModel:
         kept = context.rstrip()
         continuation, context = context[len(kept) :] + continuation, kept
         alone = self.tokenizer.encode(context)
-        before = [*self.tokenizer.bos, *alone] or self.tokens_without_context
+        before = [*self.tokenizer.bos, *alone] or self.tokens_in_place_of_context
         after = self.tokenizer.encode(context + continuation)[len(alone) :]
         if not after:
             raise TaskError(
@@ -101,7 +101,7 @@ class TaskModel:
             )
         return before, after
 
-    def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]:
+    def score_continuations(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]:
         """The score of each (context, continuation). Raises: TaskError for a continuation longer than the model's context, or a score not finite."""
         sequences = []
         for context, continuation in pairs:
@@ -150,11 +150,11 @@ class TaskModel:
             advance(len(batch))
         return found
 
-    def whole_text_log_probabilities(self, texts: Sequence[str], advance: Advance) -> list[float]:
+    def score_whole_texts(self, texts: Sequence[str], advance: Advance) -> list[float]:
         """The log-probability of each whole text, its own BOS included, in windows that do not overlap and start after another BOS."""
         sequences, owner = [], []
         for index, text in enumerate(texts):
-            tokens = [*self.tokens_without_context, *self.tokenizer.bos, *self.tokenizer.encode(text)]
+            tokens = [*self.tokens_in_place_of_context, *self.tokenizer.bos, *self.tokenizer.encode(text)]
             for start, stop in _windows(len(tokens) - 1, self.context_length):
                 begin = max(0, stop - self.context_length)
                 sequences.append((tokens[begin : start + 1], tokens[start + 1 : stop + 1]))
@@ -178,7 +178,7 @@ class TaskModel:
             )  # fmt: skip
         encoded = []
         for prompt in prompts:
-            tokens = self.tokenizer.encode_text_prompt(prompt).tolist() or self.tokens_without_context
+            tokens = self.tokenizer.encode_text_prompt(prompt).tolist() or self.tokens_in_place_of_context
             self.cut_contexts += len(tokens) > room
             encoded.append(tokens[-room:])
         ranked = sorted(range(len(encoded)), key=lambda i: len(encoded[i]), reverse=True)
@@ -217,7 +217,7 @@ def _refuse_unmeasured(logits_BV: torch.Tensor) -> None:
 
 def _likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
     _refuse_unmeasured(logits_BV)
-    return choose_likeliest(logits_BV)
+    return choose_likeliest_tokens(logits_BV)
 
 
 def _until(text: str, stop: Sequence[str]) -> str:

@@ -21,13 +21,13 @@ def build_prompt(file: TaskFile, item: ChoiceItem, examples: Sequence[ChoiceItem
     return file.header.format(subject=item.subject) + "\n\n".join([*shown, _question(file, item)])
 
 
-class Scorer(Protocol):
+class ContinuationScorer(Protocol):
     """A model that scores continuations: ``TaskModel``, or a model with given scores."""
 
-    def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]: ...
+    def score_continuations(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]: ...
 
 
-def score_choices(task: EvalTask, model: Scorer, advance: Advance) -> list[EvalItem]:
+def score_choices(task: EvalTask, model: ContinuationScorer, advance: Advance) -> list[EvalItem]:
     """For each item ``acc`` (1 if the right choice has the highest log-probability) and, in cloze format, ``acc_norm`` (the same per character).
 
     If n choices share the highest value, each counts 1/n, so that a model without a preference scores chance.
@@ -39,7 +39,7 @@ def score_choices(task: EvalTask, model: Scorer, advance: Advance) -> list[EvalI
         prompt = build_prompt(task.file, item, task.examples)
         begins.append(len(pairs))
         pairs += [(prompt, f" {choice}") for choice in _choices(task.file, item)]
-    scored = model.log_probabilities(pairs, advance)
+    scored = model.score_continuations(pairs, advance)
     rows = []
     for item, begin in zip(task.items, begins, strict=True):
         values = np.array([one.log_probability for one in scored[begin : begin + len(item.choices)]])

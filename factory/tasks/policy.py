@@ -83,16 +83,16 @@ class TasksPolicy(StrictPolicy):
                 raise ValueError(f"tasks: {name[:100]!r} cannot be the name of a task")
         return self
 
-    def settings_of(self, task: str) -> TaskSettings:
+    def get_settings_of_task(self, task: str) -> TaskSettings:
         """The settings of a task."""
         return self.tasks.get(task, self.others)
 
-    def command_to_set(self, task: str, key: str, value: object) -> str:
+    def format_command_to_set(self, task: str, key: str, value: object) -> str:
         """The command that changes one key of a task and keeps its other keys. Empty if the task's name is not safe in a shell.
 
-        >>> TasksPolicy().command_to_set("arc", "margin", 0.12)
+        >>> TasksPolicy().format_command_to_set("arc", "margin", 0.12)
         'factory config set tasks tasks.arc.margin 0.12'
-        >>> TasksPolicy(others=TaskSettings(tier="each")).command_to_set("my.arc", "margin", 0.12)
+        >>> TasksPolicy(others=TaskSettings(tier="each")).format_command_to_set("my.arc", "margin", 0.12)
         'factory config set tasks tasks "{my.arc: {tier: each, margin: 0.12}}"'
         """
         if not NAME.fullmatch(task):

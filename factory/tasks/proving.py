@@ -16,7 +16,7 @@ from typing import Any
 from factory.core.progress import Progress
 from factory.ledger.ledger import Ledger, record_event
 from factory.tasks.exact_answer import extract_answer, is_same_answer
-from factory.tasks.items import ChoiceItem, CodeItem, MathsItem, TaskError, empty_tests_message
+from factory.tasks.items import ChoiceItem, CodeItem, MathsItem, TaskError, make_empty_tests_message
 from factory.tasks.libraries import refuse_missing_libraries
 from factory.tasks.model import Advance, ContinuationScore
 from factory.tasks.multiple_choice import score_choices
@@ -106,7 +106,7 @@ class _Said:
 
     values: Sequence[float]
 
-    def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]:
+    def score_continuations(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]:
         assert len(pairs) == len(self.values)
         return [ContinuationScore(value, False) for value in self.values]
 
@@ -204,7 +204,7 @@ def _maths(items: Sequence[MathsItem], running: TaskLimits) -> TaskProof:
 # -- code --------------------------------------------------------------------------------------------------------------
 def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, name: str) -> TaskProof:
     refuse_missing_libraries(items, running)
-    empty = [(item, how, program) for item in items for how, program in empty_programs(item)]
+    empty = [(item, how, program) for item in items for how, program in make_programs_without_answer(item)]
     mine = sum(item.solution is not None for item in items)
     with progress.task(f"proving {name}", len(empty) + mine) as bar:
         check_solutions(items, running, bar.advance)
@@ -214,18 +214,18 @@ def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, na
             raise TaskError(
                 "proving.empty_program",
                 "item {item!r}: {problem}. A program that {program} passes these tests. The tests must call 'check' or unittest.main()",
-                item=item.key, problem=empty_tests_message(), program=how,
+                item=item.key, problem=make_empty_tests_message(), program=how,
             )  # fmt: skip
     return TaskProof(1.0 if mine == len(items) else None, 0.0, without_solution=len(items) - mine)
 
 
-def empty_programs(item: CodeItem) -> Iterator[tuple[str, str]]:
+def make_programs_without_answer(item: CodeItem) -> Iterator[tuple[str, str]]:
     """(description, program) of programs without an answer: no text, nothing after the prompt, functions that return None or raise.
 
-    >>> dict(empty_programs(CodeItem(id=1, prompt="def f(x):\\n", tests="assert f(1) == 2", solution="    return x + 1\\n")))["returns None"]
+    >>> dict(make_programs_without_answer(CodeItem(id=1, prompt="def f(x):\\n", tests="assert f(1) == 2", solution="    return x + 1\\n")))["returns None"]
     'def f(x):\\n    return None\\n'
     """
-    found = {"": "is empty", item.program_of_reply(""): "ends with its prompt"}
+    found = {"": "is empty", item.make_program_of_reply(""): "ends with its prompt"}
     for how, statement in (("returns None", "return None"), ("raises", RAISE)):
         found.setdefault(_body(item, statement), how)
     for program, how in found.items():
@@ -234,7 +234,7 @@ def empty_programs(item: CodeItem) -> Iterator[tuple[str, str]]:
 
 def _body(item: CodeItem, statement: str) -> str:
     """A program whose functions have only ``statement`` as body: all functions of the solution, or the prompt's last function."""
-    begun = item.program_of_reply("")
+    begun = item.make_program_of_reply("")
     if not begun.strip():
         return "".join(_stub(name, kind, statement) for name, kind in _defined(item.solution or ""))
     lines = [line for line in (item.solution or "").splitlines() if line.strip()]

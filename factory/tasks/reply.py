@@ -9,10 +9,10 @@ import warnings
 from factory.evals.reply_code import extract_fenced_code
 
 
-def default_stops(template: str) -> tuple[str, ...]:
+def choose_default_stop_texts(template: str) -> tuple[str, ...]:
     """The default stop texts: the words before the question in the prompt's template. Empty if there are no such words.
 
-    >>> default_stops("Problem: {question}\\nSolution:"), default_stops("Solve it.\\nQ: {question}\\nA:"), default_stops("{question}\\nAnswer:")
+    >>> choose_default_stop_texts("Problem: {question}\\nSolution:"), choose_default_stop_texts("Solve it.\\nQ: {question}\\nA:"), choose_default_stop_texts("{question}\\nAnswer:")
     (('Problem:',), ('\\nQ:',), ())
     """
     before, _, _ = template.partition("{question}")

@@ -25,11 +25,11 @@ from pydantic import Field, model_validator
 from factory.core.errors import ConfigError, InputError, suggest_name
 from factory.core.policy_file import Count, StrictPolicy
 from factory.core.workspace import Workspace, load_yaml
-from factory.ingest.rules.task_folder import SUFFIXES, data_suffix, list_item_files, list_unread_files
+from factory.ingest.rules.task_folder import SUFFIXES, get_data_suffix, list_item_files, list_unreadable_files
 from factory.ingest.rules.task_items import ItemFile, read_items
-from factory.tasks.file_rules import refuse_examples_among_items, refuse_repeated_records, resolve_answers
-from factory.tasks.items import TaskError, TaskItem, read_published, read_records, unreadable_file_message
-from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file
+from factory.tasks.file_rules import refuse_examples_among_items, refuse_repeated_records, replace_answers_by_places
+from factory.tasks.items import TaskError, TaskItem, parse_published_items, parse_items, make_unreadable_file_message
+from factory.tasks.lm_eval_file import LmEvalFile, refuse_invalid_records, read_lm_eval_file
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.published.benchmarks import (
     ASKED,
@@ -38,10 +38,10 @@ from factory.tasks.published.benchmarks import (
     PublishedError,
     convert_records,
     recognise_benchmark,
-    subject_and_split,
+    parse_subject_and_split,
 )
 from factory.tasks.published.form import Benchmark
-from factory.tasks.reply import default_stops
+from factory.tasks.reply import choose_default_stop_texts
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
 
@@ -118,12 +118,12 @@ class TaskFile(StrictPolicy):
         return LETTER_PROMPT if self.kind == "multiple_choice" and self.format == "letter" else CLOZE_PROMPT
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_texts(self) -> tuple[str, ...]:
         if self.stop is not None:
             return tuple(self.stop)
         if self.kind == "code":
             return ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al. 2021, §2.1, for functions
-        return default_stops(self.template)
+        return choose_default_stop_texts(self.template)
 
 
 def _names(key: str, template: str) -> set[str]:
@@ -181,14 +181,14 @@ class EvalTask:
     @property
     def shown_examples(self) -> tuple[Any, ...]:
         """The examples that are shown before questions: the first ``shots`` of each subject."""
-        return first_examples_of_subjects(self.examples, self.file.shots)
+        return choose_first_examples_of_subjects(self.examples, self.file.shots)
 
-    def identity(self, tokenizer_sha256: str) -> str:
+    def make_evaluation_identity(self, tokenizer_sha256: str) -> str:
         """The identity of this task's evaluations. Evaluations with the same identity have the same items and protocol."""
         return "task:" + _sha256([self.name, self.protocol_sha256, self.items_sha256, tokenizer_sha256])
 
 
-def first_examples_of_subjects(examples: Sequence[Any], shots: int) -> tuple[Any, ...]:
+def choose_first_examples_of_subjects(examples: Sequence[Any], shots: int) -> tuple[Any, ...]:
     """The first ``shots`` examples of each subject."""
     subjects = dict.fromkeys(item.subject for item in examples)
     return tuple(one for subject in subjects for one in [o for o in examples if o.subject == subject][:shots])
@@ -200,7 +200,7 @@ def task_folder(workspace: Workspace) -> Path:
 
 
 @dataclass(frozen=True)
-class TaskListing:
+class TaskFolderFiles:
     """The files in a folder of tasks."""
 
     tasks: dict[str, Path]
@@ -209,7 +209,7 @@ class TaskListing:
     """The other data files, by their name in the folder, and why each is not a task."""
 
 
-def list_tasks(folder: Path) -> TaskListing:
+def list_tasks(folder: Path) -> TaskFolderFiles:
     """List the tasks of a folder, and the data files that are not tasks. Files whose names begin with _ are parts for includes."""
     yamls = sorted(folder.glob("*.yaml"))
     tasks = {path.stem: path for path in yamls if not path.name.startswith("_")}
@@ -220,7 +220,7 @@ def list_tasks(folder: Path) -> TaskListing:
             "This file is ignored, so its items may be in the training data. Only files with these suffixes are read: {suffixes}",
             suffixes=SUFFIXES,
         )
-        for path in list_unread_files(folder)
+        for path in list_unreadable_files(folder)
     }
     for path in list_item_files(folder):
         name = str(path.relative_to(folder))
@@ -242,13 +242,13 @@ def list_tasks(folder: Path) -> TaskListing:
             "This file cannot be used as a task: {reason} Its items are still kept out of the training data.",
             reason=why,
         )
-    return TaskListing(dict(sorted(tasks.items())), others)
+    return TaskFolderFiles(dict(sorted(tasks.items())), others)
 
 
 def _published_name(path: Path) -> tuple[str, Message | None]:
     """(the name of a published file's task, None), or ("", why the file is not a task). A file that cannot be read counts as a task."""
-    stem = path.name.removesuffix(data_suffix(path))
-    about, split = subject_and_split(stem)
+    stem = path.name.removesuffix(get_data_suffix(path))
+    about, split = parse_subject_and_split(stem)
     try:
         records = read_items(path).records
     except InputError:
@@ -293,7 +293,7 @@ def load_task_by_name(workspace: Workspace, name: str, policy: TasksPolicy) -> E
 def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
     """Read a task file or the published file of a benchmark, and its items. Raises: TaskError naming the file, the record and the key."""
     try:
-        if data_suffix(path) or path.is_dir():
+        if get_data_suffix(path) or path.is_dir():
             return _published_alone(path, policy)
         if not path.exists():
             raise TaskError("task_file.no_file", "{file} does not exist", file=path)
@@ -311,7 +311,7 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
             records = tuple(record for one in data for record in one.records)
             _enough(path, len(records), policy)
             for one in data:
-                check_records(file, one.records, str(one.path))
+                refuse_invalid_records(file, one.records, str(one.path))
             refuse_repeated_records([(one.path.name, one.records) for one in data], file.shots)
             return EvalTask(path.stem, path, file, tuple(one.sha256 for one in data), records=records)
         said = load_yaml(path)
@@ -322,7 +322,7 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
         shown = read_items(resolve_data_file(path, "examples", ours.examples)) if ours.examples else None
         if benchmark:
             return _published(path, benchmark, ours, items, shown, policy, "shots" in keys)
-        found = resolve_answers(read_records(ours.kind, items.records, str(items.path)), str(items.path))
+        found = replace_answers_by_places(parse_items(ours.kind, items.records, str(items.path)), str(items.path))
         _enough(items.path, len(found), policy)
         if shown and ours.kind == "code":
             raise TaskError(
@@ -331,7 +331,7 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
                 file=path,
             )
         examples = (
-            resolve_answers(read_records(ours.kind, shown.records, str(shown.path)), str(shown.path)) if shown else []
+            replace_answers_by_places(parse_items(ours.kind, shown.records, str(shown.path)), str(shown.path)) if shown else []
         )
     except (ConfigError, InputError) as error:
         raise TaskError(error.message) from error
@@ -391,16 +391,16 @@ def _records(benchmark: Benchmark, file: ItemFile, lenient: bool) -> tuple[list[
     """(tested items, example items, notes)."""
     where = str(file.path)
     try:
-        found = convert_records(benchmark, file.records, file.path.name.removesuffix(data_suffix(file.path)))
+        found = convert_records(benchmark, file.records, file.path.name.removesuffix(get_data_suffix(file.path)))
     except PublishedError as error:
         raise TaskError("task_file.odd_record", "{file}, {problem}", file=where, problem=error.message) from None
-    tested, notes = read_published(benchmark.kind, found.tested, where, lenient)
-    shown, _ = read_published(benchmark.kind, found.shown, where, lenient)
+    tested, notes = parse_published_items(benchmark.kind, found.tested, where, lenient)
+    shown, _ = parse_published_items(benchmark.kind, found.shown, where, lenient)
     return tested, shown, notes
 
 
 def _enough_shown(file: TaskFile, examples: Sequence[TaskItem], items: Sequence[TaskItem], where: Path) -> None:
-    refuse_examples_among_items(items, first_examples_of_subjects(examples, file.shots), str(where))
+    refuse_examples_among_items(items, choose_first_examples_of_subjects(examples, file.shots), str(where))
     for subject in dict.fromkeys(item.subject for item in items):
         count = sum(one.subject == subject for one in examples)
         if count < file.shots:
@@ -451,7 +451,7 @@ def _ours(path: Path) -> bool:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(unreadable_file_message(path, error)) from error
+        raise TaskError(make_unreadable_file_message(path, error)) from error
     return any(re.match(r"""(["']?)(kind|published)\1:""", line) for line in lines)
 
 

@@ -1,7 +1,7 @@
 """Measures a candidate on the tasks that are due, and compares it with the champion.
 
 The first measured release fixes a task's protocol. If a task file changes the protocol, the gate holds releases until a person makes it the new
-baseline (``take_baseline``).
+baseline (``measure_new_baseline``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from factory.evals.evaluator import read_items_of_evaluation
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import EvaluationRow, find_champion
-from factory.tasks.comparing import TaskEvidence, compare_evaluations, count_items_and_variances
+from factory.tasks.comparing import TaskEvidence, compute_metric_gains, count_items_and_variances
 from factory.tasks.items import TaskError
 from factory.tasks.measuring import measure_task
 from factory.tasks.policy import TasksPolicy
@@ -35,9 +35,9 @@ def measure_due_tasks(plant: Plant, candidate: int, *, would_promote: bool) -> T
             task=name, file=f"{task_folder(plant.workspace) / name}.yaml",
         )  # fmt: skip
         remedy = Message("tiers.write_file", "write the task's file, or remove {task} from tasks.yaml.", task=name)
-        evidence = evidence.merge(TaskEvidence.of_problem(problem, remedy))
+        evidence = evidence.merge(TaskEvidence.from_problem(problem, remedy))
     for name in names:
-        if policy.settings_of(name).is_due(candidate, would_promote):
+        if policy.get_settings_of_task(name).is_due(candidate, would_promote):
             evidence = evidence.merge(_evidence(plant, candidate, name, policy))
     return evidence
 
@@ -53,11 +53,11 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
                 "--baseline'.",
                 task=name,
             )
-            return TaskEvidence.of_problem(changed, todo)
+            return TaskEvidence.from_problem(changed, todo)
         ours = measure_task(plant, candidate, task, policy)
         theirs = measure_task(plant, best.candidate, task, policy) if best else None
     except (TaskError, IsolationError) as error:
-        never = policy.command_to_set(name, "tier", "never")
+        never = policy.format_command_to_set(name, "tier", "never")
         todo = Message(
             "tiers.repair",
             "repair task {task} ('factory tasks check FILE' tests it), then run 'factory evaluate {candidate}'. "
@@ -65,7 +65,7 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
             task=name, candidate=candidate, never=never or "tier: never",
         )  # fmt: skip
         reason = Message.from_parts(error.code, str(error).removesuffix("."), error.data)
-        return TaskEvidence.of_problem(
+        return TaskEvidence.from_problem(
             Message("tiers.not_measured", "Task {task} could not be measured: {reason}.", task=name, reason=reason),
             todo,
         )
@@ -75,7 +75,7 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
     if theirs is None:
         return evidence
     of_champion = read_items_of_evaluation(plant.ledger, theirs)
-    found = compare_evaluations(read_items_of_evaluation(plant.ledger, ours), of_champion, summary.get("costs", ()))
+    found = compute_metric_gains(read_items_of_evaluation(plant.ledger, ours), of_champion, summary.get("costs", ()))
     if found is None:
         problem = Message(
             "tiers.other_items", "Candidate and champion were not measured on the same items of task {task}.", task=name
@@ -86,8 +86,8 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
             "{candidate}'.",
             task=name, candidate=candidate,
         )  # fmt: skip
-        return evidence.merge(TaskEvidence.of_problem(problem, todo))
-    margins = dict.fromkeys(found, policy.settings_of(name).margin)
+        return evidence.merge(TaskEvidence.from_problem(problem, todo))
+    margins = dict.fromkeys(found, policy.get_settings_of_task(name).margin)
     items, variances = count_items_and_variances(of_champion)
     return evidence.merge(TaskEvidence(gains=found, margins=margins, items=items, variances=variances))
 
@@ -127,7 +127,7 @@ def read_baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
     return next((row.summary for row in rows if row.summary.get("task") == name), None)
 
 
-def take_baseline(plant: Plant, task: EvalTask, policy: TasksPolicy, by: str) -> int | None:
+def measure_new_baseline(plant: Plant, task: EvalTask, policy: TasksPolicy, by: str) -> int | None:
     """Make the task's present protocol the baseline and measure the champion with it. Returns the id of the champion's evaluation."""
     best = find_champion(plant.ledger)
     number = measure_task(plant, best.candidate, task, policy) if best else None

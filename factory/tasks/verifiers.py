@@ -35,7 +35,7 @@ Pair = tuple[str, str]  # two formulas in TeX: (the right one, the model's)
 
 
 @dataclass(frozen=True)
-class AnswerCheck:
+class AnswerCheckResult:
     """The result of checking one answer."""
 
     right: bool
@@ -43,7 +43,7 @@ class AnswerCheck:
     why: str = ""  # the last line of a failed program's output
 
 
-def check_maths_answers(answers: Sequence[tuple[MathsItem, str]], running: TaskLimits) -> list[AnswerCheck]:
+def check_maths_answers(answers: Sequence[tuple[MathsItem, str]], running: TaskLimits) -> list[AnswerCheckResult]:
     """Check for each text that it ends with its item's answer. The same function extracts both answers.
 
     Raises: IsolationError if formulas must be compared and there is no sandbox; TaskError if math-verify does not work.
@@ -67,13 +67,13 @@ def check_maths_answers(answers: Sequence[tuple[MathsItem, str]], running: TaskL
             return known[one, other] == "yes"
 
         right = said is not None and is_same_answer(said, gold, told)
-        found.append(AnswerCheck(right, "cpu" if slow and not right else ""))
+        found.append(AnswerCheckResult(right, "cpu" if slow and not right else ""))
     return found
 
 
 def check_programs(
     programs: Sequence[tuple[str, str]], running: TaskLimits, advance: Advance = lambda n: None
-) -> list[AnswerCheck]:
+) -> list[AnswerCheckResult]:
     """Run each program with its tests. Raises: IsolationError; TaskError if even an empty program fails."""
     works = _check("", "assert True", running)
     if not works.right:
@@ -83,7 +83,7 @@ def check_programs(
             reason=works.why or works.stopped,
         )
 
-    def one(pair: tuple[str, str]) -> AnswerCheck:
+    def one(pair: tuple[str, str]) -> AnswerCheckResult:
         found = _check(*pair, running)
         advance(1)
         return found
@@ -95,7 +95,7 @@ def check_programs(
 def check_solutions(items: Sequence[CodeItem], running: TaskLimits, advance: Advance = lambda n: None) -> None:
     """Raises: TaskError naming the first item whose own solution fails its tests."""
     mine = [item for item in items if item.solution is not None]
-    programs = [(item.program_of_reply(item.solution or ""), item.tests) for item in mine]
+    programs = [(item.make_program_of_reply(item.solution or ""), item.tests) for item in mine]
     for item, found in zip(mine, check_programs(programs, running, advance), strict=True):
         if not found.right:
             how = (
@@ -147,7 +147,7 @@ def _compare_part(pairs: list[Pair], running: TaskLimits) -> list[str]:
             raise TaskError(
                 "verifiers.math_verify",
                 "math-verify failed, so formulas cannot be compared: {reason}",
-                reason=ended.why(),
+                reason=ended.describe_ending(),
             )
         try:
             with open_regular_file(folder / "equal.json") as file:
@@ -161,7 +161,7 @@ def _compare_part(pairs: list[Pair], running: TaskLimits) -> list[str]:
     return found
 
 
-def _check(program: str, tests: str, running: TaskLimits) -> AnswerCheck:
+def _check(program: str, tests: str, running: TaskLimits) -> AnswerCheckResult:
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="factory-answer-") as name:
         folder, runner = Path(name), INSIDE / "code.py"
@@ -187,10 +187,10 @@ def _check(program: str, tests: str, running: TaskLimits) -> AnswerCheck:
         )
     said = ended.stdout.rstrip("\n").rsplit("\n", 1)[-1]
     if ended.ok and said == word:
-        return AnswerCheck(True)
+        return AnswerCheckResult(True)
     if ended.stopped:
-        return AnswerCheck(False, ended.stopped)
+        return AnswerCheckResult(False, ended.stopped)
     if ended.returncode in (128 + 24, 128 + 9):  # SIGXCPU, and SIGKILL a second later
-        return AnswerCheck(False, "cpu")
+        return AnswerCheckResult(False, "cpu")
     early = Message("verifiers.ended_early", "The program ended before its tests ran")
-    return AnswerCheck(False, why=early if ended.ok else ended.why())
+    return AnswerCheckResult(False, why=early if ended.ok else ended.describe_ending())

@@ -23,7 +23,7 @@ from factory.evals.suite import select_held_out_documents
 from factory.evals.tasks import (
     EvalItem,
     ScoredText,
-    bits_per_byte_by_domain,
+    compute_bits_per_byte_by_domain,
     encode_documents,
     measure_noise_floor,
     score_bits_per_byte,
@@ -34,11 +34,11 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.ledger.stored_paths import with_absolute_paths
+from factory.ledger.stored_paths import make_paths_absolute
 from factory.runs.live_code import LiveCode
 from factory.runs.trainer_folder import remove_links_and_pipes
-from factory.training.planning import insert_planned_segment, last_segment
-from factory.training.segment_folder import claim_folder, mark_failed, raise_trainer_failure, record_segment_done
+from factory.training.planning import insert_planned_segment, find_last_finished_segment
+from factory.training.segment_folder import claim_segment_folder, mark_segment_failed, raise_trainer_failure, record_segment_done
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -60,7 +60,7 @@ class SourceCheckpoint:
     path: str
 
 
-def weights_from_losses(losses: Sequence[float], noise: float) -> list[float]:
+def compute_averaging_weights(losses: Sequence[float], noise: float) -> list[float]:
     """Weights that sum to one and fall with the loss: softmax(−loss / τ), τ = max(standard deviation of the losses, noise).
 
     These are Boltzmann weights at the losses' own scale; Akaike weights have a fixed scale (Burnham and Anderson 2002, §2.9).
@@ -82,7 +82,7 @@ def list_averageable_checkpoints(ledger: Ledger, segment: SegmentRow) -> list[So
 
     An anneal has its own checkpoints only. A trunk segment also has those of earlier trunk segments with the same recipe.
     """
-    from trainer.contract.checkpoint.format import list_checkpoints, manifest_sha256
+    from trainer.contract.checkpoint.format import list_checkpoints, hash_manifest
 
     found: dict[Path, SourceCheckpoint] = {}
     row = segment
@@ -93,20 +93,20 @@ def list_averageable_checkpoints(ledger: Ledger, segment: SegmentRow) -> list[So
             own |= {Path(r["path"]).resolve(): int(Path(r["path"]).name.rpartition("-")[2]) for r in listed}
             for path, step in own.items():
                 if path not in found and (path / "manifest.json").is_file():
-                    found[path] = SourceCheckpoint(manifest_sha256(path), row.id, step, str(path))
+                    found[path] = SourceCheckpoint(hash_manifest(path), row.id, step, str(path))
         if segment.kind == "anneal" or row.parent is None:
             break
         row = SegmentRow.get(ledger, row.parent)
     return sorted(found.values(), key=lambda source: source.step)
 
 
-def choose_checkpoints(ledger: Ledger, segment: int | None, last: int | None) -> list[SourceCheckpoint]:
+def choose_checkpoints_to_average(ledger: Ledger, segment: int | None, last: int | None) -> list[SourceCheckpoint]:
     """The checkpoints to average, oldest first: the newest ``last`` of a segment. The default is all of them, at most ``MOST_CHECKPOINTS``.
 
     ``segment``: None for the newest finished trunk segment. Raises: InputError with the known checkpoints, when there are too few.
     """
     if segment is None:
-        row = last_segment(ledger, "trunk")
+        row = find_last_finished_segment(ledger, "trunk")
         if row is None:
             raise InputError(
                 "training.no_trunk_to_average",
@@ -136,7 +136,7 @@ def plan_average(plant: Plant, rule: WeightingRule, segment: int | None = None, 
     """Record an average as a planned segment; returns its id. The same rule and checkpoints give the same segment."""
     from factory.git.repository import get_live_commit
 
-    sources = choose_checkpoints(plant.ledger, segment, last)
+    sources = choose_checkpoints_to_average(plant.ledger, segment, last)
     listed = [asdict(source) | {"path": plant.ledger.to_stored_path(source.path)} for source in sources]
     plan = {"rule": rule, "sources": listed}
     for row in SegmentRow.select(
@@ -159,7 +159,7 @@ def read_average_plan(ledger: Ledger, number: int) -> dict[str, Any]:
     """The rule and the checkpoints of an average segment, as they were planned."""
     sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
     plan = dict(ledger.read(sql, subject=str(Subject("segment", number)))[0]["detail"]["average"])
-    return plan | {"sources": [with_absolute_paths(dict(source), ledger.root) for source in plan["sources"]]}
+    return plan | {"sources": [make_paths_absolute(dict(source), ledger.root) for source in plan["sources"]]}
 
 
 def _identity(plan: dict[str, Any]) -> tuple[str, list[str]]:
@@ -173,11 +173,11 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
     Raises: SegmentError, naming the log, when a checkpoint is damaged or has other shapes; InputError when the held-out loss
     cannot be measured.
     """
-    from trainer.contract.checkpoint.format import checkpoint_name, manifest_sha256
+    from trainer.contract.checkpoint.format import format_checkpoint_name, hash_manifest
 
     plan = read_average_plan(plant.ledger, row.id)
-    folder = claim_folder(plant, row)
-    code = LiveCode.of_commit(plant, row.code_commit)
+    folder = claim_segment_folder(plant, row)
+    code = LiveCode.check_out_commit(plant, row.code_commit)
     parts: list[dict[str, Any]] = [dict(source) for source in plan["sources"]]
     measured: dict[str, Any] = {}
     with plant.progress.task(
@@ -189,7 +189,7 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
                 advance = lambda n: task.advance(n, "held-out loss")
                 measured = _measure(plant, row, code, parts, advance)
             except (InputError, ConfigError) as error:
-                mark_failed(plant.ledger, row, str(error))
+                mark_segment_failed(plant.ledger, row, str(error))
                 raise
         else:
             for part in parts:
@@ -198,15 +198,15 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
         arguments = [str(folder / "checkpoints"), *paths, "--weights", weights]
-        made = code.run("-m", "trainer.tools.average", *arguments, writable=[folder], readonly=list(map(Path, paths)))
+        made = code.run_python("-m", "trainer.tools.average", *arguments, writable=[folder], readonly=list(map(Path, paths)))
         remove_links_and_pipes(folder, plant.progress)
         _succeeded(plant, row, made)
-    path = folder / "checkpoints" / checkpoint_name(row.last_step)
+    path = folder / "checkpoints" / format_checkpoint_name(row.last_step)
     result = {
         "state": "done",
         "last_step": row.last_step,
         "checkpoint": str(path),
-        "manifest_sha256": manifest_sha256(path),
+        "manifest_sha256": hash_manifest(path),
         "averaged": {"rule": plan["rule"], "sources": parts, **measured},
     }
     write_atomically(folder / "result.json", json.dumps(result, indent=1))
@@ -225,15 +225,15 @@ def _measure(
         remove_path(scratch)
         scratch.mkdir()
         arguments = ["trainer.contract.checkpoint.export", part["path"], str(scratch)]
-        made = code.run("-m", *arguments, writable=[scratch], readonly=[Path(part["path"])])
+        made = code.run_python("-m", *arguments, writable=[scratch], readonly=[Path(part["path"])])
         remove_links_and_pipes(scratch, plant.progress)
         _succeeded(plant, row, made)
         if part is parts[-1]:
-            part["loss"], noise = ruler.loss_and_noise(scratch, advance)
+            part["loss"], noise = ruler.measure_loss_and_noise(scratch, advance)
         else:
-            part["loss"] = ruler.loss(scratch, advance)
+            part["loss"] = ruler.measure_loss(scratch, advance)
     remove_path(scratch)
-    for part, weight in zip(parts, weights_from_losses([part["loss"] for part in parts], noise), strict=True):
+    for part, weight in zip(parts, compute_averaging_weights([part["loss"] for part in parts], noise), strict=True):
         part["weight"] = weight
     return {"noise": noise, "documents": ruler.document_counts, "shares": ruler.shares}
 
@@ -257,11 +257,11 @@ class HeldOutLoss:
     shares: dict[str, float]  # the weight of each domain; they sum to one
     policy: EvalPolicy
 
-    def loss(self, export: Path, advance: ProgressCallback = lambda _: None) -> float:
+    def measure_loss(self, export: Path, advance: ProgressCallback = lambda _: None) -> float:
         """Bits per byte of an export. Raises: ExportError; InputError when the loss is not finite."""
         return self._measure(ReferenceModel.load(export), advance, export)[0]
 
-    def loss_and_noise(self, export: Path, advance: ProgressCallback = lambda _: None) -> tuple[float, float]:
+    def measure_loss_and_noise(self, export: Path, advance: ProgressCallback = lambda _: None) -> tuple[float, float]:
         """The loss, and how far a second measurement of the same weights may be from it (``measure_noise_floor``)."""
         model = ReferenceModel.load(export)
         loss, items = self._measure(model, advance, export)
@@ -270,7 +270,7 @@ class HeldOutLoss:
 
     def _measure(self, model: ReferenceModel, advance: ProgressCallback, export: Path) -> tuple[float, list[EvalItem]]:
         items = score_bits_per_byte(model, self.texts, self.policy, advance)
-        bits = bits_per_byte_by_domain(items)
+        bits = compute_bits_per_byte_by_domain(items)
         loss = sum(share * bits[domain] for domain, share in self.shares.items())
         if not math.isfinite(loss):
             raise InputError("training.loss_not_finite", "The held-out loss of {export} is not finite.", export=export)

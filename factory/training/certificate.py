@@ -112,13 +112,13 @@ class RunDifference:
     where: str = ""  # step or tensor of the difference
 
     @property
-    def share(self) -> float:
+    def multiple_of_noise(self) -> float:
         """The difference as a multiple of the noise."""
         return self.difference / self.noise if self.noise > 0 else (0.0 if self.difference == 0 else math.inf)
 
 
 @dataclass(frozen=True)
-class Judgement:
+class CodeJudgement:
     """The outcome of a certificate or preflight, and its reasons."""
 
     outcome: Literal["promote", "hold", "reject"]  # promote: the segment may start
@@ -127,37 +127,37 @@ class Judgement:
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
-def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) -> Judgement:
+def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) -> CodeJudgement:
     """Decide whether the segment may start. Pure. Missing evidence is ``hold``."""
     if not evidence.changed:
         why = Message(
             "training.certificate.no_change",
             "The two commits have the same files for training, so no runs were needed.",
         )
-        return Judgement("promote", [why], [])
+        return CodeJudgement("promote", [why], [])
     if evidence.old_failed or evidence.old is None:
         why = Message(
             "training.certificate.old_code_failed",
             "The old code could not run: {why}.",
             why=evidence.old_failed or "no run",
         )
-        return Judgement("hold", [why], [])
+        return CodeJudgement("hold", [why], [])
     if evidence.new_failed or evidence.new is None:
         why = Message(
             "training.certificate.new_code_failed",
             "The new code could not run: {why}.",
             why=evidence.new_failed or "no run",
         )
-        return Judgement("reject", [why], [])
+        return CodeJudgement("reject", [why], [])
     if len(evidence.others) < policy.seeds:
         why = Message(
             "training.certificate.too_few_seeds", "The noise was measured with {measured:,|seed|seeds}, but the policy needs {needed}.",
             measured=len(evidence.others), needed=policy.seeds,
         )  # fmt: skip
-        return Judgement("hold", [why], [])
+        return CodeJudgement("hold", [why], [])
     if evidence.steps < 1 or not any(value is not None for value in evidence.old.series.get("loss", [])):
         why = Message("training.certificate.no_losses", "The run of the old code wrote no loss to compare with.")
-        return Judgement("hold", [why], [])
+        return CodeJudgement("hold", [why], [])
     found = compute_run_differences(evidence)
     unmeasured = [m.name for m in found if math.isnan(m.noise) or m.name in ("loss", "weights") and m.noise == 0]
     if unmeasured:
@@ -165,10 +165,10 @@ def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) 
             "training.certificate.no_noise", "The noise between seeds could not be measured for: {measures}.",
             measures=unmeasured,
         )  # fmt: skip
-        return Judgement("hold", [why], found)
-    outside = [m for m in found if not m.share <= policy.share_of_noise]
+        return CodeJudgement("hold", [why], found)
+    outside = [m for m in found if not m.multiple_of_noise <= policy.share_of_noise]
     if outside:
-        return Judgement("reject", [_outside_noise(m) for m in _worst_first(outside)], found)
+        return CodeJudgement("reject", [_outside_noise(m) for m in _worst_first(outside)], found)
     facts = [_inside_noise(m) for m in _worst_first(found)]
     if all(m.difference == 0 for m in found):
         facts = [
@@ -187,7 +187,7 @@ def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) 
             "training.certificate.measures_lost", "The new code no longer writes these values that the certificate compares: {lost}.",
             lost=lost,
         )  # fmt: skip
-        return Judgement("hold", [why], found)
+        return CodeJudgement("hold", [why], found)
     if series:
         facts.append(
             Message(
@@ -206,7 +206,7 @@ def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) 
                 first=state[0],
             )  # fmt: skip
         )
-    return Judgement("promote", facts, found)
+    return CodeJudgement("promote", facts, found)
 
 
 def compute_run_differences(evidence: CertificateEvidence) -> list[RunDifference]:
@@ -309,7 +309,7 @@ def _least(noise: float, scale: float, name: str) -> float:
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 def _worst_first(found: Iterable[RunDifference]) -> list[RunDifference]:
-    by_share: Callable[[RunDifference], float] = lambda m: math.inf if math.isnan(m.share) else m.share
+    by_share: Callable[[RunDifference], float] = lambda m: math.inf if math.isnan(m.multiple_of_noise) else m.multiple_of_noise
     return sorted(found, key=by_share, reverse=True)
 
 
@@ -335,6 +335,6 @@ def _numbers(measure: RunDifference) -> dict[str, Any]:
         "place": f" ({measure.where})" if measure.where and measure.difference else "",
         "difference": measure.difference,
         "noise": measure.noise,
-        "share": measure.share,
+        "share": measure.multiple_of_noise,
         "again": measure.again,
     }

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from factory.computing import compute_settings
-from factory.core.faults import is_machine_fault_without_file
-from factory.git.repository import CheckoutError, RepositoryError, read_changes
+from factory.core.faults import is_machine_fault_unrelated_to_files
+from factory.git.repository import CheckoutError, RepositoryError, read_file_changes
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.removals import with_replaced_token_shards
+from factory.ledger.removals import replace_erased_token_shards
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm, Spec
 from factory.runs.arm_runner import ArmRunner
-from factory.runs.distance import Tensors, sum_distances, tensor_distances, tensor_norms
+from factory.runs.distance import Tensors, sum_distances, measure_tensor_distances, measure_tensor_norms
 from factory.runs.live_code import LiveCode
-from factory.runs.trace import Trace, read_checkpoint
+from factory.runs.trace import RunTrace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import (
     SERIES,
@@ -35,15 +35,15 @@ from factory.training.certificate import (
     JudgedRunNumbers,
 )
 from factory.training.planning import read_data_plan
-from factory.training.segment_folder import segment_spec
+from factory.training.segment_folder import make_segment_spec
 from kernels.contract.message import Message
 
 EXIT_INVALID_INPUT = 2  # the trainer cannot run this spec, recipe, data or checkpoint
 
 
-def changed_files(repository: Path, old: str, new: str) -> list[str]:
+def list_changed_training_files(repository: Path, old: str, new: str) -> list[str]:
     """The files that training reads and that differ between two commits. Raises: RepositoryError."""
-    return [change.path for change in read_changes(repository, old, new) if change.path.startswith(TRAINING_FILES)]
+    return [change.path for change in read_file_changes(repository, old, new) if change.path.startswith(TRAINING_FILES)]
 
 
 def gather_certificate_evidence(
@@ -56,13 +56,13 @@ def gather_certificate_evidence(
     """
     evidence = CertificateEvidence(parent.code_commit, row.code_commit, [])
     try:
-        files = changed_files(plant.workspace.repository, parent.code_commit, row.code_commit)
-        changed = files + compute_settings.describe_changes(parent, row)
+        files = list_changed_training_files(plant.workspace.repository, parent.code_commit, row.code_commit)
+        changed = files + compute_settings.describe_compute_changes(parent, row)
         if not changed:
             return evidence
-        sides = {name: LiveCode.of_commit(plant, side.code_commit) for name, side in (("old", parent), ("new", row))}
+        sides = {name: LiveCode.check_out_commit(plant, side.code_commit) for name, side in (("old", parent), ("new", row))}
     except RepositoryError as error:
-        if isinstance(error, CheckoutError) or is_machine_fault_without_file(error):
+        if isinstance(error, CheckoutError) or is_machine_fault_unrelated_to_files(error):
             raise
         return replace(evidence, changed=["(unknown)"], old_failed=str(error))
     what = f"{parent.code_commit[:12]} → {row.code_commit[:12]}, {len(files)} files" if files else ""
@@ -76,14 +76,14 @@ def gather_certificate_evidence(
         )  # fmt: skip
     )
     steps = min(policy.steps, row.last_step - row.first_step)
-    plan = with_replaced_token_shards(plant.ledger, read_data_plan(plant.ledger, row))
+    plan = replace_erased_token_shards(plant.ledger, read_data_plan(plant.ledger, row))
     seeds = tuple(derive_noise_seed(plan, number) for number in range(policy.seeds))
     evidence = replace(evidence, changed=changed, first_step=row.first_step, steps=steps, seeds=seeds)
     runs = ArmRunner(plant, Path(row.folder) / "certificate", "certificate", Subject("segment", row.id))
-    for basis, spec in list_comparable_specs(plant.ledger, row, parent, steps).items():
+    for basis, spec in list_specs_for_both_commits(plant.ledger, row, parent, steps).items():
         evidence = replace(evidence, basis=basis, old_failed="")
         old, again, others, new = make_certificate_arms(spec, parent, row, seeds)
-        done = runs.train_live(sides["old"], [old, *again, *others], "certificate, old code")
+        done = runs.train_with_live_code(sides["old"], [old, *again, *others], "certificate, old code")
         if done.code == 0:
             break
         evidence = replace(evidence, old_failed=done.line)
@@ -91,9 +91,9 @@ def gather_certificate_evidence(
             return evidence
     else:
         return evidence
-    done = runs.train_live(sides["new"], [new], "certificate, new code")
+    done = runs.train_with_live_code(sides["new"], [new], "certificate, new code")
     evidence = replace(evidence, new_failed=done.line)
-    before, repeated, after, *seeded = map(runs.trace, (old, (*again, old)[0], new, *others))
+    before, repeated, after, *seeded = map(runs.open_arm_trace, (old, (*again, old)[0], new, *others))
     return compare_certificate_runs(evidence, Path(spec["initial_checkpoint"]), before, repeated, seeded, after)
 
 
@@ -106,17 +106,17 @@ def derive_noise_seed(plan: dict[str, Any], number: int) -> int:
     return int(hashlib.sha256(f"{plan['seed']}/{shards}/{number}".encode()).hexdigest()[:7], 16)
 
 
-def list_comparable_specs(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> dict[Any, Spec]:
+def list_specs_for_both_commits(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> dict[Any, Spec]:
     """The specs that both commits can be run with, best first: that of the segment, then that of its parent.
 
     The parent's spec is for a segment whose recipe or data plan has keys that the old code cannot read. An anneal is shortened
     to ``steps`` steps, so that its whole schedule is run.
     """
-    spec = segment_spec(ledger, row) | {"last_step": row.first_step + steps}
+    spec = make_segment_spec(ledger, row) | {"last_step": row.first_step + steps}
     plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint")}
     before = {
         "recipe": parent.recipe_json,
-        "data_plan": with_replaced_token_shards(ledger, read_data_plan(ledger, parent)),
+        "data_plan": replace_erased_token_shards(ledger, read_data_plan(ledger, parent)),
         "restart_data": True,
     }
     return {"segment": spec, "parent": plain | before}
@@ -134,7 +134,7 @@ def make_certificate_arms(
     old, new = (
         Arm(
             f"{side} code", spec | {"code_commit": one.code_commit}, one.code_commit, precision=precision,
-            kernels=compute_settings.format_kernels(one.computing),
+            kernels=compute_settings.format_kernels_file(one.computing),
         )
         for side, one, precision in zip(("old", "new"), (parent, row), precisions)
     )  # fmt: skip
@@ -145,7 +145,7 @@ def make_certificate_arms(
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
 def compare_certificate_runs(
-    evidence: CertificateEvidence, start: Path, old: Trace, old_again: Trace, other_seeds: Sequence[Trace], new: Trace
+    evidence: CertificateEvidence, start: Path, old: RunTrace, old_again: RunTrace, other_seeds: Sequence[RunTrace], new: RunTrace
 ) -> CertificateEvidence:
     """Add the numbers of each run and the distances between weights. Holds the weights of three runs in memory.
 
@@ -165,29 +165,29 @@ def compare_certificate_runs(
             apart_again=_weights_apart(old_weights, weights), apart_seeds=math.hypot(*between) / math.sqrt(len(between)),
         )  # fmt: skip
     except UntrustedFileError as error:
-        return replace(evidence, old_failed=unreadable_run_message(error))
+        return replace(evidence, old_failed=make_unreadable_run_message(error))
     if evidence.new_failed:
         return evidence
     try:
         numbers, weights = _read(new, origin)
     except UntrustedFileError as error:
-        return replace(evidence, new_failed=unreadable_run_message(error))
+        return replace(evidence, new_failed=make_unreadable_run_message(error))
     return replace(evidence, new=numbers, apart=_weights_apart(old_weights, weights))
 
 
-def unreadable_run_message(error: Exception) -> Message:
+def make_unreadable_run_message(error: Exception) -> Message:
     """The message that files of a run cannot be read."""
     return Message("training.run_not_readable", "the files of the run cannot be read: {error}", error=str(error))
 
 
 def _weights_apart(a: Tensors, b: Tensors) -> float:
-    return sum_distances(tensor_distances(a, b).values()).apart
+    return sum_distances(measure_tensor_distances(a, b).values()).apart
 
 
-def _read(trace: Trace, origin: Tensors) -> tuple[JudgedRunNumbers, dict[str, Any]]:
+def _read(trace: RunTrace, origin: Tensors) -> tuple[JudgedRunNumbers, dict[str, Any]]:
     """Raises: UntrustedFileError when a file or tensor is missing or a tensor has another shape."""
     left = trace.final_checkpoint
-    moved = {name: one.apart for name, one in tensor_distances(origin, left.model).items()}
+    moved = {name: one.apart for name, one in measure_tensor_distances(origin, left.model).items()}
     if not all(map(math.isfinite, moved.values())):
         raise UntrustedFileError(
             Message(
@@ -195,4 +195,4 @@ def _read(trace: Trace, origin: Tensors) -> tuple[JudgedRunNumbers, dict[str, An
                 "the weights are not finite, or their names or shapes differ from those of the checkpoint",
             )
         )
-    return JudgedRunNumbers(trace.metric_series(SERIES), moved, tensor_norms(left.optimizer)), left.model
+    return JudgedRunNumbers(trace.collect_metric_series(SERIES), moved, measure_tensor_norms(left.optimizer)), left.model

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from factory.computing.compute_settings import describe_changes
-from factory.core.errors import InputError, SegmentError, WaitingError
+from factory.computing.compute_settings import describe_compute_changes
+from factory.core.errors import InputError, SegmentError, PersonNeededError
 from factory.core.path_removal import remove_path
 from factory.core.policy_file import hash_policy
 from factory.core.workspace import Workspace
@@ -27,15 +27,15 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import record_verdict
-from factory.retrying.requests import refuse_rewound
+from factory.retrying.requests import refuse_rewound_segment
 from factory.training.certificate import (
     CertificateEvidence,
     CertificatePolicy,
-    Judgement,
+    CodeJudgement,
     PreflightPolicy,
     judge_certificate,
 )
-from factory.training.planning import last_checkpoint
+from factory.training.planning import read_last_checkpoint
 from factory.training.preflight import judge_preflight
 from kernels.contract.files import encode_finite_json, replace_non_finite, write_atomically
 from kernels.contract.message import Message
@@ -51,7 +51,7 @@ UNCERTIFIED = "uncertified"
 OF_CODE = f"gate IN ('{GATE}', '{PREFLIGHT}')"
 
 
-class NotCertifiedError(SegmentError, WaitingError):
+class NotCertifiedError(SegmentError, PersonNeededError):
     """The code changed, and no certificate shows that the change is inside seed noise. The segment was not started."""
 
 
@@ -62,7 +62,7 @@ def ensure_certified(plant: Plant, row: SegmentRow) -> None:
     """
     parent = SegmentRow.get(plant.ledger, row.parent) if row.parent else None
     policy = CertificatePolicy.load(plant.workspace.policy_path("gates/certificate.yaml"))
-    if parent and (parent.code_commit != row.code_commit or describe_changes(parent, row)):
+    if parent and (parent.code_commit != row.code_commit or describe_compute_changes(parent, row)):
         _allow(plant.ledger, row, _newest(plant.ledger, GATE, row.id) or _certify(plant, row, parent, policy))
     if policy.preflight.parts and _needs_preflight(plant.workspace, parent, row):
         _allow(
@@ -76,15 +76,15 @@ def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow) -> None:
     if verdict.outcome != "promote" and not find_acceptance(ledger, verdict):
         raise NotCertifiedError(
             "training.not_certified", "Segment {segment} was not started. {reasons} {to_do}",
-            segment=row.id, reasons=" ".join(verdict.reasons), to_do=certificate_instructions(row.id),
+            segment=row.id, reasons=" ".join(verdict.reasons), to_do=make_certificate_instructions(row.id),
         )  # fmt: skip
 
 
 def _newest(ledger: Ledger, gate: str, segment: int) -> VerdictRow | None:
-    return VerdictRow.newest(ledger, gate, Subject("segment", segment))
+    return VerdictRow.find_newest(ledger, gate, Subject("segment", segment))
 
 
-def certificate_instructions(segment: int) -> Message:
+def make_certificate_instructions(segment: int) -> Message:
     """The ways in which a person can continue from an uncertified segment."""
     return Message(
         "training.certificate_to_do", "To continue, commit corrected or reverted code. The daemon then plans the segment again. If a "
@@ -93,10 +93,10 @@ def certificate_instructions(segment: int) -> Message:
     )  # fmt: skip
 
 
-def newest_code_verdict(ledger: Ledger, segment: int) -> VerdictRow | None:
+def find_newest_code_verdict(ledger: Ledger, segment: int) -> VerdictRow | None:
     """The newest verdict on a segment's code, of its certificate or its preflight; None when none was needed or made."""
     subject = str(Subject("segment", segment))
-    return VerdictRow.first(ledger, f"WHERE {OF_CODE} AND subject = :subject ORDER BY id DESC", subject=subject)
+    return VerdictRow.find_first(ledger, f"WHERE {OF_CODE} AND subject = :subject ORDER BY id DESC", subject=subject)
 
 
 def find_acceptance(ledger: Ledger, verdict: VerdictRow) -> dict[str, Any] | None:
@@ -114,14 +114,14 @@ def accept_code(plant: Plant, segment: int, person: str) -> VerdictRow:
 
     Raises: InputError when the segment does not wait for that, or another segment replaced it.
     """
-    verdict = newest_code_verdict(plant.ledger, segment)
+    verdict = find_newest_code_verdict(plant.ledger, segment)
     waiting = SegmentRow.select(plant.ledger, "WHERE state = :state ORDER BY id", state=UNCERTIFIED)
     if verdict is None or segment not in {row.id for row in waiting}:
         raise InputError(
             "training.not_uncertified", "Segment {segment} does not wait for a certificate. Segments that wait: {waiting}.",
             segment=segment, waiting=[row.id for row in waiting] or "none",
         )  # fmt: skip
-    newer = SegmentRow.first(plant.ledger, "WHERE kind <> 'average' AND id > :id", id=segment)
+    newer = SegmentRow.find_first(plant.ledger, "WHERE kind <> 'average' AND id > :id", id=segment)
     if newer:
         raise InputError(
             "training.segment_replaced", "Segment {newer} replaced segment {segment}, so its code cannot be accepted.",
@@ -138,35 +138,35 @@ def accept_code(plant: Plant, segment: int, person: str) -> VerdictRow:
 def list_certificates(ledger: Ledger) -> list[dict[str, Any]]:
     """All certificates and preflights with their evidence, oldest first, and with the person who accepted the code."""
     return [
-        {"segment": row.subject_number, **row.with_evidence(ledger), "accepted": find_acceptance(ledger, row)}
+        {"segment": row.subject_number, **row.read_with_evidence(ledger), "accepted": find_acceptance(ledger, row)}
         for row in VerdictRow.select(ledger, f"WHERE {OF_CODE} ORDER BY id")
     ]
 
 
 # -- making a certificate ----------------------------------------------------------------------------------------------
 def _certify(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy) -> VerdictRow:
-    def measure() -> tuple[Judgement, dict[str, Any]]:
+    def measure() -> tuple[CodeJudgement, dict[str, Any]]:
         from factory.training.certificate_runs import gather_certificate_evidence
 
         evidence = gather_certificate_evidence(plant, row, parent, policy)
         judgement = judge_certificate(policy, evidence)
         return judgement, _shown(evidence, judgement) | {"evidence": asdict(evidence)}
 
-    judged = _identity(policy, row, parent, last_checkpoint(plant.ledger, parent.id)["id"])
+    judged = _identity(policy, row, parent, read_last_checkpoint(plant.ledger, parent.id)["id"])
     return _verdict(plant, row, GATE, judged, hash_policy(policy), parent.code_commit, measure)
 
 
 def _verdict(
-    plant: Plant, row: SegmentRow, gate: str, judged: str, policy: str, against: str | None, measure: Callable[[], tuple[Judgement, dict[str, Any]]]
+    plant: Plant, row: SegmentRow, gate: str, judged: str, policy: str, against: str | None, measure: Callable[[], tuple[CodeJudgement, dict[str, Any]]]
 ) -> VerdictRow:  # fmt: skip
     """The newest verdict on the same ``judged`` hash that is not 'hold'; without one, the verdict of ``measure``.
 
     The evidence is written to the segment's folder. One transaction records the verdict, the event and the segment's state.
     """
     same = "WHERE gate = :gate AND subject_sha256 = :judged AND outcome <> 'hold' ORDER BY id DESC"
-    known = VerdictRow.first(plant.ledger, same, gate=gate, judged=judged)
+    known = VerdictRow.find_first(plant.ledger, same, gate=gate, judged=judged)
     if known:  # an earlier segment, which this one replaces, had the same code, checkpoint and data
-        outcome, reasons, shown = known.outcome, known.reasons, known.evidence(plant.ledger)
+        outcome, reasons, shown = known.outcome, known.reasons, known.read_evidence(plant.ledger)
     else:
         judgement, measured = measure()
         outcome, reasons = judgement.outcome, list(judgement.reasons)
@@ -178,7 +178,7 @@ def _verdict(
     event = {"promote": "certified", "hold": "not_certified", "reject": "not_certified"}[outcome]
     subject = Subject("segment", row.id)
     with plant.ledger.begin() as tx:
-        refuse_rewound(Snapshot(tx, plant.ledger.root), row.id)
+        refuse_rewound_segment(Snapshot(tx, plant.ledger.root), row.id)
         number = record_verdict(
             tx, gate, subject, against=against, policy_sha256=policy, subject_sha256=judged, outcome=outcome, reasons=reasons, evidence=shown
         )  # fmt: skip
@@ -208,11 +208,11 @@ def _identity(policy: CertificatePolicy, row: SegmentRow, parent: SegmentRow, ch
     """The hash of all inputs of the measurement. An acceptance is valid for this hash."""
     same = [row.kind, row.recipe_sha256, row.data_plan, row.first_step, row.last_step]
     of = policy.model_dump(exclude={"preflight"})
-    parts = [of, parent.code_commit, row.code_commit, checkpoint, same, describe_changes(parent, row)]
+    parts = [of, parent.code_commit, row.code_commit, checkpoint, same, describe_compute_changes(parent, row)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _shown(evidence: CertificateEvidence, judgement: Judgement) -> dict[str, Any]:
+def _shown(evidence: CertificateEvidence, judgement: CodeJudgement) -> dict[str, Any]:
     """The part of the evidence that the ledger stores."""
     losses = {
         name: trace.series.get("loss", []) for name, trace in (("old", evidence.old), ("new", evidence.new)) if trace
@@ -223,7 +223,7 @@ def _shown(evidence: CertificateEvidence, judgement: Judgement) -> dict[str, Any
         **{name: getattr(evidence, name) for name in ("old_commit", "new_commit", "changed", "first_step", "steps", "basis")},
         "seeds": list(evidence.seeds),
         "loss": losses | {"difference": apart},
-        "measures": [asdict(m) | {"share": m.share} for m in judgement.measures],
+        "measures": [asdict(m) | {"share": m.multiple_of_noise} for m in judgement.measures],
     }  # fmt: skip
 
 
@@ -242,10 +242,10 @@ def _needs_preflight(workspace: Workspace, parent: SegmentRow | None, row: Segme
 
 def _training_files_differ(workspace: Workspace, parent: SegmentRow, row: SegmentRow) -> bool:
     """Whether two commits differ in a file that training reads; also true when the repository lost one of them."""
-    from factory.training.certificate_runs import changed_files
+    from factory.training.certificate_runs import list_changed_training_files
 
     try:
-        return bool(changed_files(workspace.repository, parent.code_commit, row.code_commit))
+        return bool(list_changed_training_files(workspace.repository, parent.code_commit, row.code_commit))
     except RepositoryError:
         return True
 
@@ -269,7 +269,7 @@ def _trained_by(row: SegmentRow) -> dict[str, Any]:
 
 
 def _run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> VerdictRow:
-    def measure() -> tuple[Judgement, dict[str, Any]]:
+    def measure() -> tuple[CodeJudgement, dict[str, Any]]:
         from factory.training.preflight_runs import run_preflight
 
         evidence = run_preflight(plant, row, policy)

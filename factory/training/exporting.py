@@ -14,28 +14,28 @@ from factory.core.progress import SILENT
 from factory.ledger.ledger import candidates, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
-from factory.ledger.writing import insert_row, next_key
+from factory.ledger.writing import insert_row, find_next_key
 from factory.runs.live_code import LiveCode
 from factory.runs.trainer_folder import remove_links_and_pipes
-from factory.training.planning import last_checkpoint
+from factory.training.planning import read_last_checkpoint
 from kernels.contract.files import sync_folder, sync_tree
 
 
 def export_candidate(plant: Plant, segment: int) -> int:
     """Export a segment's last checkpoint in the format of transformers and record the candidate; returns its id. Idempotent."""
-    known = CandidateRow.first(plant.ledger, "WHERE segment = :segment", segment=segment)
+    known = CandidateRow.find_first(plant.ledger, "WHERE segment = :segment", segment=segment)
     if known:
         return known.id
-    from factory.evals.export_parity import expected_export
+    from factory.evals.export_parity import compute_expected_export
 
     row = SegmentRow.get(plant.ledger, segment)
-    checkpoint = last_checkpoint(plant.ledger, segment)
+    checkpoint = read_last_checkpoint(plant.ledger, segment)
     target, aside = (plant.workspace.exports / f"{name}-{segment:05d}" for name in ("segment", ".writing"))
     if not target.exists():
         write_export(plant, row, aside)
         os.rename(aside, target)
     sync_folder(target.parent)  # also when a killed process made the export
-    made = expected_export(
+    made = compute_expected_export(
         Path(checkpoint["path"]), row.recipe_json
     )  # this process reads the checkpoint; the exporting code is not trusted
     with plant.ledger.begin() as tx:
@@ -44,7 +44,7 @@ def export_candidate(plant: Plant, segment: int) -> int:
             "export_path": plant.ledger.to_stored_path(target),
             "created_at": time.time(),
         }
-        values |= {"id": next_key(tx, candidates), "segment": segment, "export_sha256": hash_export_folder(target)}
+        values |= {"id": find_next_key(tx, candidates), "segment": segment, "export_sha256": hash_export_folder(target)}
         number = insert_row(tx, candidates, **values)
         record_event(tx, "candidate", Subject("candidate", number), {"segment": segment, "made": made.to_json()})
     return number
@@ -57,14 +57,14 @@ def write_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = 
     older export again. Raises: SegmentError.
     """
     from factory.ingest.tokenizer import Tokenizer
-    from trainer.contract.checkpoint.export import generation_config
+    from trainer.contract.checkpoint.export import make_generation_config
 
-    checkpoint = last_checkpoint(plant.ledger, row.id)
+    checkpoint = read_last_checkpoint(plant.ledger, row.id)
     remove_path(folder)
     folder.mkdir()
-    code = LiveCode.of_commit(plant.with_progress(SILENT), row.code_commit)
+    code = LiveCode.check_out_commit(plant.with_progress(SILENT), row.code_commit)
     arguments = ["trainer.contract.checkpoint.export", checkpoint["path"], str(folder)]
-    done = code.run("-m", *arguments, writable=[folder], readonly=[Path(checkpoint["path"])])
+    done = code.run_python("-m", *arguments, writable=[folder], readonly=[Path(checkpoint["path"])])
     remove_links_and_pipes(folder, SILENT)
     if done.returncode:
         raise SegmentError(
@@ -73,5 +73,5 @@ def write_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = 
         )  # fmt: skip
     Tokenizer.load(plant.workspace.tokenizer).copy_to(folder, as_it_was)
     if not as_it_was:
-        (folder / "generation_config.json").write_text(json.dumps(generation_config(), indent=2) + "\n")
+        (folder / "generation_config.json").write_text(json.dumps(make_generation_config(), indent=2) + "\n")
     sync_tree(folder)  # before the ledger names it

@@ -22,16 +22,16 @@ from factory.core.errors import ConfigError, InputError
 from factory.core.launching import check_ranks_fit
 from factory.core.workspace import Workspace
 from factory.ingest.rules.licence_claims import CONFLICT_EVENT, find_relicensed_documents
-from factory.ingest.rules.policy import DataPolicy, Licences
+from factory.ingest.rules.policy import DataPolicy, LicenceRules
 from factory.ingest.vocabulary_size import check_vocabulary
 from factory.ledger.ledger import Ledger, data_plans, record_event, segments, token_shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import REMOVED, REMOVED_FATE, list_removals, with_replaced_token_shards
+from factory.ledger.removals import REMOVED, REMOVED_FATE, list_removals, replace_erased_token_shards
 from factory.ledger.rows import SegmentRow, SqlReader, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.stored_paths import to_stored_path, to_stored_paths
-from factory.ledger.writing import insert_row, next_key
-from factory.retrying.requests import OVERRIDDEN, newest_decision_event, refuse_newer_decision, refuse_rewound
+from factory.ledger.writing import insert_row, find_next_key
+from factory.retrying.requests import OVERRIDDEN, find_newest_decision_event, refuse_newer_decision, refuse_rewound_segment
 from factory.retrying.trainer_deaths import refuse_while_parked
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
@@ -63,7 +63,7 @@ def forecast_trunk(plant: Plant, steps: int | None = None) -> TrunkForecast:
     wanted = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
     first = last.last_step if last else 0
     # Positions of a trunk segment of that many steps and its anneal. The batch size may still warm up.
-    needs = lambda trunk: recipe.tokens_between(first, first + trunk + recipe.schedule.anneal_steps)
+    needs = lambda trunk: recipe.count_tokens_between(first, first + trunk + recipe.schedule.anneal_steps)
     shards = _every_shard(plant.ledger, last)
     seen = {shard["id"] for shard in read_data_plan(plant.ledger, last)["token_shards"]} if last else set()
     new = sum(1 for shard in shards if shard[0] not in seen)
@@ -71,7 +71,7 @@ def forecast_trunk(plant: Plant, steps: int | None = None) -> TrunkForecast:
         return TrunkForecast(0, 0, wanted, needs(1))
     refuse_changed_model(plant, recipe, last)
     plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + wanted, _licences(plant.workspace))
-    left = _data_order(plant.ledger, recipe, plan, last).positions_left()
+    left = _data_order(plant.ledger, recipe, plan, last).estimate_positions_left()
     possible = bisect_right(range(wanted + 1), left, key=needs) - 1
     return TrunkForecast(max(0, possible), new, wanted, max(0, needs(1) - left) if possible < 1 else 0)
 
@@ -100,20 +100,20 @@ def plan_trunk(plant: Plant, steps: int | None = None) -> int:
 def plan_anneal(plant: Plant) -> int:
     """Record an anneal from the trunk's last checkpoint over the trunk's token shards; returns its id. Raises: InputError."""
     refuse_while_parked(plant.ledger)
-    trunk = last_segment(plant.ledger, "trunk")
+    trunk = find_last_finished_segment(plant.ledger, "trunk")
     if trunk is None:
         raise InputError(
             "training.no_trunk",
             "No trunk segment is finished, so an anneal has no checkpoint to start from. Run 'factory train' first.",
         )
-    planned = with_replaced_token_shards(plant.ledger, read_data_plan(plant.ledger, trunk))["token_shards"]
+    planned = replace_erased_token_shards(plant.ledger, read_data_plan(plant.ledger, trunk))["token_shards"]
     shards = [(shard["id"], shard["path"], shard["generation"]) for shard in planned]
     return _plan(plant, "anneal", trunk, load_recipe(plant.workspace).schedule.anneal_steps, shards)
 
 
-def last_segment(ledger: Ledger, kind: str) -> SegmentRow | None:
+def find_last_finished_segment(ledger: Ledger, kind: str) -> SegmentRow | None:
     """The newest finished segment of that kind."""
-    return SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind=kind)
+    return SegmentRow.find_first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind=kind)
 
 
 def find_trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
@@ -122,14 +122,14 @@ def find_trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
     With ``schedule.continue_from: anneal`` (WSD-S, arXiv 2410.05192) it is the anneal of the newest trunk segment. The next trunk
     segment takes the anneal's weights, sampler state and last step, so it repeats no document early and continues the step count.
     """
-    trunk = last_segment(ledger, "trunk")
+    trunk = find_last_finished_segment(ledger, "trunk")
     if trunk is None or recipe.schedule.continue_from == "trunk":
         return trunk
-    anneal = last_segment(ledger, "anneal")
+    anneal = find_last_finished_segment(ledger, "anneal")
     return anneal if anneal is not None and anneal.parent == trunk.id else trunk
 
 
-def last_checkpoint(db: SqlReader, segment: int) -> dict[str, Any]:
+def read_last_checkpoint(db: SqlReader, segment: int) -> dict[str, Any]:
     """The last checkpoint of a finished segment, as its row."""
     return db.read("SELECT * FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1", segment=segment)[0]
 
@@ -153,10 +153,10 @@ def load_recipe(workspace: Workspace) -> Recipe:
 
 def _with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
     """The recipe with other values. Raises: ConfigError when these values make an impossible recipe."""
-    from trainer.contract.recipe import with_changed_keys
+    from trainer.contract.recipe import copy_with_changed_keys
 
     try:
-        return type(recipe).parse(with_changed_keys(recipe.model_dump(mode="json"), keys))
+        return type(recipe).parse(copy_with_changed_keys(recipe.model_dump(mode="json"), keys))
     except TrainerError as error:
         raise ConfigError(
             "training.override_impossible", "Recipe {recipe} cannot use the values {values}: {error}",
@@ -199,7 +199,7 @@ def _emptied(ledger: Ledger) -> set[str]:
 
 
 def _data_plan(
-    ledger: Ledger, recipe: Recipe, kind: str, shards: list[tuple[str, str, int]], first: int, last: int, licences: Licences
+    ledger: Ledger, recipe: Recipe, kind: str, shards: list[tuple[str, str, int]], first: int, last: int, licences: LicenceRules
 ) -> tuple[DataPlan, list[str]]:  # fmt: skip
     """(the plan of the steps [first, last), the domains of the mixture that have no shard yet).
 
@@ -210,12 +210,12 @@ def _data_plan(
     ids = {shard[0] for shard in shards}
     rows = ledger.read("SELECT id, domains FROM token_shards")
     held = {domain for row in rows if row["id"] in ids for domain in row["domains"]}
-    plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
+    plan = DataPlan.make_for_segment(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
     plan = plan.model_copy(update={"targets_in_every_batch": True})
     with _fits(recipe):
-        plan, left_out = plan.without_missing_domains(held, first, last)
-    plan = DataPlan.from_json(_with_moved(ledger, with_replaced_token_shards(ledger, json.loads(plan.to_json()))))
-    return plan.with_masked(sorted({*_left_out(ledger, ids), *_barred(ledger, ids, licences)})), left_out
+        plan, left_out = plan.copy_without_missing_domains(held, first, last)
+    plan = DataPlan.from_json(_with_moved(ledger, replace_erased_token_shards(ledger, json.loads(plan.to_json()))))
+    return plan.copy_with_masked_documents(sorted({*_left_out(ledger, ids), *_barred(ledger, ids, licences)})), left_out
 
 
 def _with_moved(ledger: Ledger, plan: dict[str, Any]) -> dict[str, Any]:
@@ -227,11 +227,11 @@ def _with_moved(ledger: Ledger, plan: dict[str, Any]) -> dict[str, Any]:
     return {**plan, "token_shards": [{**shard, **moved.get(shard["id"], {})} for shard in plan["token_shards"]]}
 
 
-def _licences(workspace: Workspace) -> Licences:
+def _licences(workspace: Workspace) -> LicenceRules:
     return DataPolicy.load(workspace.policy_path("data.yaml")).licences
 
 
-def _barred(ledger: Ledger, token_shards: set[str], licences: Licences) -> set[str]:
+def _barred(ledger: Ledger, token_shards: set[str], licences: LicenceRules) -> set[str]:
     """Keys of documents of these shards that also arrived under a licence that forbids training, unless a person decided the conflict."""
     conflict = ledger.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=CONFLICT_EVENT)
     if not conflict and not any(
@@ -242,7 +242,7 @@ def _barred(ledger: Ledger, token_shards: set[str], licences: Licences) -> set[s
     return {
         one.key
         for one in strict
-        if one.token_shard in token_shards and not licences.find_licence(one.effective_licence(licences)).train
+        if one.token_shard in token_shards and not licences.find_licence(one.find_effective_licence(licences)).train
     }
 
 
@@ -260,7 +260,7 @@ def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: SegmentRow
 
     state = None
     if last is not None:
-        state = json.loads((Path(last_checkpoint(ledger, last.id)["path"]) / "state.json").read_text())["sampler"]
+        state = json.loads((Path(read_last_checkpoint(ledger, last.id)["path"]) / "state.json").read_text())["sampler"]
     sizes = {"context": recipe.model.context, "vocab_size": recipe.model.vocab_size}
     with _fits(recipe):
         return DataOrder(plan, batch=recipe.batch, state=state, **sizes)
@@ -268,23 +268,23 @@ def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: SegmentRow
 
 def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: SegmentRow | None, last_step: int) -> None:
     """Raises: ConfigError naming ``batch.max_padding`` when the plan needs more padding."""
-    from trainer.contract.plan.feasible import refuse_padding
+    from trainer.contract.plan.feasibility import refuse_excessive_padding
 
     if recipe.batch.max_padding is not None:
         with _fits(recipe):
-            refuse_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
+            refuse_excessive_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
 
 
 def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shards: list[tuple[str, str, int]]) -> int:
     from factory.git.repository import get_live_commit, read_file_text
 
-    decided = newest_decision_event(plant.ledger)
+    decided = find_newest_decision_event(plant.ledger)
     if parent is not None:
-        refuse_rewound(plant.ledger, parent.id)
+        refuse_rewound_segment(plant.ledger, parent.id)
     recipe = load_recipe(plant.workspace)
     notes: list[str] = [*refuse_changed_model(plant, recipe, parent)]
     first = parent.last_step if parent else 0
-    overridden = find_override(plant.ledger, kind, parent.id if parent else None)
+    overridden = find_recipe_override(plant.ledger, kind, parent.id if parent else None)
     if overridden is not None:
         recipe = _with_keys(recipe, overridden.keys)
         length = max(1, min(length, overridden.until - first)) if kind == "trunk" else length
@@ -302,7 +302,7 @@ def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shard
     _refuse_padding(plant.ledger, recipe, plan, parent, first + length)
     commit = get_live_commit(plant.workspace.repository)
     kernels = read_file_text(plant.workspace.repository, commit, KERNELS)
-    recipe, computed, of_computing = compute_settings.decide_computing(
+    recipe, computed, of_computing = compute_settings.choose_compute_settings(
         plant.workspace, recipe, kernels, parent.recipe_json["precision"] if parent else ""
     )
     notes += of_computing
@@ -327,7 +327,7 @@ def insert_planned_segment(
     tx: sa.Connection, workspace: Workspace, kind: str, steps: tuple[int, int], detail: dict[str, Any], **columns: Any
 ) -> int:
     """Add the row of a planned segment of the steps [first, last), and its event; returns its id."""
-    number = next_key(tx, segments)
+    number = find_next_key(tx, segments)
     folder = to_stored_path(workspace.root, workspace.segments / f"{number:05d}-{kind}")
     made = {"folder": folder, "state": "planned", "created_at": time.time()}
     insert_row(tx, segments, id=number, kind=kind, first_step=steps[0], last_step=steps[1], **made, **columns)
@@ -344,20 +344,20 @@ class RecipeOverride:
     reason: str
 
 
-def record_override(tx: sa.Connection, spoiled_segment: SegmentRow, override: RecipeOverride) -> None:
+def record_recipe_override(tx: sa.Connection, spoiled_segment: SegmentRow, override: RecipeOverride) -> None:
     """Record an override for the segment that will replace ``spoiled_segment``."""
     place = {"kind": spoiled_segment.kind, "parent": spoiled_segment.parent}
     detail = {"keys": dict(override.keys), "until": override.until, "reason": override.reason}
     record_event(tx, OVERRIDDEN, Subject("segment", spoiled_segment.id), place | detail)
 
 
-def find_override(db: SqlReader, kind: str, parent: int | None) -> RecipeOverride | None:
+def find_recipe_override(db: SqlReader, kind: str, parent: int | None) -> RecipeOverride | None:
     """The newest override for a segment of this kind and parent; None when it has no keys, as after a rejected diagnosis."""
     found = _newest(db, kind, parent)
     return RecipeOverride(found["keys"], found["until"], found["reason"]) if found and found["keys"] else None
 
 
-def has_override(db: SqlReader, kind: str, parent: int | None) -> bool:
+def has_recipe_override(db: SqlReader, kind: str, parent: int | None) -> bool:
     """Whether the ledger has an override for a segment of this kind and parent; a person's order to have none also counts."""
     return _newest(db, kind, parent) is not None
 
@@ -373,7 +373,7 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
 
     Raises: ConfigError naming each other change with both values, the file, and what to do.
     """
-    from trainer.contract.checkpoint.same_function import find_function_changes, unaccepted_changes
+    from trainer.contract.checkpoint.same_function import find_function_changes, find_unaccepted_changes
     from trainer.contract.recipe import ACCEPTABLE
 
     if parent is None:
@@ -384,7 +384,7 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
     if not before:
         return []  # an older factory recovered the row without its recipe; the trainer compares the weights
     changes = find_function_changes(before, recipe.model)
-    refused = unaccepted_changes(before, recipe.model, recipe.accept_changes)
+    refused = find_unaccepted_changes(before, recipe.model, recipe.accept_changes)
     if before.get("context", recipe.model.context) != recipe.model.context:
         changes["context"] = before["context"], recipe.model.context
         refused.insert(0, "context")
@@ -400,7 +400,7 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
             "--tokenizer {tokenizer} -w FOLDER'.",
             recipe_file=workspace.recipe_path(), segment=parent.id,
             changes=[f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused],
-            accept=accept if set(refused) <= set(ACCEPTABLE) else "", root=SegmentRow.lineage(plant.ledger, parent.id)[0].id,
+            accept=accept if set(refused) <= set(ACCEPTABLE) else "", root=SegmentRow.read_lineage(plant.ledger, parent.id)[0].id,
             workspace=workspace.root, recipe=recipe.name, tokenizer=workspace.tokenizer,
         )  # fmt: skip
     notes = [

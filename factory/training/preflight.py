@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from factory.training.certificate import Judgement, PreflightPolicy
+from factory.training.certificate import CodeJudgement, PreflightPolicy
 from kernels.contract.message import Message
 
 LEAD_STEPS = 10  # steps before the runs separate, so that moments are warm
@@ -118,7 +118,7 @@ class ExcessDifference:
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
-def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Judgement:
+def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> CodeJudgement:
     """Decide whether the commit may train. Pure. Missing evidence is ``hold``; each reason names the comparison and the step.
 
     >>> near = StraightRunDistance({"loss": [1e-7, 2e-7]}, {"w": 1e-6})
@@ -178,9 +178,9 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
         if beyond := find_first_excess(evidence, evidence.apart[way.name], 0.0 if exact else policy.times_rounding):
             wrong.append(_beyond_exact(way, beyond) if exact else _beyond_rounding(way, beyond))
     if wrong:
-        return Judgement("reject", wrong, [])
+        return CodeJudgement("reject", wrong, [])
     if missing:
-        return Judgement("hold", missing, [])
+        return CodeJudgement("hold", missing, [])
     facts = [
         Message(
             "training.preflight.passed",
@@ -199,7 +199,7 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
         )
         for name, why in evidence.left_out.items()
     ]
-    return Judgement("promote", facts, [])
+    return CodeJudgement("promote", facts, [])
 
 
 def _beyond_exact(way: TrainingVariant, beyond: ExcessDifference) -> Message:
@@ -237,9 +237,9 @@ def find_first_excess(
         return first
     last = evidence.lead + evidence.steps - 1
     worst: tuple[float, ExcessDifference] | None = None
-    usual = {kind: _usual(kind, evidence.rounding) for kind in {tensor_kind(name) for name in distance.tensors}}
+    usual = {kind: _usual(kind, evidence.rounding) for kind in {find_tensor_kind(name) for name in distance.tensors}}
     for name, share in sorted(distance.tensors.items()):
-        noise = max(usual[tensor_kind(name)], *(other.tensors.get(name, 0.0) for other in evidence.rounding))
+        noise = max(usual[find_tensor_kind(name)], *(other.tensors.get(name, 0.0) for other in evidence.rounding))
         if not share <= _bound(rounding_factor, noise):
             over = share / max(noise, LEAST)
             if worst is None or not over <= worst[0]:
@@ -247,7 +247,7 @@ def find_first_excess(
     return worst[1] if worst else None
 
 
-def tensor_kind(tensor: str) -> str:
+def find_tensor_kind(tensor: str) -> str:
     """``exp_avg`` for ``exp_avg.embedding``; ``weight`` for a weight, whose name is that of the model."""
     kind = tensor.partition(".")[0]
     return kind if kind in ("exp_avg", "exp_avg_sq", "momentum", "step") else "weight"
@@ -255,7 +255,7 @@ def tensor_kind(tensor: str) -> str:
 
 def _usual(kind: str, rounding: Sequence[StraightRunDistance]) -> float:
     """The median over the tensors of a kind, because the distance of one tensor can be small by chance."""
-    shares = [share for other in rounding for name, share in other.tensors.items() if tensor_kind(name) == kind]
+    shares = [share for other in rounding for name, share in other.tensors.items() if find_tensor_kind(name) == kind]
     return statistics.median(shares) if shares else 0.0
 
 

@@ -14,23 +14,23 @@ from pathlib import Path
 
 from factory.computing import compute_settings
 from factory.core.errors import SegmentError
-from factory.core.faults import is_machine_fault_without_file
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.git.repository import CheckoutError, RepositoryError
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm
 from factory.runs.arm_runner import ArmRunner
 from factory.runs.distance import (
-    checkpoint_distance,
+    measure_checkpoint_distance,
     find_different_weights,
-    relative_differences,
+    compute_relative_differences,
     save_perturbed_checkpoint,
 )
 from factory.runs.live_code import LiveCode
-from factory.runs.trace import Series, Trace, read_checkpoint
+from factory.runs.trace import Series, RunTrace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import PreflightPolicy
-from factory.training.certificate_runs import unreadable_run_message
+from factory.training.certificate_runs import make_unreadable_run_message
 from factory.training.planning import read_data_plan
 from factory.training.preflight import (
     LEAD_STEPS,
@@ -43,9 +43,9 @@ from factory.training.preflight import (
     make_small_recipe,
 )
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.format import checkpoint_name
+from trainer.contract.checkpoint.format import format_checkpoint_name
 from trainer.contract.errors import TrainerError
-from trainer.contract.recipe import Recipe, with_changed_keys
+from trainer.contract.recipe import Recipe, copy_with_changed_keys
 
 SERIES = ("loss", "grad_norm")  # of metrics.jsonl
 RANKS = 2
@@ -74,21 +74,21 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
             commit=row.code_commit,
             segment=row.id,
             ways=len(flight.ways),
-            steps=flight.steps,
+            steps=flight.total_steps,
         )  # fmt: skip
     )
     try:
-        code = LiveCode.of_commit(plant, row.code_commit)
+        code = LiveCode.check_out_commit(plant, row.code_commit)
     except RepositoryError as error:
-        if isinstance(error, CheckoutError) or is_machine_fault_without_file(error):
+        if isinstance(error, CheckoutError) or is_machine_fault_unrelated_to_files(error):
             raise
         return replace(found, failed={"straight": str(error)})
-    for name, arms in flight.arms_by_trainer():
-        done = flight.runs.train_live(code, arms, f"preflight, {name}")
+    for name, arms in flight.list_arms_by_trainer():
+        done = flight.runs.train_with_live_code(code, arms, f"preflight, {name}")
         if done.code:
-            unfinished = [arm for arm in arms if not (flight.runs.folder(arm) / "result.json").exists()]
+            unfinished = [arm for arm in arms if not (flight.runs.find_arm_folder(arm) / "result.json").exists()]
             return replace(found, failed={(unfinished or arms)[0].name: done.line})
-    found = compare_preflight_runs(found, flight.ways, flight.branch_checkpoint, flight.start_checkpoint, flight.trace)
+    found = compare_preflight_runs(found, flight.ways, flight.checkpoint_before_branches, flight.make_start_checkpoint, flight.make_trace)
     return replace(found, seconds=time.monotonic() - began)
 
 
@@ -111,7 +111,7 @@ class PreflightRuns:
         }  # fmt: skip
 
     @property
-    def steps(self) -> int:
+    def total_steps(self) -> int:
         """The steps of all runs together."""
         return LEAD_STEPS + (1 + len(PERTURBED_RUNS) + len(self.ways)) * (self.last - LEAD_STEPS)
 
@@ -135,13 +135,13 @@ class PreflightRuns:
                     ranks=way.ranks, gpus=torch.cuda.device_count(),
                 )  # fmt: skip
         try:
-            recipe = Recipe.parse(with_changed_keys(self.recipe, way.recipe))
-            recipe.batch.check_ranks(recipe.parallel.data_ranks(way.ranks, recipe.model))
+            recipe = Recipe.parse(copy_with_changed_keys(self.recipe, way.recipe))
+            recipe.batch.refuse_uneven_ranks(recipe.parallel.data_ranks(way.ranks, recipe.model))
         except TrainerError as error:
             return error.message
         return ""
 
-    def arms_by_trainer(self) -> Iterator[tuple[str, list[Arm]]]:
+    def list_arms_by_trainer(self) -> Iterator[tuple[str, list[Arm]]]:
         """Yield (name, arms) of each trainer, in order. The arms of later trainers start from a checkpoint of the first."""
         yield "straight", [self.make_arm("straight")]
         ranks = [way.name for way in self.ways if way.ranks > 1]
@@ -168,28 +168,28 @@ class PreflightRuns:
         return Arm(
             name, self.base | ({"last_step": 1} if born else {}), self.row.code_commit,
             recipe={**(way.recipe if way else {}), **(FROZEN_RECIPE if born else {})},
-            start=None if born or name == "straight" else self.start_checkpoint(name),
-            kernels=compute_settings.format_kernels(kernels), ranks=way.ranks if way else 1,
+            start=None if born or name == "straight" else self.make_start_checkpoint(name),
+            kernels=compute_settings.format_kernels_file(kernels), ranks=way.ranks if way else 1,
         )  # fmt: skip
 
-    def trace(self, name: str) -> Trace:
+    def make_trace(self, name: str) -> RunTrace:
         """The trace of a run from step ``LEAD_STEPS`` on, where the runs separate."""
         return replace(
-            self.runs.trace(self.make_arm(name)), first=0 if name.startswith(INITIAL_WEIGHTS_PREFIX) else LEAD_STEPS
+            self.runs.open_arm_trace(self.make_arm(name)), first=0 if name.startswith(INITIAL_WEIGHTS_PREFIX) else LEAD_STEPS
         )
 
     @cached_property
-    def branch_checkpoint(self) -> Path:
+    def checkpoint_before_branches(self) -> Path:
         """The straight run's checkpoint at step ``LEAD_STEPS``, where the runs separate."""
-        return self.runs.folder(self.make_arm("straight")) / "checkpoints" / checkpoint_name(LEAD_STEPS)
+        return self.runs.find_arm_folder(self.make_arm("straight")) / "checkpoints" / format_checkpoint_name(LEAD_STEPS)
 
-    def start_checkpoint(self, name: str) -> Path:
+    def make_start_checkpoint(self, name: str) -> Path:
         """The checkpoint from which a run starts: the straight run's checkpoint, or a perturbed copy of it."""
         if name not in PERTURBED_RUNS:
-            return self.branch_checkpoint
+            return self.checkpoint_before_branches
         target = self.runs.home / "perturbed" / name.replace(" ", "-")
         return save_perturbed_checkpoint(
-            self.branch_checkpoint, target, ROUNDING[self.recipe["precision"]], PERTURBED_RUNS.index(name)
+            self.checkpoint_before_branches, target, ROUNDING[self.recipe["precision"]], PERTURBED_RUNS.index(name)
         )
 
 
@@ -199,11 +199,11 @@ def compare_preflight_runs(
     ways: Sequence[TrainingVariant],
     branch_checkpoint: Path,
     start_checkpoint_of: Callable[[str], Path],
-    trace_of: Callable[[str], Trace],
+    trace_of: Callable[[str], RunTrace],
 ) -> PreflightEvidence:
     """Return ``evidence`` with the distance of each run from the straight run. Holds four checkpoints in memory.
 
-    ``branch_checkpoint``: the straight run's checkpoint where the runs separate. ``start_checkpoint_of`` and
+    ``checkpoint_before_branches``: the straight run's checkpoint where the runs separate. ``start_checkpoint_of`` and
     ``trace_of``: functions from a run's name to its first checkpoint and to its trace. Raises: any error that a fault of the machine causes,
     because such an error is no evidence about the runs.
     """
@@ -217,9 +217,9 @@ def compare_preflight_runs(
                 read_checkpoint(start_checkpoint_of(run)).model if run in PERTURBED_RUNS else None,
             )
             values = read_metric_series(other)
-            shares = {name: relative_differences(series[name], values[name]) for name in SERIES}
+            shares = {name: compute_relative_differences(series[name], values[name]) for name in SERIES}
             apart[run] = StraightRunDistance(
-                shares, checkpoint_distance(straight.final_checkpoint, other.final_checkpoint, begun, left).shares()
+                shares, measure_checkpoint_distance(straight.final_checkpoint, other.final_checkpoint, begun, left).list_tensor_shares_of_size()
             )
         born: dict[str, list[str]] = {}
         if ranks:
@@ -228,14 +228,14 @@ def compare_preflight_runs(
                 way: find_different_weights(first, trace_of(run := INITIAL_WEIGHTS_PREFIX + way).final_checkpoint.model)
                 for way in ranks
             }
-        copies = {run: trace_of(run).differing_replicas for run in ranks}
+        copies = {run: trace_of(run).weights_differing_between_ranks for run in ranks}
     except (UntrustedFileError, SegmentError) as error:
-        return replace(evidence, failed={run: unreadable_run_message(error)})
+        return replace(evidence, failed={run: make_unreadable_run_message(error)})
     rounding = [apart.pop(run) for run in PERTURBED_RUNS]
     return replace(evidence, rounding=rounding, apart=apart, born_apart=born, replicas_apart=copies)
 
 
-def read_metric_series(trace: Trace) -> dict[str, Series]:
+def read_metric_series(trace: RunTrace) -> dict[str, Series]:
     """The values of each of ``SERIES`` by step, with None where the trainer wrote nothing."""
     nothing: Series = [None] * (trace.last - trace.first)
-    return dict.fromkeys(SERIES, nothing) | trace.metric_series(SERIES)
+    return dict.fromkeys(SERIES, nothing) | trace.collect_metric_series(SERIES)

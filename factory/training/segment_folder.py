@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from factory.core.errors import SegmentError
 from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, find_failure_line
-from factory.core.untrusted_trainer_files import parse_object_of_file, read_json_object, read_tail, read_text
+from factory.core.untrusted_trainer_files import parse_json_object_of_file, read_json_object, read_tail, read_text
 from factory.ledger.anomalies import REPLICAS_DIFFER
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record_event, segments
 from factory.ledger.plant import Plant
@@ -20,17 +20,17 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.stored_paths import to_stored_paths
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.requests import refuse_rewound
+from factory.retrying.requests import refuse_rewound_segment
 from factory.retrying.trainer_deaths import (
     TrainerDiedError,
     TrainerFailure,
-    classify_ending,
-    format_start,
-    newest_checkpoint_step,
-    record_death,
+    classify_trainer_ending,
+    format_segment_start,
+    find_newest_checkpoint_step,
+    record_trainer_death,
 )
 from factory.runs.trainer_folder import check_disk_space
-from factory.training.planning import last_checkpoint, read_data_plan
+from factory.training.planning import read_last_checkpoint, read_data_plan
 from kernels.contract.files import rename_into_place, sync_folder, write_atomically
 from kernels.contract.message import Message
 
@@ -45,12 +45,12 @@ PLAN_COLUMNS = " ".join(
 KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a terminal
 
 
-def segment_spec(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
+def make_segment_spec(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
     """The content of segment.json. ``kernels`` is None here; ``compute_settings.write_kernels`` returns its value."""
     parent = SegmentRow.get(ledger, row.parent) if row.parent else None
     spec = {
         "kind": row.kind, "recipe": row.recipe_json, "data_plan": read_data_plan(ledger, row), "first_step": row.first_step,
-        "last_step": row.last_step, "initial_checkpoint": parent and last_checkpoint(ledger, parent.id)["path"],
+        "last_step": row.last_step, "initial_checkpoint": parent and read_last_checkpoint(ledger, parent.id)["path"],
         "code_commit": row.code_commit, "kernels": None,
     }  # fmt: skip
     if row.kind == "trunk" and parent and parent.kind == "anneal":
@@ -58,14 +58,14 @@ def segment_spec(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
     return spec
 
 
-def claim_folder(plant: Plant, row: SegmentRow) -> Path:
+def claim_segment_folder(plant: Plant, row: SegmentRow) -> Path:
     """The segment's folder, marked with the segment's plan and the ledger's identity.
 
     A folder with the mark of another plan or ledger is moved to ``set-aside/`` and never used.
     """
     folder = Path(row.folder)
-    if folder.is_dir() and any(folder.iterdir()) and not is_owner(read_owner(folder), plant.ledger, row):
-        away = move_to_set_aside(plant.workspace.root, folder)
+    if folder.is_dir() and any(folder.iterdir()) and not is_owner_of_segment_folder(read_folder_owner(folder), plant.ledger, row):
+        away = move_to_set_aside_folder(plant.workspace.root, folder)
         plant.progress.line(
             Message(
                 "training.folder_set_aside",
@@ -78,23 +78,23 @@ def claim_folder(plant: Plant, row: SegmentRow) -> Path:
         )
         with plant.ledger.begin() as tx:
             record_event(tx, "set_aside", Subject("segment", row.id), {"where": plant.ledger.to_stored_path(away)})
-    write_owner(plant.ledger, row)
+    write_folder_owner(plant.ledger, row)
     sync_folder(folder.parent)
     return folder
 
 
-def write_owner(ledger: Ledger, row: SegmentRow) -> None:
+def write_folder_owner(ledger: Ledger, row: SegmentRow) -> None:
     """Write the owner of a segment into its folder, and make the folder if it is missing."""
     path = Path(row.folder) / OWNER_FILE
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         planned = row.select_fields(PLANNED) | {"folder": ledger.to_stored_path(row.folder)}
         plan = to_stored_paths(ledger.root, read_data_plan(ledger, row))
-        mark = {"ledger": ledger.identity, "plan_sha256": segment_plan_sha256(row), "row": planned, "data_plan": plan}
+        mark = {"ledger": ledger.identity, "plan_sha256": hash_segment_plan(row), "row": planned, "data_plan": plan}
         write_atomically(path, json.dumps(mark))
 
 
-def read_owner(folder: Path) -> dict[str, Any]:
+def read_folder_owner(folder: Path) -> dict[str, Any]:
     """The owner that a segment's folder names; empty if the folder names none."""
     try:
         return read_json_object(folder / OWNER_FILE)
@@ -102,17 +102,17 @@ def read_owner(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def is_owner(owner: Mapping[str, Any], ledger: Ledger, row: SegmentRow) -> bool:
-    return (owner.get("ledger"), owner.get("plan_sha256")) == (ledger.identity, segment_plan_sha256(row))
+def is_owner_of_segment_folder(owner: Mapping[str, Any], ledger: Ledger, row: SegmentRow) -> bool:
+    return (owner.get("ledger"), owner.get("plan_sha256")) == (ledger.identity, hash_segment_plan(row))
 
 
-def segment_plan_sha256(row: SegmentRow) -> str:
+def hash_segment_plan(row: SegmentRow) -> str:
     """The SHA-256 of all columns that determine what a segment computes, and of the segment from which it starts."""
     plan = row.select_fields(PLAN_COLUMNS)
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
-def move_to_set_aside(root: Path, path: Path) -> Path:
+def move_to_set_aside_folder(root: Path, path: Path) -> Path:
     """Move a file or folder without a known owner to ``set-aside/``; returns its new path. Nothing is deleted."""
     away = root / "set-aside" / f"{time.time_ns()}-{path.name}"
     away.parent.mkdir(exist_ok=True)
@@ -133,10 +133,10 @@ def raise_trainer_failure(
     line = find_failure_line(log)
     if code == EXIT_DISK_FULL and why is None:
         check_disk_space(Path(row.folder), row.recipe_json, f"segment {row.id}", line)
-    refuse_rewound(plant.ledger, row.id)
-    ending = why or classify_ending(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
+    refuse_rewound_segment(plant.ledger, row.id)
+    ending = why or classify_trainer_ending(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
     policy = RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))
-    row = record_death(plant.ledger, row, ending, code, policy.tries, final=code == 2)
+    row = record_trainer_death(plant.ledger, row, ending, code, policy.tries, park_now=code == 2)
     if row.state == "failed":
         parked = Message(
             "training.trainer_died_parked",
@@ -146,20 +146,20 @@ def raise_trainer_failure(
             log=log,
         )
         raise TrainerDiedError(parked, row.attempts, True)
-    step = newest_checkpoint_step(row)
+    step = find_newest_checkpoint_step(row)
     died = Message(
         "training.trainer_died",
         "The trainer of segment {segment} {ending} (log: {log}). The next try starts from {start}. So far, "
         "{attempts} of {tries} allowed tries ended without a new checkpoint.", segment=row.id, ending=ending.says, log=log,
-        start=format_start(step), step=step, attempts=row.attempts, tries=policy.tries,
+        start=format_segment_start(step), step=step, attempts=row.attempts, tries=policy.tries,
     )  # fmt: skip
     raise TrainerDiedError(died, row.attempts, False)
 
 
-def mark_failed(ledger: Ledger, row: SegmentRow, why: str) -> None:
+def mark_segment_failed(ledger: Ledger, row: SegmentRow, why: str) -> None:
     """Mark a segment as failed, because another try would not help."""
     with ledger.begin() as tx:
-        refuse_rewound(Snapshot(tx, ledger.root), row.id)
+        refuse_rewound_segment(Snapshot(tx, ledger.root), row.id)
         tx.execute(segments.update().where(segments.c.id == row.id).values(state="failed", finished_at=time.time()))
         record_event(tx, "segment_failed", Subject("segment", row.id), {"said": why})
 
@@ -188,7 +188,7 @@ def record_segment_done(ledger: Ledger, row: SegmentRow, folder: Path, result: d
         weights = [str(name)[:200] for name in names][:20] if isinstance(names, list) else []
         found.append({"step": row.last_step - 1, "kind": REPLICAS_DIFFER, "weights": weights})
     with ledger.begin() as tx:
-        refuse_rewound(Snapshot(tx, ledger.root), row.id)
+        refuse_rewound_segment(Snapshot(tx, ledger.root), row.id)
         values = {"id": manifest, "segment": row.id, "step": result["last_step"], "path": ledger.to_stored_path(path)}
         tx.execute(checkpoints.insert().values(**values, created_at=time.time()))
         for anomaly in found:
@@ -207,7 +207,7 @@ def _lines(path: Path) -> list[str]:
 
 def _anomaly(line: str, path: Path, row: SegmentRow) -> dict[str, Any]:
     """The anomaly in a line of a file. Raises: SegmentError, also if no diagnosis could find the step, because it is outside the segment."""
-    found = parse_object_of_file(line, path)
+    found = parse_json_object_of_file(line, path)
     if type(found.get("step")) is not int or not KIND.fullmatch(str(found.get("kind"))):
         raise SegmentError(
             "training.anomaly_malformed", "{file} lists an anomaly whose step or kind is missing or invalid.", file=path

@@ -12,21 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from factory.computing.compute_settings import write_kernels
+from factory.computing.compute_settings import write_kernels_file
 from factory.core.errors import SegmentError
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks_fit, read_exit_code, remove_exit_codes
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks_fit, read_exit_code, remove_exit_code_files
 from factory.core.untrusted_trainer_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.requests import refuse_rewound, refuse_while_paused
+from factory.retrying.requests import refuse_rewound_segment, refuse_while_paused
 from factory.retrying.trainer_deaths import HUNG, REFUSED, TrainerFailure, count_oom_kills
-from factory.retrying.watchdog import Watchdog, measure_usual_times, record_first_step
-from factory.runs.live_code import LiveCode, list_trainer_read_paths, start_trainer, stop_trainer, wait_for_end
+from factory.retrying.watchdog import Watchdog, find_usual_durations, record_duration_of_first_step
+from factory.runs.live_code import LiveCode, list_paths_read_by_trainer, start_trainer, stop_trainer, wait_for_process_end
 from factory.runs.live_training import ignore_machine_faults
-from factory.runs.trainer_folder import check_disk_space, lock_folder, read_result, remove_links_and_pipes, write_spec
+from factory.runs.trainer_folder import check_disk_space, lock_trainer_folder, read_result, remove_links_and_pipes, write_spec
 from factory.sandbox.live_sandbox import RunningCommand
-from factory.training.segment_folder import claim_folder, raise_trainer_failure, record_segment_done, segment_spec
+from factory.training.segment_folder import claim_segment_folder, raise_trainer_failure, record_segment_done, make_segment_spec
 from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0
@@ -59,7 +59,7 @@ def run_segment(
     if row.state == "done":
         return dict(row.result or {})
     refuse_while_paused(plant.ledger)
-    refuse_rewound(plant.ledger, number)
+    refuse_rewound_segment(plant.ledger, number)
     if row.kind == "average":
         from factory.training.averaging import run_average
 
@@ -70,9 +70,9 @@ def run_segment(
     check_ranks_fit(
         plant.workspace, Recipe.parse(row.recipe_json)
     )  # the number of GPUs may differ from that at planning
-    folder = claim_folder(plant, row)
+    folder = claim_segment_folder(plant, row)
     ensure_certified(plant, row)
-    mend(not all(path.exists() for path in list_trainer_read_paths(segment_spec(plant.ledger, row))))
+    mend(not all(path.exists() for path in list_paths_read_by_trainer(make_segment_spec(plant.ledger, row))))
     while True:
         kills = count_oom_kills()
         code, hung = run_trainer(plant, row, folder, follower)
@@ -101,23 +101,23 @@ def run_trainer(
 
     A trainer that hangs is killed. Raises: PausedError if a pause stopped the trainer; RewoundError if the segment was rewound.
     """
-    code = LiveCode.of_commit(plant, row.code_commit)
+    code = LiveCode.check_out_commit(plant, row.code_commit)
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"
     title = f"{row.kind} {row.first_step}–{row.last_step}"
     with (
-        lock_folder(folder) as lock,
+        lock_trainer_folder(folder) as lock,
         open(log, "ab") as out,
         plant.progress.task(title, row.last_step - row.first_step) as task,
     ):
         remove_links_and_pipes(folder, plant.progress)  # files of a trainer that was killed together with its factory
-        remove_exit_codes(folder)
-        spec = segment_spec(plant.ledger, row) | {"kernels": write_kernels(folder, row.computing)}
+        remove_exit_code_files(folder)
+        spec = make_segment_spec(plant.ledger, row) | {"kernels": write_kernels_file(folder, row.computing)}
         write_spec(folder, spec)
-        reads = list_trainer_read_paths(spec | {"kernels": None})
+        reads = list_paths_read_by_trainer(spec | {"kernels": None})
         check_disk_space(folder, row.recipe_json, f"segment {row.id}")
         policy, usual = (
             RetryPolicy.load(plant.workspace.policy_path("retries.yaml")),
-            measure_usual_times(plant.ledger, row),
+            find_usual_durations(plant.ledger, row),
         )
         watch = _StepWatch(folder / "metrics.jsonl", row.first_step)
         process = start_trainer(
@@ -125,18 +125,18 @@ def run_trainer(
         )
         dog = Watchdog(policy, usual, process.pid, folder)
         task.advance(0, Message("training.starting", "starting; the first start compiles the model"))
-        hung, number = "", process.command()
+        hung, number = "", process.find_command_process()
         try:
-            while not hung and not wait_for_end(process, POLL_SECONDS):
-                begins, number = dog.steps is None, process.command()
+            while not hung and not wait_for_process_end(process, POLL_SECONDS):
+                begins, number = dog.steps is None, process.find_command_process()
                 watch.report(task)
-                hung = dog.check(watch.made)
+                hung = dog.find_hang(watch.made)
                 with ignore_machine_faults():
                     if begins and dog.steps is not None:
-                        record_first_step(plant.ledger, row, number, dog.clock() - dog.started)
+                        record_duration_of_first_step(plant.ledger, row, number, dog.clock() - dog.started)
                     refuse_while_paused(plant.ledger)
                     if row.state == "planned":  # else a finished segment is replayed
-                        refuse_rewound(plant.ledger, row.id)
+                        refuse_rewound_segment(plant.ledger, row.id)
                     if follower:
                         follower.poll()
             watch.report(task)

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from factory.computing.compute_settings import measure_precision
-from factory.computing.tuned_kernels import KERNELS, find_tuning, tuning_path
+from factory.computing.tuned_kernels import KERNELS, find_tuning, get_tuning_path
 from factory.core import devices
 from factory.core.errors import FactoryError
 from factory.core.progress import Progress
@@ -25,11 +25,11 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.runs.live_code import LiveCode
 from factory.training.planning import find_trunk_parent, load_recipe
-from kernels.contract.choice import auto_ops, device_section
+from kernels.contract.choice import list_auto_ops, read_device_section
 from kernels.contract.files import write_atomically
-from kernels.contract.machine import this_machine
+from kernels.contract.machine import describe_this_machine
 from kernels.contract.message import Message
-from kernels.contract.precision import precision_of_values
+from kernels.contract.precision import find_precision_of_values
 
 SECONDS = 60.0
 
@@ -38,12 +38,12 @@ class TuningError(FactoryError):
     """The kernels of the live code could not be timed."""
 
 
-def tune_if_needed(workspace: Workspace, progress: Progress) -> None:
+def tune_kernels_if_untuned(workspace: Workspace, progress: Progress) -> None:
     """Tune the kernels if there is no tuning for this machine, torch and precision. A failure is reported as a line of progress, not raised."""
     try:
         text = (_live_code(workspace) / KERNELS).read_text("utf-8")
-        automatic_here = auto_ops(device_section(text, devices.device_kind()))
-        if automatic_here and find_tuning(workspace, this_machine(), next_trunk_precision(workspace)).choice is None:
+        automatic_here = list_auto_ops(read_device_section(text, devices.get_device_kind()))
+        if automatic_here and find_tuning(workspace, describe_this_machine(), choose_next_trunk_precision(workspace)).choice is None:
             tune_kernels(workspace, progress)
     except FactoryError as error:
         progress.line(Message("training.not_tuned", "  The kernels are not tuned: {error}", error=error))
@@ -54,13 +54,13 @@ def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECO
 
     Raises: TuningError, ConfigError, RepositoryError.
     """
-    recipe, precision = load_recipe(workspace), next_trunk_precision(workspace)
-    code = LiveCode.of_commit(
+    recipe, precision = load_recipe(workspace), choose_next_trunk_precision(workspace)
+    code = LiveCode.check_out_commit(
         Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress),
         get_live_commit(workspace.repository),
     )
     # Many kernels are compiled in one process, so a precompiled header saves time. No other process uses these builds.
-    code = replace(code, cache=workspace.root / "cache" / f"tuning-{code.folder.name}-{this_machine().name}")
+    code = replace(code, cache=workspace.root / "cache" / f"tuning-{code.folder.name}-{describe_this_machine().name}")
     header = {devices.PRECOMPILE_HEADERS: "1"}
 
     def on_line(line: str) -> None:
@@ -72,7 +72,7 @@ def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECO
         Message(
             "training.tuning",
             "  Tuning the kernels for {machine}, recipe {recipe} in {precision}, for at most {seconds:.0f} s.",
-            machine=str(this_machine()),
+            machine=str(describe_this_machine()),
             recipe=recipe.name,
             precision=precision,
             seconds=seconds,
@@ -82,8 +82,8 @@ def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECO
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
         arguments = ["-m", "kernels.contract.tune", "--recipe", str(given), "--precision", precision]
-        arguments += ["--device", devices.device_kind(), "--seconds", str(seconds)]
-        done = code.run(*arguments, readonly=[given], on_line=on_line, environment=header)
+        arguments += ["--device", devices.get_device_kind(), "--seconds", str(seconds)]
+        done = code.run_python(*arguments, readonly=[given], on_line=on_line, environment=header)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [""])[-1][:500]
         raise TuningError(
@@ -93,17 +93,17 @@ def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECO
             why=why,
         )
     found = json.loads(done.stdout.splitlines()[-1]) | {"recipe": recipe.name, "at": time.time()}
-    path = tuning_path(workspace, found["machine"]["name"], precision)
+    path = get_tuning_path(workspace, found["machine"]["name"], precision)
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(found, indent=1))
     return path
 
 
-def next_trunk_precision(workspace: Workspace) -> str:
+def choose_next_trunk_precision(workspace: Workspace) -> str:
     """The precision in which the kernels of the next trunk segment will compute."""
     recipe = load_recipe(workspace)
     last = find_trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
-    return precision_of_values(measure_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
+    return find_precision_of_values(measure_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
 
 
 def _live_code(workspace: Workspace) -> Path:

@@ -19,8 +19,8 @@ from kernels.contract.op import (
     Shape,
     compile_lazily,
     make_op,
-    normal_tensor,
-    triton_implementation,
+    draw_normal_tensor,
+    make_triton_implementation,
 )
 
 Tensors = list[Tensor]
@@ -57,7 +57,7 @@ def reference(
 
 
 @contextmanager
-def with_dense_copies(lists: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+def swap_in_dense_copies(lists: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
     """Yields the lists with a dense copy in place of each tensor that is not dense. At the end the copies are written back."""
     copies = [[x.contiguous() for x in tensors] for tensors in lists]
     yield copies
@@ -86,7 +86,7 @@ def fused_adamw(
         return
     # as torch's optimiser does: the counts rise first, and fall again if the kernel changed nothing
     torch._foreach_add_(steps, 1.0)
-    with with_dense_copies((weights, gradients, exp_avgs, exp_avg_sqs)) as (held, grads, means, squares):
+    with swap_in_dense_copies((weights, gradients, exp_avgs, exp_avg_sqs)) as (held, grads, means, squares):
         torch._fused_adamw_(
             held,
             grads,
@@ -129,11 +129,11 @@ def compiled_adamw(
 
 def cost(shape: Shape, itemsize: int) -> Cost:
     """The update reads weight, gradient and both moments, and writes weight and moments."""
-    elements = sum(torch.Size(size).numel() for size in tensor_sizes(shape))
+    elements = sum(torch.Size(size).numel() for size in list_test_tensor_sizes(shape))
     return Cost(7 * elements * itemsize, 15 * elements, 0, 0)
 
 
-def tensor_sizes(shape: Shape) -> list[tuple[int, ...]]:
+def list_test_tensor_sizes(shape: Shape) -> list[tuple[int, ...]]:
     """The shapes of the test tensors: a layer's MLP, a norm, the embedding, and one matrix that depends on the batch."""
     D, F = shape.d_model, shape.d_ff
     return [(F, D), (F, D), (D, F), (D,), (shape.vocab_size, D), (shape.batch, D)]
@@ -141,8 +141,8 @@ def tensor_sizes(shape: Shape) -> list[tuple[int, ...]]:
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Inputs as after three updates, with moments as from gradients of size 0.1."""
-    made = [[normal_tensor(generator, size, device, dtype, 0.1) for size in tensor_sizes(shape)] for _ in range(3)]
-    exp_avg_sqs = [normal_tensor(generator, size, device, dtype, 0.03).square() for size in tensor_sizes(shape)]
+    made = [[draw_normal_tensor(generator, size, device, dtype, 0.1) for size in list_test_tensor_sizes(shape)] for _ in range(3)]
+    exp_avg_sqs = [draw_normal_tensor(generator, size, device, dtype, 0.03).square() for size in list_test_tensor_sizes(shape)]
     steps = [torch.tensor(3.0, device=device) for _ in exp_avg_sqs]
     scalars = torch.tensor(1.7, device=device), torch.tensor(0.0, device=device)
     return *made, exp_avg_sqs, steps, *scalars, *SETTINGS
@@ -154,7 +154,7 @@ COMPILED = Implementation(
 FUSED = Implementation(
     "fused", fused_adamw, description="torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it"
 )
-TRITON = triton_implementation("kernels.adamw.triton", function="adamw", about="one Triton kernel over all tensors")
+TRITON = make_triton_implementation("kernels.adamw.triton", function="adamw", about="one Triton kernel over all tensors")
 OP = make_op(
     "adamw",
     reference,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adamw import with_dense_copies
+from kernels.adamw import swap_in_dense_copies
 
 BLOCK, WARPS = 2048, 8  # elements and warps of a program: each thread has two loads of 16 bytes of each fp32 tensor
 KEPT = 16  # number of cached tables: for a few groups of parameters, and for gradients that alternate between places
@@ -63,7 +63,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
 
 
 @functools.lru_cache(KEPT)
-def numbers_on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def copy_numbers_to_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Copy the numbers to the device, as int64. They are copied from pinned memory, which torch keeps until the copy is done."""
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
@@ -108,14 +108,14 @@ def adamw(
         return
     assert all(step.dtype == torch.float32 for step in steps)
     device = skip.device
-    with with_dense_copies((weights, gradients, exp_avgs, exp_avg_sqs)) as lists:
+    with swap_in_dense_copies((weights, gradients, exp_avgs, exp_avg_sqs)) as lists:
         addresses = [x.data_ptr() for tensors in lists for x in tensors]
         aligned = not any(number % 16 for number in (*addresses, *counts))  # then 16 bytes are one load
         table = (*addresses, *(step.data_ptr() for step in steps), *counts, *begins)
         update_kernel[(programs,)](
             weights[0],
             map_programs_to_tensors(blocks, device),
-            numbers_on_device(table, device),
+            copy_numbers_to_device(table, device),
             divide_by,
             skip,
             len(weights),

@@ -13,10 +13,10 @@ from kernels.contract.op import (
     Cost,
     Inputs,
     Shape,
-    compiled_implementation,
+    make_compiled_implementation,
     make_op,
-    normal_tensor,
-    triton_implementation,
+    draw_normal_tensor,
+    make_triton_implementation,
 )
 from kernels.rms_norm import EPS
 from kernels.rms_norm import reference as rms_norm
@@ -36,16 +36,16 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     size = (shape.batch, shape.context, shape.d_model)
-    x, y = normal_tensor(generator, size, device, dtype), normal_tensor(generator, size, device, dtype)
-    return x, y, 1 + normal_tensor(generator, (shape.d_model,), device, dtype, 0.1), EPS
+    x, y = draw_normal_tensor(generator, size, device, dtype), draw_normal_tensor(generator, size, device, dtype)
+    return x, y, 1 + draw_normal_tensor(generator, (shape.d_model,), device, dtype, 0.1), EPS
 
 
-TRITON = triton_implementation("kernels.add_rms_norm.triton", function="add_rms_norm")
+TRITON = make_triton_implementation("kernels.add_rms_norm.triton", function="add_rms_norm")
 OP = make_op(
     "add_rms_norm",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1, 2),
-    implementations=(compiled_implementation(reference), TRITON),
+    implementations=(make_compiled_implementation(reference), TRITON),
 )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rows_in_triton import share_out_rows, tile_settings
+from kernels.rows_in_triton import divide_rows_among_programs, choose_tile_settings
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def forward_op(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tupl
     rows = x.numel() // columns
     total, normed = torch.empty_like(x), torch.empty_like(x)
     scale_N = torch.empty(rows, dtype=torch.float32, device=x.device)
-    settings = tile_settings(columns)
+    settings = choose_tile_settings(columns)
     grid = (triton.cdiv(rows, settings["ROWS"]),)
     forward_kernel[grid](x, y, weight_D.contiguous(), total, normed, scale_N, rows, columns, eps, **settings)
     return total, normed, scale_N
@@ -78,7 +78,7 @@ def backward_op(
     dtotal, dnormed, total = dsum_XD.contiguous(), dnormed_XD.contiguous(), sum_XD.contiguous()
     rows, columns = len(scale_N), total.shape[-1]
     dx = torch.empty_like(total)
-    launch = share_out_rows(rows, columns, 3 * columns * total.element_size(), total.device)
+    launch = divide_rows_among_programs(rows, columns, 3 * columns * total.element_size(), total.device)
     partial = torch.empty((launch.programs, columns), dtype=torch.float32, device=total.device)
     tensors = (dtotal, dnormed, total, weight_D.contiguous(), scale_N, dx, partial)
     backward_kernel[(launch.programs,)](*tensors, rows, columns, launch.rows_each, **launch.settings)
@@ -100,12 +100,12 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     ctx.mark_non_differentiable(output[2])
 
 
-def gradients(ctx: Any, dsum_XD: Tensor, dnormed_XD: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+def compute_gradients(ctx: Any, dsum_XD: Tensor, dnormed_XD: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     dx_XD, dweight_D = backward_op(dsum_XD, dnormed_XD, *ctx.saved_tensors)
     return dx_XD, dx_XD, dweight_D, None
 
 
-forward_op.register_autograd(gradients, setup_context=save_inputs)
+forward_op.register_autograd(compute_gradients, setup_context=save_inputs)
 
 
 def add_rms_norm(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -17,24 +17,24 @@ from kernels.contract.message import Message
 from kernels.contract.op import (
     Cost,
     Implementation,
-    ImportedAtFirstCall,
+    LazilyImportedFunction,
     Inputs,
     Shape,
     compile_lazily,
-    compiled_implementation,
+    make_compiled_implementation,
     make_op,
-    normal_tensor,
+    draw_normal_tensor,
 )
 
 
-def document_mask(document_BT: Tensor) -> Tensor:
+def make_document_mask(document_BT: Tensor) -> Tensor:
     """[B, T, T] bool: True where token i (row) may see token j (column): j ≤ i, and both are in the same document."""
     same = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
     T = document_BT.shape[1]
     return same & torch.ones(T, T, dtype=torch.bool, device=document_BT.device).tril()
 
 
-def attend_no_rows(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+def attend_in_empty_batch(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
     """The result for a batch without rows, with a gradient for each argument. (On a GPU torch 2.11 would return None.)"""
     return q_BTHK + k_BTGK.sum() + v_BTGK.sum()
 
@@ -42,9 +42,9 @@ def attend_no_rows(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
 def reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
     """q [B, T, H, K]; k, v [B, T, G, K], H a multiple of G; document [B, T] integers. Returns [B, T, H, K]."""
     if not q_BTHK.numel():
-        return attend_no_rows(q_BTHK, k_BTGK, v_BTGK)
+        return attend_in_empty_batch(q_BTHK, k_BTGK, v_BTGK)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=document_mask(document_BT).unsqueeze(1), enable_gqa=True)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=make_document_mask(document_BT).unsqueeze(1), enable_gqa=True)
     return o.transpose(1, 2)
 
 
@@ -58,7 +58,7 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     B, T, H, G, K = shape.batch, shape.context, shape.heads, shape.kv_heads, shape.head_dim
-    q, k, v = (normal_tensor(generator, (B, T, heads, K), device, dtype) for heads in (H, G, G))
+    q, k, v = (draw_normal_tensor(generator, (B, T, heads, K), device, dtype) for heads in (H, G, G))
     starts = torch.rand((B, T), generator=generator) < 8 / (T + 8)
     return q, k, v, starts.cumsum(1).to(device)
 
@@ -77,7 +77,7 @@ class RecomputedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
         R = q_BTHK.shape[2] // k_BTGK.shape[2]
-        hidden = torch.zeros((), dtype=q_BTHK.dtype).masked_fill(~document_mask(document_BT), float("-inf"))
+        hidden = torch.zeros((), dtype=q_BTHK.dtype).masked_fill(~make_document_mask(document_BT), float("-inf"))
         q, k, v = q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
         k, v = (x.repeat_interleave(R, dim=1) for x in (k, v))
         ctx.save_for_backward(q_BTHK, k_BTGK, v_BTGK, document_BT)
@@ -96,7 +96,7 @@ class RecomputedAttention(torch.autograd.Function):
         q, do = by_key_head(q_BTHK), by_key_head(do_BTHK)
         k, v = (x.transpose(1, 2).reshape(B * G, T, K) for x in (k_BTGK, v_BTGK))
         q_wide, do_wide, k_wide, v_wide = (x.float() for x in (q, do, k, v))
-        seen_BTT = document_mask(document_BT)
+        seen_BTT = make_document_mask(document_BT)
         dq, dk, dv = [], [], []
         step = max(BLOCK, -(-T // 8))
         for first in range(0, T, step):
@@ -191,11 +191,11 @@ def find_varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
 
 VARLEN = Implementation(
     "varlen",
-    ImportedAtFirstCall("kernels.attention.varlen", function="varlen"),
+    LazilyImportedFunction("kernels.attention.varlen", function="varlen"),
     description="FlashAttention over the stretches of one document, found once a batch",
     devices=("cuda",),
     fallback=find_varlen_fallback,
-    prepare=ImportedAtFirstCall("kernels.attention.varlen", function="document_run_bounds"),
+    prepare=LazilyImportedFunction("kernels.attention.varlen", function="document_run_bounds"),
 )
 FLEX = Implementation(
     "flex",
@@ -203,7 +203,7 @@ FLEX = Implementation(
     description="FlexAttention over blocks of one document, found once a batch; compiled",
     devices=("cuda",),
     eager=flex.flex,
-    prepare=flex.document_blocks,
+    prepare=flex.make_document_blocks,
 )
 OP = make_op(
     "attention",
@@ -211,5 +211,5 @@ OP = make_op(
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1, 2),
-    implementations=(compiled_implementation(reference), RECOMPUTE, NATIVE, VARLEN, FLEX),
+    implementations=(make_compiled_implementation(reference), RECOMPUTE, NATIVE, VARLEN, FLEX),
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.native import call_cpp, cpu_op, load_library
+from kernels.native import call_cpp_function, define_cpu_op, load_library
 
 
 def is_usable(head_dim: int) -> bool:
@@ -43,26 +43,26 @@ def run_attention(function: str, inputs: list[Tensor], document_BT: Tensor, outp
     # The lower 32 bits distinguish the documents of a row: otherwise a row would have to hold 2³² documents.
     document_BT = document_BT.to(torch.int32).contiguous()
     strides = torch.tensor([x.stride()[:3] for x in inputs])
-    call_cpp("attention", function, *inputs[:3], document_BT, *inputs[3:], *outputs, strides, B, T, H, G, K, K**-0.5)
+    call_cpp_function("attention", function, *inputs[:3], document_BT, *inputs[3:], *outputs, strides, B, T, H, G, K, K**-0.5)
 
 
-def dense_rows(x: Tensor) -> Tensor:
+def make_rows_dense(x: Tensor) -> Tensor:
     """The tensor with a dense last dimension and even strides, copied if necessary. The C++ moves pairs of neighbouring elements."""
     return x if x.stride(-1) == 1 and not any(step % 2 for step in x.stride()[:-1]) else x.contiguous()
 
 
-@cpu_op("factory::attention")
+@define_cpu_op("factory::attention")
 def forward_op(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
     o_BTHK = torch.empty_like(q_BTHK, memory_format=torch.contiguous_format)
-    run_attention("attention_forward", [dense_rows(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
+    run_attention("attention_forward", [make_rows_dense(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
     return o_BTHK
 
 
-@cpu_op("factory::attention_backward")
+@define_cpu_op("factory::attention_backward")
 def backward_op(
     q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor, do_BTHK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = [dense_rows(x) for x in (q_BTHK, k_BTGK, v_BTGK, do_BTHK)]
+    inputs = [make_rows_dense(x) for x in (q_BTHK, k_BTGK, v_BTGK, do_BTHK)]
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
     run_attention("attention_backward", inputs, document_BT, gradients)
     return gradients[0], gradients[1], gradients[2]
@@ -83,22 +83,22 @@ def save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def gradients(ctx: Any, do_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+def compute_gradients(ctx: Any, do_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     return *backward_op(*ctx.saved_tensors, do_BTHK), None  # type: ignore[return-value]
 
 
-forward_op.register_autograd(gradients, setup_context=save_inputs)
+forward_op.register_autograd(compute_gradients, setup_context=save_inputs)
 
 
 @register_flop_formula(torch.ops.factory.attention)
-def forward_flops(q: Any, k: Any, v: Any, document: Any, **_: Any) -> int:
+def count_forward_flops(q: Any, k: Any, v: Any, document: Any, **_: Any) -> int:
     """FLOPs of two products over the whole score matrix, as torch counts SDPA: shapes do not say what is masked."""
     B, T, H, K = q
     return int(4 * B * H * T * T * K)
 
 
 @register_flop_formula(torch.ops.factory.attention_backward)
-def backward_flops(q: Any, k: Any, v: Any, document: Any, do: Any, **_: Any) -> int:
+def count_backward_flops(q: Any, k: Any, v: Any, document: Any, do: Any, **_: Any) -> int:
     """FLOPs of five products: the backward pass computes the scores again."""
     B, T, H, K = q
     return int(10 * B * H * T * T * K)

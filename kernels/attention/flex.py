@@ -1,6 +1,6 @@
 """Attention by FlexAttention over blocks of queries and keys. Blocks in which no query may see a key are left out.
 
-``document_blocks`` is called once for each batch. All layers share its result in their forward pass, backward pass and recomputation.
+``make_document_blocks`` is called once for each batch. All layers share its result in their forward pass, backward pass and recomputation.
 
 A separate file, because each backend of an op is one file, which a patch replaces as a whole.
 """
@@ -20,7 +20,7 @@ LEAST_HEAD_DIM = 16  # the smallest head that torch's template supports (torch 2
 make_blocks = compile_lazily(create_block_mask)  # the eager function writes the whole [B, T, T]
 
 
-def document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask | Tensor:
+def make_document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask | Tensor:
     """The blocks of queries and keys in which some query may see some key. For a batch without rows, the documents themselves."""
     B, T = document_BT.shape
     if not B:
@@ -36,11 +36,11 @@ def document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask | Tensor:
 def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Any) -> Tensor:
     """The same as ``kernels.attention.reference``, by FlexAttention (Dong et al. 2024, arXiv 2412.05496). Masked blocks are not computed.
 
-    ``documents``: the documents [B, T], or the result of ``document_blocks`` for them.
+    ``documents``: the documents [B, T], or the result of ``make_document_blocks`` for them.
     """
     if not q_BTHK.numel():
         return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # an empty result with a gradient for each argument
-    blocks: Any = documents if isinstance(documents, BlockMask) else document_blocks(documents)
+    blocks: Any = documents if isinstance(documents, BlockMask) else make_document_blocks(documents)
     K = q_BTHK.shape[-1]
     zeros = (0, max(0, LEAST_HEAD_DIM - K))  # zeros change no score and no gradient
     q, k, v = (F.pad(x, zeros).transpose(1, 2) if zeros[1] else x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from kernels.attention import attend_no_rows, reference, supports_head_dim
+from kernels.attention import attend_in_empty_batch, reference, supports_head_dim
 
 HEAD_MULTIPLE = 8
 MOST_STRETCHES = 65535  # CUDA's bound for the second dimension of a grid, which FlashAttention uses for the stretches
@@ -67,7 +67,7 @@ def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) ->
             q_BTHK, k_BTGK, v_BTGK, documents if documents.ndim == 2 else number_document_runs(documents, B, T)
         )
     if not q_BTHK.numel():
-        return attend_no_rows(q_BTHK, k_BTGK, v_BTGK)
+        return attend_in_empty_batch(q_BTHK, k_BTGK, v_BTGK)
     bounds = document_run_bounds(documents, 0) if documents.ndim == 2 else documents
     q, k, v = (_whole_heads(x).flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
     o_NHK = varlen_attn(q, k, v, bounds, bounds, T, T, scale=K**-0.5, window_size=(-1, 0), **GQA)

@@ -30,7 +30,7 @@ import torch
 
 from kernels.contract.message import format_error_with_code
 from kernels.contract.op import KernelError, Op, OracleCase, Shape
-from kernels.contract.oracle import outputs_and_gradients
+from kernels.contract.oracle import compute_outputs_and_gradients
 from kernels.contract.registry import OPS, find_op
 
 # Compute capability → bytes of shared memory that one block can have (CUDA C++ programming guide, table of capabilities).
@@ -63,7 +63,7 @@ class CompiledKernel:
     shared: int  # bytes of shared memory of a block
 
     @property
-    def fits(self) -> bool:
+    def is_within_limits(self) -> bool:
         return self.registers <= REGISTERS and self.shared <= TARGETS[self.target] and not self.spilled
 
 
@@ -138,11 +138,11 @@ def compile_op(
     for shape in shapes:
         inputs = op.inputs(OracleCase("ahead", shape), dtype=dtype)
         with compile_launches(target) as seen:
-            outputs_and_gradients(op, function, inputs, seed=0)
+            compute_outputs_and_gradients(op, function, inputs, seed=0)
         for name, kernel in seen:
             if kernel.hash not in known:
                 known.add(kernel.hash)
-                registers, spilled = registers_and_stack(kernel.asm["cubin"])
+                registers, spilled = read_register_and_stack_use(kernel.asm["cubin"])
                 metadata = kernel.metadata
                 found.append(
                     CompiledKernel(
@@ -160,7 +160,7 @@ def compile_op(
     return found
 
 
-def registers_and_stack(cubin: bytes) -> tuple[int, int]:
+def read_register_and_stack_use(cubin: bytes) -> tuple[int, int]:
     """(number of registers, bytes of stack or local memory) of a thread, read with ``cuobjdump``, which comes with Triton.
 
     cuobjdump prints for a kernel: ``Function forward_kernel: REG:32 STACK:0 SHARED:64 LOCAL:0 CONSTANT[0]:596 …``.
@@ -178,7 +178,7 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     return registers, max(stack, local)
 
 
-def compiled_table(rows: Sequence[CompiledKernel]) -> str:
+def format_kernel_table(rows: Sequence[CompiledKernel]) -> str:
     """The kernels as a table: a heading and one line for each kernel."""
     head = ("op", "kernel", "width", "sm", "warps", "registers", "spilled B", "shared B")
     cells = [(r.op, r.kernel, *map(str, (r.width, r.target, r.warps, r.registers, r.spilled, r.shared))) for r in rows]
@@ -227,8 +227,8 @@ Exits with 1 if a kernel spills, or does not fit its target. Each kernel takes s
     except KernelError as error:
         print(format_error_with_code(error), file=sys.stderr)
         return 2
-    print(json.dumps([asdict(row) for row in rows], indent=1) if chosen.json else compiled_table(rows))
-    return 0 if all(row.fits for row in rows) else 1
+    print(json.dumps([asdict(row) for row in rows], indent=1) if chosen.json else format_kernel_table(rows))
+    return 0 if all(row.is_within_limits for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from kernels.contract.host_memory import keep_freed_memory
-from kernels.contract.machine import fast_precision
+from kernels.contract.machine import choose_fast_precision
 from kernels.contract.message import format_error_with_code
-from kernels.contract.op import KernelError, Op, OracleCase, Shape, unreadable_file_error
+from kernels.contract.op import KernelError, Op, OracleCase, Shape, make_unreadable_file_error
 from kernels.contract.precision import DTYPES, allow_bf16_matmul
-from kernels.contract.registry import DEVICE_CLASSES, OPS, find_implementation, find_op, unknown_device_class_error
+from kernels.contract.registry import DEVICE_CLASSES, OPS, find_implementation, find_op, make_unknown_device_class_error
 from kernels.contract.strict_yaml import read_yaml
 
 
@@ -40,13 +40,13 @@ class BenchSetting:
     layers: int = 1  # number of layers: how often a step calls an op that is part of a block
 
     @classmethod
-    def of_recipe(cls, path: Path | str) -> BenchSetting:
+    def from_recipe_file(cls, path: Path | str) -> BenchSetting:
         """The setting of a recipe's file. Raises: KernelError if the file is not a recipe."""
         try:
             recipe: Any = read_yaml(Path(path).read_text(encoding="utf-8"), str(path), KernelError)
-            return cls.of_mapping(recipe)
+            return cls.from_recipe_mapping(recipe)
         except (OSError, UnicodeDecodeError) as error:
-            raise unreadable_file_error(path, error) from error
+            raise make_unreadable_file_error(path, error) from error
         except (KeyError, TypeError) as error:
             raise KernelError(
                 "kernels.not_a_recipe",
@@ -56,7 +56,7 @@ class BenchSetting:
             ) from error
 
     @classmethod
-    def of_mapping(cls, recipe: dict[str, Any]) -> BenchSetting:
+    def from_recipe_mapping(cls, recipe: dict[str, Any]) -> BenchSetting:
         sizes = {
             k: recipe["model"][k] for k in ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
         }
@@ -104,7 +104,7 @@ def compare_implementations(
     op = find_op(name) if isinstance(name, str) else name
     deadline = time.monotonic() + seconds
     if device.split(":")[0] not in DEVICE_CLASSES:
-        raise unknown_device_class_error(device)
+        raise make_unknown_device_class_error(device)
     if device != "cpu" and not torch.cuda.is_available():
         raise KernelError(
             "kernels.no_gpu",
@@ -205,9 +205,9 @@ def main(arguments: list[str] | None = None) -> int:
             }
             print(json.dumps(table, indent=1))
             return 0
-        setting = BenchSetting.of_recipe(chosen.recipe) if chosen.recipe else BenchSetting()
+        setting = BenchSetting.from_recipe_file(chosen.recipe) if chosen.recipe else BenchSetting()
         given = chosen.precision or setting.precision
-        setting = replace(setting, precision=fast_precision(chosen.device) if given == "auto" else given)
+        setting = replace(setting, precision=choose_fast_precision(chosen.device) if given == "auto" else given)
         with allow_bf16_matmul(DTYPES[setting.precision]):  # as the trainer does
             found = compare_implementations(
                 chosen.op,

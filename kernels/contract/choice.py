@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 AUTO = "auto"
-Choice = dict[str, str]  # op → implementation, or several names in order of preference (see ``implementation_names``)
+Choice = dict[str, str]  # op → implementation, or several names in order of preference (see ``split_implementation_names``)
 
 PLAIN = {"adamw": "fused"}  # plain implementations other than the reference: AdamW's is torch's own kernel
 
@@ -46,11 +46,11 @@ UNTUNED: dict[str, dict[int, Choice]] = {  # by device class, by least compute c
 CAPABILITY = 80  # assumed for "cuda" where no machine is named
 
 
-def untuned_implementation(op: str, machine: str = "cpu") -> str:
+def find_untuned_implementation(op: str, machine: str = "cpu") -> str:
     """The implementation that ``auto`` runs before tuning. ``machine``: a class of ``kernels.contract.machine``, or a device class.
 
-    >>> (untuned_implementation("attention", "cuda-sm90-nvidia-h100-80gb-hbm3"),
-    ...  untuned_implementation("attention", "cuda-sm75-tesla-t4"), untuned_implementation("attention"))
+    >>> (find_untuned_implementation("attention", "cuda-sm90-nvidia-h100-80gb-hbm3"),
+    ...  find_untuned_implementation("attention", "cuda-sm75-tesla-t4"), find_untuned_implementation("attention"))
     ('varlen, flex, reference', 'reference', 'reference')
     """
     device = machine.partition("-")[0]
@@ -60,30 +60,30 @@ def untuned_implementation(op: str, machine: str = "cpu") -> str:
     return rows[max(least for least in rows if least <= capability)].get(op, "reference")
 
 
-def implementation_names(choice: str) -> list[str]:
+def split_implementation_names(choice: str) -> list[str]:
     """The names of the implementations in a choice, the preferred one first.
 
-    >>> implementation_names("varlen, flex, reference")
+    >>> split_implementation_names("varlen, flex, reference")
     ['varlen', 'flex', 'reference']
     """
     return [name.strip() for name in choice.split(",")]
 
 
 def replace_auto(section: Mapping[str, str], tuned: Mapping[str, str] | None = None, machine: str = "cpu") -> Choice:
-    """A section of ``kernels.yaml`` with each ``auto`` replaced: by the op's entry in ``tuned``, else by ``untuned_implementation``."""
+    """A section of ``kernels.yaml`` with each ``auto`` replaced: by the op's entry in ``tuned``, else by ``find_untuned_implementation``."""
     chosen = tuned or {}
     return {
-        op: chosen.get(op, untuned_implementation(op, machine)) if implementation == AUTO else implementation
+        op: chosen.get(op, find_untuned_implementation(op, machine)) if implementation == AUTO else implementation
         for op, implementation in section.items()
     }
 
 
-def auto_ops(section: Mapping[str, str]) -> list[str]:
+def list_auto_ops(section: Mapping[str, str]) -> list[str]:
     """The ops of a section whose implementation is ``auto``."""
     return [op for op, implementation in section.items() if implementation == AUTO]
 
 
-def device_section(text: str | bytes | None, device: str) -> Choice:
+def read_device_section(text: str | bytes | None, device: str) -> Choice:
     """The section of a device class in the text of ``kernels.yaml``. It is empty if the value is not a map, which ``load_choice`` refuses."""
     found = yaml.safe_load(text or "")
     section = found.get(device) if isinstance(found, dict) else None
@@ -101,7 +101,7 @@ def resolve_auto_in_text(
       adamw: fused
     """
     document = yaml.safe_load(text) or {}
-    kept: dict[str, Any] = {device: replace_auto(device_section(text, device), tuned, machine or device)}
+    kept: dict[str, Any] = {device: replace_auto(read_device_section(text, device), tuned, machine or device)}
     if isinstance(document, dict) and "fallback" in document:
         kept["fallback"] = document["fallback"]
     return yaml.safe_dump(kept, sort_keys=False)

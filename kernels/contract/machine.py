@@ -46,7 +46,7 @@ class Machine:
         return f"{self.name} ({self.processor}{threads}), torch {self.torch}"
 
 
-def this_machine(device: str | None = None) -> Machine:
+def describe_this_machine(device: str | None = None) -> Machine:
     """The machine on which this process computes. ``device``: 'cpu' or 'cuda'; by default the GPU if there is one."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":
@@ -69,7 +69,7 @@ def has_fast_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _cpu_class() in CPU_CLASSES[:2]
 
 
-def fast_precision(device: str) -> str:
+def choose_fast_precision(device: str) -> str:
     """The precision in which a device multiplies fastest, ``bf16`` or ``fp32``, by its class. Nothing is measured."""
     return "bf16" if device != "cpu" or has_fast_bf16() else "fp32"
 

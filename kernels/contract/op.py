@@ -21,7 +21,7 @@ class KernelError(CodedError):
     """An op, an implementation or a file of the kernels is unknown, wrong or cannot be used on this machine."""
 
 
-def unreadable_file_error(path: object, problem: Exception) -> KernelError:
+def make_unreadable_file_error(path: object, problem: Exception) -> KernelError:
     """The error for a file that cannot be read."""
     return KernelError(
         "kernels.unreadable_file", "{file} cannot be read: {problem}", file=str(path), problem=str(problem)
@@ -156,20 +156,20 @@ class Op:
         generator = torch.Generator("cpu").manual_seed(seed)
         made = list(self.make_inputs(case.shape, generator, device, dtype))
         if not case.contiguous:
-            made = tree_map_only(Tensor, strided_view, made)
+            made = tree_map_only(Tensor, make_strided_view, made)
         for position in self.gradients:
             made[position] = made[position].detach().requires_grad_()
         return tuple(made)
 
 
-def strided_view(x: Tensor) -> Tensor:
+def make_strided_view(x: Tensor) -> Tensor:
     """The same values as a view that is not contiguous: its stride is two in the last dimension."""
     wide = x.new_zeros((*x.shape, 2))
     wide[..., 0] = x
     return wide[..., 0]
 
 
-def normal_tensor(
+def draw_normal_tensor(
     generator: torch.Generator, size: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
     """Normally distributed values, drawn on the CPU so that every device gets the same values."""
@@ -195,7 +195,7 @@ def compile_lazily(function: Callable[..., Any], dynamic: bool | None = False) -
     return call
 
 
-class ImportedAtFirstCall:
+class LazilyImportedFunction:
     """A function whose module is imported at its first call, because the import is slow.
 
     Code that is being compiled cannot import a module. Call ``registry.bind_ops`` or ``load`` before.
@@ -213,18 +213,18 @@ class ImportedAtFirstCall:
         return (self.function or self.load())(*arguments)
 
 
-def triton_implementation(module: str, function: str, about: str = "") -> Implementation:
+def make_triton_implementation(module: str, function: str, about: str = "") -> Implementation:
     """The implementation called ``triton``: ``function`` of ``module``, on GPUs."""
     return Implementation(
         "triton",
-        ImportedAtFirstCall(module, function),
+        LazilyImportedFunction(module, function),
         description=about or "one Triton kernel forward, one backward",
         devices=("cuda",),
         needs_triton=True,
     )
 
 
-def compiled_implementation(reference: Callable[..., Any]) -> Implementation:
+def make_compiled_implementation(reference: Callable[..., Any]) -> Implementation:
     """The implementation called ``compiled``: the reference through torch.compile. If the block is compiled, the reference becomes part of it."""
     return Implementation(
         "compiled", compile_lazily(reference), description="the reference through torch.compile", eager=reference

@@ -23,7 +23,7 @@ FACTOR = 2.0
 
 
 @dataclass(frozen=True)
-class TensorError:
+class TensorDeviation:
     """The relative errors of one output or gradient, of the implementation and of the eager reference."""
 
     name: str
@@ -45,13 +45,13 @@ class OracleResult:
     dtype: str
     device: str
     values: str
-    tensors: tuple[TensorError, ...]
+    tensors: tuple[TensorDeviation, ...]
 
     @property
     def ok(self) -> bool:
         return all(t.ok for t in self.tensors)
 
-    def failures(self) -> str:
+    def describe_failures(self) -> str:
         """One line with the errors of the tensors that do not pass."""
         return "; ".join(
             Message(
@@ -103,9 +103,9 @@ def compare_with_fp64(
     inputs = list(op.inputs(case, device=device, dtype=dtype, seed=seed))
     for position in op.hostile:
         inputs[position] = tree_map_only(Tensor, lambda x: _like(HOSTILE[values](x), x), _detached(inputs[position]))
-    exact = outputs_and_gradients(op, op.reference, tree_map_only(Tensor, _double, tuple(inputs)), seed)
-    eager = outputs_and_gradients(op, op.reference, tuple(inputs), seed)
-    found = outputs_and_gradients(op, function, tuple(inputs), seed)
+    exact = compute_outputs_and_gradients(op, op.reference, tree_map_only(Tensor, _double, tuple(inputs)), seed)
+    eager = compute_outputs_and_gradients(op, op.reference, tuple(inputs), seed)
+    found = compute_outputs_and_gradients(op, function, tuple(inputs), seed)
     eps = max(torch.finfo(dtype).eps, 16 * torch.finfo(torch.float32).eps)
     tensors = tuple(_compare(name, found[name], eager[name], exact[name], eps) for name in exact)
     return OracleResult(op.name, implementation, case.name, str(dtype).removeprefix("torch."), device, values, tensors)
@@ -124,7 +124,7 @@ def _detached(x: Any) -> Any:
     return tree_map_only(Tensor, torch.Tensor.detach, x)
 
 
-def outputs_and_gradients(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dict[str, Tensor]:
+def compute_outputs_and_gradients(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dict[str, Tensor]:
     """Run a function once. Returns its outputs and gradients by name. The upstream gradients are normal values drawn from the seed.
 
     Arguments that the op changes in place are copied first. The changed copies are its outputs.
@@ -152,7 +152,7 @@ def outputs_and_gradients(op: Op, function: Callable[..., Any], inputs: Inputs, 
     return named | {f"gradient of argument {p}": g for p, g in zip(op.gradients, gradients, strict=True)}
 
 
-def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float) -> TensorError:
+def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float) -> TensorDeviation:
     assert found.shape == exact.shape and found.dtype == eager.dtype, (
         name,
         found.shape,
@@ -164,13 +164,13 @@ def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float)
     finite = bool(found[where].isfinite().all())
     truth = exact[where]
     if truth.numel() == 0:
-        return TensorError(name, 0.0, 0.0, 0.0, 0.0, finite, finite)
+        return TensorDeviation(name, 0.0, 0.0, 0.0, 0.0, finite, finite)
     mine, theirs = (x[where].double() - truth for x in (found, eager))
     size, peak = _rms(truth) or 1.0, float(truth.abs().max()) or 1.0
     rms, eager_rms = _rms(mine) / size, _rms(theirs) / size
     largest, eager_largest = float(mine.abs().max()) / peak, float(theirs.abs().max()) / peak
     ok = finite and rms <= max(FACTOR * eager_rms, eps) and largest <= max(FACTOR * eager_largest, eps)
-    return TensorError(name, rms, eager_rms, largest, eager_largest, finite, ok)
+    return TensorDeviation(name, rms, eager_rms, largest, eager_largest, finite, ok)
 
 
 def _rms(x: Tensor) -> float:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kernels.contract import machine
-from kernels.contract.choice import AUTO, Choice, implementation_names, replace_auto
+from kernels.contract.choice import AUTO, Choice, split_implementation_names, replace_auto
 from kernels.contract.message import Message
-from kernels.contract.op import CASES, Cost, Implementation, KernelError, Op, OracleCase, Shape, unreadable_file_error
-from kernels.contract.oracle import compare_with_fp64, outputs_and_gradients
+from kernels.contract.op import CASES, Cost, Implementation, KernelError, Op, OracleCase, Shape, make_unreadable_file_error
+from kernels.contract.oracle import compare_with_fp64, compute_outputs_and_gradients
 from kernels.contract.strict_yaml import read_yaml
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "Cost",
     "Implementation",
     "KernelError",
-    "KernelWarning",
+    "KernelReplacedWarning",
     "Op",
     "Ops",
     "Shape",
@@ -93,7 +93,7 @@ _NAMES = tuple(one.name for one in fields(Ops) if one.default is MISSING)
 OPS: Mapping[str, Op] = _Registered()
 
 
-class KernelWarning(UserWarning):
+class KernelReplacedWarning(UserWarning):
     """A chosen implementation does not work on this machine, and another one replaces it."""
 
 
@@ -111,7 +111,7 @@ def load_choice(path: Path | str, device: str = "cpu", tuned: Mapping[str, str] 
     Raises: KernelError that names the file and the key, and lists the allowed values.
     """
     kind = torch.device(device).type
-    name = machine.this_machine(kind).name if kind == "cuda" and torch.cuda.is_available() else kind
+    name = machine.describe_this_machine(kind).name if kind == "cuda" and torch.cuda.is_available() else kind
     return dict.fromkeys(OPS, "reference") | replace_auto(_read(path).get(kind, {}), tuned, name)
 
 
@@ -124,7 +124,7 @@ def _read(path: Path | str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise unreadable_file_error(path, error) from error
+        raise make_unreadable_file_error(path, error) from error
     document = read_yaml(text, str(path), KernelError)
     if not isinstance(document, dict):
         raise KernelError(
@@ -138,12 +138,12 @@ def _read(path: Path | str) -> dict[str, Any]:
                 _check_fallback(value)
                 continue
             if key not in DEVICE_CLASSES:
-                raise unknown_device_class_error(key)
+                raise make_unknown_device_class_error(key)
             if not isinstance(value, dict):
                 raise KernelError("kernels.not_a_section", "The value must be a map of ops to implementations.")
             for name, implementation in value.items():
                 find_op(str(name))
-                for one in implementation_names(str(implementation)) if implementation != AUTO else ():
+                for one in split_implementation_names(str(implementation)) if implementation != AUTO else ():
                     find_implementation(str(name), one, key)
         except KernelError as error:
             raise KernelError(
@@ -156,7 +156,7 @@ def _read(path: Path | str) -> dict[str, Any]:
     return document
 
 
-def unknown_device_class_error(name: object) -> KernelError:
+def make_unknown_device_class_error(name: object) -> KernelError:
     """The error for a device class that does not exist."""
     return KernelError(
         "kernels.no_device_class",
@@ -210,9 +210,9 @@ def find_implementation_failure(
             if found.ok:
                 return None
             return Message(
-                "kernels.wrong_results", "its results on this machine are wrong ({tensors})", tensors=found.failures()
+                "kernels.wrong_results", "its results on this machine are wrong ({tensors})", tensors=found.describe_failures()
             )
-        outputs_and_gradients(op, function, op.inputs(CASES[0], device=device_class, dtype=dtype), seed=0)
+        compute_outputs_and_gradients(op, function, op.inputs(CASES[0], device=device_class, dtype=dtype), seed=0)
     except Exception as error:  # compilers raise what they like
         return f"{type(error).__name__}: {str(error).strip() or 'no message'}"
     return None
@@ -229,7 +229,7 @@ def _working(
 
     Raises: KernelError for an implementation that does not exist. Also for one that is not for this device class, if it is the only choice.
     """
-    names = implementation_names(chosen)
+    names = split_implementation_names(chosen)
     problems: list[str] = []
     for one in names:
         found = find_op(name).implementation(one)
@@ -305,8 +305,8 @@ def find_implementations_in_use(
         if not by and implementation.eager is not None and not compile:
             by = f"{implementation.name}, uncompiled"
             reason = Message("kernels.uncompiled", "the recipe sets 'compile: false'")
-        first = implementation_names(chosen)[0]
-        if implementation.name == first and len(implementation_names(chosen)) > 1:
+        first = split_implementation_names(chosen)[0]
+        if implementation.name == first and len(split_implementation_names(chosen)) > 1:
             chosen = first  # the other names are not needed
         found.append(ChosenImplementation(name, chosen, by or implementation.name, reason or why))
     return found
@@ -332,7 +332,7 @@ def bind_ops(
         )
     device_class = torch.device(device).type
     if device_class not in DEVICE_CLASSES:
-        raise unknown_device_class_error(device_class)
+        raise make_unknown_device_class_error(device_class)
     _check_fallback(fallback)
     bound = {}
     for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():
@@ -355,7 +355,7 @@ def bind_ops(
                 problems=problems,
                 taken=taken,
             )
-            warnings.warn(said, KernelWarning, stacklevel=2)
+            warnings.warn(said, KernelReplacedWarning, stacklevel=2)
         bound[name] = _function(found, compile) if found is not None else OPS[name].reference
         if name == "attention" and found is not None and found.prepare is not None:
             bound["prepare_attention"] = found.prepare

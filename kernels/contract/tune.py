@@ -22,7 +22,7 @@ import yaml
 
 from kernels.contract import machine
 from kernels.contract.bench import BenchSetting, Comparison, compare_implementations
-from kernels.contract.choice import Choice, implementation_names, untuned_implementation
+from kernels.contract.choice import Choice, split_implementation_names, find_untuned_implementation
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.op import CASES, Implementation, KernelError, Op
@@ -50,7 +50,7 @@ class TimedImplementation:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TuningResult:
     """The measurements of ``tune``, and the choice that follows from them."""
 
     setting: BenchSetting
@@ -58,7 +58,7 @@ class Tuning:
     timed: list[TimedImplementation]
 
 
-def implementations_to_time(op: Op, setting: BenchSetting, device: str) -> Iterator[Implementation]:
+def list_implementations_to_time(op: Op, setting: BenchSetting, device: str) -> Iterator[Implementation]:
     """Yields the implementations of an op other than its reference, as the recipe would run them.
 
     ``compiled`` is left out where it is the same as the reference: in a block that is compiled anyway, or if the recipe compiles nothing.
@@ -74,16 +74,16 @@ def implementations_to_time(op: Op, setting: BenchSetting, device: str) -> Itera
 
 def tune(
     setting: BenchSetting, device: str, seconds: float = SECONDS, ops: tuple[str, ...] = (), say: Report = print
-) -> Tuning:
-    """Time all implementations within ``seconds``. An op whose implementations were not timed gets ``untuned_implementation``.
+) -> TuningResult:
+    """Time all implementations within ``seconds``. An op whose implementations were not timed gets ``find_untuned_implementation``.
 
     Raises: KernelError if this machine does not have the device.
     """
     deadline = time.monotonic() + seconds
-    there = machine.this_machine(device).name if device != "cpu" else device
-    choice: Choice = {name: untuned_implementation(name, there) for name in OPS}
+    there = machine.describe_this_machine(device).name if device != "cpu" else device
+    choice: Choice = {name: find_untuned_implementation(name, there) for name in OPS}
     wanted = [OPS[name] for name in OPS if not ops or name in ops]
-    every = timing_order(wanted, setting, device)
+    every = list_in_timing_order(wanted, setting, device)
     timed: list[TimedImplementation] = []
     last = {
         True: 0.0,
@@ -99,31 +99,31 @@ def tune(
         timed.append(one)
         say(_progress(one))
     choice |= {
-        op.name: fastest_implementation([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted
+        op.name: choose_fastest_implementation([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted
     }
-    return Tuning(setting, choice, timed)
+    return TuningResult(setting, choice, timed)
 
 
-def timing_order(ops: Sequence[Op], setting: BenchSetting, device: str) -> list[tuple[Op, Implementation]]:
+def list_in_timing_order(ops: Sequence[Op], setting: BenchSetting, device: str) -> list[tuple[Op, Implementation]]:
     """The implementations in the order in which to time them. Those that start no compiler come first. Within both kinds, ops alternate, and an op
     with more work comes more often (Sainte-Laguë's divisors)."""
     turn: Counter[tuple[str, bool]] = Counter()
     every = []
     for op in ops:
-        for implementation in implementations_to_time(op, setting, device):
+        for implementation in list_implementations_to_time(op, setting, device):
             compiles = implementation.eager is not None
             turn[op.name, compiles] += 1
             every.append(
-                (compiles, -min_flops_of_op(op, setting) / (2 * turn[op.name, compiles] - 1), op, implementation)
+                (compiles, -count_min_flops_of_op(op, setting) / (2 * turn[op.name, compiles] - 1), op, implementation)
             )
     return [(op, implementation) for _, _, op, implementation in sorted(every, key=lambda one: one[:2])]
 
 
-def fastest_implementation(timed: Sequence[TimedImplementation], plain: str) -> str:
+def choose_fastest_implementation(timed: Sequence[TimedImplementation], plain: str) -> str:
     """The implementation to run: the fastest of those that were faster than the reference in three of four pairs. If there is none, ``plain`` (the
     untuned implementation), or the reference if ``plain`` was slower.
 
-    >>> fastest_implementation([TimedImplementation("swiglu", "native", 1.3, 1.2, 1.4, 0.01), TimedImplementation("swiglu",
+    >>> choose_fastest_implementation([TimedImplementation("swiglu", "native", 1.3, 1.2, 1.4, 0.01), TimedImplementation("swiglu",
     ...     "compiled", 1.5, 0.9, 2.1, 0.01)], "reference")
     'native'
     """
@@ -131,12 +131,12 @@ def fastest_implementation(timed: Sequence[TimedImplementation], plain: str) -> 
     if shown:
         return max(shown, key=lambda one: one.ratio or 0.0).implementation
     slower = any(
-        one.implementation == implementation_names(plain)[0] and one.high is not None and one.high < 1 for one in timed
+        one.implementation == split_implementation_names(plain)[0] and one.high is not None and one.high < 1 for one in timed
     )
     return "reference" if slower else plain
 
 
-def min_flops_of_op(op: Op, setting: BenchSetting) -> float:
+def count_min_flops_of_op(op: Op, setting: BenchSetting) -> float:
     """The least work of all calls of the op in a step, in FLOPs. A byte counts as eight FLOPs, about as many as a machine computes in that time."""
     calls = setting.layers if op.in_block else 1
     cost = op.cost(setting.shape, DTYPES[setting.precision].itemsize)
@@ -163,7 +163,7 @@ def _time(
     try:
         checked = compare_with_fp64(op, name, CASES[0], dtype=dtype, device=device)
         if not checked.ok:
-            tensors = checked.failures()
+            tensors = checked.describe_failures()
             why = Message(
                 "kernels.wrong_here",
                 "it computes wrong results on this machine ({tensors})",
@@ -223,14 +223,14 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     keep_freed_memory()  # as the trainer does
     try:
-        setting = BenchSetting.of_recipe(chosen.recipe)
+        setting = BenchSetting.from_recipe_file(chosen.recipe)
         setting = replace(setting, precision=chosen.precision)
         say = lambda line: print(line, file=sys.stderr, flush=True)
         found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops) or list_training_ops(chosen.recipe), say)
     except KernelError as error:
         print(format_error_with_code(error), file=sys.stderr)
         return 2
-    print(json.dumps({"machine": machine.this_machine(chosen.device).to_json(), **asdict(found)}))
+    print(json.dumps({"machine": machine.describe_this_machine(chosen.device).to_json(), **asdict(found)}))
     return 0
 
 

@@ -14,10 +14,10 @@ from kernels.contract.op import (
     Cost,
     Inputs,
     Shape,
-    compiled_implementation,
+    make_compiled_implementation,
     make_op,
-    normal_tensor,
-    triton_implementation,
+    draw_normal_tensor,
+    make_triton_implementation,
 )
 
 
@@ -36,10 +36,10 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     """Tokens as in text: a few are frequent (Zipf's law), and many never occur."""
     V = shape.vocab_size
     ranks = torch.rand((shape.batch, shape.context), generator=generator).mul(torch.tensor(V + 1.0).log()).exp() - 1
-    return ranks.long().clamp(max=V - 1).to(device), normal_tensor(generator, (V, shape.d_model), device, dtype)
+    return ranks.long().clamp(max=V - 1).to(device), draw_normal_tensor(generator, (V, shape.d_model), device, dtype)
 
 
-TRITON = triton_implementation(
+TRITON = make_triton_implementation(
     "kernels.embedding.triton",
     function="embedding",
     about="backward by sorted places, summed in fp32 in one Triton kernel",
@@ -51,5 +51,5 @@ OP = make_op(
     make_inputs=make_inputs,
     gradients=(1,),
     in_block=False,
-    implementations=(compiled_implementation(reference), TRITON),
+    implementations=(make_compiled_implementation(reference), TRITON),
 )

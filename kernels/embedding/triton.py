@@ -73,11 +73,11 @@ def save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None
     ctx.vocab_size = inputs[1].shape[0]
 
 
-def gradients(ctx: Any, dy_XD: Tensor) -> tuple[None, Tensor]:
+def compute_gradients(ctx: Any, dy_XD: Tensor) -> tuple[None, Tensor]:
     return None, backward_op(dy_XD, *ctx.saved_tensors, ctx.vocab_size)
 
 
-forward_op.register_autograd(gradients, setup_context=save_inputs)
+forward_op.register_autograd(compute_gradients, setup_context=save_inputs)
 
 
 def embedding(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:

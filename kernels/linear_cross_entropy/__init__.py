@@ -21,10 +21,10 @@ from kernels.contract.op import (
     Inputs,
     Shape,
     compile_lazily,
-    compiled_implementation,
+    make_compiled_implementation,
     make_op,
-    normal_tensor,
-    triton_implementation,
+    draw_normal_tensor,
+    make_triton_implementation,
 )
 from kernels.linear_cross_entropy import chunks
 from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
@@ -59,14 +59,14 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Inputs in which a quarter of the tokens carry no loss, as in chat data."""
     N = shape.tokens
-    x = normal_tensor(generator, (N, shape.d_model), device, dtype)
-    weight = normal_tensor(generator, (shape.vocab_size, shape.d_model), device, dtype, shape.d_model**-0.5)
+    x = draw_normal_tensor(generator, (N, shape.d_model), device, dtype)
+    weight = draw_normal_tensor(generator, (shape.vocab_size, shape.d_model), device, dtype, shape.d_model**-0.5)
     targets = torch.randint(shape.vocab_size, (N,), generator=generator).to(device)
     mask = (torch.rand(N, generator=generator) >= 0.25).float()
     return x, weight, targets, (mask / mask.sum().clamp(min=1)).to(device), Z_LOSS
 
 
-def rows_eager(
+def compute_loss_rows_eagerly(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For each token: (the term weights · (nll + z_loss · logsumexp²), nll, the gradient of the term by the logits). The gradient is in the logits'
@@ -84,18 +84,18 @@ def rows_eager(
     return term, nll, dlogits.to(logits_CV.dtype)
 
 
-def rows_eager_without_targets_zeroed(
+def compute_loss_rows_eagerly_and_mask(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as ``rows_eager``, but with zeros for tokens without loss, even if their logits are not finite."""
-    term, nll, dlogits = rows_eager(logits_CV, targets_C, weights_C, z_loss, gradients)
+    """The same as ``compute_loss_rows_eagerly``, but with zeros for tokens without loss, even if their logits are not finite."""
+    term, nll, dlogits = compute_loss_rows_eagerly(logits_CV, targets_C, weights_C, z_loss, gradients)
     silent = weights_C == 0
     dlogits = dlogits.masked_fill(silent.unsqueeze(1), 0.0) if gradients else dlogits
     return term.masked_fill(silent, 0.0), nll.masked_fill(silent, 0.0), dlogits
 
 
-rows_compiled = compile_lazily(rows_eager, dynamic=None)
-all_rows_compiled = compile_lazily(rows_eager_without_targets_zeroed, dynamic=None)
+rows_compiled = compile_lazily(compute_loss_rows_eagerly, dynamic=None)
+all_rows_compiled = compile_lazily(compute_loss_rows_eagerly_and_mask, dynamic=None)
 
 
 @torch.library.custom_op("factory::linear_cross_entropy_chunked", mutates_args=())
@@ -107,8 +107,8 @@ def chunked_op(
     On a GPU the chunks are larger and include tokens without loss, because only the device knows which tokens carry loss.
     """
     if x_ND.is_cuda:
-        rows = all_rows_compiled if fuse else rows_eager_without_targets_zeroed
-        size = chunks.chunk_tokens_on_gpu(x_ND, weight_VD)
+        rows = all_rows_compiled if fuse else compute_loss_rows_eagerly_and_mask
+        size = chunks.find_gpu_chunk_tokens(x_ND, weight_VD)
         return chunks.compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=x_ND.device)
@@ -129,7 +129,7 @@ def chunked_op(
         if fuse:
             for tensor in (logits, targets, weights):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        term, nll, dlogits = (rows_compiled if fuse else rows_eager)(logits, targets, weights, z_loss, gradients)
+        term, nll, dlogits = (rows_compiled if fuse else compute_loss_rows_eagerly)(logits, targets, weights, z_loss, gradients)
         loss += term.sum()
         nll_N[index[:real]] = nll[:real]
         if gradients:
@@ -143,7 +143,7 @@ def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     in_fp32: chunks.ChunkSize = lambda x, weight: -1  # a CPU keeps its sum over chunks in fp32 for any number of tokens
-    return chunks.fake_outputs(chunks.chunk_tokens_on_gpu if x.is_cuda else in_fp32, x, weight, weights, gradients)
+    return chunks.make_fake_outputs(chunks.find_gpu_chunk_tokens if x.is_cuda else in_fp32, x, weight, weights, gradients)
 
 
 def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -241,7 +241,7 @@ def native(
     return loss, nll_N.detach()
 
 
-TRITON = triton_implementation(
+TRITON = make_triton_implementation(
     "kernels.linear_cross_entropy.triton",
     function="linear_cross_entropy",
     about="chunks of tokens, gradients made forward in the logits' place, in Triton",
@@ -251,7 +251,7 @@ NATIVE = Implementation(
     native,
     description="chunks of tokens, gradients made forward in the logits' place, in C++",
     devices=("cpu",),
-    fallback=native_library.fallback_for_other_dtypes("saved_logits"),
+    fallback=native_library.make_fallback_for_other_dtypes("saved_logits"),
 )
 CHUNKED = Implementation(
     "chunked", chunked, description="chunks of tokens, gradients made forward, tokens without loss left out"
@@ -275,5 +275,5 @@ OP = make_op(
     make_inputs=make_inputs,
     gradients=(0, 1),
     in_block=False,
-    implementations=(compiled_implementation(reference), CHUNKED, CHUNKED_COMPILED, SAVED_LOGITS, NATIVE, TRITON),
+    implementations=(make_compiled_implementation(reference), CHUNKED, CHUNKED_COMPILED, SAVED_LOGITS, NATIVE, TRITON),
 )

@@ -41,7 +41,7 @@ def choose_gpu_chunk_tokens(N: int, V: int, itemsize: int, memory: int) -> int:
     )  # even chunks: a short last chunk would move as much as a whole one
 
 
-def chunk_tokens_on_gpu(x_ND: Tensor, weight_VD: Tensor) -> int:
+def find_gpu_chunk_tokens(x_ND: Tensor, weight_VD: Tensor) -> int:
     return choose_gpu_chunk_tokens(x_ND.shape[0], weight_VD.shape[0], x_ND.element_size(), _memory(x_ND.device))
 
 
@@ -114,7 +114,7 @@ def add_product(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
     return sum_VD.add_(product_VD)
 
 
-def fake_outputs(
+def make_fake_outputs(
     size: ChunkSize, x: Tensor, weight: Tensor, weights: Tensor, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors of the shapes that ``compute_in_chunks`` returns."""

@@ -14,21 +14,21 @@ from torch.utils.flop_counter import register_flop_formula
 from kernels.linear_cross_entropy.chunks import (
     compute_in_chunks,
     count_flops,
-    fake_outputs,
+    make_fake_outputs,
     save_inputs,
     scale_saved_gradients,
 )
-from kernels.native import NAMES, call_cpp, cpu_op
+from kernels.native import NAMES, call_cpp_function, define_cpu_op
 
 CHUNK = 1 << 24  # logits at a time: 32 MiB in bf16
 
 
-def tokens_that_fit_cache(x_ND: Tensor, weight_VD: Tensor) -> int:
+def count_tokens_that_fit_cache(x_ND: Tensor, weight_VD: Tensor) -> int:
     """The number of tokens of a chunk whose logits stay in cache."""
     return max(1, min(x_ND.shape[0], CHUNK // max(1, weight_VD.shape[0])))
 
 
-def loss_rows(
+def compute_loss_rows(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights · (nll + z_loss · logsumexp²) [C], nll [C], ``logits_CV``). With ``gradients`` the logits are overwritten by their gradient.
@@ -37,7 +37,7 @@ def loss_rows(
     """
     (C, V), function = logits_CV.shape, f"cross_entropy_{NAMES[logits_CV.dtype]}"
     terms_C, nll_C = weights_C.new_empty(C), weights_C.new_empty(C)
-    outside = call_cpp(
+    outside = call_cpp_function(
         "linear_cross_entropy",
         function,
         logits_CV,
@@ -55,19 +55,19 @@ def loss_rows(
     return terms_C, nll_C, logits_CV
 
 
-@cpu_op("factory::linear_cross_entropy_native")
+@define_cpu_op("factory::linear_cross_entropy_native")
 def native_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size = tokens_that_fit_cache(x_ND, weight_VD)
-    return compute_in_chunks(loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
+    size = count_tokens_that_fit_cache(x_ND, weight_VD)
+    return compute_in_chunks(compute_loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
 
 
 @native_op.register_fake
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_outputs(tokens_that_fit_cache, x, weight, weights, gradients)
+    return make_fake_outputs(count_tokens_that_fit_cache, x, weight, weights, gradients)
 
 
 native_op.register_autograd(scale_saved_gradients, setup_context=save_inputs)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels.linear_cross_entropy.chunks import (
-    chunk_tokens_on_gpu,
+    find_gpu_chunk_tokens,
     compute_in_chunks,
     count_flops,
-    fake_outputs,
+    make_fake_outputs,
     save_inputs,
     scale_saved_gradients,
 )
@@ -74,12 +74,12 @@ def rows_kernel(  # type: ignore[no-untyped-def]
                 tl.store(row + first + column, gradient, mask=inside)
 
 
-def block_size(V: int) -> int:
+def choose_block_size(V: int) -> int:
     """Number of logits of a row that a program processes at a time: a power of two, at least as long as a short row."""
     return min(BLOCK, max(SMALLEST, triton.next_power_of_2(V)))
 
 
-def loss_rows(
+def compute_loss_rows(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights · (nll + z_loss · logsumexp²) [C], nll [C], ``logits_CV``). With ``gradients`` the logits are overwritten by their gradient, and the
@@ -87,7 +87,7 @@ def loss_rows(
     """
     C, V = logits_CV.shape
     terms_C, nll_C = weights_C.new_empty(C), weights_C.new_empty(C)
-    block = block_size(V)
+    block = choose_block_size(V)
     rows_kernel[(C,)](
         logits_CV,
         targets_C,
@@ -109,15 +109,15 @@ def triton_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty."""
-    size = chunk_tokens_on_gpu(x_ND, weight_VD)
-    return compute_in_chunks(loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size, ALIGN)
+    size = find_gpu_chunk_tokens(x_ND, weight_VD)
+    return compute_in_chunks(compute_loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size, ALIGN)
 
 
 @triton_op.register_fake
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_outputs(chunk_tokens_on_gpu, x, weight, weights, gradients)
+    return make_fake_outputs(find_gpu_chunk_tokens, x, weight, weights, gradients)
 
 
 triton_op.register_autograd(scale_saved_gradients, setup_context=save_inputs)

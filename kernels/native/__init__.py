@@ -32,7 +32,7 @@ FLAGS = ("-O3", "-DNDEBUG", "-std=c++20", "-march=native", "-ffp-contract=off", 
 LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10", "-lgomp")
 
 
-def cpu_op(name: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+def define_cpu_op(name: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
     """Like ``torch.library.custom_op``, for a function of CPU tensors that changes none of them.
 
     The dispatcher calls the function directly. torch's wrapper would import the compiler at the first call, which takes a second in a trainer that
@@ -56,9 +56,9 @@ def load_library(name: str) -> ctypes.CDLL:
     text = (SOURCES / name / f"{name}.cpp").read_text(encoding="utf-8")
     for header in HEADERS.glob("*.h"):  # headers are inserted into the text, so that the key depends on them
         text = text.replace(f'#include "{header.name}"', header.read_text(encoding="utf-8").replace("#pragma once", ""))
-    words = compiler_arguments()
-    key = hashlib.sha256("\0".join((text, *words, torch.__version__, processor_features())).encode()).hexdigest()
-    target = cache_folder() / f"{name}-{key[:32]}.so"
+    words = list_compiler_arguments()
+    key = hashlib.sha256("\0".join((text, *words, torch.__version__, read_processor_features())).encode()).hexdigest()
+    target = find_cache_folder() / f"{name}-{key[:32]}.so"
     if not target.exists():
         with _alone(target.parent):
             if not target.exists():
@@ -88,7 +88,7 @@ def _alone(folder: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def compiler_arguments() -> list[str]:
+def list_compiler_arguments() -> list[str]:
     """The arguments of the compiler, except input and output. They select the vector instructions that torch itself uses on this machine."""
     torch_folder = Path(torch.__file__).parent
     vectors = torch.backends.cpu.get_cpu_capability()
@@ -98,7 +98,7 @@ def compiler_arguments() -> list[str]:
     return [*FLAGS, *defined, *included, f"-L{torch_folder / 'lib'}", *LIBRARIES]
 
 
-def processor_features() -> str:
+def read_processor_features() -> str:
     """The lines of /proc/cpuinfo on which the result of ``-march=native`` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -107,7 +107,7 @@ def processor_features() -> str:
     return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
 
 
-def cache_folder() -> Path:
+def find_cache_folder() -> Path:
     """The folder of compiled libraries. It is in TORCHINDUCTOR_CACHE_DIR if that is set, else in the user's cache. It is a temporary folder if that
     place cannot be written."""
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -160,7 +160,7 @@ def compile_library(target: Path, text: str, words: list[str]) -> None:
         os.replace(made, target)
 
 
-def call_cpp(name: str, function: str, *arguments: Tensor | int | float) -> int:
+def call_cpp_function(name: str, function: str, *arguments: Tensor | int | float) -> int:
     """Call a function of ``<name>/<name>.cpp``. Tensors are passed as addresses, numbers as int64 or float. The number of threads is passed last.
 
     Returns its result. Raises: MemoryError or RuntimeError if the result is one of the error codes.
@@ -185,7 +185,7 @@ def call_cpp(name: str, function: str, *arguments: Tensor | int | float) -> int:
     return code
 
 
-def fallback_for_other_dtypes(other: str) -> Callable[[Shape, torch.dtype], str]:
+def make_fallback_for_other_dtypes(other: str) -> Callable[[Shape, torch.dtype], str]:
     """A function for ``Implementation.fallback``. The C++ computes in the dtypes of ``NAMES``, the implementation ``other`` in all others."""
 
     def say(shape: Shape, dtype: torch.dtype) -> str:
@@ -197,7 +197,7 @@ def fallback_for_other_dtypes(other: str) -> Callable[[Shape, torch.dtype], str]
     return say
 
 
-def as_rows(x_XD: Tensor) -> Tensor:
+def view_as_rows(x_XD: Tensor) -> Tensor:
     """x as [N, D] with a dense last dimension. It is a view if a constant stride leads from row to row, else a copy."""
     x_ND = x_XD.reshape(x_XD.shape[:-1].numel(), x_XD.shape[-1])
     return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()

@@ -13,10 +13,10 @@ from kernels.contract.op import (
     Cost,
     Inputs,
     Shape,
-    compiled_implementation,
+    make_compiled_implementation,
     make_op,
-    normal_tensor,
-    triton_implementation,
+    draw_normal_tensor,
+    make_triton_implementation,
 )
 
 STEPS = 5
@@ -57,10 +57,10 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     """A stack of matrices of the size of an MLP's, as experts have them."""
-    return normal_tensor(generator, (shape.batch, shape.d_ff, shape.d_model), device, dtype), STEPS
+    return draw_normal_tensor(generator, (shape.batch, shape.d_ff, shape.d_model), device, dtype), STEPS
 
 
-TRITON = triton_implementation(
+TRITON = make_triton_implementation(
     "kernels.newton_schulz.triton", function="newton_schulz", about="half of each symmetric product, in Triton"
 )
 OP = make_op(
@@ -71,5 +71,5 @@ OP = make_op(
     gradients=(),
     hostile=(0,),
     in_block=False,
-    implementations=(compiled_implementation(reference), TRITON),
+    implementations=(make_compiled_implementation(reference), TRITON),
 )

@@ -75,7 +75,7 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + other[None, :] * rows + row[:, None], total, mask=inside)
 
 
-def symmetric_product(a: Tensor, alpha: float = 1.0, beta: float | None = None) -> Tensor:
+def multiply_by_own_transpose(a: Tensor, alpha: float = 1.0, beta: float | None = None) -> Tensor:
     """alpha · a aᵀ for contiguous matrices [E, rows, columns]. If ``beta`` is given, beta · a is added, for a symmetric a. Sums are in fp32."""
     E, rows, columns = a.shape
     dtype = a.dtype
@@ -95,8 +95,8 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     x, tall = round_and_normalise(matrices)
     x = x.reshape(-1, *x.shape[-2:]).contiguous()
     for _ in range(steps):
-        gram = symmetric_product(x)
-        x = torch.baddbmm(x, symmetric_product(gram, c, b), x, beta=a)
+        gram = multiply_by_own_transpose(x)
+        x = torch.baddbmm(x, multiply_by_own_transpose(gram, c, b), x, beta=a)
     return (x.mT if tall else x).reshape(matrices.shape).contiguous()
 
 

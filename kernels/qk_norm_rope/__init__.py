@@ -13,10 +13,10 @@ from kernels.contract.op import (
     Cost,
     Inputs,
     Shape,
-    compiled_implementation,
+    make_compiled_implementation,
     make_op,
-    normal_tensor,
-    triton_implementation,
+    draw_normal_tensor,
+    make_triton_implementation,
 )
 from kernels.rms_norm import EPS
 from kernels.rms_norm import reference as rms_norm
@@ -43,20 +43,20 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
-    x = normal_tensor(generator, (shape.batch, shape.context, shape.heads, shape.head_dim), device, dtype)
-    weight = 1 + normal_tensor(generator, (shape.head_dim,), device, dtype, 0.1)
+    x = draw_normal_tensor(generator, (shape.batch, shape.context, shape.heads, shape.head_dim), device, dtype)
+    weight = 1 + draw_normal_tensor(generator, (shape.head_dim,), device, dtype, 0.1)
     frequency = THETA ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     angle = torch.arange(shape.context)[:, None] * frequency
     angle = torch.cat((angle, angle), dim=-1).expand(shape.batch, -1, -1)
     return x, weight, angle.cos().to(device, dtype).contiguous(), angle.sin().to(device, dtype).contiguous(), EPS
 
 
-TRITON = triton_implementation("kernels.qk_norm_rope.triton", function="qk_norm_rope")
+TRITON = make_triton_implementation("kernels.qk_norm_rope.triton", function="qk_norm_rope")
 OP = make_op(
     "qk_norm_rope",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1),
-    implementations=(compiled_implementation(reference), TRITON),
+    implementations=(make_compiled_implementation(reference), TRITON),
 )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rows_in_triton import BACKWARD, share_out_rows, tile_settings
+from kernels.rows_in_triton import BACKWARD, divide_rows_among_programs, choose_tile_settings
 
 
 @triton.jit
@@ -91,12 +91,12 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(place + HALF, tl.sum(dw_second, axis=0), mask=tl.arange(0, BLOCK // 2) < HALF)
 
 
-def dense_heads(x_BTHK: Tensor) -> Tensor:
+def make_heads_dense(x_BTHK: Tensor) -> Tensor:
     """x, copied if a head's values are not neighbours in memory. The kernels support all other layouts, such as a part of a joined product."""
     return x_BTHK if x_BTHK.stride(-1) == 1 else x_BTHK.contiguous()
 
 
-def kernel_sizes(x_BTHK: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
+def list_kernel_arguments(x_BTHK: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
     """Arguments for both kernels: (number of rows, (T and the strides of sequences, tokens and heads), the constants HEADS and HALF)."""
     B, T, heads, K = x_BTHK.shape
     assert K % 2 == 0, K
@@ -106,12 +106,12 @@ def kernel_sizes(x_BTHK: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
 @torch.library.custom_op("factory::qk_norm_rope_triton", mutates_args=())
 def forward_op(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normalised and rotated, 1 / root mean square [B, T, heads] fp32)."""
-    x = dense_heads(x_BTHK)
-    rows, steps, constants = kernel_sizes(x)
+    x = make_heads_dense(x_BTHK)
+    rows, steps, constants = list_kernel_arguments(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scale = torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
     tables = (t.contiguous() for t in (weight_K, cos_BTK, sin_BTK))
-    settings = tile_settings(x.shape[-1], BACKWARD)
+    settings = choose_tile_settings(x.shape[-1], BACKWARD)
     grid = (triton.cdiv(rows, settings["ROWS"]),)
     forward_kernel[grid](x, *tables, y, scale, rows, *steps, eps, **constants, **settings)
     return y, scale
@@ -121,11 +121,11 @@ def forward_op(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tenso
 def backward_op(
     dy_BTHK: Tensor, x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, scale_BTH: Tensor
 ) -> tuple[Tensor, Tensor]:
-    x = dense_heads(x_BTHK)
-    rows, steps, constants = kernel_sizes(x)
+    x = make_heads_dense(x_BTHK)
+    rows, steps, constants = list_kernel_arguments(x)
     K = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch = share_out_rows(rows, K, 2 * K * (x.element_size() + cos_BTK.element_size()), x.device)
+    launch = divide_rows_among_programs(rows, K, 2 * K * (x.element_size() + cos_BTK.element_size()), x.device)
     partial = torch.empty((launch.programs, K), dtype=torch.float32, device=x.device)
     tables = (t.contiguous() for t in (weight_K, cos_BTK, sin_BTK))
     tensors = (dy_BTHK.contiguous(), x, *tables, scale_BTH, dx, partial)
@@ -148,11 +148,11 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ctx.mark_non_differentiable(output[1])
 
 
-def gradients(ctx: Any, dy_BTHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def compute_gradients(ctx: Any, dy_BTHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *backward_op(dy_BTHK, *ctx.saved_tensors), None, None, None
 
 
-forward_op.register_autograd(gradients, setup_context=save_inputs)
+forward_op.register_autograd(compute_gradients, setup_context=save_inputs)
 
 
 def qk_norm_rope(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> Tensor:

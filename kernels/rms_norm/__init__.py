@@ -9,10 +9,10 @@ from kernels.contract.op import (
     Cost,
     Inputs,
     Shape,
-    compiled_implementation,
+    make_compiled_implementation,
     make_op,
-    normal_tensor,
-    triton_implementation,
+    draw_normal_tensor,
+    make_triton_implementation,
 )
 
 EPS = 1e-6
@@ -31,17 +31,17 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
-    x = normal_tensor(generator, (shape.batch, shape.context, shape.d_model), device, dtype)
-    weight = 1 + normal_tensor(generator, (shape.d_model,), device, dtype, 0.1)
+    x = draw_normal_tensor(generator, (shape.batch, shape.context, shape.d_model), device, dtype)
+    weight = 1 + draw_normal_tensor(generator, (shape.d_model,), device, dtype, 0.1)
     return x, weight, EPS
 
 
-TRITON = triton_implementation("kernels.rms_norm.triton", function="rms_norm")
+TRITON = make_triton_implementation("kernels.rms_norm.triton", function="rms_norm")
 OP = make_op(
     "rms_norm",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1),
-    implementations=(compiled_implementation(reference), TRITON),
+    implementations=(make_compiled_implementation(reference), TRITON),
 )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rows_in_triton import share_out_rows, tile_settings
+from kernels.rows_in_triton import divide_rows_among_programs, choose_tile_settings
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def forward_op(x_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tens
     rows = x.numel() // columns
     y = torch.empty_like(x)
     scale_N = torch.empty(rows, dtype=torch.float32, device=x.device)
-    settings = tile_settings(columns)
+    settings = choose_tile_settings(columns)
     grid = (triton.cdiv(rows, settings["ROWS"]),)
     forward_kernel[grid](x, weight_D.contiguous(), y, scale_N, rows, columns, eps, **settings)
     return y, scale_N
@@ -73,7 +73,7 @@ def backward_op(dy_XD: Tensor, x_XD: Tensor, weight_D: Tensor, scale_N: Tensor) 
     dy, x = dy_XD.contiguous(), x_XD.contiguous()
     rows, columns = len(scale_N), x.shape[-1]
     dx = torch.empty_like(x)
-    launch = share_out_rows(rows, columns, 2 * columns * x.element_size(), x.device)
+    launch = divide_rows_among_programs(rows, columns, 2 * columns * x.element_size(), x.device)
     partial = torch.empty((launch.programs, columns), dtype=torch.float32, device=x.device)
     backward_kernel[(launch.programs,)](
         dy, x, weight_D.contiguous(), scale_N, dx, partial, rows, columns, launch.rows_each, **launch.settings
@@ -96,12 +96,12 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ctx.mark_non_differentiable(output[1])
 
 
-def gradients(ctx: Any, dy_XD: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+def compute_gradients(ctx: Any, dy_XD: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
     dx_XD, dweight_D = backward_op(dy_XD, *ctx.saved_tensors)
     return dx_XD, dweight_D, None
 
 
-forward_op.register_autograd(gradients, setup_context=save_inputs)
+forward_op.register_autograd(compute_gradients, setup_context=save_inputs)
 
 
 def rms_norm(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -11,12 +11,12 @@ from kernels.contract.op import (
     Implementation,
     Inputs,
     Shape,
-    compiled_implementation,
+    make_compiled_implementation,
     make_op,
-    normal_tensor,
-    triton_implementation,
+    draw_normal_tensor,
+    make_triton_implementation,
 )
-from kernels.native import NAMES, fallback_for_other_dtypes
+from kernels.native import NAMES, make_fallback_for_other_dtypes
 from kernels.swiglu import cpp as swiglu_native
 
 
@@ -32,10 +32,10 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     size = (shape.batch, shape.context, shape.d_ff)
-    return normal_tensor(generator, size, device, dtype), normal_tensor(generator, size, device, dtype)
+    return draw_normal_tensor(generator, size, device, dtype), draw_normal_tensor(generator, size, device, dtype)
 
 
-TRITON = triton_implementation("kernels.swiglu.triton", function="swiglu")
+TRITON = make_triton_implementation("kernels.swiglu.triton", function="swiglu")
 
 
 def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ NATIVE = Implementation(
     native,
     description="C++: one pass forward, one backward",
     devices=("cpu",),
-    fallback=fallback_for_other_dtypes("reference"),
+    fallback=make_fallback_for_other_dtypes("reference"),
 )
 OP = make_op(
     "swiglu",
@@ -58,5 +58,5 @@ OP = make_op(
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1),
-    implementations=(compiled_implementation(reference), TRITON, NATIVE),
+    implementations=(make_compiled_implementation(reference), TRITON, NATIVE),
 )

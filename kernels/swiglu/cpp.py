@@ -8,25 +8,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.native import NAMES, as_rows, call_cpp, cpu_op
+from kernels.native import NAMES, view_as_rows, call_cpp_function, define_cpu_op
 from kernels.swiglu.autograd import register_gradient
 
 
-@cpu_op("factory::swiglu_native")
+@define_cpu_op("factory::swiglu_native")
 def forward_op(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
     out_XF = torch.empty(gate_XF.shape, dtype=gate_XF.dtype)
-    gate, up = as_rows(gate_XF), as_rows(up_XF)
-    call_cpp("swiglu", f"swiglu_{NAMES[gate.dtype]}", gate, up, out_XF, *gate.shape, gate.stride(0), up.stride(0))
+    gate, up = view_as_rows(gate_XF), view_as_rows(up_XF)
+    call_cpp_function("swiglu", f"swiglu_{NAMES[gate.dtype]}", gate, up, out_XF, *gate.shape, gate.stride(0), up.stride(0))
     return out_XF
 
 
-@cpu_op("factory::swiglu_native_backward")
+@define_cpu_op("factory::swiglu_native_backward")
 def backward_op(dout_XF: Tensor, gate_XF: Tensor, up_XF: Tensor) -> tuple[Tensor, Tensor]:
     dgate_XF, dup_XF = (torch.empty(gate_XF.shape, dtype=gate_XF.dtype) for _ in range(2))
-    inputs = [as_rows(x) for x in (dout_XF, gate_XF, up_XF)]
+    inputs = [view_as_rows(x) for x in (dout_XF, gate_XF, up_XF)]
     steps = [x.stride(0) for x in inputs]
     function = f"swiglu_backward_{NAMES[gate_XF.dtype]}"
-    call_cpp("swiglu", function, *inputs, dgate_XF, dup_XF, *inputs[0].shape, *steps)
+    call_cpp_function("swiglu", function, *inputs, dgate_XF, dup_XF, *inputs[0].shape, *steps)
     return dgate_XF, dup_XF
 
 

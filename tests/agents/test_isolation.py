@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from agents.line_profiler.capture import OperationRecorder
-from agents.line_profiler.isolation import ITERATIONS, IsolatedTime, make_inputs, measure_operation, measure_operations
-from agents.line_profiler.signature import copy_nonrandom_inputs, signature_of
+from agents.line_profiler.isolation import ITERATIONS, IsolatedTime, make_operation_inputs, time_operation_alone, time_operations_alone
+from agents.line_profiler.signature import copy_nonrandom_inputs, make_operation_signature
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 def fresh(func: Any, *args: Any, **kwargs: Any) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
-    return make_inputs(signature_of(func, args, kwargs), copy_nonrandom_inputs(args, kwargs), CPU, generator)
+    return make_operation_inputs(make_operation_signature(func, args, kwargs), copy_nonrandom_inputs(args, kwargs), CPU, generator)
 
 
 def test_tensors_keep_shape_stride_and_dtype_and_get_new_floats() -> None:
@@ -58,14 +58,14 @@ def test_an_in_place_update_is_undone_before_each_call() -> None:
             seen.append(x.clone())
             return x.mul_(1e3)
 
-    signature = signature_of(Watched(), (torch.ones(4), torch.ones(4)), {})
-    assert measure_operation(signature, (None, None), CPU, 5.0).iterations == ITERATIONS
+    signature = make_operation_signature(Watched(), (torch.ones(4), torch.ones(4)), {})
+    assert time_operation_alone(signature, (None, None), CPU, 5.0).iterations == ITERATIONS
     assert len(seen) > ITERATIONS and max(x.abs().max().item() for x in seen) < 10
 
 
 def test_the_time_of_a_failing_operation_names_the_error() -> None:
-    signature = signature_of(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
-    found = measure_operation(signature, (None, None), CPU, 1.0)
+    signature = make_operation_signature(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
+    found = time_operation_alone(signature, (None, None), CPU, 1.0)
     assert found.iterations == 0 and "RuntimeError" in found.why_not
 
 
@@ -77,8 +77,8 @@ def test_identical_calls_are_measured_once_and_slow_calls_less_often() -> None:
             x @ x
         large @ large
     estimates = {event.signature: event.seconds for event in recorder.events if event.signature}
-    found = measure_operations(recorder.samples, estimates, CPU, budget_s=0.3)
-    by_size = {signature.tensors[0].shape[0]: one for signature, one in found.items()}
+    found = time_operations_alone(recorder.samples, estimates, CPU, budget_s=0.3)
+    by_size = {signature.tensor_arguments[0].shape[0]: one for signature, one in found.items()}
     assert set(by_size) == {16, 1200} and len(recorder.events) == 6
     assert isinstance(by_size[16], IsolatedTime) and by_size[16].iterations == ITERATIONS
     assert 3 <= by_size[1200].iterations < ITERATIONS and by_size[1200].median_s > by_size[16].median_s

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from agents.line_profiler import session
-from agents.line_profiler.__main__ import write_profile
+from agents.line_profiler.__main__ import write_profile_files
 from agents.line_profiler.capture import OperationRecorder
 from agents.line_profiler.profile_schema import FORMAT, Profile
-from agents.line_profiler.report.page import html_page
-from agents.line_profiler.report.report import profile_table
-from agents.line_profiler.report.summary_text import profile_summary
+from agents.line_profiler.report.page import render_profile_page
+from agents.line_profiler.report.report import make_profile_table
+from agents.line_profiler.report.summary_text import write_profile_summary
 from agents.line_profiler.session import ProfileSession, measure_profile
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
@@ -108,7 +108,7 @@ def test_flops_of_a_line_follow_from_its_shapes(found: Profile) -> None:
 def test_a_profile_survives_json_and_can_be_printed(found: Profile) -> None:
     raw = json.loads(found.to_json())
     assert Profile.from_mapping(raw) == found
-    assert profile_table(Profile.from_mapping(raw)) is not None and "eager step" in profile_summary(found)
+    assert make_profile_table(Profile.from_mapping(raw)) is not None and "eager step" in write_profile_summary(found)
     with pytest.raises(ValueError, match="format"):
         Profile.from_mapping(raw | {"format": 99})
 
@@ -143,9 +143,9 @@ def test_the_summary_shows_the_difference_to_torch_profiler(found: Profile) -> N
     assert check.torch_s > 0 and check.lines_s > 0
     operations = sum(line.forward_s + line.backward_s for line in found.lines)
     assert check.lines_s == pytest.approx(operations)  # the same step, not another one
-    assert f"({check.ratio:.0%}), a difference" in profile_summary(
+    assert f"({check.ratio:.0%}), a difference" in write_profile_summary(
         found
-    ) and f"({found.coverage:.0%})" in profile_summary(found)
+    ) and f"({found.coverage:.0%})" in write_profile_summary(found)
 
 
 def test_edges_follow_the_data_flow_and_mark_conditional_lines(found: Profile) -> None:
@@ -179,7 +179,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> ProfileSession:
 
 
 def test_page_and_trace_contain_the_whole_profile(measured: ProfileSession, tmp_path: Path) -> None:
-    write_profile(measured, tmp_path)
+    write_profile_files(measured, tmp_path)
     assert json.loads((tmp_path / "profile.json").read_text())["format"] == FORMAT
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     timed = [event for event in trace if event["ph"] == "X"]
@@ -194,7 +194,7 @@ def test_page_and_trace_contain_the_whole_profile(measured: ProfileSession, tmp_
 
 def test_source_lines_are_escaped(found: Profile) -> None:
     line = replace(found.lines[0], source="</script><script>alert(1)</script>", op="<img src=x>", file="<b>")
-    page = html_page(replace(found, lines=(line, *found.lines[1:]), device="<i>"))
+    page = render_profile_page(replace(found, lines=(line, *found.lines[1:]), device="<i>"))
     assert "<script" not in page and "<img" not in page and "<b>" not in page and "<i>" not in page
 
 

@@ -241,7 +241,7 @@ def test_any_content_of_a_reply_file_becomes_a_reply_or_a_value_error(message: A
         reply = read_reply(message, usage)
     except ValueError:
         return
-    json.dumps(reply.message(), ensure_ascii=False).encode()
+    json.dumps(reply.make_assistant_message(), ensure_ascii=False).encode()
 
 
 def test_a_request_that_could_pass_the_budget_is_not_sent() -> None:

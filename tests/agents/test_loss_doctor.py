@@ -21,8 +21,8 @@ from agents.loss_doctor.arms import (
 )
 from agents.loss_doctor.causes import TABLE, ArmFindings, choose_cause
 from agents.loss_doctor.curves import StepMetrics, Symptom, find_anomaly_onset
-from agents.loss_doctor.doctor import diagnose
-from agents.loss_doctor.suspects import smallest_masked_set
+from agents.loss_doctor.doctor import diagnose_anomaly
+from agents.loss_doctor.suspects import find_smallest_masked_set
 from tests.support.messages import the
 
 AGAIN = {"same again": True, "same again, twice": True}
@@ -147,14 +147,14 @@ DOCUMENTS = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range
 
 def test_documents_are_guilty_only_if_they_have_the_same_effect_with_other_weights() -> None:
     guilty = MadeUp(lambda arm: not {"bad-1", "bad-2"} <= set(arm.masked), DOCUMENTS)
-    found = diagnose(guilty)
+    found = diagnose_anomaly(guilty)
     assert found.causes == ("bad data",) and found.guilty == ("bad-1", "bad-2")
     assert set(found.suspects) == {"bad-1", "odd", "bad-2"}
     trigger = MadeUp(lambda arm: arm.start != "older weights" and "bad-1" not in arm.masked, DOCUMENTS)
-    found = diagnose(trigger)
+    found = diagnose_anomaly(trigger)
     assert found.causes == ("data × state",) and found.guilty == () and found.triggers == ("bad-1",)
     alone = MadeUp(lambda arm: "bad-1" not in arm.masked, DOCUMENTS, older=False)
-    found = diagnose(alone)
+    found = diagnose_anomaly(alone)
     assert found.causes == ("bad data", "data × state") and found.guilty == ()
 
 
@@ -177,23 +177,23 @@ def test_documents_are_guilty_only_if_they_have_the_same_effect_with_other_weigh
 def test_each_cause_without_a_guilty_document_is_found(
     spikes: Callable[[ReplayArm], bool], causes: tuple[str, ...]
 ) -> None:
-    found = diagnose(MadeUp(spikes, DOCUMENTS))
+    found = diagnose_anomaly(MadeUp(spikes, DOCUMENTS))
     assert found.causes == causes and found.guilty == ()
 
 
 def test_the_diagnosis_undoes_a_known_change_first() -> None:
     mixture = MadeUp(lambda arm: not arm.previous_mixture, DOCUMENTS, facts={"has_previous_mixture": True})
-    assert diagnose(mixture).causes == ("mixture shift or wrong label",) and mixture.ran == [
+    assert diagnose_anomaly(mixture).causes == ("mixture shift or wrong label",) and mixture.ran == [
         "same again",
         "previous mixture",
     ]
     rate = MadeUp(lambda arm: not arm.recipe, DOCUMENTS, facts={"was_otherwise": {"optimizer.lr": 1e-4}})
-    found = diagnose(rate)
+    found = diagnose_anomaly(rate)
     assert (
         found.causes == ("rate",) and found.remedy == "rate as before" and rate.ran == ["same again", "rate as before"]
     )
     moments = MadeUp(lambda arm: arm.start != "earlier", DOCUMENTS, facts={"resumed_at": 38})
-    assert diagnose(moments).causes == ("state lost on resume",) and len(moments.ran) == 2
+    assert diagnose_anomaly(moments).causes == ("state lost on resume",) and len(moments.ran) == 2
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_the_diagnosis_undoes_a_known_change_first() -> None:
 def test_new_documents_are_to_blame_only_if_the_anomaly_is_gone_without_them(
     joined: NewShardsComparison, causes: tuple[str, ...]
 ) -> None:
-    found = diagnose(
+    found = diagnose_anomaly(
         MadeUp(lambda arm: "odd" not in arm.masked, DOCUMENTS, joining=[joined], facts={"generation_begins": 35})
     )
     assert found.causes == causes and found.guilty == (("odd",) if causes == ("bad data",) else ())
@@ -220,15 +220,15 @@ def test_new_documents_are_to_blame_only_if_the_anomaly_is_gone_without_them(
 
 def test_a_replay_equal_to_the_live_run_is_not_made_twice() -> None:
     same, other = (MadeUp(lambda arm: True, DOCUMENTS, live=live) for live in (6.0, 6.1))
-    assert diagnose(same).causes == diagnose(other).causes == ("unknown",)
+    assert diagnose_anomaly(same).causes == diagnose_anomaly(other).causes == ("unknown",)
     assert "same again, twice" in other.ran and "same again, twice" not in same.ran
 
 
 def test_the_diagnosis_ends_if_replays_differ_or_no_replay_can_run() -> None:
     noisy = MadeUp(lambda arm: True, DOCUMENTS, noisy=True, live=5.9)
-    assert diagnose(noisy).causes == ("hardware",) and len(noisy.ran) == 2
+    assert diagnose_anomaly(noisy).causes == ("hardware",) and len(noisy.ran) == 2
     failing = MadeUp(lambda arm: True, DOCUMENTS, failing="no sandbox")
-    found = diagnose(failing)
+    found = diagnose_anomaly(failing)
     assert found.causes == ("unknown",) and "no sandbox" in found.why and len(failing.ran) == 2
 
 
@@ -241,8 +241,8 @@ def test_a_cause_stays_unknown_if_an_arm_could_not_run() -> None:
             outcome = super().run(arm)
             return replace(outcome, fires=None, failed="killed") if arm.masked else outcome
 
-    assert diagnose(Breaking(lambda arm: True, DOCUMENTS)).causes == ("unknown",)
-    assert diagnose(Breaking(lambda arm: True, [])).causes == ("new generation",)
+    assert diagnose_anomaly(Breaking(lambda arm: True, DOCUMENTS)).causes == ("unknown",)
+    assert diagnose_anomaly(Breaking(lambda arm: True, [])).causes == ("new generation",)
 
 
 @pytest.mark.parametrize(("bad", "causes"), [(0, ("new generation",)), (20, ("new generation", "bad data"))])
@@ -253,7 +253,7 @@ def test_a_mostly_bad_shard_is_not_diagnosed_as_just_a_new_generation(bad: int, 
     window += [DocumentScore(f"bad-{n}", 9.0 + n / 100, 20.0 + n / 100) for n in range(bad)]
     mostly = lambda arm: sum(key.startswith("bad-") for key in arm.masked) < bad or not bad
     bench = MadeUp(mostly, [*before, *window], facts={"generation_begins": 40})
-    found = diagnose(bench)
+    found = diagnose_anomaly(bench)
     assert found.causes == causes and found.guilty == ()
 
 
@@ -285,7 +285,7 @@ def test_documents_that_resemble_many_of_their_shard_are_not_quarantined(
         at_end=new_form(share, at_end),
         facts={"generation_begins": 40},
     )
-    found = diagnose(bench)
+    found = diagnose_anomaly(bench)
     assert found.causes == causes and bool(found.guilty) == (causes == ("bad data",))
 
 
@@ -293,7 +293,7 @@ def test_only_the_document_unlike_the_rest_of_its_shard_is_guilty() -> None:
     """Many documents of the shard are like four of the window. The document that is like none of them is to blame."""
     for joined in (True, False):
         scores = [DocumentScore("bad", 20.0, 900.0, joined=joined), *new_form(0.5)]
-        found = diagnose(MadeUp(lambda arm: "bad" not in arm.masked, scores, facts={"generation_begins": 40}))
+        found = diagnose_anomaly(MadeUp(lambda arm: "bad" not in arm.masked, scores, facts={"generation_begins": 40}))
         assert found.causes == ("bad data",) and found.guilty == ("bad",)
 
 
@@ -303,7 +303,7 @@ def test_an_inconspicuous_document_is_found_guilty_of_a_value_that_is_not_finite
     bench = MadeUp(
         lambda arm: "d7" not in arm.masked, calm, facts={"symptom": spike, "kind": "non_finite"}, height=math.inf
     )
-    found = diagnose(bench)
+    found = diagnose_anomaly(bench)
     assert found.causes == ("bad data",) and found.guilty == ("d7",)
 
 
@@ -320,7 +320,7 @@ def test_too_many_easy_documents_are_blamed_together() -> None:
         height=0.5,
         live=0.5,
     )
-    found = diagnose(bench)
+    found = diagnose_anomaly(bench)
     assert found.causes == ("bad data", "contamination or repeated data") and found.guilty == ()
     assert found.triggers == tuple(f"easy-{n}" for n in range(5))
 
@@ -338,7 +338,7 @@ def test_documents_that_the_model_has_learnt_meanwhile_are_named_together() -> N
         height=0.5,
         live=0.5,
     )
-    found = diagnose(bench)
+    found = diagnose_anomaly(bench)
     assert found.causes == ("contamination or repeated data",) and found.guilty == () and set(found.triggers) == easy
     assert sum("masked" in arm for arm in bench.ran) == 2
 
@@ -346,8 +346,8 @@ def test_documents_that_the_model_has_learnt_meanwhile_are_named_together() -> N
 def test_a_changed_environment_is_undone_if_the_previous_one_is_available() -> None:
     changed = {"has_previous_commit": False, "environment_changed": "torch 1 → 2"}
     at_hand = MadeUp(lambda arm: not arm.previous_environment, facts=changed | {"has_previous_environment": True})
-    assert diagnose(at_hand).causes == ("code change",) and at_hand.ran[-1] == "previous environment"
-    found = diagnose(MadeUp(lambda arm: True, facts=changed))
+    assert diagnose_anomaly(at_hand).causes == ("code change",) and at_hand.ran[-1] == "previous environment"
+    found = diagnose_anomaly(MadeUp(lambda arm: True, facts=changed))
     assert (
         found.causes == ("code change", "unknown")
         and the([found.why], "loss_doctor.environment").data["changed"] == "torch 1 → 2"
@@ -355,7 +355,7 @@ def test_a_changed_environment_is_undone_if_the_previous_one_is_available() -> N
 
 
 def test_with_a_spent_budget_the_cause_is_unknown() -> None:
-    found = diagnose(MadeUp(lambda arm: True, DOCUMENTS, budget=3))
+    found = diagnose_anomaly(MadeUp(lambda arm: True, DOCUMENTS, budget=3))
     assert found.causes == ("unknown",) and the([found.why], "loss_doctor.budget") and found.guilty == ()
 
 
@@ -370,7 +370,7 @@ def test_the_smallest_set_of_documents_that_clears_the_anomaly_is_found() -> Non
             asked.append(1)
             return needed <= set(masked)
 
-        assert set(smallest_masked_set(ranked, gone)) == needed
+        assert set(find_smallest_masked_set(ranked, gone)) == needed
         assert len(asked) <= 6 + 2 * len(needed) * 7
 
 

@@ -14,7 +14,7 @@ from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
 from agents.loop.role import DraftError
 from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS
-from agents.loss_doctor.wording import ArmResult, CheckedWording, DiagnosisFacts, ask_for_wording, read_wording
+from agents.loss_doctor.wording import ArmResult, CheckedWording, DiagnosisFacts, ask_for_wording, check_wording
 from tests.support.factory.engineer import Notes, recorded
 from tests.support.replay_server import Answer, RecordedSession, ReplayServer
 
@@ -35,7 +35,7 @@ FACTS = DiagnosisFacts(
 
 
 def read(*claims: Any) -> CheckedWording:
-    return read_wording(json.dumps({"claims": claims}), FACTS)
+    return check_wording(json.dumps({"claims": claims}), FACTS)
 
 
 def claim(says: str, rests_on: str, shows: str) -> dict[str, str]:
@@ -115,7 +115,7 @@ def test_too_many_claims_and_values_that_are_not_claims_are_dropped() -> None:
     assert len(read(7, None, {}, [], {"says": "It stays.", "rests_on": ["fp32"], "shows": "there"}).dropped) == 5
     for answer in ("", "It is the rate.", "[]", "{}", '{"claims": "none"}', "{" * 100_000):
         with pytest.raises(DraftError):
-            read_wording(answer, FACTS)
+            check_wording(answer, FACTS)
 
 
 WORDS = st.sampled_from(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from agents.line_profiler.capture import Line, RecordedOperation
-from agents.line_profiler.graph import conditions_of_lines, data_flow_edges, fusion_candidates, stream_candidates
+from agents.line_profiler.graph import find_conditions_of_lines, find_data_flow_edges, find_fusion_candidates, find_stream_candidates
 from agents.line_profiler.lines import PeakRates, summarise_lines
 
 MB = 1e6
@@ -29,7 +29,7 @@ def event(number: int, reads: tuple[int, ...], writes: tuple[int, ...], **other:
 
 def candidates(events: list[RecordedOperation]) -> dict[tuple[str, ...], float]:
     lines = summarise_lines(events, {}, step_s=0.1, roof=ROOF)
-    return {c.lines: c.bytes_saved for c in fusion_candidates(events, lines, ROOF.bytes_per_s, 0.1)}
+    return {c.lines: c.bytes_saved for c in find_fusion_candidates(events, lines, ROOF.bytes_per_s, 0.1)}
 
 
 def names(*numbers: int) -> tuple[str, ...]:
@@ -39,13 +39,13 @@ def names(*numbers: int) -> tuple[str, ...]:
 def test_a_chain_is_found_and_its_intermediates_are_counted() -> None:
     events = [event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (2,), (3,))]
     assert candidates(events) == {names(1, 2, 3): 4 * MB}  # two intermediates, each written once and read once
-    found = fusion_candidates(events, summarise_lines(events, {}, 0.1, ROOF), ROOF.bytes_per_s, 0.1)
+    found = find_fusion_candidates(events, summarise_lines(events, {}, 0.1, ROOF), ROOF.bytes_per_s, 0.1)
     assert found[0].gain_s == pytest.approx(4 * MB / 1e9) and found[0].intermediates == 2
 
 
 def test_a_chain_that_runs_from_cache_gains_at_most_its_share_of_the_bytes() -> None:
     events = [replace(event(n, (n - 1,), (n,)), seconds=1e-4) for n in (1, 2, 3)]  # 20 GB/s where a copy reaches one
-    (found,) = fusion_candidates(events, summarise_lines(events, {}, 0.01, ROOF), ROOF.bytes_per_s, 0.01)
+    (found,) = find_fusion_candidates(events, summarise_lines(events, {}, 0.01, ROOF), ROOF.bytes_per_s, 0.01)
     assert found.bytes_saved == 4 * MB and found.gain_s == pytest.approx(3e-4 * 4 / 6)
 
 
@@ -77,7 +77,7 @@ def test_branches_are_independent_until_they_join() -> None:
         event(4, (3,), (4,)),
         event(5, (2, 4), (5,)),
     ]
-    (found,) = stream_candidates(events, 0.1)
+    (found,) = find_stream_candidates(events, 0.1)
     assert (found.fork, found.branches) == (names(1)[0], (names(2), names(3, 4)))
     assert found.gain_s == pytest.approx(events[1].seconds)  # the shorter branch
 
@@ -91,16 +91,16 @@ def test_an_operation_counts_once_however_many_forks_lead_to_it() -> None:
         event(3, (1, 8, 9), (3,)),
         event(5, (2, 3), (5,)),
     ]
-    (found,) = stream_candidates(events, 0.1)
+    (found,) = find_stream_candidates(events, 0.1)
     assert found.times == 1 and found.gain_s == pytest.approx(events[3].seconds)
 
 
 def test_a_line_that_depends_on_another_is_not_a_stream_candidate() -> None:
-    assert stream_candidates([event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (1, 2), (3,))], 0.1) == []
+    assert find_stream_candidates([event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (1, 2), (3,))], 0.1) == []
 
 
 def test_edges_go_from_the_last_writer() -> None:
-    found = data_flow_edges([event(1, (0,), (1,)), event(2, (1,), (1,)), event(3, (1,), (3,))], {})
+    found = find_data_flow_edges([event(1, (0,), (1,)), event(2, (1,), (1,)), event(3, (1,), (3,))], {})
     assert [(edge.source, edge.target) for edge in found] == [names(1, 2), names(2, 3)]
 
 
@@ -110,10 +110,10 @@ def test_conditional_lines_are_recognised_from_the_source() -> None:
         ("x_BSD + tensor.scatter(self.apply_mlp(", 1),
         ("y_BTD, extras = self", 1),
     )
-    from agents.line_profiler.lines import source_lines
+    from agents.line_profiler.lines import read_source_lines
 
-    source = source_lines("trainer/model/transformer.py")
+    source = read_source_lines("trainer/model/transformer.py")
     start = next(n for n, text in enumerate(source, 1) if "def run(" in text)
     for text, how_many in lines:
         number = next(n for n, found in enumerate(source, 1) if n > start and text in found)
-        assert len(conditions_of_lines("trainer/model/transformer.py")[number]) == how_many, text
+        assert len(find_conditions_of_lines("trainer/model/transformer.py")[number]) == how_many, text

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agents.core.proposal import Proposal, format_gain
-from agents.core.workbench import AgentWrittenLines, EarlierProposal, QuickCheck, ReadError
-from agents.core.yaml_edit import change_recipe, set_value, values_by_key
+from agents.core.workbench import AgentWrittenLines, EarlierProposal, QuickCheck, UnreadableFileError
+from agents.core.yaml_edit import change_recipe_value, set_yaml_value, flatten_recipe
 from agents.loop.role import AgentTask, DraftError, TargetError
 from agents.recipe_scout.changes import RejectedDirections, suggest_changes
 from agents.recipe_scout.role import RecipeScout, read_change
-from agents.recipe_scout.scout import propose_change, rejected_directions
-from agents.recipe_scout.training_record import LEAST_SLOPE, TrainingRecord, fit_log_step_slope, make_record
+from agents.recipe_scout.scout import propose_change, find_rejected_directions
+from agents.recipe_scout.training_record import LEAST_SLOPE, TrainingRecord, fit_log_step_slope, make_training_record
 from kernels.contract.strict_yaml import read_yaml
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -42,13 +42,13 @@ class Bench:
 
     def read(self, path: str) -> str:
         if path != DEMO:
-            raise ReadError(path)
+            raise UnreadableFileError(path)
         return self.text
 
     def find_agent_written_lines(self, path: str) -> list[AgentWrittenLines]:
         return []
 
-    def history(self, target: str) -> list[EarlierProposal]:
+    def list_earlier_proposals(self, target: str) -> list[EarlierProposal]:
         return self.past.get(target, [])
 
 
@@ -64,8 +64,8 @@ def record(steps: int = 110, **fixed: Any) -> list[dict[str, Any]]:
 
 
 def course(text: str = "", anomalies: dict[str, int] | None = None, lines: Any = None, **kwargs: Any) -> TrainingRecord:
-    said = change_recipe(text or (ROOT / DEMO).read_text(), ("name",), "demo")[1]
-    return make_record(said, DEMO, lines or record(), anomalies or {}, 4.0, 64, 0.002, **kwargs)
+    said = change_recipe_value(text or (ROOT / DEMO).read_text(), ("name",), "demo")[1]
+    return make_training_record(said, DEMO, lines or record(), anomalies or {}, 4.0, 64, 0.002, **kwargs)
 
 
 # -- the edit ---------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def course(text: str = "", anomalies: dict[str, int] | None = None, lines: Any =
 )
 def test_a_change_of_a_recipe_edits_one_line_and_keeps_every_comment(path: Path, key: str, value: float | str) -> None:
     text = path.read_text()
-    new, recipe = change_recipe(text, key.split("."), value)
+    new, recipe = change_recipe_value(text, key.split("."), value)
     lines = [line for line in difflib.ndiff(text.splitlines(), new.splitlines()) if line[:1] in "+-"]
     assert sum(line[0] == "+" for line in lines) == 1 and sum(line[0] == "-" for line in lines) <= 1
     assert [line for line in text.splitlines() if "#" in line] == [line for line in new.splitlines() if "#" in line]
@@ -98,12 +98,12 @@ def test_a_change_of_a_recipe_edits_one_line_and_keeps_every_comment(path: Path,
 
 
 def test_set_value_keeps_comments_and_refuses_a_path_without_a_value() -> None:
-    assert set_value("a:  # x\n  b: 1  # y\n", ("a", "b"), 2.5) == "a:  # x\n  b: 2.5  # y\n"
+    assert set_yaml_value("a:  # x\n  b: 1  # y\n", ("a", "b"), 2.5) == "a:  # x\n  b: 2.5  # y\n"
     for path in (("a", "b", "c"), ("a",)):
         with pytest.raises(ValueError, match="is not a mapping|is a mapping"):
-            set_value("a:\n  b: 1\n", path, 3)
+            set_yaml_value("a:\n  b: 1\n", path, 3)
         with pytest.raises(RecipeError, match="is not a mapping|is a mapping"):
-            change_recipe("a:\n  b: 1\n", path, 3)
+            change_recipe_value("a:\n  b: 1\n", path, 3)
 
 
 # -- the record -------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_the_slopes_of_the_record_are_in_bits_per_byte() -> None:
     assert found.step == 110 and found.tokens == 110 * 16 * 256 and found.judged_tokens == 64 * 16 * 256
     # tokens worth twice as much: as if the run had been twice as long
     expected = found.slope * math.log((found.tokens + 2 * found.judged_tokens) / (found.tokens + found.judged_tokens))
-    assert found.gain_of_token_worth(2.0) == pytest.approx(expected)
+    assert found.predict_gain_from_token_worth(2.0) == pytest.approx(expected)
 
 
 def test_a_record_with_gaps_or_no_fall_gives_the_least_slope() -> None:
@@ -211,7 +211,7 @@ def test_each_rejection_makes_its_key_less_promising() -> None:
     "title", ["", "x", "recipe demo: optimizer.lr a → b", "recipe: optimizer.lr - → ..", "→ 1 → 2"]
 )
 def test_an_unreadable_title_counts_as_no_direction(title: str) -> None:
-    assert rejected_directions(0.01, [EarlierProposal("", "reject", "", title)]) == RejectedDirections(rejected=1)
+    assert find_rejected_directions(0.01, [EarlierProposal("", "reject", "", title)]) == RejectedDirections(rejected=1)
 
 
 @pytest.mark.parametrize(
@@ -252,12 +252,12 @@ def test_the_answer_of_a_language_model_becomes_the_same_kind_of_proposal() -> N
     assert found.edits[0].new_text == (ROOT / DEMO).read_text().replace("lr: 4e-3", "lr: 0.006")
     assert "the gain is less than 0.0050" in found.hypothesis
     past = [EarlierProposal(found.patch_id, "reject", "", found.title)]
-    assert rejected_directions(0.004, past) == RejectedDirections(
+    assert find_rejected_directions(0.004, past) == RejectedDirections(
         higher=True, rejected=1
     )  # the scout without a model learns from it
     both = said(changes=[{"key": "optimizer.lr", "value": 0.003}, {"key": "batch.sequences", "value": 8.0}])
     assert both.target == "quality:batch.sequences+optimizer.lr" and "sequences: 8\n" in both.edits[0].new_text
-    assert rejected_directions(16, [EarlierProposal("", "reject", "", both.title)]) == RejectedDirections(
+    assert find_rejected_directions(16, [EarlierProposal("", "reject", "", both.title)]) == RejectedDirections(
         rejected=1
     )  # which of them it was is not known
     weight = said(changes=[{"key": "mixture.weights.news", "value": 0.5}])
@@ -322,8 +322,8 @@ def test_any_change_gives_a_recipe_that_differs_only_there_or_a_draft_error(chan
         found = said(changes=changes)
     except DraftError:
         return
-    new = values_by_key(Recipe.parse(read_yaml(found.edits[0].new_text, "recipe", RecipeError)))
-    old = values_by_key(Recipe.load(ROOT / DEMO))
+    new = flatten_recipe(Recipe.parse(read_yaml(found.edits[0].new_text, "recipe", RecipeError)))
+    old = flatten_recipe(Recipe.load(ROOT / DEMO))
     assert {key for key in old | new if old.get(key) != new.get(key)} == {change["key"] for change in changes}
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from agents.core.workbench import AgentWrittenLines, EarlierProposal, Measurement, MeasurementError, ReadError
-from agents.core.yaml_edit import set_value
+from agents.core.workbench import AgentWrittenLines, EarlierProposal, Measurement, MeasurementError, UnreadableFileError
+from agents.core.yaml_edit import set_yaml_value
 from agents.search_proposer.search_proposer import POLICY, propose_implementations
 from factory.demo.demo import use_plain_kernels
 from kernels.contract.registry import OPS
@@ -28,7 +28,7 @@ class Bench:
 
     def read(self, path: str) -> str:
         if path not in self.files:
-            raise ReadError(path)
+            raise UnreadableFileError(path)
         return self.files[path]
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
@@ -45,7 +45,7 @@ class Bench:
     def find_agent_written_lines(self, path: str) -> list[AgentWrittenLines]:
         return []
 
-    def history(self, target: str) -> list[EarlierProposal]:
+    def list_earlier_proposals(self, target: str) -> list[EarlierProposal]:
         return self.past.get(target, [])
 
 
@@ -203,10 +203,10 @@ def test_a_small_gain_is_not_proposed() -> None:
 
 
 def test_only_the_chosen_line_changes() -> None:
-    text = set_value(SHIPPED, ("cpu", "attention"), "recompute")
+    text = set_yaml_value(SHIPPED, ("cpu", "attention"), "recompute")
     differing = [(a, b) for a, b in zip(SHIPPED.splitlines(), text.splitlines(), strict=True) if a != b]
     assert differing == [("  attention: reference", "  attention: recompute")]
     for before in ("cuda: {}\n", "", "# none\n", "cpu:\n", "cpu: # none\n", "cpu: {}\n", "cpu: {rms_norm: auto}\n"):
-        after = set_value(before, ("cpu", "swiglu"), "compiled")
+        after = set_yaml_value(before, ("cpu", "swiglu"), "compiled")
         expected = {"cpu": {}} | (yaml.safe_load(before) or {})
         assert yaml.safe_load(after) == expected | {"cpu": (expected["cpu"] or {}) | {"swiglu": "compiled"}}, after

@@ -15,10 +15,10 @@ from agents.line_profiler.capture import RecordedOperation
 from agents.line_profiler.session import RepeatedStepTimings
 from agents.line_profiler.stopwatch import (
     TimedOperation,
-    add_measured_times,
-    stopwatch_overhead,
+    replace_recorded_times,
+    measure_stopwatch_overhead,
     time_operations,
-    total_seconds,
+    add_up_seconds,
 )
 
 ADD, MUL = "aten.add.Tensor", "aten.mul.Tensor"
@@ -43,7 +43,7 @@ def test_time_between_operations_is_not_counted_for_an_operation() -> None:
     whole = time.perf_counter() - began
     assert [lap.operation for lap in seen] == [ADD, MUL]
     assert seen[0].gap >= 0.02 and seen[1].gap >= 0.04 and seen[1].after >= 0.06 and seen[0].after == 0.0
-    assert total_seconds(seen) <= whole and all(lap.seconds > 0 for lap in seen)
+    assert add_up_seconds(seen) <= whole and all(lap.seconds > 0 for lap in seen)
 
 
 def test_a_crossing_is_subtracted_from_the_gap_then_from_the_operation_then_from_the_next() -> None:
@@ -53,9 +53,9 @@ def test_a_crossing_is_subtracted_from_the_gap_then_from_the_operation_then_from
         TimedOperation(ADD, 0.5, 0.5),
         TimedOperation(MUL, 5.0, 1.0, after=7.0),
     ]
-    events = add_measured_times([_event(lap.operation) for lap in seen], seen, 2.0)
+    events = replace_recorded_times([_event(lap.operation) for lap in seen], seen, 2.0)
     assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (0.0, 2.0), (0.0, 0.0), (9.0, 1.0)]
-    assert sum(event.host_s + event.seconds for event in events) == total_seconds(seen) - 4 * 2.0
+    assert sum(event.host_s + event.seconds for event in events) == add_up_seconds(seen) - 4 * 2.0
 
 
 def test_with_a_devices_clock_a_crossing_is_subtracted_only_from_gaps() -> None:
@@ -76,17 +76,17 @@ def test_with_a_devices_clock_a_crossing_is_subtracted_only_from_gaps() -> None:
     assert log == ["mark"] * 6 + ["read"]
     assert (
         seen == [TimedOperation(ADD, 5.0, 3.0), TimedOperation(MUL, 0.5, 3.0, after=8.5)]
-        and total_seconds(seen) == 20.0
+        and add_up_seconds(seen) == 20.0
     )
-    events = add_measured_times([_event(lap.operation) for lap in seen], seen, 2.0, on_host=False)
+    events = replace_recorded_times([_event(lap.operation) for lap in seen], seen, 2.0, on_host=False)
     assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (8.5, 3.0)]
 
 
 def test_times_of_another_step_are_refused() -> None:
     with pytest.raises(AssertionError, match="not the same step"):
-        add_measured_times([_event(ADD)], [TimedOperation(MUL, 1.0, 1.0)], 0.0)
+        replace_recorded_times([_event(ADD)], [TimedOperation(MUL, 1.0, 1.0)], 0.0)
     with pytest.raises(AssertionError, match="not the same step"):
-        add_measured_times([_event(ADD)], [], 0.0)
+        replace_recorded_times([_event(ADD)], [], 0.0)
 
 
 def test_a_crossing_is_the_time_that_the_stopwatch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_a_crossing_is_the_time_that_the_stopwatch_adds(monkeypatch: pytest.Monk
         for _ in range(10):
             x + x
 
-    assert stopwatch_overhead(step, turns=5) == pytest.approx(0.002)
+    assert measure_stopwatch_overhead(step, turns=5) == pytest.approx(0.002)
 
 
 def test_the_fastest_step_is_confirmed_if_four_other_steps_are_near() -> None:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from agents.line_profiler.isolation import measure_operation
+from agents.line_profiler.isolation import time_operation_alone
 from agents.line_profiler.lines import PeakRates
 from agents.line_profiler.sweep.shapes import SHAPES, make_one_layer_model
 from agents.line_profiler.sweep.slices import LayerSlice, record_slice_operations
-from agents.line_profiler.sweep.sweep import SweepResult, measure_slices, parse_slices, sweep_table
+from agents.line_profiler.sweep.sweep import SweepResult, measure_slices, parse_slices, make_sweep_table
 from agents.line_profiler.sweep.sweep_items import (
     SweepLimits,
-    collect_operations,
+    collect_distinct_operations,
     mark_measurable_items,
-    measure_item,
+    measure_sweep_item,
 )
 from agents.line_profiler.sweep.work_queue import ProcessWorkers, SweepError
 from tests.support.messages import codes, refused
@@ -40,7 +40,7 @@ def test_a_slice_computes_one_layer_forward_and_backward(name: str) -> None:
     of = LayerSlice(name, 2, 64)
     shape = make_one_layer_model(SHAPES[name], 64)
     assert shape.layers == 1 and shape.is_expert_layer(0) == (shape.experts is not None)
-    weights = shape.matmul_parameters - shape.vocab_size * shape.d_model
+    weights = shape.matmul_parameter_count - shape.vocab_size * shape.d_model
     assert sum(event.flops for event in record_slice_operations(of)) == pytest.approx(6 * weights * 128)
     assert {event.line[0] for event in record_slice_operations(of)} >= {
         "trainer/model/transformer.py",
@@ -50,16 +50,16 @@ def test_a_slice_computes_one_layer_forward_and_backward(name: str) -> None:
 
 
 def test_identical_operations_of_all_slices_are_measured_once() -> None:
-    alone = collect_operations([LayerSlice("7b", 1, 64)], ROOF)
+    alone = collect_distinct_operations([LayerSlice("7b", 1, 64)], ROOF)
     assert len({item.what for item in alone}) <= len(alone) and sum(item.index < 0 for item in alone) == 1
-    assert len(collect_operations([LayerSlice("7b", 1, 64), LayerSlice("7b", 1, 64)], ROOF)) == len(alone)
-    both = collect_operations([LayerSlice("7b", 1, 64), LayerSlice("7b", 2, 64)], ROOF)
+    assert len(collect_distinct_operations([LayerSlice("7b", 1, 64), LayerSlice("7b", 1, 64)], ROOF)) == len(alone)
+    both = collect_distinct_operations([LayerSlice("7b", 1, 64), LayerSlice("7b", 2, 64)], ROOF)
     assert len(alone) < len(both) < 2 * len(alone)  # the casts of weights are the same
 
 
 def test_an_item_that_does_not_fit_names_the_limit() -> None:
     items = mark_measurable_items(
-        collect_operations([LayerSlice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 1e9, 1), workers=1
+        collect_distinct_operations([LayerSlice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 1e9, 1), workers=1
     )
     large = [item for item in items if item.bytes > 1e9]
     assert large and set(codes(item.fits for item in large)) <= {
@@ -68,7 +68,7 @@ def test_an_item_that_does_not_fit_names_the_limit() -> None:
     }
     assert any(not item.fits for item in items)
     none = mark_measurable_items(
-        collect_operations([LayerSlice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 0.0, 1), workers=1
+        collect_distinct_operations([LayerSlice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 0.0, 1), workers=1
     )
     assert all(item.fits for item in none) and "line_profiler.no_time" in codes(item.fits for item in none)
 
@@ -79,11 +79,11 @@ def test_operations_of_experts_run_on_made_up_indices() -> None:
     seen = set()
     for event in record_slice_operations(LayerSlice("375b", 1, 16)):
         signature = event.signature
-        if signature is None or not any(name in signature.operation for name in names) or signature.bytes > 1e8:
+        if signature is None or not any(name in signature.operation_name for name in names) or signature.tensor_bytes > 1e8:
             continue
-        found = measure_operation(signature, (None,) * len(signature.leaves), torch.device("cpu"), 0.05)
+        found = time_operation_alone(signature, (None,) * len(signature.leaves), torch.device("cpu"), 0.05)
         assert found.why_not == "" and found.iterations >= 3, str(signature)
-        seen.add(signature.operation.split(".")[1])
+        seen.add(signature.operation_name.split(".")[1])
     assert {"index", "gather", "scatter_add", "index_put", "sort"} <= seen
 
 
@@ -91,7 +91,7 @@ def test_operations_of_experts_run_on_made_up_indices() -> None:
 def test_a_sweep_measures_fitting_operations_and_marks_the_others(tmp_path: Path) -> None:
     limits = SweepLimits(memory_bytes=2e8, item_s=0.3, total_s=6.0, threads=1)
     slices = [LayerSlice("7b", 1, 16), LayerSlice("1t", 1, 16)]
-    found = measure_slices(slices, limits, lambda: ProcessWorkers(measure_item, 2), 2, "reference")
+    found = measure_slices(slices, limits, lambda: ProcessWorkers(measure_sweep_item, 2), 2, "reference")
     assert SweepResult.from_mapping(json.loads(json.dumps(asdict(found)))) == found
     by_model = {one.model: one for one in found.slices}
     marks = {line.how for one in found.slices for line in one.lines}
@@ -103,7 +103,7 @@ def test_a_sweep_measures_fitting_operations_and_marks_the_others(tmp_path: Path
     assert down.how in ("roofline", "both")  # 384 experts are 11 GB
     missing = [item for item in found.items if item.why_not]
     assert missing and all(item.seconds == item.roof_s for item in missing)
-    assert "1t" in sweep_table(found)
+    assert "1t" in make_sweep_table(found)
 
 
 @pytest.mark.parametrize(

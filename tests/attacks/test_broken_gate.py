@@ -19,11 +19,11 @@ from factory.ledger.plant import Plant
 from factory.code_loop.submitting import submit_proposal
 from factory.core.progress import SILENT
 from agents.core.proposal import Edit, Proposal
-from factory.gates.stage_interface import PatchCase, StageResult, failed_evidence, passed_evidence
+from factory.gates.stage_interface import PatchCase, StageResult, make_failed_evidence, make_passed_evidence
 from factory.gates.patch.changed_ops import ChangedOp
-from factory.gates.patch.policy import IsolatedPolicy
+from factory.gates.patch.policy import IsolatedTimingPolicy
 from factory.gates.patch.stages import isolated, oracle, static
-from factory.gates.staged_gate import gate_folder
+from factory.gates.staged_gate import get_gate_folder
 from factory.ledger.ledger import proposals, verdicts
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits
@@ -60,11 +60,11 @@ def judged(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[dict[str, Any], l
     seen: list[Path] = []
 
     def stage(case: PatchCase[Any]) -> StageResult:
-        seen.append(gate_folder(case.candidate))
+        seen.append(get_gate_folder(case.candidate))
         assert seen[0] == case.work
         return run(case)
 
-    monkeypatch.setattr(static, "run", lambda case: StageResult(passed_evidence("read")))
+    monkeypatch.setattr(static, "run", lambda case: StageResult(make_passed_evidence("read")))
     monkeypatch.setattr(oracle, "run", stage)
     edit = Edit("trainer/optim/schedule.py", (made.target / "trainer/optim/schedule.py").read_text() + "# x\n")
     number = submit_proposal(
@@ -95,7 +95,7 @@ def test_the_gate_gives_a_verdict_after_any_mess_in_its_folder(
     def run(case: PatchCase[Any]) -> StageResult:
         result = in_sandbox(case, f"KEPT = {str(tmp_path)!r}\n{MESSES[name]}")
         assert result.returncode == 0 or result.stopped == "output", result
-        return StageResult(failed_evidence(Message("attacks.mess", "a mess")))
+        return StageResult(make_failed_evidence(Message("attacks.mess", "a mess")))
 
     row, seen = judged(monkeypatch, run)
     assert row["outcome"] == "reject" and codes(row["reasons"]) == ["attacks.mess"] and len(seen) == 1
@@ -112,7 +112,7 @@ def test_files_below_a_path_that_is_too_long_count_as_too_many_bytes(monkeypatch
 
     def run(case: PatchCase[Any]) -> StageResult:
         stopped.append(in_sandbox(case, hide).stopped)
-        return StageResult(failed_evidence(Message("attacks.hidden", "hidden")))
+        return StageResult(make_failed_evidence(Message("attacks.hidden", "hidden")))
 
     row, _ = judged(monkeypatch, run)
     assert stopped == ["output"] and row["outcome"] == "reject"
@@ -130,7 +130,7 @@ def test_a_stage_that_recurses_too_deep_gives_hold(monkeypatch: pytest.MonkeyPat
 def test_the_gate_gives_a_verdict_after_twenty_thousand_nested_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(case: PatchCase[Any]) -> StageResult:
         in_sandbox(case, NEST + "nest(20000)\n")
-        return StageResult(failed_evidence(Message("attacks.mess", "a mess")))
+        return StageResult(make_failed_evidence(Message("attacks.mess", "a mess")))
 
     row, _ = judged(monkeypatch, run)
     assert row["outcome"] == "reject"
@@ -149,6 +149,6 @@ def test_a_link_of_timed_code_is_not_followed(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(KeyError):  # it tells no times
             isolated.time_switched_ops(
-                IsolatedPolicy(), [ChangedOp("attention", "reference", "native")], {}, code, work
+                IsolatedTimingPolicy(), [ChangedOp("attention", "reference", "native")], {}, code, work
             )
         assert (work / "recipe.yaml").is_symlink() and not kept.exists()

@@ -21,9 +21,9 @@ from factory.git import scope as patch_scope
 from factory.gates.patch import source_rules
 from factory.git.scope import AgentsPolicy, FileChange
 from factory.ledger.ledger import verdicts
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 
-AGENTS = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
+AGENTS = AgentsPolicy.load(find_checkout_root() / "policies" / "agents.yaml")
 
 FUSED_NORM = '''class Fused(torch.autograd.Function):
     """Keeps one number a row for the backward pass, in place of the normalised rows."""
@@ -152,7 +152,7 @@ def test_the_static_rules_find_nothing_in_an_honest_patch(name: str) -> None:
     path, change = HONEST[name]
     text, base = changed(made, path, change)
     patch = FileChange(path, text.encode(), old_mode="100644" if base is not None else None)
-    assert patch_scope.find_scope_problems(AGENTS, [patch], repository.read_modes(made.target, made.base)) == []
+    assert patch_scope.find_scope_problems(AGENTS, [patch], repository.read_file_modes(made.target, made.base)) == []
     assert source_rules.find_source_problems(patch, base) == []
 
 

@@ -19,9 +19,9 @@ from factory.git import scope as patch_scope
 from factory.gates.patch import source_rules
 from factory.git.scope import AgentsPolicy, FileChange
 from factory.git.repository import ScopeError
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 
-AGENTS = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
+AGENTS = AgentsPolicy.load(find_checkout_root() / "policies" / "agents.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_two_new_files_of_one_module_are_refused(pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize("path", ["kernels/gelu/__init__.py", "kernels/gelu/triton.py", "trainer/optim/lion.py"])
 def test_a_new_file_with_an_unused_module_name_is_in_scope(target: Path, path: str) -> None:
     assert not patch_scope.find_scope_problems(
-        AGENTS, [FileChange(path, b"x = 1\n")], repository.read_modes(target, "HEAD")
+        AGENTS, [FileChange(path, b"x = 1\n")], repository.read_file_modes(target, "HEAD")
     )
 
 
@@ -129,14 +129,14 @@ def test_a_module_that_becomes_a_package_is_in_scope(target: Path) -> None:
         FileChange("trainer/batch.py", None, old_mode="100644"),
         FileChange("trainer/batch/__init__.py", b"x = 1\n"),
     ]
-    assert not patch_scope.find_scope_problems(AGENTS, became, repository.read_modes(target, "HEAD"))
+    assert not patch_scope.find_scope_problems(AGENTS, became, repository.read_file_modes(target, "HEAD"))
 
 
 def test_a_very_deep_path_is_refused_only_for_its_length(target: Path) -> None:
     """A list of all that lies above it would hold ten gigabytes."""
     deep = f"kernels/{'a/' * 100_000}b.py"
     found = patch_scope.find_scope_problems(
-        AGENTS, [FileChange(deep, b"x = 1\n")], repository.read_modes(target, "HEAD")
+        AGENTS, [FileChange(deep, b"x = 1\n")], repository.read_file_modes(target, "HEAD")
     )
     assert codes(one.data["problem"] for one in found) == ["scope.long_path"] and len(found[0]) < 400  # type: ignore[attr-defined]
 
@@ -173,8 +173,8 @@ def test_a_commit_from_elsewhere_is_checked_like_a_proposal(target: Path, tmp_pa
     else:
         subprocess.run(["git", "-C", clone, "add", "-A"], check=True)
     subprocess.run(["git", "-C", clone, *identity, "commit", "-qm", "evil"], check=True)
-    changes = repository.read_changes(clone, base, repository.get_live_commit(clone))
-    assert len(changes) == 1 and patch_scope.find_scope_problems(AGENTS, changes, repository.read_modes(clone, base))
+    changes = repository.read_file_changes(clone, base, repository.get_live_commit(clone))
+    assert len(changes) == 1 and patch_scope.find_scope_problems(AGENTS, changes, repository.read_file_modes(clone, base))
 
 
 def test_hooks_filters_and_attributes_of_the_repository_never_run(target: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_hooks_filters_and_attributes_of_the_repository_never_run(target: Path, 
         worktrees=tmp_path / "w",
     )
     repository.list_changed_files(clone)
-    repository.read_changes(clone, base, applied.commit)
+    repository.read_file_changes(clone, base, applied.commit)
     repository.checkout_commit(clone, base, tmp_path / "w2")
     assert not mark.exists() and (applied.worktree / "kernels" / "a.py").read_text() == "x = 1\n"
 
@@ -411,7 +411,7 @@ def test_honest_patches_are_not_flagged(target: Path, name: str) -> None:
     change = FileChange(path, text.encode(), old_mode="100644" if base else None)
     assert (
         patch_scope.find_scope_problems(
-            AGENTS, [change], repository.read_modes(target, repository.get_live_commit(target))
+            AGENTS, [change], repository.read_file_modes(target, repository.get_live_commit(target))
         )
         == []
     )

@@ -21,11 +21,11 @@ from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import exploits, oracle
 from factory.gates.time_limits import TimeLimits
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from trainer.contract.recipe import Recipe
 
-SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")
-RECIPE = Recipe.load(checkout_root() / "policies" / "recipes" / "tiny.yaml").model_dump()
+SHIPPED = PatchPolicy.load(find_checkout_root() / "policies" / "gates" / "patch.yaml")
+RECIPE = Recipe.load(find_checkout_root() / "policies" / "recipes" / "tiny.yaml").model_dump()
 RIGHT = "\n\ndef right(gate, up):\n    return F.silu(gate) * up\n\n\n"
 
 # -- what ops are tested with ------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_a_process_that_ends_early_fails_and_one_that_never_ends_gives_no_answer
     jobs = oracle.make_oracle_jobs(policy, ops, RECIPE["precision"])
     jobs += exploits.make_exploit_calls(SHIPPED.exploits, ops, RECIPE, random.SystemRandom())
     with op_answers.run_op_jobs(jobs, policy, baseline, candidate, tmp_path / "work") as answers:
-        found = oracle.oracle_evidence(answers), exploits.exploit_evidence(answers)
+        found = oracle.make_oracle_evidence(answers), exploits.make_exploit_evidence(answers)
     assert found[0]["state"] == found[1]["state"] == state, found
     assert all(one.get("out_of_time", False) == (state == "missing") for one in found), found
     assert all(tells(found[0]["reasons"], expect(code)) for code in expected), found[0]["reasons"]

@@ -22,11 +22,11 @@ from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import exploits, oracle
 from factory.git.scope import FileChange
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from trainer.contract.recipe import Recipe
 
-SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")
-RECIPE = Recipe.load(checkout_root() / "policies" / "recipes" / "tiny.yaml").model_dump()
+SHIPPED = PatchPolicy.load(find_checkout_root() / "policies" / "gates" / "patch.yaml")
+RECIPE = Recipe.load(find_checkout_root() / "policies" / "recipes" / "tiny.yaml").model_dump()
 HEAD = "from __future__ import annotations\n\nimport torch\nimport torch.nn.functional as F\n"
 # Right, and at its own speed: what an attack that skips the forward pass uses for the gradients.
 RIGHT = "\n\ndef right(gate, up):\n    return F.silu(gate) * up\n\n\n"
@@ -259,7 +259,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
         assert not answers.missing and not answers.died, answers
         return {
             name: Judged(
-                *(answers.evidence(numbers, Message("attacks.right", "right"), last=False) for numbers in both)
+                *(answers.make_evidence(numbers, Message("attacks.right", "right"), last=False) for numbers in both)
             )
             for name, both in ranges.items()
         }

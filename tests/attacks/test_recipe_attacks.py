@@ -14,9 +14,9 @@ from agents.core.proposal import Edit, Proposal
 from factory.ledger.plant import Plant
 from factory.code_loop.submitting import submit_proposal
 from factory.core.progress import SILENT
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.gates.recipe.gate import is_recipe_patch
-from factory.gates.recipe_changes import select_learning_keys, read_recipe_changes
+from factory.gates.recipe_changes import select_result_changing_keys, read_recipe_changes
 from factory.git import repository
 from factory.git.scope import AgentsPolicy, FileChange
 from factory.ledger.ledger import proposals, verdicts
@@ -27,11 +27,11 @@ from trainer.contract.recipe import Recipe
 
 TINY = "policies/recipes/tiny.yaml"
 BASE = (
-    (checkout_root() / TINY)
+    (find_checkout_root() / TINY)
     .read_text()
     .replace("  replay: 0.3", "  anneal_weights: {code: 1.0, chat: 0.0}\n  replay: 0.3")
 )
-AGENTS = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
+AGENTS = AgentsPolicy.load(find_checkout_root() / "policies" / "agents.yaml")
 
 
 def without(*path: str) -> str:
@@ -57,7 +57,7 @@ GONE = [
 
 @pytest.mark.parametrize("path", GONE, ids=".".join)
 def test_a_removed_key_of_a_recipe_is_a_difference(path: tuple[str, ...]) -> None:
-    found = select_learning_keys(
+    found = select_result_changing_keys(
         read_recipe_changes(FileChange(TINY, without(*path).encode(), old_mode="100644"), BASE)
     )
     assert any(key.startswith(".".join(path)) for key in found), found

@@ -21,13 +21,13 @@ from factory.gates.training_start import find_training_start
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.arm_runner import ArmRunner
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 
-SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")
+SHIPPED = PatchPolicy.load(find_checkout_root() / "policies" / "gates" / "patch.yaml")
 FEW = {"steps": 50, "pairs": 2, "max_noise": 4.0, "tries": 1}
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update=FEW)})
 TIMED = SHIPPED.training.model_copy(update={"steps": 120, "pairs": 2, "tries": 1, "long": 2, "min_gain": 1.2})
-AGENTS = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
+AGENTS = AgentsPolicy.load(find_checkout_root() / "policies" / "agents.yaml")
 
 DAWDLE = 0.9  # seconds, less than the steps of TIMED take
 STEP = "        self.optimizer.step(lr, divide_by, skip)\n"

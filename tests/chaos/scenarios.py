@@ -74,12 +74,12 @@ def _command(words: Sequence[str], kinds: frozenset[str]) -> None:
 
 def _call(function: Callable[[Path], None], site: Path) -> None:
     """Run a part of a command, with the exit code of the command line after an error."""
-    from factory.cli.app import exit_code
+    from factory.cli.app import print_error_and_get_exit_code
 
     try:
         function(site)
     except Exception as error:
-        code = exit_code(error)
+        code = print_error_and_get_exit_code(error)
         if code is None:
             raise
         raise SystemExit(code) from None

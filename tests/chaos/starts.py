@@ -81,7 +81,7 @@ def with_checkout_and_store(site: Path) -> None:
 
 def with_proposal(site: Path) -> None:
     """Add a proposal that the gate promotes, with one changed and one new file."""
-    from factory.core.workspace import checkout_root
+    from factory.core.workspace import find_checkout_root
     from factory.git import repository
     from factory.git.scope import AgentsPolicy
     from factory.ledger.ledger import proposals
@@ -94,7 +94,7 @@ def with_proposal(site: Path) -> None:
     base = repository.get_live_commit(target)
     edits = {"kernels/rms_norm/note.py": '"""A note."""\n', "trainer/tools/__init__.py": '"""Tools, changed."""\n'}
     applied = repository.apply_proposal(
-        target, base, edits.items(), policy=AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml"),
+        target, base, edits.items(), policy=AgentsPolicy.load(find_checkout_root() / "policies" / "agents.yaml"),
         branch="factory/search/1-x", message="m", worktrees=workspace.worktrees,
     )  # fmt: skip
     repository.remove_worktree(target, applied.worktree)
@@ -160,11 +160,11 @@ def remove(site: Path, *names: str) -> None:
     """Do what ``factory data remove --erase`` does after the person's confirmation."""
     from factory.data.removing import apply_removal as record_removal
     from factory.data.removing import plan_removal
-    from factory.data.selecting import removable_fates, select_by_name
+    from factory.data.selecting import list_removable_fates, select_documents_by_name
     from factory.erasing.erasing import finish_pending_removals
 
     workspace, ledger = opened(site)
-    found = plan_removal(ledger, select_by_name(ledger, names, removable_fates(True)), True)
+    found = plan_removal(ledger, select_documents_by_name(ledger, names, list_removable_fates(True)), True)
     record_removal(ledger, found, "ada", "asked for", True)
     finish_pending_removals(Plant(workspace, ledger))
 

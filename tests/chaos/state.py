@@ -20,8 +20,8 @@ from factory.backups.backups import find_database_damage
 from factory.core.exports import hash_export_folder
 from factory.git.git_store import MARK
 from factory.ingest.hash_index import make_key_prefix
-from factory.ledger.journal import NAME, describe_damage, list_backup_folders, read_backup_info
-from trainer.contract.json_lines import read_lines
+from factory.ledger.journal import NAME, describe_journal_damage, list_backup_folders, read_backup_info
+from trainer.contract.json_lines import read_json_lines
 
 State = dict[str, Any]
 # Events that must occur exactly once.
@@ -173,7 +173,7 @@ def broken(site: Path) -> list[str]:
             wrong.append(f"backup {backup.name}: {fault}")
         if not read_backup_info(backup):
             wrong.append(f"backup {backup.name} does not say what it is")
-        if damage := describe_damage(backup / NAME):
+        if damage := describe_journal_damage(backup / NAME):
             wrong.append(f"backup {backup.name}: {damage}")
     return wrong
 
@@ -283,7 +283,7 @@ def _sha256(path: Path) -> str:
 
 def _order(path: Path) -> list[Any]:
     """Return step, tokens and loss of each line of metrics. All depend on the order of the documents."""
-    rows = read_lines(path) if path.exists() else []
+    rows = read_json_lines(path) if path.exists() else []
     return [[row["step"], row["tokens"], row["loss"]] for row in rows]
 
 

@@ -19,20 +19,20 @@ from factory.core.workspace import Workspace
 from factory.gates.release.policy import ReleasePolicy, ReplicaNoisePolicy
 from factory.gates.release.replica_noise import (
     MEASURED,
-    find_due_anneal,
-    find_newest_measurement,
-    find_newest_noise,
+    find_anneal_due_for_replicas,
+    find_newest_replica_measurement,
+    find_newest_replica_noise,
     may_start_replicas,
 )
 from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, SqlReader
-from factory.replicas.train_replicas import replica_arm, replica_runs, replicas_folder, train_next_replica
+from factory.replicas.train_replicas import make_replica_arm, make_replica_runner, find_replicas_folder, train_next_replica
 from factory.retention.needs import RetentionNeeds
 from factory.runs.arm import Arm
 from factory.runs.arm_runner import ArmRunner, list_runs
 from factory.training.exporting import export_candidate
-from factory.training.planning import last_checkpoint
+from factory.training.planning import read_last_checkpoint
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.errands import do, next_due
 from tests.support.messages import refused
@@ -56,7 +56,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
 
 def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[ArmRunner, list[Arm]]:
     plant = Plant(workspace, ledger)
-    return replica_runs(plant, 2), [replica_arm(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
+    return make_replica_runner(plant, 2), [make_replica_arm(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
 
 
 TABLES = ("segments", "candidates", "checkpoints", "evaluations", "data_plans")
@@ -77,12 +77,12 @@ def undisturbed(plant: Opened) -> Path:
     runs, arms = two_replicas(workspace, ledger)
     folder, kept = runs.home, workspace.root.parent / "undisturbed"
     for number, arm in enumerate(arms, 1):
-        shutil.copytree(runs.folder(arm), kept / str(number))
-    overflows(runs.folder(arms[1]) / "checkpoints")
+        shutil.copytree(runs.find_arm_folder(arm), kept / str(number))
+    overflows(runs.find_arm_folder(arms[1]) / "checkpoints")
     with refused("replicas.no_finite_loss", FactoryError, domains=["chat", "code", "docs"], segment=2):
         train_next_replica(Plant(workspace, ledger), 2)
-    shutil.copytree(kept / "2" / "checkpoints", runs.folder(arms[1]) / "checkpoints", dirs_exist_ok=True)
-    assert find_newest_measurement(ledger) is None and next_due(Plant(workspace, ledger)) == REPLICATE
+    shutil.copytree(kept / "2" / "checkpoints", runs.find_arm_folder(arms[1]) / "checkpoints", dirs_exist_ok=True)
+    assert find_newest_replica_measurement(ledger) is None and next_due(Plant(workspace, ledger)) == REPLICATE
     do(Plant(workspace, ledger), REPLICATE)
     assert not folder.exists() and next_due(Plant(workspace, ledger)) != REPLICATE
     after = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
@@ -96,31 +96,31 @@ def undisturbed(plant: Opened) -> Path:
 def test_a_replica_trains_an_anneal_again_on_other_documents_and_is_measured(plant: Opened, undisturbed: Path) -> None:
     _, ledger = plant
     anneal, weights = SegmentRow.get(ledger, 2), []
-    of_anneal = anneal.first_step, anneal.last_step, anneal.recipe_json, last_checkpoint(ledger, 1)["path"]
+    of_anneal = anneal.first_step, anneal.last_step, anneal.recipe_json, read_last_checkpoint(ledger, 1)["path"]
     for number, place in enumerate((Path(anneal.folder), undisturbed / "1", undisturbed / "2")):
         spec = json.loads((place / "segment.json").read_text())
         assert tuple(spec[key] for key in ("first_step", "last_step", "recipe", "initial_checkpoint")) == of_anneal
         assert spec["data_plan"].get("reshuffled", 0) == number
         weights.append(
-            load_file(place / "checkpoints" / checkpoints.checkpoint_name(anneal.last_step) / "model.safetensors")
+            load_file(place / "checkpoints" / checkpoints.format_checkpoint_name(anneal.last_step) / "model.safetensors")
         )
     assert all(any((a[name] != b[name]).any() for name in a) for a, b in pairwise(weights))
-    found = find_newest_measurement(ledger)
+    found = find_newest_replica_measurement(ledger)
     assert found is not None and found["subject"] == "segment:2" and len(found["runs"]) == 3
-    noise = find_newest_noise(ledger, {"code": 1.0})
+    noise = find_newest_replica_noise(ledger, {"code": 1.0})
     assert noise is not None and noise.target is not None and noise.target > 0
     assert noise.by_domain["code"] == noise.target == pytest.approx(stdev(run["code"] for run in found["runs"]))
 
 
 def overflows(folder: Path) -> None:
     """Make the newest checkpoint one of finite weights that gives no finite loss."""
-    whole = checkpoints.load(checkpoints.list_checkpoints(folder)[-1][1])
+    whole = checkpoints.load_checkpoint(checkpoints.list_checkpoints(folder)[-1][1])
     model = {name: torch.full_like(w, 3e38) if w.dim() == 1 else w for name, w in whole.model.items()}
-    checkpoints.save(folder, replace(whole, model=model))
+    checkpoints.save_checkpoint(folder, replace(whole, model=model))
 
 
 def schedule(db: SqlReader, **keys: int) -> tuple[int, int] | None:
-    found = find_due_anneal(db, ReplicaNoisePolicy(**keys))
+    found = find_anneal_due_for_replicas(db, ReplicaNoisePolicy(**keys))
     return (found[0].id, found[1]) if found else None
 
 
@@ -170,7 +170,7 @@ def test_replicas_take_a_limited_share_of_the_steps(workspace: Workspace, ledger
 
 
 def test_the_folder_of_an_anneal_that_is_not_due_is_removed(workspace: Workspace, ledger: Ledger) -> None:
-    left = replicas_folder(workspace) / "00007" / "1"
+    left = find_replicas_folder(workspace) / "00007" / "1"
     left.mkdir(parents=True)
     assert next_due(Plant(workspace, ledger)) == "replicate 7"
     train_next_replica(Plant(workspace, ledger), 7)

@@ -20,14 +20,14 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.runs.live_code import LiveCode, start_trainer, stop_trainer
 from factory.training.planning import plan_trunk
-from factory.training.segment_folder import write_owner
+from factory.training.segment_folder import write_folder_owner
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.paths import ROOT
 from tests.support.plants.trained_plant import commit_edit, make_plant
 from tests.support.stopping import SLOW_STEP, WITHIN, left_of, started_by, wait_for
 from trainer.contract import stopping
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 
 FACTORY = [sys.executable, "-m", "factory"]
 GO_ON = "factory: stopped; run the same command again to continue"
@@ -52,7 +52,7 @@ class Slow:
 
     def start(self, *words: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
         """(the factory's process while its trainer is within a slow step, all processes that it started)."""
-        write_owner(self.ledger, SegmentRow.get(self.ledger, self.segment))  # makes the folder, which is this segment's
+        write_folder_owner(self.ledger, SegmentRow.get(self.ledger, self.segment))  # makes the folder, which is this segment's
         for old in self.folder.glob("slow-*"):
             old.unlink()
         self.mark.touch()
@@ -116,11 +116,11 @@ def test_after_a_kill_of_the_factory_its_processes_end_and_the_segment_finishes_
     assert not left_of(started)
     process.communicate()
     slow.mark.unlink()
-    before = read_lines(slow.folder / "metrics.jsonl")
+    before = read_json_lines(slow.folder / "metrics.jsonl")
     run_segment(Plant(slow.workspace, slow.ledger), slow.segment)
     row = SegmentRow.get(slow.ledger, slow.segment)
     assert (row.state, row.attempts) == ("done", 0)
-    steps = [line["step"] for line in read_lines(slow.folder / "metrics.jsonl")]
+    steps = [line["step"] for line in read_json_lines(slow.folder / "metrics.jsonl")]
     assert steps == list(range(int(str(row.first_step)), int(str(row.last_step))))
     assert all(line["step"] < steps[0] + 12 for line in before)
 

@@ -14,12 +14,12 @@ from kernels.contract.ahead import (
     CompiledKernel,
     compile_launches,
     compile_op,
-    compiled_table,
+    format_kernel_table,
     main,
-    registers_and_stack,
+    read_register_and_stack_use,
 )
 from kernels.contract.op import OracleCase
-from kernels.contract.oracle import outputs_and_gradients
+from kernels.contract.oracle import compute_outputs_and_gradients
 from kernels.contract.registry import OPS
 from tests.support.messages import refused
 
@@ -38,7 +38,7 @@ def test_every_triton_kernel_compiles_and_fits_on_each_gpu(target: int, capsys: 
         shapes = SHAPES if target == 90 else SHAPES[2:]  # the widest, and the vocabulary: seconds
         rows += compile_op(OPS[op], target, shapes, implementation=implementation)
     with capsys.disabled():
-        print(f"\n{compiled_table(rows)}")
+        print(f"\n{format_kernel_table(rows)}")
     assert {(r.op, r.implementation) for r in rows} == set(TRITON), "each launched something"
     for row in rows:
         assert row.spilled <= SPILLS.get((row.op, row.kernel), (0, ""))[0], row
@@ -49,7 +49,7 @@ def test_every_triton_kernel_compiles_and_fits_on_each_gpu(target: int, capsys: 
 def test_kernels_read_and_write_rows_sixteen_bytes_at_a_time(op: str) -> None:
     inputs = OPS[op].inputs(OracleCase("ahead", SHAPES[1]), dtype=torch.bfloat16)
     with compile_launches(90) as seen:
-        outputs_and_gradients(OPS[op], OPS[op].implementations["triton"].function, inputs, seed=0)
+        compute_outputs_and_gradients(OPS[op], OPS[op].implementations["triton"].function, inputs, seed=0)
     assert [name for name, _ in seen] == ["forward_kernel", "backward_kernel"], "one launch each way"
     for name, kernel in seen:
         code = kernel.asm["ptx"]
@@ -63,11 +63,11 @@ def test_the_report_names_a_kernel_whose_tile_is_too_large() -> None:
     x, scale, partial = torch.empty(2, 4096, dtype=torch.bfloat16), torch.empty(2), torch.empty(1, 4096)
     with compile_launches(90) as seen:  # 128 elements a thread
         backward_kernel[(1,)](x, x, x[0], scale, x, partial, 2, 4096, 2, ROWS=1, BLOCK=4096, STAGES=1, num_warps=1)
-    registers, spilled = registers_and_stack(seen[0][1].asm["cubin"])
+    registers, spilled = read_register_and_stack_use(seen[0][1].asm["cubin"])
     assert spilled > 100
     row = CompiledKernel("rms_norm", "triton", seen[0][0], 4096, 90, 1, registers, spilled, seen[0][1].metadata.shared)
-    assert not row.fits
-    assert not CompiledKernel("an op", "triton", "a kernel", 1, 80, 4, 100, 0, TARGETS[80] + 1).fits
+    assert not row.is_within_limits
+    assert not CompiledKernel("an op", "triton", "a kernel", 1, 80, 4, 100, 0, TARGETS[80] + 1).is_within_limits
 
 
 def test_compilation_ahead_specialises_a_call_as_a_gpu_would() -> None:
@@ -102,7 +102,7 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert text[0].split()[:3] == ["op", "kernel", "width"] and len(text) == 3
     assert main(["--target", "90", "--op", "swiglu", "--width", "1024", "--json"]) == 0
     found = [CompiledKernel(**row) for row in json.loads(capsys.readouterr().out)]
-    assert [row.kernel for row in found] == ["forward_kernel", "backward_kernel"] and all(row.fits for row in found)
+    assert [row.kernel for row in found] == ["forward_kernel", "backward_kernel"] and all(row.is_within_limits for row in found)
     assert main(["--op", "swish"]) == 2
     assert "error[kernels.no_op]" in capsys.readouterr().err
     with pytest.raises(SystemExit):

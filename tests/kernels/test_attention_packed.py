@@ -70,7 +70,7 @@ def test_attention_by_stretches_equals_attention_with_the_mask(
     )  # in fp32, too: exact enough to see any mistake
     for dtype in (torch.float32, torch.bfloat16):
         found = compare_with_fp64(ATTENTION, "varlen", case, dtype=dtype, values=values)
-        assert found.ok, found.failures()
+        assert found.ok, found.describe_failures()
     assert called or case.name == "empty"
 
 
@@ -96,7 +96,7 @@ def test_other_implementations_take_the_documents_unprepared() -> None:
     assert bind_ops({"attention": "native"}).prepare_attention is return_documents_unchanged
     documents = torch.zeros(1, 4, dtype=torch.int32)
     assert return_documents_unchanged(documents, 1) is documents
-    assert flex.document_blocks(documents).shape == (1, 1, 4, 4)
+    assert flex.make_document_blocks(documents).shape == (1, 1, 4, 4)
 
 
 @pytest.mark.long("a compilation; the fast tier makes the same blocks eager")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kernels.contract.choice import EVERY_OP, auto_ops, device_section, replace_auto, resolve_auto_in_text
+from kernels.contract.choice import EVERY_OP, list_auto_ops, read_device_section, replace_auto, resolve_auto_in_text
 from kernels.contract.registry import OPS, KernelError, load_choice
 from tests.support.paths import ROOT
 
@@ -15,8 +15,8 @@ TEXT = "fallback: reference\ncpu:\n  attention: auto\n  adamw: auto\n  swiglu: n
 
 
 def test_auto_is_replaced_by_tuning_and_a_name_is_kept() -> None:
-    section = device_section(TEXT, "cpu")
-    assert auto_ops(section) == ["attention", "adamw"]
+    section = read_device_section(TEXT, "cpu")
+    assert list_auto_ops(section) == ["attention", "adamw"]
     assert replace_auto(section, {"attention": "recompute", "swiglu": "reference"}) == {
         "attention": "recompute",
         "adamw": "fused",
@@ -25,7 +25,7 @@ def test_auto_is_replaced_by_tuning_and_a_name_is_kept() -> None:
 
 
 def test_untuned_auto_is_the_reference_and_the_fused_optimiser() -> None:
-    assert replace_auto(device_section(TEXT, "cpu")) == {"attention": "reference", "adamw": "fused", "swiglu": "native"}
+    assert replace_auto(read_device_section(TEXT, "cpu")) == {"attention": "reference", "adamw": "fused", "swiglu": "native"}
 
 
 def test_resolved_text_keeps_one_device_and_the_fallback() -> None:
@@ -52,4 +52,4 @@ def test_registry_reads_auto_and_refuses_an_unknown_op(tmp_path: Path) -> None:
 def test_kernels_yaml_lists_every_op_as_auto() -> None:
     text = (ROOT / "policies" / "kernels.yaml").read_text()
     for device in ("cpu", "cuda"):
-        assert sorted(auto_ops(device_section(text, device))) == sorted(OPS) == sorted(EVERY_OP)
+        assert sorted(list_auto_ops(read_device_section(text, device))) == sorted(OPS) == sorted(EVERY_OP)

@@ -52,7 +52,7 @@ def test_autocast_rounds_the_operands_as_linear_does() -> None:
 def test_chunks_have_few_shapes_however_many_tokens_carry_loss(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps code for each shape. With a new shape at each step, memory grew by 1.7 MiB a step, up to 600 MiB."""
     shapes: set[torch.Size] = set()
-    rows = head.rows_eager
+    rows = head.compute_loss_rows_eagerly
     monkeypatch.setattr(head, "rows_eager", lambda logits, *rest: shapes.add(logits.shape) or rows(logits, *rest))
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, 16, generator=generator, requires_grad=True) for size in (tokens, 24))
@@ -115,11 +115,11 @@ def test_chunks_for_a_gpu_cover_every_token_with_loss(
     targets, weights = torch.randint(31, (tokens,), generator=generator), torch.rand(tokens, generator=generator)
     weights[::3] = 0
     loss, nll = head.reference(x, weight, targets, weights, 1e-3)
-    size = chunks.chunk_tokens_on_gpu(x, weight)
+    size = chunks.find_gpu_chunk_tokens(x, weight)
     poisoned = x.clone()
     poisoned[::3] = torch.finfo(dtype).max / 4  # their logits overflow
     found = chunks.compute_in_chunks(
-        head.rows_eager_without_targets_zeroed, poisoned, weight, targets, weights, 1e-3, True, size
+        head.compute_loss_rows_eagerly_and_mask, poisoned, weight, targets, weights, 1e-3, True, size
     )
     tolerance = {"rtol": 2e-2, "atol": 2e-3} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(found[0], loss, **tolerance)
@@ -130,7 +130,7 @@ def test_chunks_for_a_gpu_cover_every_token_with_loss(
         torch.testing.assert_close(mine.to(dtype), theirs, **tolerance)
     with FakeTensorMode():
         empty = [torch.empty(t.shape, dtype=t.dtype) for t in (x, weight, weights)]
-        promised = chunks.fake_outputs(chunks.chunk_tokens_on_gpu, *empty, True)
+        promised = chunks.make_fake_outputs(chunks.find_gpu_chunk_tokens, *empty, True)
     assert [(t.shape, t.dtype, t.stride()) for t in promised] == [(t.shape, t.dtype, t.stride()) for t in found]
 
 
@@ -142,9 +142,9 @@ def test_the_host_never_waits_for_the_gpu(tokens: int) -> None:
         targets, weights = torch.empty(tokens, dtype=torch.long), torch.empty(tokens)
     with pytest.raises((RuntimeError, NotImplementedError)):
         head.chunked_op._init_fn(x, weight, targets, weights, 1e-4, True, False)  # a CPU's: it begins with nonzero
-    size = chunks.chunk_tokens_on_gpu(x, weight)
+    size = chunks.find_gpu_chunk_tokens(x, weight)
     found = chunks.compute_in_chunks(
-        head.rows_eager_without_targets_zeroed, x, weight, targets, weights, 1e-4, True, size
+        head.compute_loss_rows_eagerly_and_mask, x, weight, targets, weights, 1e-4, True, size
     )
     with FakeTensorMode():
         cuda = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (x, weight, targets, weights)]

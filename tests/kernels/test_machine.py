@@ -54,6 +54,6 @@ def test_machine_class_follows_from_hardware_and_permissions(
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: vectors)
     monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: bf16)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
-    found = machine.this_machine("cpu")
+    found = machine.describe_this_machine("cpu")
     assert found.name == name and found.device == "cpu" and found.threads >= 1
     assert machine.Machine(**found.to_json()) == found

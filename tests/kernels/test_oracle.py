@@ -32,7 +32,7 @@ def test_an_implementation_agrees_with_fp64(
     op: str, implementation: str, case: str, values: str, dtype: torch.dtype
 ) -> None:
     result = compare_with_fp64(OPS[op], implementation, CASES[case], dtype=dtype, values=values, seed=3)
-    assert result.ok, result.failures()
+    assert result.ok, result.describe_failures()
 
 
 @pytest.mark.portable
@@ -44,7 +44,7 @@ def test_the_eager_code_of_a_compiled_implementation_agrees_with_fp64(op: str, i
         result = compare_with_fp64(
             replace(OPS[op], implementations={"eager": eager}), "eager", CASES[case], dtype=dtype
         )
-        assert result.ok, result.failures()
+        assert result.ok, result.describe_failures()
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_compiled_implementation_agrees_with_fp64_on_hostile_values(
 ) -> None:
     for values in HOSTILE:  # one compilation serves them all
         result = compare_with_fp64(OPS[op], implementation, CASES["small"], dtype=dtype, values=values)
-        assert result.ok, (values, result.failures())
+        assert result.ok, (values, result.describe_failures())
 
 
 @pytest.mark.sample("linear_cross_entropy-chunked_compiled-prime", "newton_schulz-compiled-prime")
@@ -74,7 +74,7 @@ def test_a_compiled_implementation_agrees_with_fp64_on_hostile_values(
 def test_a_compiled_implementation_agrees_with_fp64_for_any_shape(op: str, implementation: str, case: str) -> None:
     for values in ("normal", "outlier"):
         result = compare_with_fp64(OPS[op], implementation, CASES[case], dtype=torch.bfloat16, values=values)
-        assert result.ok, (values, result.failures())
+        assert result.ok, (values, result.describe_failures())
 
 
 @pytest.mark.parametrize("case", ["small", "prime", "strided"])

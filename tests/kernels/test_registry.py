@@ -19,7 +19,7 @@ from kernels.contract.op import CASES, OracleCase, Shape
 from kernels.contract.registry import (
     OPS,
     ChosenImplementation,
-    KernelWarning,
+    KernelReplacedWarning,
     bind_ops,
     find_implementations_in_use,
     load_choice,
@@ -148,7 +148,7 @@ def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_poli
     (problem,) = found.value.data["problems"]
     assert (problem.code, problem.data["implementation"], problem.data["device"]) == ("kernels.fails", "native", "cpu")
     assert "could not compile" in problem and "fallback: reference" in str(found.value)
-    with pytest.warns(KernelWarning) as warned:
+    with pytest.warns(KernelReplacedWarning) as warned:
         ops = bind_ops(choice, fallback="reference")
     said = warned[0].message.args[0]
     assert (said.code, said.data["op"], said.data["taken"]) == (
@@ -171,7 +171,7 @@ def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_poli
 @pytest.mark.usefixtures("broken_source")
 def test_of_several_names_the_first_that_works_runs_and_one_line_says_why() -> None:
     choice = {"linear_cross_entropy": "native, chunked, reference"}
-    with pytest.warns(KernelWarning) as warned:
+    with pytest.warns(KernelReplacedWarning) as warned:
         ops = bind_ops(choice)
     said = warned[0].message.args[0]
     assert said.code == "kernels.falls_back" and said.data["taken"] == "chunked"
@@ -185,7 +185,7 @@ def test_of_several_names_the_first_that_works_runs_and_one_line_says_why() -> N
 
 
 def test_of_several_names_an_implementation_that_another_would_replace_is_passed_over() -> None:
-    with pytest.warns(KernelWarning) as warned:
+    with pytest.warns(KernelReplacedWarning) as warned:
         assert bind_ops({"attention": "native, reference"}).attention is OPS["attention"].reference
     said = warned[0].message.args[0]
     assert said.data["taken"] == "the reference" and "computes in bf16, not in float32" in said

@@ -19,7 +19,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
 from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.show.mlflow.runs import MlflowTracking
-from factory.training.planning import last_checkpoint, read_data_plan
+from factory.training.planning import read_last_checkpoint, read_data_plan
 from tests.night.daemon import Night
 from tests.support.git import git
 from trainer.__main__ import main as train
@@ -82,8 +82,8 @@ def _training(night: Night, ledger: Ledger) -> Iterator[str]:
 
 
 def trunk(ledger: Ledger) -> list[SegmentRow]:
-    newest = SegmentRow.first(ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
-    return list(SegmentRow.lineage(ledger, newest.id)) if newest else []
+    newest = SegmentRow.find_first(ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
+    return list(SegmentRow.read_lineage(ledger, newest.id)) if newest else []
 
 
 def _weights(ledger: Ledger) -> Iterator[str]:
@@ -92,7 +92,7 @@ def _weights(ledger: Ledger) -> Iterator[str]:
     root, start = Path(tempfile.mkdtemp(prefix="factory-morning-")), None
     try:
         for row in sorted(trunk(ledger), key=lambda row: row.first_step):
-            stored = Path(last_checkpoint(ledger, row.id)["path"])
+            stored = Path(read_last_checkpoint(ledger, row.id)["path"])
             folder = root / f"{row.id:05d}"
             folder.mkdir()
             spec = json.loads((Path(row.folder) / "segment.json").read_text()) | {"initial_checkpoint": start}

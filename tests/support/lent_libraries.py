@@ -15,7 +15,7 @@ def lend(workspace: Workspace) -> Workspace:
     """Copy the library as if a trainer had run in the workspace. Returns the workspace."""
     made = Path(load_library("linear_cross_entropy")._name)
     folder = (
-        devices.compiled_code_folder(workspace.root, get_live_commit(workspace.repository))
+        devices.get_compiled_code_folder(workspace.root, get_live_commit(workspace.repository))
         / "inductor"
         / made.parent.name
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.support.waits import waits
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with
-from trainer.batch import ALIGNED, Batch, make_batch, prefetch
+from trainer.batch import ALIGNED, Batch, make_batch, prefetch_batches
 from trainer.contract.data.data_order import DataOrder
 
 
@@ -47,13 +47,13 @@ def test_a_batch_is_moved_with_one_copy_for_each_block_of_memory(make_shard: Mak
 
 
 def test_a_pinning_error_in_the_thread_reaches_the_consumer(make_shard: MakeShard) -> None:
-    batches: Iterator[Batch] = prefetch(order_of(make_shard), 2, pin=True)
+    batches: Iterator[Batch] = prefetch_batches(order_of(make_shard), 2, pin=True)
     if torch.cuda.is_available():
         assert all(tensor.is_pinned() for batch in batches for tensor in tensors_of(batch).values())
     else:
         with pytest.raises(RuntimeError, match="pin|NVIDIA"):  # torch 2.13, the CUDA build of 2.11
             next(batches)
-    assert not any(t.is_pinned() for batch in prefetch(order_of(make_shard), 2) for t in tensors_of(batch).values())
+    assert not any(t.is_pinned() for batch in prefetch_batches(order_of(make_shard), 2) for t in tensors_of(batch).values())
 
 
 @pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_a_pinning_error_in_the_thread_reaches_the_consumer(make_shard: MakeShar
 def test_a_pinned_batch_reaches_the_gpu_whole_and_without_a_wait(make_shard: MakeShard) -> None:
     order, device = order_of(make_shard), torch.device("cuda", 0)
     moved: list[Batch] = []
-    for batch in prefetch(order_of(make_shard), 12, pin=True):  # more than wait: blocks are lent again
+    for batch in prefetch_batches(order_of(make_shard), 12, pin=True):  # more than wait: blocks are lent again
         assert waits(lambda batch=batch: moved.append(batch.to(device))) == []  # type: ignore[misc]
     for there in moved:
         here = tensors_of(make_batch(order))

@@ -17,7 +17,7 @@ from tests.support.trainer.models import run_of
 from tests.support.trainer.segments import MakeShard
 from trainer import checkpoint_writer, locked_memory
 from trainer.batch import make_batch
-from trainer.checkpoint_writer import ALIGNED, CheckpointWriter, host_bytes, iterate_tensors
+from trainer.checkpoint_writer import ALIGNED, CheckpointWriter, count_host_bytes, iterate_checkpoint_tensors
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Tensors
 from trainer.locked_memory import HostMemory
@@ -34,7 +34,7 @@ def contents_of(step: int) -> Contents:
 
 
 def submit(writer: CheckpointWriter, step: int, contents: Contents | None = None) -> None:
-    writer.submit(step, contents or contents_of(step), {}, {"step": step})
+    writer.begin_save(step, contents or contents_of(step), {}, {"step": step})
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
     save_share = checkpoint_writer.save_rank_share
 
     def noted(parent: Path, step: int, copied: Contents, *rest: Any) -> Path:
-        found.append([(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in iterate_tensors(copied)])
+        found.append([(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in iterate_checkpoint_tensors(copied)])
         return save_share(parent, step, copied, *rest)
 
     monkeypatch.setattr(checkpoint_writer, "save_rank_share", noted)
@@ -54,7 +54,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
 def test_reserved_memory_is_used_by_every_save_and_changes_no_byte_of_the_files(
     tmp_path: Path, written: list[list[tuple[int, int]]]
 ) -> None:
-    size = host_bytes(tensor for _, _, tensor in iterate_tensors(contents_of(1)))
+    size = count_host_bytes(tensor for _, _, tensor in iterate_checkpoint_tensors(contents_of(1)))
     plain, reserved = (
         CheckpointWriter(tmp_path / "plain", keep=3),
         CheckpointWriter(tmp_path / "reserved", keep=3, reserve=size),
@@ -62,7 +62,7 @@ def test_reserved_memory_is_used_by_every_save_and_changes_no_byte_of_the_files(
     for writer in (reserved, plain):
         for step in (1, 2, 3):
             submit(writer, step)
-        writer.wait()
+        writer.wait_for_last_save()
         writer.close()
     first = written[0]
     assert written[:3] == [first] * 3
@@ -71,9 +71,9 @@ def test_reserved_memory_is_used_by_every_save_and_changes_no_byte_of_the_files(
     assert all(address + bytes_ <= after for (address, bytes_), (after, _) in zip(places, places[1:]))
     assert places[-1][0] + places[-1][1] <= places[0][0] + size < places[-1][0] + places[-1][1] + ALIGNED
     for step in (1, 2, 3):
-        folder = checkpoints.checkpoint_name(step)
+        folder = checkpoints.format_checkpoint_name(step)
         assert file_hashes(tmp_path / "plain" / folder) == file_hashes(tmp_path / "reserved" / folder)
-        loaded = checkpoints.load(tmp_path / "reserved" / folder)
+        loaded = checkpoints.load_checkpoint(tmp_path / "reserved" / folder)
         assert all(torch.equal(tensor, loaded.model[name]) for name, tensor in contents_of(step)["model"].items())
 
 
@@ -87,11 +87,11 @@ def test_the_next_save_uses_the_memory_of_a_save_that_failed(
         submit(writer, 2)
     (tmp_path / "checkpoints").unlink()
     submit(writer, 3)
-    assert writer.wait() == tmp_path / "checkpoints" / "step-00000003"
+    assert writer.wait_for_last_save() == tmp_path / "checkpoints" / "step-00000003"
     writer.close()
     assert len(written) == 2 and written[0] == written[1]
     assert torch.equal(
-        checkpoints.load(tmp_path / "checkpoints" / "step-00000003").model["a"], contents_of(3)["model"]["a"]
+        checkpoints.load_checkpoint(tmp_path / "checkpoints" / "step-00000003").model["a"], contents_of(3)["model"]["a"]
     )
 
 
@@ -118,9 +118,9 @@ def test_memory_is_not_written_again_while_the_disk_still_reads_it(
     second.join(timeout=0.2)  # it would be through by now
     go.set()
     second.join()
-    writer.wait()
+    writer.wait_for_last_save()
     writer.close()
-    found = [float(checkpoints.load(path).model["w"].unique()) for _, path in checkpoints.list_checkpoints(tmp_path)]
+    found = [float(checkpoints.load_checkpoint(path).model["w"].unique()) for _, path in checkpoints.list_checkpoints(tmp_path)]
     assert found == [1.0, 2.0]
 
 
@@ -128,11 +128,11 @@ def test_memory_grows_for_a_save_that_needs_more(tmp_path: Path, written: list[l
     writer = CheckpointWriter(tmp_path, keep=4, reserve=1)
     for step, size in enumerate((10, 100_000, 10, 100_000), start=1):
         submit(writer, step, {"model": {"w": torch.full((size,), float(step))}, "optimizer": {}})
-    writer.wait()
+    writer.wait_for_last_save()
     writer.close()
     assert written[1] == written[3] and written[1][0][0] == written[2][0][0]
     for step, path in checkpoints.list_checkpoints(tmp_path):
-        assert float(checkpoints.load(path).model["w"].unique()) == step
+        assert float(checkpoints.load_checkpoint(path).model["w"].unique()) == step
 
 
 @pytest.mark.parametrize("changes", [{}, {"optimizer__name": "muon", "model__experts": EXPERTS}], ids=["adamw", "muon"])
@@ -140,16 +140,16 @@ def test_checkpoint_bytes_before_the_first_step_is_the_size_of_every_checkpoint(
     tmp_path: Path, make_shard: MakeShard, written: list[list[tuple[int, int]]], changes: dict[str, Any]
 ) -> None:
     run = run_of(tmp_path, make_shard, **changes)
-    size = run.checkpoint_bytes()
+    size = run.count_checkpoint_bytes()
     writer = run.writer = CheckpointWriter(tmp_path / "checkpoints", keep=2, reserve=size)
     for _ in range(2):
         run.train_step(make_batch(run.order))
         run.save()
     run.train_step(make_batch(run.order))  # its update waits for the copy
-    writer.wait()
+    writer.wait_for_last_save()
     writer.close()
-    contents, _ = run.checkpoint_contents()
-    assert host_bytes(tensor for _, _, tensor in iterate_tensors(contents)) == size and written[0] == written[1]
+    contents, _ = run.collect_checkpoint_contents()
+    assert count_host_bytes(tensor for _, _, tensor in iterate_checkpoint_tensors(contents)) == size and written[0] == written[1]
 
 
 @pytest.mark.parametrize("code", [0, 801])
@@ -186,9 +186,9 @@ def test_a_gpus_tensors_are_saved_from_locked_memory(tmp_path: Path, written: li
     writer = CheckpointWriter(tmp_path / "gpu", keep=3, reserve=1 << 16)
     for step in (1, 2):
         submit(writer, step, on_gpu)
-    writer.wait()
+    writer.wait_for_last_save()
     assert writer._memory is not None and writer._memory.locked
     writer.close()
     assert written[0] == written[1]
-    loaded = checkpoints.load(tmp_path / "gpu" / "step-00000002")
+    loaded = checkpoints.load_checkpoint(tmp_path / "gpu" / "step-00000002")
     assert all(torch.equal(tensor, loaded.model[name]) for name, tensor in contents_of(1)["model"].items())

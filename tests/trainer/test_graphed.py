@@ -16,7 +16,7 @@ from tests.support.trainer.segment_runs import assert_same_run
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.batch import make_batch
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.cuda_graphs import MOST, WARM_UPS, GraphReplayer, uses_graphs
+from trainer.cuda_graphs import MOST, WARM_UPS, GraphReplayer, decide_use_of_graphs
 from trainer.parallel.ranks import Ranks
 from trainer.run import SegmentRun
 
@@ -211,13 +211,13 @@ def test_a_recording_is_not_judged_by_a_batch_that_is_not_finite() -> None:
 def test_graphs_are_used_for_small_models_on_one_gpu(
     changes: dict[str, Any], device: str, ranks: int, expected: bool
 ) -> None:
-    assert uses_graphs(recipe_with(**changes), Ranks(0, ranks, torch.device(device)), 2) == expected
+    assert decide_use_of_graphs(recipe_with(**changes), Ranks(0, ranks, torch.device(device)), 2) == expected
 
 
 def test_cuda_graphs_on_with_several_ranks_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not uses_graphs(recipe_with(cuda_graphs="on"), Ranks(0, 2, torch.device("cuda")), 2)
+    assert not decide_use_of_graphs(recipe_with(cuda_graphs="on"), Ranks(0, 2, torch.device("cuda")), 2)
     assert "this run has 2" in capsys.readouterr().err
-    assert not uses_graphs(recipe_with(cuda_graphs="on"), Ranks(1, 2, torch.device("cuda")), 2)
+    assert not decide_use_of_graphs(recipe_with(cuda_graphs="on"), Ranks(1, 2, torch.device("cuda")), 2)
     assert capsys.readouterr().err == ""
 
 

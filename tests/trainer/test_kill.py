@@ -57,7 +57,7 @@ def tokens_by_step(lines: list[dict[str, Any]]) -> list[int]:
 def test_the_run_to_be_killed_has_growing_batches_phases_and_a_noise_scale(straight: Path) -> None:
     recipe = recipe_with(**EVERYTHING)
     for step, tokens in enumerate(tokens_by_step(records(straight))):
-        positions = recipe.batch.sequences_at(step) * recipe.model.context
+        positions = recipe.batch.count_sequences_at(step) * recipe.model.context
         assert 0.9 * positions < tokens <= positions, step
     assert any("loss/code" in line for line in records(straight)[:13])
     assert not any("loss/code" in line for line in records(straight)[-4:])  # what was drawn before waits a while
@@ -82,10 +82,10 @@ def test_a_checkpoint_that_lacks_a_hooks_state_gives_another_run(
 ) -> None:
     """The comparison of the test above would notice if the state of the monitor or of the detector were lost."""
     kept = [path for step, path in checkpoints.list_checkpoints(straight / "checkpoints") if step < 32][-1]
-    whole = checkpoints.load(kept)
+    whole = checkpoints.load_checkpoint(kept)
     forgetful, _ = everything(tmp_path / "forgetful", plan)
     empty: dict[str, Any] = {"monitor": {}, "detector": whole.state["detector"] | {"loss": [], "grad_norm": []}}
-    checkpoints.save(
+    checkpoints.save_checkpoint(
         forgetful / "checkpoints",
         checkpoints.Checkpoint(whole.model, whole.optimizer, whole.state | {lost: empty[lost]}),
     )

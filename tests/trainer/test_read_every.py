@@ -26,7 +26,7 @@ from trainer.batch import make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import write_token_shard
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2")
 EVERYTHING: dict[str, Any] = {
@@ -58,12 +58,12 @@ def spec_of(folder: Path, plan: DataPlan, every: int, steps: int = 23, **changes
 
 def anomalies(folder: Path) -> list[dict[str, Any]]:
     """But for slow steps, which a busy machine has."""
-    return [line for line in read_lines(folder / "anomalies.jsonl") if line["kind"] != "throughput_drop"]
+    return [line for line in read_json_lines(folder / "anomalies.jsonl") if line["kind"] != "throughput_drop"]
 
 
 def assert_alike(ours: Path, theirs: Path) -> None:
     """To the bit, but for what says how often it was read."""
-    a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
+    a, b = (checkpoints.load_checkpoint(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
     for mine, other in ((a.model, b.model), (a.optimizer, b.optimizer)):
         assert mine.keys() == other.keys()
         assert all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
@@ -81,17 +81,17 @@ def test_a_run_with_read_every_four_trains_the_same_as_with_one(tmp_path: Path, 
     seldom = spec_of(tmp_path / "seldom", plan, 4, **EVERYTHING, **UNLIMITED)
     assert train_here(often) == train_here(seldom) == (0, "")
     assert_alike(often, seldom)
-    lines = read_lines(seldom / "metrics.jsonl")
+    lines = read_json_lines(seldom / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(23)) and any("noise_scale" in line for line in lines)
-    assert all(set(line) == set(other) for line, other in zip(lines, read_lines(often / "metrics.jsonl"), strict=True))
-    state = lambda folder: checkpoints.read_state(Path(result(folder)["checkpoint"]))["detector"]
+    assert all(set(line) == set(other) for line, other in zip(lines, read_json_lines(often / "metrics.jsonl"), strict=True))
+    state = lambda folder: checkpoints.read_checkpoint_state(Path(result(folder)["checkpoint"]))["detector"]
     assert "limit" in state(seldom) and "limit" not in state(often)
 
 
 def test_the_time_between_two_readings_is_shared_by_their_steps(tmp_path: Path, plan: DataPlan) -> None:
     folder = spec_of(tmp_path / "run", plan, 4, checkpoint_every=6)
     assert train_here(folder) == (0, "")
-    lines, positions = read_lines(folder / "metrics.jsonl"), 8 * 32
+    lines, positions = read_json_lines(folder / "metrics.jsonl"), 8 * 32
     edges = [0, 4, 6, 8, 12, 16, 18, 20, 23]  # multiples of four, checkpoints, the end
     spent = 0.0
     for first, after in zip(edges, edges[1:]):
@@ -152,12 +152,12 @@ def test_a_killed_run_continues_bit_for_bit_with_the_same_limit(tmp_path: Path, 
 def test_a_checkpoint_has_the_gradient_norm_limit_in_force(tmp_path: Path, plan: DataPlan, limited: Path) -> None:
     """A run continues from a checkpoint without a limit, of a run that was read at every step. With another limit it skips other updates."""
     kept = next(path for step, path in checkpoints.list_checkpoints(limited / "checkpoints") if step == 18)
-    whole = checkpoints.load(kept)
+    whole = checkpoints.load_checkpoint(kept)
     older = {key: value for key, value in whole.state["detector"].items() if key != "limit"}
     for name, detector, changed in (("older", older, False), ("other", older | {"limit": 0.0}, True)):
         folder = spec_of(tmp_path / name, plan, 4, **EVERYTHING, **LIMITED)
         state = whole.state | {"detector": detector}
-        checkpoints.save(folder / "checkpoints", checkpoints.Checkpoint(whole.model, whole.optimizer, state))
+        checkpoints.save_checkpoint(folder / "checkpoints", checkpoints.Checkpoint(whole.model, whole.optimizer, state))
         (folder / "metrics.jsonl").write_bytes((limited / "metrics.jsonl").read_bytes())
         assert train_here(folder) == (0, "")
         skipped = [line["skipped"] for line in records(folder)[18:]]
@@ -178,9 +178,9 @@ def test_anomalies_name_their_own_step_and_documents(tmp_path: Path, plan: DataP
     """Weights that overflow: no update of any step is made."""
     first = spec_of(tmp_path / "first", plan, 1, 4)
     assert train_here(first) == (0, "")
-    good = checkpoints.load(Path(result(first)["checkpoint"]))
+    good = checkpoints.load_checkpoint(Path(result(first)["checkpoint"]))
     good.model["final_norm"][0] = float("nan")
-    start = {"first_step": 4, "last_step": 10, "initial_checkpoint": str(checkpoints.save(tmp_path / "bad", good))}
+    start = {"first_step": 4, "last_step": 10, "initial_checkpoint": str(checkpoints.save_checkpoint(tmp_path / "bad", good))}
     found = {}
     for every in (1, 5):
         folder = write_spec(tmp_path / f"every-{every}", plan, recipe_with(stability__read_every=every), **start)

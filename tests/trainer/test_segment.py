@@ -23,7 +23,7 @@ from tests.support.trainer.segments import (
     write_spec,
 )
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 
 CALLS = 10_000  # several steps of the tiny model
 
@@ -34,23 +34,23 @@ def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shar
     trunk = write_spec(tmp_path / "trunk", plan, last_step=40)
     assert run_trainer(trunk) == (0, "")
     done = result(trunk)
-    lines = read_lines(trunk / "metrics.jsonl")
+    lines = read_json_lines(trunk / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(40))
     assert lines[-1]["tokens"] == done["tokens"] > 0.99 * 40 * 8 * 32
     assert done["loss"] == pytest.approx(sum(line["loss"] for line in lines[-20:]) / 20)
     assert set(done["loss_by_domain"]) == {"code", "docs", "chat"}
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
-    assert done["manifest_sha256"] == checkpoints.manifest_sha256(Path(done["checkpoint"]))
+    assert done["manifest_sha256"] == checkpoints.hash_manifest(Path(done["checkpoint"]))
     # the branch goes on from the trunk's weights, optimiser and data order, and the rate falls
     anneal = write_spec(
         tmp_path / "anneal", plan, kind="anneal", first_step=40, last_step=46, initial_checkpoint=done["checkpoint"]
     )
     assert train_here(anneal) == (0, "")
-    lines = read_lines(anneal / "metrics.jsonl")
+    lines = read_json_lines(anneal / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(40, 46))
     assert all(a["lr"] > b["lr"] for a, b in zip(lines, lines[1:], strict=False))
     assert result(anneal)["tokens"] == lines[-1]["tokens"] - done["tokens"]
-    usual_rates = lambda folder: checkpoints.read_state(Path(result(folder)["checkpoint"]))["throughput"]["usual"]
+    usual_rates = lambda folder: checkpoints.read_checkpoint_state(Path(result(folder)["checkpoint"]))["throughput"]["usual"]
     assert usual_rates(trunk) and usual_rates(anneal)[: len(usual_rates(trunk))] == usual_rates(trunk)
     # finished: nothing is done again
     before = (anneal / "result.json").stat().st_mtime_ns
@@ -125,7 +125,7 @@ def test_a_full_disk_ends_with_one_line_and_code_74_and_the_run_resumes(tmp_path
     assert code == 74
     assert len(errors.strip().splitlines()) == 1 and "File too large" in errors
     assert checkpoints.list_checkpoints(folder / "checkpoints") == kept
-    assert checkpoints.load(kept[0][1]).step == kept[0][0]
+    assert checkpoints.load_checkpoint(kept[0][1]).step == kept[0][0]
     assert train_here(folder) == (0, "")
     straight = write_spec(tmp_path / "straight", plan)
     assert train_here(straight)[0] == 0
@@ -185,14 +185,14 @@ def test_a_poisoned_step_is_skipped_and_its_documents_named(tmp_path: Path, make
     plan = plan_of(make_shard())
     trunk = write_spec(tmp_path / "trunk", plan, last_step=4)
     assert train_here(trunk)[0] == 0
-    good = checkpoints.load(Path(result(trunk)["checkpoint"]))
+    good = checkpoints.load_checkpoint(Path(result(trunk)["checkpoint"]))
     good.model["final_norm"][0] = float("nan")
-    poisoned = checkpoints.save(tmp_path / "poisoned", good)
+    poisoned = checkpoints.save_checkpoint(tmp_path / "poisoned", good)
     folder = write_spec(tmp_path / "on", plan, first_step=4, last_step=6, initial_checkpoint=str(poisoned))
     assert train_here(folder) == (0, "")
     assert result(folder)["loss"] is None
-    found = read_lines(folder / "anomalies.jsonl")
+    found = read_json_lines(folder / "anomalies.jsonl")
     assert {(a["step"], a["kind"], a["skipped"]) for a in found} == {(4, "non_finite", True), (5, "non_finite", True)}
     assert all(key.split("-")[0] in ("code", "docs", "chat") for a in found for key in a["documents"])
-    after = checkpoints.load(Path(result(folder)["checkpoint"]))
+    after = checkpoints.load_checkpoint(Path(result(folder)["checkpoint"]))
     assert all(torch.equal(after.model[n], good.model[n]) for n in good.model if n != "final_norm")

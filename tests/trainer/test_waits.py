@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import trainer.run
 from benchmarks.support import waits as waits_on_gpu
-from kernels.contract.choice import implementation_names
+from kernels.contract.choice import split_implementation_names
 from kernels.contract.registry import OPS, bind_ops, find_implementations_in_use, load_choice
 from tests.support.paths import ROOT
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, write_spec
@@ -100,7 +100,7 @@ def kernels(tmp_path: Path) -> str:
     """A kernels.yaml: what a GPU runs, where a CPU can run it too; else the op's reference."""
     lines = ["cpu:"]
     for name, choice in load_choice(ROOT / "policies" / "kernels.yaml", "cuda").items():
-        chosen = implementation_names(choice)[0]
+        chosen = split_implementation_names(choice)[0]
         lines.append(f"  {name}: {chosen if OPS[name].implementation(chosen).can_run_on('cpu') else 'reference'}")
     (tmp_path / "kernels.yaml").write_text("\n".join(lines) + "\n")
     return str(tmp_path / "kernels.yaml")

@@ -14,7 +14,7 @@ from trainer.batch import make_batch
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import write_token_shard
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
@@ -43,7 +43,7 @@ def without_targets(plan: DataPlan, steps: int) -> list[int]:
 
 def anomalies(folder: Path) -> list[dict[str, Any]]:
     """But for slow steps, which a busy machine has."""
-    return [line for line in read_lines(folder / "anomalies.jsonl") if line["kind"] != "throughput_drop"]
+    return [line for line in read_json_lines(folder / "anomalies.jsonl") if line["kind"] != "throughput_drop"]
 
 
 def test_a_step_without_targets_has_no_loss_and_is_no_anomaly(tmp_path: Path, plan: DataPlan) -> None:
@@ -51,7 +51,7 @@ def test_a_step_without_targets_has_no_loss_and_is_no_anomaly(tmp_path: Path, pl
     assert len(empty) >= 5
     folder = write_spec(tmp_path / "old", plan, recipe(), last_step=STEPS)
     assert train_here(folder) == (0, "")
-    lines = read_lines(folder / "metrics.jsonl")
+    lines = read_json_lines(folder / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" not in line] == empty
     assert all(line["skipped"] == (line["step"] in empty) for line in lines)
     assert all(line["loss"] > 1.0 and line["grad_norm"] > 0 for line in lines if "loss" in line)
@@ -65,7 +65,7 @@ def test_a_new_plan_has_no_step_without_targets(tmp_path: Path, plan: DataPlan) 
     plan = plan.model_copy(update={"targets_in_every_batch": True})
     folder = write_spec(tmp_path / "new", plan, recipe(), last_step=STEPS)
     assert train_here(folder) == (0, "")
-    lines = read_lines(folder / "metrics.jsonl")
+    lines = read_json_lines(folder / "metrics.jsonl")
     assert len(lines) == STEPS and not any(line["skipped"] or "loss" not in line for line in lines)
     assert anomalies(folder) == []
 

@@ -47,7 +47,7 @@ class TokenShardError(TrainerError):
     """The folder is not a token shard, or its bytes differ from its manifest."""
 
 
-class StoppedBySignal(TrainerError):
+class StoppedBySignalError(TrainerError):
     """SIGTERM stopped the run. The run can continue from its newest checkpoint on disk."""
 
     exit_code = EXIT_STOPPED
@@ -87,7 +87,7 @@ def run_for_exit_code(
     return 0
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> Message:
+def make_known_words_hint(word: str, known: Iterable[str]) -> Message:
     """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words if none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1)

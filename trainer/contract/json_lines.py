@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file; a torn last line is left out."""
     records = []
     for line in path.read_text().splitlines(keepends=True):

@@ -162,7 +162,7 @@ class ModelRecipe(StrictSchema):
         return self.experts is not None and layer >= self.experts.dense_layers
 
     @property
-    def matmul_parameters(self) -> int:
+    def matmul_parameter_count(self) -> int:
         """Number of weights that a position is multiplied with, the output head included. Of the experts, only those that it goes to count."""
         return self._matmul_parameters(lambda experts: experts.per_token)
 
@@ -173,7 +173,7 @@ class ModelRecipe(StrictSchema):
         return self._matmul_parameters(lambda experts: experts.count) + self.layers * norms + self.d_model
 
     @property
-    def attention_parameters(self) -> int:
+    def attention_parameters_per_layer(self) -> int:
         """Number of weights of one layer's attention projections."""
         return self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
@@ -185,7 +185,7 @@ class ModelRecipe(StrictSchema):
     def _matmul_parameters(self, routed: Callable[[ExpertsRecipe], int]) -> int:
         total = self.vocab_size * self.d_model
         for layer in range(self.layers):
-            total += self.attention_parameters
+            total += self.attention_parameters_per_layer
             if self.experts is None or not self.is_expert_layer(layer):
                 total += 3 * self.d_model * self.d_ff
             else:
@@ -193,7 +193,7 @@ class ModelRecipe(StrictSchema):
                 total += 3 * self.d_model * self.experts.d_ff * (routed(self.experts) + self.experts.shared)
         return total
 
-    def warnings(self) -> list[str]:
+    def list_warnings(self) -> list[str]:
         """Warnings about settings that cost and do not help, one line each: sizes that matrix units pad, a router without a gradient."""
         sizes = {"vocab_size": 64, "d_model": 16, "head_dim": 16, "d_ff": 16}
         found = {f"model.{key}": (getattr(self, key), multiple) for key, multiple in sizes.items()}
@@ -225,15 +225,15 @@ class ModelRecipe(StrictSchema):
             )
         return lines
 
-    def flops_per_token(self) -> float:
+    def count_flops_per_token(self) -> float:
         """FLOPs of one token, forward and backward: 6 N + 6 L H K T. A multiplication and an addition count as two FLOPs.
 
         This is PaLM's formula (arXiv 2204.02311, appendix B) without the masked half of attention.
         """
-        return 6.0 * self.matmul_parameters + 6.0 * self.layers * self.attention_width * self.context
+        return 6.0 * self.matmul_parameter_count + 6.0 * self.layers * self.attention_width * self.context
 
 
-class Phase(StrictSchema):
+class MixturePhase(StrictSchema):
     """The weights of a mixture from a step of the trunk on."""
 
     from_step: Annotated[int, Field(ge=0)]
@@ -244,7 +244,7 @@ class MixtureRecipe(StrictSchema):
     """Shares of *supervised* tokens by domain. ``"*"`` stands for all domains that are not named, in proportion to their size."""
 
     weights: dict[str, Annotated[float, Field(ge=0)]]
-    phases: list[Phase] = []  # weights that take over from a step of the trunk on
+    phases: list[MixturePhase] = []  # weights that take over from a step of the trunk on
     anneal_weights: dict[str, Annotated[float, Field(ge=0)]] | None = None  # for anneal branches; null: as the trunk
     replay: Share = 0.3  # share of a domain's tokens drawn from earlier generations while new data lasts
     max_epochs: Positive = 4  # no document is seen more often than this
@@ -290,11 +290,11 @@ class BatchRecipe(StrictSchema):
             raise ValueError(_must_rise("batch.warmup", "until_step"))
         return self
 
-    def sequences_at(self, step: int) -> int:
+    def count_sequences_at(self, step: int) -> int:
         """Number of rows in the global batch of a step."""
         return next((smaller.sequences for smaller in self.warmup if step < smaller.until_step), self.sequences)
 
-    def check_ranks(self, ranks: int) -> None:
+    def refuse_uneven_ranks(self, ranks: int) -> None:
         """Raises: RecipeError if a batch cannot be shared evenly among that many data-parallel ranks."""
         named = {"batch.sequences": self.sequences}
         named |= {f"batch.warmup.{i}.sequences": smaller.sequences for i, smaller in enumerate(self.warmup)}
@@ -341,7 +341,7 @@ class OptimizerRecipe(StrictSchema):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
 
 
-class TrunkSteps(StrictSchema):
+class TrunkStepCounts(StrictSchema):
     """Number of steps of a trunk segment: of the first one, and of each later one."""
 
     first: Positive
@@ -370,7 +370,7 @@ class ScheduleRecipe(StrictSchema):
     )
     rewarmup_steps: Annotated[int, Field(ge=0)] = 0  # of a trunk segment that continues from an annealed checkpoint
     warmup_steps: Annotated[int, Field(ge=0)]
-    trunk_steps: TrunkSteps
+    trunk_steps: TrunkStepCounts
     anneal_steps: Positive
     shape: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
     final_lr_share: Share = 0.0  # the rate at the end of an anneal, as a share of the peak
@@ -594,20 +594,20 @@ class Recipe(StrictSchema):
         """Number of positions in a full batch, after the batch's warm-up."""
         return self.batch.sequences * self.model.context
 
-    def tokens_between(self, first: int, last: int) -> int:
+    def count_tokens_between(self, first: int, last: int) -> int:
         """Number of positions in the steps [first, last)."""
         smaller = [s.until_step for s in self.batch.warmup]
         edges = sorted({first, last, *(step for step in smaller if first < step < last)})
         return sum(
-            (stop - start) * self.batch.sequences_at(start) * self.model.context
+            (stop - start) * self.batch.count_sequences_at(start) * self.model.context
             for start, stop in zip(edges, edges[1:])
         )
 
 
-def with_changed_keys(recipe: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def copy_with_changed_keys(recipe: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a recipe (as JSON) with some keys changed. The parts of a key are separated by dots.
 
-    >>> with_changed_keys({"batch": {"sequences": 8}, "compile": False}, {"batch.sequences": 2, "optimizer.lr": 0.1})
+    >>> copy_with_changed_keys({"batch": {"sequences": 8}, "compile": False}, {"batch.sequences": 2, "optimizer.lr": 0.1})
     {'batch': {'sequences': 2}, 'compile': False, 'optimizer': {'lr': 0.1}}
     """
     changed = copy.deepcopy(dict(recipe))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kernels.contract.message import CodedError, Message
-from trainer.contract.errors import did_you_mean
+from trainer.contract.errors import make_known_words_hint
 
 
 class StrictSchema(BaseModel):
@@ -39,8 +39,8 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         path = [str(part) for part in first["loc"]]
         key = ".".join(path)
         if first["type"] == "extra_forbidden":
-            known = fields_at(schema, path[:-1])
-            near = did_you_mean(path[-1], known)
+            known = list_fields_at(schema, path[:-1])
+            near = make_known_words_hint(path[-1], known)
             raise error(
                 Message("strict.unknown_key", "{where}: unknown key {key!r}{near}", where=where, key=key, near=near)
             ) from None
@@ -62,12 +62,12 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         raise error(said) from None
 
 
-def not_json_error(file: object, problem: Exception, error: type[CodedError]) -> CodedError:
+def make_not_json_error(file: object, problem: Exception, error: type[CodedError]) -> CodedError:
     """The error for a file that is not JSON."""
     return error("strict.not_json", "{file} is not valid JSON: {problem}", file=str(file), problem=str(problem))
 
 
-def fields_at(annotation: Any, path: list[str]) -> list[str]:
+def list_fields_at(annotation: Any, path: list[str]) -> list[str]:
     """The field names of the schema at ``path`` in ``annotation``. The path may lead through ``list[...]``, ``dict[str, ...]`` and ``... | None``."""
     for part in path:
         if get_origin(annotation) in (list, dict):

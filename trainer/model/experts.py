@@ -19,14 +19,14 @@ LEAST_SUM = 1e-20  # least sum of the chosen affinities, as in Glm4Moe
 
 
 @dataclass(frozen=True)
-class Routing:
+class TokenRouting:
     """The k experts of each of N tokens, and their weights."""
 
     experts_Nk: Tensor  # int64
     weights_Nk: Tensor  # fp32, each row sums to one
     logits_NE: Tensor  # fp32
 
-    def tokens_per_expert(self, counts_N: Tensor) -> Tensor:
+    def count_tokens_per_expert(self, counts_N: Tensor) -> Tensor:
         """Number of tokens that go to each expert, fp32 [E]. Only tokens whose ``counts_N`` (bool) is true are counted."""
         E = self.logits_NE.shape[1]
         chosen_NkE = self.experts_Nk.unsqueeze(-1) == torch.arange(E, device=self.experts_Nk.device)
@@ -37,16 +37,16 @@ class Routing:
         return torch.where(counts_N, self.logits_NE.logsumexp(-1).square(), 0.0).sum()
 
 
-def route_tokens(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int) -> Routing:
+def route_tokens(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int) -> TokenRouting:
     """Choose ``per_token`` experts for each token. The computation is in fp32 for every dtype of x."""
     logits_NE = F.linear(x_ND.float(), router_ED.float())
     affinity_NE = logits_NE.sigmoid()
     experts_Nk = (affinity_NE.detach() + bias_E).topk(per_token, dim=-1).indices
     chosen_Nk = affinity_NE.gather(1, experts_Nk)
-    return Routing(experts_Nk, chosen_Nk / (chosen_Nk.sum(-1, keepdim=True) + LEAST_SUM), logits_NE)
+    return TokenRouting(experts_Nk, chosen_Nk / (chosen_Nk.sum(-1, keepdim=True) + LEAST_SUM), logits_NE)
 
 
-def mix_experts(x_ND: Tensor, routing: Routing, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor, ops: Ops) -> Tensor:
+def compute_expert_outputs(x_ND: Tensor, routing: TokenRouting, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor, ops: Ops) -> Tensor:
     """The outputs of the experts, [N, D]: for each token, the sum over its experts of weight · down(swiglu(gate, up)).
 
     Tokens are sorted by expert, so that each expert is one matrix product, and are then put back in place. No sum depends on the order in
@@ -70,7 +70,7 @@ def _uncompiled(x_ND: Tensor, weight_EDF: Tensor, offs: Tensor) -> Tensor:
     return F.grouped_mm(x_ND, weight_EDF, offs=offs)
 
 
-def update_bias(bias_E: Tensor, load_E: Tensor, rate: float, skip: Tensor) -> None:
+def update_router_bias(bias_E: Tensor, load_E: Tensor, rate: float, skip: Tensor) -> None:
     """One step of load balancing, in place: raise the bias of experts with less than the mean load, and lower that of experts with more."""
     step = rate * (load_E.mean() - load_E).sign()
     bias_E.add_(torch.where(skip > 0, 0.0, step))

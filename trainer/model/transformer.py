@@ -24,7 +24,7 @@ from kernels.qk_norm_rope import apply_rope
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.recipe import ModelRecipe
 from trainer.model import fp8
-from trainer.parallel.ranks import local_part
+from trainer.parallel.ranks import get_local_part
 from trainer.parallel.tensor_ranks import TensorRanks
 
 SPLIT_BY_ROWS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")  # their outputs are heads or hidden units
@@ -123,11 +123,11 @@ class Block(nn.Module):
         h_ND, holds_N = h_BTD.flatten(0, 1), documents_BT.flatten() >= 0
         routing = self.mixture.route_tokens(h_ND, weight(self.router), self.router_bias, self.experts.per_token)
         gate, up, down = (weight(m).transpose(1, 2) for m in (self.experts_gate, self.experts_up, self.experts_down))
-        y_BTD = self.mixture.mix_experts(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
+        y_BTD = self.mixture.compute_expert_outputs(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
         if self.experts.shared:
             y_BTD = y_BTD + self.apply_mlp(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
-        return y_BTD, torch.cat((routing.z_loss(holds_N)[None], routing.tokens_per_expert(holds_N))) / self.tensor.size
+        return y_BTD, torch.cat((routing.z_loss(holds_N)[None], routing.count_tokens_per_expert(holds_N))) / self.tensor.size
 
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """h matrixᵀ for each of the matrices. With ``join_matrices`` it is one product with the joined matrices."""
@@ -135,7 +135,7 @@ class Block(nn.Module):
         if self.joined:
             joined_BTX = self.multiply(h_BTD, torch.cat(weights))
             return joined_BTX.split([len(weight) for weight in weights], dim=-1)
-        return fp8.fp8_linears(h_BTD, weights) if self.fp8 else [F.linear(h_BTD, weight) for weight in weights]
+        return fp8.apply_fp8_linears(h_BTD, weights) if self.fp8 else [F.linear(h_BTD, weight) for weight in weights]
 
     def weight(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, in the dtype of the layer's products."""
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
         self.final_norm = nn.Parameter(torch.empty(shape.d_model))
 
     @staticmethod
-    def split_dimension(name: str) -> int | None:
+    def find_split_dimension(name: str) -> int | None:
         """The dimension along which *tensor* ranks split a parameter; None: each rank has all of it."""
         key = name.rpartition(".")[2]
         if key in SPLIT_BY_ROWS:
@@ -182,8 +182,8 @@ class Decoder(nn.Module):
         def draw(named: tuple[str, nn.Parameter]) -> None:
             name, parameter = named
             with torch.no_grad():
-                local_part(parameter).copy_(
-                    Region.region_of_tensor(parameter).view_of(self._drawn(name, parameter.shape, seed))
+                get_local_part(parameter).copy_(
+                    Region.from_tensor(parameter).view_in_whole_tensor(self._drawn(name, parameter.shape, seed))
                 )
 
         with ThreadPoolExecutor(min(DRAWING, os.cpu_count() or 1)) as threads:
@@ -230,7 +230,7 @@ class Decoder(nn.Module):
     def use_fp8(self) -> None:
         """Compute the products of attention, dense MLPs and shared experts in fp8. Routers, routed experts and the head stay in bf16."""
         for block in self.blocks:
-            block.fp8, block.multiply = True, fp8.fp8_linear  # type: ignore[assignment]
+            block.fp8, block.multiply = True, fp8.apply_fp8_linear  # type: ignore[assignment]
 
     def use_recomputation(self) -> None:
         """Use activation checkpointing: keep only each block's input, and compute the block again in the backward pass."""
@@ -249,10 +249,10 @@ class Decoder(nn.Module):
             documents_BT = documents_BT.clamp(max=0)
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
         embedding = self.tensor.weight(self.embedding)
-        x_BSD = self.ops.embedding(self.tensor.part(tokens_BT), embedding).to(self.dtype)
+        x_BSD = self.ops.embedding(self.tensor.take_own_positions(tokens_BT), embedding).to(self.dtype)
         if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
             x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
-        cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape, self.dtype)
+        cos_BTK, sin_BTK = make_rope_tables(positions_BT, self.shape, self.dtype)
         seen = self.ops.prepare_attention(documents_BT, stretches)
         every_extras = []
         for block in self.blocks:
@@ -278,7 +278,7 @@ class Decoder(nn.Module):
         rank's positions (``tensor.part``). load: the number of tokens at each expert.
         """
         x_BSD, extras = self(tokens_BT, positions_BT, documents_BT, stretches)
-        targets_BS, weights_BS = self.tensor.part(targets_BT), self.tensor.part(weights_BT)
+        targets_BS, weights_BS = self.tensor.take_own_positions(targets_BT), self.tensor.take_own_positions(weights_BT)
         loss, nll_N = self.ops.linear_cross_entropy(
             self._head_input(x_BSD).flatten(0, 1),
             self.tensor.weight(self.embedding).to(self.dtype),
@@ -303,7 +303,7 @@ class Decoder(nn.Module):
         return h_BSD if share == 1 else h_BSD * share
 
 
-def rope_tables(positions_BT: Tensor, shape: ModelRecipe, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def make_rope_tables(positions_BT: Tensor, shape: ModelRecipe, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """RoPE's cos and sin, each [B, T, K] in ``dtype``, computed in fp32. The two halves of K are equal (arXiv 2104.09864)."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions_BT.device).float() / shape.head_dim
     positions = torch.arange(shape.context, device=positions_BT.device).float()

@@ -97,7 +97,7 @@ class StepHook:
         """Restore the state from a ``state_dict``. It is not called if the checkpoint lacks the state, which is allowed unless ``required``."""
 
 
-def copy_to_host(*groups: dict[str, Tensor]) -> list[dict[str, list[float]]]:
+def copy_numbers_to_host(*groups: dict[str, Tensor]) -> list[dict[str, list[float]]]:
     """The values of each tensor as a flat list under its name, for each group. All groups need one transfer and one wait for the device."""
     tensors = [tensor.reshape(-1) for group in groups for tensor in group.values()]
     values = iter(torch.cat(tensors).tolist())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kernels.contract.files import encode_finite_json, sync_folder, write_atomically
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 
 FLUSH_SECONDS = 1.0
 
@@ -29,15 +29,15 @@ class MetricsFile:
         if path is None:
             return
         if path.exists():
-            kept = [record for record in read_lines(path) if record["step"] < step]
-            write_atomically(path, "".join(map(encode, kept)))
+            kept = [record for record in read_json_lines(path) if record["step"] < step]
+            write_atomically(path, "".join(map(encode_line, kept)))
         self._file = open(path, "a", buffering=1 << 16)  # noqa: SIM115 - closed by close()
         sync_folder(path.parent)
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is None:
             return
-        self._file.write(encode(record))
+        self._file.write(encode_line(record))
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
@@ -57,7 +57,7 @@ class MetricsFile:
             self._file.close()
 
 
-def encode(record: dict[str, Any]) -> str:
+def encode_line(record: dict[str, Any]) -> str:
     return encode_finite_json(record) + "\n"
 
 
@@ -70,7 +70,7 @@ def device_name(device: torch.device) -> str:
     )
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def measure_peak_memory_bytes(device: torch.device) -> int:
     """The most bytes of memory that this process has held so far: on the GPU, or on the host if ``device`` is a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

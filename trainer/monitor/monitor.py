@@ -30,18 +30,18 @@ from torch import Tensor
 
 from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate
 from trainer.optim.optimizer import Optimizer
-from trainer.parallel.ranks import Ranks, count_tensor_copies, local_part
+from trainer.parallel.ranks import Ranks, count_tensor_copies, get_local_part
 
 TURN_STEPS = 4  # number of steps from one layer's turn to the next layer's turn
 SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
 
 
-def layer_of_parameter(name: str) -> str:
+def find_layer_of_parameter(name: str) -> str:
     """The layer of a parameter: ``blocks.3`` for ``blocks.3.q``, and ``embedding`` for parameters outside of blocks."""
     return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "embedding"
 
 
-def numbers_by_layer(quantity: str, numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:
+def select_numbers_by_layer(quantity: str, numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """The numbers named ``<quantity>/<layer>``, by layer."""
     return {
         name.removeprefix(f"{quantity}/"): found for name, found in numbers.items() if name.startswith(f"{quantity}/")
@@ -49,7 +49,7 @@ def numbers_by_layer(quantity: str, numbers: Mapping[str, list[float]]) -> dict[
 
 
 @dataclass(frozen=True)
-class HalfGradient:
+class HalfBatchGradient:
     """The gradient from the first half of a step's rows, for one layer or for all layers."""
 
     gradients: dict[str, list[Tensor]]  # by layer: for each parameter, this rank's part, flat
@@ -67,7 +67,7 @@ class LayerBeforeUpdate:
     agreements: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Monitor(StepHook):
+class UpdateMonitor(StepHook):
     """The hook that measures update-to-weight ratios and the noise scale. The step also calls it between two backward passes
     (``after_half_batch``)."""
 
@@ -77,7 +77,7 @@ class Monitor(StepHook):
         self.optimizer, self.ranks = optimizer, ranks
         self.layers: dict[str, list[str]] = {}
         for name in optimizer.parameters:
-            self.layers.setdefault(layer_of_parameter(name), []).append(name)
+            self.layers.setdefault(find_layer_of_parameter(name), []).append(name)
         # by parameter: 1 / the number of ranks that hold each of its elements
         self.shares = self._on_device(
             [1 / count_tensor_copies(parameter) for parameter in optimizer.parameters.values()]
@@ -87,17 +87,17 @@ class Monitor(StepHook):
             for layer, names in self.layers.items()
         }
         self._is_in = self._on_device(  # [layers, parameters]
-            [[layer_of_parameter(name) == layer for name in optimizer.parameters] for layer in self.layers]
+            [[find_layer_of_parameter(name) == layer for name in optimizer.parameters] for layer in self.layers]
         )
         self.sums: dict[str, list[float]] = {}  # layer → [tr(Σ), |G|², 1], smoothed from zero on
-        self._half: HalfGradient | None = None  # of the present step
+        self._half: HalfBatchGradient | None = None  # of the present step
         self._before = LayerBeforeUpdate()
 
-    def layer_at(self, step: int) -> str | None:
+    def find_layer_to_measure(self, step: int) -> str | None:
         """The layer to measure at a step; None at most steps."""
         return None if step % TURN_STEPS else list(self.layers)[step // TURN_STEPS % len(self.layers)]
 
-    def grad_norms_by_layer(self, squares: Tensor) -> Tensor:
+    def compute_grad_norms_by_layer(self, squares: Tensor) -> Tensor:
         """Gradient norm by layer, in the order of ``layers``, from Σ gradient² by parameter."""
         return torch.where(self._is_in, squares, 0.0).sum(1).sqrt()
 
@@ -106,7 +106,7 @@ class Monitor(StepHook):
 
         ``split``: the rows were one micro-batch, which was split for this measurement. Then all layers are measured.
         """
-        turn = self.layer_at(step)
+        turn = self.find_layer_to_measure(step)
         if not split and turn is None:
             return False
         gradients = self.optimizer.gradients()
@@ -118,7 +118,7 @@ class Monitor(StepHook):
                 flat[layer].append(gradients[name].flatten().clone())
                 found.append(flat[layer][-1] @ flat[layer][-1])  # at once, while it is in the cache
             squares[layer] = torch.stack(found)
-        self._half = HalfGradient(flat, squares)
+        self._half = HalfBatchGradient(flat, squares)
         return True
 
     @torch.no_grad()
@@ -130,10 +130,10 @@ class Monitor(StepHook):
                 wholes = (update.gradients[name].flatten() for name in self.layers[measured])
                 across = torch.stack([first @ whole for first, whole in zip(firsts, wholes)])
                 agreements[measured] = (self._shares[measured] * (across - half.squares[measured])).sum()
-        layer = self.layer_at(update.step)
+        layer = self.find_layer_to_measure(update.step)
         weights, norms = [], []
         for name in self.layers[layer] if layer else ():
-            weights.append(local_part(self.optimizer.parameters[name]).clone())
+            weights.append(get_local_part(self.optimizer.parameters[name]).clone())
             norms.append(weights[-1].norm())
         self._before = LayerBeforeUpdate(layer, weights, norms, agreements)
 
@@ -147,18 +147,18 @@ class Monitor(StepHook):
         if before.layer is not None:
             moved = before.weights
             torch._foreach_sub_(
-                moved, [local_part(self.optimizer.parameters[name]) for name in self.layers[before.layer]]
+                moved, [get_local_part(self.optimizer.parameters[name]) for name in self.layers[before.layer]]
             )
             norms = torch.stack((torch.stack(torch._foreach_norm(moved)), torch.stack(before.norms)))
             found += (norms.square() * self._shares[before.layer]).sum(1)
         numbers = {}
         if found:
             sums = torch.stack(found)
-            self.ranks.sum_(sums)
+            self.ranks.sum_over_ranks_in_place(sums)
             numbers = {f"agreement/{layer}": sums[number] for number, layer in enumerate(before.agreements)}
             if before.layer is not None:
                 numbers[f"lengths/{before.layer}"] = sums[len(before.agreements) :]
-        return numbers | {"grad_norms": self.grad_norms_by_layer(update.squares_P)}
+        return numbers | {"grad_norms": self.compute_grad_norms_by_layer(update.squares_P)}
 
     def _on_device(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, device=self.ranks.device)
@@ -167,21 +167,21 @@ class Monitor(StepHook):
         """Returns ``grad_norm/<layer>``, ``update_ratio/<layer>`` of the measured layer, and ``noise_scale`` once all layers were measured."""
         grad_norms = dict(zip(self.layers, numbers["grad_norms"]))
         record: dict[str, Any] = {f"grad_norm/{layer}": norm for layer, norm in grad_norms.items()}
-        for layer, (moved, held) in numbers_by_layer("lengths", numbers).items():
+        for layer, (moved, held) in select_numbers_by_layer("lengths", numbers).items():
             record[f"update_ratio/{layer}"] = (moved / max(held, 1e-30)) ** 0.5
         tokens, half_tokens = outcome.supervised, outcome.supervised_in_half
         if not outcome.skipped and 0 < half_tokens < tokens:
-            for layer, (agreement,) in numbers_by_layer("agreement", numbers).items():
+            for layer, (agreement,) in select_numbers_by_layer("agreement", numbers).items():
                 signal = agreement * tokens**2 / (half_tokens * (tokens - half_tokens))
                 old, new = self.sums.get(layer, [0.0] * 3), (tokens * (grad_norms[layer] ** 2 - signal), signal, 1.0)
                 self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(old, new)]
         if len(self.sums) == len(self.layers):
-            noise, signal = self.noise_and_signal()
+            noise, signal = self.compute_noise_and_signal()
             # without agreement there is no signal to distinguish from the noise
             record["noise_scale"] = max(0.0, noise) / signal if signal > 0 else None
         return record
 
-    def noise_and_signal(self) -> tuple[float, float]:
+    def compute_noise_and_signal(self) -> tuple[float, float]:
         """(tr(Σ), |G|²) of all layers together, smoothed. The order of the sum does not depend on the order in the state."""
         held = [self.sums[layer] for layer in self.layers if layer in self.sums]
         return sum(noise / weight for noise, _, weight in held), sum(signal / weight for _, signal, weight in held)

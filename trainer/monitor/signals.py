@@ -31,12 +31,12 @@ from kernels.qk_norm_rope import apply_rope
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Block, Decoder
 from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome, WeightUpdate
-from trainer.monitor.window import RecentValues, median_and_deviation
+from trainer.monitor.window import RecentValues, compute_median_and_deviation
 from trainer.parallel.ranks import Ranks
 
 QUERIES = 64  # number of queries of a row whose attention logits are computed
 LOGIT_LIMIT = 100.0  # Kimi K2 clips attention logits from this value on: arXiv 2507.20534 §2.1
-LEAST_BALANCE = 0.25  # limit for ``expert_balance``, which is 1 if all experts are used alike and 0 if all tokens go to the same few
+LEAST_BALANCE = 0.25  # limit for ``measure_expert_balance``, which is 1 if all experts are used alike and 0 if all tokens go to the same few
 LEAST_CHANGE = 0.1  # least deviation of a logarithm: a small ripple of a quantity that hardly changes is not an anomaly
 PAST, ENOUGH = (
     8,
@@ -61,8 +61,8 @@ class LayerHistory:
         judged = None
         if len(past) >= ENOUGH:
             usual = median(past)
-            if self.changes.ready:
-                center, deviation = median_and_deviation([math.log(change) for change in self.changes.values])
+            if self.changes.is_half_full:
+                center, deviation = compute_median_and_deviation([math.log(change) for change in self.changes.values])
                 judged = usual, (math.log(value / usual) - center) / max(deviation, LEAST_CHANGE)
             self.changes.values.append(value / usual)
         past.append(value)
@@ -76,7 +76,7 @@ class LayerHistory:
         self.changes.restore(state["changes"])
 
 
-class RankNorms:
+class RankNormHistory:
     """The past gradient norms of each rank. It compares a rank's change from its own past with the change of the other ranks at the same step."""
 
     def __init__(self, window: int) -> None:
@@ -102,8 +102,8 @@ class RankNorms:
             changes = [math.log(norm / median(past)) for norm, past in zip(norms, self.past)]
             rank = max(range(len(norms)), key=lambda r: abs(changes[r]))
             apart = abs(changes[rank] - median(changes[:rank] + changes[rank + 1 :]))
-            if self.spreads.ready:
-                center, deviation = median_and_deviation([math.log(spread) for spread in self.spreads.values])
+            if self.spreads.is_half_full:
+                center, deviation = compute_median_and_deviation([math.log(spread) for spread in self.spreads.values])
                 judged = rank, math.exp(apart), (apart - center) / max(deviation, LEAST_CHANGE)
             self.spreads.values.append(math.exp(apart))
         for norm, past in zip(norms, self.past):
@@ -134,7 +134,7 @@ class InstabilitySignals(StepHook):
         self.layers = [f"blocks.{number}" for number in range(len(model.blocks))]
         self.expert_layers = [name for name, block in zip(self.layers, model.blocks) if block.experts is not None]
         self.turns = {name: LayerHistory(recipe.stability.window) for name in KINDS}
-        self.norms = RankNorms(recipe.stability.window)
+        self.norms = RankNormHistory(recipe.stability.window)
         self.reported: list[str] = []  # lasting states that were reported and still hold
         self.measured: dict[str, int] = {}  # layer → the last step that it was measured at
         self._layer: str | None = None  # to measure in the step that is under way
@@ -172,7 +172,7 @@ class InstabilitySignals(StepHook):
             low, high = inputs[0].aminmax()
             own[1] = torch.maximum(own[1], torch.maximum(-low, high).float())
             if self._first and self.ranks.data_rank == 0:  # the same row in every layout
-                own[2] = largest_attention_logit(block, *inputs[:4])  # type: ignore[arg-type]
+                own[2] = find_largest_attention_logit(block, *inputs[:4])  # type: ignore[arg-type]
         self._first = False
 
     @torch.no_grad()
@@ -186,7 +186,7 @@ class InstabilitySignals(StepHook):
             numbers |= {f"activation_max/{self._layer}": self.by_rank[:, 1]}
             numbers |= {f"attention_logit_max/{self._layer}": self.by_rank[:, 2]}
         if update.load_LE is not None:
-            numbers["balance"] = expert_balance(update.load_LE, self.per_token)
+            numbers["balance"] = measure_expert_balance(update.load_LE, self.per_token)
         return numbers
 
     def record(self, numbers: dict[str, list[float]], outcome: UpdateOutcome) -> dict[str, Any]:
@@ -194,13 +194,13 @@ class InstabilitySignals(StepHook):
 
         With several ranks also ``rank_grad_norm_ratio``: the largest gradient norm of a rank divided by the smallest.
         """
-        found: dict[str, Any] = {name: max_or_nan(ranks) for name, ranks in numbers.items() if "_max/" in name}
+        found: dict[str, Any] = {name: find_max_or_nan(ranks) for name, ranks in numbers.items() if "_max/" in name}
         found |= {
             f"router_balance/{name}": value for name, value in zip(self.expert_layers, numbers.get("balance", ()))
         }
         if self.ranks.size > 1:
             self._rank_norms = [square**0.5 for square in numbers["rank_squares"]]
-            found["rank_grad_norm_ratio"] = max_or_nan(self._rank_norms) / max(min(self._rank_norms), 1e-30)
+            found["rank_grad_norm_ratio"] = find_max_or_nan(self._rank_norms) / max(min(self._rank_norms), 1e-30)
         return found
 
     def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
@@ -261,13 +261,13 @@ class InstabilitySignals(StepHook):
         self.reported = list(state["reported"])
 
 
-def max_or_nan(values: list[float]) -> float:
+def find_max_or_nan(values: list[float]) -> float:
     """The largest value; NaN if any value is NaN."""
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 @torch.no_grad()
-def largest_attention_logit(
+def find_largest_attention_logit(
     block: Block, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor
 ) -> Tensor:
     """The largest attention logit of about ``QUERIES`` queries of the first row, or zero if all are negative. Returns an fp32 scalar.
@@ -296,13 +296,13 @@ def largest_attention_logit(
     return torch.where(seen_PT, logits_GrPT, 0.0).amax()
 
 
-def expert_balance(load_LE: Tensor, per_token: int) -> Tensor:
+def measure_expert_balance(load_LE: Tensor, per_token: int) -> Tensor:
     """How evenly tokens are spread over E experts: fp32 [L], from 0 (all tokens go to the same few) to 1 (even). ``load_LE``: tokens at each expert.
 
     The balance is (exp(entropy) − k) / (E − k). exp(entropy) is the number of experts that would have the same entropy if used equally. Each token
     has k choices, so at least k experts are used. Example: 60 choices of 30 tokens, spread over 4 experts, and over the same 2 experts:
 
-    >>> expert_balance(torch.tensor([[15.0, 15.0, 15.0, 15.0], [30.0, 30.0, 0.0, 0.0]]), per_token=2)
+    >>> measure_expert_balance(torch.tensor([[15.0, 15.0, 15.0, 15.0], [30.0, 30.0, 0.0, 0.0]]), per_token=2)
     tensor([1., 0.])
     """
     experts = load_LE.shape[1]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.contract.plan.precision import DTYPES
-from trainer.contract.plan.rates import data_sheet_peak, measure_matmul_rate
+from trainer.contract.plan.rates import look_up_data_sheet_flops, measure_matmul_rate
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
 
@@ -27,8 +27,8 @@ class SpeedMeter:
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
         """On a GPU this measures for about a second. Every rank must make a ``SpeedMeter``, so that all GPUs are under load, as in training."""
         device, dtype = ranks.device, DTYPES[recipe.precision]
-        self.flops_per_token = recipe.model.flops_per_token()
-        peak = data_sheet_peak(device, dtype)
+        self.flops_per_token = recipe.model.count_flops_per_token()
+        peak = look_up_data_sheet_flops(device, dtype)
         self.peak = peak and peak * ranks.size
         self.measured: float | None = None
         if device.type == "cuda":

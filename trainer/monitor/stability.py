@@ -101,22 +101,22 @@ def count_deviations_below(window: RecentValues, value: float) -> float:
     >>> round(count_deviations_below(usual, 1.5), 1)
     13.5
     """
-    center, deviation = window.center_and_deviation()
+    center, deviation = window.compute_center_and_deviation()
     count = max(1, (window.values.maxlen or 0) // RECENT_LOW)
     recent = [*list(window.values)[len(window.values) - count + 1 :], value]
     mean = 2 * (center - fmean(recent)) / deviation if count > 1 else 0.0
     return max((center - value) / deviation, mean)
 
 
-class DomainWindows:
+class DomainLossHistory:
     """The last losses of one domain. Each is the mean over a number of tokens, which is kept too."""
 
     def __init__(self, size: int) -> None:
         self.loss, self.tokens = RecentValues(size), RecentValues(size)
 
-    def deviations(self, loss: float, tokens: float) -> tuple[float, float]:
+    def measure_deviations_above_usual(self, loss: float, tokens: float) -> tuple[float, float]:
         """(usual loss, robust deviations of ``loss`` above it). A mean of fewer tokens than usual may deviate √(usual / tokens) times as far."""
-        center, deviation = self.loss.center_and_deviation()
+        center, deviation = self.loss.compute_center_and_deviation()
         few = max(1.0, median(self.tokens.values) / tokens) ** 0.5
         return center, (loss - center) / (few * deviation)
 
@@ -130,7 +130,7 @@ class StabilityDetector(StepHook):
         self.recipe = recipe
         self.loss = RecentValues(recipe.window)
         self.grad_norm = RecentValues(recipe.window)
-        self.domains: dict[str, DomainWindows] = {}
+        self.domains: dict[str, DomainLossHistory] = {}
         # [step, loss, gradient norm] of the last steps at which loss and norm were finite
         self.trace: deque[tuple[int, float, float]] = deque(maxlen=TRACE_WINDOWS * recipe.window)
         self.best = math.inf  # lowest median of a full window of losses
@@ -141,7 +141,7 @@ class StabilityDetector(StepHook):
             math.inf
         )  # the limit at the last step that ``read_every`` divides; not used if ``read_every`` is one
 
-    def grad_norm_limit(self) -> float:
+    def compute_grad_norm_limit(self) -> float:
         """The gradient norm above which the next update is skipped. It is infinite until the window is half full.
 
         With ``read_every`` above one, the limit changes only after every ``read_every`` steps. Readings in between (for a checkpoint or a stop) do
@@ -150,9 +150,9 @@ class StabilityDetector(StepHook):
         return self._held if self.recipe.read_every > 1 else self._limit()
 
     def _limit(self) -> float:
-        if not self.grad_norm.ready:
+        if not self.grad_norm.is_half_full:
             return math.inf
-        center, deviation = self.grad_norm.center_and_deviation()
+        center, deviation = self.grad_norm.compute_center_and_deviation()
         return center + self.recipe.skip_deviations * deviation
 
     def record(self, numbers: dict[str, list[float]], outcome: UpdateOutcome) -> dict[str, Any]:
@@ -191,11 +191,11 @@ class StabilityDetector(StepHook):
         watched = (("loss_spike", self.loss, loss), ("grad_norm_jump", self.grad_norm, grad_norm))
         for kind, window, value in watched:
             if not math.isfinite(value):
-                usual = window.center_and_deviation()[0] if window.values else math.nan
+                usual = window.compute_center_and_deviation()[0] if window.values else math.nan
                 yield Anomaly(step, "non_finite", value, usual, math.inf, skipped)
                 continue
-            if window.ready:
-                center, deviation = window.center_and_deviation()
+            if window.is_half_full:
+                center, deviation = window.compute_center_and_deviation()
                 above = (value - center) / deviation
                 if kind == "grad_norm_jump" and skipped and math.isfinite(loss):
                     yield Anomaly(step, "skipped_outlier", value, center, above, True)
@@ -210,9 +210,9 @@ class StabilityDetector(StepHook):
         for name, (loss, tokens) in domains.items():
             if not math.isfinite(loss):
                 continue  # the whole loss is not finite either
-            held = self.domains.setdefault(name, DomainWindows(self.recipe.window))
-            if held.loss.ready:
-                usual, above = held.deviations(loss, tokens)
+            held = self.domains.setdefault(name, DomainLossHistory(self.recipe.window))
+            if held.loss.is_half_full:
+                usual, above = held.measure_deviations_above_usual(loss, tokens)
                 if abs(above) > self.recipe.spike_deviations:
                     kind = "domain_spike" if above > 0 else "domain_drop"
                     yield Anomaly(step, kind, loss, usual, above, skipped, where=f"domain/{name}")
@@ -232,9 +232,9 @@ class StabilityDetector(StepHook):
         if not math.isfinite(loss):
             return
         grown = self.course.observe(self.loss)
-        if not self.loss.full:
+        if not self.loss.is_full:
             return
-        center, deviation = self.loss.center_and_deviation()
+        center, deviation = self.loss.compute_center_and_deviation()
         self.best = min(self.best, center)
         diverged = center > self.recipe.divergence * self.best
         if self._is_new("divergence", diverged):
@@ -274,7 +274,7 @@ class StabilityDetector(StepHook):
         self.best = math.inf if state["best"] is None else state["best"]
         self.course.load_state_dict(state["course"])
         self.reported = list(state["told"])
-        self.domains = {name: DomainWindows(self.recipe.window) for name in state.get("domains", {})}
+        self.domains = {name: DomainLossHistory(self.recipe.window) for name in state.get("domains", {})}
         for name, held in self.domains.items():
             held.loss.restore(state["domains"][name]["loss"])
             held.tokens.restore(state["domains"][name]["tokens"])
@@ -304,7 +304,7 @@ class ThroughputDetector(StepHook):
     def observe(self, step: int, tokens_per_s: float) -> list[Anomaly]:
         """The anomalies of a step. A drop is reported once. It is reported again only after the rate has recovered."""
         self.recent.values.append(tokens_per_s)
-        if not (self.usual.ready and self.recent.full):
+        if not (self.usual.is_half_full and self.recent.is_full):
             self.usual.values.append(tokens_per_s)
             return []
         recent, usual = median(self.recent.values), median(self.usual.values)

@@ -23,15 +23,15 @@ class RecentValues:
         self.values: deque[float] = deque(maxlen=size)
 
     @property
-    def ready(self) -> bool:
+    def is_half_full(self) -> bool:
         return len(self.values) * 2 >= (self.values.maxlen or 0)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return len(self.values) == self.values.maxlen
 
-    def center_and_deviation(self) -> tuple[float, float]:
-        center, deviation = median_and_deviation(self.values)
+    def compute_center_and_deviation(self) -> tuple[float, float]:
+        center, deviation = compute_median_and_deviation(self.values)
         return center, max(deviation, LEAST_DEVIATION * abs(center), 1e-12)
 
     def restore(self, values: list[float]) -> None:
@@ -39,10 +39,10 @@ class RecentValues:
         self.values.extend(values)
 
 
-def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+def compute_median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     """(median, median absolute deviation as a standard deviation) of at least one value.
 
-    >>> median_and_deviation([1.0, 2.0, 3.0, 4.0, 1000.0])
+    >>> compute_median_and_deviation([1.0, 2.0, 3.0, 4.0, 1000.0])
     (3.0, 1.4826)
     """
     center = median(values)
@@ -71,7 +71,7 @@ def find_rise_onset(values: Sequence[float], sign: int = 1) -> int | None:
         return None
     logs = [math.log(max(value, 1e-30)) for value in values]
     half = len(logs) // 2
-    center, deviation = min(map(median_and_deviation, (logs[: half or 1], logs[half:])))
+    center, deviation = min(map(compute_median_and_deviation, (logs[: half or 1], logs[half:])))
     total, began = 0.0, 0
     for index, value in enumerate(logs):
         if total == 0:

@@ -18,23 +18,23 @@ from torch import Tensor
 from kernels import newton_schulz
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.recipe import MuonRecipe
-from trainer.parallel.ranks import gather_whole, local_part
+from trainer.parallel.ranks import gather_whole_tensor, get_local_part
 
 RMS = 0.2  # root mean square of AdamW's updates in long runs, arXiv 2502.16982 §2.2
 TOGETHER = 64  # the most matrices in a stack
 ELEMENTS = 1 << 27  # the most elements in a stack: 256 MiB of bf16, eight matrices of 4,096 x 4,096
 
 
-def adamw_like_scale(size: torch.Size) -> float:
+def compute_adamw_like_scale(size: torch.Size) -> float:
     """The factor that gives an orthogonal update the root mean square of AdamW's updates."""
     return RMS * max(size[-2:]) ** 0.5
 
 
-def group_for_stacking(shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
+def group_parameters_for_stacking(shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
     """Groups of parameters that are orthogonalised together. The matrices of a group have one shape [rows, columns], and a group has bounded
     size. A parameter that is itself a stack of matrices is never divided.
 
-    >>> group_for_stacking({"a": (4, 2), "b": (2, 4), "c": (4, 2), "experts": (3, 4, 2)})
+    >>> group_parameters_for_stacking({"a": (4, 2), "b": (2, 4), "c": (4, 2), "experts": (3, 4, 2)})
     [['a', 'c', 'experts'], ['b']]
     """
     found: list[list[str]] = []
@@ -68,8 +68,8 @@ class Muon:
     ) -> None:
         self.recipe, self.orthogonalise = recipe, newton_schulz
         self.parameters = parameters
-        self.momentum = {name: torch.zeros_like(local_part(parameter)) for name, parameter in parameters.items()}
-        self.stacks = group_for_stacking({name: tuple(parameter.shape) for name, parameter in parameters.items()})
+        self.momentum = {name: torch.zeros_like(get_local_part(parameter)) for name, parameter in parameters.items()}
+        self.stacks = group_parameters_for_stacking({name: tuple(parameter.shape) for name, parameter in parameters.items()})
 
     @torch.no_grad()
     def step(
@@ -85,12 +85,12 @@ class Muon:
             assert all(parameter.grad is not None for parameter in parameters), names
             momenta = [self.momentum[name] for name in names]
             means, orthogonal = self._directions(parameters, momenta, divide_by)
-            held = [local_part(parameter) for parameter in parameters]
+            held = [get_local_part(parameter) for parameter in parameters]
             rates = [lr * rate_shares[name] for name in names]
             moved = torch._foreach_mul(held, [1 - rate * decay[name] for name, rate in zip(names, rates)])
             for i, parameter in enumerate(parameters):
-                update = Region.region_of_tensor(parameter).view_of(orthogonal[i])
-                moved[i].add_(update, alpha=-rates[i] * adamw_like_scale(parameter.shape))
+                update = Region.from_tensor(parameter).view_in_whole_tensor(orthogonal[i])
+                moved[i].add_(update, alpha=-rates[i] * compute_adamw_like_scale(parameter.shape))
                 torch.where(skipped, momenta[i], means[i], out=momenta[i])
                 torch.where(skipped, held[i], moved[i], out=held[i])
 
@@ -99,11 +99,11 @@ class Muon:
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """(this rank's part of each new momentum, each whole orthogonal update), for parameters whose matrices have one shape."""
         recipe = self.recipe
-        held = [local_part(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
+        held = [get_local_part(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
         grads = torch._foreach_div(held, divide_by)
         means = torch._foreach_lerp(momenta, grads, 1 - recipe.momentum)
         updates = torch._foreach_lerp(grads, means, recipe.momentum) if recipe.nesterov else means
-        wholes = [gather_whole(update.bfloat16(), parameter) for update, parameter in zip(updates, parameters)]
+        wholes = [gather_whole_tensor(update.bfloat16(), parameter) for update, parameter in zip(updates, parameters)]
         if len(wholes) == 1:
             return means, [self.orthogonalise(wholes[0], recipe.steps)]
         matrices = [x.reshape(-1, *x.shape[-2:]) for x in wholes]

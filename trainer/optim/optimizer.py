@@ -1,6 +1,6 @@
 """The optimiser: AdamW alone, or Muon for the matrices inside the layers and AdamW for the rest.
 
-``make_group_table`` lists for each parameter which of the two updates it.
+``make_update_rule_table`` lists for each parameter which of the two updates it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from kernels import adamw, newton_schulz
 from trainer.contract.recipe import OptimizerRecipe
 from trainer.optim.muon import Muon
-from trainer.parallel.ranks import local_part
+from trainer.parallel.ranks import get_local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, as torch names them
 
 
 @dataclass(frozen=True)
-class GroupRow:
-    """How one parameter is updated: its line in the table of ``make_group_table``."""
+class ParameterUpdateRule:
+    """How one parameter is updated: its line in the table of ``make_update_rule_table``."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class GroupRow:
     weight_decay: float
 
 
-def make_group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> list[GroupRow]:
+def make_update_rule_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> list[ParameterUpdateRule]:
     """One row for each trainable parameter: the optimiser that updates it, its share of the learning rate, and its weight decay.
 
     Only the matrices inside the layers decay, and only they can be updated by Muon. For them and the router, whose products sum over the width, the
@@ -45,11 +45,11 @@ def make_group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: flo
         rule = recipe.name if matrix else "adamw"
         share = 1.0 if not over_width else width_share**0.5 if rule == "muon" else width_share
         decay = recipe.weight_decay / share if matrix else 0.0
-        rows.append(GroupRow(name, tuple(parameter.shape), rule, share, decay))
+        rows.append(ParameterUpdateRule(name, tuple(parameter.shape), rule, share, decay))
     return rows
 
 
-def format_table(rows: list[GroupRow]) -> str:
+def format_update_rule_table(rows: list[ParameterUpdateRule]) -> str:
     """The table as text: a heading and one line for each parameter."""
     width = max(len(row.parameter) for row in rows)
     lines = [
@@ -73,7 +73,7 @@ class Optimizer:
     ) -> None:
         self.recipe, self.adamw = recipe, adamw
         self.parameters = dict(model.named_parameters())
-        self.table = make_group_table(model, recipe, width_share)
+        self.table = make_update_rule_table(model, recipe, width_share)
         muon: dict[str, Tensor] = {r.parameter: self.parameters[r.parameter] for r in self.table if r.rule == "muon"}
         self.muon = Muon(muon, recipe.muon, newton_schulz) if muon else None
         self.groups: dict[tuple[float, float], list[str]] = {}  # AdamW's, by share of the rate and decay
@@ -83,7 +83,7 @@ class Optimizer:
         self.gradients_stay = False  # True if gradients stay in their tensors from step to step
         self.state: dict[str, dict[str, Tensor]] = {}  # AdamW's, by parameter, from its first gradient on
 
-    def keep_gradients(self) -> list[Tensor]:
+    def allocate_lasting_gradients(self) -> list[Tensor]:
         """Allocate one gradient tensor for each parameter, kept for the whole run. ``zero_grad`` then zeroes it in place. Returns the tensors."""
         self.gradients_stay = True
         for parameter in self.parameters.values():
@@ -99,11 +99,11 @@ class Optimizer:
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's part of each gradient, by parameter."""
-        return {name: local_part(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        return {name: get_local_part(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         if name not in self.state:
-            held = local_part(self.parameters[name])
+            held = get_local_part(self.parameters[name])
             zeros = torch.zeros_like(held), torch.zeros_like(held), torch.zeros((), device=held.device)
             self.state[name] = dict(zip(MOMENTS, zeros))
         return self.state[name]
@@ -116,10 +116,10 @@ class Optimizer:
         """
         recipe = self.recipe
         for (lr_share, weight_decay), group in self.groups.items():
-            gradients = {name: local_part(grad) for name in group if (grad := self.parameters[name].grad) is not None}
+            gradients = {name: get_local_part(grad) for name in group if (grad := self.parameters[name].grad) is not None}
             states = [self._state_of(name) for name in gradients]
             self.adamw(
-                [local_part(self.parameters[name]) for name in gradients],
+                [get_local_part(self.parameters[name]) for name in gradients],
                 list(gradients.values()),
                 *([state[key] for state in states] for key in MOMENTS),
                 divide_by,
@@ -149,13 +149,13 @@ class Optimizer:
         if not any(key.startswith("step.") for key in tensors):
             return
         for name in (name for group in self.groups.values() for name in group):
-            device = local_part(self.parameters[name]).device
+            device = get_local_part(self.parameters[name]).device
             self.state[name] = {key: tensors[f"{key}.{name}"].clone().to(device) for key in MOMENTS}
         if self.muon is not None:
             for name, momentum in self.muon.momentum.items():
                 momentum.copy_(tensors[f"momentum.{name}"])
 
 
-def sums_of_squares(gradients: dict[str, Tensor]) -> Tensor:
+def compute_sums_of_squares(gradients: dict[str, Tensor]) -> Tensor:
     """Σ gradient² of each parameter, fp32 [parameters]. If a parameter is split over ranks, the sum covers only this rank's part."""
     return torch.stack(torch._foreach_norm(list(gradients.values()))).square()

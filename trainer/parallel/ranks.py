@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.contract.checkpoint.region import Region, is_split
+from trainer.contract.checkpoint.region import Region, is_distributed_tensor
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import ModelRecipe, ParallelRecipe
 from trainer.parallel.tensor_ranks import TensorRanks
@@ -87,7 +87,7 @@ class Ranks:
 
         return SplitTensorRanks(self.mesh["tensor"])
 
-    def sum_(self, tensor: Tensor) -> None:
+    def sum_over_ranks_in_place(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
@@ -129,15 +129,15 @@ def open_rendezvous_store() -> dist.Store | None:
     return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}-group-{next(_joined)}", store)
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def get_local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor. It shares the tensor's memory. A tensor that is not split is its own part."""
     held: Any = tensor.detach()
-    return held.to_local() if is_split(held) else held  # type: ignore[no-any-return]
+    return held.to_local() if is_distributed_tensor(held) else held  # type: ignore[no-any-return]
 
 
 def count_tensor_copies(tensor: Any) -> int:
     """The number of ranks that hold each element of a tensor."""
-    if not is_split(tensor):
+    if not is_distributed_tensor(tensor):
         return 1
     count = 1
     for size, placement in zip(tensor.device_mesh.shape, tensor.placements):
@@ -147,19 +147,19 @@ def count_tensor_copies(tensor: Any) -> int:
 
 def is_first_rank_with_part(tensor: Any) -> bool:
     """True if this rank is the first of the ranks that hold the same part of a tensor."""
-    if not is_split(tensor):
+    if not is_distributed_tensor(tensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     return not any(c for c, placement in zip(coordinates, tensor.placements) if placement.is_replicate())
 
 
-def gather_whole(value: Tensor, like: Tensor) -> Tensor:
+def gather_whole_tensor(value: Tensor, like: Tensor) -> Tensor:
     """The whole tensor of which ``value`` is this rank's part. The tensor is split like ``like``. All ranks must call it: it sums over ranks."""
-    if not is_split(like):
+    if not is_distributed_tensor(like):
         return value
     total = value.new_zeros(like.shape)
     if is_first_rank_with_part(like):
-        Region.region_of_tensor(like).view_of(total).copy_(value)
+        Region.from_tensor(like).view_in_whole_tensor(total).copy_(value)
     dist.all_reduce(total)
     return total

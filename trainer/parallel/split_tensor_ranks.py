@@ -19,7 +19,7 @@ class SplitTensorRanks(TensorRanks):
         self.mesh = mesh
         self.size = mesh.size()
 
-    def part(self, x_BT: Tensor) -> Tensor:
+    def take_own_positions(self, x_BT: Tensor) -> Tensor:
         return x_BT.chunk(self.size, dim=1)[self.mesh.get_local_rank()]
 
     def gather(self, x_BSD: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ class TensorRanks:
 
     size = 1
 
-    def part(self, x_BT: Tensor) -> Tensor:
+    def take_own_positions(self, x_BT: Tensor) -> Tensor:
         """This rank's positions, [B, S, …]."""
         return x_BT
 

@@ -54,7 +54,7 @@ def average_checkpoints(sources: Sequence[Path], weights: Sequence[float] | None
     newest: Checkpoint | None = None
     used = []
     for path, weight in zip(sources, weights, strict=True):
-        loaded = checkpoints.load(path)
+        loaded = checkpoints.load_checkpoint(path)
         if not first:
             first = loaded.state["recipe"]
             sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in loaded.model.items()}
@@ -62,7 +62,7 @@ def average_checkpoints(sources: Sequence[Path], weights: Sequence[float] | None
         for name, tensor in loaded.model.items():
             sums[name].add_(tensor.double(), alpha=weight)
         used.append(
-            {"manifest_sha256": checkpoints.manifest_sha256(path), "step": loaded.step, "weight": weight / total}
+            {"manifest_sha256": checkpoints.hash_manifest(path), "step": loaded.step, "weight": weight / total}
         )
         if newest is None or loaded.step > newest.step:
             newest = loaded
@@ -100,7 +100,7 @@ def refuse_different_model(
     path: Path, other: Path, loaded: Checkpoint, recipe: dict[str, Any], sums: dict[str, Tensor]
 ) -> None:
     """Raises: CheckpointError if ``loaded`` has another recipe or other tensors."""
-    key = first_difference(recipe, loaded.state["recipe"])
+    key = find_first_different_key(recipe, loaded.state["recipe"])
     if key:
         raise CheckpointError(
             "trainer.other_recipe",
@@ -124,16 +124,16 @@ def refuse_different_model(
             )
 
 
-def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
+def find_first_different_key(a: dict[str, Any], b: dict[str, Any]) -> str:
     """The first key in which two recipes differ, with dots between its parts; '' if they are equal.
 
-    >>> first_difference({"model": {"layers": 2}}, {"model": {"layers": 3}})
+    >>> find_first_different_key({"model": {"layers": 2}}, {"model": {"layers": 3}})
     'model.layers'
     """
     for key in sorted(a.keys() | b.keys()):
         x, y = a.get(key), b.get(key)
         if x != y:
-            inner = first_difference(x, y) if isinstance(x, dict) and isinstance(y, dict) else ""
+            inner = find_first_different_key(x, y) if isinstance(x, dict) and isinstance(y, dict) else ""
             return f"{key}.{inner}" if inner else key
     return ""
 
@@ -157,7 +157,7 @@ def main(arguments: list[str]) -> int:
     out, *sources = map(Path, arguments)
     return run_for_exit_code(
         "trainer.tools.average",
-        lambda: print(checkpoints.save(out, average_checkpoints(sources, weights))),
+        lambda: print(checkpoints.save_checkpoint(out, average_checkpoints(sources, weights))),
         output_folder=out,
     )
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from kernels.contract.message import format_error_with_code
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.data.data_order import DataOrder, document_keys_at
-from trainer.contract.data.token_shard import file_sha256
+from trainer.contract.data.data_order import DataOrder, list_document_keys_at_step
+from trainer.contract.data.token_shard import hash_file
 from trainer.contract.errors import CheckpointError, SpecError, TrainerError
 from trainer.contract.plan.spec import SegmentSpec
 
@@ -38,10 +38,10 @@ def list_step_documents(segment: Path, step: int) -> list[str]:
             first=spec.first_step,
             last=spec.last_step - 1,
         )
-    return document_keys_at(data_order_before(segment, spec, step), step)
+    return list_document_keys_at_step(restore_data_order_before(segment, spec, step), step)
 
 
-def data_order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
+def restore_data_order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
     """The segment's data order at the newest checkpoint at or before a step."""
     state = None
     for path in sorted((segment / "checkpoints").glob("step-[0-9]*"), reverse=True):
@@ -67,9 +67,9 @@ def data_order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
 def read_sampler_state(checkpoint: Path) -> dict[str, Any]:
     """The data order's state in a checkpoint. Only state.json is read and verified. Raises: CheckpointError."""
     expected = checkpoints.read_manifest(checkpoint)["files"].get("state.json", {}).get("sha256")
-    state = checkpoints.read_state(checkpoint)
-    if file_sha256(checkpoint / "state.json") != expected:
-        raise CheckpointError(checkpoints.hash_mismatch_fault(checkpoint / "state.json"))
+    state = checkpoints.read_checkpoint_state(checkpoint)
+    if hash_file(checkpoint / "state.json") != expected:
+        raise CheckpointError(checkpoints.make_hash_mismatch_fault(checkpoint / "state.json"))
     return dict(state["sampler"])
 
 

@@ -74,7 +74,7 @@ def measure_packing(packing: str, order: DataOrder, steps: int) -> PackingReport
     made: list[list[Row]] = []
     while len(made) < steps:
         try:
-            made.append(order.next_rows())
+            made.append(order.draw_next_rows())
         except DataPlanError:
             if not made:
                 raise
@@ -132,7 +132,7 @@ def _spread(rows: list[Row]) -> float:
     return statistics.pstdev(lengths) / statistics.fmean(lengths)
 
 
-def report_table(reports: Iterable[PackingReport]) -> str:
+def format_packing_table(reports: Iterable[PackingReport]) -> str:
     """The reports as a table: a heading and one line for each strategy."""
     names = ("used", "padding", "cut", "cut tok", "recut", "cross", "largest")
     lines = [f"{'packing':<25}{'steps':>6}{''.join(f'{name:>9}' for name in names)}{'spread':>8}"]
@@ -144,7 +144,7 @@ def report_table(reports: Iterable[PackingReport]) -> str:
     return "\n".join(lines)
 
 
-def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
+def read_recipe_and_data_plan(paths: list[Path]) -> tuple[Recipe, DataPlan]:
     """The recipe and plan that the paths name. Raises: TrainerError, TokenShardError."""
     first, *rest = paths
     if first.is_dir() and not rest:
@@ -158,9 +158,9 @@ def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
         )
     recipe = Recipe.load(first)
     shards = [TokenShard(path) for given in rest for path in find_token_shards(given)]
-    plan = DataPlan.make(recipe.mixture, "trunk", [(s.id, str(s.path), 0) for s in shards], recipe.seed)
+    plan = DataPlan.make_for_segment(recipe.mixture, "trunk", [(s.id, str(s.path), 0) for s in shards], recipe.seed)
     held = {name for shard in shards for name in shard.documents["domain"].unique().to_pylist()}
-    plan, left_out = plan.without_missing_domains(held, 0, 1)
+    plan, left_out = plan.copy_without_missing_domains(held, 0, 1)
     if left_out:
         said = Message(
             "trainer.domains_left_out",
@@ -203,7 +203,7 @@ def main(arguments: list[str]) -> int:
     if asked.steps < 1:
         parser.error(Message("trainer.too_few_steps", "--steps must be at least 1"))
     try:
-        recipe, plan = read_inputs(asked.paths)
+        recipe, plan = read_recipe_and_data_plan(asked.paths)
         found = measure_all_packings(plan, recipe, asked.steps)
     except TrainerError as error:
         print(f"trainer.tools.packing_report: {format_error_with_code(error)}", file=sys.stderr)
@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> int:
             shards=len(plan.token_shards),
         )
     )
-    print(report_table(found))
+    print(format_packing_table(found))
     return 0
 
 

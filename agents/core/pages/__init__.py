@@ -1,7 +1,7 @@
 """Renders HTML pages for people. ``base.html.jinja`` has the stylesheet of all pages, ``parts.html.jinja`` the parts of a page's layout.
 
 The values on a page (documents, samples, patches, source lines, model output) are untrusted text. Jinja escapes every value,
-``replace_invisible`` replaces invisible control characters, and the page's content policy allows no script, image or address.
+``replace_invisible_characters`` replaces invisible control characters, and the page's content policy allows no script, image or address.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agents.core.untrusted import replace_invisible
+from agents.core.untrusted import replace_invisible_characters
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -39,7 +39,7 @@ def _environment(folder: Path) -> Environment:
         loader=FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: value if isinstance(value, Markup) else replace_invisible(str(value)),
+        finalize=lambda value: value if isinstance(value, Markup) else replace_invisible_characters(str(value)),
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -47,7 +47,7 @@ def _environment(folder: Path) -> Environment:
     return environment
 
 
-def svg_file(svg: str) -> str:
+def make_svg_file_text(svg: str) -> str:
     """A page's drawing as an SVG file of its own, with the pages' colours and a margin."""
     style = (Path(__file__).parent / "palette.css.jinja").read_text(encoding="utf-8")
     found = re.match(r'<svg viewBox="0 0 (\d+) (\d+)"', svg)
@@ -60,7 +60,7 @@ def svg_file(svg: str) -> str:
 
 def escape_html(value: object) -> str:
     """Any value as HTML text, for drawings: escaped, without invisible characters, always encodable."""
-    return html.escape(replace_invisible(str(value)), quote=True)
+    return html.escape(replace_invisible_characters(str(value)), quote=True)
 
 
 def format_number(value: object, digits: int = 3) -> str:

@@ -12,7 +12,7 @@ ROW, LEFT, WIDE = 22, 330, 1100  # pixels: a row of the graph, where its boxes b
 PLOT_W, PLOT_H, MARGIN = 900, 420, 60
 
 
-def heat_colour(share: float, hottest: float) -> str:
+def choose_heat_colour(share: float, hottest: float) -> str:
     """A colour from white (nothing) to red (the hottest line); by the square root, so that small shares are visible."""
     part = math.sqrt(max(0.0, share) / hottest) if hottest > 0 else 0.0
     return f"hsl(8 85% {97 - 45 * min(1.0, part):.0f}%)"
@@ -45,7 +45,7 @@ def draw_graph(profile: Profile) -> str:
         share = line.share if line else 0.0
         label = f"{name}  {line.source}" if line else name
         parts.append(
-            f'<rect x="{LEFT}" y="{y + 2}" width="480" height="{ROW - 4}" fill="{heat_colour(share, hottest)}" stroke="#999"/>'
+            f'<rect x="{LEFT}" y="{y + 2}" width="480" height="{ROW - 4}" fill="{choose_heat_colour(share, hottest)}" stroke="#999"/>'
             f'<text x="{LEFT + 6}" y="{y + 15}">{escape_html(label[:62])}<title>{escape_html(label)}</title></text>'
             f'<text x="{right - 6}" y="{y + 15}" text-anchor="end">{share:.1%}</text>'
         )

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from agents.core.pages import render_page
-from agents.line_profiler.lines import source_lines
+from agents.line_profiler.lines import read_source_lines
 from agents.line_profiler.profile_schema import Profile, ProfiledLine
-from agents.line_profiler.report.drawing import draw_graph, draw_roofline, heat_colour
-from agents.line_profiler.report.summary_text import profile_summary, shorten_lines
+from agents.line_profiler.report.drawing import draw_graph, draw_roofline, choose_heat_colour
+from agents.line_profiler.report.summary_text import write_profile_summary, shorten_lines
 
 AROUND = 3  # lines of source shown above and below one that was timed
 OPEN = 0.05  # files with at least this share of the step are unfolded
 
 
-def html_page(profile: Profile) -> str:
+def render_profile_page(profile: Profile) -> str:
     """The page."""
     return render_page(
         Path(__file__).with_name("profile.html.jinja"),
         profile=profile,
         name=profile.recipe.get("name", ""),
-        summary=profile_summary(profile),
+        summary=write_profile_summary(profile),
         shortened=shorten_lines,
         files=_files(profile),
         graph=draw_graph(profile),
@@ -49,7 +49,7 @@ def _source(file: str, lines: Iterable[ProfiledLine], hottest: float) -> list[di
     timed: defaultdict[int, list[ProfiledLine]] = defaultdict(list)
     for line in lines:
         timed[line.line].append(line)
-    text = source_lines(file)
+    text = read_source_lines(file)
     around = sorted({n for line in timed for n in range(line - AROUND, line + AROUND + 1) if 0 < n <= len(text)})
     rows: list[dict[str, Any]] = []
     before = 0
@@ -58,7 +58,7 @@ def _source(file: str, lines: Iterable[ProfiledLine], hottest: float) -> list[di
             rows.append({"line": None, "number": "⋮", "code": ""})
         code = text[number - 1] if number else ""
         for at, line in enumerate(timed.get(number, [])):
-            colour = heat_colour(line.share, hottest)
+            colour = choose_heat_colour(line.share, hottest)
             rows.append({"line": line, "number": number, "code": "" if at else code, "colour": colour})
         if number not in timed:
             rows.append({"line": None, "number": number, "code": code})

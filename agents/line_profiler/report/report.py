@@ -7,11 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from agents.line_profiler.profile_schema import Profile
-from agents.line_profiler.report.summary_text import profile_summary, shorten_lines
+from agents.line_profiler.report.summary_text import write_profile_summary, shorten_lines
 from kernels.contract.message import Message
 
 
-def profile_table(profile: Profile, top: int = 20) -> RenderableType:
+def make_profile_table(profile: Profile, top: int = 20) -> RenderableType:
     """The slowest ``top`` lines, the ops, and how well the table agrees with the clock."""
     lines = Table(
         title=Message(
@@ -56,10 +56,10 @@ def profile_table(profile: Profile, top: int = 20) -> RenderableType:
             f"{op.backward_s * 1e3:.2f}",
             f"{op.share:.1%}",
         )
-    return Group(lines, ops, candidates_table(profile), Text(profile_summary(profile)))
+    return Group(lines, ops, make_candidates_table(profile), Text(write_profile_summary(profile)))
 
 
-def candidates_table(profile: Profile, top: int = 5) -> RenderableType:
+def make_candidates_table(profile: Profile, top: int = 5) -> RenderableType:
     """The ``top`` fusion and stream candidates."""
     title = Message(
         "line_profiler.candidates",

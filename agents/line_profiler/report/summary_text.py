@@ -11,7 +11,7 @@ def shorten_lines(lines: tuple[str, ...], most: int = 4) -> str:
     return " → ".join(lines[:most]) + (f" → … {len(lines) - most} more" if len(lines) > most else "")
 
 
-def profile_summary(profile: Profile) -> str:
+def write_profile_summary(profile: Profile) -> str:
     """Step times, coverage and cross-checks, as text."""
     difference = profile.eager_step_s - profile.covered_s
     check = profile.cross_check

@@ -14,7 +14,7 @@ from agents.line_profiler.capture import OperationRecorder, RecordedOperation
 from agents.line_profiler.sweep.shapes import SHAPES, make_one_layer_model
 from kernels.contract.op import Cost, Shape
 from kernels.contract.registry import OPS, bind_ops
-from trainer.model.transformer import Block, rope_tables
+from trainer.model.transformer import Block, make_rope_tables
 from trainer.parallel.tensor_ranks import TensorRanks
 
 ATTENTION = "attention"
@@ -56,7 +56,7 @@ def record_slice_operations(layer_slice: LayerSlice) -> tuple[RecordedOperation,
         x_BTD = torch.empty(layer_slice.batch, layer_slice.sequence, shape.d_model, dtype=DTYPE, requires_grad=True)
         positions_BT = torch.zeros(layer_slice.batch, layer_slice.sequence, dtype=torch.int64)
         documents_BT = torch.zeros(layer_slice.batch, layer_slice.sequence, dtype=torch.int32)
-        cos_BTK, sin_BTK = rope_tables(positions_BT, shape, DTYPE)
+        cos_BTK, sin_BTK = make_rope_tables(positions_BT, shape, DTYPE)
         with recorder:
             y_BTD, extras = block(x_BTD, cos_BTK, sin_BTK, documents_BT)
         outputs = [y_BTD] if extras is None else [y_BTD, extras]

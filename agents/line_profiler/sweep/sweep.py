@@ -24,8 +24,8 @@ from pydantic import TypeAdapter
 from agents.line_profiler.capture import ROOT, is_view_or_empty
 from agents.line_profiler.isolation import IsolatedTime
 from agents.line_profiler.lines import PeakRates, read_source_line
-from agents.line_profiler.profile_schema import line_name
-from agents.line_profiler.session import device_name
+from agents.line_profiler.profile_schema import format_line_name
+from agents.line_profiler.session import read_device_name
 from agents.line_profiler.stopwatch import make_progress_reporter
 from agents.line_profiler.sweep.shapes import SHAPES
 from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, LayerSlice, record_slice_operations
@@ -33,11 +33,11 @@ from agents.line_profiler.sweep.sweep_items import (
     SweepItem,
     SweepLimits,
     SweepTask,
-    attention_shape_key,
-    build_attention,
-    collect_operations,
+    make_attention_shape_key,
+    compile_attention_kernel,
+    collect_distinct_operations,
     mark_measurable_items,
-    measure_item,
+    measure_sweep_item,
 )
 from agents.line_profiler.sweep.work_queue import (
     ProcessWorkers,
@@ -48,7 +48,7 @@ from agents.line_profiler.sweep.work_queue import (
     measure_items_on_workers,
     require_ray,
 )
-from kernels.contract.choice import implementation_names
+from kernels.contract.choice import split_implementation_names
 from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.registry import KernelError, load_choice
 from trainer.contract import stopping
@@ -133,7 +133,7 @@ def measure_slices(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     roof = PeakRates(measure_matmul_rate(device, DTYPE), measure_memory_rate(device))
-    items = mark_measurable_items(collect_operations(slices, roof), limits, workers)
+    items = mark_measurable_items(collect_distinct_operations(slices, roof), limits, workers)
     wanted = [item for item in items if not item.fits]
     report(
         Message(
@@ -146,7 +146,7 @@ def measure_slices(
             measured=len(wanted),
         )
     )
-    build_attention(attention, device)
+    compile_attention_kernel(attention, device)
     began = time.perf_counter()
     results: list[tuple[IsolatedTime, float] | UnmeasuredItem] = []
     if wanted:
@@ -163,7 +163,7 @@ def measure_slices(
     took = sum(item.took_s for item in swept.values())
     return SweepResult(
         format=FORMAT,
-        device=device_name(device),
+        device=read_device_name(device),
         torch=torch.__version__,
         matmul_flops_per_s=roof.flops_per_s,
         memory_bytes_per_s=roof.bytes_per_s,
@@ -176,7 +176,7 @@ def measure_slices(
 
 
 def _key(item: SweepItem) -> object:
-    return attention_shape_key(item.of) if item.index < 0 else record_slice_operations(item.of)[item.index].signature
+    return make_attention_shape_key(item.of) if item.index < 0 else record_slice_operations(item.of)[item.index].signature
 
 
 def _swept(item: SweepItem, result: tuple[IsolatedTime, float] | UnmeasuredItem | None) -> SweepItemResult:
@@ -205,12 +205,12 @@ def _slice(of: LayerSlice, swept: Mapping[object, SweepItemResult], roof: PeakRa
     parts: defaultdict[tuple[str, str], list[tuple[SweepItemResult, float, float]]] = defaultdict(list)
     for event in record_slice_operations(of):
         if event.signature is not None and not is_view_or_empty(event.signature.func):
-            name = line_name(*event.line)
+            name = format_line_name(*event.line)
             parts[name, read_source_line(*event.line[:2])].append((swept[event.signature], event.flops, event.bytes))
     cost = of.attention_cost
     flops, moved = cost.forward_flops + cost.backward_flops, cost.forward_bytes + cost.backward_bytes
     parts[f"kernels/attention/__init__.py#{ATTENTION}", ATTENTION].append(
-        (swept[attention_shape_key(of)], flops, moved)
+        (swept[make_attention_shape_key(of)], flops, moved)
     )
     lines = [_line(name, text, found) for (name, text), found in parts.items()]
     every = [part for found in parts.values() for part, _, _ in found]
@@ -230,7 +230,7 @@ def _line(name: str, text: str, parts: Iterable[tuple[SweepItemResult, float, fl
     return SweepLineResult(name, text, seconds, how, flops, moved)
 
 
-def sweep_table(found: SweepResult, top: int = 3) -> str:
+def make_sweep_table(found: SweepResult, top: int = 3) -> str:
     """A table for people: one row for each slice, with its slowest lines."""
     head = Message(
         "line_profiler.swept",
@@ -259,7 +259,7 @@ def sweep_table(found: SweepResult, top: int = 3) -> str:
     return "\n".join(lines)
 
 
-def count_free_bytes() -> float:
+def read_free_memory_bytes() -> float:
     """Free bytes of the GPU, else of the machine (Linux)."""
     if torch.cuda.is_available():
         return float(torch.cuda.mem_get_info()[0])
@@ -289,20 +289,20 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.ray:
             require_ray()  # before anything is measured
         workers = max(1, chosen.workers)
-        memory = chosen.memory_gb * 1e9 if chosen.memory_gb else MEMORY_SHARE * count_free_bytes() / workers
+        memory = chosen.memory_gb * 1e9 if chosen.memory_gb else MEMORY_SHARE * read_free_memory_bytes() / workers
         limits = SweepLimits(memory, chosen.item_seconds, chosen.budget, max(1, torch.get_num_threads() // workers))
         start: Callable[[], Workers] = lambda: (
-            RayActors(measure_item, workers, chosen.ray) if chosen.ray else ProcessWorkers(measure_item, workers)
+            RayActors(measure_sweep_item, workers, chosen.ray) if chosen.ray else ProcessWorkers(measure_sweep_item, workers)
         )
         kernels = load_choice(chosen.kernels, "cuda" if torch.cuda.is_available() else "cpu")
         report = lambda said: print(f"profile: {said}", file=sys.stderr, flush=True)
-        found = measure_slices(slices, limits, start, workers, implementation_names(kernels[ATTENTION])[0], report)
+        found = measure_slices(slices, limits, start, workers, split_implementation_names(kernels[ATTENTION])[0], report)
         chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "sweep.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     except (SweepError, KernelError, OSError) as error:
         print(format_error_with_code(error), file=sys.stderr)
         return 2
-    print(json.dumps(asdict(found), indent=1) if chosen.json else sweep_table(found))
+    print(json.dumps(asdict(found), indent=1) if chosen.json else make_sweep_table(found))
     return 0
 
 

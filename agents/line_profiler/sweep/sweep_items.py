@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from agents.line_profiler.capture import is_view_or_empty
-from agents.line_profiler.isolation import IsolatedTime, make_call_timer, measure_operation, time_repeatedly
+from agents.line_profiler.isolation import IsolatedTime, make_call_timer, time_operation_alone, time_repeatedly
 from agents.line_profiler.lines import PeakRates
 from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, LayerSlice, record_slice_operations
 from kernels.contract.host_memory import keep_freed_memory
@@ -47,26 +47,26 @@ class SweepLimits:
     threads: int
 
 
-def collect_operations(slices: Iterable[LayerSlice], roof: PeakRates) -> list[SweepItem]:
+def collect_distinct_operations(slices: Iterable[LayerSlice], roof: PeakRates) -> list[SweepItem]:
     """The distinct operations of all slices."""
     found: dict[object, SweepItem] = {}
     for of in slices:
         cost = of.attention_cost
-        seconds = roof.seconds(cost.forward_flops, cost.forward_bytes) + roof.seconds(
+        seconds = roof.estimate_least_seconds(cost.forward_flops, cost.forward_bytes) + roof.estimate_least_seconds(
             cost.backward_flops, cost.backward_bytes
         )
         moved = cost.forward_bytes + cost.backward_bytes
         what = f"{ATTENTION}, forward and backward, {of}"
-        found[attention_shape_key(of)] = SweepItem(of, -1, what, 4 * moved, seconds, 0.0)
+        found[make_attention_shape_key(of)] = SweepItem(of, -1, what, 4 * moved, seconds, 0.0)
         for index, event in enumerate(record_slice_operations(of)):
             signature = event.signature
             if signature is not None and signature not in found and not is_view_or_empty(signature.func):
-                seconds = roof.seconds(event.flops, event.bytes)
+                seconds = roof.estimate_least_seconds(event.flops, event.bytes)
                 found[signature] = SweepItem(of, index, str(signature), event.bytes, seconds, 0.0)
     return list(found.values())
 
 
-def attention_shape_key(layer_slice: LayerSlice) -> object:
+def make_attention_shape_key(layer_slice: LayerSlice) -> object:
     """Slices with the same attention shape share one measurement."""
     s = layer_slice.shape
     return (ATTENTION, s.batch, s.context, s.heads, s.kv_heads, s.head_dim)
@@ -125,7 +125,7 @@ class SweepTask:
     limits: SweepLimits
 
 
-def measure_item(task: SweepTask) -> tuple[IsolatedTime, float]:
+def measure_sweep_item(task: SweepTask) -> tuple[IsolatedTime, float]:
     """(the measurement, seconds that it took in all). Runs in a worker."""
     began = time.perf_counter()
     device = torch.device(task.device)
@@ -138,7 +138,7 @@ def measure_item(task: SweepTask) -> tuple[IsolatedTime, float]:
         else:
             signature = record_slice_operations(task.item.of)[task.item.index].signature
             assert signature is not None
-            found = measure_operation(signature, (None,) * len(signature.leaves), device, task.limits.item_s)
+            found = time_operation_alone(signature, (None,) * len(signature.leaves), device, task.limits.item_s)
     return found, time.perf_counter() - began
 
 
@@ -147,7 +147,7 @@ def _prepare_worker() -> None:
     keep_freed_memory()
 
 
-def build_attention(implementation: str, device: torch.device) -> None:
+def compile_attention_kernel(implementation: str, device: torch.device) -> None:
     """Compile the native library once, before every worker needs it."""
     op = OPS[ATTENTION]
     made = op.inputs(op.cases[0], device=device, dtype=DTYPE)

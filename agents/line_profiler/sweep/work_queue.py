@@ -38,13 +38,13 @@ class Workers(Protocol):
     count: int
 
     def measure(self, worker: int, item: Any) -> Any:
-        """The item's result. Raises: ``WorkerLost`` after the worker was replaced."""
+        """The item's result. Raises: ``SweepWorkerDiedError`` after the worker was replaced."""
         ...
 
     def stop(self) -> None: ...
 
 
-class WorkerLost(Exception):
+class SweepWorkerDiedError(Exception):
     """The worker died while it measured an item."""
 
 
@@ -70,7 +70,7 @@ def measure_items_on_workers(
             for _ in range(MOST_TRIES):
                 try:
                     return workers.measure(worker, item)
-                except WorkerLost:
+                except SweepWorkerDiedError:
                     continue
                 except Exception as error:  # one item that cannot be measured must not cost the others' hours
                     return UnmeasuredItem(1, f"{type(error).__name__}: {error}")
@@ -110,7 +110,7 @@ class ProcessWorkers:
         except BrokenProcessPool:
             if not self.stopped:
                 self.pools[worker] = self._start()
-            raise WorkerLost from None
+            raise SweepWorkerDiedError from None
 
     def stop(self) -> None:
         """Stop all workers at once, also in the middle of an item, which may never end."""
@@ -159,7 +159,7 @@ class RayActors:
             return self.ray.get(self.actors[worker].call.remote(item))
         except self.ray.exceptions.RayActorError:
             self.actors[worker] = self.kind.remote(self.function)
-            raise WorkerLost from None
+            raise SweepWorkerDiedError from None
 
     def stop(self) -> None:
         self.ray.shutdown()

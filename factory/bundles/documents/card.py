@@ -76,7 +76,7 @@ def _overridden(facts: BundleFacts) -> str:
 
 
 def _data(facts: BundleFacts) -> str:
-    documents, tokens = facts.sum_by_licence("documents"), facts.sum_by_licence("supervised_tokens")
+    documents, tokens = facts.sum_column_by_licence("documents"), facts.sum_column_by_licence("supervised_tokens")
     allowed = facts.licences["release_allowed"]
     included = {row["license"] for row in facts.shards if row["included"]}
     rows = [
@@ -94,11 +94,11 @@ def _data(facts: BundleFacts) -> str:
 
 def _synthetic(facts: BundleFacts, total: int) -> str:
     """Return the part about data that models wrote, with the share of each model; '' without such data."""
-    if not facts.synthetic:
+    if not facts.synthetic_tokens:
         return ""
     share = lambda count: f"{count / max(1, total):.1%}"
-    rows = [[maker, count, share(count)] for maker, count in sorted(facts.synthetic.items(), key=lambda one: -one[1])]
-    words = f"Models wrote {share(sum(facts.synthetic.values()))} of the supervised tokens, as the documents say:"
+    rows = [[maker, count, share(count)] for maker, count in sorted(facts.synthetic_tokens.items(), key=lambda one: -one[1])]
+    words = f"Models wrote {share(sum(facts.synthetic_tokens.values()))} of the supervised tokens, as the documents say:"
     return f"{words}\n\n{_table(['written by', 'supervised tokens', 'share'], rows)}\n"
 
 

@@ -47,7 +47,7 @@ DESCRIBED = {layout.SHARDS: ("token-shards", SHARD_FIELDS), layout.DOCUMENTS: ("
 def build_croissant(facts: BundleFacts) -> dict[str, Any]:
     """Return the JSON-LD object of croissant.json."""
     there = [path for path in DESCRIBED if path in facts.files]
-    fields = lambda path: DESCRIBED[path][1] | (OF_SYNTHETIC[path] if facts.synthetic else {})
+    fields = lambda path: DESCRIBED[path][1] | (OF_SYNTHETIC[path] if facts.synthetic_tokens else {})
     return {
         "@context": CONTEXT,
         "@type": "sc:Dataset",
@@ -59,7 +59,7 @@ def build_croissant(facts: BundleFacts) -> dict[str, Any]:
         "version": f"{facts.verdict['release']}.0.0",
         "datePublished": facts.released_at,
         "creator": {"@type": "sc:Organization", "name": "the publisher of this bundle"},
-        "license": [_licence(name) for name in facts.sum_by_licence("documents")],
+        "license": [_licence(name) for name in facts.sum_column_by_licence("documents")],
         "distribution": [_file(facts, path) for path in there],
         "recordSet": [_records(path, DESCRIBED[path][0], fields(path)) for path in there],
         "isBasedOn": [_shard(row) for row in facts.shards],

@@ -54,7 +54,7 @@ class BundleFacts:
             list(folder.read_rows(layout.SHARDS)),
             folder.read_object(layout.PROVENANCE),
             folder.read_object(f"{layout.MODEL}/config.json"),
-            {path: hashed for path, hashed in folder.hashes.items() if path not in apart},
+            {path: hashed for path, hashed in folder.file_hashes.items() if path not in apart},
         )
 
     @property
@@ -71,11 +71,11 @@ class BundleFacts:
         return list(self.provenance["predicate"]["buildDefinition"]["internalParameters"]["segments"])
 
     @property
-    def synthetic(self) -> dict[str, int]:
+    def synthetic_tokens(self) -> dict[str, int]:
         """The supervised tokens of synthetic documents, by the model that wrote them. Empty in a bundle of an older factory."""
         return dict(self.licences.get("synthetic") or {})
 
-    def sum_by_licence(self, value: str) -> dict[str, int]:
+    def sum_column_by_licence(self, value: str) -> dict[str, int]:
         """Return the sum of a column of the token shards' rows, by licence."""
         found: Counter[str] = Counter()
         for row in self.shards:

@@ -66,7 +66,7 @@ class _Graph:
         recipe = facts.provenance["predicate"]["buildDefinition"]["externalParameters"]["recipe"]
         hyper = {"recipe": str(recipe["name"]), "recipe sha256": str(recipe["sha256"])}
         hyper |= {key: str(facts.config[key]) for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
-        tokens = sum(facts.sum_by_licence("supervised_tokens").values())
+        tokens = sum(facts.sum_column_by_licence("supervised_tokens").values())
         return self._add(
             "ai_AIPackage",
             "model",
@@ -115,11 +115,11 @@ class _Graph:
 
     def _licences(self, model: str, data: str) -> None:
         """Add one declared and one concluded licence for the model, and the same for the data."""
-        names = sorted({to_spdx_expression(name) for name in self.facts.sum_by_licence("documents")} - {NO_ASSERTION})
-        known = len(names) == len({to_spdx_expression(name) for name in self.facts.sum_by_licence("documents")})
+        names = sorted({to_spdx_expression(name) for name in self.facts.sum_column_by_licence("documents")} - {NO_ASSERTION})
+        known = len(names) == len({to_spdx_expression(name) for name in self.facts.sum_column_by_licence("documents")})
         together = " AND ".join(names) if names and known else NO_ASSERTION
         texts = {}
-        for name in self.facts.sum_by_licence("documents"):
+        for name in self.facts.sum_column_by_licence("documents"):
             expression = to_spdx_expression(name)
             if expression.startswith("LicenseRef-"):
                 words = f"The licence that the data name {name!r}; its text is the data owner's."

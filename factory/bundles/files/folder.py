@@ -83,11 +83,11 @@ class BundleFolder:
                                 limit=FILES_AT_MOST,
                             )
             except OSError as error:
-                raise unreadable_error(escape_unprintable(inner) or "the folder", error) from error
+                raise make_unreadable_error(escape_unprintable(inner) or "the folder", error) from error
         return cls(root, tuple(sorted(names)))
 
     @cached_property
-    def hashes(self) -> dict[str, FileHash]:
+    def file_hashes(self) -> dict[str, FileHash]:
         """The hash and size of every file, by path. The first use reads each file once."""
         return {name: self._hash(name) for name in self.paths}
 
@@ -100,19 +100,19 @@ class BundleFolder:
                     size += len(block)
                 return FileHash(digest.hexdigest(), size)
         except OSError as error:
-            raise unreadable_error(escape_unprintable(name), error) from error
+            raise make_unreadable_error(escape_unprintable(name), error) from error
 
     def read(self, name: str, limit: int = JSON_BYTES) -> bytes:
         """Return the content of a file of at most ``limit`` bytes."""
         if name not in self.paths:
-            raise BundleError(bundle_file_missing_message(name))
+            raise BundleError(make_missing_file_message(name))
         try:
             with open_regular_file(self.root / name) as file:
                 found = file.read(limit + 1)
         except OSError as error:
-            raise unreadable_error(name, error) from error
+            raise make_unreadable_error(name, error) from error
         if len(found) > limit:
-            raise BundleError(file_too_large(name, limit))
+            raise BundleError(make_too_large_message(name, limit))
         return found
 
     def read_object(self, name: str) -> dict[str, Any]:
@@ -122,9 +122,9 @@ class BundleFolder:
     def read_rows(self, name: str, limit: int | None = ROWS_BYTES) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects of a JSON Lines file. ``limit``: the most bytes of the file; None for a caller that keeps no row in memory."""
         if name not in self.paths:
-            raise BundleError(bundle_file_missing_message(name))
-        if limit is not None and self.hashes[name].bytes > limit:
-            raise BundleError(file_too_large(name, limit))
+            raise BundleError(make_missing_file_message(name))
+        if limit is not None and self.file_hashes[name].bytes > limit:
+            raise BundleError(make_too_large_message(name, limit))
         try:
             with open_regular_file(self.root / name) as file:
                 for number in range(1, 1 << 60):
@@ -132,23 +132,23 @@ class BundleFolder:
                     if not line:
                         return
                     if len(line) > LINE_BYTES:
-                        raise BundleError(file_too_large(f"{name}, line {number}", LINE_BYTES))
+                        raise BundleError(make_too_large_message(f"{name}, line {number}", LINE_BYTES))
                     yield parse_json_object(line, f"{name}, line {number}")
         except OSError as error:
-            raise unreadable_error(name, error) from error
+            raise make_unreadable_error(name, error) from error
 
 
-def bundle_file_missing_message(name: str) -> Message:
+def make_missing_file_message(name: str) -> Message:
     """Return the message about a file that is not in the bundle."""
     return Message("bundles.missing_file", "{file} is missing", file=name)
 
 
-def file_too_large(name: str, limit: int) -> Message:
+def make_too_large_message(name: str, limit: int) -> Message:
     """Return the message about a file or a line with more than ``limit`` bytes."""
     return Message("bundles.too_large", "{file} has more than {limit:,} bytes", file=name, limit=limit)
 
 
-def unreadable_error(name: str, error: OSError) -> BundleError:
+def make_unreadable_error(name: str, error: OSError) -> BundleError:
     """Return the error for a file that the operating system does not let the factory read."""
     return BundleError("bundles.unreadable", "{file} cannot be read: {reason}", file=name, reason=error.strerror)
 
@@ -162,13 +162,13 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
             "bundles.no_json", "{file} cannot be read as JSON: {reason}", file=where, reason=str(error)[:200]
         ) from None
     if not isinstance(found, dict):
-        raise no_object_error(where)
+        raise make_no_object_error(where)
     if problem := _odd(found):
         raise BundleError("bundles.odd_json", "{file}: {problem}", file=where, problem=problem)
     return found
 
 
-def no_object_error(where: str) -> BundleError:
+def make_no_object_error(where: str) -> BundleError:
     """Return the error for JSON that is not an object."""
     return BundleError("bundles.no_object", "{file}: expected a JSON object", file=where)
 
@@ -207,9 +207,9 @@ def find_first_json_difference(found: Any, expected: Any, tolerance: float = 0.0
     if isinstance(found, dict) and isinstance(expected, dict):
         for key in sorted(found.keys() | expected.keys(), key=str):
             if key not in expected:
-                return unexpected_key(f"{inside}{escape_unprintable(str(key))}")
+                return make_unexpected_key_message(f"{inside}{escape_unprintable(str(key))}")
             if key not in found:
-                return bundle_file_missing_message(f"{inside}{escape_unprintable(str(key))}")
+                return make_missing_file_message(f"{inside}{escape_unprintable(str(key))}")
             if problem := find_first_json_difference(
                 found[key], expected[key], tolerance, f"{inside}{escape_unprintable(str(key))}"
             ):
@@ -238,7 +238,7 @@ def find_first_json_difference(found: Any, expected: Any, tolerance: float = 0.0
     )  # fmt: skip
 
 
-def unexpected_key(place: str) -> Message:
+def make_unexpected_key_message(place: str) -> Message:
     """Return the message about a key that a JSON object must not have."""
     return Message("bundles.unexpected_key", "{place} is not an allowed key", place=place)
 

@@ -51,7 +51,7 @@ def check_manifest(folder: BundleFolder) -> list[Message]:
                 **_names(odd),
             )
         )
-    there = {path: vars(hashed) for path, hashed in folder.hashes.items() if path not in (MANIFEST, SIGNATURE)}
+    there = {path: vars(hashed) for path, hashed in folder.file_hashes.items() if path not in (MANIFEST, SIGNATURE)}
     added = [path for path in there if path not in listed]
     missing = [path for path in listed if path not in there and path not in odd]
     changed = [path for path in there if path in listed and there[path] != listed[path]]

@@ -64,7 +64,7 @@ class AnswerPrinter:
                 )
             typer.confirm(f"  {action}?", abort=True)
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line for people; with --json, print nothing."""
         if not self.as_json:
             self.terminal.line(text)
@@ -106,7 +106,7 @@ def open_plant(where: Path, silent: bool = False) -> tuple[Plant, Terminal]:
     return Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), SILENT if silent else terminal), terminal
 
 
-def current_user() -> str:
+def get_current_user() -> str:
     """Return the name of the user who runs the command, without line breaks."""
     names = (" ".join(os.environ.get(key, "").split()) for key in ("USER", "LOGNAME"))
     return next((name for name in names if name and name.isprintable()), f"uid {os.getuid()}")

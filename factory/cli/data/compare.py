@@ -62,27 +62,27 @@ def compare(
     """
     from factory.comparing.curve_comparison import compare_curves as compare_curves
     from factory.comparing.curve_files import read_curve_file, read_segment_curves
-    from factory.comparing.page import comparison_as_json, comparison_lines, earliest_divergence, render_comparison
+    from factory.comparing.page import convert_comparison_to_json, format_comparison, find_earliest_divergence, render_comparison
     from factory.ledger.rows import SegmentRow
-    from factory.training.planning import last_segment
+    from factory.training.planning import find_last_finished_segment
     from kernels.contract.files import replace_non_finite, write_atomically
 
     if segment is not None and run is not None:
         raise InputError("compare.two_runs", "--segment and --run exclude each other. Give only one of them.")
     number = _of_run(plant.ledger, run) if run is not None else segment
-    newest = last_segment(plant.ledger, "trunk")
+    newest = find_last_finished_segment(plant.ledger, "trunk")
     if number is None and newest is None:
         raise InputError(
             "compare.no_segment",
             "The trunk has no finished segment yet. To compare another segment, add '--segment N'.",
         )
     pairs = [(one.partition("=")[0], one.partition("=")[2] or one.partition("=")[0]) for one in metric or ["loss"]]
-    lineage = SegmentRow.lineage(plant.ledger, number if number is not None else newest.id if newest else 0)
+    lineage = SegmentRow.read_lineage(plant.ledger, number if number is not None else newest.id if newest else 0)
     ours = read_segment_curves(lineage, f"segment {lineage[-1].id}", x.value, [mine for mine, _ in pairs])
     other = [theirs for _, theirs in pairs]
     path = Path(reference)
     if reference.isdigit() and not path.exists():
-        rows = SegmentRow.lineage(plant.ledger, int(reference))
+        rows = SegmentRow.read_lineage(plant.ledger, int(reference))
         theirs = read_segment_curves(rows, f"segment {reference}", x.value, other)
     else:
         theirs = read_curve_file(path / "metrics.jsonl" if path.is_dir() else path, x.value, other, step_column)
@@ -106,12 +106,12 @@ def compare(
         rounding = 0.5 * 10.0**-digits if digits else 0.0
         found.append(compare_curves(mine, a, b, tolerance=tolerance, floor=rounding))
     unit = x.value.removesuffix("s")
-    said = comparison_lines(found, ours, theirs, unit, tolerance is not None)
+    said = format_comparison(found, ours, theirs, unit, tolerance is not None)
     place = plant.workspace.reports / "comparison.html"
     write_atomically(place, render_comparison(found, ours, theirs, said, unit))
-    shown = replace_non_finite(comparison_as_json(found, ours, theirs, said) | {"page": str(place)})
+    shown = replace_non_finite(convert_comparison_to_json(found, ours, theirs, said) | {"page": str(place)})
     say(shown, (f"  {line}" for line in (*said, f"picture: {place}")))
-    if earliest_divergence(found):
+    if find_earliest_divergence(found):
         raise typer.Exit(1)
 
 

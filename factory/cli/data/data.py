@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import AnswerPrinter, current_user, register_command
+from factory.cli.core.options import AnswerPrinter, get_current_user, register_command
 from factory.core.errors import InputError, WorkspaceError
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
@@ -29,10 +29,10 @@ def list_data(
     ] = 20,
 ) -> None:
     """List documents and tokens by shard, domain, source and licence, the removals, and what would hold back a release of a model."""
-    from factory.data.listing import format_data_list, list_data
+    from factory.data.listing import format_data_list, collect_data_facts
     from factory.releasable.report import format_report, format_summary, make_report
 
-    found = list_data(plant.ledger, most)
+    found = collect_data_facts(plant.ledger, most)
     report = make_report(plant)
     shown = [*format_data_list(found), *([format_summary(report)] if report else []), *format_report(report)]
     say(found | {"releasable": [line.to_json() for line in report]}, (f"  {line}" for line in shown))
@@ -65,7 +65,7 @@ def remove_data(
     puts the documents back, unless their text was erased.
     """
     from factory.data.removing import apply_removal, plan_removal
-    from factory.data.selecting import removable_fates, select_by_name, select_documents_by_label
+    from factory.data.selecting import list_removable_fates, select_documents_by_name, select_documents_by_label
 
     given = {"key": document, "source": source, "license": licence}
     chosen = [(column, names) for column, names in given.items() if names]
@@ -73,7 +73,7 @@ def remove_data(
         raise InputError("data.no_selection", "Give exactly one of --document ID, --source NAME and --license NAME.")
     column, names = chosen[0]
     selection = (
-        select_by_name(plant.ledger, names, removable_fates(erase))
+        select_documents_by_name(plant.ledger, names, list_removable_fates(erase))
         if column == "key"
         else select_documents_by_label(plant.ledger, column, names)
     )
@@ -81,14 +81,14 @@ def remove_data(
     from factory.core.workspace import MODEL_LOOP
     from factory.erasing.erasing import finish_pending_removals, list_erasure_consequences
 
-    said = [*found.lines(), *(list_erasure_consequences(plant, selection) if erase else ())]
+    said = [*found.format_lines(), *(list_erasure_consequences(plant, selection) if erase else ())]
     if dry_run:
         say(found.to_json() | {"says": said}, (f"  {line}" for line in said))
         return
     for line in said:
-        say.line(f"  {line}")
+        say.print_line(f"  {line}")
     say.confirm(yes, "remove the documents")
-    removal = apply_removal(plant.ledger, found, current_user(), why, erase)
+    removal = apply_removal(plant.ledger, found, get_current_user(), why, erase)
     try:
         with plant.workspace.hold_lock(MODEL_LOOP):
             done = finish_pending_removals(plant)
@@ -110,11 +110,11 @@ def list_licence_claims(plant: Plant, say: AnswerPrinter) -> None:
     The strictest licence counts, by data.yaml as it is now. It counts for the release gate and for bundles. If the licence does not allow
     training, later segments are not trained on the text. 'factory data settle' decides which claim is right.
     """
-    from factory.data.licence_settlement import format_conflicts, group_conflicts
+    from factory.data.licence_settlement import format_licence_conflicts, group_licence_conflicts
     from factory.ingest.rules.policy import DataPolicy
 
-    found = group_conflicts(plant.ledger, DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences)
-    say(found, (f"  {line}" for line in format_conflicts(found)))
+    found = group_licence_conflicts(plant.ledger, DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences)
+    say(found, (f"  {line}" for line in format_licence_conflicts(found)))
 
 
 @register_command(data, "settle")
@@ -141,7 +141,7 @@ def settle_licence(
             "data.nothing_to_settle",
             "Give --document ID or --shard NAME. To see the conflicts: 'factory data claims'",
         )
-    done = settle_licence(plant.ledger, licence, document or [], shard or [], current_user(), why)
+    done = settle_licence(plant.ledger, licence, document or [], shard or [], get_current_user(), why)
     say(
         {"license": licence, "documents": [one.key for one in done]},
         Message(
@@ -162,5 +162,5 @@ def undo_removal(
     """Put back the documents of a removal."""
     from factory.data.removing import undo_removal
 
-    said = undo_removal(plant.ledger, number, current_user())
+    said = undo_removal(plant.ledger, number, get_current_user())
     say({"removal": number, "says": said}, f"  {said}")

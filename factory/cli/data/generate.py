@@ -88,13 +88,13 @@ def generate(
     made = write(plant, request, inbox=inbox)
     say(made.to_json())
     ends = ", ".join(f"{n} {ENDS[end]}" for end, n in sorted(made.ends.items()) if end in ENDS)
-    say.line(f"  {made.documents:,} documents by {made.written_by} in {made.path}{f' ({ends})' if ends else ''}")
+    say.print_line(f"  {made.documents:,} documents by {made.written_by} in {made.path}{f' ({ends})' if ends else ''}")
     if not made.ends:
-        say.line(Message("generate.exists", "  This shard was written before, so the command wrote nothing."))
+        say.print_line(Message("generate.exists", "  This shard was written before, so the command wrote nothing."))
     if inbox:
-        say.line(f"  inbox: {made.inbox}")
+        say.print_line(f"  inbox: {made.inbox}")
     else:
-        say.line(Message("generate.not_in_inbox", "  To train on this shard, run the same command with '--inbox'."))
+        say.print_line(Message("generate.not_in_inbox", "  To train on this shard, run the same command with '--inbox'."))
 
 
 ENDS = {

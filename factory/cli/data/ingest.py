@@ -69,7 +69,7 @@ def ingest(
     from factory.ingest.inbox import read_ingest_times
     from factory.ledger.file_events import SMALL_VOCABULARY
     from factory.ledger.ledger import record_event
-    from factory.releasable.recorded_report import update_report
+    from factory.releasable.recorded_report import update_report_if_stale
 
     if preview:
         if not paths or again or small_vocabulary:
@@ -119,7 +119,7 @@ def ingest(
         found = _gathered(plant, paths)
         done = _Done(plant.progress, found.broken, read_ingest_times(plant.ledger))
         _ingest_all(plant, found, done, again)
-        update_report(plant)
+        update_report_if_stale(plant)
     say([vars(report) for report in done.reports])
     done.end(found)
 
@@ -138,7 +138,7 @@ def _preview(workspace: Workspace, found: GatheredFiles, say: AnswerPrinter) -> 
             broken[pack.name] = str(error)
             continue
         for line in shown[-1].lines():
-            say.line(f"  {line}")
+            say.print_line(f"  {line}")
     stored = Message(
         "ingest.previewed",
         "The preview stored nothing. The preview does not look for duplicates or for quotes of held-out documents, but ingest "
@@ -162,7 +162,7 @@ def _gathered(plant: Plant, paths: list[str] | None) -> GatheredFiles:
             plant.progress.line(Message("ingest.quarantine_empty", "  No file is in quarantine."))
         return found
     found = gather_files(plant, paths)
-    if words := found.describe_left_out():
+    if words := found.describe_unsupported_files():
         plant.progress.line(f"  {words}")
     for why in found.broken.values():
         plant.progress.line(f"  {why}")

@@ -32,7 +32,7 @@ def provenance(
     ] = False,
 ) -> None:
     """Trace a document to the steps and releases that were trained on it, or a release to its runs, shards, documents and licences."""
-    from factory.show.pages.provenance import list_release_documents, trace_document, trace_release
+    from factory.show.pages.provenance import list_release_documents, read_document_provenance, read_release_provenance
 
     if (document is None) == (release is None) or (documents and release is None):
         raise InputError(
@@ -41,14 +41,14 @@ def provenance(
         )
     found: Any
     if document is not None:
-        found = trace_document(plant.ledger, document)
+        found = read_document_provenance(plant.ledger, document)
         lines = _document_lines(found)
     elif documents:
         for row in list_release_documents(plant.ledger, int(release or 0)):
             print(json.dumps(row, ensure_ascii=False))
         return
     else:
-        found = trace_release(plant.ledger, int(release or 0))
+        found = read_release_provenance(plant.ledger, int(release or 0))
         lines = _release_lines(found)
     say(found, lines)
 

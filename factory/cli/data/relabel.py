@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import AnswerPrinter, current_user, register_command
+from factory.cli.core.options import AnswerPrinter, get_current_user, register_command
 from factory.cli.data.data import RepeatedOption, data
 from factory.core.errors import InputError
 from factory.ledger.plant import Plant
@@ -66,9 +66,9 @@ def relabel_data(
     with plant.workspace.hold_lock(MODEL_LOOP):
         found = plan_relabelling(plant, chosen, change)
         for line in found.lines:
-            say.line(f"  {line}")
+            say.print_line(f"  {line}")
         say.confirm(yes, "relabel the documents")
-        number = apply_relabelling(plant, found, current_user(), why)
+        number = apply_relabelling(plant, found, get_current_user(), why)
     done = Message(
         "relabel.done",
         "  The documents are relabelled. The ledger records the change as relabel {number}.",

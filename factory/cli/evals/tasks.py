@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory.cli.core.options import AnswerPrinter, current_user, register_command
+from factory.cli.core.options import AnswerPrinter, get_current_user, register_command
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
@@ -35,7 +35,7 @@ def list_tasks(plant: Plant, say: AnswerPrinter) -> None:
     found: list[dict[str, Any]] = []
     folder = list_tasks(task_folder(plant.workspace))
     for name in folder.tasks:
-        row: dict[str, Any] = {"task": name, **policy.settings_of(name).model_dump()}
+        row: dict[str, Any] = {"task": name, **policy.get_settings_of_task(name).model_dump()}
         try:
             row |= _described(load_task_by_name(plant.workspace, name, policy))
         except TaskError as error:
@@ -47,13 +47,13 @@ def list_tasks(plant: Plant, say: AnswerPrinter) -> None:
     for row in found:
         tier = f"every {row['every']}." if row["tier"] == "every" else row["tier"]
         about = row.get("problem") or f"{row['format']}, {row['items']} items"
-        say.line(f"{row['task']}  {tier}  {about}")
+        say.print_line(f"{row['task']}  {tier}  {about}")
         if "metrics" in row:
-            say.line(f"    candidate {row['candidate']}: {_scores(row['metrics'])}")
+            say.print_line(f"    candidate {row['candidate']}: {_scores(row['metrics'])}")
     for name, why in folder.others.items():
-        say.line(f"{name}: {why}")
+        say.print_line(f"{name}: {why}")
     if not found:
-        say.line(
+        say.print_line(
             Message(
                 "tasks.none",
                 "  {folder} has no task file. docs/TASKS.md explains how to write a task.",
@@ -95,14 +95,14 @@ def check(
     )
     say(found, sound)
     if said := proof.describe():
-        say.line(f"  proven: {'; '.join(said)}")
+        say.print_line(f"  proven: {'; '.join(said)}")
     for words in (
         *task.notes,
         *(f"{name}: {why}" for name, why in list_tasks(task_folder(plant.workspace)).others.items()),
     ):
-        say.line(f"  {words}")
+        say.print_line(f"  {words}")
     if hits:
-        say.line(
+        say.print_line(
             Message(
                 "tasks.contaminated",
                 "  {hits} of {items} items are in training data that was ingested before the task. The first of "
@@ -137,7 +137,7 @@ def run(
     policy = TasksPolicy.load(plant.workspace.policy_path("tasks.yaml"))
     task = load_task_by_name(plant.workspace, name, policy)
     if take_baseline:
-        tiers.take_baseline(plant, task, policy, current_user())
+        tiers.measure_new_baseline(plant, task, policy, get_current_user())
     best = find_champion(plant.ledger)
     number = candidate if candidate is not None else best.candidate if best else None
     if number is None:
@@ -148,12 +148,12 @@ def run(
         {"candidate": number, "evaluation": row.id, "held": changed, **row.summary},
         f"  candidate {number}, {task.name}: {_scores(row.summary['metrics'])}",
     )
-    say.line(
+    say.print_line(
         f"    {row.summary['items']} items of {row.summary['clusters']} sources; {task.format}; {row.summary['device']}"
     )
     for words in (*_notes(row.summary), changed):
         if words:
-            say.line(f"    {words}")
+            say.print_line(f"    {words}")
 
 
 def _described(task: EvalTask) -> dict[str, Any]:

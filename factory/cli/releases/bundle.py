@@ -59,16 +59,16 @@ def verify(
                     "The reasons of the verdict have other texts in the bundle, because another version of the judge wrote them.",
                 )
             )
-    if not found.ok:
+    if not found.is_verified:
         raise typer.Exit(1)
 
 
 def write_and_print_bundle(plant: Plant, number: int, options: BundleOptions) -> None:
     """Write the bundle of a release, and print its folder and the fingerprint of the signer."""
-    from factory.bundles.writing import write_bundle
+    from factory.bundles.writing import write_release_bundle
     from factory.show.unshown_items import show_unshown_items
 
-    written = write_bundle(plant, number, options)
+    written = write_release_bundle(plant, number, options)
     bundled = Message(
         "bundle.written", "  The bundle of release {release} is in {folder}", release=number, folder=written.folder
     )

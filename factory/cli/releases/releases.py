@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.core.options import AnswerPrinter, current_user, register_command
+from factory.cli.core.options import AnswerPrinter, get_current_user, register_command
 from factory.ledger.plant import Plant
 from factory.release.gguf.gguf_type import GgufType
 from kernels.contract.message import Message
@@ -40,13 +40,13 @@ def list_releases(plant: Plant, say: AnswerPrinter) -> None:
             f"{name:<11} candidate {row['candidate']:<3} {row['state']:<18} {format_local_time(row['at'])}",
             f"{judged:<24}",
         ]
-        say.line("  ".join(["", *words, f"{_gain(row['gain']):<42}", mark]).rstrip())
+        say.print_line("  ".join(["", *words, f"{_gain(row['gain']):<42}", mark]).rstrip())
     if not found:
-        say.line(Message("releases.no_candidate", "  There is no candidate yet."))
+        say.print_line(Message("releases.no_candidate", "  There is no candidate yet."))
     for row in found:
         if row["state"] == "waits for approval":
             number = row["candidate"]
-            say.line(
+            say.print_line(
                 Message(
                     "releases.waits",
                     "  Candidate {candidate} waits for your decision: 'factory releases show c{candidate}', then "
@@ -62,9 +62,9 @@ def show_release(plant: Plant, say: AnswerPrinter, name: ReleaseName) -> None:
 
     For a release, the command to serve it is shown too.
     """
-    from factory.show.pages.release_facts import release_details
+    from factory.show.pages.release_facts import read_release_details
 
-    found = release_details(plant, name)
+    found = read_release_details(plant, name)
     say(found, _lines(found))
 
 
@@ -150,29 +150,29 @@ def diff_releases(plant: Plant, say: AnswerPrinter, one: ReleaseName, other: Rel
     for name, gain in measured["gains"].items():
         levels = measured["bits_per_byte"].get(name)
         words = f": {_number(levels[0])} → {_number(levels[1])} bits per byte" if levels else ""
-        say.line(f"  {name}{words}  {_gain(gain)}" + (f"  {gain['shows']}" if gain else ""))
+        say.print_line(f"  {name}{words}  {_gain(gain)}" + (f"  {gain['shows']}" if gain else ""))
     if not measured["same_items"]:
         for name, (before, after) in measured["bits_per_byte"].items():
-            say.line(f"  {name}: {_number(before)} → {_number(after)} bits per byte")
-        say.line(
+            say.print_line(f"  {name}: {_number(before)} → {_number(after)} bits per byte")
+        say.print_line(
             Message(
                 "releases.other_items",
                 "  The two candidates were measured on different held-out items. Therefore their numbers may not be "
                 "comparable, and no interval is computed.",
             )
         )
-    say.line(f"  steps      {found['steps'][0]} → {found['steps'][1]}")
+    say.print_line(f"  steps      {found['steps'][0]} → {found['steps'][1]}")
     for key, (before, after) in found["recipe"].items():
-        say.line(f"  recipe     {key}: {before} → {after}")
-    say.line(f"  tokens     {data['tokens'][0]:,} → {data['tokens'][1]:,}")
+        say.print_line(f"  recipe     {key}: {before} → {after}")
+    say.print_line(f"  tokens     {data['tokens'][0]:,} → {data['tokens'][1]:,}")
     for word, names in (("added", data["added"]), ("left out", data["left_out"])):
-        say.line(f"  data {word}: {', '.join(names) or 'nothing'}")
+        say.print_line(f"  data {word}: {', '.join(names) or 'nothing'}")
     same = code["commits"][0] == code["commits"][1]
-    say.line(f"  code       {code['commits'][0][:12]}" + (", the same" if same else f" → {code['commits'][1][:12]}"))
+    say.print_line(f"  code       {code['commits'][0][:12]}" + (", the same" if same else f" → {code['commits'][1][:12]}"))
     for line in code["between"][:SHOWN_COMMITS]:
-        say.line(f"             {line}")
+        say.print_line(f"             {line}")
     if len(code["between"]) > SHOWN_COMMITS:
-        say.line(f"             and {len(code['between']) - SHOWN_COMMITS} more")
+        say.print_line(f"             and {len(code['between']) - SHOWN_COMMITS} more")
 
 
 @register_command(commands, "approve")
@@ -183,7 +183,7 @@ def approve_candidate(plant: Plant, say: AnswerPrinter, candidate: Candidate) ->
     from factory.show.unshown_items import show_unshown_items
 
     verdict = get_newest_verdict(plant.ledger, candidate)
-    number = release_candidate(plant, verdict.id, approved_by=current_user())
+    number = release_candidate(plant, verdict.id, approved_by=get_current_user())
     show_unshown_items(plant)
     _say_released(plant, say, number, "approved_by", "approved by")
 
@@ -201,10 +201,10 @@ def reject_candidate(
     from factory.show.unshown_items import show_unshown_items
 
     verdict = get_newest_verdict(plant.ledger, candidate)
-    record_rejection(plant, verdict.id, current_user(), why)
+    record_rejection(plant, verdict.id, get_current_user(), why)
     show_unshown_items(plant)
     say(
-        {"candidate": candidate, "verdict": verdict.id, "rejected_by": current_user(), "why": why},
+        {"candidate": candidate, "verdict": verdict.id, "rejected_by": get_current_user(), "why": why},
         Message(
             "releases.rejected",
             "  Candidate {candidate} is rejected (verdict {verdict}).",
@@ -230,7 +230,7 @@ def override_hold(
     from factory.release.releases import release_held_candidate
     from factory.show.unshown_items import show_unshown_items
 
-    number = release_held_candidate(plant, candidate, current_user(), reason)
+    number = release_held_candidate(plant, candidate, get_current_user(), reason)
     show_unshown_items(plant)
     _say_released(plant, say, number, "overridden_by", "overridden by")
 
@@ -265,11 +265,11 @@ def roll_back(
     ] = None,
 ) -> None:
     """Make an older release champion again. 'factory serve' switches to it at once."""
-    from factory.release.releases import find_replaced_release, roll_back_to
+    from factory.release.releases import find_release_replaced_by_champion, roll_back_to_release
     from factory.show.unshown_items import show_unshown_items
 
-    number = number or find_replaced_release(plant.ledger)
-    roll_back_to(plant, number)
+    number = number or find_release_replaced_by_champion(plant.ledger)
+    roll_back_to_release(plant, number)
     show_unshown_items(plant)
     say({"champion": number})
 
@@ -314,8 +314,8 @@ def write_gguf(
         tensors=made.tensors,
         bytes=made.bytes,
     )
-    say.line(written)
-    say.line(
+    say.print_line(written)
+    say.print_line(
         Message(
             "releases.try_gguf",
             "  To try the file: 'llama-cli -m {file}'. For Ollama, write a Modelfile with 'FROM {file}'.",

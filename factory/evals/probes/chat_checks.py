@@ -24,7 +24,7 @@ from factory.evals.probes.conversations import (
 )
 from factory.ingest.chat_template import break_special_tokens
 from factory.ingest.shapes.chats import ReadingNotes, add_tools, read_turns
-from factory.ingest.tokenizer import Tokenizer, template_shows_calls
+from factory.ingest.tokenizer import Tokenizer, has_template_with_tool_calls
 from kernels.contract.message import Message
 
 AGAIN = Message(
@@ -50,7 +50,7 @@ class ProbeRequest:
     texts: Sequence[str]
     chats: Sequence[Chat]
 
-    def request(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the keys of the probe's request. It has each whole chat, and the first message of each chat as a prompt that waits for an answer."""
         waiting = [*WAITING, *(chat[:1] for chat in self.chats)]
         texts = [*TEXTS, *SPACED_TEXTS, *self.texts]
@@ -59,7 +59,7 @@ class ProbeRequest:
 
 def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any]) -> list[ProbeCheck]:
     """Return all checks that compare ids."""
-    request = asked.request()
+    request = asked.to_json()
     ids_of_text = [tokenizer.encode_text_prompt(text).tolist() for text in request["texts"]]
     wrong_texts = [text for text, a, b in zip(request["texts"], answer["texts"], ids_of_text, strict=True) if a != b]
     spaced = [text for text in wrong_texts if text in SPACED_TEXTS]
@@ -80,7 +80,7 @@ def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any
     # The check 'injected_role' covers refused roles. An older template prints no tools.
     known = [row for row in waiting if not any(row[0] is chat for chat in INJECTED_CHATS)]
     calling = [row for row in known if any(row[0] is chat for chat in (*CALLED_CHATS, *TYPED_CALLS))]
-    if template_shows_calls(tokenizer.folder):
+    if has_template_with_tool_calls(tokenizer.folder):
         offered = [_found(chat, tools) for chat, _, tools in known if tools != _trained(tokenizer, chat, TOOLS)]
         offered += [_found(chat, got) for chat, got, _ in calling if got != _trained(tokenizer, chat, [])]
     else:
@@ -96,7 +96,7 @@ def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any
     ]
 
 
-def quote_start(content: str | None) -> str:
+def quote_text_start(content: str | None) -> str:
     """Return the start of a text, quoted for a message of one line."""
     return repr((content or "")[:40])
 
@@ -127,7 +127,7 @@ def _spelled(tokenizer: Tokenizer, waiting: Sequence[Any], chats: Sequence[Chat]
 
 def _found(chat: Chat, got: Answered) -> str:
     last = chat[-1]
-    return f"{last['role'][:20]!r}: {quote_start(last['content'])}" + (f" ({got})" if isinstance(got, str) else "")
+    return f"{last['role'][:20]!r}: {quote_text_start(last['content'])}" + (f" ({got})" if isinstance(got, str) else "")
 
 
 def _same_ids(name: str, what: str, wrong: list[str], todo: Message) -> ProbeCheck:

@@ -1,6 +1,6 @@
 """Compares a serving engine's answers over HTTP with the judge's own tokenizer and model.
 
-``make_fixture`` gives the judge's answers as JSON values. If the log-probabilities of the two likeliest tokens are too close, either token is right,
+``make_engine_fixture`` gives the judge's answers as JSON values. If the log-probabilities of the two likeliest tokens are too close, either token is right,
 and the comparison of that continuation ends before it.
 """
 
@@ -46,7 +46,7 @@ class NothingToCompareError(CodedError):
     """The fixture has nothing that the engine can be compared on."""
 
 
-def make_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_by_default: bool) -> Fixture:
+def make_engine_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_by_default: bool) -> Fixture:
     """Return the answers of the judge's tokenizer and ``model``.
 
     ``greedy_by_default``: whether the export's sampling defaults are greedy. If so, they are checked too.

@@ -18,13 +18,13 @@ import httpx
 
 from factory.core.launching import run_in_background_process
 from factory.core.untrusted_trainer_files import read_tail
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.evals.probes.checks import OF_ENGINE, ProbeCheck
 from factory.evals.probes.engine import EngineClient, Fixture
 from kernels.contract.message import Message
 
 NATIVE, VLLM = "factory.serving.native.server", "factory.serving.vllm"  # ``python -m MODULE EXPORT SOCKET``
-VLLM_PROGRAM = checkout_root() / ".venv-serve" / "bin" / "vllm"
+VLLM_PROGRAM = find_checkout_root() / ".venv-serve" / "bin" / "vllm"
 MODEL_NAME = "factory-lm"
 TOLERANCE = 1e-3  # nats between two programs in fp32
 TOLERANCE_BF16 = 0.1  # vLLM on a GPU
@@ -58,7 +58,7 @@ class EngineProcess:
                 "vllm_seconds) in policies/evals.yaml",
                 seconds=seconds,
             )
-            return [ProbeCheck(name, None, prefix_engine_name(self.name, late)) for name in OF_ENGINE]
+            return [ProbeCheck(name, None, make_engine_detail(self.name, late)) for name in OF_ENGINE]
         except (httpx.HTTPError, ChildProcessError) as error:
             ended = Message(
                 "engine_process.ended",
@@ -70,8 +70,8 @@ class EngineProcess:
                 "The check was skipped, because the engine did not start. See the check engine_start",
             )
             return [
-                ProbeCheck("engine_start", False, prefix_engine_name(self.name, ended)),
-                *(ProbeCheck(name, None, prefix_engine_name(self.name, skipped)) for name in OF_ENGINE[1:]),
+                ProbeCheck("engine_start", False, make_engine_detail(self.name, ended)),
+                *(ProbeCheck(name, None, make_engine_detail(self.name, skipped)) for name in OF_ENGINE[1:]),
             ]
         started = Message(
             "engine_process.started",
@@ -79,7 +79,7 @@ class EngineProcess:
             seconds=time.monotonic() - began,
         )
         up = ProbeCheck("engine_start", True, started)
-        return [ProbeCheck(check.name, check.ok, prefix_engine_name(self.name, check.detail)) for check in (up, *found)]
+        return [ProbeCheck(check.name, check.ok, make_engine_detail(self.name, check.detail)) for check in (up, *found)]
 
     async def _check(self, fixture: Fixture) -> list[ProbeCheck]:
         transport = httpx.AsyncHTTPTransport(uds=str(self.folder / "socket"))
@@ -102,12 +102,12 @@ class EngineProcess:
         return "" if self.process.returncode is None else f"{lines[-1][:300] if lines else 'no output'}"
 
 
-def prefix_engine_name(engine: str, detail: str) -> Message:
+def make_engine_detail(engine: str, detail: str) -> Message:
     """Return the detail of a check, with the engine's name before it."""
     return Message("engine_process.detail", "{engine}: {detail}", engine=engine, detail=detail)
 
 
-def why_vllm_cannot_run(head_dim: int) -> Message | None:
+def find_vllm_obstacle(head_dim: int) -> Message | None:
     """Return why vLLM cannot run a model with this ``head_dim`` on this machine; None if there is no known reason."""
     if head_dim in VLLM_CPU_HEAD_DIMS or Path("/dev/nvidia0").exists():
         return None
@@ -131,7 +131,7 @@ def start_engine(module: str, export: Path) -> Iterator[EngineProcess]:
     kept = NO_GPU | {"HOME": str(folder)} if module == NATIVE else {}
     try:
         command = [sys.executable, "-m", module, str(export), str(folder / "socket")]
-        environment = os.environ | {"PYTHONPATH": str(checkout_root())} | kept
+        environment = os.environ | {"PYTHONPATH": str(find_checkout_root())} | kept
         with run_in_background_process(command, folder, folder / "log", environment) as process:
             yield EngineProcess(module, folder, process)
     finally:

@@ -36,7 +36,7 @@ class ProbeAnswer:
     out_of_time: bool = False  # the time limit ended the probe, which says nothing about the export
 
 
-def run_probe(request: dict[str, Any], seconds: int) -> ProbeAnswer:
+def run_transformers_probe(request: dict[str, Any], seconds: int) -> ProbeAnswer:
     """Run the probe. If its time runs out, run it once more with more time. Nothing in the export can make the function raise."""
     first = _attempt(request, seconds)
     return _attempt(request, AGAIN * seconds) if first.out_of_time else first

@@ -11,11 +11,11 @@ from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import suggest_name
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.stage_interface import PatchCase, not_needed_evidence
-from kernels.contract.choice import EVERY_OP, UNTUNED, device_section, implementation_names, replace_auto
+from factory.gates.stage_interface import PatchCase, make_not_needed_evidence
+from kernels.contract.choice import EVERY_OP, UNTUNED, read_device_section, split_implementation_names, replace_auto
 from kernels.contract.message import Message
 
-NO_OP = not_needed_evidence(Message("patch.no_op", "The patch changes no op."))
+NO_OP = make_not_needed_evidence(Message("patch.no_op", "The patch changes no op."))
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,22 @@ class ChangedOp:
     after: str
 
 
-def find_changed_sections(before: bytes | None, after: bytes | None) -> list[str]:
+def find_changed_sections_of_kernels_file(before: bytes | None, after: bytes | None) -> list[str]:
     """Return the top-level keys of kernels.yaml (the devices, and ``fallback``) whose values the patch changes."""
     old, new = (found if isinstance(found := yaml.safe_load(text or b"{}"), dict) else {} for text in (before, after))
     return sorted(str(key) for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
-def find_other_devices(before: bytes | None, after: bytes | None) -> list[Message]:
+def find_sections_of_other_devices(before: bytes | None, after: bytes | None) -> list[Message]:
     """Return a message for each changed section of kernels.yaml that is for another device, so that no run here can judge it."""
-    here = devices.device_kind()
+    here = devices.get_device_kind()
     return [
         Message(
             "patch.other_device",
             "{file}: the section {section!r} is for another device, so this machine cannot judge it. Change only the section {here!r}.",
             file=KERNELS, section=key, here=here,
         )
-        for key in find_changed_sections(before, after)
+        for key in find_changed_sections_of_kernels_file(before, after)
         if key != here
     ]  # fmt: skip
 
@@ -53,7 +53,7 @@ def find_unknown_ops(text: bytes | None) -> list[Message]:
     >>> find_unknown_ops(b"cpu: {swigul: reference}")
     ["policies/kernels.yaml: the section 'cpu' names 'swigul', which is not an op; did you mean 'swiglu'?"]
     """
-    wrong = [(device, op) for device in UNTUNED for op in device_section(text, device) if op not in EVERY_OP]
+    wrong = [(device, op) for device in UNTUNED for op in read_device_section(text, device) if op not in EVERY_OP]
     return [
         Message(
             "patch.unknown_op",
@@ -73,8 +73,8 @@ def find_changed_ops(
     """
     old, new = (
         {
-            op: implementation_names(choice)[0]
-            for op, choice in replace_auto(device_section(text, device), tuned).items()
+            op: split_implementation_names(choice)[0]
+            for op, choice in replace_auto(read_device_section(text, device), tuned).items()
         }
         for text in (before, after)
     )
@@ -84,7 +84,7 @@ def find_changed_ops(
     return [pair for pair in pairs if all_ops or pair.before != pair.after]
 
 
-def changed_ops_of_patch(case: PatchCase[PatchPolicy]) -> list[ChangedOp]:
+def find_changed_ops_of_patch(case: PatchCase[PatchPolicy]) -> list[ChangedOp]:
     tuned = case.start.kernels if case.start else {}
     after = (case.candidate / KERNELS).read_bytes()
-    return find_changed_ops(case.base_bytes(KERNELS), after, case.paths, devices.device_kind(), tuned)
+    return find_changed_ops(case.read_base_file(KERNELS), after, case.changed_paths, devices.get_device_kind(), tuned)

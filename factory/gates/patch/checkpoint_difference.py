@@ -12,10 +12,10 @@ import torch
 
 from factory.runs.distance import (
     find_value_differences,
-    relative_size,
+    compute_relative_size,
     sum_distances,
-    sum_distances_by_kind,
-    tensor_distances,
+    sum_moment_distances_by_kind,
+    measure_tensor_distances,
 )
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
@@ -34,18 +34,18 @@ def compute_weight_drift(
 
     With ``include_worst_tensor``, half the ratio of the worst tensor if that is larger.
     """
-    each = tensor_distances(baseline, candidate, origin).values()
-    worst = max((one.share for one in each), default=0.0)
-    whole = sum_distances(each).share
+    each = measure_tensor_distances(baseline, candidate, origin).values()
+    worst = max((one.share_of_size for one in each), default=0.0)
+    whole = sum_distances(each).share_of_size
     return min(max(whole, worst / 2) if include_worst_tensor else whole, UNMOVED_DISTANCE)
 
 
-def squared_moment_distances(one: Checkpoint | None, other: Checkpoint | None) -> dict[str, float]:
+def compute_squared_moment_distances(one: Checkpoint | None, other: Checkpoint | None) -> dict[str, float]:
     """Return the squared distance of two optimiser states by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``)."""
     assert one is not None and other is not None
     return {
         kind: found.apart**2
-        for kind, found in sum_distances_by_kind(tensor_distances(other.optimizer, one.optimizer)).items()
+        for kind, found in sum_moment_distances_by_kind(measure_tensor_distances(other.optimizer, one.optimizer)).items()
     }
 
 
@@ -64,7 +64,7 @@ def find_checkpoint_difference(
         return _different_state(other)
     for key in ROUNDED_STATE_KEYS:
         if any(
-            far.share > ROUNDED for _, far in find_value_differences(baseline.state.get(key), candidate.state.get(key))
+            far.share_of_size > ROUNDED for _, far in find_value_differences(baseline.state.get(key), candidate.state.get(key))
         ):
             return _different_state([key])
     if _without_computing(candidate.state.get("recipe")) != _without_computing(baseline.state.get("recipe")):
@@ -81,8 +81,8 @@ def find_checkpoint_difference(
             return Message(
                 "patch.optimiser_step", "the optimiser's tensor {tensor} differs from the baseline's", tensor=name
             )
-    for kind, square in sorted(squared_moment_distances(candidate, baseline).items()):
-        off = relative_size(square, skip_distances.get(kind, 0.0)) ** 0.5
+    for kind, square in sorted(compute_squared_moment_distances(candidate, baseline).items()):
+        off = compute_relative_size(square, skip_distances.get(kind, 0.0)) ** 0.5
         if off > max_drift:
             return Message(
                 "patch.optimiser_apart",

@@ -20,11 +20,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 RECORDER_FILE = Path(__file__)
-Instruction = tuple[str, int]  # (name of a code object by ``code_name``, offset in it)
+Instruction = tuple[str, int]  # (name of a code object by ``name_code_object``, offset in it)
 SourceSpan = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
 
 
-def code_name(code: CodeType) -> str:
+def name_code_object(code: CodeType) -> str:
     """Return a name that is the same in every process for the same code at the same place. Functions on the same line have different names."""
     made = zlib.crc32(code.co_code + repr(list(code.co_positions())).encode())
     return f"{code.co_qualname}:{code.co_firstlineno}:{made:08x}"
@@ -34,7 +34,7 @@ def _names(path: str) -> Iterator[str]:
     """Yield the names of all code objects of a file, compiled from its text; nothing if the text does not compile."""
     try:
         yield from map(
-            code_name, iterate_code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True))
+            name_code_object, iterate_code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True))
         )
     except (OSError, SyntaxError, ValueError):
         return
@@ -62,7 +62,7 @@ class ExecutedCode:
     traced: dict[str, set[SourceSpan]] = field(default_factory=dict)
     launched: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add_record(self, record: Mapping[str, Any]) -> None:
         """Add a record of ``ExecutionRecorder.to_json``. Raises: KeyError, TypeError, ValueError for a malformed record."""
         for path, lines in record["lines"].items():
             self.lines.setdefault(path, set()).update(int(line) for line in lines)
@@ -73,8 +73,8 @@ class ExecutedCode:
         for path, spans in record["launched"].items():
             self.launched.setdefault(path, set()).update((int(first), int(last)) for first, last in spans)
 
-    def merge(self, other: ExecutedCode) -> None:
-        self.add({name: getattr(other, name) for name in ("lines", "instructions", "traced", "launched")})
+    def merge_executed_code(self, other: ExecutedCode) -> None:
+        self.add_record({name: getattr(other, name) for name in ("lines", "instructions", "traced", "launched")})
 
 
 class ExecutionRecorder:
@@ -150,7 +150,7 @@ class ExecutionRecorder:
             return None
         if name in self.precise:
             if id(code) not in self.seen:
-                own = code_name(code)
+                own = name_code_object(code)
                 self.seen[id(code)] = code, own if own in self.precise[name] else ""
             if not self.seen[id(code)][1]:
                 return None  # torch.compile runs its own code under the function's name

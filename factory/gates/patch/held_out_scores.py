@@ -12,11 +12,11 @@ from factory.evals.export_config import parse_config
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import select_held_out_documents
-from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte_by_domain, encode_documents, score_bits_per_byte
+from factory.evals.tasks import EvalItem, ScoredText, compute_bits_per_byte_by_domain, encode_documents, score_bits_per_byte
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.plant import Plant
-from trainer.contract.checkpoint.export import hf_config, hf_tensors
+from trainer.contract.checkpoint.export import make_hf_config, rename_tensors_for_hf
 from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.recipe import Recipe
 
@@ -40,7 +40,7 @@ def read_held_out_texts(
 def make_reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceModel:
     """Return the judge's own model with these weights. ``weights``: the trainer's name → tensor."""
     shape = Recipe.parse(recipe).model
-    return ReferenceModel(parse_config(hf_config(shape, "float32"), "recipe"), hf_tensors(weights, shape))
+    return ReferenceModel(parse_config(make_hf_config(shape, "float32"), "recipe"), rename_tensors_for_hf(weights, shape))
 
 
 def score_weights(
@@ -54,10 +54,10 @@ def measure_bits_per_byte(
     weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy
 ) -> dict[str, float]:
     """Return domain → bits per byte."""
-    return bits_per_byte_by_domain(score_weights(weights, recipe, texts, policy))
+    return compute_bits_per_byte_by_domain(score_weights(weights, recipe, texts, policy))
 
 
-def gains_by_document(ours: Sequence[EvalItem], theirs: Sequence[EvalItem]) -> dict[str, list[float]]:
+def compute_gains_by_document(ours: Sequence[EvalItem], theirs: Sequence[EvalItem]) -> dict[str, list[float]]:
     """Return domain → the gains of ``ours`` over ``theirs`` in bits per byte, one for each source document. Both score the same documents."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for mine, other in zip(ours, theirs, strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 
 from factory.gates.patch.policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
-from factory.gates.stage_interface import no_evidence_message, read_reasons, stage_failed_message, tries_unknown_message
+from factory.gates.stage_interface import make_no_evidence_message, read_reasons, make_stage_failed_message, make_tries_unknown_message
 from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "oracle", "exploits", "isolated", "matrix", "training", "evals")
@@ -51,12 +51,12 @@ def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
         state = stage.get("state")
         said = read_reasons(stage)
         if state == "failed":
-            return Verdict(REJECT, tuple(said or [stage_failed_message(name)]))
+            return Verdict(REJECT, tuple(said or [make_stage_failed_message(name)]))
         if state != "passed" and not (state == "not needed" and name in OPTIONAL_STAGES):
-            return Verdict(HOLD, tuple(said or [no_evidence_message(name)]))
+            return Verdict(HOLD, tuple(said or [make_no_evidence_message(name)]))
     tries = evidence.get("tries")
     if not isinstance(tries, int) or tries < 1:
-        return Verdict(HOLD, (tries_unknown_message(),))
+        return Verdict(HOLD, (make_tries_unknown_message(),))
     verdict = judge_training(policy.training, stages["training"], tries)
     return _judge_evals(policy.evals, stages["evals"], verdict) if verdict.outcome == PROMOTE else verdict
 
@@ -73,7 +73,7 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
     again = judge_measurement(policy, repeated, tries, repeats=True)
     if again.outcome == PROMOTE:  # nothing selected the second measurement by its result, so it is reported
         return Verdict(PROMOTE, (*again.reasons, _measurement(1, seen), *seen.reasons[1:]))
-    if is_training_different(policy, repeated):
+    if are_training_results_different(policy, repeated):
         return again
     said = (*seen.reasons, _measurement(2, again), *again.reasons[1:])
     if again.outcome == REJECT:
@@ -109,8 +109,8 @@ def judge_measurement(
                 ),
             ),
         )
-    if is_training_different(policy, found):
-        return Verdict(REJECT, (training_difference_message(policy, found),))
+    if are_training_results_different(policy, found):
+        return Verdict(REJECT, (make_training_difference_message(policy, found),))
     result = compute_wall_clock_gain(policy, found, tries)
     if result is None:
         return Verdict(
@@ -123,7 +123,7 @@ def judge_measurement(
         ratio=result.ratio, lower=result.lower, noise=result.noise, drift=drift,
     )  # fmt: skip
     needed = max(policy.min_gain, result.noise)
-    if result.noise > policy.noise_allowed(_measurements(found)):
+    if result.noise > policy.compute_allowed_noise(_measurements(found)):
         return _judge_noisy(policy, found, result, times, tries)
     if result.lower > policy.min_gain and result.ratio > needed:
         enough = repeats or found.get("new_code") is False
@@ -144,13 +144,13 @@ def judge_measurement(
     return Verdict(REJECT, (no_gain, times))
 
 
-def is_training_different(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
+def are_training_results_different(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
     """True if the weights of candidate and baseline, after the same steps on the same data, are too far apart."""
     drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
     return drift is not None and control is not None and drift > policy.max_drift * control
 
 
-def smaller_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
+def find_smaller_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
     """Return the smaller gain of the two measurements, because code may detect which measurement it is in. None: no gain was measured."""
     repeated = found.get("again")
     measured = [
@@ -180,7 +180,7 @@ def _judge_noisy(
     Fewer threads cannot lower the CPU time of the busiest thread. The wall clock must not contradict them.
     """
     measurements = _measurements(found)
-    allowed = policy.noise_allowed(measurements)
+    allowed = policy.compute_allowed_noise(measurements)
     before = [_number(other.get("noise")) for other in found.get("discarded") or () if isinstance(other, Mapping)]
     noisy = Message(
         "patch.too_noisy",
@@ -230,15 +230,15 @@ def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, trie
     return compute_step_gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
 
 
-def training_difference_message(policy: TrainingPolicy, found: Mapping[str, Any]) -> Message:
-    """Return the reason to reject a patch for which ``is_training_different`` is true."""
+def make_training_difference_message(policy: TrainingPolicy, found: Mapping[str, Any]) -> Message:
+    """Return the reason to reject a patch for which ``are_training_results_different`` is true."""
     steps, drift, control = found.get("steps", policy.steps), found["drift"], found["control_drift"]
     return Message(
         "patch.training_differs",
         "The training results differ: after {steps} steps, the distance of the candidate's weights from the baseline's is {drift:.3f} of the "
         "distance that training moved them. At most {allowed:.3f} is allowed: {share:g} times the distance that results from leaving out {skipped} "
         "of {steps} steps.",
-        steps=steps, drift=drift, allowed=policy.max_drift * control, share=policy.max_drift, skipped=policy.steps_worth_min_gain(steps),
+        steps=steps, drift=drift, allowed=policy.max_drift * control, share=policy.max_drift, skipped=policy.count_steps_worth_min_gain(steps),
     )  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
             return Verdict(HOLD, (few,))
         mean = sum(known) / len(known)
         deviation = math.sqrt(sum((x - mean) ** 2 for x in known) / (len(known) - 1))
-        reach = t_quantile(1 - (1 - policy.confidence) / len(gains), len(known) - 1) * deviation / math.sqrt(len(known))
+        reach = compute_t_quantile(1 - (1 - policy.confidence) / len(gains), len(known) - 1) * deviation / math.sqrt(len(known))
         change = Message(
             "patch.domain_change",
             "in {domain}, bits per byte change by {change:+.4f} (upper bound {most:+.4f}, measured on {documents} documents)",
@@ -352,16 +352,16 @@ def compute_step_gain(policy: TrainingPolicy, baseline: object, candidate: objec
     degrees = len(a) + len(b) - 2
     mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
     variance = (sum((x - mean_a) ** 2 for x in a) + sum((x - mean_b) ** 2 for x in b)) / degrees
-    reach = t_quantile(1 - (1 - policy.confidence) / tries, degrees) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
+    reach = compute_t_quantile(1 - (1 - policy.confidence) / tries, degrees) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
     found = mean_a - mean_b
     bounds = [min(max(x, -700.0), 700.0) for x in (found, found - reach, found + reach, max(a) - min(a))]
     return StepGain(*map(math.exp, bounds))
 
 
-def t_quantile(share: float, degrees: int) -> float:
+def compute_t_quantile(share: float, degrees: int) -> float:
     """Return the value below which ``share`` of Student's t distribution with ``degrees`` degrees of freedom lies.
 
-    >>> round(t_quantile(0.975, 1), 3), round(t_quantile(0.975, 30), 3)
+    >>> round(compute_t_quantile(0.975, 1), 3), round(compute_t_quantile(0.975, 30), 3)
     (12.706, 2.042)
     """
     from scipy.stats import t  # the import takes half a second, so only a verdict imports it

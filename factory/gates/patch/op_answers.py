@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import fold_to_one_line
 from factory.core import devices
 from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode
 from factory.gates.patch.policy import OraclePolicy
-from factory.gates.stage_interface import StageEvidence, failed_evidence, missing_evidence, passed_evidence
+from factory.gates.stage_interface import StageEvidence, make_failed_evidence, make_missing_evidence, make_passed_evidence
 from factory.gates.time_limits import (
     TimeLimits,
-    baseline_stopped_message,
-    out_of_time_evidence,
+    make_baseline_stopped_message,
+    make_out_of_time_evidence,
     run_with_limits,
-    stopped_message,
+    make_stopped_message,
 )
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
@@ -71,13 +71,13 @@ class OpAnswers:
     instructions: Sequence[str] = ()  # files of the candidate whose execution is recorded
     executed: ExecutedCode = field(default_factory=ExecutedCode)  # of these files
 
-    def evidence(self, job_numbers: Sequence[int], passed_reason: Message, *, last: bool) -> StageEvidence:
+    def make_evidence(self, job_numbers: Sequence[int], passed_reason: Message, *, last: bool) -> StageEvidence:
         """Return the evidence of the jobs with these numbers. ``passed_reason``: the reason if all answers are right.
 
         ``last``: these are the last jobs of the process, so an early end of the process counts as their failure.
         """
         if self.missing:
-            return out_of_time_evidence(self.missing) if self.out_of_time else missing_evidence(self.missing)
+            return make_out_of_time_evidence(self.missing) if self.out_of_time else make_missing_evidence(self.missing)
         reasons: list[Message] = []
         worst, broken = 0.0, last and bool(self.died)
         for number in job_numbers:
@@ -103,7 +103,7 @@ class OpAnswers:
         if broken:
             found["log"] = self.log
             if self.out_of_time and not reasons and self.died:
-                return out_of_time_evidence(self.died, **found)
+                return make_out_of_time_evidence(self.died, **found)
             ops = dict.fromkeys(job["op"] for job in self.jobs)
             reasons.append(
                 Message(
@@ -113,8 +113,8 @@ class OpAnswers:
                 )
             )  # fmt: skip
         if reasons:
-            return failed_evidence(*reasons[:5], failures=len(reasons), **found)
-        return passed_evidence(passed_reason, **found)
+            return make_failed_evidence(*reasons[:5], failures=len(reasons), **found)
+        return make_passed_evidence(passed_reason, **found)
 
 
 @contextlib.contextmanager
@@ -132,21 +132,21 @@ def run_op_jobs(
     """
     work.mkdir(parents=True, exist_ok=True)
     request, question = work / "request.json", work / "question.json"
-    asked = {"device": devices.device_kind(), "jobs": jobs}
+    asked = {"device": devices.get_device_kind(), "jobs": jobs}
     request.write_text(json.dumps(asked))
-    question.write_text(json.dumps(asked | recorder_request(instructions)))
+    question.write_text(json.dumps(asked | make_recorder_request(instructions)))
     given = work / "given"
     with contextlib.ExitStack() as opened:
         made = run_driver(["make", request, given], [baseline, request], given, baseline, policy.wall_seconds)
         if not made.ok:
-            why = Message("patch.no_inputs", "The test inputs could not be made: {problem}", problem=made.why())
+            why = Message("patch.no_inputs", "The test inputs could not be made: {problem}", problem=made.describe_ending())
             if made.timed_out:
-                why = baseline_stopped_message("test inputs", policy.wall_seconds, "oracle.wall_seconds")
+                why = make_baseline_stopped_message("test inputs", policy.wall_seconds, "oracle.wall_seconds")
             yield OpAnswers(
                 jobs, given / "truth", -1, made.seconds, made.seconds, missing=why, out_of_time=made.timed_out
             )
             return
-        limits = policy.patience.limits(made.seconds)
+        limits = policy.patience.compute_attempt_limits(made.seconds)
 
         def attempt(number: int, limit: float) -> tuple[sandbox.SandboxResult, int]:
             answers = work / f"answers-{number}"  # a stopped attempt leaves nothing for the next one
@@ -161,9 +161,9 @@ def run_op_jobs(
         run, folder = run_with_limits(limits, attempt, lambda ended: ended[0].timed_out)
         died, log = None, ""
         if not run.ok:
-            died, log = Message.from_json(run.why()), run.stderr[-2000:]
+            died, log = Message.from_json(run.describe_ending()), run.stderr[-2000:]
         if run.timed_out:
-            died = stopped_message("checks", limits, made.seconds, "oracle.patience")
+            died = make_stopped_message("checks", limits, made.seconds, "oracle.patience")
         seconds = made.seconds + run.seconds
         executed = read_executed_code(folder)
         yield OpAnswers(
@@ -171,7 +171,7 @@ def run_op_jobs(
         )
 
 
-def recorder_request(instructions: Sequence[str]) -> dict[str, Any]:
+def make_recorder_request(instructions: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a request that tell the driver which files' execution to record."""
     return {"recorder": str(RECORDER_FILE), "instructions": list(instructions)}
 
@@ -180,7 +180,7 @@ def read_executed_code(folder: int) -> ExecutedCode:
     """Return the driver's record of executed code. An unreadable record counts as empty, which holds the patch."""
     found = ExecutedCode()
     with contextlib.suppress(UntrustedFileError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        found.add(json.loads(read_bytes(folder, ("executed.json",), NOTES_BYTES)))
+        found.add_record(json.loads(read_bytes(folder, ("executed.json",), NOTES_BYTES)))
     return found
 
 
@@ -223,7 +223,7 @@ def compare_answer(truth_folder: Path, answers: int, number: int) -> tuple[list[
             Message("patch.op_no_launch", "the op is declared as a Triton kernel, but launches no Triton kernel")
         )
     for name, later in ((name, found.pop(f"later {name}")) for name in exact if f"later {name}" in found):
-        if name in found and found[name].dtype == eager[name].dtype and not are_identical(found[name], later):
+        if name in found and found[name].dtype == eager[name].dtype and not are_tensors_identical(found[name], later):
             problems.append(
                 Message("patch.op_late", "the result {result} changed after the op had returned it", result=name)
             )
@@ -278,10 +278,10 @@ def find_wrong_results(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[
 def _text(letters: torch.Tensor) -> str:
     """Decode untrusted text from the candidate into one line. ``letters``: its UTF-8 bytes."""
     numbers = letters.flatten()[:2000].to(torch.uint8).tolist()
-    return one_line(bytes(numbers).decode("utf-8", "replace"), 400)
+    return fold_to_one_line(bytes(numbers).decode("utf-8", "replace"), 400)
 
 
-def are_identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+def are_tensors_identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two tensors are equal element by element, where NaN equals NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
@@ -305,9 +305,9 @@ def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: P
     jobs = answers.jobs
     numbers = _drawn(jobs)
     request = work / "request-again.json"
-    asked = {"device": devices.device_kind(), "jobs": [jobs[number] for number in numbers]}
-    request.write_text(json.dumps(asked | recorder_request(answers.instructions)))
-    limits = patience.limits(answers.baseline_seconds)  # the time of all jobs is enough for some of them
+    asked = {"device": devices.get_device_kind(), "jobs": [jobs[number] for number in numbers]}
+    request.write_text(json.dumps(asked | make_recorder_request(answers.instructions)))
+    limits = patience.compute_attempt_limits(answers.baseline_seconds)  # the time of all jobs is enough for some of them
     with contextlib.ExitStack() as opened:
 
         def attempt(number: int, limit: float) -> tuple[sandbox.SandboxResult, list[int]]:
@@ -322,12 +322,12 @@ def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: P
 
         run, (inputs, truth) = run_with_limits(limits, attempt, lambda ended: ended[0].timed_out)
         if run.timed_out:
-            return out_of_time_evidence(
-                stopped_message("tests of ops", limits, answers.baseline_seconds, "oracle.patience")
+            return make_out_of_time_evidence(
+                make_stopped_message("tests of ops", limits, answers.baseline_seconds, "oracle.patience")
             )
-        answers.executed.merge(read_executed_code(truth))
+        answers.executed.merge_executed_code(read_executed_code(truth))
         try:
-            wrong = [] if run.ok else [_no_tests(run.why())]
+            wrong = [] if run.ok else [_no_tests(run.describe_ending())]
             for again, number in enumerate(numbers if run.ok else ()):
                 wrong += [
                     Message(
@@ -339,7 +339,7 @@ def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: P
                 ]
         except UntrustedFileError as error:
             wrong = [_no_tests(error.message)]
-    return failed_evidence(*wrong[:5], failures=len(wrong)) if wrong else {}
+    return make_failed_evidence(*wrong[:5], failures=len(wrong)) if wrong else {}
 
 
 def _no_tests(problem: str) -> Message:
@@ -376,7 +376,7 @@ def _test_differs(given: Path, inputs: int, truth: int, number: int, again: int)
         ]
     mine = read_tensors(inputs, (f"given-{again}.safetensors",), tensors.stat().st_size + spare)
     theirs = load_file(tensors)
-    if mine.keys() != theirs.keys() or not all(are_identical(mine[name], x) for name, x in theirs.items()):
+    if mine.keys() != theirs.keys() or not all(are_tensors_identical(mine[name], x) for name, x in theirs.items()):
         return [Message("patch.test_inputs", "the patch changes the inputs of the op's tests")]
     mine = read_tensors(truth, (f"exact-{again}.safetensors",), exact.stat().st_size + spare)
     theirs = load_file(exact)

@@ -36,7 +36,7 @@ class ExploitsPolicy(StrictPolicy):
     """The most multiplications of one forward call. Sizes are halved until the call needs no more."""
 
 
-class IsolatedPolicy(StrictPolicy):
+class IsolatedTimingPolicy(StrictPolicy):
     """The timing of an op by itself, on the recipe's shapes: its new implementation against its old one. Both are approved code."""
 
     pairs: Count = 9
@@ -88,17 +88,17 @@ class TrainingPolicy(StrictPolicy):
     """Time for all measurements together. Another measurement begins only if it would end in time, taking as long as the longest one so far."""
     max_drift: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """The largest distance of the candidate's weights from the baseline's, after the same steps on the same data. The unit is the distance of a
-    baseline run that leaves out ``steps_left_out`` steps. Both distances are ‖difference‖ / ‖baseline − start‖."""
+    baseline run that leaves out ``left_out_step_count`` steps. Both distances are ‖difference‖ / ‖baseline − start‖."""
 
-    def noise_allowed(self, measurement: int) -> float:
+    def compute_allowed_noise(self, measurement: int) -> float:
         """Return the allowed noise of a measurement (1, 2, …). It shrinks: one of several measurements may look quiet by chance."""
         return float(self.max_noise ** (1 / measurement))
 
     @property
-    def steps_left_out(self) -> int:
-        return self.steps_worth_min_gain(self.steps)
+    def left_out_step_count(self) -> int:
+        return self.count_steps_worth_min_gain(self.steps)
 
-    def steps_worth_min_gain(self, steps: int) -> int:
+    def count_steps_worth_min_gain(self, steps: int) -> int:
         """Return the number of steps, at least one, that a run of ``steps`` must leave out to gain ``min_gain``."""
         return max(1, round(steps * (1 - 1 / self.min_gain)))
 
@@ -119,7 +119,7 @@ class EvalsPolicy(StrictPolicy):
 class PatchPolicy(StrictPolicy):
     oracle: OraclePolicy = OraclePolicy()
     exploits: ExploitsPolicy = ExploitsPolicy()
-    isolated: IsolatedPolicy = IsolatedPolicy()
+    isolated: IsolatedTimingPolicy = IsolatedTimingPolicy()
     matrix: MatrixPolicy = MatrixPolicy()
     training: TrainingPolicy = TrainingPolicy()
     evals: EvalsPolicy = EvalsPolicy()

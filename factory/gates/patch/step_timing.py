@@ -32,7 +32,7 @@ class RunSeconds:
     overhead: float  # of a baseline run
 
 
-def step_seconds_evidence(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
+def make_step_seconds_evidence(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
     """Return evidence with the seconds of a step in each run; or with ``doubt``, the reason that they cannot be computed."""
     usual = statistics.median(runs.baseline)
     found: dict[str, Any] = {
@@ -63,7 +63,7 @@ def estimate_cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twi
     return max(0.0, usual - (twice - usual) * (policy.steps - 1) / policy.steps)
 
 
-def find_unreliable_timing(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> Message | None:
+def find_timing_problem(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> Message | None:
     """Return the reason that the baseline's times cannot be used for a comparison. None: they can be used. ``measurement``: its number, from 1.
 
     The candidate's runs do not count. If they could cause a repetition, the candidate would choose among several outcomes.
@@ -73,15 +73,15 @@ def find_unreliable_timing(policy: TrainingPolicy, found: Mapping[str, Any], mea
         return _too_short(policy, overhead)
     if found["slow_control"] <= MIN_CONTROL_RATIO:
         return _untrusted(found["slow_control"])
-    noise = baseline_noise(found)
-    if noise <= policy.noise_allowed(measurement):
+    noise = compute_baseline_noise(found)
+    if noise <= policy.compute_allowed_noise(measurement):
         return None
     return Message(
         "patch.noisy", "the times of two runs of the same code differ by a factor of {noise:.2f}", noise=noise
     )
 
 
-def baseline_noise(found: Mapping[str, Any]) -> float:
+def compute_baseline_noise(found: Mapping[str, Any]) -> float:
     """Return the largest ratio between the times that two baseline runs take for their steps."""
     seconds = [total - found["overhead_seconds"] for total in found["total_seconds"]["baseline"]]
     return max(seconds) / min(seconds)
@@ -92,11 +92,11 @@ def compute_long_run_gain(baseline: float, candidate: float, steps: int, overhea
     return {
         "steps": steps,
         "ratio": (baseline - overhead) / max(candidate - overhead, 1e-3),
-        "hideable": gain_of_quick_start(overhead, baseline - overhead, steps - 1),
+        "hideable": compute_quick_start_gain(overhead, baseline - overhead, steps - 1),
     }
 
 
-def gain_of_quick_start(overhead: float, steps_alone: float, steps: int) -> float:
+def compute_quick_start_gain(overhead: float, steps_alone: float, steps: int) -> float:
     """Return the gain of the baseline over itself if its start took no longer than one step. ``steps_alone``: the seconds of ``steps`` steps."""
     avoidable = max(0.0, overhead - steps_alone / steps)
     return steps_alone / max(steps_alone - avoidable, steps_alone / 1e6)

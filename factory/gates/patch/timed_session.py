@@ -18,7 +18,7 @@ from factory.runs import sandboxed_training
 from factory.runs.arm import Arm
 from factory.runs.trace import read_live_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
-from factory.sandbox.cpu_clock import CpuSeconds
+from factory.sandbox.cpu_clock import UsedCpuSeconds
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
 
@@ -29,7 +29,7 @@ class TimedRun:
     weights: Tensors
     rest: Checkpoint | None = None  # its whole checkpoint, for the runs that are compared whole
     early: Tensors = field(default_factory=dict)  # weights of an earlier step, where requested
-    cpu: CpuSeconds | None = None  # of the sandbox's processes during the same time; None: unreadable
+    cpu: UsedCpuSeconds | None = None  # of the sandbox's processes during the same time; None: unreadable
 
 
 @dataclass
@@ -67,7 +67,7 @@ def train_timed_session(
                 session.failed, session.out_of_time = ended.failed, ended.out_of_time
             elif number:
                 try:  # read everything of each run, so that code cannot know which runs are compared
-                    left = read_live_checkpoint(ended.opened, arm.last, origin, folder.parent)
+                    left = read_live_checkpoint(ended.opened, arm.last_step, origin, folder.parent)
                     before = {}
                     if number in early:
                         before = read_live_checkpoint(ended.opened, early[number], origin, folder.parent).model

@@ -16,7 +16,7 @@ from factory.gates.patch.stages import scope
 from factory.gates.recipe import runs, static
 from factory.gates.recipe.judge import RecipeComparison, compare_recipes, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
-from factory.gates.recipe_changes import RECIPES, Changes, read_recipe_changes, select_learning_keys
+from factory.gates.recipe_changes import RECIPES, Changes, read_recipe_changes, select_result_changing_keys
 from factory.gates.stage_interface import Stage
 from factory.gates.staged_gate import StagedGate
 from factory.git import repository
@@ -32,7 +32,7 @@ STAGES: tuple[Stage, ...] = (scope, static, runs)
 def is_recipe_patch(workspace: Workspace, applied: AppliedPatch) -> bool:
     """True if this gate judges the patch: the patch changes only recipes, they stay valid, and one of them changes what the model learns."""
     try:
-        return any(select_learning_keys(changes) for changes in _changes(workspace, applied))
+        return any(select_result_changing_keys(changes) for changes in _changes(workspace, applied))
     except TrainerError:
         return False  # not a recipe: the patch gate names the problem
 
@@ -49,14 +49,14 @@ def _gain(policy: RecipePolicy, stages: Mapping[str, Any], tries: int) -> Recipe
 def _changes(workspace: Workspace, applied: AppliedPatch) -> list[Changes]:
     """Return the changes of each recipe; [] if the patch changes any other file. Raises: TrainerError."""
     repo = workspace.repository
-    changes = repository.read_changes(repo, applied.base, applied.commit)
+    changes = repository.read_file_changes(repo, applied.base, applied.commit)
     if not all(change.path.startswith(RECIPES) for change in changes):
         return []
     old = [repository.read_file_text(repo, applied.base, c.path) if c.old_mode is not None else "" for c in changes]
     return [read_recipe_changes(change, text) for change, text in zip(changes, old, strict=True)]
 
 
-def count_tries(plant: Plant, applied: AppliedPatch) -> int:
+def count_tries_of_same_keys(plant: Plant, applied: AppliedPatch) -> int:
     """Return the number of verdicts on patches that change any of the same keys, whoever proposed them and for whatever target."""
     keys = {key for changes in _changes(plant.workspace, applied) for key in changes}
     rows = plant.ledger.select_rows(sa.select(verdicts.c.evidence).where(verdicts.c.gate == GATE))

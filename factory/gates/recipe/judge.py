@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from factory.gates.patch.judge import t_quantile
+from factory.gates.patch.judge import compute_t_quantile
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
-from factory.gates.stage_interface import no_evidence_message, read_reasons, stage_failed_message, tries_unknown_message
+from factory.gates.stage_interface import make_no_evidence_message, read_reasons, make_stage_failed_message, make_tries_unknown_message
 from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "runs")
@@ -61,12 +61,12 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
         stage = stages.get(name) or {}
         said = read_reasons(stage)
         if stage.get("state") == "failed":
-            return Verdict(REJECT, tuple(said or [stage_failed_message(name)]))
+            return Verdict(REJECT, tuple(said or [make_stage_failed_message(name)]))
         if stage.get("state") != "passed":
-            return Verdict(HOLD, tuple(said or [no_evidence_message(name)]))
+            return Verdict(HOLD, tuple(said or [make_no_evidence_message(name)]))
     tries = evidence.get("tries")
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
-        return Verdict(HOLD, (tries_unknown_message(),))
+        return Verdict(HOLD, (make_tries_unknown_message(),))
     result = compare_recipes(policy.runs, stages["runs"], tries)
     if result is None:
         not_scored = Message(
@@ -191,7 +191,7 @@ def compare_recipes(policy: RunsPolicy, found: Mapping[str, Any], tries: int) ->
 
 def _bounded(values: Sequence[float], level: float) -> BoundedMean:
     mean = math.fsum(values) / len(values)
-    reach = t_quantile(1 - level, len(values) - 1) * _deviation(values) / math.sqrt(len(values))
+    reach = compute_t_quantile(1 - level, len(values) - 1) * _deviation(values) / math.sqrt(len(values))
     return BoundedMean(mean, mean - reach, mean + reach)
 
 

@@ -54,6 +54,6 @@ class RecipePolicy(StrictPolicy):
     def load(cls, path: Path) -> RecipePolicy:
         return load_policy(cls, path)
 
-    def allows(self, key: str) -> bool:
+    def allows_change_of_key(self, key: str) -> bool:
         """True if ``changes`` has ``key`` (such as ``mixture.weights.code``) or a mapping that contains it."""
         return any(key == allowed or key.startswith(f"{allowed}.") for allowed in self.changes)

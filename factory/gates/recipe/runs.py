@@ -37,13 +37,13 @@ from factory.gates.stage_interface import (
     NOTHING_HELD_OUT,
     PatchCase,
     StageResult,
-    failed_evidence,
-    missing_evidence,
-    passed_evidence,
+    make_failed_evidence,
+    make_missing_evidence,
+    make_passed_evidence,
 )
-from factory.gates.time_limits import out_of_time_evidence
+from factory.gates.time_limits import make_out_of_time_evidence
 from factory.gates.training_start import TrainingStart
-from factory.runs.arm import Arm, recipe_for_one_rank
+from factory.runs.arm import Arm, make_recipe_for_one_rank
 from factory.runs.arm_runner import ArmRunner
 from factory.runs.compile_cache import copy_cache
 from factory.runs.sandboxed_training import ArmRunEnd
@@ -55,7 +55,7 @@ from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError, TrainerError
-from trainer.contract.recipe import Recipe, with_changed_keys
+from trainer.contract.recipe import Recipe, copy_with_changed_keys
 
 # Changes of these keys do not change the time or memory of a step, so the measured cost is ignored.
 FREE = ("optimizer.", "mixture.", "schedule.", "stability.")
@@ -95,7 +95,7 @@ class MeasuredRuns:
 
 def run(case: PatchCase[RecipePolicy]) -> StageResult:
     """Train and score the paired runs, and return their evidence. Raises: IsolationError."""
-    start, (path,), changes = case.start, case.paths, case.handed_on["static"]
+    start, (path,), changes = case.start, case.changed_paths, case.handed_on["static"]
     if start is None:
         return StageResult(NO_START)
     recipes = {"baseline": Recipe.load(case.baseline / path), "candidate": Recipe.load(case.candidate / path)}
@@ -103,7 +103,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     trained = Recipe.parse(start.recipe)
     if (trained.model, trained.optimizer.name) != (recipes["baseline"].model, recipes["baseline"].optimizer.name):
         return StageResult(
-            missing_evidence(
+            make_missing_evidence(
                 Message(
                     "recipe.other_model",
                     "The trunk was trained with another model or optimiser than {path} names.",
@@ -116,7 +116,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
         return StageResult(NOTHING_HELD_OUT)
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     shape = recipes["baseline"].model_dump()
-    compiled = devices.compiled_code_folder(case.workspace.root, start.commit)  # by approved code during training
+    compiled = devices.get_compiled_code_folder(case.workspace.root, start.commit)  # by approved code during training
     copy_cache(compiled, case.work / "recipe" / "cache")
     runs = ArmRunner(case.plant, case.work, "recipe gate", case.subject)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:
@@ -133,7 +133,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
             ours, theirs = sides["candidate"], sides["baseline"]
             if (ours.raw, ours.size) == (theirs.raw, theirs.size):
                 return StageResult(
-                    failed_evidence(
+                    make_failed_evidence(
                         Message(
                             "recipe.key_is_set",
                             "The gate's runs set the changed key to a value of their own, so they cannot show the effect of the change.",
@@ -144,7 +144,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
             advance = lambda words: task.advance(1, words)
             found = train_pairs(runs, policy, start, sides, case.baseline, origin, score, advance)
         except TrainerError as error:
-            return StageResult(missing_evidence(Message("recipe.cannot_run", "{error}", error=error.message)))
+            return StageResult(make_missing_evidence(Message("recipe.cannot_run", "{error}", error=error.message)))
     evidence = found.to_json() | {
         "held_out_documents": len(texts),
         "from_step": start.step,
@@ -152,18 +152,18 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
         "steps": {side: [size.trunk, size.tail] for side, size in sizes.items()},
     }
     if found.failed and found.failed_side == "candidate":
-        return StageResult(failed_evidence(_run_failed("candidate", found.failed), **evidence))
+        return StageResult(make_failed_evidence(_run_failed("candidate", found.failed), **evidence))
     if found.out_of_time:
-        return StageResult(out_of_time_evidence(Message.from_json(found.failed), **evidence))
+        return StageResult(make_out_of_time_evidence(Message.from_json(found.failed), **evidence))
     if found.failed:  # a failure of the baseline is no evidence about the candidate
-        return StageResult(missing_evidence(_run_failed("baseline", found.failed), **evidence))
+        return StageResult(make_missing_evidence(_run_failed("baseline", found.failed), **evidence))
     size = sizes["candidate"]
     reason = Message(
         "recipe.trained",
         "Both recipes trained with {seeds} seeds from step {step}: {trunk} steps, then an anneal of {tail} steps.",
         seeds=policy.seeds, step=start.step, trunk=size.trunk, tail=size.tail,
     )  # fmt: skip
-    return StageResult(passed_evidence(reason, **evidence))
+    return StageResult(make_passed_evidence(reason, **evidence))
 
 
 def _run_failed(side: str, problem: str) -> Message:
@@ -187,9 +187,9 @@ def choose_run_lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidat
     Raises: RecipeError if the candidate's batch is so large that it has fewer than two steps, or its anneal so long that no trunk step is left.
     """
     total = policy.steps + policy.tail_steps
-    tokens = baseline.tokens_between(step, step + total)
+    tokens = baseline.count_tokens_between(step, step + total)
     steps = 0
-    while candidate.tokens_between(step, step + steps + 1) <= tokens:
+    while candidate.count_tokens_between(step, step + steps + 1) <= tokens:
         steps += 1
     if steps < 2:
         raise RecipeError(
@@ -217,8 +217,8 @@ def make_run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str
     ``own_floor``: the patch changes ``schedule.final_lr_share``, so the anneal ends at the recipe's own rate.
     """
     keys = {"checkpoint_every": NEVER, "keep_checkpoints": 1, "precision": precision, "stability.noise_scale_every": 0}
-    return with_changed_keys(
-        recipe_for_one_rank(recipe.model_dump()), keys | ({} if own_floor else {"schedule.final_lr_share": 0.0})
+    return copy_with_changed_keys(
+        make_recipe_for_one_rank(recipe.model_dump()), keys | ({} if own_floor else {"schedule.final_lr_share": 0.0})
     )
 
 
@@ -252,7 +252,7 @@ class RecipeSide:
         middle = start.step + self.size.trunk
 
         def arm(kind: Literal["trunk", "anneal"], first: int, stop: int, checkpoint: Path) -> Arm:
-            plan, _ = DataPlan.make(self.recipe.mixture, kind, shards, seed).without_missing_domains(
+            plan, _ = DataPlan.make_for_segment(self.recipe.mixture, kind, shards, seed).copy_without_missing_domains(
                 self.held, first, stop
             )
             base = {
@@ -261,7 +261,7 @@ class RecipeSide:
             }  # fmt: skip
             return Arm(f"{self.name}, run {folder.name}, {kind}", base, self.commit, kernels=self.kernels)
 
-        between = folder / "trunk" / "checkpoints" / checkpoint_files.checkpoint_name(middle)
+        between = folder / "trunk" / "checkpoints" / checkpoint_files.format_checkpoint_name(middle)
         return {
             folder / "trunk": arm("trunk", start.step, middle, start.checkpoint),
             folder / "tail": arm("anneal", middle, middle + self.size.tail, between),

@@ -12,7 +12,7 @@ from factory.core.launching import check_ranks_fit
 from factory.gates.patch.source_rules import find_source_problems
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import Changes, find_unused_recipes, read_recipe_changes
-from factory.gates.stage_interface import PatchCase, StageResult, failed_evidence, missing_evidence, passed_evidence
+from factory.gates.stage_interface import PatchCase, StageResult, make_failed_evidence, make_missing_evidence, make_passed_evidence
 from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 
@@ -23,12 +23,12 @@ EARLY_KEYS = {"schedule.warmup_steps": lambda recipe: recipe.schedule.warmup_ste
 
 def run(case: PatchCase[RecipePolicy]) -> StageResult:
     """Return the result. It hands the changed keys to the runs stage."""
-    if found := [p for change in case.changes for p in find_source_problems(change, case.base_bytes(change.path))]:
-        return StageResult(failed_evidence(*found[:MOST_REASONS]))
-    if unmeasured := find_unused_recipes(case.workspace, case.paths):
-        return StageResult(missing_evidence(*unmeasured))
+    if found := [p for change in case.changes for p in find_source_problems(change, case.read_base_file(change.path))]:
+        return StageResult(make_failed_evidence(*found[:MOST_REASONS]))
+    if unmeasured := find_unused_recipes(case.workspace, case.changed_paths):
+        return StageResult(make_missing_evidence(*unmeasured))
     (change,) = case.changes
-    changes = read_recipe_changes(change, (case.base_bytes(change.path) or b"").decode())
+    changes = read_recipe_changes(change, (case.read_base_file(change.path) or b"").decode())
     new = Recipe.load(case.candidate / change.path)
     wrong = [
         Message(
@@ -37,7 +37,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
             key=key,
         )
         for key in changes
-        if not case.policy.allows(key)
+        if not case.policy.allows_change_of_key(key)
     ]
     wrong += [
         Message("recipe.not_finite", "{key} is not finite", key=key)
@@ -51,19 +51,19 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     except ConfigError as error:
         found.append(Message("recipe.ranks", "{error}", error=error.message))
     if found:
-        return StageResult(failed_evidence(*found[:MOST_REASONS]))
+        return StageResult(make_failed_evidence(*found[:MOST_REASONS]))
     reasons = [
         Message("recipe.change", "{key}: {old} → {new}", key=key, old=old, new=value)
         for key, (old, value) in changes.items()
     ]
-    evidence = passed_evidence(*reasons, changes={key: list(values) for key, values in changes.items()})
+    evidence = make_passed_evidence(*reasons, changes={key: list(values) for key, values in changes.items()})
     return StageResult(evidence, changes)
 
 
 def _without_effect(case: PatchCase[RecipePolicy], changes: Changes, new: Recipe) -> list[Message]:
     """Return a message for each key that, in both recipes, acts only on steps that the trunk has already made."""
     step = case.start.step if case.start else 0
-    sides = (Recipe.load(case.baseline / case.paths[0]), new)
+    sides = (Recipe.load(case.baseline / case.changed_paths[0]), new)
     past = [key for key in changes if key in EARLY_KEYS and all(step >= EARLY_KEYS[key](recipe) for recipe in sides)]
     return [
         Message(

@@ -70,7 +70,7 @@ class ReleaseEvidence:
         return asdict(self)
 
 
-def finite_number(value: float | int | None) -> float | None:
+def read_finite_number(value: float | int | None) -> float | None:
     """Return the value if it is a finite number, else None, because NaN is not evidence."""
     return (
         float(value)

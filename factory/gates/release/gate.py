@@ -19,16 +19,16 @@ from factory.evals.statistics import compare_items
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
-from factory.gates.release.held_out_gaps import TASK, compare_gains, count_sealed_looks, find_fresh_documents
+from factory.gates.release.held_out_gaps import TASK, compare_gains_inside_and_outside, count_sealed_looks, find_fresh_documents
 from factory.gates.release.judge import PROMOTE, judge
-from factory.gates.release.judge_version import judge_version
-from factory.gates.release.overfitting import dev_alone_message
+from factory.gates.release.judge_version import compute_judge_version
+from factory.gates.release.overfitting import find_gain_on_dev_half_only
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.recorded_verdict import evidence_sha256
-from factory.gates.release.release_line import GATE, count_champion_comparisons, guard_losses_since_best_release
-from factory.gates.release.replica_noise import find_newest_noise
+from factory.gates.release.recorded_verdict import compute_evidence_sha256
+from factory.gates.release.release_line import GATE, find_comparison_number, compute_guard_losses_since_best_release
+from factory.gates.release.replica_noise import find_newest_replica_noise
 from factory.gates.release.reward_hacking import add_dev_rise_evidence
-from factory.gates.release.trained_licences import token_shards_of_lineage
+from factory.gates.release.trained_licences import list_token_shards_of_lineage
 from factory.gates.release.training_evidence import read_training_evidence
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY
 from factory.ledger.ledger import Ledger, anomalies, record_event, segments, verdicts
@@ -46,7 +46,7 @@ def judge_candidate(plant: Plant, candidate_id: int) -> int:
     A candidate that has been released keeps the verdict that released it. Raises: InputError for an unknown candidate; ConfigError.
     """
     policy = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml"))
-    released = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate_id)
+    released = ReleaseRow.find_first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate_id)
     if released:
         return released.verdict
     suite = load_current_suite(plant)
@@ -68,7 +68,7 @@ def judge_candidate(plant: Plant, candidate_id: int) -> int:
         evidence,
         candidate=candidate_id,
         sealed_looks=looks,
-        trained_on=token_shares_by_domain(plant.ledger, segment),
+        trained_on=compute_token_shares_by_domain(plant.ledger, segment),
         **read_training_evidence(plant, candidate_id),
     )
     tasks = measure_due_tasks(plant, candidate_id, would_promote=False)
@@ -91,8 +91,8 @@ def gather_evidence(
     evidence = make_evidence_of_evaluations(policy, tuple(suite.domains), against, *both)
     candidate_id = EvaluationRow.get(ledger, ours).candidate
     fresh = find_fresh_documents(ledger, candidate_id, suite)
-    ages = compare_gains(both[0][1], both[1][1], fresh, policy.target.weights)
-    noise = find_newest_noise(ledger, policy.target.weights)
+    ages = compare_gains_inside_and_outside(both[0][1], both[1][1], fresh, policy.target.weights)
+    noise = find_newest_replica_noise(ledger, policy.target.weights)
     evidence = add_dev_rise_evidence(ledger, candidate_id, champion_id, evidence)
     return replace(
         evidence,
@@ -103,8 +103,8 @@ def gather_evidence(
         older_documents=len(suite.documents) + len(suite.dev) - len(fresh),
         on_fresh=ages[0] if ages else None,
         fresh_gap=ages[2] if ages else None,
-        look=count_champion_comparisons(ledger, champion_id, candidate_id, suite.sha256),
-        lost=guard_losses_since_best_release(ledger, champion_id, evidence.guards),
+        look=find_comparison_number(ledger, champion_id, candidate_id, suite.sha256),
+        lost=compute_guard_losses_since_best_release(ledger, champion_id, evidence.guards),
     )
 
 
@@ -133,7 +133,7 @@ def make_evidence_of_evaluations(
     found = compare_items(candidate[1], champion[1], policy.target.weights)
     target, guards = found if found else (None, {})
     sealed = {item.item for item in candidate[1] if item.task == TASK}
-    halves = compare_gains(candidate[1], champion[1], sealed, policy.target.weights)
+    halves = compare_gains_inside_and_outside(candidate[1], champion[1], sealed, policy.target.weights)
     if halves:
         values |= dict(zip(("on_sealed", "on_dev", "halves_gap"), halves, strict=True))
     failed = {name: check["detail"] for name, check in other.get("parity", {}).items() if check["ok"] is False}
@@ -149,12 +149,12 @@ def make_evidence_of_evaluations(
     )
 
 
-def token_shares_by_domain(ledger: Ledger, segment: int) -> dict[str, float]:
+def compute_token_shares_by_domain(ledger: Ledger, segment: int) -> dict[str, float]:
     """Return domain → share of the supervised tokens, largest first, in the token shards of a segment and of all segments before it.
 
     Documents that were quarantined later count too. Documents that a person removed do not count.
     """
-    used = token_shards_of_lineage(ledger, segment)
+    used = list_token_shards_of_lineage(ledger, segment)
     sql = """SELECT token_shard, domain, SUM(supervised_tokens) AS tokens FROM documents
         WHERE fate IN ('train', 'quarantined') AND token_shard IS NOT NULL GROUP BY token_shard, domain"""
     found: Counter[str] = Counter()
@@ -180,7 +180,7 @@ def _record(
     stored["policy"] = policy.model_dump(mode="json")
     if tasks:
         stored["tasks"] = replace_non_finite(asdict(tasks))
-    stored["sha256"] = evidence_sha256(stored)
+    stored["sha256"] = compute_evidence_sha256(stored)
     subject = Subject("candidate", candidate_id)
     values: dict[str, Any] = {
         "against": None if champion_id is None else Subject("candidate", champion_id),
@@ -198,10 +198,10 @@ def _record(
         number = record_verdict(
             tx, GATE, subject, **values, outcome=verdict.outcome, reasons=verdict.reasons, evidence=stored
         )
-        if alone := dev_alone_message(policy, evidence):
+        if alone := find_gain_on_dev_half_only(policy, evidence):
             _note(tx, CandidateRow.get(ledger, candidate_id).segment, subject, number, alone)
         record_event(
-            tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome, "judge": judge_version().to_json()}
+            tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome, "judge": compute_judge_version().to_json()}
         )
     return number
 

@@ -21,11 +21,11 @@ from factory.evals.power import (
     ScoredGuard,
     assign_holm_levels,
     find_groups_factor_to_detect,
-    smallest_detectable_gain,
-    variance_of_share,
+    find_smallest_detectable_gain,
+    compute_variance_of_share,
 )
-from factory.evals.statistics import CLOZE, Gain, alpha_at_look
-from factory.gates.release.evidence import ReleaseEvidence, finite_number
+from factory.evals.statistics import CLOZE, Gain, compute_alpha_at_look
+from factory.gates.release.evidence import ReleaseEvidence, read_finite_number
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message
@@ -44,25 +44,25 @@ def list_binding_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> lis
 
 def list_unreliable_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, ScoredGuard]:
     """Return the guards that are set aside because they cannot detect harm, by name. A guard of unknown size is not set aside."""
-    cloze = cloze_guard(policy, evidence)
+    cloze = make_cloze_guard(policy, evidence)
     if cloze is None:
         return {}
-    clusters = finite_number(evidence.guards[CLOZE].clusters)
+    clusters = read_finite_number(evidence.guards[CLOZE].clusters)
     few = clusters is not None and clusters < policy.clusters_min
     return {CLOZE: cloze} if few or (clusters is not None and not cloze.is_reliable) else {}
 
 
-def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> ScoredGuard | None:
+def make_cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> ScoredGuard | None:
     """Return cloze as a guard, computed from values that no candidate changes: items and groups of the suite, and the champion's share right.
 
     None: a number is missing.
     """
     guard = evidence.guards.get(CLOZE)
-    items, right = finite_number(evidence.cloze_items), finite_number(evidence.champion_cloze)
-    groups = finite_number(guard.effective) if guard else None
+    items, right = read_finite_number(evidence.cloze_items), read_finite_number(evidence.champion_cloze)
+    groups = read_finite_number(guard.effective) if guard else None
     if items is None or items < 1 or right is None or not 0 <= right <= 1 or groups is None or groups > items + 1e-6:
         return None
-    variance = variance_of_share(right, int(items))
+    variance = compute_variance_of_share(right, int(items))
     return ScoredGuard(int(items), groups, variance, policy.guards.cloze_margin, policy.guards.alpha)
 
 
@@ -77,7 +77,7 @@ def compute_guard_floors(
         margin = policy.guards.cloze_margin
         least = 0.0
         if name != CLOZE:
-            noise = finite_number(evidence.noise_floor.get(name))
+            noise = read_finite_number(evidence.noise_floor.get(name))
             most = policy.guards.noise_floor_max
             if noise is None or noise < 0:
                 missing.append(
@@ -101,9 +101,9 @@ def compute_guard_floors(
                 )
                 noise = 0.0
             # The replicas have the champion's recipe, so no candidate can widen its margin.
-            draws = min(max(finite_number(evidence.replica_noise.get(name)) or 0.0, 0.0), most)
+            draws = min(max(read_finite_number(evidence.replica_noise.get(name)) or 0.0, 0.0), most)
             margin, least = max(policy.guards.bits_per_byte_margin, 2 * max(noise, draws)), 2 * noise
-        gone = finite_number(evidence.lost.get(name))
+        gone = read_finite_number(evidence.lost.get(name))
         if gone is None or gone < 0:
             missing.append(
                 make_reason(
@@ -124,16 +124,16 @@ class PromotionBounds:
     guards: dict[str, RequiredBound]
     otherwise: float  # probability that the comparisons of ``overfitting`` hold a good candidate
 
-    def smallest_gain(self) -> float | None:
+    def compute_smallest_gain(self) -> float | None:
         """Return the smallest gain, the same in every domain, at which 80 % of candidates that pass cloze are promoted. None: no gain is enough."""
-        return smallest_detectable_gain([self.target], self.otherwise, self.guards, guard_set_aside=CLOZE)
+        return find_smallest_detectable_gain([self.target], self.otherwise, self.guards, guard_set_aside=CLOZE)
 
-    def groups_factor_to_show(self, gain: float) -> float | None:
+    def find_groups_factor_to_show(self, gain: float) -> float | None:
         """Return the factor by which the number of groups must grow to show ``gain`` with a probability of 80 %. None: a thousand is not enough."""
         return find_groups_factor_to_detect(gain, [self.target], self.otherwise, self.guards, guard_set_aside=CLOZE)
 
 
-def promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds | None:
+def make_promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds | None:
     """Return the bounds that this comparison sets for another candidate. None: nothing was compared.
 
     A gain in bits per byte is assumed not to change cloze, whose error is that of equally good models.
@@ -144,19 +144,19 @@ def promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Promot
     guards = {}
     for name in list_binding_guards(policy, evidence):
         measured = evidence.guards.get(name, Gain())
-        if name == CLOZE and (known := cloze_guard(policy, evidence)):
-            measured = Gain(0.0, known.error, measured.clusters, measured.effective)
+        if name == CLOZE and (known := make_cloze_guard(policy, evidence)):
+            measured = Gain(0.0, known.standard_error, measured.clusters, measured.effective)
         guards[name] = RequiredBound(measured, policy.guards.alpha, floor[name], moves=name != CLOZE)
-    target = RequiredBound(evidence.target, alpha_at_look(policy.target.alpha, evidence.look), tails=TAILS)
+    target = RequiredBound(evidence.target, compute_alpha_at_look(policy.target.alpha, evidence.look), tails=TAILS)
     return PromotionBounds(
         target, guards, 1.5 * policy.memorising.alpha
     )  # of the two comparisons of ``overfitting``, one of which is one-sided
 
 
-def detectable_gain(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
-    """Return the ``smallest_gain`` of ``promotion_bounds``. None: no gain is enough, or nothing was compared."""
-    asked = promotion_bounds(policy, evidence)
-    return asked.smallest_gain() if asked else None
+def compute_detectable_gain(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
+    """Return the ``compute_smallest_gain`` of ``make_promotion_bounds``. None: no gain is enough, or nothing was compared."""
+    asked = make_promotion_bounds(policy, evidence)
+    return asked.compute_smallest_gain() if asked else None
 
 
 def count_groups_to_show_no_loss(gain: Gain, level: float, floor: float) -> int | None:
@@ -167,8 +167,8 @@ def count_groups_to_show_no_loss(gain: Gain, level: float, floor: float) -> int 
     >>> count_groups_to_show_no_loss(Gain(0.0, 0.015, 8, 8.0), 0.05, -0.02)
     31
     """
-    groups = finite_number(gain.effective)
-    error = finite_number(gain.error)
+    groups = read_finite_number(gain.effective)
+    error = read_finite_number(gain.error)
     if groups is None or error is None or groups <= 1 or floor >= 0:
         return None
     found = find_groups_factor_to_detect(0.0, [RequiredBound(gain, level, floor)])
@@ -177,7 +177,7 @@ def count_groups_to_show_no_loss(gain: Gain, level: float, floor: float) -> int 
 
 def has_enough_groups(gain: Gain | None, clusters_min: int) -> bool:
     """True if the gain was measured on at least ``clusters_min`` document groups."""
-    clusters = finite_number(gain.clusters) if gain else None
+    clusters = read_finite_number(gain.clusters) if gain else None
     return clusters is not None and clusters >= clusters_min
 
 
@@ -186,16 +186,16 @@ ESTIMATE_CODES = frozenset({"release.detects_gain", "release.detects_gain_beside
 """Codes of the messages about the gain that a comparison can detect. This gain is an estimate, and no decision depends on it."""
 
 
-def detectable_gain_message(
+def make_detectable_gain_message(
     gain: float | None, target: RequiredBound, guards: Mapping[str, RequiredBound], look: int, cloze: ScoredGuard | None
 ) -> Message:
     """Return the message about the gain that is detected with a probability of 80 %, and with ``cloze`` about equally good models that pass it.
 
     >>> target = RequiredBound(Gain(0.1, 0.009, 40, 38.2), 0.025)
-    >>> print(detectable_gain_message(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
+    >>> print(make_detectable_gain_message(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
     A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison number 1 with this champion, at a \
 significance level of 2.50%, on 38 document groups of equal size. Of 100 models that are as good as the champion, 89 pass the cloze guard.
-    >>> print(detectable_gain_message(None, RequiredBound(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
+    >>> print(make_detectable_gain_message(None, RequiredBound(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
     No gain is large enough to be detected with a probability of 80%: even a gain of 8 bits per byte passes the bound of the target with a \
 probability of only 45%. This is comparison number 1 with this champion, at a significance level of 2.50%, on 2 document groups of equal size.
     """
@@ -220,16 +220,16 @@ probability of only 45%. This is comparison number 1 with this champion, at a si
     return Message(
         "release.detects_gain_beside_cloze",
         "{detected} Of 100 models that are as good as the champion, {passed:.0f} pass the cloze guard.",
-        detected=detected, passed=100 * cloze.share_passing,
+        detected=detected, passed=100 * cloze.pass_rate_of_equal_models,
     )  # fmt: skip
 
 
 def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Message:
     """Return the message about the bound that the largest possible gain passes with the lowest probability."""
     needed = {"the target": target} | {name: one for name, one in assign_holm_levels(guards, MOST).items() if one.moves}
-    chances = {name: one.pass_probability(MOST) for name, one in needed.items()}
+    chances = {name: one.compute_pass_probability(MOST) for name, one in needed.items()}
     name = min(chances, key=lambda one: chances[one])
-    if needed[name].measured.confidence_bound(needed[name].level) is None:
+    if needed[name].measured.compute_confidence_bound(needed[name].level) is None:
         return Message("release.bound_unknown", "{guard} could not be compared with the champion", guard=name)
     return Message(
         "release.bound_seldom_passed",
@@ -238,13 +238,13 @@ def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Mes
     )  # fmt: skip
 
 
-def set_aside_message(name: str, known: ScoredGuard, clusters: float, clusters_min: int) -> Message:
+def make_set_aside_guard_message(name: str, known: ScoredGuard, clusters: float, clusters_min: int) -> Message:
     """Return the message that a guard is set aside, with the number of items or groups that it needs.
 
-    >>> print(set_aside_message("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8).partition(" needed.")[0])
+    >>> print(make_set_aside_guard_message("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8).partition(" needed.")[0])
     cloze is not used as a guard, because with 36 items it would stop 44 of 100 models that are as good as the champion. At most 20 are \
 allowed. About 68 items are
-    >>> print(set_aside_message("cloze", ScoredGuard(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
+    >>> print(make_set_aside_guard_message("cloze", ScoredGuard(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
     cloze is not used as a guard: its 36 items are from 3 document groups, and at least 8 groups are needed. The result of cloze decides \
 nothing.
     """
@@ -255,7 +255,7 @@ nothing.
             "groups are needed. The result of {guard} decides nothing.",
             guard=name, items=known.items, groups=clusters, least=clusters_min,
         )  # fmt: skip
-    needed = known.items_needed()
+    needed = known.find_items_needed()
     size = (
         Message("release.items_needed", "About {needed} items are needed.", needed=needed)
         if needed
@@ -265,5 +265,5 @@ nothing.
         "release.aside",
         "{guard} is not used as a guard, because with {items} items it would stop {held:.0f} of 100 models that are as good as the champion. "
         "At most {most:.0f} are allowed. {size} {still}",
-        guard=name, items=known.items, held=100 * (1 - known.share_passing), most=100 * MOST_FAILED, size=size, still=known.remaining_effect,
+        guard=name, items=known.items, held=100 * (1 - known.pass_rate_of_equal_models), most=100 * MOST_FAILED, size=size, still=known.effect_when_set_aside,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import sqlalchemy as sa
 
-from factory.evals.statistics import Gain, compare_items, difference_of_gains
+from factory.evals.statistics import Gain, compare_items, subtract_gains
 from factory.evals.suite import Suite
 from factory.evals.tasks import DEV, EvalItem
 from factory.ledger.ledger import Ledger, data_plans, eval_items, evaluations, token_shards
@@ -21,7 +21,7 @@ from factory.ledger.rows import CandidateRow, SegmentRow
 TASK = "bpb"
 
 
-def compare_gains(
+def compare_gains_inside_and_outside(
     ours: Sequence[EvalItem], theirs: Sequence[EvalItem], keys: Collection[str], weights: Mapping[str, float]
 ) -> tuple[Gain, Gain, Gain] | None:
     """Return (gain on the documents ``keys``, gain on the other documents, their difference), over the domains that both sets have.
@@ -41,12 +41,12 @@ def compare_gains(
         if compared is None:
             return None
         found.append(compared[0])
-    return found[0], found[1], difference_of_gains(found[0], found[1])
+    return found[0], found[1], subtract_gains(found[0], found[1])
 
 
 def find_fresh_documents(ledger: Ledger, candidate_id: int, suite: Suite) -> frozenset[str]:
     """Return the keys of a suite's documents that arrived after a candidate's training. They are from shards that it was not trained on."""
-    plans = {row.data_plan for row in SegmentRow.lineage(ledger, CandidateRow.get(ledger, candidate_id).segment)}
+    plans = {row.data_plan for row in SegmentRow.read_lineage(ledger, CandidateRow.get(ledger, candidate_id).segment)}
     read = ledger.select_rows(sa.select(data_plans.c.plan).where(data_plans.c.id.in_(sorted(plans))))
     known = {shard["id"] for row in read for shard in row["plan"]["token_shards"]}
     c = token_shards.c

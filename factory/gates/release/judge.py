@@ -10,35 +10,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from factory.evals.probes.checks import CHECKS
-from factory.evals.statistics import CLOZE, Gain, alpha_at_look, holm_step_down
-from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence, finite_number
+from factory.evals.statistics import CLOZE, Gain, compute_alpha_at_look, run_holm_step_down
+from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence, read_finite_number
 from factory.gates.release.guards import (
-    cloze_guard,
+    make_cloze_guard,
     compute_guard_floors,
     count_groups_to_show_no_loss,
-    detectable_gain_message,
+    make_detectable_gain_message,
     has_enough_groups,
     list_guard_names,
     list_unreliable_guards,
-    promotion_bounds,
-    set_aside_message,
+    make_promotion_bounds,
+    make_set_aside_guard_message,
 )
 from factory.gates.release.judge_messages import (
     NAMED,
-    allowed_loss_message,
-    change_message,
-    data_order_message,
-    ingest_more_documents_remedy,
-    more_groups_remedy,
-    noise_message,
-    not_measured_reason,
-    train_longer_remedy,
-    unguarded_message,
+    make_allowed_loss_message,
+    make_change_message,
+    make_data_order_message,
+    make_remedy_to_ingest_documents,
+    make_remedy_to_add_groups,
+    make_noise_message,
+    make_not_measured_reason,
+    make_remedy_to_train_longer,
+    make_unguarded_domains_message,
 )  # fmt: skip
 from factory.gates.release.overfitting import add_overfitting_reasons
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, make_reason, make_to_do_lines
-from factory.tasks.comparing import TaskEvidence, reasons_of_tasks
+from factory.tasks.comparing import TaskEvidence, make_task_reasons
 from kernels.contract.message import Message
 
 PROMOTE, HOLD, REJECT = "promote", "hold", "reject"
@@ -75,7 +75,7 @@ def judge(policy: ReleasePolicy, evidence: ReleaseEvidence, tasks: TaskEvidence 
 
 
 def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> JudgeFindings:
-    looks = finite_number(evidence.sealed_looks)
+    looks = read_finite_number(evidence.sealed_looks)
     if looks is not None and looks >= policy.sealed_looks_max:
         spent = Message(
             "release.sealed_spent",
@@ -83,7 +83,7 @@ def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> JudgeFindings:
             "(sealed_looks_max in gates/release.yaml). Nothing was measured. New shards bring held-out documents that no candidate has read.",
             looks=looks, most=policy.sealed_looks_max,
         )  # fmt: skip
-        return JudgeFindings(missing=[Reason(spent, ingest_more_documents_remedy())])
+        return JudgeFindings(missing=[Reason(spent, make_remedy_to_ingest_documents())])
     found = _checks(evidence)
     if looks is None or looks < 0:
         found.missing.append(
@@ -91,7 +91,7 @@ def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> JudgeFindings:
                 "release.looks_unknown", "The number of candidates that have read the sealed half is not known."
             )
         )
-    found.missing += [*_basics(policy, evidence), *training_reasons(policy, evidence)]
+    found.missing += [*_basics(policy, evidence), *make_training_reasons(policy, evidence)]
     if evidence.against is None:
         found.missing.append(
             make_reason("release.no_champion", "The evidence does not name the champion to compare with.")
@@ -100,13 +100,13 @@ def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> JudgeFindings:
         _first_release(policy, evidence, found)
     else:
         _comparison(policy, evidence, found)
-    if unguarded_domains := unguarded_message(evidence):
+    if unguarded_domains := make_unguarded_domains_message(evidence):
         found.facts.append(unguarded_domains)
     return found
 
 
 def _tasks(policy: ReleasePolicy, evidence: TaskEvidence, found: JudgeFindings) -> None:
-    shown = reasons_of_tasks(evidence, policy.clusters_min)
+    shown = make_task_reasons(evidence, policy.clusters_min)
     remedies = {
         problem: Message("release.remedy_task", "{remedy}", remedy=one) for problem, one in evidence.remedies.items()
     }
@@ -165,7 +165,7 @@ def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     missing = []
     if not evidence.domains:
         missing.append(
-            make_reason("release.no_domain", "No domain was measured.", remedy=ingest_more_documents_remedy())
+            make_reason("release.no_domain", "No domain was measured.", remedy=make_remedy_to_ingest_documents())
         )
     for domain in sorted(set(evidence.documents) | set(evidence.bits_per_byte)):
         if domain not in evidence.domains:
@@ -177,7 +177,7 @@ def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
                 )
             )
     for domain in evidence.domains:
-        count = finite_number(evidence.documents.get(domain))
+        count = read_finite_number(evidence.documents.get(domain))
         if count is None:
             missing.append(
                 make_reason(
@@ -188,13 +188,13 @@ def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
             )
         elif count < policy.documents_min:
             missing.append(_few_documents(domain, count, policy.documents_min))
-        if finite_number(evidence.bits_per_byte.get(domain)) is None:
+        if read_finite_number(evidence.bits_per_byte.get(domain)) is None:
             missing.append(
                 make_reason(
                     "release.bits_per_byte_unknown", "{domain}: bits per byte were not measured.", domain=domain
                 )
             )
-    if finite_number(evidence.cloze_items) is None:
+    if read_finite_number(evidence.cloze_items) is None:
         missing.append(make_reason("release.cloze_unknown", "Cloze was not measured."))
     return missing
 
@@ -212,7 +212,7 @@ def _few_documents(domain: str, count: float, least: int) -> Reason:
         ))  # fmt: skip
 
 
-def training_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
+def make_training_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     """Return the reasons to hold that people can change after a verdict: open anomalies of the training, and licences."""
     return [*_anomalies(evidence), *_licences(policy, evidence)]
 
@@ -234,7 +234,7 @@ def _anomalies(evidence: ReleaseEvidence) -> list[Reason]:
 
 
 def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
-    share = finite_number(evidence.releasable)
+    share = read_finite_number(evidence.releasable)
     if share is None or not 0 <= share <= 1:
         return [
             make_reason("release.licences_unknown", "The licences of the documents in the training data are not known.")
@@ -242,7 +242,7 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     if 1 - share <= policy.not_releasable_max:
         return []
     shares = {
-        name: part for name, value in evidence.not_releasable.items() if (part := finite_number(value)) is not None
+        name: part for name, value in evidence.not_releasable.items() if (part := read_finite_number(value)) is not None
     }
     found = [
         make_reason("release.licences",
@@ -256,7 +256,7 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
                 "documents and train again: 'factory data remove --license NAME'.",
             ))
     ]  # fmt: skip
-    if disputed := finite_number(evidence.disputed):
+    if disputed := read_finite_number(evidence.disputed):
         found.append(
             make_reason("release.licences_disputed",
                     "For {share:.1%} of the supervised tokens, another shard names a licence that allows the release. The strictest licence counts "
@@ -281,8 +281,8 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Judg
     )
     for domain in evidence.domains:
         ours, trigram = (
-            finite_number(evidence.bits_per_byte.get(domain)),
-            finite_number(evidence.trigram_bits_per_byte.get(domain)),
+            read_finite_number(evidence.bits_per_byte.get(domain)),
+            read_finite_number(evidence.trigram_bits_per_byte.get(domain)),
         )
         if trigram is None:
             found.missing.append(
@@ -359,16 +359,16 @@ def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFi
     _target(policy, evidence, champion, found)
     add_overfitting_reasons(policy, evidence, found.missing)
     _guards(policy, evidence, found)
-    found.facts.append(noise_message(evidence))
+    found.facts.append(make_noise_message(evidence))
 
 
 def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, found: JudgeFindings) -> None:
     """Add the finding whether the candidate is better than the champion."""
     target, look = evidence.target, evidence.look
-    change = change_message(TARGET, target, None, None)
-    level = alpha_at_look(policy.target.alpha, look) if isinstance(look, int) and look > 0 else 0.0
+    change = make_change_message(TARGET, target, None, None)
+    level = compute_alpha_at_look(policy.target.alpha, look) if isinstance(look, int) and look > 0 else 0.0
     lower, upper = (
-        (target.confidence_bound(level), target.confidence_bound(policy.target.alpha / 2, above=True))
+        (target.compute_confidence_bound(level), target.compute_confidence_bound(policy.target.alpha / 2, above=True))
         if target
         else (None, None)
     )
@@ -381,14 +381,14 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
         found.missing.insert(0, Reason(unknown))
         return
     if target is None or lower is None or upper is None or not has_enough_groups(target, policy.clusters_min):
-        found.missing.insert(0, _target_not_measured(champion, not_measured_reason(target, policy.clusters_min)))
+        found.missing.insert(0, _target_not_measured(champion, make_not_measured_reason(target, policy.clusters_min)))
         return
-    asked = promotion_bounds(policy, evidence)
+    asked = make_promotion_bounds(policy, evidence)
     assert asked is not None and isinstance(look, int)
-    gain = asked.smallest_gain()
+    gain = asked.compute_smallest_gain()
     apart = list_unreliable_guards(policy, evidence)
-    cloze = None if CLOZE in apart else cloze_guard(policy, evidence)
-    power = detectable_gain_message(gain, asked.target, asked.guards, look, cloze)
+    cloze = None if CLOZE in apart else make_cloze_guard(policy, evidence)
+    power = make_detectable_gain_message(gain, asked.target, asked.guards, look, cloze)
     if upper < 0:
         worse = Message(
             "release.worse", "The candidate is worse than {champion}: {change}.", champion=champion, change=change
@@ -399,11 +399,11 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
         better = Message(
             "release.better", "The candidate is better than {champion}: {change}.", champion=champion, change=change
         )
-        found.facts[:0] = [better, power, data_order_message(policy, evidence, target)]
+        found.facts[:0] = [better, power, make_data_order_message(policy, evidence, target)]
     else:
-        own = finite_number(target.gain)
-        remedy = train_longer_remedy(
-            own, gain, asked.groups_factor_to_show(own) if own is not None and own > 0 else None
+        own = read_finite_number(target.gain)
+        remedy = make_remedy_to_train_longer(
+            own, gain, asked.find_groups_factor_to_show(own) if own is not None and own > 0 else None
         )
         unsure = Message(
             "release.not_better",
@@ -445,37 +445,37 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFindin
 
     def above(name: str, shared: int) -> bool:
         guard = evidence.guards.get(name)
-        bound = guard.confidence_bound(alpha / shared) if guard else None
+        bound = guard.compute_confidence_bound(alpha / shared) if guard else None
         return bound is not None and bound > floor[name]
 
-    shown_above = holm_step_down(stand, above)
+    shown_above = run_holm_step_down(stand, above)
     for name in every:
         guard = evidence.guards.get(name)
         ours, theirs = evidence.bits_per_byte.get(name), evidence.champion_bits_per_byte.get(name)
         unit = "bits per byte"
         if name == CLOZE:
             ours, theirs, unit = evidence.cloze, evidence.champion_cloze, "of cloze items right"
-        change = change_message(name, guard, (finite_number(theirs), finite_number(ours)), unit)
-        upper = guard.confidence_bound(alpha / len(every), above=True) if guard else None
+        change = make_change_message(name, guard, (read_finite_number(theirs), read_finite_number(ours)), unit)
+        upper = guard.compute_confidence_bound(alpha / len(every), above=True) if guard else None
         few = not has_enough_groups(guard, policy.clusters_min)
         if name in apart:
             assert guard is not None and guard.clusters is not None, "else it stands"
-            found.facts.append(set_aside_message(name, apart[name], guard.clusters, policy.clusters_min))
+            found.facts.append(make_set_aside_guard_message(name, apart[name], guard.clusters, policy.clusters_min))
         if name in apart and few:
             found.facts.append(_guard_shown(change))
-        elif guard is None or upper is None or few or None in (finite_number(theirs), finite_number(ours)):
-            found.missing.append(_guard_not_compared(name, not_measured_reason(guard, policy.clusters_min)))
+        elif guard is None or upper is None or few or None in (read_finite_number(theirs), read_finite_number(ours)):
+            found.missing.append(_guard_not_compared(name, make_not_measured_reason(guard, policy.clusters_min)))
         elif upper < floor[name]:
             violated = Message(
                 "release.guard_violated",
                 "The candidate lost too much on a guard: {change}. {allowed}",
-                guard=name, change=change, allowed=allowed_loss_message(-floor[name], lost[name]),
+                guard=name, change=change, allowed=make_allowed_loss_message(-floor[name], lost[name]),
             )  # fmt: skip
             found.against.append(Reason(violated))
         elif (
             name in apart
             and apart[name].is_loss_informative
-            and (finite_number(guard.gain) or 0.0) < -apart[name].margin
+            and (read_finite_number(guard.gain) or 0.0) < -apart[name].margin
         ):
             measured = Message(
                 "release.guard_loss_measured",
@@ -488,7 +488,7 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFindin
                 "release.guard_not_shown",
                 "The candidate may have lost too much on a guard: {change}. {allowed} The confidence bound, corrected for "
                 "{guards:|guard|guards}, does not exclude a larger loss.",
-                guard=name, change=change, allowed=allowed_loss_message(-floor[name], lost[name]), guards=len(stand),
+                guard=name, change=change, allowed=make_allowed_loss_message(-floor[name], lost[name]), guards=len(stand),
             )  # fmt: skip
             found.missing.append(Reason(unsure, _surer(name, guard, alpha, floor[name])))
         else:
@@ -510,7 +510,7 @@ def _guard_not_compared(name: str, why: Reason) -> Reason:
     few = Message(
         "release.guard_few_groups", "{guard} has too few documents to compare: {why}.", guard=name, why=why.message
     )
-    return Reason(few, None if name == CLOZE else more_groups_remedy(name, why.remedy))
+    return Reason(few, None if name == CLOZE else make_remedy_to_add_groups(name, why.remedy))
 
 
 def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
@@ -521,7 +521,7 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
             "continue training: 'factory run'. The candidate answers fewer cloze items right than the champion, or so few more that a loss is "
             "still possible.",
         )
-    needed, groups = count_groups_to_show_no_loss(guard, alpha, floor), finite_number(guard.effective) or 0.0
+    needed, groups = count_groups_to_show_no_loss(guard, alpha, floor), read_finite_number(guard.effective) or 0.0
     fell = Message(
         "release.remedy_domain",
         "train on more documents of {domain}, because the candidate got worse on {domain}: raise the weight of {domain} in mixture.weights of "
@@ -536,7 +536,7 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
         needed=needed,
         groups=groups,
     )
-    more = more_groups_remedy(name, about)
-    if (finite_number(guard.gain) or 0.0) >= 0:
+    more = make_remedy_to_add_groups(name, about)
+    if (read_finite_number(guard.gain) or 0.0) >= 0:
         return more
     return Message("release.remedy_domain_or_groups", "{train} Or {hold_out}", train=fell, hold_out=more)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from factory.evals.statistics import CLOZE, Gain, add_training_noise
-from factory.gates.release.evidence import Numbers, ReleaseEvidence, finite_number
+from factory.gates.release.evidence import Numbers, ReleaseEvidence, read_finite_number
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message
@@ -13,12 +13,12 @@ from kernels.contract.message import Message
 NAMED = 5  # the most licences or domains that a message names
 
 
-def ingest_more_documents_remedy() -> Message:
+def make_remedy_to_ingest_documents() -> Message:
     """Return the remedy for problems that new documents of any kind solve."""
     return Message("release.remedy_bring_shards", "bring new shards: 'factory ingest PATH'.")
 
 
-def another_candidate_remedy() -> Message:
+def make_remedy_to_train_another_candidate() -> Message:
     """Return the remedy for a candidate that was fitted to held-out documents."""
     return Message(
         "release.remedy_memorised",
@@ -27,7 +27,7 @@ def another_candidate_remedy() -> Message:
     )
 
 
-def allowed_loss_message(loss: float, lost: float) -> Message:
+def make_allowed_loss_message(loss: float, lost: float) -> Message:
     """Return the message about the loss that a guard still allows. ``lost``: the loss of earlier releases, which is subtracted already."""
     if lost:
         return Message(
@@ -38,11 +38,11 @@ def allowed_loss_message(loss: float, lost: float) -> Message:
     return Message("release.loss_allowed", "A loss of at most {loss:.3f} is allowed.", loss=loss)
 
 
-def not_measured_reason(gain: Gain | None, clusters_min: int) -> Reason:
+def make_not_measured_reason(gain: Gain | None, clusters_min: int) -> Reason:
     """Return the reason that a gain could not be measured. Its remedy is the missing number of document groups, or None."""
     if gain is None:
         return make_reason("release.no_common_items", "candidate and champion have no items in common")
-    clusters = finite_number(gain.clusters)
+    clusters = read_finite_number(gain.clusters)
     if clusters is None or clusters < 0:
         return make_reason("release.groups_unknown", "the number of document groups is not known")
     if clusters < clusters_min:
@@ -66,13 +66,13 @@ def not_measured_reason(gain: Gain | None, clusters_min: int) -> Reason:
     return make_reason("release.number_unknown", "a measured number is missing or not finite")
 
 
-def change_message(
+def make_change_message(
     name: str, gain: Gain | None, levels: tuple[float | None, float | None] | None, unit: str | None
 ) -> Message:
     """'code: 1.920 → 1.840 bits per byte (change −0.080, 95 % interval from −0.100 to −0.060)'. A loss that falls is a negative change."""
     before, after = levels or (None, None)
     change, low, high = (
-        (finite_number(gain.gain), gain.confidence_bound(0.025), gain.confidence_bound(0.025, above=True))
+        (read_finite_number(gain.gain), gain.compute_confidence_bound(0.025), gain.compute_confidence_bound(0.025, above=True))
         if gain
         else (None, None, None)
     )
@@ -94,12 +94,12 @@ def change_message(
     )  # fmt: skip
 
 
-def data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> Message:
+def make_data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> Message:
     """Return a message whether the gain is larger than the effect of another data order.
 
     It decides nothing, because a release publishes these weights, not the recipe.
     """
-    runs, noise = evidence.replicas, finite_number(evidence.replica_target)
+    runs, noise = evidence.replicas, read_finite_number(evidence.replica_target)
     if not isinstance(runs, int) or runs < 2 or noise is None or noise < 0:
         return Message(
             "release.order_unknown",
@@ -111,7 +111,7 @@ def data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target:
         "Another order of the same data changes the target by {noise:.4f} bits per byte (standard deviation of {runs} trainings).",
         noise=noise, runs=runs,
     )  # fmt: skip
-    lower = add_training_noise(target, noise, runs).confidence_bound(policy.target.alpha / 2)
+    lower = add_training_noise(target, noise, runs).compute_confidence_bound(policy.target.alpha / 2)
     if lower is not None and lower > 0:
         return Message(
             "release.gain_beyond_order",
@@ -126,7 +126,7 @@ def data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target:
     )
 
 
-def more_groups_remedy(domain: str, more: Message) -> Message:
+def make_remedy_to_add_groups(domain: str, more: Message) -> Message:
     """Return the remedy for a domain with too few document groups."""
     return Message(
         "release.remedy_groups",
@@ -136,11 +136,11 @@ def more_groups_remedy(domain: str, more: Message) -> Message:
     )  # fmt: skip
 
 
-def train_longer_remedy(gain: float | None, seen_gain: float | None, times: float | None) -> Message:
+def make_remedy_to_train_longer(gain: float | None, seen_gain: float | None, times: float | None) -> Message:
     """Return the remedy for a candidate that is not shown to be better. ``seen_gain``: the gain that the comparison can detect. ``times``: the
     factor by which the number of groups must grow to detect ``gain``.
 
-    >>> print(train_longer_remedy(0.005, 0.016, 9.4))
+    >>> print(make_remedy_to_train_longer(0.005, 0.016, 9.4))
     continue training ('factory run'), because this comparison can detect only a gain of at least 0.016 bits per byte in every domain. Or bring \
 shards ('factory ingest PATH'): with 9.4 times as many held-out document groups, the comparison can detect a gain of 0.005 bits per byte.
     """
@@ -170,12 +170,12 @@ shards ('factory ingest PATH'): with 9.4 times as many held-out document groups,
     )  # fmt: skip
 
 
-def noise_message(evidence: ReleaseEvidence) -> Message:
+def make_noise_message(evidence: ReleaseEvidence) -> Message:
     """Return the message about the noise that widens the guards' margins: that of the measurement, and that of the data order.
 
-    >>> print(noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}, replicas=3, replica_noise={"code": 0.0042})))
+    >>> print(make_noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}, replicas=3, replica_noise={"code": 0.0042})))
     Noise of the measurement, bits per byte: code 0.0005. Noise from the data order, measured in 3 trainings: code 0.0042.
-    >>> print(noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005})))
+    >>> print(make_noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005})))
     Noise of the measurement, bits per byte: code 0.0005. The noise from the data order is not known, because no replicas were measured yet.
     """
     floor, order = dict(evidence.noise_floor), dict(evidence.replica_noise)
@@ -197,16 +197,16 @@ def noise_message(evidence: ReleaseEvidence) -> Message:
     )  # fmt: skip
 
 
-def unguarded_message(evidence: ReleaseEvidence) -> Message | None:
+def make_unguarded_domains_message(evidence: ReleaseEvidence) -> Message | None:
     """Return the message about domains that the candidate was trained on but that the suite does not contain. None: there are no such domains.
 
-    >>> print(unguarded_message(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
+    >>> print(make_unguarded_domains_message(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
     No guard protects these domains (with their shares of the supervised tokens): law 3.0%, notes under 0.1%. The candidate was trained on \
 documents of these domains, but no sealed document of these domains is held out. So nothing would show a loss. Ingest holds out a part of new shards \
 with such documents (held_out.least in data.yaml). Or remove the documents of the domain: 'factory data remove'.
     """
     shares = {
-        name: finite_number(share) or 0.0 for name, share in evidence.trained_on.items() if name not in evidence.domains
+        name: read_finite_number(share) or 0.0 for name, share in evidence.trained_on.items() if name not in evidence.domains
     }
     known = sorted((-share, name) for name, share in shares.items() if share > 0)
     if not known:
@@ -224,5 +224,5 @@ with such documents (held_out.least in data.yaml). Or remove the documents of th
 
 
 def _each(domains: Sequence[str], noise: Numbers) -> list[str]:
-    shown = {domain: finite_number(noise.get(domain)) for domain in domains}
+    shown = {domain: read_finite_number(noise.get(domain)) for domain in domains}
     return [f"{domain} {'?' if value is None else format(value, '.4f')}" for domain, value in shown.items()]

@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.git.version import describe_version
 
 # The judge and the modules that it imports, except modules that read files (``core.policy_file``) or measure (``evals.tasks``).
@@ -39,10 +39,10 @@ class JudgeVersion:
 
 
 @functools.cache
-def judge_version() -> JudgeVersion:
+def compute_judge_version() -> JudgeVersion:
     """Return the version of the judge in this checkout. The files are read at the first call in a process."""
     digest = hashlib.sha256()
     for path in sorted(FILES):
-        content = (checkout_root() / path).read_bytes()
+        content = (find_checkout_root() / path).read_bytes()
         digest.update(f"{path}\0{len(content)}\0".encode() + content)
     return JudgeVersion(digest.hexdigest(), describe_version())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from factory.gates.release.evidence import ReleaseEvidence, finite_number
-from factory.gates.release.judge_messages import another_candidate_remedy, ingest_more_documents_remedy
+from factory.gates.release.evidence import ReleaseEvidence, read_finite_number
+from factory.gates.release.judge_messages import make_remedy_to_train_another_candidate, make_remedy_to_ingest_documents
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message
@@ -14,17 +14,17 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
     rules = policy.memorising
     gap = evidence.halves_gap
     low, high = (
-        (gap.confidence_bound(rules.alpha / 2), gap.confidence_bound(rules.alpha / 2, above=True))
+        (gap.compute_confidence_bound(rules.alpha / 2), gap.compute_confidence_bound(rules.alpha / 2, above=True))
         if gap
         else (None, None)
     )
-    sealed, dev = (finite_number(one.gain) if one else None for one in (evidence.on_sealed, evidence.on_dev))
+    sealed, dev = (read_finite_number(one.gain) if one else None for one in (evidence.on_sealed, evidence.on_dev))
     if low is None or high is None or sealed is None or dev is None:
         missing.append(
             make_reason(
                 "release.halves_not_compared",
                 "The gains on the sealed half and the dev half of the held-out documents could not be compared.",
-                remedy=ingest_more_documents_remedy(),
+                remedy=make_remedy_to_ingest_documents(),
             )
         )
     elif low > rules.halves_margin:
@@ -33,7 +33,7 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
             make_reason("release.sealed_seen",
                     "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. Both halves are drawn "
                     "alike, so the candidate was trained on sealed documents.",
-                    sealed=sealed, dev=dev, remedy=another_candidate_remedy()),
+                    sealed=sealed, dev=dev, remedy=make_remedy_to_train_another_candidate()),
         )  # fmt: skip
     elif high < -rules.halves_margin:
         missing.insert(
@@ -41,7 +41,7 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
             make_reason("release.dev_fitted",
                     "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. Both halves are drawn "
                     "alike, so the candidate was fitted to the dev half.",
-                    sealed=sealed, dev=dev, remedy=another_candidate_remedy()),
+                    sealed=sealed, dev=dev, remedy=make_remedy_to_train_another_candidate()),
         )  # fmt: skip
     if evidence.watched is None:
         missing.append(
@@ -50,8 +50,8 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
                 "The evidence does not say whether only the dev half improved over successive candidates.",
             )
         )
-    elif alone := dev_alone_message(policy, evidence):
-        missing.insert(0, Reason(alone, another_candidate_remedy()))
+    elif alone := find_gain_on_dev_half_only(policy, evidence):
+        missing.insert(0, Reason(alone, make_remedy_to_train_another_candidate()))
     _fresh(policy, evidence, missing)
 
 
@@ -68,9 +68,9 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
         )
     elif min(fresh, older) >= policy.documents_min:
         gap, on_fresh = evidence.fresh_gap, evidence.on_fresh
-        high = gap.confidence_bound(rules.alpha / 2, above=True) if gap else None
+        high = gap.compute_confidence_bound(rules.alpha / 2, above=True) if gap else None
         least, new = (
-            (on_fresh.confidence_bound(rules.alpha / 2), finite_number(on_fresh.gain)) if on_fresh else (None, None)
+            (on_fresh.compute_confidence_bound(rules.alpha / 2), read_finite_number(on_fresh.gain)) if on_fresh else (None, None)
         )
         if gap is None or high is None or gap.gain is None or new is None or least is None:
             missing.append(
@@ -78,7 +78,7 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
                     "release.fresh_not_compared",
                     "The gain on the {documents} held-out documents that arrived after the training could not be compared.",
                     documents=fresh,
-                    remedy=ingest_more_documents_remedy(),
+                    remedy=make_remedy_to_ingest_documents(),
                 )
             )
         elif high < -rules.fresh_margin and least <= 0:  # a candidate that is better on new documents too has learned
@@ -87,11 +87,11 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
                 make_reason("release.by_heart",
                         "The candidate gains {fresh:+.3f} bits per byte on documents that arrived after its training, and {older:+.3f} on older "
                         "documents. The candidate has memorised the older documents.",
-                        fresh=new, older=new - gap.gain, remedy=another_candidate_remedy()),
+                        fresh=new, older=new - gap.gain, remedy=make_remedy_to_train_another_candidate()),
             )  # fmt: skip
 
 
-def dev_alone_message(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Message | None:
+def find_gain_on_dev_half_only(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Message | None:
     """Return the message that the dev half improved without the sealed half, in one candidate or over several. Else None."""
     rules, said = policy.memorising, None
     found = [(evidence.halves_gap, evidence.on_dev, evidence.on_sealed, 1, "the champion")]
@@ -99,8 +99,8 @@ def dev_alone_message(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Messa
         since = f"candidate {evidence.rise_since}"
         found.append((evidence.rise_gap, evidence.rise_dev, evidence.rise_sealed, evidence.watched or 1, since))
     for gap, dev, sealed, looks, since in found:
-        high = gap.confidence_bound(rules.alpha / 2 / looks, above=True) if gap else None
-        low = dev.confidence_bound(rules.alpha / 2 / looks) if dev else None
+        high = gap.compute_confidence_bound(rules.alpha / 2 / looks, above=True) if gap else None
+        low = dev.compute_confidence_bound(rules.alpha / 2 / looks) if dev else None
         if high is None or low is None or dev is None or sealed is None or None in (dev.gain, sealed.gain):
             continue
         if high < -rules.halves_margin and low > 0:

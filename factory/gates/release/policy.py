@@ -66,7 +66,7 @@ class ReplicaNoisePolicy(StrictPolicy):
     that changes with each release would need new replicas each time. So replicas wait until enough steps were trained."""
 
 
-class FirstRelease(StrictPolicy):
+class FirstReleaseLimits(StrictPolicy):
     """The limits for a candidate when there is no champion yet."""
 
     bits_per_byte_max: Annotated[float, Field(gt=0)] = 4.0
@@ -95,7 +95,7 @@ class ReleasePolicy(StrictPolicy):
     replicas: ReplicaNoisePolicy = Field(default_factory=ReplicaNoisePolicy)
     target: TargetPolicy = Field(default_factory=TargetPolicy)
     guards: GuardsPolicy = Field(default_factory=GuardsPolicy)
-    first_release: FirstRelease = Field(default_factory=FirstRelease)
+    first_release: FirstReleaseLimits = Field(default_factory=FirstReleaseLimits)
 
     @field_validator("clusters_min")
     @classmethod

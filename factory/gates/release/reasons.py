@@ -39,7 +39,7 @@ TO_DO_CODES = frozenset({"release.to_do", "release.override"})
 """Codes of the lines that tell a person what to do about a hold."""
 
 
-def are_overridable(reasons: Sequence[Reason]) -> bool:
+def are_reasons_overridable(reasons: Sequence[Reason]) -> bool:
     """True if a person may release a candidate that is held for these reasons."""
     return bool(reasons) and all(reason.code in OVERRIDABLE_CODES for reason in reasons)
 
@@ -61,7 +61,7 @@ def make_to_do_lines(reasons: Sequence[Reason], candidate: int | None) -> list[M
         )
         remedies[evaluate] = None
     lines = [Message("release.to_do", "To do: {remedy}", remedy=remedy) for remedy in remedies]
-    if are_overridable(reasons):
+    if are_reasons_overridable(reasons):
         lines.append(
             Message(
                 "release.override",

@@ -15,7 +15,7 @@ from factory.core.policy_file import hash_policy
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import HOLD, Verdict, judge
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.reasons import Reason, are_overridable
+from factory.gates.release.reasons import Reason, are_reasons_overridable
 from factory.tasks.comparing import TaskEvidence
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
@@ -25,13 +25,13 @@ _TASKS = TypeAdapter(TaskEvidence)
 _EVIDENCE = TypeAdapter(ReleaseEvidence)
 
 
-def evidence_sha256(stored: Mapping[str, Any]) -> str:
+def compute_evidence_sha256(stored: Mapping[str, Any]) -> str:
     """Return the hash of recorded evidence, without its key ``sha256``."""
     kept = {key: value for key, value in stored.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def read_evidence(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidence, TaskEvidence]:
+def read_stored_evidence(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidence, TaskEvidence]:
     """Return (evidence, evidence of the tasks). Raises: InputError that names ``where`` and the key."""
     own = {key: value for key, value in stored.items() if key not in BESIDE}
     if unknown := sorted(own.keys() - {field.name for field in fields(ReleaseEvidence)}):
@@ -55,7 +55,7 @@ def read_evidence(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidenc
 
 def rejudge_stored_evidence(policy: ReleasePolicy, stored: Mapping[str, Any], where: str, **now: Any) -> Verdict:
     """Return the verdict of this version's judge on recorded evidence. ``now`` replaces values that have changed since. Raises: InputError."""
-    evidence, tasks = read_evidence(stored, where)
+    evidence, tasks = read_stored_evidence(stored, where)
     return judge(policy, replace(evidence, **now), tasks)
 
 
@@ -65,7 +65,7 @@ def find_hold_reasons(stored: Mapping[str, Any], policy_hash: str, where: str, *
     ``policy_hash``: the hash that the policy must have. Raises: InputError if the judge does not hold the evidence, or if a hash differs.
     """
     policy = parse(ReleasePolicy, stored.get("policy"), f"{where}: its policy", InputError)
-    if hash_policy(policy) != policy_hash or stored.get("sha256") != evidence_sha256(stored):
+    if hash_policy(policy) != policy_hash or stored.get("sha256") != compute_evidence_sha256(stored):
         raise InputError(
             "release.record_changed",
             "{where}: the policy or the evidence was changed after it was recorded. Judge the candidate again: 'factory evaluate N'.",
@@ -81,9 +81,9 @@ def find_hold_reasons(stored: Mapping[str, Any], policy_hash: str, where: str, *
     return tuple(verdict.found.missing)
 
 
-def find_not_overridable(reasons: Sequence[Reason]) -> Message | None:
+def find_reason_not_overridable(reasons: Sequence[Reason]) -> Message | None:
     """Return the first reason that a person may not override. None: a person may override all reasons."""
-    if are_overridable(reasons):
+    if are_reasons_overridable(reasons):
         return None
     no_reason = Message("release.held_for_no_reason", "The judge names no reason to hold the candidate.")
-    return next((one.message for one in reasons if not are_overridable([one])), no_reason)
+    return next((one.message for one in reasons if not are_reasons_overridable([one])), no_reason)

@@ -18,14 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from factory.evals.power import RequiredBound, ScoredGuard, variance_of_share
+from factory.evals.power import RequiredBound, ScoredGuard, compute_variance_of_share
 from factory.evals.statistics import CLOZE, Gain
-from factory.gates.release.evidence import ReleaseEvidence, finite_number
+from factory.gates.release.evidence import ReleaseEvidence, read_finite_number
 from factory.gates.release.guards import (
-    cloze_guard,
+    make_cloze_guard,
     compute_guard_floors,
     count_groups_to_show_no_loss,
-    detectable_gain,
+    compute_detectable_gain,
     list_unreliable_guards,
 )
 from factory.gates.release.policy import ReleasePolicy
@@ -70,7 +70,7 @@ class SuiteSizes:
 
 
 @dataclass(frozen=True)
-class GuardSize:
+class GuardRequirement:
     """A guard before any candidate.
 
     ``state``: 'stands'; 'aside': the result of the guard only informs; 'missing': too little is held out, so the guard holds every candidate.
@@ -88,7 +88,7 @@ class GuardSize:
 
 @dataclass(frozen=True)
 class Releasability:
-    guards: tuple[GuardSize, ...]
+    guards: tuple[GuardRequirement, ...]
     gain: (
         float | None
     )  # the smallest gain, the same in every domain, that is detected with a probability of 80 %; None: no gain is detected
@@ -105,9 +105,9 @@ def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasabi
         few = domain.documents < policy.documents_min or domain.groups < policy.clusters_min or domain.dev_groups < 1
         eight = Gain(0.0, (domain.spread or SPREAD) / math.sqrt(8), 8, 8.0)
         needed = count_groups_to_show_no_loss(eight, policy.guards.alpha, floor[name])
-        passed = RequiredBound(assumed.guards[name], policy.guards.alpha, floor[name]).pass_probability(0.0)
+        passed = RequiredBound(assumed.guards[name], policy.guards.alpha, floor[name]).compute_pass_probability(0.0)
         size = None if needed is None else max(needed, policy.clusters_min)
-        found.append(GuardSize(name, "missing" if few else "stands", domain.groups, size, passed))
+        found.append(GuardRequirement(name, "missing" if few else "stands", domain.groups, size, passed))
         if few:
             held = {"domain": name, "documents": domain.documents, "groups": domain.groups}
             least = {"least_documents": policy.documents_min, "least_groups": policy.clusters_min}
@@ -126,7 +126,7 @@ def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasabi
                     **held, **least,
                 )
             )  # fmt: skip
-    if (cloze := cloze_guard(policy, assumed)) is not None:
+    if (cloze := make_cloze_guard(policy, assumed)) is not None:
         found.append(_scored(CLOZE, cloze, CLOZE in list_unreliable_guards(policy, assumed)))
     tasks = _assumed_tasks(sizes)
     apart = tasks_aside(tasks, policy.clusters_min)
@@ -134,15 +134,15 @@ def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasabi
         known = ScoredGuard(task.items, float(task.groups), tasks.variances[name], task.margin, sizes.tasks_alpha)
         mine = _scored(name, known, name in apart)
         if mine.state == "aside" and task.groups >= policy.clusters_min:
-            mine = replace(mine, margin=known.margin_needed())
+            mine = replace(mine, margin=known.find_margin_needed())
         found.append(mine)
-    return Releasability(tuple(found), None if holds else detectable_gain(policy, assumed), tuple(holds))
+    return Releasability(tuple(found), None if holds else compute_detectable_gain(policy, assumed), tuple(holds))
 
 
-def read_measured_spreads(db: SqlReader) -> dict[str, float]:
+def read_group_spreads_by_domain(db: SqlReader) -> dict[str, float]:
     """Return domain → standard deviation of a group's difference in bits per byte, from the newest verdict against a champion."""
     for row in VerdictRow.select(db, "WHERE gate = :gate AND against IS NOT NULL ORDER BY id DESC LIMIT 1", gate=GATE):
-        guards: Mapping[str, Any] = row.evidence(db).get("guards") or {}
+        guards: Mapping[str, Any] = row.read_evidence(db).get("guards") or {}
         known = {name: _spread(stored) for name, stored in guards.items() if name != CLOZE}
         return {name: value for name, value in known.items() if value}
     return {}
@@ -150,7 +150,7 @@ def read_measured_spreads(db: SqlReader) -> dict[str, float]:
 
 def _spread(stored: Any) -> float | None:
     error, effective = (stored.get(key) for key in ("error", "effective")) if isinstance(stored, dict) else (None, None)
-    error, effective = finite_number(error), finite_number(effective)
+    error, effective = read_finite_number(error), read_finite_number(effective)
     return (
         error * math.sqrt(effective)
         if error is not None and effective is not None and min(error, effective) > 0
@@ -158,8 +158,8 @@ def _spread(stored: Any) -> float | None:
     )
 
 
-def _scored(name: str, known: ScoredGuard, is_aside: bool) -> GuardSize:
-    return GuardSize(name, "aside" if is_aside else "stands", known.items, known.items_needed(), known.share_passing)
+def _scored(name: str, known: ScoredGuard, is_aside: bool) -> GuardRequirement:
+    return GuardRequirement(name, "aside" if is_aside else "stands", known.items, known.find_items_needed(), known.pass_rate_of_equal_models)
 
 
 def _assumed(policy: ReleasePolicy, sizes: SuiteSizes) -> ReleaseEvidence:
@@ -198,6 +198,6 @@ def _assumed_tasks(sizes: SuiteSizes) -> TaskEvidence:
         gains={name: Gain(0.0, 0.0, task.groups, float(task.groups)) for name, task in sizes.tasks.items()},
         margins={name: task.margin for name, task in sizes.tasks.items()},
         items={name: task.items for name, task in sizes.tasks.items()},
-        variances={name: variance_of_share(task.right, task.items) for name, task in sizes.tasks.items()},
+        variances={name: compute_variance_of_share(task.right, task.items) for name, task in sizes.tasks.items()},
         alpha=sizes.tasks_alpha,
     )

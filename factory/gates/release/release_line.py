@@ -11,21 +11,21 @@ from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 GATE = "release"
 
 
-def count_champion_comparisons(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: str) -> int:
+def find_comparison_number(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: str) -> int:
     """Return the number of this comparison with a champion, from 1. If a candidate is judged again on another suite, this is another comparison."""
     champion_, subject = Subject("candidate", champion_id), Subject("candidate", candidate_id)
     looked: list[tuple[str, Any]] = []
     for row in VerdictRow.select(
         ledger, "WHERE gate = :gate AND against = :champion ORDER BY id", gate=GATE, champion=str(champion_)
     ):
-        look = row.subject, row.evidence(ledger).get("suite_sha256")
+        look = row.subject, row.read_evidence(ledger).get("suite_sha256")
         if look not in looked:
             looked.append(look)
     mine = str(subject), suite_sha256
     return looked.index(mine) + 1 if mine in looked else len(looked) + 1
 
 
-def guard_losses_since_best_release(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> dict[str, float]:
+def compute_guard_losses_since_best_release(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> dict[str, float]:
     """Return guard → the champion's loss since the best release that it descends from, as the verdicts measured it.
 
     Each release was compared with the champion before it on the same items, so the gains add up, and small losses cannot accumulate unseen. A
@@ -38,7 +38,7 @@ def guard_losses_since_best_release(ledger: Ledger, champion_id: int, guards: It
     while row is not None and row.number not in seen:
         seen.add(row.number)
         verdict = VerdictRow.get(ledger, row.verdict)
-        measured = verdict.evidence(ledger).get("guards") or {}
+        measured = verdict.read_evidence(ledger).get("guards") or {}
         for name in above:  # the gain of the previous release over this one
             above[name] -= (measured.get(name) or {}).get("gain") or 0.0
             lost[name] = max(lost[name], above[name])

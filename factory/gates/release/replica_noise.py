@@ -27,10 +27,10 @@ class ReplicaNoise:
     target: float | None  # of the target, which weighs the domains as the policy does
 
     @classmethod
-    def of_runs(cls, runs: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> ReplicaNoise:
+    def compute_from_runs(cls, runs: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> ReplicaNoise:
         """Return the noise of ``runs``. Each run is domain → bits per byte.
 
-        >>> found = ReplicaNoise.of_runs([{"code": 1.0, "docs": 2.0}, {"code": 1.2, "docs": 1.8}, {"code": 1.1, "docs": 2.2}], {})
+        >>> found = ReplicaNoise.compute_from_runs([{"code": 1.0, "docs": 2.0}, {"code": 1.2, "docs": 1.8}, {"code": 1.1, "docs": 2.2}], {})
         >>> found.runs, {name: round(value, 3) for name, value in found.by_domain.items()}, round(found.target, 3)
         (3, {'code': 0.1, 'docs': 0.2}, 0.087)
         """
@@ -41,27 +41,27 @@ class ReplicaNoise:
         return cls(len(runs), {d: stdev(run[d] for run in runs) for d in domains}, stdev(each) if each else None)
 
 
-def find_newest_noise(db: SqlReader, weights: Mapping[str, float]) -> ReplicaNoise | None:
+def find_newest_replica_noise(db: SqlReader, weights: Mapping[str, float]) -> ReplicaNoise | None:
     """Return the noise that the newest replicas showed. None: no replicas were measured yet."""
-    found = find_newest_measurement(db)
-    return ReplicaNoise.of_runs(found["runs"], weights) if found else None
+    found = find_newest_replica_measurement(db)
+    return ReplicaNoise.compute_from_runs(found["runs"], weights) if found else None
 
 
-def find_newest_measurement(db: SqlReader) -> dict[str, Any] | None:
+def find_newest_replica_measurement(db: SqlReader) -> dict[str, Any] | None:
     """Return the detail of the newest ``MEASURED`` event, with its ``subject``. None: there is no such event."""
     rows = db.read("SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=MEASURED)
     return rows[0]["detail"] | {"subject": rows[0]["subject"]} if rows else None
 
 
-def find_due_anneal(db: SqlReader, policy: ReplicaNoisePolicy) -> tuple[SegmentRow, int] | None:
+def find_anneal_due_for_replicas(db: SqlReader, policy: ReplicaNoisePolicy) -> tuple[SegmentRow, int] | None:
     """Return the anneal for which replicas are due, and the number of its release. None: no replicas are due now."""
     best = find_champion(db)
     if not policy.count or best is None or best.number < policy.from_release:
         return None
-    anneal = next((row for row in reversed(SegmentRow.lineage(db, best.segment)) if row.kind != "average"), None)
+    anneal = next((row for row in reversed(SegmentRow.read_lineage(db, best.segment)) if row.kind != "average"), None)
     if anneal is None or anneal.kind != "anneal" or anneal.parent is None:
         return None  # a candidate from an average of the trunk's checkpoints has no anneal to repeat
-    before = find_newest_measurement(db)
+    before = find_newest_replica_measurement(db)
     if before is not None:
         same = anneal.recipe_sha256 == before["recipe_sha256"]
         if best.number <= before["release"] or (same and best.number - before["release"] < policy.every_releases):
@@ -71,7 +71,7 @@ def find_due_anneal(db: SqlReader, policy: ReplicaNoisePolicy) -> tuple[SegmentR
 
 def may_start_replicas(db: SqlReader, policy: ReplicaNoisePolicy, anneal: SegmentRow) -> bool:
     """True if enough steps were trained since the newest replicas, so that the trunk can wait for the replicas of this anneal."""
-    before = find_newest_measurement(db)
+    before = find_newest_replica_measurement(db)
     trained = _steps_after(db, Subject.parse(before["subject"]).number if before else 0)
     return policy.count * (anneal.last_step - anneal.first_step) <= policy.steps_max * trained
 

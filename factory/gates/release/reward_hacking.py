@@ -35,7 +35,7 @@ def add_dev_rise_evidence(db: SqlReader, candidate: int, champion: int, evidence
     here = {name: getattr(evidence, name) or Gain() for name in HALVES}
     line = [point for point in read_judged_candidates(db) if point.candidate != candidate]
     mine = JudgedCandidate(candidate, champion, here)
-    rises = [(compute_rise_between(before, mine, line), before.candidate) for before in line[-NEWEST:]]
+    rises = [(compute_gain_between_candidates(before, mine, line), before.candidate) for before in line[-NEWEST:]]
     seen = [(rise, since) for rise, since in rises if rise["halves_gap"].error]
     if not seen:
         return replace(evidence, watched=0)
@@ -54,7 +54,7 @@ def read_judged_candidates(db: SqlReader) -> list[JudgedCandidate]:
     """Return the candidates with the newest verdict of each that compared both halves, in the order of these verdicts."""
     found: dict[int, JudgedCandidate] = {}
     for row in VerdictRow.select(db, "WHERE gate = :gate ORDER BY id", gate=GATE):
-        stored = row.evidence(db)
+        stored = row.read_evidence(db)
         against = Subject.parse(row.against).number if row.against else None
         if against is None:
             found.setdefault(
@@ -69,7 +69,7 @@ def read_judged_candidates(db: SqlReader) -> list[JudgedCandidate]:
     return list(found.values())
 
 
-def compute_rise_between(
+def compute_gain_between_candidates(
     before: JudgedCandidate, now: JudgedCandidate, line: Sequence[JudgedCandidate]
 ) -> dict[str, Gain]:
     """Return half → the gain of ``now`` over ``before``, computed through the champion that both descend from.
@@ -79,10 +79,10 @@ def compute_rise_between(
 
     >>> step = lambda number, against: JudgedCandidate(number, against, {"on_dev": Gain(0.01, 0.003, 20, 21.0)})
     >>> line = [step(2, 1), step(3, 2), step(4, 2)]
-    >>> found = compute_rise_between(line[0], step(5, 3), line)["on_dev"]  # 5 over 3, 3 over 2
+    >>> found = compute_gain_between_candidates(line[0], step(5, 3), line)["on_dev"]  # 5 over 3, 3 over 2
     >>> round(found.gain, 3), round(found.error, 4), round(found.effective, 1)
     (0.02, 0.0042, 41.0)
-    >>> round(compute_rise_between(line[2], step(5, 3), line)["on_dev"].gain, 3)  # 4 over 2 is left
+    >>> round(compute_gain_between_candidates(line[2], step(5, 3), line)["on_dev"].gain, 3)  # 4 over 2 is left
     0.01
     """
     by_number = {point.candidate: point for point in line}

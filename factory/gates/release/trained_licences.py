@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.ingest.rules.licence_claims import find_licence_conflicts, find_relicensed_documents
-from factory.ingest.rules.policy import Licences
+from factory.ingest.rules.policy import LicenceRules
 from factory.ledger.ledger import Ledger, documents
 from factory.ledger.rows import SegmentRow
 
@@ -17,7 +17,7 @@ AT_ONCE = 5000  # keys in one query
 NONE = "no licence"  # the name for documents without a licence
 
 
-def count_tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | None = None) -> dict[str, int]:
+def count_tokens_by_licence(ledger: Ledger, segment: int | None, policy: LicenceRules | None = None) -> dict[str, int]:
     """Return licence → supervised tokens in the token shards of a segment and of all segments before it. '' stands for no licence.
 
     ``segment`` None: only the documents of all token shards that are still trained on. With a segment, documents that were quarantined or removed
@@ -25,7 +25,7 @@ def count_tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licence
     licences counts under the strictest one, unless a person settled which licence is right (``factory.ingest.rules.licence_claims``). Without a
     policy, it counts under the licence of the row that was kept.
     """
-    used = token_shards_of_lineage(ledger, segment) if segment is not None else list_token_shards(ledger)
+    used = list_token_shards_of_lineage(ledger, segment) if segment is not None else list_token_shards(ledger)
     fates = "('train', 'quarantined', 'removed')" if segment is not None else "('train')"
     sql = f"""SELECT token_shard, license, SUM(supervised_tokens) AS tokens FROM documents
         WHERE fate IN {fates} AND token_shard IS NOT NULL GROUP BY token_shard, license"""
@@ -43,29 +43,29 @@ def count_tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licence
         if one.token_shard in used and one.key not in masked:
             own = one.claims[0].license
             found[own] -= one.supervised_tokens
-            found[one.effective_licence(policy)] += one.supervised_tokens
+            found[one.find_effective_licence(policy)] += one.supervised_tokens
             if not found[own]:
                 del found[own]
     return dict(found)
 
 
-def count_disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
+def count_disputed_tokens(ledger: Ledger, segment: int, policy: LicenceRules) -> int:
     """Return the number of supervised tokens whose licence forbids a release, but for which another shard names a licence that allows it.
 
     A person can settle which licence is right.
     """
-    used, masked = token_shards_of_lineage(ledger, segment), find_masked_documents(ledger, segment)
+    used, masked = list_token_shards_of_lineage(ledger, segment), find_masked_documents(ledger, segment)
     return sum(
         one.supervised_tokens
         for one in find_licence_conflicts(ledger)
         if one.token_shard in used
         and one.key not in masked
-        and not policy.find_licence(one.effective_licence(policy)).release
-        and any(policy.find_licence(name).release for name in one.standing_licences)
+        and not policy.find_licence(one.find_effective_licence(policy)).release
+        and any(policy.find_licence(name).release for name in one.counted_licences)
     )
 
 
-def token_shards_of_lineage(ledger: Ledger, segment: int) -> set[str]:
+def list_token_shards_of_lineage(ledger: Ledger, segment: int) -> set[str]:
     """Return the ids of the token shards of a segment and of all segments before it."""
     return {shard["id"] for plan in _plans(ledger, segment) for shard in plan["token_shards"]}
 
@@ -90,7 +90,7 @@ def find_masked_documents(ledger: Ledger, segment: int) -> dict[str, dict[str, A
 
 
 def _plans(ledger: Ledger, segment: int) -> list[Mapping[str, Any]]:
-    names = dict.fromkeys(row.data_plan for row in SegmentRow.lineage(ledger, segment))
+    names = dict.fromkeys(row.data_plan for row in SegmentRow.read_lineage(ledger, segment))
     return [ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=name)[0]["plan"] for name in names]
 
 
@@ -98,7 +98,7 @@ def list_token_shards(ledger: Ledger) -> set[str]:
     return {row["id"] for row in ledger.read("SELECT id FROM token_shards")}
 
 
-def compute_unreleasable_shares(policy: Licences, tokens: Mapping[str, int]) -> dict[str, float]:
+def compute_unreleasable_shares(policy: LicenceRules, tokens: Mapping[str, int]) -> dict[str, float]:
     """Return licence → share of the tokens, largest first, for the licences that do not allow a release under ``policy``.
 
     >>> compute_unreleasable_shares(Licences(), {"": 25, "unheard of": 75})

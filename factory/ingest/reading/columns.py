@@ -28,8 +28,8 @@ from factory.ingest.reading.rows import (
     RawRow,
     ShardProblem,
     add_path,
-    duplicate_column,
-    row_too_long,
+    make_duplicate_column_error,
+    make_row_too_long_error,
 )
 from factory.ingest.reading.streams import (
     DecompressionBudget,
@@ -158,7 +158,7 @@ def _readable(schema: pa.Schema) -> list[str]:
     """Return the names of the columns that are read. Raises: ShardProblem for two columns with one name, or without a column of text."""
     names = [one.name for one in schema if not _is_useless(one.type)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise duplicate_column(twice[0])
+        raise make_duplicate_column_error(twice[0])
     if not names:
         raise ShardProblem(
             "reading.no_text_column",
@@ -197,7 +197,7 @@ def _rows(batch: pa.RecordBatch, limits: ShardLimits) -> Iterator[RawRow]:
                 row[name] = value
         size = sum(len(value) for value in row.values() if isinstance(value, str))
         if size > limits.max_row_bytes:
-            yield row_too_long(size, limits.max_row_bytes)
+            yield make_row_too_long_error(size, limits.max_row_bytes)
         elif isinstance(encoding := columns.get("text", [None] * batch.num_rows)[number], UnicodeDecodeError):
             said = Message("reading.text_not_utf8", "the text is not UTF-8: {why}", why=encoding.reason)
             yield BadRow("bad_encoding", said)

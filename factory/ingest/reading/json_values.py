@@ -14,7 +14,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from factory.ingest.reading.rows import RawRow, ShardProblem, row_too_long
+from factory.ingest.reading.rows import RawRow, ShardProblem, make_row_too_long_error
 from factory.ingest.reading.streams import ReadableFile, read_blocks, split_lines
 
 _BLANK = b" \t\r\n"
@@ -30,7 +30,7 @@ def read_json(source: ReadableFile) -> Iterator[RawRow]:
         yield from read(itertools.chain([head], found), source.limits.max_row_bytes)
 
 
-def has_row_per_line(source: ReadableFile) -> bool:
+def is_json_lines(source: ReadableFile) -> bool:
     """Return whether each line of a file holds one row. False for one array, and for values that span several lines."""
     with source.open() as stream:
         return _in_lines(next(read_blocks(stream)))
@@ -159,7 +159,7 @@ class _Scan:
         self.passed = 0
         if passed or len(value) > self.max_bytes:
             self.count += 1
-            yield row_too_long(passed or len(value), self.max_bytes)
+            yield make_row_too_long_error(passed or len(value), self.max_bytes)
         elif value or needed:  # an empty item between two commas is a row too
             self.count += 1
             yield value

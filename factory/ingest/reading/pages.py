@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, row_too_long
+from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, make_row_too_long_error
 from factory.ingest.reading.streams import (
     BROKEN,
     ByteStream,
@@ -128,7 +128,7 @@ def _payload(record: Any, limit: int) -> bytes | BadRow:
         found.append(piece)
         size += len(piece)
         if size > limit:
-            return row_too_long(size, limit)
+            return make_row_too_long_error(size, limit)
     return b"".join(found)
 
 

@@ -54,7 +54,7 @@ class RowOrigin:
     path: str = ""
     unreadable: dict[str, str] = field(default_factory=dict)
 
-    def refuse_unreadable(self, keys: Iterable[str]) -> None:
+    def refuse_unreadable_values(self, keys: Iterable[str]) -> None:
         """Check that the values of these keys could be read. Raises: BadRow."""
         for key in keys:
             if key in self.unreadable:
@@ -92,10 +92,10 @@ def add_path(row: RawRow, path: str) -> RawRow:
     return b"{" + json.dumps({PATH: path})[1:-1].encode() + (b"" if rest.startswith(b"}") else b", ") + rest
 
 
-def row_to_line(row: RawRow) -> bytes:
+def format_row_as_line(row: RawRow) -> bytes:
     """Return a row as one line of JSON. Reading the line gives the same row.
 
-    >>> row_to_line(b'{"text":\\n "a"}'), row_to_line({"text": "a"}), row_to_line(BadRow("bad_csv", "4 fields"))
+    >>> format_row_as_line(b'{"text":\\n "a"}'), format_row_as_line({"text": "a"}), format_row_as_line(BadRow("bad_csv", "4 fields"))
     (b'{"text":  "a"}', b'{"text": "a"}', b'{"factory:bad": ["bad_csv", "4 fields"]}')
     """
     if isinstance(row, bytes):  # a raw line end in valid JSON is only white space: inside strings, JSON writes it as \n
@@ -105,7 +105,7 @@ def row_to_line(row: RawRow) -> bytes:
     return json.dumps(row, ensure_ascii=False, allow_nan=True).encode("utf-8", "surrogatepass")
 
 
-def row_too_long(size: int, limit: int) -> BadRow:
+def make_row_too_long_error(size: int, limit: int) -> BadRow:
     """Return the error of a row that exceeds ``limits.max_row_bytes``. Both arguments are in bytes."""
     said = Message(
         "reading.row_too_long",
@@ -116,6 +116,6 @@ def row_too_long(size: int, limit: int) -> BadRow:
     return BadRow("row_too_long", said)
 
 
-def duplicate_column(name: str) -> ShardProblem:
+def make_duplicate_column_error(name: str) -> ShardProblem:
     """Return the error of a table or columnar file in which two columns have the same name."""
     return ShardProblem("reading.same_column_name", "two columns have the name {name!r}", name=name)

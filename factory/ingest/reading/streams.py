@@ -18,8 +18,8 @@ from typing import IO, Any
 import pyarrow as pa
 
 from factory.core.errors import InputError
-from factory.core.faults import is_machine_fault_without_file
-from factory.ingest.reading.rows import LeftOutCallback, LimitExceeded, RawRow, ShardProblem, row_too_long
+from factory.core.faults import is_machine_fault_unrelated_to_files
+from factory.ingest.reading.rows import LeftOutCallback, LimitExceeded, RawRow, ShardProblem, make_row_too_long_error
 from factory.ingest.rules.policy import ShardLimits
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException)
@@ -126,11 +126,11 @@ def decompress(raw: IO[bytes], compression: str) -> Any:
 
 def raise_if_machine_fault(name: str, error: Exception) -> None:
     """Raise InputError if the error is a fault of the machine. Such a fault says nothing about the shard, so the shard is not quarantined."""
-    if is_machine_fault_without_file(error):
+    if is_machine_fault_unrelated_to_files(error):
         raise InputError("reading.machine_fault", "{file} cannot be read: {error}", file=name, error=error) from error
 
 
-def unreadable_file_error(path: Path | str, error: OSError) -> InputError:
+def make_unreadable_file_error(path: Path | str, error: OSError) -> InputError:
     """Return the error of a file that the operating system does not let the factory read."""
     return InputError("reading.unreadable_file", "{path} cannot be read: {error}", path=path, error=error.strerror)
 
@@ -155,7 +155,7 @@ def split_lines(blocks: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
         *whole_lines, rest = (rest + block).split(b"\n")
         for line in whole_lines:
             if skipped or len(line) > max_bytes:
-                yield row_too_long(skipped + len(line), max_bytes)
+                yield make_row_too_long_error(skipped + len(line), max_bytes)
                 skipped = 0
             else:
                 yield line
@@ -163,7 +163,7 @@ def split_lines(blocks: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
             skipped += len(rest)
             rest = b""
     if skipped:
-        yield row_too_long(skipped, max_bytes)
+        yield make_row_too_long_error(skipped, max_bytes)
     elif rest:
         yield rest
 

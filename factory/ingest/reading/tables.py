@@ -18,7 +18,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, duplicate_column, row_too_long
+from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, make_duplicate_column_error, make_row_too_long_error
 from factory.ingest.reading.streams import ByteStream, ReadableFile, read_blocks
 from kernels.contract.message import Message
 
@@ -53,7 +53,7 @@ def _table(source: ReadableFile, delimiter: str) -> Iterator[RawRow]:
             )
         columns = [name.strip() for name in header]
         if twice := sorted({name for name in columns if columns.count(name) > 1 and name}):
-            raise duplicate_column(twice[0])
+            raise make_duplicate_column_error(twice[0])
         for record in records:
             if isinstance(record, BadRow):
                 yield record
@@ -98,7 +98,7 @@ class _Records:
                 ends = Message("reading.table_cut_off", "the file ends inside a quoted field")
                 yield BadRow("bad_csv", ends if cut else str(error)[:200])
             except _TooLong:
-                yield row_too_long(self._pass_over(), self.limit)
+                yield make_row_too_long_error(self._pass_over(), self.limit)
             self.size = self.quotes = 0
 
     def _lines(self) -> Iterator[str]:

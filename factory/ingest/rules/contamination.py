@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from factory.ingest.rules.word_hashes import Hashes, find_word_spans, hash_runs
+from factory.ingest.rules.word_hashes import Hashes, find_word_spans, hash_word_runs
 
 SHORTEST_NGRAM = 8  # words of the shortest n-gram, as for GPT-3
 MOST_PIECES = 10  # a document that would be cut into more pieces is dropped, as for GPT-3
@@ -34,8 +34,8 @@ Positions = npt.NDArray[np.int64]
 def hash_ngrams(words: Hashes, n: int) -> Hashes:
     """Return the n-gram hashes of a document in order. A document of 8 to n - 1 words has a single hash."""
     if SHORTEST_NGRAM <= len(words) < n:
-        return hash_runs(words, len(words))
-    return hash_runs(words, n)
+        return hash_word_runs(words, len(words))
+    return hash_word_runs(words, n)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class HeldOutNgrams:
         order = np.argsort(joined, kind="stable")
         return cls(joined[order], np.concatenate(owners)[order], keys)
 
-    def find(self, grams: Hashes) -> Positions:
+    def find_collisions(self, grams: Hashes) -> Positions:
         """Return the positions of the ``grams`` that are in the index, shape [collisions]."""
         if not len(self.hashes) or not len(grams):
             return np.zeros(0, np.int64)
@@ -67,13 +67,13 @@ class HeldOutNgrams:
         places[places == len(self.hashes)] = 0
         return np.flatnonzero(self.hashes[places] == grams)
 
-    def owner(self, gram: int | np.uint64) -> str:
+    def find_owner(self, gram: int | np.uint64) -> str:
         """Return the key of the first held-out document that has the n-gram."""
         place = int(np.searchsorted(self.hashes, np.uint64(gram)))
         return self.keys[int(self.owners[place])]
 
 
-def mask_without_overlap(positions: Positions, count: int, n: int) -> npt.NDArray[np.bool_]:
+def make_no_overlap_mask(positions: Positions, count: int, n: int) -> npt.NDArray[np.bool_]:
     """Return a mask, shape [count], of the n-grams that share no word with the n-grams at ``positions``."""
     steps = np.zeros(count + 1, np.int64)
     np.add.at(steps, np.maximum(positions - n + 1, 0), 1)

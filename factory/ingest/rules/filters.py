@@ -32,7 +32,7 @@ _HEAD_LINES = 8  # lines at the top of a file in which a notice "generated" coun
 Filter = Callable[[str, DomainRules], "Message | None"]
 
 
-def too_short(text: str, rules: DomainRules) -> Message | None:
+def check_min_length(text: str, rules: DomainRules) -> Message | None:
     if (size := len(text)) >= rules.min_chars:
         return None
     return Message(
@@ -43,7 +43,7 @@ def too_short(text: str, rules: DomainRules) -> Message | None:
     )
 
 
-def too_long(text: str, rules: DomainRules) -> Message | None:
+def check_max_length(text: str, rules: DomainRules) -> Message | None:
     if (size := len(text)) <= rules.max_chars:
         return None
     return Message(
@@ -54,14 +54,14 @@ def too_long(text: str, rules: DomainRules) -> Message | None:
     )
 
 
-def binary(text: str, rules: DomainRules) -> Message | None:
+def check_control_characters(text: str, rules: DomainRules) -> Message | None:
     """Refuse control characters and U+FFFD. They are signs of binary data, or of text that was decoded with the wrong encoding."""
     if (count := len(_CONTROL.findall(text))) <= _CONTROL_SHARE * len(text):
         return None
     return Message("filters.binary", "the text has {count} control or replacement characters", count=count)
 
 
-def long_lines(text: str, rules: DomainRules) -> Message | None:
+def check_line_length(text: str, rules: DomainRules) -> Message | None:
     if len(text) <= rules.max_line or (longest := max(map(len, text.split("\n")))) <= rules.max_line:
         return None
     return Message(
@@ -72,7 +72,7 @@ def long_lines(text: str, rules: DomainRules) -> Message | None:
     )
 
 
-def low_alphabetic(text: str, rules: DomainRules) -> Message | None:
+def check_letter_share(text: str, rules: DomainRules) -> Message | None:
     if rules.min_alphabetic == 0:
         return None
     letters = sum(map(len, _LETTERS.findall(text)))
@@ -87,7 +87,7 @@ def low_alphabetic(text: str, rules: DomainRules) -> Message | None:
     )
 
 
-def repetition(text: str, rules: DomainRules) -> Message | None:
+def check_repeated_lines(text: str, rules: DomainRules) -> Message | None:
     """Limit the share of non-blank lines that repeat an earlier line (Gopher's duplicate line fraction)."""
     if rules.max_repeated_lines == 1:
         return None
@@ -103,7 +103,7 @@ def repetition(text: str, rules: DomainRules) -> Message | None:
     return None
 
 
-def encoded_data(text: str, rules: DomainRules) -> Message | None:
+def check_encoded_data(text: str, rules: DomainRules) -> Message | None:
     if rules.max_encoded == 1:
         return None
     share = sum(m.end() - m.start() for m in _ENCODED.finditer(text)) / max(len(text), 1)
@@ -117,7 +117,7 @@ def encoded_data(text: str, rules: DomainRules) -> Message | None:
     return None
 
 
-def generated(text: str, rules: DomainRules) -> Message | None:
+def check_generated_notice(text: str, rules: DomainRules) -> Message | None:
     if rules.generated:
         return None
     head = "\n".join(text[:4000].split("\n")[:_HEAD_LINES])
@@ -131,14 +131,14 @@ def generated(text: str, rules: DomainRules) -> Message | None:
 
 # Cheap rules come first, and specific rules come before general rules, because only the first broken rule is reported.
 FILTERS: dict[str, Filter] = {
-    "too_short": too_short,
-    "too_long": too_long,
-    "binary": binary,
-    "long_lines": long_lines,
-    "low_alphabetic": low_alphabetic,
-    "repetition": repetition,
-    "encoded_data": encoded_data,
-    "generated": generated,
+    "too_short": check_min_length,
+    "too_long": check_max_length,
+    "binary": check_control_characters,
+    "long_lines": check_line_length,
+    "low_alphabetic": check_letter_share,
+    "repetition": check_repeated_lines,
+    "encoded_data": check_encoded_data,
+    "generated": check_generated_notice,
 }
 
 
@@ -151,7 +151,7 @@ def find_first_broken_rule(text: str, rules: DomainRules) -> tuple[str, Message]
     return None
 
 
-def does_not_parse(text: str) -> Message | None:
+def check_python_syntax(text: str) -> Message | None:
     """Return why a text is not valid Python, or None. This rule is separate from the others because it is slow (5 MB/s)."""
     try:
         with warnings.catch_warnings():

@@ -96,7 +96,7 @@ def goes_to_sealed_half_on_tie(unit: str) -> bool:
 
 
 @dataclass(frozen=True)
-class CandidateDocument:
+class HeldOutCandidate:
     """A document of a shard that may be held out."""
 
     number: int  # the position in the shard
@@ -142,7 +142,7 @@ class _Unit:
 
     name: str
     unit: str
-    able: Mapping[str, Sequence[CandidateDocument]]  # by domain: the documents that can be held out
+    able: Mapping[str, Sequence[HeldOutCandidate]]  # by domain: the documents that can be held out
 
     def count(self, domain: str) -> int:
         return len(self.able.get(domain, ()))
@@ -254,8 +254,8 @@ class _Selection:
                     self.take(unit, self.half_of(unit), part)
 
 
-def select_held_out(
-    new_documents: Sequence[CandidateDocument],
+def assign_held_out_documents(
+    new_documents: Sequence[HeldOutCandidate],
     half_by_held_out_group: Mapping[str, bool],
     trained_groups: Collection[str],
     earlier_counts: Mapping[str, EarlierHeldOutCounts],
@@ -322,10 +322,10 @@ def _in_order(units: Iterable[_Unit]) -> list[_Unit]:
 
 
 def _by(
-    ones: Iterable[CandidateDocument], name: Callable[[CandidateDocument], str]
-) -> dict[str, list[CandidateDocument]]:
+    ones: Iterable[HeldOutCandidate], name: Callable[[HeldOutCandidate], str]
+) -> dict[str, list[HeldOutCandidate]]:
     """Return the documents by name, in the order of the names."""
-    found: dict[str, list[CandidateDocument]] = {}
+    found: dict[str, list[HeldOutCandidate]] = {}
     for one in sorted(ones, key=lambda one: (name(one), one.number)):
         found.setdefault(name(one), []).append(one)
     return found

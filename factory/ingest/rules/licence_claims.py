@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from factory.ingest.rules.licence_names import fold_licence_name
+from factory.ingest.rules.licence_names import normalise_licence_name
 from factory.ledger.rows import SqlReader
 
 if TYPE_CHECKING:
-    from factory.ingest.rules.policy import Licences
+    from factory.ingest.rules.policy import LicenceRules
 
 SETTLED = "licence_settled"
 CONFLICT_EVENT = "licence_conflict"  # event about a shard: some of its texts came earlier under another licence
@@ -48,7 +48,7 @@ class LicenceConflict:
     claims: tuple[LicenceClaim, ...]
 
     @property
-    def standing_licences(self) -> list[str]:
+    def counted_licences(self) -> list[str]:
         """Return the claimed licences that are not set aside. If all are set aside (one row can match two settled texts), all count."""
         return [claim.license for claim in self.claims if not claim.is_set_aside] or [
             claim.license for claim in self.claims
@@ -56,14 +56,14 @@ class LicenceConflict:
 
     @property
     def is_settled(self) -> bool:
-        return len({fold_licence_name(name) for name in self.standing_licences}) == 1
+        return len({normalise_licence_name(name) for name in self.counted_licences}) == 1
 
-    def effective_licence(self, policy: Licences) -> str:
+    def find_effective_licence(self, policy: LicenceRules) -> str:
         """Return the licence by which the document is judged: the strictest standing licence, or the document's own if it is equally strict."""
-        return find_strictest_licence(self.standing_licences, policy)
+        return find_strictest_licence(self.counted_licences, policy)
 
 
-def find_strictest_licence(licences: Collection[str], policy: Licences) -> str:
+def find_strictest_licence(licences: Collection[str], policy: LicenceRules) -> str:
     """Return the strictest licence. If several are equally strict, return the first of ``licences`` if it is among them, else the first by name, so
     that the order of arrival does not matter."""
     allows = {name: (policy.find_licence(name).train, policy.find_licence(name).release) for name in licences}
@@ -86,7 +86,7 @@ def find_licence_conflicts(db: SqlReader, key: str | None = None) -> list[Licenc
     if not rows:
         return []
     names = {row["sha256"]: row["name"] for row in db.read("SELECT sha256, name FROM shards")}
-    aside = list_set_aside_rows(db)
+    aside = list_rows_with_set_aside_claims(db)
     found: dict[str, tuple[dict[str, Any], list[LicenceClaim]]] = {}
     for row in rows:
         own = LicenceClaim(row["key"], names[row["shard"]], row["license"] or "", row["key"] in aside)
@@ -96,11 +96,11 @@ def find_licence_conflicts(db: SqlReader, key: str | None = None) -> list[Licenc
     return [
         LicenceConflict(**{name: row[name] for name in values}, claims=tuple(claims))
         for row, claims in found.values()
-        if len({fold_licence_name(claim.license) for claim in claims}) > 1
+        if len({normalise_licence_name(claim.license) for claim in claims}) > 1
     ]
 
 
-def list_set_aside_rows(db: SqlReader) -> set[str]:
+def list_rows_with_set_aside_claims(db: SqlReader) -> set[str]:
     """Return the keys of the rows whose claims a person set aside. The newest settlement of each document counts."""
     newest: dict[str, list[str]] = {}
     for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SETTLED):
@@ -108,8 +108,8 @@ def list_set_aside_rows(db: SqlReader) -> set[str]:
     return {key for keys in newest.values() for key in keys}
 
 
-def find_relicensed_documents(db: SqlReader, policy: Licences) -> Mapping[str, LicenceConflict]:
+def find_relicensed_documents(db: SqlReader, policy: LicenceRules) -> Mapping[str, LicenceConflict]:
     """Return, by key, the conflicts of the documents that are judged by another licence than the one in their own row."""
     return {
-        one.key: one for one in find_licence_conflicts(db) if one.effective_licence(policy) != one.claims[0].license
+        one.key: one for one in find_licence_conflicts(db) if one.find_effective_licence(policy) != one.claims[0].license
     }

@@ -20,11 +20,11 @@ _TOKEN = re.compile(r"[()]|[^\s()]+")
 
 
 @lru_cache(maxsize=4096)
-def fold_licence_name(name: str | None) -> str:
+def normalise_licence_name(name: str | None) -> str:
     """Return a name in the form in which names are compared: the SPDX id if the name is a spelling of it; '' if there is no name.
 
-    >>> (fold_licence_name("  CC-BY-4.0 "), fold_licence_name("Apache 2.0"), fold_licence_name("Public-Domain"),
-    ...  fold_licence_name("My  Own"), fold_licence_name(None))
+    >>> (normalise_licence_name("  CC-BY-4.0 "), normalise_licence_name("Apache 2.0"), normalise_licence_name("Public-Domain"),
+    ...  normalise_licence_name("My  Own"), normalise_licence_name(None))
     ('cc-by-4.0', 'apache-2.0', 'public domain', 'my own', '')
     """
     return find_spdx_id(name or "") or " ".join((name or "").split()).casefold()
@@ -36,9 +36,9 @@ class LicenceEvaluator(Generic[A]):
     ``all_of`` combines the values of licences that all apply (AND). ``one_of`` combines the values of licences to choose from (OR).
 
     >>> reader = LicenceEvaluator({"mit": 2, "gpl": 1, "gpl with x": 3, "public domain": 4}, 0, min, max)
-    >>> [reader.read(name) for name in ("mit", "MIT AND GPL", "(mit or gpl) and MIT", "MIT OR GPL AND other")]
+    >>> [reader.evaluate(name) for name in ("mit", "MIT AND GPL", "(mit or gpl) and MIT", "MIT OR GPL AND other")]
     [2, 1, 2, 2]
-    >>> [reader.read(name) for name in ("GPL WITH X", "GPL WITH other", "Public Domain OR other", "MIT OR (GPL", "MIT, GPL")]
+    >>> [reader.evaluate(name) for name in ("GPL WITH X", "GPL WITH other", "Public Domain OR other", "MIT OR (GPL", "MIT, GPL")]
     [3, 1, 4, 0, 0]
     """
 
@@ -47,8 +47,8 @@ class LicenceEvaluator(Generic[A]):
     all_of: Callable[[Sequence[A]], A]
     one_of: Callable[[Sequence[A]], A]
 
-    def read(self, name: str) -> A:
-        if (whole := fold_licence_name(name)) in self.known:
+    def evaluate(self, name: str) -> A:
+        if (whole := normalise_licence_name(name)) in self.known:
             return self.known[whole]
         if find_spdx_id(name):  # 'GPL v3 or later' is one name, not an expression
             return self.unknown
@@ -98,7 +98,7 @@ def _name(tokens: list[str]) -> str:
         words.append(tokens.pop(0))
     if not words:
         raise ValueError
-    return fold_licence_name(" ".join(words))
+    return normalise_licence_name(" ".join(words))
 
 
 PUBLIC_DOMAIN = "public domain"  # this is not a licence, so SPDX has no id for it; data policies use this name

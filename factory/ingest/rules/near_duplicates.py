@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from rensa import RMinHash
 
-from factory.ingest.rules.word_hashes import Hashes, hash_runs, mix_bits
+from factory.ingest.rules.word_hashes import Hashes, hash_word_runs, mix_bits
 
 PERMUTATIONS, BANDS, ROWS, SHINGLE, SEED = 120, 20, 6, 5, 20200528
 CANDIDATES = 50  # a later document is compared with at most this many documents of one band; this limits the work that a hostile shard can cause
@@ -36,9 +36,9 @@ Bands = npt.NDArray[np.uint64]  # [documents, BANDS]
 def hash_shingles(words: Hashes, content: bytes) -> Hashes:
     """Return the distinct 5-word shingles of a document, hashed. A document of fewer words is one shingle: of its words, or of its content's hash."""
     if len(words) >= SHINGLE:
-        return np.unique(hash_runs(words, SHINGLE))
+        return np.unique(hash_word_runs(words, SHINGLE))
     if len(words):
-        return hash_runs(words, len(words))
+        return hash_word_runs(words, len(words))
     return np.frombuffer(content[:8], np.uint64)
 
 
@@ -64,11 +64,11 @@ def estimate_similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) ->
     return float((a == b).mean())
 
 
-class NearDuplicates:
+class NearDuplicateSearch:
     """Compares the documents of one shard with its kept documents so far and with stored ones. ``known`` returns the stored documents that share
     band hashes."""
 
-    def __init__(self, signed: Signatures, threshold: float, known: Callable[[Bands], StoredDocuments]) -> None:
+    def __init__(self, signed: Signatures, threshold: float, known: Callable[[Bands], StoredBandMatches]) -> None:
         self._signed = signed
         self._threshold = threshold
         self._bands = hash_bands(signed)
@@ -100,7 +100,7 @@ class NearDuplicates:
 
 
 @dataclass(frozen=True)
-class StoredDocuments:
+class StoredBandMatches:
     """The documents of earlier shards that have given band hashes: their keys by hash, and their signatures by key."""
 
     keys: dict[int, list[str]]

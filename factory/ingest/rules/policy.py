@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 from factory.ingest.rules.held_out_split import GroupKind
-from factory.ingest.rules.licence_names import LicenceEvaluator, fold_licence_name
-from factory.ingest.shapes.field_mapping import FieldMapping, find_mapping
+from factory.ingest.rules.licence_names import LicenceEvaluator, normalise_licence_name
+from factory.ingest.shapes.field_mapping import FieldMapping, find_field_mapping
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -60,7 +60,7 @@ class NearDuplicateRules(StrictPolicy):
     """Two documents are near-duplicates if the estimated Jaccard similarity of their 5-word shingles is at least this."""
 
 
-class Decontamination(StrictPolicy):
+class DecontaminationRules(StrictPolicy):
     ngram: Annotated[int, Field(ge=8, le=50)] = 13
     """Length, in words, of a run that a training document may not share with a held-out document (GPT-3, appendix C)."""
     sample_window: Annotated[int, Field(ge=1, le=256)] = 32
@@ -73,7 +73,7 @@ class Decontamination(StrictPolicy):
     """Largest share of a document that may be removed. If more had to be removed, the document is dropped."""
 
 
-class HeldOut(StrictPolicy):
+class HeldOutRules(StrictPolicy):
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.02
     """Share of the groups that is held out. ``group`` of a domain says what a group is."""
     least: NotNegative = 8
@@ -82,23 +82,23 @@ class HeldOut(StrictPolicy):
     if these two have at most 16 documents together. At most ``hold_out_at_most`` documents are held out, and none if the share is 0."""
 
 
-class Licence(StrictPolicy):
+class LicencePermissions(StrictPolicy):
     train: bool
     release: bool
 
 
-class Licences(StrictPolicy):
-    default: Licence = Licence(train=True, release=False)
+class LicenceRules(StrictPolicy):
+    default: LicencePermissions = LicencePermissions(train=True, release=False)
     """What a licence allows that ``known`` does not list."""
-    missing: Licence = Licence(train=True, release=False)
+    missing: LicencePermissions = LicencePermissions(train=True, release=False)
     """What is allowed for a document that names no licence."""
-    known: dict[str, Licence] = {}
+    known: dict[str, LicencePermissions] = {}
     """What each licence allows: to train on a document, and to release a model that was trained on it. Case and blanks are ignored. In an SPDX
     expression, all names that AND joins must allow it, and at least one of the names that OR joins."""
 
-    def find_licence(self, name: str | None) -> Licence:
+    def find_licence(self, name: str | None) -> LicencePermissions:
         """
-        >>> policy = Licences(known={"MIT": Licence(train=True, release=True), "proprietary": Licence(train=False, release=False)})
+        >>> policy = LicenceRules(known={"MIT": LicencePermissions(train=True, release=True), "proprietary": LicencePermissions(train=False, release=False)})
         >>> [policy.find_licence(name).release for name in ("mit ", "MIT OR GPL-3.0-only", "MIT AND GPL-3.0-only", "(MIT)")]
         [True, True, False, True]
         >>> [policy.find_licence(name).train for name in ("Proprietary", "proprietary AND MIT", "MIT OR Proprietary", "unheard of", " ")]
@@ -108,27 +108,27 @@ class Licences(StrictPolicy):
             return self.missing
         if (exact := self.known.get(name)) is not None:
             return exact
-        known: dict[str, Licence] = {}
+        known: dict[str, LicencePermissions] = {}
         for other, licence in self.known.items():  # if two spellings of one name are listed, the stricter counts
-            known[fold_licence_name(other)] = _strictest([licence, known.get(fold_licence_name(other), licence)])
-        return LicenceEvaluator(known, self.default, _strictest, _laxest).read(name)
+            known[normalise_licence_name(other)] = _strictest([licence, known.get(normalise_licence_name(other), licence)])
+        return LicenceEvaluator(known, self.default, _strictest, _laxest).evaluate(name)
 
     def is_listed(self, name: str) -> bool:
         """Return whether every name of an expression is listed.
 
-        >>> policy = Licences(known={"MIT": Licence(train=True, release=True), "public domain": Licence(train=True, release=True)})
+        >>> policy = LicenceRules(known={"MIT": LicencePermissions(train=True, release=True), "public domain": LicencePermissions(train=True, release=True)})
         >>> [policy.is_listed(name) for name in ("mit license", "Public-Domain", "MIT OR Unlicense", "Unlicense", "")]
         [True, True, False, False, False]
         """
-        return LicenceEvaluator(dict.fromkeys(map(fold_licence_name, self.known), True), False, all, all).read(name)
+        return LicenceEvaluator(dict.fromkeys(map(normalise_licence_name, self.known), True), False, all, all).evaluate(name)
 
 
-def _strictest(licences: Sequence[Licence]) -> Licence:
+def _strictest(licences: Sequence[LicencePermissions]) -> LicencePermissions:
     """Return what all of the licences allow."""
-    return Licence(train=all(one.train for one in licences), release=all(one.release for one in licences))
+    return LicencePermissions(train=all(one.train for one in licences), release=all(one.release for one in licences))
 
 
-def _laxest(licences: Sequence[Licence]) -> Licence:
+def _laxest(licences: Sequence[LicencePermissions]) -> LicencePermissions:
     return max(licences, key=lambda one: (one.train, one.release))
 
 
@@ -162,20 +162,20 @@ class DataPolicy(StrictPolicy):
     domains: dict[str, DomainRules] = {}
     """The rules of each domain, by name. 'default' has the rules of every domain that is not listed."""
     near_duplicates: NearDuplicateRules = NearDuplicateRules()
-    decontamination: Decontamination = Decontamination()
-    held_out: HeldOut = HeldOut()
-    licences: Licences = Licences()
+    decontamination: DecontaminationRules = DecontaminationRules()
+    held_out: HeldOutRules = HeldOutRules()
+    licences: LicenceRules = LicenceRules()
     tokenizer: TokenizerRules = TokenizerRules()
     limits: ShardLimits = ShardLimits()
     fields: list[FieldMapping] = []
     """What your own columns mean, by the files' names; the first mapping that matches is used. Known shapes need none."""
 
-    def rules_of_domain(self, domain: str) -> DomainRules:
+    def find_domain_rules(self, domain: str) -> DomainRules:
         return self.domains.get(domain) or self.domains.get("default") or DomainRules()
 
-    def find_mapping(self, *files: str) -> tuple[int, FieldMapping] | None:
+    def find_field_mapping(self, *files: str) -> tuple[int, FieldMapping] | None:
         """Return (place under ``fields``, mapping) for a file with one of these names, or None if no mapping matches."""
-        return find_mapping(self.fields, *files) if self.fields else None
+        return find_field_mapping(self.fields, *files) if self.fields else None
 
     @classmethod
     def load(cls, path: Path) -> DataPolicy:

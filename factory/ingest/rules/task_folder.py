@@ -13,10 +13,10 @@ SUFFIXES = (*PLAIN, *(f"{suffix}.gz" for suffix in PLAIN if suffix != ".parquet"
 BESIDE = (".yaml", ".py", ".pyc", ".md")  # suffixes of files in that folder that have no items
 
 
-def data_suffix(path: Path) -> str:
+def get_data_suffix(path: Path) -> str:
     """Return the suffix of a data file, including ``.gz``, or '' if the file is not a data file.
 
-    >>> data_suffix(Path("HumanEval.jsonl.gz")), data_suffix(Path("arc.csv")), data_suffix(Path("MATH.tar"))
+    >>> get_data_suffix(Path("HumanEval.jsonl.gz")), get_data_suffix(Path("arc.csv")), get_data_suffix(Path("MATH.tar"))
     ('.jsonl.gz', '.csv', '')
     """
     return max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len, default="")
@@ -26,7 +26,7 @@ def list_item_files(folder: Path) -> list[Path]:
     """Return the data files of a folder and of the folders below it, sorted. A folder of ``0.json``, ``1.json`` … with one record each, as in MATH,
     counts as one data file."""
     numbered = {path for path in {file.parent for file in _files(folder)} - {folder} if is_numbered_folder(path)}
-    return sorted(numbered | {path for path in _files(folder) if data_suffix(path) and path.parent not in numbered})
+    return sorted(numbered | {path for path in _files(folder) if get_data_suffix(path) and path.parent not in numbered})
 
 
 def is_numbered_folder(path: Path) -> bool:
@@ -34,13 +34,13 @@ def is_numbered_folder(path: Path) -> bool:
     return path.is_dir() and all(re.fullmatch(r"\d+\.json", one.name) for one in path.iterdir())
 
 
-def list_unread_files(folder: Path) -> list[Path]:
+def list_unreadable_files(folder: Path) -> list[Path]:
     """Return the files of a folder and of the folders below it that may have items, but are of kinds that cannot be read. Ingest cannot keep the
     items of these files out of training data."""
     return [
         path
         for path in _files(folder)
-        if not data_suffix(path)
+        if not get_data_suffix(path)
         and path.suffix not in BESIDE
         and not path.name.startswith(("_", ".", "README", "LICENSE"))
     ]

@@ -22,10 +22,10 @@ import numpy as np
 
 from factory.core.errors import InputError
 from factory.ingest.rules.contamination import hash_ngrams
-from factory.ingest.rules.task_folder import data_suffix, is_numbered_folder
+from factory.ingest.rules.task_folder import get_data_suffix, is_numbered_folder
 from factory.ingest.rules.word_hashes import Hashes, hash_words
 from kernels.contract.message import CodedError
-from trainer.contract.data.token_shard import file_sha256
+from trainer.contract.data.token_shard import hash_file
 
 LARGEST = 256 << 20  # largest size of a file, in bytes after decompression
 MMLU_COLUMNS = (
@@ -58,7 +58,7 @@ def read_items(path: Path) -> ItemFile:
                 "task_items.too_large", "{path}: the file has more than {limit} MiB", path=path, limit=LARGEST >> 20
             )
         data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
-        suffix = data_suffix(path).removesuffix(".gz")
+        suffix = get_data_suffix(path).removesuffix(".gz")
         records = (
             _parquet(data)
             if suffix == ".parquet"
@@ -69,7 +69,7 @@ def read_items(path: Path) -> ItemFile:
     except _BadItems as error:
         raise InputError("task_items.bad_file", "{path}: {why}", path=path, why=error.message) from None
     except (ValueError, RecursionError) as error:
-        raise _not_of_kind(path, data_suffix(path)[1:], error) from error
+        raise _not_of_kind(path, get_data_suffix(path)[1:], error) from error
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
             raise InputError(
@@ -138,8 +138,8 @@ def _numbered(folder: Path) -> ItemFile:
 def hash_item_file(path: Path) -> str:
     """Return the hash of a data file as it is on disk, compressed or not, or of a folder of numbered files. Raises: OSError."""
     if not path.is_dir():
-        return file_sha256(path)
-    named = [(one.name, file_sha256(one)) for one in sorted(path.iterdir())]
+        return hash_file(path)
+    named = [(one.name, hash_file(one)) for one in sorted(path.iterdir())]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 

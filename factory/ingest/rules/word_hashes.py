@@ -42,7 +42,7 @@ def find_word_spans(text: str) -> list[tuple[int, int]]:
     return [match.span() for match in _WORD.finditer(text)]
 
 
-def hash_runs(words: Hashes, n: int) -> Hashes:
+def hash_word_runs(words: Hashes, n: int) -> Hashes:
     """Return a hash for every run of ``n`` consecutive words, shape [max(words - n + 1, 0)]."""
     count = len(words) - n + 1
     if count <= 0:
@@ -60,7 +60,7 @@ def mix_bits(values: Hashes) -> Hashes:
     return values ^ (values >> np.uint64(29))
 
 
-def winnow(hashes: Hashes, window: int) -> Hashes:
+def winnow_hashes(hashes: Hashes, window: int) -> Hashes:
     """Return the smallest hash of every window, each once: about 2 of every ``window + 1`` hashes.
 
     Two texts that share ``window`` consecutive hashes share a returned hash (Schleimer, Wilkerson, Aiken 2003).

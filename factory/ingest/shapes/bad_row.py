@@ -19,7 +19,7 @@ class BadRow(CodedError):
         return BadRow, (self.rule, self.detail)  # makes the error picklable, for worker processes
 
 
-def not_an_object_error(row: Any) -> BadRow:
+def make_not_an_object_error(row: Any) -> BadRow:
     """Return the error of a decoded row that is not a JSON object."""
     return BadRow(
         "bad_schema",

@@ -81,10 +81,10 @@ class ReadingNotes:
     refused_fields: set[str] = field(default_factory=set)
 
 
-def message_has_loss(message: Mapping[str, Any]) -> bool:
+def has_loss(message: Mapping[str, Any]) -> bool:
     """Return whether a message carries loss. The assistant's messages do, except those of weight 0.
 
-    >>> message_has_loss({"role": "assistant", "content": "a"}), message_has_loss({"role": "assistant", "content": "a", "weight": 0})
+    >>> has_loss({"role": "assistant", "content": "a"}), has_loss({"role": "assistant", "content": "a", "weight": 0})
     (True, False)
     """
     return message["role"] == "assistant" and message.get("weight") != 0
@@ -129,7 +129,7 @@ def raise_for_refused_fields(notes: ReadingNotes) -> None:
         raise BadRow("bad_schema", wrong)
 
 
-def check_other_fields(
+def collect_refused_fields(
     row: Mapping[str, Any], read_fields: Collection[str], ignored_fields: Collection[str], notes: ReadingNotes
 ) -> None:
     """Add the fields of a chat's row that have a meaning to ``notes.refused_fields``. For a field in ``ignored_fields``, add a message to ``notes``

@@ -3,9 +3,9 @@
 A value is the dotted path of a column, a template of columns, or a constant:
 
     >>> row = {"title": "T", "body": "B", "meta": {"lang": "en"}, "turns": [{"text": "hi"}], "a.b": 1}
-    >>> [read_value(parse_value(value), row) for value in ("meta.lang", "turns.0.text", "a.b", "{title}\\n\\n{body}", "=prose")]
+    >>> [read_mapped_value(parse_mapped_value(value), row) for value in ("meta.lang", "turns.0.text", "a.b", "{title}\\n\\n{body}", "=prose")]
     ['en', 'hi', 1, 'T\\n\\nB', 'prose']
-    >>> [read_value(parse_value(value), row) for value in ("meta.country", "{title} of {nobody}", "{{{title}}}")]
+    >>> [read_mapped_value(parse_mapped_value(value), row) for value in ("meta.country", "{title} of {nobody}", "{{{title}}}")]
     [None, None, '{T}']
 """
 
@@ -46,7 +46,7 @@ class MappedValue:
 
 
 @lru_cache(maxsize=1024)
-def parse_value(value: str) -> MappedValue:
+def parse_mapped_value(value: str) -> MappedValue:
     """Parse a value of the mapping. Raises: ValueError for an empty value, and for a brace that is neither closed nor doubled."""
     if not value.strip():
         raise ValueError(
@@ -73,12 +73,12 @@ def parse_value(value: str) -> MappedValue:
 
 
 def _checked(value: str) -> str:
-    parse_value(value)
+    parse_mapped_value(value)
     return value
 
 
 def _no_constant(value: str) -> str:
-    if not parse_value(value).columns:
+    if not parse_mapped_value(value).columns:
         raise ValueError(f"{value!r} names no column: every row would have the same value")
     return value
 
@@ -137,42 +137,42 @@ class FieldMapping(StrictPolicy):
             raise ValueError("'system' and 'text' are both mapped, but only a chat has a system turn")
         return self
 
-    def value(self, name: str) -> MappedValue | None:
+    def get_mapped_value(self, name: str) -> MappedValue | None:
         """Return the value to which a key is mapped, or None if the key is not mapped."""
         value = getattr(self, name)
-        return None if value is None else parse_value(value)
+        return None if value is None else parse_mapped_value(value)
 
-    def values(self) -> Iterator[tuple[str, MappedValue]]:
+    def list_mapped_values(self) -> Iterator[tuple[str, MappedValue]]:
         """Yield (key, value) of all mapped keys."""
         for name in ("text", "messages", "prompt", "completion", "system", *NAMES):
-            if (value := self.value(name)) is not None:
+            if (value := self.get_mapped_value(name)) is not None:
                 yield name, value
 
 
-def original_file_name(shard: str) -> str:
+def get_original_file_name(shard: str) -> str:
     """Return the name of the file that a shard is a part of, or the shard's own name if it is a whole file.
 
-    >>> original_file_name("a.csv#2.jsonl.zst"), original_file_name("a.jsonl")
+    >>> get_original_file_name("a.csv#2.jsonl.zst"), get_original_file_name("a.jsonl")
     ('a.csv', 'a.jsonl')
     """
     return _PART.sub("", shard)
 
 
-def find_mapping(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMapping] | None:
+def find_field_mapping(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMapping] | None:
     """Return (place in ``fields``, mapping) of the first mapping for a file with one of these names, or None. A name '' is ignored. A part of a file
     has the file's mapping.
 
     >>> fields = [FieldMapping(files="*.csv", text="a"), FieldMapping(files="x*", text="b")]
-    >>> [found[0] if (found := find_mapping(fields, name)) else None for name in ("a.csv", "a.csv#2.jsonl.zst", "x.jsonl", "y.jsonl")]
+    >>> [found[0] if (found := find_field_mapping(fields, name)) else None for name in ("a.csv", "a.csv#2.jsonl.zst", "x.jsonl", "y.jsonl")]
     [0, 0, 1, None]
     """
-    names = {name for file in files if file for name in (file, original_file_name(file))}
+    names = {name for file in files if file for name in (file, get_original_file_name(file))}
     return next(
         ((at, one) for at, one in enumerate(fields) if any(fnmatchcase(name, one.files) for name in names)), None
     )
 
 
-def read_value(value: MappedValue, row: Mapping[str, Any]) -> Any:
+def read_mapped_value(value: MappedValue, row: Mapping[str, Any]) -> Any:
     """Return the value in this row, or None if the row lacks one of the columns. Raises: BadRow if a column in a template is not a text or a
     number."""
     found = [_at(row, path) for path in value.columns]

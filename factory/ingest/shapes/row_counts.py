@@ -41,7 +41,7 @@ class RowCounts:
         if seen.rows < _SAMPLED:
             seen.others |= list_columns(row)
         seen.rows += 1
-        for _, value in mapping.values():
+        for _, value in mapping.list_mapped_values():
             seen.found.update(path for path in value.columns if path not in seen.found and has_column(row, path))
 
     def count_notes(self, notes: ReadingNotes) -> None:
@@ -70,7 +70,7 @@ def find_missing_columns(row_counts: RowCounts, mappings: list[FieldMapping]) ->
     return [
         (place, name, path)
         for place, seen in sorted(row_counts.mapped.items())
-        for name, value in mappings[place].values()
+        for name, value in mappings[place].list_mapped_values()
         for path in value.columns
         if path not in seen.found
     ]

@@ -15,18 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from factory.ingest.shapes.bad_row import BadRow, not_an_object_error
+from factory.ingest.shapes.bad_row import BadRow, make_not_an_object_error
 from factory.ingest.shapes.chats import (
     ReadingNotes,
     Turn,
     add_reasoning,
     add_tools,
-    check_other_fields,
-    message_has_loss,
+    collect_refused_fields,
+    has_loss,
     raise_for_refused_fields,
     read_turns,
 )
-from factory.ingest.shapes.field_mapping import NAMES, FieldMapping, read_value
+from factory.ingest.shapes.field_mapping import NAMES, FieldMapping, read_mapped_value
 from kernels.contract.message import Message
 
 Shape = Callable[[dict[str, Any], frozenset[str], ReadingNotes], "Content | None"]
@@ -44,19 +44,19 @@ def normalise_row(row: Any, mapping: FieldMapping | None, notes: ReadingNotes) -
     Raises: BadRow 'bad_schema' | 'no_supervised'.
     """
     if not isinstance(row, dict):
-        raise not_an_object_error(row)
+        raise make_not_an_object_error(row)
     row = {key: value for key, value in row.items() if value is not None}
     ignore = frozenset(mapping.ignore if mapping else ())
     kind, value, used = (mapping and _mapped(row, mapping, ignore, notes)) or _recognised(row, ignore, notes)
     if kind == "messages":
         value = add_reasoning(row, used, value, ignore, notes)
-        check_other_fields(row, used, ignore, notes)
+        collect_refused_fields(row, used, ignore, notes)
         value = add_tools(row, used, value, ignore, notes)
-        named = {path for _, mapped in mapping.values() for path in mapped.columns} if mapping else set()
+        named = {path for _, mapped in mapping.list_mapped_values() for path in mapped.columns} if mapping else set()
         if "label" not in used | ignore | named and _is_pair_of_one(used, mapping) and _is_zero(row.get("label")):
             notes.refused_fields.add("label")
         raise_for_refused_fields(notes)
-        if not any(map(message_has_loss, value)):
+        if not any(map(has_loss, value)):
             if any(turn["role"] == "assistant" for turn in value):
                 weightless = Message("shapes.all_weight_0", "every answer has weight 0, so no token carries loss")
                 raise BadRow("no_supervised", weightless)
@@ -70,9 +70,9 @@ def normalise_row(row: Any, mapping: FieldMapping | None, notes: ReadingNotes) -
         used |= {"conversation"}
     if mapping:
         for name in NAMES:
-            if (mapped := mapping.value(name)) is not None:
+            if (mapped := mapping.get_mapped_value(name)) is not None:
                 found.pop(_NAMED.get(name, name), None)
-                if (made := read_value(mapped, row)) is not None:
+                if (made := read_mapped_value(mapped, row)) is not None:
                     found[_NAMED.get(name, name)] = made
                 used |= {key for key in row for path in mapped.columns if path == key or path.startswith(f"{key}.")}
     notes.unread_fields |= {str(name)[:80] for name in row.keys() - used - _CONTRACT}
@@ -84,10 +84,10 @@ def _mapped(row: dict[str, Any], mapping: FieldMapping, ignore: frozenset[str], 
     """Return the row's content by the mapping, or None if the mapping names no content."""
 
     def column(name: str) -> Any:
-        value = mapping.value(name)
+        value = mapping.get_mapped_value(name)
         assert value
         used.update(key for key in row for path in value.columns if path == key or path.startswith(f"{key}."))
-        if (found := read_value(value, row)) is None:
+        if (found := read_mapped_value(value, row)) is None:
             lacks = Message(
                 "shapes.no_column",
                 "the row lacks a column ({columns}) that 'fields' in data.yaml maps to {key!r}",

@@ -48,7 +48,7 @@ class GgufTensor:
         """Return whether the tensor is always stored in fp32. Vectors and routers are: they are small, and llama.cpp expects fp32."""
         return len(self.shape) == 1 or ".ffn_gate_inp." in self.name
 
-    def build(self, tensors: list[Floats]) -> Floats:
+    def build_array(self, tensors: list[Floats]) -> Floats:
         """Make the tensor from its sources, given in their order."""
         if len(self.sources) > 1:
             return np.stack(tensors)
@@ -66,7 +66,7 @@ def interleave_rows(rows: Floats, heads: int) -> Floats:
     return rows.reshape(heads, 2, count // heads // 2, width).swapaxes(1, 2).reshape(count, width)
 
 
-def check_convertible(config: ExportConfig, model_type: str) -> None:
+def check_model_is_convertible(config: ExportConfig, model_type: str) -> None:
     """Raises: InputError for a model that llama.cpp cannot compute."""
     if model_type not in ARCHITECTURES:
         raise InputError(
@@ -88,13 +88,13 @@ def check_convertible(config: ExportConfig, model_type: str) -> None:
         )
 
 
-def plan_tensors(config: ExportConfig, model_type: str) -> list[GgufTensor]:
+def plan_gguf_tensors(config: ExportConfig, model_type: str) -> list[GgufTensor]:
     """Return all tensors of the file, in the export's order. Raises: InputError for a model that llama.cpp cannot compute."""
     import gguf
 
-    check_convertible(config, model_type)
-    names = gguf.get_tensor_name_map(gguf_architecture(model_type), config.layers)
-    shapes = config.tensor_shapes()
+    check_model_is_convertible(config, model_type)
+    names = gguf.get_tensor_name_map(find_gguf_architecture(model_type), config.layers)
+    shapes = config.list_tensor_shapes()
     sources: dict[str, list[str]] = {}
     for name in shapes:
         sources.setdefault(_EXPERT.sub(r"\1\2", name), []).append(name)
@@ -112,7 +112,7 @@ def plan_tensors(config: ExportConfig, model_type: str) -> list[GgufTensor]:
     return found
 
 
-def gguf_architecture(model_type: str) -> gguf.MODEL_ARCH:
+def find_gguf_architecture(model_type: str) -> gguf.MODEL_ARCH:
     """Return the architecture that computes ``model_type``, as the package ``gguf`` names it."""
     import gguf
 

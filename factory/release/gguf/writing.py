@@ -26,7 +26,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 from factory.release.checks import check_export_unchanged
 from factory.release.gguf.gguf_type import GgufType
-from factory.release.gguf.tensors import Floats, GgufTensor, gguf_architecture, plan_tensors
+from factory.release.gguf.tensors import Floats, GgufTensor, find_gguf_architecture, plan_gguf_tensors
 from factory.release.published_link import MODEL_NAME
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
@@ -60,7 +60,12 @@ class GgufFile:
 
 
 def write_release_gguf(
-    ledger: Ledger, number: int, out: Path, progress: Progress, kind: GgufType | None = None, licence: str | None = None
+    ledger: Ledger,
+    number: int,
+    out: Path,
+    progress: Progress,
+    gguf_type: GgufType | None = None,
+    licence: str | None = None,
 ) -> GgufFile:
     """Write the GGUF file of a published release to ``out``. Without ``gguf_type``, weights keep the export's type and are not rounded.
 
@@ -91,11 +96,11 @@ def write_release_gguf(
         "factory.candidate": release.candidate,
         "factory.export_sha256": release.export_sha256,
     }
-    return write_export_gguf(Path(release.export_path), out, about, progress, kind)
+    return write_export_gguf(Path(release.export_path), out, about, progress, gguf_type)
 
 
 def write_export_gguf(
-    export: Path, out: Path, about: dict[str, str | int], progress: Progress, kind: GgufType | None = None
+    export: Path, out: Path, about: dict[str, str | int], progress: Progress, gguf_type: GgufType | None = None
 ) -> GgufFile:
     """Write the GGUF file of an export. ``about``: further metadata for the file. Raises: InputError as ``write_release_gguf``."""
     _require_package()
@@ -109,7 +114,7 @@ def write_export_gguf(
             folder=around,
         )
     config, model_type = read_config(export), str(read_json(export / "config.json")["model_type"])
-    plan = plan_tensors(config, model_type)
+    plan = plan_gguf_tensors(config, model_type)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,18 +125,18 @@ def write_export_gguf(
         left.unlink()
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        written = _write(export, aside, config, model_type, plan, about, progress, kind)
+        written = _write(export, aside, config, model_type, plan, about, progress, gguf_type)
         rename_into_place(aside, out)
     finally:
         aside.unlink(missing_ok=True)
-    return GgufFile(out, written, architecture_name(model_type), len(plan), out.stat().st_size)
+    return GgufFile(out, written, find_llama_cpp_architecture_name(model_type), len(plan), out.stat().st_size)
 
 
-def architecture_name(model_type: str) -> str:
+def find_llama_cpp_architecture_name(model_type: str) -> str:
     """Return llama.cpp's name of the architecture, for the key ``general.architecture``."""
     import gguf
 
-    return gguf.MODEL_ARCH_NAMES[gguf_architecture(model_type)]
+    return gguf.MODEL_ARCH_NAMES[find_gguf_architecture(model_type)]
 
 
 def _require_package() -> None:
@@ -156,7 +161,7 @@ def _write(
         with safe_open(path, framework="pt") as file:
             check_tensors(path, file, config)
             kind = kind or TYPE_OF_EXPORT[file.get_slice("model.embed_tokens.weight").get_dtype()]
-            writer = gguf.GGUFWriter(aside, architecture_name(model_type))
+            writer = gguf.GGUFWriter(aside, find_llama_cpp_architecture_name(model_type))
             _add_metadata(writer, config, about, kind)
             add_vocabulary(writer, export, config.vocab_size)
             types = {part.name: _type_of(part, kind) for part in plan}
@@ -173,7 +178,7 @@ def _write(
                 _pad(out)
                 for part in plan:  # without the writer of ``gguf``: numpy's error for a full disk has no errno
                     tensors = [file.get_tensor(name).float().numpy() for name in part.sources]
-                    out.write(_stored(path, part, part.build(tensors), types[part.name]).data)
+                    out.write(_stored(path, part, part.build_array(tensors), types[part.name]).data)
                     _pad(out)
                     task.advance(sizes[part.name], part.name)
     except SafetensorError as error:

@@ -18,7 +18,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """How tokens are sampled."""
 
     temperature: float = 0.0  # 0: always the likeliest token
@@ -30,7 +30,7 @@ class Sampling:
 class GenerationDefaults:
     """The content of an export's ``generation_config.json``."""
 
-    sampling: Sampling
+    sampling: SamplingSettings
     stop_ids: frozenset[int]
 
     @classmethod
@@ -41,7 +41,7 @@ class GenerationDefaults:
         for key, allowed in NEUTRAL_VALUES.items():
             if key in data and data[key] not in allowed:
                 raise ExportError(
-                    "serving.default_not_supported", "{file}: the server does not support {key} {value}. Only {allowed} is supported.",
+                    "serving.default_not_supported", "{file}: the server does not support the value {value} of {key}. It supports only {allowed}.",
                     file=where, key=key, value=str(data[key])[:40], allowed=allowed[0],
                 )  # fmt: skip
         known = IDLE | NEUTRAL_VALUES.keys() | {"do_sample", "temperature", "top_p", "top_k", "eos_token_id"}
@@ -60,9 +60,9 @@ class GenerationDefaults:
                 value=str(stop)[:40],
             )
         if not data.get("do_sample", False):  # as in transformers, greedy whatever the temperature
-            return cls(Sampling(), frozenset(ids))
+            return cls(SamplingSettings(), frozenset(ids))
         temperature, top_p = (_number(where, data, key, 1.0) for key in ("temperature", "top_p"))
-        return cls(Sampling(temperature, top_p, int(_number(where, data, "top_k", 0.0))), frozenset(ids))
+        return cls(SamplingSettings(temperature, top_p, int(_number(where, data, "top_k", 0.0))), frozenset(ids))
 
 
 def _number(where: Path, data: dict[str, Any], key: str, default: float) -> float:

@@ -16,9 +16,12 @@ class ClientDisconnectedError(Exception):
     """The client closed its connection."""
 
 
-async def cancel_if_gone(request: Request, work: Awaitable[WorkResult]) -> WorkResult:
-    """Return the result of ``work``. The body of ``request`` must have been read. Raises: ClientDisconnectedError, after ``work`` was cancelled."""
-    task = asyncio.ensure_future(work)
+async def cancel_if_client_disconnects(request: Request, answer: Awaitable[WorkResult]) -> WorkResult:
+    """Return the result of ``answer``. The body of ``request`` must have been read.
+
+    Raises: ClientDisconnectedError, after ``answer`` was cancelled.
+    """
+    task = asyncio.ensure_future(answer)
     try:
         while not (await asyncio.wait([task], timeout=POLL_SECONDS))[0]:
             if await request.is_disconnected():

@@ -17,7 +17,7 @@ class ApiError(CodedError):
         super().__init__(message)
         self.status, self.param, self.openai_code = status, param, openai_code
 
-    def body(self) -> dict[str, Any]:
+    def make_body(self) -> dict[str, Any]:
         """Return the body of the answer: OpenAI's ``{"error": …}``."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 401:

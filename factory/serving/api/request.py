@@ -18,7 +18,7 @@ from factory.ingest.chat_template import OLDER_TEMPLATES
 from factory.ingest.document import ROLES
 from factory.ingest.tokenizer import Tokenizer
 from factory.release.published_link import MODEL_NAME
-from factory.serving.api.defaults import GenerationDefaults, Sampling
+from factory.serving.api.defaults import GenerationDefaults, SamplingSettings
 from factory.serving.api.errors import ApiError
 from kernels.contract.message import Message
 
@@ -59,7 +59,7 @@ class CompletionRequest:
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt; a chat has one prompt
     n: int
     most_tokens: int
-    sampling: Sampling
+    sampling: SamplingSettings
     seed: int | None
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
@@ -109,7 +109,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> CompletionRequest:
     """Check the body of a request, and return its content. Raises: ApiError that names the parameter."""
-    check_model(body)
+    check_requested_model(body)
     _check_keys(body, chat)
     prompts = (tuple(tokenize_chat(body, served.tokenizer)),) if chat else tokenize_prompts(body, served)
     longest = max(map(len, prompts))
@@ -127,7 +127,7 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
     defaults = served.defaults.sampling
     temperature, top_p = _number(body, "temperature", 0, 2), _number(body, "top_p", 0, 1)
     top_k = _whole(body, "top_k", -1, 1 << 20)
-    sampling = Sampling(
+    sampling = SamplingSettings(
         defaults.temperature if temperature is None else temperature,
         defaults.top_p if top_p is None else top_p,
         defaults.top_k if top_k is None else max(0, top_k),
@@ -156,7 +156,7 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
     )
 
 
-def check_model(body: dict[str, Any]) -> None:
+def check_requested_model(body: dict[str, Any]) -> None:
     """Raises: ApiError if the request names a model other than the served one."""
     if body.get("model", MODEL_NAME) != MODEL_NAME:
         other = Message(
@@ -248,7 +248,7 @@ def _check_message_keys(given: dict[str, Any], known: tuple[str, ...], where: st
             place = f"{where}.{key[:80]}"
             unsupported = Message(
                 "serving.message_key",
-                "{where} is not supported: this model reads only role and content. Remove it.",
+                "{where} is not supported: this model reads only role and content. Remove this key.",
                 where=place,
             )
             refusal = unsupported if key in UNSUPPORTED_MESSAGE_KEYS else _unknown(place, suggest_name(key, known))
@@ -317,7 +317,11 @@ def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
     top = _whole(body, "top_logprobs", 0, MOST_LOGPROBS)
     if not _truth(body, "logprobs"):
         if top:
-            raise ApiError(400, Message("serving.top_logprobs", "top_logprobs needs 'logprobs': true."), "top_logprobs")
+            raise ApiError(
+                400,
+                Message("serving.top_logprobs", "top_logprobs is allowed only with 'logprobs': true."),
+                "top_logprobs",
+            )
         return None
     return top or 0
 

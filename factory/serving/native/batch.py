@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from factory.serving.api.defaults import Sampling
+from factory.serving.api.defaults import SamplingSettings
 from factory.serving.native.decoder import CachedDecoder
 
 CHUNK = 512  # most prompt tokens in a step
@@ -22,19 +22,19 @@ MOST_ROWS = 128
 
 
 @dataclass(frozen=True)
-class Job:
+class DecodingJob:
     """A sequence to continue. The prompt and ``most_tokens`` new tokens together fit into the model's context."""
 
     key: int
     prompt: list[int]
     most_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: SamplingSettings = SamplingSettings()
     stop_ids: frozenset[int] = frozenset()
     top: int = 0  # how many of the likeliest tokens to return with each token
     seed: int = 0
 
 
-class Token(NamedTuple):
+class ComputedToken(NamedTuple):
     """A token that a step computed for a job. ``end``: 'stop' (the token is in ``stop_ids``), 'length' or 'failed'; '' if the job continues."""
 
     key: int
@@ -46,7 +46,7 @@ class Token(NamedTuple):
 
 @dataclass
 class _Row:
-    job: Job
+    job: DecodingJob
     generator: torch.Generator
     length: int = 0  # number of columns that are written
     written: list[int] = field(default_factory=list)
@@ -56,22 +56,22 @@ class _Row:
         return len(self.job.prompt) + self.job.most_tokens
 
 
-class RunningBatch:
+class DecodingBatch:
     """The sequences that are decoded together. ``room``: the most cache columns (rows × longest row); at least the model's context."""
 
     def __init__(self, decoder: CachedDecoder, room: int) -> None:
         self.decoder, self.room = decoder, max(room, decoder.config.context)
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[DecodingJob] = deque()
         self._rows: list[_Row] = []
         self._ready = 0
-        self._cache = decoder.new_cache(0, 0)
+        self._cache = decoder.make_cache(0, 0)
 
-    def add(self, job: Job) -> None:
+    def add_job(self, job: DecodingJob) -> None:
         assert job.prompt and job.most_tokens > 0
         assert len(job.prompt) + job.most_tokens <= self.decoder.config.context
         self._waiting.append(job)
 
-    def cancel(self, key: int) -> None:
+    def cancel_job(self, key: int) -> None:
         """Remove a job that waits or runs."""
         self._waiting = deque(job for job in self._waiting if job.key != key)
         for number, row in enumerate(self._rows):
@@ -80,14 +80,14 @@ class RunningBatch:
                 return
 
     @property
-    def waiting(self) -> int:
+    def waiting_jobs(self) -> int:
         return len(self._waiting)
 
     @property
-    def running(self) -> int:
+    def running_jobs(self) -> int:
         return len(self._rows)
 
-    def step(self) -> list[Token]:
+    def run_step(self) -> list[ComputedToken]:
         """Read prompts and compute a token for each ready row. Returns these tokens: none without jobs, or while only prompts are read."""
         self._admit()
         found = self._advance()
@@ -115,10 +115,10 @@ class RunningBatch:
         if (more := min(2 * had.shape[2], MOST_ROWS)) * columns <= self.room:
             rows = max(rows, more)
         kept_rows, kept_columns = min(rows, had.shape[2]), min(columns, had.shape[4])
-        self._cache = self.decoder.new_cache(rows, columns)
+        self._cache = self.decoder.make_cache(rows, columns)
         self._cache[:, :, :kept_rows, :, :kept_columns] = had[:, :, :kept_rows, :, :kept_columns]
 
-    def _advance(self) -> list[Token]:
+    def _advance(self) -> list[ComputedToken]:
         """Run one pass of the model over the last token of each ready row and over pieces of prompts. Returns the new tokens."""
         tokens, left = [row.written[-1:] for row in self._rows[: self._ready]], CHUNK
         for row in self._rows[self._ready :]:
@@ -129,7 +129,7 @@ class RunningBatch:
         if not tokens:
             return []
         rows = self._rows[: len(tokens)]
-        logits_BV = self.decoder.logits(tokens, [row.length for row in rows], self._cache)
+        logits_BV = self.decoder.compute_logits(tokens, [row.length for row in rows], self._cache)
         for row, piece in zip(rows, tokens, strict=True):
             row.length += len(piece)
         if rows[-1].length < len(rows[-1].job.prompt):  # only the last row can have read a part of its prompt
@@ -137,7 +137,7 @@ class RunningBatch:
         self._ready = len(rows)
         return self._tokens(rows, logits_BV[: self._ready]) if rows else []
 
-    def _tokens(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Token]:
+    def _tokens(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[ComputedToken]:
         most_B, least_B = logits_BV.amax(1), logits_BV.amin(1)  # both are NaN if the row has a NaN
         sound = (most_B.isfinite() & least_B.isfinite()).tolist()
         chosen = logits_BV.argmax(1).tolist()
@@ -154,7 +154,7 @@ class RunningBatch:
             end = "length" if len(row.written) == row.job.most_tokens else ""
             end = "stop" if token in row.job.stop_ids else end
             top = row.job.top and tuple(zip(ids[number][: row.job.top], likeliest[number][: row.job.top], strict=True))
-            found.append(Token(row.job.key, token, own[number], top or (), end if sound[number] else "failed"))
+            found.append(ComputedToken(row.job.key, token, own[number], top or (), end if sound[number] else "failed"))
         return found
 
     def _leave(self, number: int) -> None:
@@ -166,7 +166,7 @@ class RunningBatch:
         self._move(len(self._rows) - 1, number)
         self._rows.pop()
         if not self._rows:
-            self._cache = self.decoder.new_cache(0, 0)
+            self._cache = self.decoder.make_cache(0, 0)
 
     def _move(self, source: int, target: int) -> None:
         if source != target:
@@ -174,7 +174,7 @@ class RunningBatch:
             self._cache[:, :, target, :, : row.length] = self._cache[:, :, source, :, : row.length]
 
 
-def sample_token(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def sample_token(logits_V: torch.Tensor, sampling: SamplingSettings, generator: torch.Generator) -> int:
     """Sample one token by temperature, top-k and top-p. The result depends on the job's seed, not on the other jobs of the batch.
 
     ``generator`` is on the CPU. One number is drawn from it for each token, even if only one token is possible.

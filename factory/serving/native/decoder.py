@@ -83,18 +83,18 @@ class CachedDecoder:
         q_K, k_K = (self.weights[f"model.layers.{layer}.self_attn.{part}_norm.weight"] for part in "qk")
         return torch.cat((q_K.expand(self.config.heads, -1), k_K.expand(self.config.kv_heads, -1)))
 
-    def new_cache(self, rows: int, columns: int) -> torch.Tensor:
+    def make_cache(self, rows: int, columns: int) -> torch.Tensor:
         """Return a cache [layers, 2, rows, G, columns, K] of zeros. Unwritten columns are masked, but a NaN in them would still spoil the row."""
         c = self.config
         return torch.zeros(c.layers, 2, rows, c.kv_heads, columns, c.head_dim, device=self.device)
 
     @property
-    def bytes_per_token(self) -> int:
+    def cache_bytes_per_token(self) -> int:
         """Return the bytes that the cache needs for each token."""
         return 4 * self.config.layers * 2 * self.config.kv_heads * self.config.head_dim
 
     @torch.inference_mode()
-    def logits(self, tokens: list[list[int]], starts: list[int], cache: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, tokens: list[list[int]], starts: list[int], cache: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, V] after the last token of each row. ``tokens``: one or more for each of the first B rows of ``cache``.
 
         ``cache``: [layers, 2, rows, G, S, K]. ``starts``: the column of each row's first token. The keys and values of ``tokens`` are written to the
@@ -114,7 +114,7 @@ class CachedDecoder:
                 x_ND, o_ND = x_ND[ends], o_ND[ends]
             x_ND = x_ND + F.linear(o_ND, self.weights[f"{block}.self_attn.o_proj.weight"])
             y_ND = self._norm(x_ND, self.weights[f"{block}.post_attention_layernorm.weight"])
-            experts = self.config.experts_of_layer(layer)
+            experts = self.config.get_experts_of_layer(layer)
             mlp = f"{block}.mlp"
             x_ND = x_ND + (self._swiglu(y_ND, mlp) if experts is None else self._mixture(y_ND, mlp, experts))
         return F.linear(self._norm(x_ND, self.weights["model.norm.weight"]), self.head_VD)

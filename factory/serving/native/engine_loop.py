@@ -1,4 +1,4 @@
-"""Runs the steps of a ``RunningBatch`` in a thread. Any thread may submit jobs. Each job has a listener, which gets its tokens.
+"""Runs the steps of a ``DecodingBatch`` in a thread. Any thread may submit jobs. Each job has a listener, which gets its tokens.
 
 A fatal error (log-probabilities that are not finite, an error of the device) ends all jobs and makes the engine unhealthy. The engine does not
 recover: the supervisor starts another process.
@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from factory.serving.native.batch import Job, RunningBatch, Token
+from factory.serving.native.batch import DecodingJob, DecodingBatch, ComputedToken
 from kernels.contract.message import Message
 
 TokenListener = Callable[
-    [Token | None], None
+    [ComputedToken | None], None
 ]  # None: the job ended without another token; ``EngineLoop.problem`` has the reason
 MOST_WAITING = 1024
 HUNG_SECONDS, HUNG = 60.0, 50
@@ -28,10 +28,10 @@ NOT_FINITE = Message(
 class EngineLoop:
     """Owns the thread. Any thread may call ``submit`` and ``cancel``. The loop's thread calls the listeners, which must not block."""
 
-    def __init__(self, batch: RunningBatch) -> None:
+    def __init__(self, batch: DecodingBatch) -> None:
         self._batch = batch
         self._listeners: dict[int, TokenListener] = {}
-        self._added: list[Job] = []
+        self._added: list[DecodingJob] = []
         self._cancelled: list[int] = []
         self._wake = threading.Condition()
         self._next_key = 0
@@ -41,24 +41,24 @@ class EngineLoop:
         self.tokens_written = self.prompt_tokens = self.steps = 0
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
-    def submit(self, listener: TokenListener, make: Callable[[int], Job]) -> int | None:
+    def submit_job(self, listener: TokenListener, make_job: Callable[[int], DecodingJob]) -> int | None:
         """Add the job ``make(key)``. Returns its key, or None if too many jobs wait or the engine has a ``problem``."""
         with self._wake:
-            if self.problem or len(self._added) + self._batch.waiting >= MOST_WAITING:
+            if self.problem or len(self._added) + self._batch.waiting_jobs >= MOST_WAITING:
                 return None
             key = self._next_key = self._next_key + 1
             self._listeners[key] = listener
-            self._added.append(make(key))
+            self._added.append(make_job(key))
             self._wake.notify()
             return key
 
     @contextmanager
-    def submit_together(self) -> Iterator[None]:
+    def collect_submitted_jobs(self) -> Iterator[None]:
         """In the ``with`` block, collect jobs: one step takes all that were submitted, so that their batches do not depend on timing."""
         with self._wake:
             yield
 
-    def cancel(self, key: int) -> None:
+    def cancel_job(self, key: int) -> None:
         """End a job whose tokens nobody needs. Does nothing if the job has already ended."""
         with self._wake:
             if self._listeners.pop(key, None):
@@ -83,11 +83,11 @@ class EngineLoop:
         )
 
     @property
-    def counts(self) -> dict[str, int]:
+    def metric_counts(self) -> dict[str, int]:
         """The numbers for the metrics page."""
         return {
-            "running": self._batch.running,
-            "waiting": self._batch.waiting + len(self._added),
+            "running": self._batch.running_jobs,
+            "waiting": self._batch.waiting_jobs + len(self._added),
             "steps_total": self.steps,
             "tokens_total": self.tokens_written,
             "prompt_tokens_total": self.prompt_tokens,
@@ -98,7 +98,7 @@ class EngineLoop:
             while not self.problem:
                 self._take()
                 self._began = time.monotonic()
-                tokens = self._batch.step()
+                tokens = self._batch.run_step()
                 self._slowest = max(self._slowest, time.monotonic() - self._began)
                 self._began = None
                 self.steps += 1
@@ -117,17 +117,17 @@ class EngineLoop:
 
     def _take(self) -> None:
         with self._wake:
-            while not (self._added or self._cancelled or self._batch.running or self._batch.waiting):
+            while not (self._added or self._cancelled or self._batch.running_jobs or self._batch.waiting_jobs):
                 self._wake.wait()
             added, self._added = self._added, []
             cancelled, self._cancelled = self._cancelled, []
         for job in added:
-            self._batch.add(job)
+            self._batch.add_job(job)
             self.prompt_tokens += len(job.prompt)
         for key in cancelled:
-            self._batch.cancel(key)
+            self._batch.cancel_job(key)
 
-    def _tell(self, tokens: list[Token]) -> None:
+    def _tell(self, tokens: list[ComputedToken]) -> None:
         for token in tokens:
             if token.end == "failed":
                 self.problem = NOT_FINITE

@@ -13,7 +13,7 @@ import numpy as np
 from factory.evals.token_bytes import TokenBytes
 from factory.release.published_link import MODEL_NAME
 from factory.serving.api.request import CompletionRequest
-from factory.serving.native.batch import Token
+from factory.serving.native.batch import ComputedToken
 
 NO_TOKEN = 1 << 62  # a token id without text
 _AS_BYTES = "bytes:"
@@ -29,9 +29,9 @@ class ChoiceTextDecoder:
         self.characters = 0  # number of characters decoded so far
         self.stopped = False  # True once a stop string was found: the text ends before it
 
-    def add(self, token: int, last: bool) -> str:
+    def decode_token(self, token: int, last: bool) -> str:
         """Add a token. Returns the text that became final with it. ``last``: no token follows."""
-        piece = token_text_bytes(self._bytes, token)
+        piece = find_token_text_bytes(self._bytes, token)
         decoded = self._decoder.decode(piece, last)
         self.characters += len(decoded)
         text = self._held + decoded
@@ -44,12 +44,12 @@ class ChoiceTextDecoder:
         return text[: len(text) - keep]
 
 
-def token_text_bytes(token_bytes: TokenBytes, token: int) -> bytes:
+def find_token_text_bytes(token_bytes: TokenBytes, token: int) -> bytes:
     """Return the bytes of a token; empty for a special token, and for an id that only pads the vocabulary."""
-    return bytes(token_bytes.bytes_of_ids(np.array([token]))[0]) if token < len(token_bytes.lengths) else b""
+    return bytes(token_bytes.find_bytes_of_ids(np.array([token]))[0]) if token < len(token_bytes.lengths) else b""
 
 
-def token_name(token_bytes: TokenBytes, token: int) -> str:
+def make_token_name(token_bytes: TokenBytes, token: int) -> str:
     """Return the unique name of a token for lists of log-probabilities.
 
     A special token has its own name. Any other token has its text as its name. Bytes that are not UTF-8 are written as in OpenAI's completions:
@@ -57,7 +57,7 @@ def token_name(token_bytes: TokenBytes, token: int) -> str:
     """
     if token in token_bytes.special:
         return token_bytes.special[token]
-    raw = token_text_bytes(token_bytes, token)
+    raw = find_token_text_bytes(token_bytes, token)
     if not raw:
         return f"token_id:{token}"
     try:
@@ -81,16 +81,16 @@ class ChoiceReply:
     index: int
     decoder: ChoiceTextDecoder
     text: str = ""
-    tokens: list[Token] = field(default_factory=list)
+    tokens: list[ComputedToken] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # number of characters before each token
     finish: str | None = None
 
-    def add(self, token: Token) -> str:
+    def add_token(self, token: ComputedToken) -> str:
         """Add a token. Returns the text that became final with it."""
         self.tokens.append(token)
         self.offsets.append(self.decoder.characters)
         ends = token.end == "stop"
-        text = self.decoder.add(NO_TOKEN if ends else token.token, last=bool(token.end))
+        text = self.decoder.decode_token(NO_TOKEN if ends else token.token, last=bool(token.end))
         self.text += text
         if self.decoder.stopped or ends:
             self.finish = "stop"
@@ -114,7 +114,7 @@ class CompletionReply:
         count = len(ask.prompts) * ask.n
         self.choices = [ChoiceReply(number, ChoiceTextDecoder(token_bytes, ask.stops)) for number in range(count)]
 
-    def full_answer(self) -> dict[str, Any]:
+    def make_full_answer(self) -> dict[str, Any]:
         """Return the whole answer as one object."""
         choices = []
         for choice in self.choices:
@@ -125,9 +125,9 @@ class CompletionReply:
             )
             choices.append(said)
         kind = "chat.completion" if self.ask.chat else "text_completion"
-        return self._head | {"object": kind, "choices": choices, "usage": self.usage()}
+        return self._head | {"object": kind, "choices": choices, "usage": self.count_usage()}
 
-    def chunk(self, choice: ChoiceReply, text: str, tokens: list[Token], first: bool) -> dict[str, Any]:
+    def make_chunk(self, choice: ChoiceReply, text: str, tokens: list[ComputedToken], first: bool) -> dict[str, Any]:
         """Return a chunk with the text and tokens since the previous chunk. ``first``: the choice's first chunk, which has the role."""
         said: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish}
         said["logprobs"] = self._logprobs(tokens, choice.offsets[len(choice.tokens) - len(tokens) :])
@@ -135,10 +135,10 @@ class CompletionReply:
         said |= {"delta": role | {"content": text}} if self.ask.chat else {"text": text}
         return self._head | {"object": self._chunk_kind, "choices": [said]}
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return self._head | {"object": self._chunk_kind, "choices": [], "usage": self.usage()}
+    def make_usage_chunk(self) -> dict[str, Any]:
+        return self._head | {"object": self._chunk_kind, "choices": [], "usage": self.count_usage()}
 
-    def usage(self) -> dict[str, int]:
+    def count_usage(self) -> dict[str, int]:
         written = sum(len(choice.tokens) for choice in self.choices)
         read = self.ask.prompt_tokens
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
@@ -147,7 +147,7 @@ class CompletionReply:
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.ask.chat else "text_completion"
 
-    def _logprobs(self, tokens: list[Token], offsets: list[int]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: list[ComputedToken], offsets: list[int]) -> dict[str, Any] | None:
         if self.ask.logprobs is None:
             return None
         if self.ask.chat:
@@ -170,8 +170,8 @@ class CompletionReply:
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = token_text_bytes(self._bytes, token)
+        raw = find_token_text_bytes(self._bytes, token)
         return {"token": self._name(token), "logprob": logprob, "bytes": list(raw) if raw else None}
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.ask.tokens_as_ids else token_name(self._bytes, token)
+        return f"token_id:{token}" if self.ask.tokens_as_ids else make_token_name(self._bytes, token)

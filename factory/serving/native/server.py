@@ -35,13 +35,13 @@ from factory.serving.api.request import (
     tokenize_chat,
     tokenize_prompts,
 )
-from factory.serving.native.batch import Job, RunningBatch, Token
+from factory.serving.native.batch import DecodingJob, DecodingBatch, ComputedToken
 from factory.serving.native.decoder import CachedDecoder
 from factory.serving.native.engine_loop import NOT_FINITE, EngineLoop
 from factory.serving.native.replies import ChoiceReply, CompletionReply
 from kernels.contract.message import Message
 
-WrittenToken = tuple[ChoiceReply, str, Token]  # (choice, text that is final with this token, token)
+WrittenToken = tuple[ChoiceReply, str, ComputedToken]  # (choice, text that is final with this token, token)
 
 
 class NativeEngine:
@@ -53,7 +53,7 @@ class NativeEngine:
         self._served = load_served_model(export)
         self._bytes = TokenBytes.load(export)
         self.release = hash_export_folder(export)[:16]
-        self.loop = EngineLoop(RunningBatch(decoder, _free_bytes(device) // decoder.bytes_per_token))
+        self.loop = EngineLoop(DecodingBatch(decoder, _free_bytes(device) // decoder.cache_bytes_per_token))
 
     def read_request(self, body: bytes, chat: bool) -> CompletionRequest:
         """Return the content of a request's body. Raises: ApiError."""
@@ -66,28 +66,36 @@ class NativeEngine:
             return tokenize_chat(data, self._served.tokenizer)
         return list(tokenize_prompts(data, self._served)[0])
 
-    def make_reply(self, ask: CompletionRequest) -> CompletionReply:
-        return CompletionReply(ask, self._bytes, self.release)
+    def make_reply(self, request: CompletionRequest) -> CompletionReply:
+        return CompletionReply(request, self._bytes, self.release)
 
-    async def generate_tokens(self, ask: CompletionRequest, reply: CompletionReply) -> AsyncIterator[WrittenToken]:
+    async def generate_tokens(self, request: CompletionRequest, reply: CompletionReply) -> AsyncIterator[WrittenToken]:
         """Yield each token of each choice as soon as it is computed. Raises: ApiError."""
         loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, ComputedToken | None]] = asyncio.Queue()
         keys = []
-        seed = secrets.randbits(62) if ask.seed is None else ask.seed
+        seed = secrets.randbits(62) if request.seed is None else request.seed
         try:
-            with self.loop.submit_together():
+            with self.loop.collect_submitted_jobs():
                 for choice in reply.choices:
-                    prompt = list(ask.prompts[choice.index // ask.n])
+                    prompt = list(request.prompts[choice.index // request.n])
 
-                    def listen(token: Token | None, number: int = choice.index) -> None:
+                    def listen(token: ComputedToken | None, number: int = choice.index) -> None:
                         loop.call_soon_threadsafe(queue.put_nowait, (number, token))
 
-                    def make(key: int, prompt: list[int] = prompt, number: int = choice.index) -> Job:
+                    def make(key: int, prompt: list[int] = prompt, number: int = choice.index) -> DecodingJob:
                         own = (seed + number) % (1 << 63)
-                        return Job(key, prompt, ask.most_tokens, ask.sampling, ask.stop_ids, ask.logprobs or 0, own)
+                        return DecodingJob(
+                            key,
+                            prompt,
+                            request.most_tokens,
+                            request.sampling,
+                            request.stop_ids,
+                            request.logprobs or 0,
+                            own,
+                        )
 
-                    key = self.loop.submit(listen, make)
+                    key = self.loop.submit_job(listen, make)
                     if key is None:
                         busy = Message("serving.too_many_requests", "Too many requests wait. Try again later.")
                         raise ApiError(503, Message.from_json(self.loop.problem or busy), openai_code="overloaded")
@@ -104,14 +112,14 @@ class NativeEngine:
                     raise ApiError(500, NOT_FINITE, openai_code="not_finite")
                 if choice.finish:
                     continue
-                text = choice.add(token)
+                text = choice.add_token(token)
                 if choice.finish:
                     left -= 1
-                    self.loop.cancel(keys[number])
+                    self.loop.cancel_job(keys[number])
                 yield choice, text, token
         finally:
             for key in keys:
-                self.loop.cancel(key)
+                self.loop.cancel_job(key)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -126,7 +134,7 @@ def make_application(engine: NativeEngine) -> Starlette:
             try:
                 return await handle(request)
             except ApiError as error:
-                return JSONResponse(error.body(), error.status)
+                return JSONResponse(error.make_body(), error.status)
             except (ClientDisconnectedError, ClientDisconnect):
                 return Response(status_code=499)
 
@@ -148,14 +156,14 @@ def make_application(engine: NativeEngine) -> Starlette:
 
     async def health(request: Request) -> Response:
         problem = engine.loop.health_problem
-        return JSONResponse({"ok": not problem, "problem": problem, **engine.loop.counts}, 503 if problem else 200)
+        return JSONResponse({"ok": not problem, "problem": problem, **engine.loop.metric_counts}, 503 if problem else 200)
 
     async def tokenize(request: Request) -> Response:
         ids = engine.tokenize(await request.body())
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
     async def metrics(request: Request) -> Response:
-        lines = [f"factory_engine_{name} {value}\n" for name, value in engine.loop.counts.items()]
+        lines = [f"factory_engine_{name} {value}\n" for name, value in engine.loop.metric_counts.items()]
         return PlainTextResponse("".join(lines))
 
     return Starlette(
@@ -172,28 +180,28 @@ def make_application(engine: NativeEngine) -> Starlette:
 async def _finish(engine: NativeEngine, ask: CompletionRequest, reply: CompletionReply) -> dict[str, Any]:
     async for _ in engine.generate_tokens(ask, reply):
         pass
-    return reply.full_answer()
+    return reply.make_full_answer()
 
 
 async def _events(
     ask: CompletionRequest, reply: CompletionReply, first: WrittenToken, tokens: AsyncIterator[WrittenToken]
 ) -> AsyncIterator[str]:
     """Yield server-sent events. A token that adds no final text waits for the next token of its choice."""
-    waiting: dict[int, list[Token]] = {}
+    waiting: dict[int, list[ComputedToken]] = {}
     begun: set[int] = set()
     try:
         async for choice, text, token in _chain(first, tokens):
             held = waiting.setdefault(choice.index, [])
             held.append(token)
             if text or choice.finish:
-                yield _event(reply.chunk(choice, text, held, choice.index not in begun))
+                yield _event(reply.make_chunk(choice, text, held, choice.index not in begun))
                 begun.add(choice.index)
                 held.clear()
         if ask.usage_in_stream:
-            yield _event(reply.usage_chunk())
+            yield _event(reply.make_usage_chunk())
         yield "data: [DONE]\n\n"
     except ApiError as error:
-        yield _event(error.body())
+        yield _event(error.make_body())
 
 
 async def _chain(first: WrittenToken, others: AsyncIterator[WrittenToken]) -> AsyncIterator[WrittenToken]:

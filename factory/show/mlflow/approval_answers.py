@@ -16,12 +16,12 @@ from factory.ledger.decisions import APPROVED, REFUSED, REJECTED, list_undecided
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow
 from factory.ledger.writing import record_event_once
-from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, needs_decision, record_rejection
+from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, is_decision_by_person_needed, record_rejection
 from factory.release.checks import get_newest_verdict
 from factory.release.releases import release_candidate
-from factory.show.mlflow.outages import TrackingError, try_to_show
-from factory.show.mlflow.registry import MODEL, find_version
-from factory.show.mlflow.releases import PENDING, REASON_TAG, decision_tags, set_approval_tags, show_releases
+from factory.show.mlflow.outages import TrackingError, show_unless_outage
+from factory.show.mlflow.registry import MODEL, find_candidate_version
+from factory.show.mlflow.releases import PENDING, REASON_TAG, make_decision_tags, set_approval_tags, show_releases
 from factory.show.mlflow.runs import MlflowTracking
 from factory.show.mlflow.store import convert_mlflow_errors
 from kernels.contract.message import Message
@@ -48,18 +48,18 @@ class ApprovalResponder:
 
         Raises: ConfigError; WorkspaceError.
         """
-        if VerdictRow.first(self.ledger, "WHERE gate = 'release'") is None:
+        if VerdictRow.find_first(self.ledger, "WHERE gate = 'release'") is None:
             return []  # no candidate was judged yet, so MLflow need not be imported
-        return try_to_show(self.progress.line, self._answer_all) or []
+        return show_unless_outage(self.progress.line, self._answer_all) or []
 
-    def answer_and_announce(self) -> None:
+    def answer_and_announce_decisions(self) -> None:
         """Call ``answer_new_decisions``. The first call also prints which candidates wait already.
 
         The daemon announces later ones when they are judged.
         """
         self.answer_new_decisions()
         for verdict in () if self._asked else list_undecided_verdicts(self.ledger):
-            if needs_decision(self.plant, verdict):
+            if is_decision_by_person_needed(self.plant, verdict):
                 self.progress.line(f"  {describe_waiting_candidate(verdict.subject_number)}")
         self._asked = True
 
@@ -79,10 +79,10 @@ class ApprovalResponder:
         why, by = version.tags.get(REASON_TAG, "").strip(), _by(version)
         try:
             verdict = self._judged(version)
-            known = decision_tags(self.ledger, verdict)
+            known = make_decision_tags(self.ledger, verdict)
             if known is None or known[0] != word:
                 answer = self._obey(word, verdict, by, why)
-                known = decision_tags(self.ledger, verdict) or (word, answer)
+                known = make_decision_tags(self.ledger, verdict) or (word, answer)
                 line = f"{name}: {known[1]}"
             else:
                 line = ""
@@ -114,7 +114,7 @@ class ApprovalResponder:
                 candidate=number,
             )
         with convert_mlflow_errors("finding a version"):
-            mine = find_version(self.tracking.client, number, row.export_sha256)
+            mine = find_candidate_version(self.tracking.client, number, row.export_sha256)
         if mine is None or str(mine.version) != str(version.version):
             raise InputError(
                 "approval_answers.other_version",
@@ -159,11 +159,11 @@ class ApprovalResponder:
 
 def carry_out_proposal_decisions(plant: Plant) -> int:
     """Carry out decisions about waiting proposals, by people in MLflow or by the policy. Returns the number of settled proposals."""
-    from factory.code_loop.approvals import carry_out_decisions
+    from factory.code_loop.approvals import settle_waiting_proposals
 
     tracking = MlflowTracking.open(plant)
-    return carry_out_decisions(
-        plant, lambda number: try_to_show(plant.progress.line, partial(tracking.read_proposal_decision, number))
+    return settle_waiting_proposals(
+        plant, lambda number: show_unless_outage(plant.progress.line, partial(tracking.read_proposal_decision, number))
     )
 
 

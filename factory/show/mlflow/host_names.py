@@ -52,11 +52,11 @@ class HostName:
             )
         return cls(host, scheme, port)
 
-    def hosts(self, port: int) -> list[str]:
+    def list_host_headers(self, port: int) -> list[str]:
         """The values of the header Host in requests to this name, when the server listens on ``port``."""
         return [self.host, f"{self.host}:{self.port or PORTS.get(self.scheme, port)}"]
 
-    def origins(self, port: int) -> list[str]:
+    def list_origin_headers(self, port: int) -> list[str]:
         """The values of the header Origin in requests from pages under this name."""
         schemes = [self.scheme] if self.scheme else list(PORTS)
         if self.port:
@@ -64,7 +64,7 @@ class HostName:
         plain = [f"{scheme}://{self.host}" for scheme in schemes]
         return plain + ([] if self.scheme else [_origin(scheme, self.host, port) for scheme in schemes])
 
-    def address(self, port: int) -> str:
+    def make_mlflow_url(self, port: int) -> str:
         """The URL that opens MLflow under this name."""
         if self.scheme and not self.port:
             return f"{self.scheme}://{self.host}"
@@ -80,13 +80,13 @@ def bracket_ipv6(host: str) -> str:
         return host
 
 
-def server_names(host: str, given_names: Sequence[str] = ()) -> list[HostName]:
+def choose_server_names(host: str, given_names: Sequence[str] = ()) -> list[HostName]:
     """The ``given_names``, or else this machine's own names; no name if ``host`` is a loopback address. Raises: InputError."""
-    own = [] if given_names or is_loopback(host) else names_of_this_machine(host)
+    own = [] if given_names or is_loopback(host) else list_names_of_this_machine(host)
     return [HostName.parse(name) for name in dict.fromkeys(given_names or own)]
 
 
-def names_of_this_machine(host: str) -> list[str]:
+def list_names_of_this_machine(host: str) -> list[str]:
     """``host`` (unless it means all addresses), this machine's name, and this machine's addresses."""
     first = [] if _is_unspecified(host) else [host]
     families = (socket.AF_INET, socket.AF_INET6)
@@ -98,12 +98,12 @@ def names_of_this_machine(host: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def mlflow_server_options(names: Sequence[HostName], port: int) -> list[str]:
+def make_mlflow_server_options(names: Sequence[HostName], port: int) -> list[str]:
     """Options for ``mlflow server`` that make it answer to these names and on this machine. Without names: no options."""
     if not names:
         return []
-    hosts = [*OF_THIS_MACHINE, *ANY_PORT, *(host for name in names for host in name.hosts(port))]
-    origins = [origin for name in names for origin in name.origins(port)]  # MLflow adds those of OF_THIS_MACHINE
+    hosts = [*OF_THIS_MACHINE, *ANY_PORT, *(host for name in names for host in name.list_host_headers(port))]
+    origins = [origin for name in names for origin in name.list_origin_headers(port)]  # MLflow adds those of OF_THIS_MACHINE
     return [
         "--allowed-hosts",
         ",".join(dict.fromkeys(hosts)),

@@ -14,7 +14,7 @@ FOLDER = "mlflow-login"
 PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
-def make_login(workspace: Workspace, user: str) -> tuple[dict[str, str], Path]:
+def create_mlflow_login(workspace: Workspace, user: str) -> tuple[dict[str, str], Path]:
     """(environment of MLflow's server, file with the password). Both are made at the first call, and only this user of the machine can read them.
 
     Raises: InputError for an invalid name; ConfigError when a package is missing.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from factory.core.untrusted_trainer_files import open_regular_file, parse_json
 from factory.core.workspace import Workspace
-from factory.show.mlflow.outages import try_to_show
-from factory.show.mlflow.store import check_writable, convert_mlflow_errors
+from factory.show.mlflow.outages import show_unless_outage
+from factory.show.mlflow.store import check_store_writable, convert_mlflow_errors
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -66,10 +66,10 @@ class MetricsFollower:
         self._without_raising(self._finish)
 
     def _without_raising(self, act: Callable[[], int]) -> int:
-        return try_to_show(self._say, act) or 0
+        return show_unless_outage(self._say, act) or 0
 
     def _finish(self) -> int:
-        check_writable(self._workspace)
+        check_store_writable(self._workspace)
         self._close()
         return 0
 
@@ -81,7 +81,7 @@ class MetricsFollower:
         return self._log(lines)
 
     def _begin(self) -> int:
-        check_writable(self._workspace)
+        check_store_writable(self._workspace)
         if self._run is None:
             run = self._run_of()
             self.last_step = self._highest_step(run)

@@ -1,6 +1,6 @@
 """Limits the cost of an MLflow server that does not answer: a time limit per request, a pause after a failure, and one line for a person.
 
-MLflow only shows things, so the factory works without it (``try_to_show``), and a later pass sends everything that is missing
+MLflow only shows things, so the factory works without it (``show_unless_outage``), and a later pass sends everything that is missing
 (``factory.show.unshown_items``). The limit of one request is ``LEAST`` seconds. Each request that takes longer doubles the limit, so that a
 slow server is reached in the end. After a failure the server is not asked for ten times as long as the failed request took.
 """
@@ -75,7 +75,7 @@ def note_server_failure(error: BaseException, seconds: float) -> None:
         server.request_limit = min(MOST, 2 * server.request_limit)
 
 
-def repair_advice(error: BaseException | None) -> str:
+def make_repair_advice(error: BaseException | None) -> str:
     """Advice about an error, as the end of a message; '' if no special advice exists."""
     while error is not None:
         if isinstance(error, sqlite3.Error) and (
@@ -100,7 +100,7 @@ def describe_single_failure(error: Exception) -> str:
     return str(error) if isinstance(error, FactoryError) else f"{type(error).__name__}: {error}"
 
 
-def try_to_show(say: Callable[[str], None], act: Callable[[], T]) -> T | None:
+def show_unless_outage(say: Callable[[str], None], act: Callable[[], T]) -> T | None:
     """Call ``act``, which only shows something in MLflow. Return None if MLflow does not answer. Each outage is printed once."""
     try:
         done = act()

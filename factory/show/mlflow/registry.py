@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from factory.core.time_formats import format_iso_time
 from factory.core.workspace import PATIENCE, Workspace
-from factory.evals.statistics import confidence_interval
+from factory.evals.statistics import read_confidence_interval
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -25,7 +25,7 @@ from factory.show.mlflow.model_files import log_loadable_model
 from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, MlflowTracking, make_average_tag
 from factory.show.mlflow.store import convert_mlflow_errors, open_client
 from factory.show.mlflow.version_page import PICTURES, TRAINING_MODE, RunAddress, VersionLinks, render_description
-from factory.show.pages.release_pictures import TITLES, draw_pictures
+from factory.show.pages.release_pictures import TITLES, draw_release_pictures
 from factory.show.pages.release_report import write_report
 from kernels.contract.message import Message
 
@@ -73,10 +73,10 @@ def register_version(plant: Plant, tracking: MlflowTracking, candidate_id: int) 
         plant.workspace.hold_lock("registry", PATIENCE),
     ):
         _ensure_model(client)
-        pictures = draw_pictures(plant.ledger, candidate_id)
+        pictures = draw_release_pictures(plant.ledger, candidate_id)
         for name, picture in pictures.items():
             client.log_text(run, picture, f"{PICTURES}/{name}")
-        segment, evidence = SegmentRow.get(plant.ledger, candidate.segment), verdict.evidence(plant.ledger)
+        segment, evidence = SegmentRow.get(plant.ledger, candidate.segment), verdict.read_evidence(plant.ledger)
         about = render_description(
             candidate,
             segment,
@@ -84,7 +84,7 @@ def register_version(plant: Plant, tracking: MlflowTracking, candidate_id: int) 
             evidence,
             _places(tracking, segment, verdict, tags, {name: TITLES[name] for name in pictures}),
         )
-        version = find_version(client, candidate_id, candidate.export_sha256)
+        version = find_candidate_version(client, candidate_id, candidate.export_sha256)
         if version is None:
             source = log_loadable_model(client, run, candidate)
             version = client.create_model_version(MODEL, source, run, tags | {REGISTERED: "not yet"}, description=about)
@@ -101,12 +101,12 @@ def register_version(plant: Plant, tracking: MlflowTracking, candidate_id: int) 
     return str(version.version)
 
 
-def is_complete(version: ModelVersion) -> bool:
+def is_version_complete(version: ModelVersion) -> bool:
     """Return whether a version has everything that its tags name. A version of an older factory, without REGISTERED, counts as complete."""
     return version.tags.get(REGISTERED) in (None, _digest(version))
 
 
-def mark_complete(client: MlflowClient, version: str) -> None:
+def mark_version_complete(client: MlflowClient, version: str) -> None:
     """Note on a version that it has everything that its tags name. Raises: TrackingError."""
     with convert_mlflow_errors("marking a version"):
         found = client.get_model_version(MODEL, version)
@@ -118,7 +118,7 @@ def _digest(version: ModelVersion) -> str:
     return hashlib.sha256(json.dumps([version.tags.get(key) for key in SHOWN]).encode()).hexdigest()[:12]
 
 
-def find_version(client: MlflowClient, candidate: int, export_sha256: str) -> ModelVersion | None:
+def find_candidate_version(client: MlflowClient, candidate: int, export_sha256: str) -> ModelVersion | None:
     """The version of a candidate, found by the candidate's number and the hash of its export."""
     query = " and ".join((f"name = '{MODEL}'", f"tags.`candidate` = '{candidate}'"))
     found = [v for v in client.search_model_versions(query) if v.tags.get("export_sha256") == export_sha256]
@@ -165,7 +165,7 @@ def _places(
     )
 
 
-def newest_bundle_folder(ledger: Ledger, release: int) -> str | None:
+def find_newest_bundle_folder(ledger: Ledger, release: int) -> str | None:
     """The folder of the newest bundle of a release; None if the release has no bundle."""
     sql = "SELECT detail FROM events WHERE kind = 'bundled' AND subject = :subject ORDER BY id DESC LIMIT 1"
     rows = ledger.read(sql, subject=str(Subject("release", release)))
@@ -184,13 +184,13 @@ def describe_removed_data(ledger: Ledger, release: int) -> str | None:
 
 def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[str, str]:
     segment = SegmentRow.get(ledger, candidate.segment)
-    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate.id)
-    evaluation = EvaluationRow.newest(ledger, candidate.id)
+    release = ReleaseRow.find_first(ledger, "WHERE candidate = :candidate", candidate=candidate.id)
+    evaluation = EvaluationRow.find_newest(ledger, candidate.id)
     tags = {
         "verdict": verdict.outcome,
         "release": release and release.number,
         "candidate": candidate.id,
-        **_gain(verdict.evidence(ledger)),
+        **_gain(verdict.read_evidence(ledger)),
         "verdict_id": verdict.id,
         "segment": segment.id,
         "generation": segment.generation,
@@ -199,7 +199,7 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
         "code_commit": segment.code_commit,
         "export_sha256": candidate.export_sha256,
         "judged_at": format_iso_time(verdict.created_at),
-        "bundle": newest_bundle_folder(ledger, release.number) if release else None,
+        "bundle": find_newest_bundle_folder(ledger, release.number) if release else None,
         "removed_data": describe_removed_data(ledger, release.number) if release else None,
         **make_average_tag(segment.result),
     }
@@ -211,11 +211,11 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
 
 
 def _gain(evidence: dict[str, Any]) -> dict[str, str]:
-    gain = confidence_interval(evidence.get("target"))
+    gain = read_confidence_interval(evidence.get("target"))
     return {"gain": f"{gain[0]:+.4f}", "gain_low": f"{gain[1]:+.4f}"} if gain else {}
 
 
-def list_start_pages(workspace: Workspace, server: str) -> dict[str, str]:
+def list_start_page_addresses(workspace: Workspace, server: str) -> dict[str, str]:
     """The pages to begin with, ``{name: address on the server}``. MLflow's own start page opens in a mode that hides registered models.
 
     Opening the store also updates its paths if the workspace was moved. Raises: TrackingError when the store cannot be opened.

@@ -8,7 +8,7 @@ from factory.ledger.decisions import APPROVED, APPROVED_BY_POLICY, OVERRIDDEN, R
 from factory.ledger.ledger import Ledger, record_event, releases
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, find_champion
-from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, needs_decision
+from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, is_decision_by_person_needed
 from factory.release.checks import get_newest_verdict
 from factory.show.mlflow.outages import describe_single_failure
 from factory.show.mlflow.registry import (
@@ -16,10 +16,10 @@ from factory.show.mlflow.registry import (
     MODEL,
     SHOWN,
     describe_removed_data,
-    find_version,
-    is_complete,
-    mark_complete,
-    newest_bundle_folder,
+    find_candidate_version,
+    is_version_complete,
+    mark_version_complete,
+    find_newest_bundle_folder,
     read_aliases,
     register_version,
 )
@@ -39,7 +39,7 @@ def show_releases(plant: Plant, tracking: MlflowTracking) -> None:
 
     Raises: InputError; TrackingError.
     """
-    if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") is None:
+    if VerdictRow.find_first(plant.ledger, "WHERE gate = 'release'") is None:
         return  # no candidate was judged yet, so MLflow need not be imported
     with plant.workspace.hold_lock("release", PATIENCE):
         refused: list[Message] = []
@@ -63,19 +63,19 @@ def show_releases(plant: Plant, tracking: MlflowTracking) -> None:
 def _unshown(plant: Plant, tracking: MlflowTracking) -> list[int]:
     with convert_mlflow_errors("listing versions"):
         found = tracking.client.search_model_versions(f"name = '{MODEL}'")
-    shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found if is_complete(v)}
+    shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found if is_version_complete(v)}
     ledger = plant.ledger
     released = {
         row.candidate: (
             str(row.number),
             describe_removed_data(ledger, row.number),
-            newest_bundle_folder(ledger, row.number),
+            find_newest_bundle_folder(ledger, row.number),
         )
         for row in ReleaseRow.select(ledger)
     }
     unshown = []
     for row in CandidateRow.select(ledger):
-        verdict = VerdictRow.newest(ledger, "release", Subject("candidate", row.id))
+        verdict = VerdictRow.find_newest(ledger, "release", Subject("candidate", row.id))
         nothing = (None, None, None)
         if verdict and (str(row.id), row.export_sha256, str(verdict.id), *released.get(row.id, nothing)) not in shown:
             unshown.append(row.id)
@@ -114,7 +114,7 @@ def _point(plant: Plant, tracking: MlflowTracking) -> None:
 def _version(plant: Plant, tracking: MlflowTracking, row: ReleaseRow) -> str:
     """The version of a release's candidate. A deleted version is made again."""
     with convert_mlflow_errors("finding a version"):
-        found = find_version(tracking.client, row.candidate, row.export_sha256)
+        found = find_candidate_version(tracking.client, row.candidate, row.export_sha256)
     return str(found.version) if found else register_version(plant, tracking, row.candidate)
 
 
@@ -128,20 +128,20 @@ def register_candidate(plant: Plant, candidate_id: int) -> str:
     tracking = MlflowTracking.open(plant)
     verdict = get_newest_verdict(plant.ledger, candidate_id)
     with convert_mlflow_errors("finding a version"):
-        before = find_version(tracking.client, candidate_id, verdict.subject_sha256)
+        before = find_candidate_version(tracking.client, candidate_id, verdict.subject_sha256)
     version = register_version(plant, tracking, candidate_id)
     _ask(plant, tracking, verdict, version, dict(before.tags) if before else {})
-    mark_complete(tracking.client, version)
+    mark_version_complete(tracking.client, version)
     return version
 
 
 def _ask(plant: Plant, tracking: MlflowTracking, verdict: VerdictRow, version: str, given: dict[str, str]) -> None:
     """Show on a version that it waits for a person's decision, or which decision was made. ``given``: the version's tags."""
-    known = decision_tags(plant.ledger, verdict)
-    if known is None and (needs_decision(plant, verdict) or APPROVAL_TAG in given):
+    known = make_decision_tags(plant.ledger, verdict)
+    if known is None and (is_decision_by_person_needed(plant, verdict) or APPROVAL_TAG in given):
         if given.get(APPROVAL_TAG, OVERRIDDEN) != OVERRIDDEN and given.get("verdict_id") == str(verdict.id):
             return  # it was asked already, or a person's answer is not carried out yet
-        asked = needs_decision(plant, verdict)
+        asked = is_decision_by_person_needed(plant, verdict)
         known = (
             PENDING if asked else "",
             describe_waiting_candidate(verdict.subject_number)
@@ -152,9 +152,9 @@ def _ask(plant: Plant, tracking: MlflowTracking, verdict: VerdictRow, version: s
         set_approval_tags(tracking, version, given, *known)
 
 
-def decision_tags(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None:
+def make_decision_tags(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None:
     """(tag ``approval``, tag ``approval_answer``) of a candidate about which a person decided; None if nobody decided."""
-    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=verdict.subject_number)
+    release = ReleaseRow.find_first(ledger, "WHERE candidate = :candidate", candidate=verdict.subject_number)
     if release:
         by = release.approved_by or APPROVED_BY_POLICY
         if over := find_override(ledger, VerdictRow.get(ledger, release.verdict)):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from factory.computing.compute_settings import describe_computing
+from factory.computing.compute_settings import describe_compute_settings
 from factory.core.workspace import PATIENCE
-from factory.evals.statistics import confidence_interval
+from factory.evals.statistics import read_confidence_interval
 from factory.ledger.ledger import exchanges, record_event, tracked_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import (
@@ -203,7 +203,7 @@ class MlflowTracking:
             ),
             "token_shards": len(plan[0]["plan"].get("token_shards", [])) if plan else None,
             "mlflow.source.git.commit": segment.code_commit,
-            "computing": describe_computing(segment.computing) or None,
+            "computing": describe_compute_settings(segment.computing) or None,
         }
         params = {
             "first_step": segment.first_step,
@@ -266,22 +266,22 @@ class MlflowTracking:
         }
         subject, name = Subject("candidate", candidate_id), f"candidate-{candidate_id}"
         run = self._run(subject, CANDIDATES, name, candidate.created_at, tags, {"recipe": segment.recipe})
-        if evaluation := EvaluationRow.newest(self.ledger, candidate_id):
+        if evaluation := EvaluationRow.find_newest(self.ledger, candidate_id):
             summary = dict(evaluation.summary)
             samples = summary.pop("samples", None)
             files = {"evaluation.json": summary, "samples.json": samples}
             self._log_once(run, name_evaluation_metrics(flatten_numbers(summary)), evaluation.created_at, files)
-        if verdict := VerdictRow.newest(self.ledger, "release", subject):
+        if verdict := VerdictRow.find_newest(self.ledger, "release", subject):
             self._judged(run, candidate, verdict)
         return run
 
     def _judged(self, run: str, candidate: CandidateRow, verdict: VerdictRow) -> None:
         """Log the verdict as tags and gains, by which the table of candidates can be sorted and filtered. Log the champion's numbers too."""
-        release = ReleaseRow.first(self.ledger, "WHERE candidate = :candidate", candidate=candidate.id)
+        release = ReleaseRow.find_first(self.ledger, "WHERE candidate = :candidate", candidate=candidate.id)
         self._tag(run, {"verdict": verdict.outcome, "release": release.number if release else "none"})
-        evidence = verdict.evidence(self.ledger)
+        evidence = verdict.read_evidence(self.ledger)
         gains = {"target": evidence.get("target"), **(evidence.get("guards") or {})}
-        found = {name: interval for name, stored in gains.items() if (interval := confidence_interval(stored))}
+        found = {name: interval for name, stored in gains.items() if (interval := read_confidence_interval(stored))}
         values = {f"gain/{name}": gain for name, (gain, _, _) in found.items()}
         values |= {f"gain_low/{name}": low for name, (_, low, _) in found.items()}
         champion = {"champion": {"bpb": evidence.get("champion_bits_per_byte") or {}}}
@@ -310,7 +310,7 @@ class MlflowTracking:
             waits = verdict.outcome == "promote" and proposal.state == "judged"
             if waits and not self._tag_of(run, APPROVAL_TAG):
                 self._tag(run, {APPROVAL_TAG: "pending"})
-            evidence = verdict.evidence(self.ledger)
+            evidence = verdict.read_evidence(self.ledger)
             self._log_once(run, flatten_numbers(evidence), verdict.created_at, {"evidence.json": evidence})
         if proposal.report and Path(proposal.report).is_file():
             self.log_report(run, Path(proposal.report))

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from factory.core.workspace import PATIENCE, Workspace
-from factory.show.mlflow.host_names import mlflow_server_options, server_names
+from factory.show.mlflow.host_names import make_mlflow_server_options, choose_server_names
 from factory.show.mlflow.outages import TrackingError as TrackingError
-from factory.show.mlflow.outages import note_server_failure, refuse_during_outage, repair_advice
+from factory.show.mlflow.outages import note_server_failure, refuse_during_outage, make_repair_advice
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -63,7 +63,7 @@ def convert_mlflow_errors(doing: str) -> Iterator[None]:
             "MLflow: {doing} failed: {reason}{advice}",
             doing=doing,
             reason=why,
-            advice=repair_advice(error),
+            advice=make_repair_advice(error),
         ) from error
 
 
@@ -120,7 +120,7 @@ def _relocate(connection: sqlite3.Connection, artifacts: Path) -> None:
     connection.execute("COMMIT")
 
 
-def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
+def check_store_writable(workspace: Workspace, patience: float = 1.0) -> None:
     """Check that an SQLite store can be written. MLflow itself waits 20 seconds for another process's lock; this function waits
     ``patience`` seconds.
 
@@ -147,15 +147,15 @@ def flush_store(workspace: Workspace) -> None:
     )  # the log exists only while a connection is open
     with convert_mlflow_errors(f"flushing {path}"):
         logged = log.exists()
-        if logged and flush_in_other_process([*files, log]):
+        if logged and flush_files_in_other_process([*files, log]):
             return
-        if (logged and log.exists()) or not flush_in_other_process(
+        if (logged and log.exists()) or not flush_files_in_other_process(
             files
         ):  # a log that is gone was first written into the database
             raise OSError(f"{path} could not be written to the disk")
 
 
-def flush_in_other_process(files: Sequence[Path]) -> bool:
+def flush_files_in_other_process(files: Sequence[Path]) -> bool:
     """Flush files and folders in another process; returns whether that worked.
 
     This process must not open and close the files itself: closing any handle of a file drops all locks of the process on it (fcntl(2), "Advisory
@@ -185,7 +185,7 @@ def purge_deleted_runs(workspace: Workspace, runs: Sequence[str]) -> None:
         raise TrackingError("store.not_removed", "MLflow could not remove runs: {reason}", reason=last_line)
 
 
-def mlflow_ui_command(
+def make_mlflow_ui_command(
     workspace: Workspace,
     port: int = 5000,
     host: str = "127.0.0.1",
@@ -201,7 +201,7 @@ def mlflow_ui_command(
     command += ["--backend-store-uri", workspace.mlflow_uri]
     command += ["--default-artifact-root", workspace.mlflow_artifacts.as_uri()]
     command += ["--app-name", "basic-auth"] if login else []
-    command += mlflow_server_options(server_names(host, names), port)
+    command += make_mlflow_server_options(choose_server_names(host, names), port)
     return command, ENVIRONMENT | (login or {})
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from factory.evals.statistics import confidence_interval
+from factory.evals.statistics import read_confidence_interval
 from factory.ledger.rows import CandidateRow, SegmentRow, VerdictRow
 from kernels.contract.message import Message
 
@@ -25,10 +25,10 @@ class RunAddress:
     run: str
     experiment: str
 
-    def link(self, part: str = "") -> str:
+    def make_page_link(self, part: str = "") -> str:
         return f"#/experiments/{self.experiment}/runs/{self.run}{part}?{TRAINING_MODE}"
 
-    def comparison_page(self, other: RunAddress) -> str:
+    def make_comparison_link(self, other: RunAddress) -> str:
         """The address of the page that compares this run with another."""
         runs, experiments = json.dumps([self.run, other.run]), json.dumps([self.experiment])
         return f"#/compare-runs?runs={quote(runs)}&experiments={quote(experiments)}&{TRAINING_MODE}"
@@ -95,13 +95,13 @@ def _links(segment: SegmentRow, verdict: VerdictRow, places: VersionLinks) -> li
     own, training, champion = places.candidate, places.training, places.champion
     made = f"{segment.kind} branch, segment {segment.id}"
     links = [
-        f"[report]({own.link('/artifacts/report.html')})",
-        f"[pictures]({own.link(f'/artifacts/{PICTURES}')})",
-        f"[evaluation and samples]({own.link()})",
-        f"[comparison with {verdict.against.replace(':', ' ')}]({own.comparison_page(champion)})"
+        f"[report]({own.make_page_link('/artifacts/report.html')})",
+        f"[pictures]({own.make_page_link(f'/artifacts/{PICTURES}')})",
+        f"[evaluation and samples]({own.make_page_link()})",
+        f"[comparison with {verdict.against.replace(':', ' ')}]({own.make_comparison_link(champion)})"
         if champion and verdict.against
         else "",
-        (f"[{made}]({training.link('/model-metrics')})" if training else made) + f", code `{segment.code_commit[:12]}`",
+        (f"[{made}]({training.make_page_link('/model-metrics')})" if training else made) + f", code `{segment.code_commit[:12]}`",
     ]
     if places.release:
         links.append(f"bundle `{places.bundle or f'factory release --bundle {places.release}'}`")
@@ -122,12 +122,12 @@ def _to_do(verdict: VerdictRow, places: VersionLinks) -> list[str]:
 
 
 def _words(stored: Any) -> str:
-    found = confidence_interval(stored)
+    found = read_confidence_interval(stored)
     return f"{found[0]:+.3f} (95 %: {found[1]:+.3f} … {found[2]:+.3f})".replace("-", "−") if found else NOT_MEASURED
 
 
 def _worst(guards: Any) -> str:
-    measured = {name: found for name, stored in (guards or {}).items() if (found := confidence_interval(stored))}
+    measured = {name: found for name, stored in (guards or {}).items() if (found := read_confidence_interval(stored))}
     if not measured:
         return NOT_MEASURED
     name = min(measured, key=lambda one: measured[one][1])

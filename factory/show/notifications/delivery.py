@@ -14,9 +14,9 @@ from factory.core.time_formats import format_duration
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.retrying.failure_waits import FailureWaits
-from factory.show.notifications.notifications import notification_of_event
+from factory.show.notifications.notifications import make_notification_of_event
 from factory.show.notifications.receivers import NotDeliveredError, NotificationPolicy, Receiver, make_receivers
-from factory.status.delivery_positions import FILE, read_positions
+from factory.status.delivery_positions import FILE, read_delivery_positions
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -59,7 +59,7 @@ class Notifier:
         sql = "SELECT id, at, kind, subject, detail FROM events WHERE id > :since ORDER BY id LIMIT :most"
         while events := self.ledger.read(sql, since=since, most=EVENTS_AT_ONCE):
             for event in events:
-                message = notification_of_event(Plant(self.workspace, self.ledger), event)
+                message = make_notification_of_event(Plant(self.workspace, self.ledger), event)
                 if message is None or not set(message.kinds) & set(policy.kinds):
                     since = self._looked_at[name] = event["id"]
                     continue
@@ -105,7 +105,7 @@ class Notifier:
 
 
 def _positions(workspace: Workspace) -> dict[str, Any]:
-    found = read_positions(workspace)
+    found = read_delivery_positions(workspace)
     if found is None:
         path = workspace.root / FILE
         raise ConfigError(

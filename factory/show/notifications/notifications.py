@@ -15,8 +15,8 @@ from factory.ledger.file_events import DISK_LOW, DISK_NORMAL
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
-from factory.release.approvals import describe_waiting_candidate, needs_decision
-from factory.retrying.trainer_deaths import FAILED, SEGMENT_STUMBLED, describe_parked_segment, parked_commands
+from factory.release.approvals import describe_waiting_candidate, is_decision_by_person_needed
+from factory.retrying.trainer_deaths import FAILED, SEGMENT_STUMBLED, describe_parked_segment, format_commands_for_parked_segment
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 from kernels.contract.message import Message
 
@@ -41,7 +41,7 @@ class Notification:
         return {"workspace": workspace.root.name} | asdict(self)
 
 
-def notification_of_event(plant: Plant, event: dict[str, Any]) -> Notification | None:
+def make_notification_of_event(plant: Plant, event: dict[str, Any]) -> Notification | None:
     """Return the notification of an event (a row of the ledger's events), or None if the event has none. Raises: ConfigError."""
     detail = event["detail"] if isinstance(event["detail"], dict) else {}
     said: NotificationParts | None
@@ -94,7 +94,7 @@ def _stopped_training(ledger: Ledger, name: str, kind: str, detail: dict[str, An
             "notifications.ways_on",
             "{reason}. {ways}",
             reason=describe_parked_segment(ledger, row),
-            ways=parked_commands(row),
+            ways=format_commands_for_parked_segment(row),
         )
         return ("failure",), title, text
     title = Message(
@@ -203,13 +203,13 @@ def _of_failure(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
 
 
 def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> NotificationParts | None:
-    verdict = VerdictRow.first(plant.ledger, "WHERE id = :id", id=detail.get("verdict"))
+    verdict = VerdictRow.find_first(plant.ledger, "WHERE id = :id", id=detail.get("verdict"))
     if verdict is None:
         return None
     facts = {"subject": name, "outcome": verdict.outcome}
     waiting = Message("notifications.waits", "{subject} has the verdict {outcome} and waits for your approval", **facts)
     open_now = [row.id for row in list_undecided_verdicts(plant.ledger)]
-    if verdict.gate == "release" and verdict.id in open_now and needs_decision(plant, verdict):
+    if verdict.gate == "release" and verdict.id in open_now and is_decision_by_person_needed(plant, verdict):
         text = "\n".join([describe_waiting_candidate(verdict.subject_number), *verdict.reasons])
         return ("verdict", "approval"), waiting, text
     if verdict.gate != "release" and verdict.outcome == "promote" and name.startswith("proposal "):

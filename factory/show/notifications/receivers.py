@@ -20,7 +20,7 @@ from factory.core.errors import FactoryError
 from factory.core.listening_socket import is_loopback
 from factory.core.policy_file import StrictPolicy, load_policy
 from kernels.contract.files import encode_finite_json
-from trainer.contract.errors import did_you_mean
+from trainer.contract.errors import make_known_words_hint
 
 NotificationKind = Literal["verdict", "approval", "release", "anomaly", "failure"]
 Seconds = Annotated[float, Field(gt=0)]
@@ -112,7 +112,7 @@ def _check_scheme(name: str, scheme: str) -> None:
 
     known = NotificationManager().schemas()
     if scheme.lower() not in known:
-        raise ValueError(f"{name}: apprise knows no {scheme}://{did_you_mean(scheme, list(known))}")
+        raise ValueError(f"{name}: apprise knows no {scheme}://{make_known_words_hint(scheme, list(known))}")
 
 
 @dataclass(frozen=True)

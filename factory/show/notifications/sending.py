@@ -51,7 +51,7 @@ def send_by_apprise(url: str, message: dict[str, Any]) -> str:
         receiver = Apprise.instantiate(url, asset=asset)
         if receiver is None:
             return f"apprise refuses the address: {_last(log.getvalue()) or 'it has none of the known forms'}"
-        if sends_unencrypted(receiver):
+        if is_unencrypted_receiver(receiver):
             return (
                 "this address sends without encryption, which is allowed only to this machine; use its encrypted form"
             )
@@ -64,7 +64,7 @@ def send_by_apprise(url: str, message: dict[str, Any]) -> str:
         return "" if done else _last(log.getvalue()) or "apprise gives no reason"
 
 
-def sends_unencrypted(receiver: Any) -> bool:
+def is_unencrypted_receiver(receiver: Any) -> bool:
     """Whether a receiver sends without encryption to another machine, so that others could read the message."""
     words = lambda known: (known,) if isinstance(known, str) else known or ()
     plain = receiver.schema in words(receiver.protocol) and receiver.schema not in words(receiver.secure_protocol)

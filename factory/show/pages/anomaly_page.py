@@ -8,7 +8,7 @@ from typing import Any
 
 from agents.core.pages import render_page
 from factory.diagnosis.wording import read_shown_documents
-from factory.ledger.anomalies import describe_explanation, draft_proposal_for_rate, find_explanation
+from factory.ledger.anomalies import describe_explanation, draft_learning_rate_proposal, find_explanation
 from factory.ledger.plant import Plant
 from factory.show.pages.svg_charts import draw_curves
 from kernels.contract.files import write_atomically
@@ -45,7 +45,7 @@ def write_diagnosis_page(plant: Plant, detail: Mapping[str, Any]) -> Path:
             loss=draw_curves(loss, marks=marks), norms=draw_curves(norms, marks=marks),
             arms=[{**arm, "shows": words[arm["fires"]]} for arm in detail["arms"]],
             documents=read_shown_documents(plant, detail["guilty"] or detail["triggers"]),
-            state=describe_explanation(detail, said), claims=said["claims"] if said else [], draft=draft_proposal_for_rate(detail),
+            state=describe_explanation(detail, said), claims=said["claims"] if said else [], draft=draft_learning_rate_proposal(detail),
         ),
     )  # fmt: skip
     return path

@@ -9,8 +9,8 @@ from factory.gates.release.reasons import is_to_do_line
 from factory.gates.release.trained_licences import NONE
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, VerdictRow
-from factory.show.pages.provenance import training_data_of
-from factory.show.pages.release_facts import BETTER, TARGET, WORSE, gain_with_interval
+from factory.show.pages.provenance import read_training_data_of_segment
+from factory.show.pages.release_facts import BETTER, TARGET, WORSE, compute_gain_with_interval
 from factory.show.pages.release_pictures import ChampionComparison, dict_or_empty
 from kernels.contract.message import Message
 
@@ -29,7 +29,7 @@ def summarise_candidate(
 
 def _compared(found: ChampionComparison) -> dict[str, str]:
     gains = {
-        name: gain_with_interval(stored) for name, stored in sorted(dict_or_empty(found.evidence.get("guards")).items())
+        name: compute_gain_with_interval(stored) for name, stored in sorted(dict_or_empty(found.evidence.get("guards")).items())
     }
     named = lambda wanted: "; ".join(
         _change(found, name) for name, gain in gains.items() if gain and wanted(gain["shows"])
@@ -63,7 +63,7 @@ def _change(found: ChampionComparison, name: str) -> str:
 
 
 def _how_sure(stored: Any) -> str:
-    gain = gain_with_interval(dict(stored))
+    gain = compute_gain_with_interval(dict(stored))
     if not gain:
         return Message("candidate_summary.not_measured", "The total gain was not measured.")
     return Message(
@@ -79,7 +79,7 @@ def _how_sure(stored: Any) -> str:
 
 
 def _trained_on(ledger: Ledger, segment: int) -> str:
-    made = training_data_of(ledger, segment)
+    made = read_training_data_of_segment(ledger, segment)
     domains: dict[str, float] = {}
     for shard in made["shards"]:
         for name, counted in dict_or_empty(shard["domains"]).items():

@@ -25,7 +25,7 @@ def write_proposal_report(plant: Plant, number: int) -> Path:
     row = ProposalRow.get(plant.ledger, number)
     code, reports = plant.workspace.repository, plant.workspace.reports
     facts = row.select_fields("number agent target title hypothesis predicted_gain outcome reasons") | {
-        "evidence": row.evidence(plant.ledger),
+        "evidence": row.read_evidence(plant.ledger),
         "patch": repository.read_patch(code, row.base_commit, row.commit) if row.commit else "",
     }
     reports.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.data.exposure import Exposure, ExposureStep, UnknownExposureError, list_contributing_segments
-from factory.data.selecting import find_keys
-from factory.data.synthetic import count_synthetic_documents, count_written_by_release
+from factory.data.exposure import DocumentExposure, ExposureStep, UnknownExposureError, list_contributing_segments
+from factory.data.selecting import find_document_keys
+from factory.data.synthetic import count_synthetic_documents, count_documents_written_by_release
 from factory.gates.release.trained_licences import count_tokens_by_licence
-from factory.ingest.document import read_writing_model
+from factory.ingest.document import read_author_model
 from factory.ingest.rules.licence_claims import find_licence_conflicts
 from factory.ledger.ledger import Ledger, documents, held_out, shards, token_shards
 from factory.ledger.removals import (
@@ -25,7 +25,7 @@ from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.training.planning import read_data_plan
 
 
-def trace_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
+def read_document_provenance(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     """Return a row for each document with this id or key, with its shard, fate, removal and match.
 
     ``segments``: those whose data plan has the document. ``seen``: the steps that were trained on it. ``releases``: those that were trained on it,
@@ -33,7 +33,7 @@ def trace_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
 
     Raises: InputError with near ids when no document has this id or key.
     """
-    keys = find_keys(ledger, name)
+    keys = find_document_keys(ledger, name)
     found = ledger.select_rows(sa.select(documents).where(documents.c.key.in_(keys)).order_by(documents.c.key))
     lines = SegmentRow.select(ledger)
     behind = {
@@ -47,7 +47,7 @@ def trace_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
         )
         row["shard_name"] = shard and shard["name"]
         row["removal"] = vars(taken[parse_removal_number(row["rule"])]) if row["fate"] == REMOVED_FATE else None
-        row["synthetic_by"] = read_writing_model(row["detail"])
+        row["synthetic_by"] = read_author_model(row["detail"])
         row["licence_claims"] = [
             {"key": claim.key, "shard": claim.shard, "license": claim.license, "aside": claim.is_set_aside}
             for one in find_licence_conflicts(ledger, row["key"])
@@ -72,15 +72,15 @@ def trace_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
 
 
 def _follow(ledger: Ledger, row: dict[str, Any], lines: list[SegmentRow], behind: dict[int, list[SegmentRow]]) -> None:
-    exposure, key = Exposure(ledger, {row["key"]: row["token_shard"]}), row["key"]
+    exposure, key = DocumentExposure(ledger, {row["key"]: row["token_shard"]}), row["key"]
     seen: dict[int, list[ExposureStep]] = {}
     unknown: set[int] = set()
     for line in lines:
         try:
-            seen[line.id] = exposure.steps_by_document(line).get(key, [])
+            seen[line.id] = exposure.list_steps_by_document(line).get(key, [])
         except UnknownExposureError as error:
             row["steps_unknown"] = str(error)
-            unknown |= {line.id} if exposure.documents_in_plan(line) else set()
+            unknown |= {line.id} if exposure.list_documents_in_plan(line) else set()
     row["seen"] = [vars(one) for line in lines for one in seen.get(line.id, ())]
     for number, trained in behind.items():
         mine = [one for line in trained for one in seen.get(line.id, ())]
@@ -89,7 +89,7 @@ def _follow(ledger: Ledger, row: dict[str, Any], lines: list[SegmentRow], behind
             row["releases"].append({"release": number, "steps": steps, "times": len({one.epoch for one in mine})})
 
 
-def trace_release(ledger: Ledger, number: int) -> dict[str, Any]:
+def read_release_provenance(ledger: Ledger, number: int) -> dict[str, Any]:
     """Return the verdict and the training data of a release, with the MLflow run of its candidate.
 
     The training data are segments with run, recipe, code and data plan; token shards with domains, and with documents and supervised tokens by
@@ -115,15 +115,15 @@ def trace_release(ledger: Ledger, number: int) -> dict[str, Any]:
             for mark in list_releases_with_removed_data(ledger)
             if mark["release"] == number
         ],
-    } | training_data_of(ledger, release.segment)
+    } | read_training_data_of_segment(ledger, release.segment)
 
 
-def training_data_of(ledger: Ledger, segment: int) -> dict[str, Any]:
+def read_training_data_of_segment(ledger: Ledger, segment: int) -> dict[str, Any]:
     """The training data of a segment's model: the segments of its lineage, their token shards, and supervised tokens by licence."""
     runs = {row["subject"]: row["run_id"] for row in ledger.read("SELECT subject, run_id FROM tracked_runs")}
     steps = []
     used: dict[str, int] = {}
-    for row in SegmentRow.lineage(ledger, segment):
+    for row in SegmentRow.read_lineage(ledger, segment):
         used |= {shard["id"]: shard["generation"] for shard in read_data_plan(ledger, row)["token_shards"]}
         kept = row.select_fields("id kind parent first_step last_step recipe recipe_sha256 data_plan code_commit")
         averaged = (row.result or {}).get("averaged")
@@ -155,7 +155,7 @@ def training_data_of(ledger: Ledger, segment: int) -> dict[str, Any]:
 
 
 def _wrote(ledger: Ledger, release: ReleaseRow) -> dict[str, Any]:
-    held = count_written_by_release(ledger, release)
+    held = count_documents_written_by_release(ledger, release)
     read_by = []
     for other in ReleaseRow.select(ledger) if held else ():
         planned = {
@@ -170,7 +170,7 @@ def _wrote(ledger: Ledger, release: ReleaseRow) -> dict[str, Any]:
 def list_release_documents(ledger: Ledger, number: int) -> Iterator[dict[str, Any]]:
     """Every document of the token shards of a release's plans: key, id, source, licence, fate, token shard, ``synthetic_by``.
 
-    Raises: InputError as ``trace_release``.
+    Raises: InputError as ``read_release_provenance``.
     """
     release = ReleaseRow.get(ledger, number)
     used = {
@@ -182,7 +182,7 @@ def list_release_documents(ledger: Ledger, number: int) -> Iterator[dict[str, An
     for shard in sorted(used):
         chosen = sa.select(*(documents.c[name] for name in names)).where(documents.c.token_shard == shard)
         for row in ledger.select_rows(chosen.order_by(documents.c.shard, documents.c.row)):
-            yield row | {"synthetic_by": read_writing_model(row.pop("detail"))}
+            yield row | {"synthetic_by": read_author_model(row.pop("detail"))}
 
 
 def _licences(ledger: Ledger) -> dict[str, list[dict[str, Any]]]:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from factory.core.errors import InputError
-from factory.evals.statistics import compare_items, confidence_interval
+from factory.evals.statistics import compare_items, read_confidence_interval
 from factory.git import repository
 from factory.ledger.decisions import find_decision, find_override, list_undecided_verdicts
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, find_champion
-from factory.show.pages.provenance import training_data_of
+from factory.show.pages.provenance import read_training_data_of_segment
 
 Facts = dict[str, Any]
 TARGET = "target"
@@ -31,7 +31,7 @@ def find_release_or_candidate(ledger: Ledger, name: str) -> tuple[CandidateRow, 
         )
     if number != name:
         candidate = CandidateRow.get(ledger, int(number))
-        return candidate, ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate.id)
+        return candidate, ReleaseRow.find_first(ledger, "WHERE candidate = :candidate", candidate=candidate.id)
     release = ReleaseRow.get(ledger, int(number))
     return CandidateRow.get(ledger, release.candidate), release
 
@@ -51,7 +51,7 @@ def list_releases(ledger: Ledger) -> list[Facts]:
 
 def _listed(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None, waiting: set[int]) -> Facts:
     verdict = _verdict(ledger, candidate, release)
-    evidence = verdict.evidence(ledger) if verdict else {}
+    evidence = verdict.read_evidence(ledger) if verdict else {}
     return {
         "release": release and release.number,
         "candidate": candidate.id,
@@ -59,7 +59,7 @@ def _listed(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None,
         "at": release.created_at if release else verdict.created_at if verdict else candidate.created_at,
         "verdict": verdict and verdict.outcome,
         "against": verdict and verdict.against,
-        "gain": gain_with_interval(evidence.get(TARGET)),
+        "gain": compute_gain_with_interval(evidence.get(TARGET)),
         "approved_by": release and release.approved_by,
         "override": find_override(ledger, verdict) if verdict else None,
     }
@@ -76,14 +76,14 @@ def _state(ledger: Ledger, verdict: VerdictRow | None, waits: bool) -> str:
     return "waits for approval" if waits else "out of date"
 
 
-def release_details(plant: Plant, name: str) -> Facts:
+def read_release_details(plant: Plant, name: str) -> Facts:
     """Facts about one release or candidate: gains with their intervals, training data, approval, and the places of its report and its model.
 
     Raises: InputError.
     """
     candidate, release = find_release_or_candidate(plant.ledger, name)
     verdict = _verdict(plant.ledger, candidate, release)
-    evidence = verdict.evidence(plant.ledger) if verdict else {}
+    evidence = verdict.read_evidence(plant.ledger) if verdict else {}
     best = find_champion(plant.ledger)
     waiting = {row.subject_number for row in list_undecided_verdicts(plant.ledger)}
     decision = find_decision(plant.ledger, verdict) if verdict else None
@@ -94,8 +94,8 @@ def release_details(plant: Plant, name: str) -> Facts:
         | {
             "champion": is_champion,
             "reasons": verdict.reasons if verdict else [],
-            "measured": {TARGET: gain_with_interval(evidence.get(TARGET))}
-            | {guard: gain_with_interval(found) for guard, found in sorted((evidence.get("guards") or {}).items())},
+            "measured": {TARGET: compute_gain_with_interval(evidence.get(TARGET))}
+            | {guard: compute_gain_with_interval(found) for guard, found in sorted((evidence.get("guards") or {}).items())},
             "bits_per_byte": evidence.get("bits_per_byte") or {},
             "champion_bits_per_byte": evidence.get("champion_bits_per_byte") or {},
             "decision": decision and vars(decision),
@@ -109,13 +109,13 @@ def release_details(plant: Plant, name: str) -> Facts:
             if release
             else None,
         }
-        | training_data_of(plant.ledger, candidate.segment)
+        | read_training_data_of_segment(plant.ledger, candidate.segment)
     )
 
 
-def gain_with_interval(stored: Any) -> Facts | None:
+def compute_gain_with_interval(stored: Any) -> Facts | None:
     """A gain of the evidence, with its 95 % interval and what the interval shows. A positive gain is better. None: not measured."""
-    found = confidence_interval(stored)
+    found = read_confidence_interval(stored)
     if found is None:
         return None
     gain, low, high = found
@@ -126,7 +126,7 @@ def _verdict(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None
     """The verdict that led to the release, or the newest verdict on a candidate without a release."""
     if release:
         return VerdictRow.get(ledger, release.verdict)
-    return VerdictRow.newest(ledger, "release", Subject("candidate", candidate.id))
+    return VerdictRow.find_newest(ledger, "release", Subject("candidate", candidate.id))
 
 
 # -- the difference of two ----------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def compare_releases(plant: Plant, one: str, other: str) -> Facts:
     """The difference from ``one`` to ``other``: gains by domain with intervals, recipe keys, data, commits. Raises: InputError."""
     (a, _), (b, _) = find_release_or_candidate(plant.ledger, one), find_release_or_candidate(plant.ledger, other)
     first, second = SegmentRow.get(plant.ledger, a.segment), SegmentRow.get(plant.ledger, b.segment)
-    before, after = training_data_of(plant.ledger, first.id), training_data_of(plant.ledger, second.id)
+    before, after = read_training_data_of_segment(plant.ledger, first.id), read_training_data_of_segment(plant.ledger, second.id)
     keys = [flatten_keys(segment.recipe_json) for segment in (first, second)]
     recipes = {key: [one.get(key) for one in keys] for key in sorted({*keys[0], *keys[1]})}
     named = lambda facts: {shard["id"]: shard["name"] for shard in facts["shards"]}
@@ -176,8 +176,8 @@ def _compared(ledger: Ledger, one: int, other: int) -> Facts:
         {}
         if found is None
         else {
-            TARGET: gain_with_interval(vars(found[0])),
-            **{k: gain_with_interval(vars(g)) for k, g in found[1].items()},
+            TARGET: compute_gain_with_interval(vars(found[0])),
+            **{k: compute_gain_with_interval(vars(g)) for k, g in found[1].items()},
         }
     )
     levels = [(row.summary.get("bpb") or {}) if row else {} for row in (its, mine)]

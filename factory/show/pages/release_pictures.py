@@ -10,8 +10,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.core.pages import svg_file
-from factory.evals.statistics import compare_items, confidence_interval
+from agents.core.pages import make_svg_file_text
+from factory.evals.statistics import compare_items, read_confidence_interval
 from factory.evals.tasks import EvalItem
 from factory.ledger.ledger import Ledger, eval_items
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject, VerdictRow
@@ -44,19 +44,19 @@ class ChampionComparison:
     champion: EvaluationRow | None
 
     @classmethod
-    def of(cls, ledger: Ledger, candidate_id: int) -> ChampionComparison:
-        verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
-        evidence = verdict.evidence(ledger) if verdict else {}
+    def read_newest(cls, ledger: Ledger, candidate_id: int) -> ChampionComparison:
+        verdict = VerdictRow.find_newest(ledger, "release", Subject("candidate", candidate_id))
+        evidence = verdict.read_evidence(ledger) if verdict else {}
         against = Subject.parse(verdict.against).number if verdict and verdict.against else None
         known = dict_or_empty(evidence.get("evaluations")).get("champion")
         champion = EvaluationRow.get(ledger, known) if known else None
         if against and not champion:
-            champion = EvaluationRow.newest(ledger, against)
-        newest = EvaluationRow.newest(ledger, candidate_id)
+            champion = EvaluationRow.find_newest(ledger, against)
+        newest = EvaluationRow.find_newest(ledger, candidate_id)
         return cls(CandidateRow.get(ledger, candidate_id), newest, evidence, against, champion)
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def candidate_evaluation_summary(self) -> dict[str, Any]:
         return self.evaluation.summary if self.evaluation else {}
 
     @property
@@ -64,23 +64,23 @@ class ChampionComparison:
         return self.champion.summary if self.champion else {}
 
 
-def draw_pictures(ledger: Ledger, candidate_id: int) -> dict[str, str]:
+def draw_release_pictures(ledger: Ledger, candidate_id: int) -> dict[str, str]:
     """The pictures for which something was measured, as SVG by file name."""
-    found = ChampionComparison.of(ledger, candidate_id)
+    found = ChampionComparison.read_newest(ledger, candidate_id)
     drawn = {
         GAIN: draw_gains(found),
         LEVELS: draw_bits_per_byte(ledger, found),
         LOSS: draw_loss_comparison(ledger, found),
     }
-    return {name: svg_file(svg) for name, svg in drawn.items() if svg}
+    return {name: make_svg_file_text(svg) for name, svg in drawn.items() if svg}
 
 
 def draw_bits_per_byte(ledger: Ledger, found: ChampionComparison) -> str:
     """Bits per byte by domain. Each bar has its own interval; the interval of the paired difference is narrower."""
     groups: dict[str, dict[str, float | None]] = {}
     theirs = dict_or_empty(found.champion_summary.get("bpb"))
-    for domain, value in sorted(dict_or_empty(found.summary.get("bpb")).items()):
-        base = dict_or_empty(dict_or_empty(found.summary.get("baselines")).get(domain))
+    for domain, value in sorted(dict_or_empty(found.candidate_evaluation_summary.get("bpb")).items()):
+        base = dict_or_empty(dict_or_empty(found.candidate_evaluation_summary.get("baselines")).get(domain))
         measured = {CANDIDATE: value, CHAMPION: theirs.get(domain)}
         groups[domain] = measured | {TRIGRAM: base.get("trigram"), BIGRAM: base.get("bigram")}
     between = {}
@@ -96,13 +96,13 @@ def _levels(ledger: Ledger, row: EvaluationRow) -> dict[str, tuple[float, float]
     chosen = sa.select(*columns).where(eval_items.c.evaluation == row.id, eval_items.c.task == "bpb")
     items = [EvalItem(**item) for item in ledger.select_rows(chosen)]
     measured = compare_items(items, [replace(item, value=0.0) for item in items], {}) if items else None
-    ends = {name: confidence_interval(vars(gain)) for name, gain in measured[1].items()} if measured else {}
+    ends = {name: read_confidence_interval(vars(gain)) for name, gain in measured[1].items()} if measured else {}
     return {name: (-found[2], -found[1]) for name, found in ends.items() if found}
 
 
 def draw_gains(found: ChampionComparison) -> str:
     stored = {"target": found.evidence.get("target"), **dict_or_empty(found.evidence.get("guards"))}
-    return draw_intervals({name: gain for name, one in stored.items() if (gain := confidence_interval(one))})
+    return draw_intervals({name: gain for name, one in stored.items() if (gain := read_confidence_interval(one))})
 
 
 def draw_loss_by_domain(lineage: list[SegmentRow]) -> str:
@@ -114,10 +114,10 @@ def draw_loss_by_domain(lineage: list[SegmentRow]) -> str:
 
 def draw_loss_comparison(ledger: Ledger, found: ChampionComparison) -> str:
     """The training loss of champion and candidate over all their segments. Where the lines coincide, the candidate's is on top."""
-    mine = SegmentRow.lineage(ledger, found.candidate.segment)
+    mine = SegmentRow.read_lineage(ledger, found.candidate.segment)
     lines = {}
     if found.against:
-        theirs = SegmentRow.lineage(ledger, CandidateRow.get(ledger, found.against).segment)
+        theirs = SegmentRow.read_lineage(ledger, CandidateRow.get(ledger, found.against).segment)
         lines[f"champion, candidate {found.against}"] = _losses(theirs)["all"]
     lines[f"candidate {found.candidate.id}"] = _losses(mine)["all"]
     return draw_curves(lines, marks=[(row.first_step, row.kind) for row in mine[1:]])

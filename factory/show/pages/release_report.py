@@ -47,11 +47,11 @@ def report_path(plant: Plant, candidate_id: int) -> Path:
 def render_report(ledger: Ledger, candidate_id: int) -> str:
     """The page, with verdict, measurements, samples, data and lineage. A missing measurement is left out or shown as ``–``."""
     candidate = CandidateRow.get(ledger, candidate_id)
-    verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
-    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
-    compared = ChampionComparison.of(ledger, candidate_id)
-    evaluation, summary, champion = compared.evaluation, compared.summary, compared.champion_summary
-    lineage = SegmentRow.lineage(ledger, candidate.segment)
+    verdict = VerdictRow.find_newest(ledger, "release", Subject("candidate", candidate_id))
+    release = ReleaseRow.find_first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
+    compared = ChampionComparison.read_newest(ledger, candidate_id)
+    evaluation, summary, champion = compared.evaluation, compared.candidate_evaluation_summary, compared.champion_summary
+    lineage = SegmentRow.read_lineage(ledger, candidate.segment)
     trained, quarantined = _data(ledger, lineage[-1])
     against = verdict.against if verdict else None
     found, cloze = summary.get("samples"), dict_or_empty(summary.get("cloze"))

@@ -31,7 +31,7 @@ def main(folder: str, *packages: str) -> None:
             exec(code, module.__dict__)
         except SystemExit as left:
             # Only the tests may exit. A program that exits when the tests call it has not passed.
-            if left.code not in (None, 0) or path == program or program in files_of_traceback(left.__traceback__):
+            if left.code not in (None, 0) or path == program or program in list_traceback_files(left.__traceback__):
                 raise
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
@@ -40,7 +40,7 @@ def main(folder: str, *packages: str) -> None:
     os._exit(0)  # skips atexit functions, whose output must not follow the word
 
 
-def files_of_traceback(traceback: types.TracebackType | None) -> set[str]:
+def list_traceback_files(traceback: types.TracebackType | None) -> set[str]:
     """The files of the code that an exception passed through."""
     found = set()
     while traceback is not None:

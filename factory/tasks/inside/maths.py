@@ -30,12 +30,12 @@ def main(folder: str, cpu_seconds: str) -> None:
     parse("$x+1$", parsing_timeout=None)  # loads the library once, before the forks
     with open(os.path.join(folder, "pairs.json"), encoding="utf-8") as file:
         pairs = json.load(file)
-    found = [compare_in_process(gold, said, int(cpu_seconds)) for gold, said in pairs]
+    found = [compare_in_child_process(gold, said, int(cpu_seconds)) for gold, said in pairs]
     with open(os.path.join(folder, "equal.json"), "w", encoding="utf-8") as file:
         json.dump(found, file)
 
 
-def compare_in_process(gold: str, said: str, cpu_seconds: int) -> str:
+def compare_in_child_process(gold: str, said: str, cpu_seconds: int) -> str:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -71,19 +71,19 @@ def are_equal(gold: str, said: str) -> bool:
     )
     if len(one) != 1 or len(other) != 1 or not verify(one[0], other[0], timeout_seconds=None, raise_on_error=True):
         return False
-    return agree_numerically(one[0], other[0])
+    return are_numerically_equal(one[0], other[0])
 
 
-def agree_numerically(one: Any, other: Any) -> bool:
+def are_numerically_equal(one: Any, other: Any) -> bool:
     from sympy import Expr, MatrixBase
     from sympy.core.relational import Relational
 
     if isinstance(one, MatrixBase) and isinstance(other, MatrixBase):
-        return one.shape == other.shape and all(agree_numerically(a, b) for a, b in zip(one, other))
+        return one.shape == other.shape and all(are_numerically_equal(a, b) for a, b in zip(one, other))
     if isinstance(one, Relational) and isinstance(other, Relational):
         return is_same_relation(one, other)
     if isinstance(one, Expr) and isinstance(other, Expr):
-        return bool(common_factor(one, other) == 1)
+        return bool(find_common_factor(one, other) == 1)
     return type(one) is type(other) and bool(one == other)
 
 
@@ -93,15 +93,15 @@ def is_same_relation(one: Any, other: Any) -> bool:
     if any(not (relation.lhs - relation.rhs).free_symbols for relation in (one, other)):
         return bool(one == other)  # neither x = x + 1 nor x = x + 2 has a solution
     if type(one) is type(other) is Eq or type(one) is type(other) is Ne:
-        return common_factor(one.lhs - one.rhs, other.lhs - other.rhs) is not None
+        return find_common_factor(one.lhs - one.rhs, other.lhs - other.rhs) is not None
     below = [(r.lts - r.gts, r.rel_op in ("<", ">")) for r in (one, other) if hasattr(r, "lts")]
     if len(below) != 2 or below[0][1] != below[1][1]:
         return False
-    by = common_factor(below[0][0], below[1][0])
+    by = find_common_factor(below[0][0], below[1][0])
     return by is not None and bool(by > 0)
 
 
-def common_factor(one: Any, other: Any) -> Any:
+def find_common_factor(one: Any, other: Any) -> Any:
     """The number c with ``one`` = c · ``other``, to 100 digits, at random points. None if there is no such number, or no point where both have
     a value."""
     from sympy import Abs, Float, Rational

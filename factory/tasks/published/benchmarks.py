@@ -25,7 +25,7 @@ class Gsm8k(RecordForm):
     def is_of_benchmark(self) -> bool:
         return "####" in self.answer
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         if not self.is_of_benchmark():
             raise ValueError("the answer has no ####")
         return {"id": number, "question": self.question, "answer": self.answer}
@@ -42,7 +42,7 @@ class HendrycksMath(RecordForm):
     def is_of_benchmark(self) -> bool:
         return "\\boxed" in self.solution or "\\fbox" in self.solution
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         if not self.is_of_benchmark():
             raise ValueError("the solution has no \\boxed answer")
         return {"id": self.unique_id or number, "question": self.problem, "answer": self.solution}
@@ -91,14 +91,14 @@ def recognise_benchmark(records: Sequence[Mapping[str, Any]]) -> Benchmark | Non
 def convert_records(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], stem: str) -> PublishedItems:
     """The records as items of the factory. Raises: PublishedError naming the first record that does not have the benchmark's form."""
     found = PublishedItems([], [])
-    about, _ = subject_and_split(stem)
+    about, _ = parse_subject_and_split(stem)
     for number, record in enumerate(records, 1):
         try:
             read = _read(benchmark, record)
-            if read.record_use() == TESTED:
-                found.tested.append((number, read.item(number, about)))
-            elif read.record_use() == SHOWN:
-                found.shown.append((number, read.example(number, about)))
+            if read.find_use_of_record() == TESTED:
+                found.tested.append((number, read.make_item(number, about)))
+            elif read.find_use_of_record() == SHOWN:
+                found.shown.append((number, read.make_example(number, about)))
         except (ValueError, PublishedError) as error:
             reason = error.message if isinstance(error, PublishedError) else str(error)
             raise PublishedError(
@@ -107,10 +107,10 @@ def convert_records(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], 
     return found
 
 
-def subject_and_split(stem: str) -> tuple[str, str]:
+def parse_subject_and_split(stem: str) -> tuple[str, str]:
     """(subject, split) from a file's name without its suffix. Each is empty if the name does not have it.
 
-    >>> subject_and_split("anatomy_test"), subject_and_split("ARC-Easy-Dev"), subject_and_split("test-00000-of-00001"), subject_and_split("HumanEval")
+    >>> parse_subject_and_split("anatomy_test"), parse_subject_and_split("ARC-Easy-Dev"), parse_subject_and_split("test-00000-of-00001"), parse_subject_and_split("HumanEval")
     (('anatomy', 'test'), ('ARC-Easy', 'dev'), ('', 'test'), ('HumanEval', ''))
     """
     stem = _PIECE.sub("", stem)
@@ -122,7 +122,7 @@ def _read(benchmark: Benchmark, record: Mapping[str, Any]) -> RecordForm:
     """The record in the first form that it fits. Raises: PublishedError naming the first invalid or missing key."""
     wrong: Message | None = None
     for form in benchmark.forms:
-        if form.fields() <= set(record):
+        if form.list_required_fields() <= set(record):
             try:
                 return form.model_validate(record)
             except ValidationError as invalid:
@@ -137,8 +137,8 @@ def _read(benchmark: Benchmark, record: Mapping[str, Any]) -> RecordForm:
                 )
     if wrong:
         raise PublishedError(wrong)
-    nearest = min(benchmark.forms, key=lambda form: len(form.fields() - set(record)))
-    missing = sorted(nearest.fields() - set(record))
+    nearest = min(benchmark.forms, key=lambda form: len(form.list_required_fields() - set(record)))
+    missing = sorted(nearest.list_required_fields() - set(record))
     raise PublishedError(
         "benchmarks.missing_keys",
         "the records lack these keys of {benchmark}: {keys}",

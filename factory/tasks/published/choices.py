@@ -23,7 +23,7 @@ class MmluLines(RecordForm):
     D: str
     answer: str
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         if self.answer not in LETTERS:
             raise ValueError(f"answer {self.answer[:40]!r} is not one of A, B, C, D")
         return _mmlu(number, self.question, [self.A, self.B, self.C, self.D], LETTERS.index(self.answer), about)
@@ -37,7 +37,7 @@ class MmluTable(RecordForm):
     choices: list[str]
     answer: int
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         return _mmlu(number, self.question, self.choices, self.answer, self.subject or about)
 
 
@@ -72,7 +72,7 @@ class ArcLines(RecordForm):
     question: _Stem
     answerKey: str
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         asked = self.question
         return _arc(
             self.id, asked.stem, [o.text for o in asked.choices], [o.label for o in asked.choices], self.answerKey
@@ -87,7 +87,7 @@ class ArcTable(RecordForm):
     choices: _Columns
     answerKey: str
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         return _arc(self.id, self.question, self.choices.text, self.choices.label, self.answerKey)
 
 
@@ -108,7 +108,7 @@ class HellaSwagLines(RecordForm):
     label: int | str
     source_id: str = ""
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         label = str(self.label)
         if not label.isdecimal() or int(label) >= len(self.endings):
             raise ValueError(f"label {label[:40]!r} is not the number of one of {len(self.endings)} endings")

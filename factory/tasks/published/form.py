@@ -17,7 +17,7 @@ class RecordForm(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     @classmethod
-    def fields(cls) -> set[str]:
+    def list_required_fields(cls) -> set[str]:
         """The required fields, by which a file is recognised."""
         return {name for name, about in cls.model_fields.items() if about.is_required()}
 
@@ -25,20 +25,20 @@ class RecordForm(BaseModel):
         """Is it a record of this benchmark? Overridden if the names of the fields are not enough to tell."""
         return True
 
-    def record_use(self) -> str:
+    def find_use_of_record(self) -> str:
         """The use of the record: TESTED, SHOWN (an example) or LEFT_OUT (it belongs to another split in the same file)."""
         return TESTED
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         """The record as an item of the factory (``factory.tasks.items``).
 
         ``number``: its place in the file, from 1. ``about``: the file's name without its split. Raises: ValueError saying what is wrong.
         """
         raise NotImplementedError
 
-    def example(self, number: int, about: str) -> dict[str, Any]:
+    def make_example(self, number: int, about: str) -> dict[str, Any]:
         """The record as an example with its answer."""
-        return self.item(number, about)
+        return self.make_item(number, about)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class HumanEval(RecordForm):
     test: str
     entry_point: str
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         return {
             "id": self.task_id,
             "prompt": self.prompt,
@@ -49,7 +49,7 @@ class _Mbpp(RecordForm):
     code: str
     test_list: list[str]
 
-    def record_use(self) -> str:
+    def find_use_of_record(self) -> str:
         if self.task_id in (2, 3, 4):
             return SHOWN
         return TESTED if 11 <= self.task_id <= 510 else LEFT_OUT
@@ -68,8 +68,8 @@ class _Mbpp(RecordForm):
             "tests": "\n".join([*filter(None, before_tests), *self.test_list]),
         }
 
-    def example(self, number: int, about: str) -> dict[str, Any]:
-        return self.item(number, about) | {"solution": f"{self.code}\n[DONE]"}
+    def make_example(self, number: int, about: str) -> dict[str, Any]:
+        return self.make_item(number, about) | {"solution": f"{self.code}\n[DONE]"}
 
 
 class Mbpp(_Mbpp):
@@ -78,7 +78,7 @@ class Mbpp(_Mbpp):
     text: str
     test_setup_code: str
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         return self.asked(self.text, [self.test_setup_code])
 
 
@@ -88,7 +88,7 @@ class SanitizedMbpp(_Mbpp):
     prompt: str
     test_imports: list[str]
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         return self.asked(self.prompt, self.test_imports)
 
 
@@ -102,7 +102,7 @@ class BigCodeBench(RecordForm):
     entry_point: str
     libs: str | list[str]
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def make_item(self, number: int, about: str) -> dict[str, Any]:
         return {
             "id": self.task_id,
             "prompt": self.complete_prompt,

@@ -11,12 +11,12 @@ import pytest
 from factory.audit import audit_windows
 from factory.audit.audit_windows import (
     AuditWindow,
-    choose_patches,
-    count_agreements,
-    draw_window,
-    find_merged_patches,
+    choose_patches_to_audit,
+    count_agreeing_audits_by_patch,
+    draw_audit_window,
+    list_merged_agent_patches,
     list_possible_windows,
-    record_window,
+    record_audit_window,
 )
 from factory.audit.policy import AuditPolicy
 from factory.code_loop import approvals
@@ -49,7 +49,7 @@ def test_every_window_can_be_drawn(plant: PatchPlant) -> None:
     assert commit
     counts: Counter[tuple[int, int]] = Counter()
     for number in range(2, 62):
-        window = draw_window(plant, replace(ROW, id=number, code_commit=commit))
+        window = draw_audit_window(plant, replace(ROW, id=number, code_commit=commit))
         assert window is not None and window.patches == (1,)
         counts[window.first, window.last] += 1
     assert (
@@ -58,17 +58,17 @@ def test_every_window_can_be_drawn(plant: PatchPlant) -> None:
 
 
 def test_a_window_is_drawn_once_and_only_for_code_that_agents_patched(plant: PatchPlant) -> None:
-    assert draw_window(plant, replace(ROW, code_commit=plant.base)) is None
+    assert draw_audit_window(plant, replace(ROW, code_commit=plant.base)) is None
     plant.judged()
     commit = plant.approve()
     assert commit
     row = replace(ROW, code_commit=commit)
-    assert draw_window(plant, replace(row, code_commit=plant.base)) is None  # before it was merged
-    first = draw_window(plant, row)
-    assert first and all(draw_window(plant, row) == first for _ in range(20))
-    assert draw_window(plant, replace(row, id=3, kind="average")) is None
-    approvals.revert(plant, 1, "ada")
-    assert draw_window(plant, replace(row, id=4, code_commit=plant.head())) is None
+    assert draw_audit_window(plant, replace(row, code_commit=plant.base)) is None  # before it was merged
+    first = draw_audit_window(plant, row)
+    assert first and all(draw_audit_window(plant, row) == first for _ in range(20))
+    assert draw_audit_window(plant, replace(row, id=3, kind="average")) is None
+    approvals.revert_approved_proposal(plant, 1, "ada")
+    assert draw_audit_window(plant, replace(row, id=4, code_commit=plant.head())) is None
 
 
 def test_patches_are_in_the_order_of_their_merging(plant: PatchPlant) -> None:
@@ -78,17 +78,17 @@ def test_patches_are_in_the_order_of_their_merging(plant: PatchPlant) -> None:
     plant.approve(1)
     plant.judged(3, edits={"policies/recipes/tiny.yaml": "name: tiny\n"})  # learns otherwise, openly: the recipe gate's
     plant.approve(3)
-    assert [row.number for row in find_merged_patches(plant, plant.head())] == [2, 1]
+    assert [row.number for row in list_merged_agent_patches(plant, plant.head())] == [2, 1]
 
 
 def test_an_audited_patch_is_audited_less_often(plant: PatchPlant) -> None:
     policy = AuditPolicy(windows=2, share=0.9, later_share=0.2)
-    assert choose_patches([1, 2, 3], Counter({1: 2, 2: 1, 3: 2}), policy) == ([2, 3], 0.9)
-    assert choose_patches([1, 2], Counter({1: 2, 2: 5}), policy) == ([1, 2], 0.2)
+    assert choose_patches_to_audit([1, 2, 3], Counter({1: 2, 2: 1, 3: 2}), policy) == ([2, 3], 0.9)
+    assert choose_patches_to_audit([1, 2], Counter({1: 2, 2: 5}), policy) == ([1, 2], 0.2)
     with plant.ledger.begin() as tx:
         for outcome in ("promote", "hold", "promote", "reject"):
             record_event(tx, AUDITED, Subject("segment", 2), {"outcome": outcome, "patches": [1, 4], "suspects": []})
-    assert count_agreements(plant.ledger) == {1: 2, 4: 2}
+    assert count_agreeing_audits_by_patch(plant.ledger) == {1: 2, 4: 2}
 
 
 def test_an_audit_waits_for_its_segment_and_its_next_try_but_not_for_ever(plant: PatchPlant) -> None:
@@ -99,11 +99,11 @@ def test_an_audit_waits_for_its_segment_and_its_next_try_but_not_for_ever(plant:
         for number in (2, 3, 4):
             tx.execute(segments.insert().values(values | {"id": number, "state": "done" if number < 4 else "planned"}))
     assert audit_windows.find_due_audits(plant.ledger, policy) == [] == audit_windows.list_audits(plant.ledger)
-    record_window(plant.ledger, 3, AuditWindow(20, 25, (1,)))
-    record_window(plant.ledger, 2, AuditWindow(25, 30, (1,)))
-    record_window(plant.ledger, 4, AuditWindow(25, 30, (1,)))
+    record_audit_window(plant.ledger, 3, AuditWindow(20, 25, (1,)))
+    record_audit_window(plant.ledger, 2, AuditWindow(25, 30, (1,)))
+    record_audit_window(plant.ledger, 4, AuditWindow(25, 30, (1,)))
     assert audit_windows.find_due_audits(plant.ledger, policy) == [2, 3]
-    record_window(plant.ledger, 3, AuditWindow(0, 0, (1,)))  # it could not be kept
+    record_audit_window(plant.ledger, 3, AuditWindow(0, 0, (1,)))  # it could not be kept
     assert audit_windows.find_due_audits(plant.ledger, policy) == [2]
 
     def judged(outcome: str) -> None:

@@ -14,11 +14,11 @@ from factory.audit.audit_segment import find_anomaly_difference, find_metrics_di
 from factory.audit.judge import judge_audit
 from factory.audit.policy import AuditPolicy
 from factory.runs.distance import find_unmatched_tensor, have_same_bits
-from factory.runs.trace import Trace
+from factory.runs.trace import RunTrace
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.message import Message
 from tests.support.messages import refused
-from trainer.contract.checkpoint.format import Checkpoint, save
+from trainer.contract.checkpoint.format import Checkpoint, save_checkpoint
 
 POLICY = AuditPolicy()
 NEAR = {
@@ -76,7 +76,7 @@ def trace(
     change: Callable[[list[dict[str, Any]]], object] = lambda lines: None,
     weights: float = 1.0,
     anomalies: Any = ANOMALIES,
-) -> Trace:
+) -> RunTrace:
     """What steps 5, 6 and 7 of a segment left."""
     folder.mkdir()
     lines = [dict(line) for line in LINES]
@@ -84,8 +84,8 @@ def trace(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "anomalies.jsonl").write_text("".join(json.dumps(line) + "\n" for line in anomalies))
     state = {"step": 8, "recipe": {"parallel": {}}, "skipped": ["x"]}
-    save(folder / "checkpoints", Checkpoint({"w": torch.full((3,), weights)}, {"exp_avg.w": torch.ones(3)}, state))
-    return read_whole_trace(Trace(folder, 5, 8, ends=False))
+    save_checkpoint(folder / "checkpoints", Checkpoint({"w": torch.full((3,), weights)}, {"exp_avg.w": torch.ones(3)}, state))
+    return read_whole_trace(RunTrace(folder, 5, 8, ends=False))
 
 
 def rounded(lines: list[dict[str, Any]]) -> None:
@@ -149,7 +149,7 @@ def test_an_unreadable_line_of_metrics_is_an_error(harm: str, tmp_path: Path) ->
     trace(tmp_path / "live")
     (tmp_path / "live" / "metrics.jsonl").write_text(harm)
     with pytest.raises(UntrustedFileError, match="metrics.jsonl has a line"):
-        read_whole_trace(Trace(tmp_path / "live", 5, 8, ends=False))
+        read_whole_trace(RunTrace(tmp_path / "live", 5, 8, ends=False))
 
 
 def test_infinite_weights_and_links_are_refused(tmp_path: Path) -> None:
@@ -159,4 +159,4 @@ def test_infinite_weights_and_links_are_refused(tmp_path: Path) -> None:
     (tmp_path / "live" / "metrics.jsonl").unlink()
     (tmp_path / "live" / "metrics.jsonl").symlink_to("/etc/passwd")
     with refused("runs.missing", UntrustedFileError, file="metrics.jsonl"):
-        read_whole_trace(Trace(tmp_path / "live", 5, 8, ends=False))
+        read_whole_trace(RunTrace(tmp_path / "live", 5, 8, ends=False))

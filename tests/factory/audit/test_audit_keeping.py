@@ -16,20 +16,20 @@ import pytest
 import torch
 
 from factory.audit import kept_checkpoints
-from factory.audit.audit_windows import AuditWindow, record_window
+from factory.audit.audit_windows import AuditWindow, record_audit_window
 from factory.audit.kept_checkpoints import (
     choose_steps_to_keep,
     copy_checkpoint,
     keep_window_checkpoints,
     update_kept_checkpoints,
-    window_checkpoint,
+    get_window_checkpoint_folder,
 )
 from factory.core.path_removal import remove_path
 from factory.ledger.ledger import checkpoints, data_plans, segments
 from factory.ledger.rows import SegmentRow
 from tests.support.factory.approvals import PatchPlant
 from tests.support.failing.limits import few_handles
-from trainer.contract.checkpoint.format import Checkpoint, find_checkpoint_fault, list_checkpoints, save
+from trainer.contract.checkpoint.format import Checkpoint, find_checkpoint_fault, list_checkpoints, save_checkpoint
 
 ROW = SegmentRow(
     2, "trunk", 1, 1, "tiny", {"checkpoint_every": 5}, "", "plan", "", 20, 33, "done", 0, "", None, None, 0.0, None
@@ -38,7 +38,7 @@ ROW = SegmentRow(
 
 def made(folder: Path, step: int = 5) -> Path:
     weights = {"w": torch.arange(1000.0)}
-    return save(folder, Checkpoint(weights, {"step.w": torch.ones(1)}, {"step": step}))
+    return save_checkpoint(folder, Checkpoint(weights, {"step.w": torch.ones(1)}, {"step": step}))
 
 
 def facts(folder: Path) -> list[tuple[str, int, int, int]]:
@@ -124,24 +124,24 @@ def test_the_whole_segment_is_audited_if_checkpoints_of_the_window_are_missing(t
                 )
             )
         tx.execute(checkpoints.insert().values(id="c", segment=1, step=20, path=str(parent), created_at=0.0))
-    row, drawn = SegmentRow.get(plant.ledger, 2), record_window(plant.ledger, 2, AuditWindow(25, 30, (1,)))
+    row, drawn = SegmentRow.get(plant.ledger, 2), record_audit_window(plant.ledger, 2, AuditWindow(25, 30, (1,)))
     keep_now = lambda: keep_window_checkpoints(plant, row, drawn)
     made(kept_at, 25)
     with few_handles(), pytest.raises(OSError):
         keep_now()
-    assert AuditWindow.of_segment(plant.ledger, 2) == drawn, "a window is not given up because no file handle was left"
+    assert AuditWindow.find_for_segment(plant.ledger, 2) == drawn, "a window is not given up because no file handle was left"
     shutil.rmtree(kept_at)
     made(kept_at, 33)
     changed_bytes(made(kept_at, 25))
     made(kept_at, 30)
     whole = AuditWindow(20, 33, (1,))
-    assert keep_now() == whole == AuditWindow.of_segment(plant.ledger, 2)
+    assert keep_now() == whole == AuditWindow.find_for_segment(plant.ledger, 2)
     shutil.rmtree(plant.workspace.root / "audits")
     shutil.rmtree(kept_at)
-    assert keep_now().steps == 0  # a person is told, and the audit is not tried for ever
+    assert keep_now().step_count == 0  # a person is told, and the audit is not tried for ever
     for step in (25, 30, 33):
         made(kept_at, step)
-    assert keep_now() == drawn and not find_checkpoint_fault(window_checkpoint(plant, row, 25))
+    assert keep_now() == drawn and not find_checkpoint_fault(get_window_checkpoint_folder(plant, row, 25))
 
 
 class Killed(BaseException):
@@ -152,13 +152,13 @@ def test_a_checkpoint_removed_from_the_ladder_is_whole_or_gone(tmp_path: Path, m
     source, target = tmp_path / "checkpoints", tmp_path / "ladder"
     steps = range(5, 45, 5)
     for step in steps:
-        save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
+        save_checkpoint(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
     update_kept_checkpoints(source, target, every=5)
     held = list_checkpoints(target)
     for _, checkpoint in list_checkpoints(source):
         remove_path(checkpoint)
     for step in (45, 50):
-        save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
+        save_checkpoint(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
     wanted = choose_steps_to_keep([step for step, _ in held] + [45, 50], every=5)
     assert len(wanted) < len(held) + 2
 

@@ -15,13 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from factory.audit.audit_segment import audit_segment
-from factory.audit.audit_windows import AuditWindow, count_agreements, find_due_audits, record_window
-from factory.audit.kept_checkpoints import audit_folder
+from factory.audit.audit_windows import AuditWindow, count_agreeing_audits_by_patch, find_due_audits, record_audit_window
+from factory.audit.kept_checkpoints import get_audit_folder
 from factory.audit.policy import AuditPolicy
 from factory.cli.app import app
-from factory.code_loop.approvals import approve
+from factory.code_loop.approvals import merge_promoted_proposal
 from factory.code_loop.revalidating import AUDIT
-from factory.code_loop.reverting import open_reverts
+from factory.code_loop.reverting import propose_reverts_of_blamed_patches
 from factory.core.workspace import Workspace
 from factory.duties.training import train_segment
 from factory.git import repository
@@ -82,7 +82,7 @@ class Site:
         row = SegmentRow.get(self.ledger, number)
         if last:
             known = AuditWindow(row.first_step + first, row.first_step + last, self.patches)
-            record_window(self.ledger, number, known)
+            record_audit_window(self.ledger, number, known)
         train_segment(Plant(self.workspace, self.ledger), number)
         return number
 
@@ -137,27 +137,27 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
     do(Plant(workspace, ledger), f"audit {segment}")
     verdict = site.audited(segment)
     assert verdict.outcome == "reject", verdict
-    evidence = verdict.evidence(ledger)
+    evidence = verdict.read_evidence(ledger)
     assert evidence["suspects"] == [2] and evidence["patches"] == [1, 2] and evidence["again"]["same_bits"]
     assert any("DIFFERS" in line for line in format_status(read_status(workspace)))
     row = ProposalRow.select(ledger)[-1]
     opened = row.number
     assert (row.gate, row.outcome, row.state, row.target) == (AUDIT, "promote", "judged", "undo:2")
-    assert open_reverts(Plant(workspace, ledger)) == []
+    assert propose_reverts_of_blamed_patches(Plant(workspace, ledger)) == []
     listed = CliRunner().invoke(app, ["audit", "--json", "--workspace", str(workspace.root)])
     assert [row["verdict"]["outcome"] for row in json.loads(listed.stdout)] == ["reject"], listed.output
     commit_edit(site.target, "trainer/README.md", "", "People go on meanwhile.\n")
-    assert approve(Plant(workspace, ledger), opened, "ada")
+    assert merge_promoted_proposal(Plant(workspace, ledger), opened, "ada")
     assert "2.0 if" not in (site.target / RUN).read_text() and "an honest remark" in (site.target / RUN).read_text()
     assert ProposalRow.get(ledger, 2).state == "reverted" and ProposalRow.get(ledger, opened).state == "superseded"
     segment = site.trained()
     verdict = site.audited(segment)
     assert verdict.outcome == "promote" and codes(verdict.reasons) == ["audit.same_bits"]
     assert verdict.reasons[0].data == {"steps": 5}
-    assert count_agreements(ledger) == {1: 1} and not list(audit_folder(workspace, segment).iterdir())
+    assert count_agreeing_audits_by_patch(ledger) == {1: 1} and not list(get_audit_folder(workspace, segment).iterdir())
     assert find_due_audits(ledger, AuditPolicy()) == []
     assert repository.get_live_commit(site.target) == SegmentRow.get(ledger, segment).code_commit
-    assert open_reverts(Plant(workspace, ledger)) == []
+    assert propose_reverts_of_blamed_patches(Plant(workspace, ledger)) == []
 
 
 @pytest.mark.sample("lines left out", "rounds otherwise")
@@ -188,7 +188,7 @@ def test_the_audit_finds_a_difference_and_opens_a_revert(
     verdict = site.audited(site.trained(*window))
     assert verdict.outcome == ("reject" if words else "promote"), verdict
     assert any(words in (reason.code if words.startswith("audit.") else reason) for reason in verdict.reasons), verdict
-    assert open_reverts(Plant(site.workspace, site.ledger)) == ([2] if words else [])
+    assert propose_reverts_of_blamed_patches(Plant(site.workspace, site.ledger)) == ([2] if words else [])
 
 
 @pytest.mark.slow("trains a plant and replays a window of it several times")
@@ -199,17 +199,17 @@ def test_a_killed_audit_continues_and_a_timed_out_audit_is_tried_again(site: Sit
     site.policy(wall_seconds=0.01, again_after_seconds=0.001)
     verdict = site.audited(segment)
     assert verdict.outcome == "hold" and "wall limit" in verdict.reasons[0], verdict
-    assert open_reverts(Plant(workspace, ledger)) == [] and ProposalRow.get(ledger, 1).state == "approved"
+    assert propose_reverts_of_blamed_patches(Plant(workspace, ledger)) == [] and ProposalRow.get(ledger, 1).state == "approved"
     assert find_due_audits(ledger, AuditPolicy(again_after_seconds=1e-9)) == [segment]
     site.policy()
     words = [sys.executable, "-c", DIES, str(workspace.root), str(segment)]
     died = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert died.returncode == -signal.SIGKILL
-    (done,) = audit_folder(workspace, segment).glob("*.json")
+    (done,) = get_audit_folder(workspace, segment).glob("*.json")
     before = done.stat().st_mtime_ns
     assert site.audited(segment).outcome == "reject"
     assert done.stat().st_mtime_ns == before  # it was not replayed again
-    assert VerdictRow.newest(ledger, AUDIT, Subject("segment", segment)) == site.audited(segment)  # settled
+    assert VerdictRow.find_newest(ledger, AUDIT, Subject("segment", segment)) == site.audited(segment)  # settled
 
 
 @pytest.mark.slow("trains a plant and replays a window of it")
@@ -220,4 +220,4 @@ def test_a_replay_that_cannot_run_gives_hold_and_no_revert(site: Site) -> None:
     commit_edit(site.target, "trainer/segment.py", poll, f"{poll}            assert run.patched\n")
     verdict = site.audited(site.trained())
     assert verdict.outcome == "hold" and "AttributeError" in verdict.reasons[0], verdict
-    assert open_reverts(Plant(site.workspace, site.ledger)) == []
+    assert propose_reverts_of_blamed_patches(Plant(site.workspace, site.ledger)) == []

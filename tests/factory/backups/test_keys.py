@@ -7,7 +7,7 @@ from pathlib import Path
 
 from factory.backups.backups import make_backup
 from factory.backups.signing_keys import KEY, KEYS
-from factory.bundles.signing import ensure_own_key
+from factory.bundles.signing import ensure_private_key
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
@@ -31,7 +31,7 @@ def test_a_key_is_copied_with_keys_and_restored(workspace: Workspace, ledger: Le
     elsewhere = tmp_path / "other-disk"
     assert "has no key yet" in run("backup", "--keys", elsewhere) and not elsewhere.exists()
     assert LEFT_OUT not in run("backup")
-    key = ensure_own_key(workspace.root)
+    key = ensure_private_key(workspace.root)
     held = key.read_bytes()
     assert LEFT_OUT in run("backup") and not list((workspace.root / "backups").rglob(KEY))
     assert "--keys needs a folder" in run("backup", "--keys")
@@ -50,12 +50,12 @@ def test_a_key_is_copied_with_keys_and_restored(workspace: Workspace, ledger: Le
     assert key.read_bytes() == held and mode(key) == 0o600 and mode(key.parent) == 0o700
 
     key.unlink()
-    other = ensure_own_key(workspace.root).read_bytes()
+    other = ensure_private_key(workspace.root).read_bytes()
     restore_ledger(workspace.root, str(elsewhere), SILENT)
     assert key.read_bytes() == other != held  # an existing key is left unchanged
 
 
 def test_the_daily_backup_does_not_mention_the_key(workspace: Workspace, ledger: Ledger) -> None:
-    ensure_own_key(workspace.root)
+    ensure_private_key(workspace.root)
     _, said = make_backup(Plant(workspace, ledger))
     assert said == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from factory.bundles.writing import BundleOptions, WrittenBundle, write_bundle
+from factory.bundles.writing import BundleOptions, WrittenBundle, write_release_bundle
 from tests.support.factory.exports import FilledPlant
 from tests.support.plants.released_plant import released_plant
 
@@ -24,7 +24,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FilledPlant]:
 
 @pytest.fixture(scope="session")
 def made(released: FilledPlant) -> WrittenBundle:
-    return write_bundle(released, 2, BundleOptions(data=True))
+    return write_release_bundle(released, 2, BundleOptions(data=True))
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.verifying import run_check, verify_bundle
-from factory.bundles.writing import BundleOptions, write_bundle
+from factory.bundles.writing import BundleOptions, write_release_bundle
 from factory.gates.release.gate import judge_candidate
-from factory.gates.release.recorded_verdict import evidence_sha256
+from factory.gates.release.recorded_verdict import compute_evidence_sha256
 from factory.ledger.plant import Plant
 from factory.ledger.rows import VerdictRow
 from tests.support.factory.exports import save_export, tiny_model
@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     verdict = VerdictRow.get(plant.ledger, judge_candidate(Plant(plant.workspace, plant.ledger), candidate))
     assert verdict.outcome == "hold"
     number = override(Plant(plant.workspace, plant.ledger), candidate, "ada", WHY)
-    return write_bundle(Plant(plant.workspace, plant.ledger), number, BundleOptions()).folder
+    return write_release_bundle(Plant(plant.workspace, plant.ledger), number, BundleOptions()).folder
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def bundle(made: Path, tmp_path: Path) -> Path:
 
 def test_a_bundle_names_who_overrode_the_hold_and_why(made: Path) -> None:
     found = verify_bundle(made)
-    assert found.ok, [check for check in found.checks if not check.ok]
+    assert found.is_verified, [check for check in found.checks if not check.ok]
     said = {check.name: check.detail for check in found.checks}["verdict"]
     assert codes(tree(said)) == ["verdict_comparison.same", "verdict_comparison.overridden"]
     assert says(said, ("verdict_comparison.overridden", {"by": "ada", "why": WHY}))
@@ -84,7 +84,7 @@ def test_an_invalid_override_fails_the_check_of_the_verdict(bundle: Path, what: 
     value = json.loads((bundle / path).read_text())
     change(value)
     if path == layout.EVIDENCE:
-        value["sha256"] = evidence_sha256(value)
+        value["sha256"] = compute_evidence_sha256(value)
     (bundle / path).write_text(json.dumps(value))
     found = run_check("verdict", BundleFolder.open(bundle))
     assert found.ok is False and says(found.detail, (f"verdict_comparison.{code}", data)), found.detail
@@ -104,7 +104,7 @@ def test_a_forged_override_of_a_reason_that_nobody_can_override_is_found(
     """The forger signed and hashed the bundle again, with the judge's own words."""
     stored = json.loads((bundle / layout.EVIDENCE).read_text())
     change(stored)
-    stored["sha256"] = evidence_sha256(stored)
+    stored["sha256"] = compute_evidence_sha256(stored)
     (bundle / layout.EVIDENCE).write_text(json.dumps(stored))
     told = json.loads((bundle / layout.VERDICT).read_text())
     told["override"]["evidence_sha256"] = stored["sha256"]

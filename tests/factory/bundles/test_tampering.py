@@ -32,9 +32,9 @@ def failing(bundle: Path) -> set[str]:
 def reseal(bundle: Path, key: Path) -> None:
     """What someone with a key can do: a manifest and a signature of what is there now."""
     (bundle / layout.SIGNATURE).unlink(missing_ok=True)
-    made = build_manifest("release 2", BundleFolder.open(bundle).hashes)
+    made = build_manifest("release 2", BundleFolder.open(bundle).file_hashes)
     (bundle / layout.MANIFEST).write_text(json.dumps(made))
-    signing.sign(bundle, key)
+    signing.sign_folder(bundle, key)
 
 
 def edited(path: str, change: Callable[[Any], object]) -> Change:
@@ -78,11 +78,11 @@ def first_item(change: Callable[[dict[str, Any]], object], path: str = layout.IT
 
 def rehashed_evidence(change: Callable[[Any], object]) -> Change:
     """With the hash that is recorded in it made anew."""
-    from factory.gates.release.recorded_verdict import evidence_sha256
+    from factory.gates.release.recorded_verdict import compute_evidence_sha256
 
     def both(value: Any) -> None:
         change(value)
-        value["sha256"] = evidence_sha256(value)
+        value["sha256"] = compute_evidence_sha256(value)
 
     return edited(layout.EVIDENCE, both)
 
@@ -170,7 +170,7 @@ def test_tampering_is_named_by_its_own_check(what: str, bundle: Path, own_key: P
 def test_a_foreign_signature_over_a_new_manifest_is_refused(
     bundle: Path, own_key: Path, published_key: Path, tmp_path: Path
 ) -> None:
-    foreign = signing.ensure_own_key(tmp_path)
+    foreign = signing.ensure_private_key(tmp_path)
     TAMPERED["an added file"][0](bundle)
     reseal(bundle, foreign)
     assert run_check("files", BundleFolder.open(bundle)).ok
@@ -195,7 +195,7 @@ def test_a_damaged_signature_is_named(bundle: Path, damage: bytes, published_key
 def test_a_damaged_public_key_is_named(bundle: Path, pem: bytes) -> None:
     (bundle / layout.PUBLIC_KEY).write_bytes(pem)
     with refused("signing.no_public_key", BundleError, path=layout.PUBLIC_KEY):
-        signing.fingerprint_of_key(pem, layout.PUBLIC_KEY)
+        signing.compute_key_fingerprint(pem, layout.PUBLIC_KEY)
     assert "signing_key.pem" in run_check("files", BundleFolder.open(bundle)).detail
 
 
@@ -237,7 +237,7 @@ HOSTILE: dict[str, Change] = {
 def test_a_folder_that_is_not_safe_to_read_is_not_read(bundle: Path, what: str) -> None:
     HOSTILE[what](bundle)
     found = verify_bundle(bundle)
-    assert not found.ok and [c.name for c in found.checks if c.ok is False] == ["files"]
+    assert not found.is_verified and [c.name for c in found.checks if c.ok is False] == ["files"]
     assert {c.ok for c in found.checks[1:]} == {None}
 
 

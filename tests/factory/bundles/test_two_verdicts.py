@@ -16,7 +16,7 @@ from factory.bundles.judging_again import compare_verdicts
 from factory.bundles.verifying import run_check
 from factory.evals.parity import ProbeCheck
 from factory.gates.release import judge_version
-from factory.gates.release.recorded_verdict import evidence_sha256
+from factory.gates.release.recorded_verdict import compute_evidence_sha256
 from tests.support.messages import codes, says, tree
 from tests.support.paths import ROOT
 
@@ -28,7 +28,7 @@ def changed(bundle: Path, path: str, change: Change) -> Path:
     value = json.loads((bundle / path).read_text())
     change(value)
     if path == layout.EVIDENCE:
-        value["sha256"] = evidence_sha256(value)
+        value["sha256"] = compute_evidence_sha256(value)
     (bundle / path).write_text(json.dumps(value))
     return bundle
 
@@ -67,7 +67,7 @@ def test_the_judge_version_covers_the_files_that_the_judge_imports() -> None:
 
 def test_a_verdict_names_the_version_of_its_judge(bundle: Path) -> None:
     told = json.loads((bundle / layout.VERDICT).read_text())["judge"]
-    assert told == judge_version.judge_version().to_json()
+    assert told == judge_version.compute_judge_version().to_json()
     assert codes(tree(judged(bundle).detail)) == ["verdict_comparison.same", "verdict_comparison.promoted"]
 
 
@@ -93,12 +93,12 @@ def test_another_judge_may_give_reasons_in_other_words(
     )
     reasons = json.loads((bundle / layout.VERDICT).read_text())["reasons"]
     found = judged(changed(bundle, layout.VERDICT, reworded))
-    assert found.ok and says(found.detail, judges) and judge_version.judge_version().sha256[:12] in found.detail
+    assert found.ok and says(found.detail, judges) and judge_version.compute_judge_version().sha256[:12] in found.detail
     assert says(found.detail, ("verdict_comparison.other_words", {"differing": 1, "reasons": len(reasons)}))
     assert "It beats candidate 1" in found.detail
     facts = compare_verdicts(BundleFolder.open(bundle)).to_json()
     assert not facts["same"] and facts["worded_otherwise"][0].startswith("It beats candidate 1")
-    assert facts["here"] == judge_version.judge_version().to_json()
+    assert facts["here"] == judge_version.compute_judge_version().to_json()
 
 
 # What is done to a bundle → what is said of it, whichever judge the record names.

@@ -16,17 +16,17 @@ from factory.bundles.checking import check_licences
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.shards import list_shard_rows, read_releasable_documents
-from factory.bundles.signing import fingerprint_of_key
+from factory.bundles.signing import compute_key_fingerprint
 from factory.bundles.verifying import CHECKS
-from factory.bundles.writing import BundleOptions, WrittenBundle, copy_traces, write_bundle
+from factory.bundles.writing import BundleOptions, WrittenBundle, copy_training_traces, write_release_bundle
 from factory.core.errors import InputError
 from factory.gates.release.trained_licences import count_tokens_by_licence
-from factory.ingest.document import format_writing_release
-from factory.ingest.rules.policy import Licence, Licences
+from factory.ingest.document import format_release_as_author
+from factory.ingest.rules.policy import LicencePermissions, LicenceRules
 from factory.ledger.ledger import checkpoints, documents, releases, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow
-from factory.show.pages.provenance import list_release_documents, trace_release
+from factory.show.pages.provenance import list_release_documents, read_release_provenance
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.exports import SHARD, FilledPlant
 from tests.support.messages import codes, says
@@ -59,7 +59,7 @@ def refuses(
     """The bundle is not written, with this error, and nothing is left."""
     there = sorted(out.parent.iterdir())
     with pytest.raises(InputError) as found:
-        write_bundle(plant, number, BundleOptions(out=out, **options))
+        write_release_bundle(plant, number, BundleOptions(out=out, **options))
     assert says(found.value.message, expected), found.value
     assert sorted(out.parent.iterdir()) == there
 
@@ -92,7 +92,7 @@ def test_documents_of_a_damaged_shard_are_not_put_into_a_bundle(released: Filled
     tokens.write_bytes(bytes([before[0] ^ 1]) + before[1:])
     (tmp_path / ".out.0123456789ab.part").mkdir()  # of a bundle whose writing was killed
     with pytest.raises(InputError, match=r"tokens.bin is damaged.*check --repair"):
-        write_bundle(Plant(released.workspace, released.ledger), 2, BundleOptions(out=tmp_path / "out", data=True))
+        write_release_bundle(Plant(released.workspace, released.ledger), 2, BundleOptions(out=tmp_path / "out", data=True))
     tokens.write_bytes(before)
     assert list(tmp_path.iterdir()) == []
 
@@ -142,7 +142,7 @@ def test_a_bundle_has_the_documents_that_the_release_was_trained_on(released: Fi
 
 def test_documents_whose_licence_forbids_release_are_counted_but_not_included(released: FilledPlant) -> None:
     first = next(d.key for d in released.documents if not d.held)
-    rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
+    rules = LicenceRules(known={"PSF-2.0": LicencePermissions(train=True, release=True)})
     with changed(released, documents, documents.c.key == first, license="proprietary"):
         rows = list_shard_rows(released.ledger, 2, rules, with_documents=True)
         assert {(r["license"], r["releasable"], r["included"], r["documents"]) for r in rows} == {
@@ -165,7 +165,7 @@ def test_a_text_of_several_licences_is_bundled_under_the_strictest(released: Fil
             values = {"key": f"copy:{number}", "id": "copy", "shard": SHARD, "row": 9000 + number, "domain": "code"}
             dropped = {"fate": "dropped", "rule": "near_duplicate", "matched": key, "releasable": False}
             tx.execute(documents.insert().values(**values, **dropped, license=licence))
-    rules = Licences(known=dict.fromkeys(("PSF-2.0", "MIT"), Licence(train=True, release=True)))
+    rules = LicenceRules(known=dict.fromkeys(("PSF-2.0", "MIT"), LicencePermissions(train=True, release=True)))
     try:
         whole = sum(count_tokens_by_licence(ledger, 2).values())
         tokens = count_tokens_by_licence(ledger, 2, rules)
@@ -186,7 +186,7 @@ def test_a_text_of_several_licences_is_bundled_under_the_strictest(released: Fil
 
 def test_documents_removed_after_training_are_counted_but_not_included(released: FilledPlant) -> None:
     first = next(d.key for d in released.documents if not d.held)
-    rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
+    rules = LicenceRules(known={"PSF-2.0": LicencePermissions(train=True, release=True)})
     with changed(released, documents, documents.c.key == first, fate="removed"):
         (row,) = list_shard_rows(released.ledger, 2, rules, with_documents=True)
         assert row["supervised_tokens"] == sum(count_tokens_by_licence(released.ledger, 2).values())
@@ -198,19 +198,19 @@ def test_documents_removed_after_training_are_counted_but_not_included(released:
 def test_a_bundle_names_the_share_of_text_that_models_wrote(released: FilledPlant, tmp_path: Path) -> None:
     first, second = [d.key for d in released.documents if not d.held][:2]
     release = ReleaseRow.get(released.ledger, 1)
-    ours = format_writing_release(1, release.export_sha256)
+    ours = format_release_as_author(1, release.export_sha256)
     with (
         changed(released, documents, documents.c.key == first, detail=f"synthetic, by {ours}; replaced: 1 email"),
         changed(released, documents, documents.c.key == second, detail="synthetic, by judge-1 at https://x/v1"),
     ):
-        folder = write_bundle(
+        folder = write_release_bundle(
             Plant(released.workspace, released.ledger), 2, BundleOptions(tmp_path / "out", data=True)
         ).folder
         card = (folder / layout.CARD).read_text()
-        found = trace_release(released.ledger, 2)
+        found = read_release_provenance(released.ledger, 2)
         said = command_here("provenance", "--release", "2", home=released.workspace).stdout
         listed = [*list_release_documents(released.ledger, 2)]
-        wrote = trace_release(released.ledger, 1)["wrote"]
+        wrote = read_release_provenance(released.ledger, 1)["wrote"]
     total = len([d for d in released.documents if not d.held])  # a token each
     share = f"{1 / total:.1%}"
     assert f"Models wrote {2 / total:.1%} of" in card
@@ -255,7 +255,7 @@ def test_traces_contain_the_remaining_files_and_follow_no_link(released: FilledP
         changed(released, segments, segments.c.id == 2, folder=str(folder)),
         changed(released, checkpoints, checkpoints.c.segment == 2, path=str(checkpoint)),
     ):
-        copy_traces(released.workspace.root, released.ledger, 2, tmp_path / "traces")
+        copy_training_traces(released.workspace.root, released.ledger, 2, tmp_path / "traces")
     found = {str(p.relative_to(tmp_path / "traces")) for p in (tmp_path / "traces").rglob("*") if not p.is_dir()}
     assert found == {"segment-00002/metrics.jsonl", "segment-00002/checkpoint-000000001/inner/weights"}
 
@@ -281,7 +281,7 @@ def test_factory_verify_needs_only_the_bundle_and_writes_nothing(
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["ok"] and found["pinned"] and found["judge"]["same"], done.stdout
     assert {check["name"]: check["ok"] for check in found["checks"]} == dict.fromkeys(["signature", *CHECKS], True)
-    assert found["signer"] == fingerprint_of_key(published_key.read_bytes(), "")
+    assert found["signer"] == compute_key_fingerprint(published_key.read_bytes(), "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
 
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from factory.cli.app import app
 from factory.cli.config import NAMES, _schemas
-from factory.cli.policy_sources import field_docs, list_settings
+from factory.cli.policy_sources import read_field_docs, list_settings
 from factory.core.errors import FactoryError
 from factory.core.policy_file import hash_policy
-from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
+from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_root
 from factory.ingest.rules.policy import DataPolicy
 from tests.support.factory.command import command_here, factory
 from tests.support.messages import refused
@@ -27,7 +27,7 @@ LOADERS = {name: load for name, load in _schemas().items() if name not in ("anom
 
 
 def shipped(name: str) -> Path:
-    return checkout_root() / "policies" / f"{name}.yaml"
+    return find_checkout_root() / "policies" / f"{name}.yaml"
 
 
 def shown(*words: str) -> dict[str, dict[str, Any]]:
@@ -50,7 +50,7 @@ def test_a_shipped_policy_has_the_hash_of_one_that_spells_out_every_key(name: st
 @pytest.mark.parametrize("name", LOADERS)
 def test_every_key_says_what_it_means(name: str) -> None:
     def check(schema: type[BaseModel]) -> None:
-        about = field_docs(schema)
+        about = read_field_docs(schema)
         for field, info in schema.model_fields.items():
             inner = info.annotation
             if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -85,7 +85,7 @@ def test_each_value_names_its_source(tmp_path: Path) -> None:
 def test_the_source_of_a_recipe_is_the_repository_until_the_workspace_has_a_copy(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="tiny", repository="code"))
     policies = workspace.root / "code" / "policies"
-    shutil.copytree(checkout_root() / "policies", policies)
+    shutil.copytree(find_checkout_root() / "policies", policies)
     assert shown("recipe", "-w", str(workspace.root))["recipe"]["name"]["source"] == "repository"
     shutil.copytree(policies / "recipes", workspace.root / "policies" / "recipes")
     assert shown("recipe", "-w", str(workspace.root))["recipe"]["name"]["source"] == "workspace"

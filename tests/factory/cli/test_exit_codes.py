@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.cli.app import exit_code
+from factory.cli.app import print_error_and_get_exit_code
 from factory.core import faults, file_lock
 from factory.core.faults import Fault
 from factory.core.workspace import Workspace
@@ -118,7 +118,7 @@ def test_the_daemon_does_not_start_with_a_broken_workspace(
     fault(workspace)
     error = command_here("run", home=workspace).exception
     assert error is not None
-    refused(says, exit_code(error), str(error))
+    refused(says, print_error_and_get_exit_code(error), str(error))
 
 
 def refused(says: str, code: int | None, message: str) -> None:
@@ -135,7 +135,7 @@ def test_the_daemon_does_not_start_beside_another(workspace: Workspace, ledger: 
     assert error is not None and f"process {process} holds" in str(error)
     refused(
         "… is in use: process N holds model-loop.lock",
-        exit_code(error),
+        print_error_and_get_exit_code(error),
         str(error).replace(str(process), "N"),
     )
 
@@ -145,7 +145,7 @@ def test_the_daemon_does_not_start_if_its_port_is_taken(workspace: Workspace, le
         (workspace.root / "factory.yaml").write_text(f"metrics_port: {taken.getsockname()[1]}\n")
         error = command_here("run", home=workspace).exception
     assert error is not None
-    refused("The factory cannot listen on port … (metrics_port in …/factory.yaml)", exit_code(error), str(error))
+    refused("The factory cannot listen on port … (metrics_port in …/factory.yaml)", print_error_and_get_exit_code(error), str(error))
 
 
 @pytest.mark.parametrize(("number", "says"), [("ENOSPC", "the disk is full"), ("EROFS", "writing is not permitted")])

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from factory.cli import root as app
-from factory.cli.app import current_user
+from factory.cli.app import get_current_user
 from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.ledger.ledger import Ledger, proposals
@@ -176,7 +176,7 @@ def _run(home: Workspace, folder: Path, words: list[str]) -> str:
         (Path(__file__).parents[3], "⟨checkout⟩"),
     ):
         text = text.replace(str(path), name)
-    text = re.sub(rf"\b{re.escape(current_user())}\b", "⟨person⟩", text)
+    text = re.sub(rf"\b{re.escape(get_current_user())}\b", "⟨person⟩", text)
     for pattern, name in HIDDEN:
         text = pattern.sub(name, text)
     return f"$ factory {shlex.join(words)}\n{text.rstrip()}"

@@ -20,7 +20,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import find_champion
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.store import open_client
-from factory.show.pages.release_facts import compare_releases, list_releases, release_details
+from factory.show.pages.release_facts import compare_releases, list_releases, read_release_details
 from tests.support.factory.command import factory
 from tests.support.factory.shown import release
 from tests.support.messages import refused
@@ -115,12 +115,12 @@ def test_the_list_has_releases_and_waiting_candidates(workspace: Workspace, scen
 
 
 def test_releases_show_prints_gains_losses_and_the_training_data(workspace: Workspace, scene: Ledger) -> None:
-    found = release_details(Plant(workspace, scene), "c2")
+    found = read_release_details(Plant(workspace, scene), "c2")
     assert {name: gain["shows"] for name, gain in found["measured"].items()} == {
         "target": "better", "code": "better", "docs": "worse", "chat": "no difference shown",
     }  # fmt: skip
     assert [shard["name"] for shard in found["shards"]] == ["code-00.jsonl"] and found["serve"] is None
-    assert release_details(Plant(workspace, scene), "1")["serve"] == "factory serve"
+    assert read_release_details(Plant(workspace, scene), "1")["serve"] == "factory serve"
     said = run(workspace, "show", "1")
     for words in (
         "release 1: candidate 1, published, champion",

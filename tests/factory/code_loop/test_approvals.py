@@ -32,12 +32,12 @@ def test_an_approved_patch_is_live_and_can_be_taken_back(plant: PatchPlant) -> N
     assert plant.approve() == plant.head() == row["commit"]
     assert plant.files() == FILES | NEW and git(plant.target, "branch", "--show-current") == "main"
     assert plant.row()["state"] == "approved"
-    undone = approvals.revert(plant, 1, "bob", "slower at night")
+    undone = approvals.revert_approved_proposal(plant, 1, "bob", "slower at night")
     assert plant.head() == undone and plant.files() == FILES
     message = git(plant.target, "log", "-1", "--format=%B")
     assert "Revert proposal 1: Fuse" in message and "slower at night" in message and row["commit"] in message
     assert plant.row()["state"] == "reverted" and plant.words() == [("approved", "ada"), ("reverted", "bob")]
-    for again in (plant.approve, lambda: approvals.revert(plant, 1, "bob")):
+    for again in (plant.approve, lambda: approvals.revert_approved_proposal(plant, 1, "bob")):
         with pytest.raises(InputError) as refusal:
             again()
         assert (
@@ -51,7 +51,7 @@ def test_only_promoted_proposals_can_be_approved_and_all_can_be_rejected(plant: 
     plant.judged(outcome=outcome)
     with refused("code_loop.not_promoted", InputError, proposal=1, outcome=outcome.upper(), why="so it measured"):
         plant.approve()
-    approvals.reject(plant.ledger, 1, "ada", "no")
+    approvals.reject_judged_proposal(plant.ledger, 1, "ada", "no")
     assert plant.row()["state"] == "rejected" and plant.head() == plant.base
     with refused("code_loop.nothing_to_decide", InputError, state="rejected"):
         plant.approve()
@@ -160,7 +160,7 @@ def test_files_that_changed_again_are_not_overwritten(plant: PatchPlant) -> None
     (plant.target / "kernels/ops.py").write_text("x = 3\n")
     git(plant.target, "commit", "-q", "-a", "-m", "mine")
     with pytest.raises(RepositoryError, match="kernels/ops.py changed again after"):
-        approvals.revert(plant, 1, "ada")
+        approvals.revert_approved_proposal(plant, 1, "ada")
     with refused("code_loop.files_changed", InputError, proposal=2) as changed:
         plant.approve(2)
     assert list(changed.value.data["files"]) == ["kernels/fused.py", "kernels/ops.py"]
@@ -181,7 +181,7 @@ def test_a_proposal_is_decided_by_a_person_in_mlflow_or_by_the_policy(plant: Pat
     tracking.client.set_tag(run, APPROVAL_TAG, "Approved")
     assert settle() == 1 and plant.files() == FILES | NEW and plant.words() == [("approved", "mlflow")]
     assert tracking.client.get_run(run).data.tags["state"] == "approved" and settle() == 0
-    approvals.revert(plant, 1, "ada")
+    approvals.revert_approved_proposal(plant, 1, "ada")
     plant.judged(2)
     tracking.client.set_tag(tracking.update_proposal_run(2), APPROVAL_TAG, "rejected")
     assert settle() == 1 and plant.row(2)["state"] == "rejected" and plant.files() == FILES

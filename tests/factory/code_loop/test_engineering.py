@@ -21,12 +21,12 @@ from rich.console import Console
 from agents.core.proposal import Edit, Proposal
 from agents.kernel_engineer.draft import AGENT
 from factory.code_loop import proposing, submitting
-from factory.code_loop.agent_runs import IMPROVE, AgentOptions, AgentRun, AgentRuns, ModelError, checkpoint_place
+from factory.code_loop.agent_runs import IMPROVE, AgentOptions, AgentRun, AgentRuns, NoModelReplyError, find_agent_checkpoint_database
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.console import Terminal
 from factory.core.devices import run_in_parallel
 from factory.core.errors import FactoryError, InputError
-from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
+from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_root
 from factory.gates.training_start import find_training_start
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals
@@ -64,7 +64,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
 
 def policy(made: Made, **llm: Any) -> None:
     """The workspace's own agents.yaml, with another ``llm``."""
-    raw = yaml.safe_load((checkout_root() / "policies" / "agents.yaml").read_text())
+    raw = yaml.safe_load((find_checkout_root() / "policies" / "agents.yaml").read_text())
     quick = {"model": "replay", "attempts": 1, "silence_seconds": 60, "reply_tokens": 4000}
     raw["llm"] = raw.get("llm", {}) | quick | llm
     (made.workspace.root / "policies" / "agents.yaml").write_text(yaml.safe_dump(raw))
@@ -86,7 +86,7 @@ def begun(made: Made, asked: str) -> int:
 
 
 def proposed(made: Made, options: AgentOptions, count: int = 1) -> list[int]:
-    return proposing.propose(Plant(made.workspace, made.ledger), agent=AGENT, options=options, count=count)
+    return proposing.make_proposals(Plant(made.workspace, made.ledger), agent=AGENT, options=options, count=count)
 
 
 def state_of(made: Made, run: int) -> str:
@@ -116,13 +116,13 @@ def test_an_invalid_endpoint_is_refused_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("session", "asked", "llm", "error", "code", "state"),
     [
-        ({"key": "sk-right", "turns": []}, "swiglu", {}, ModelError, "llm.key_refused", "running"),
-        ({"turns": [{"status": 503}]}, "swiglu", {}, ModelError, "llm.no_reply", "running"),
+        ({"key": "sk-right", "turns": []}, "swiglu", {}, NoModelReplyError, "llm.key_refused", "running"),
+        ({"turns": [{"status": 503}]}, "swiglu", {}, NoModelReplyError, "llm.no_reply", "running"),
         (
             {"turns": []},
             "swiglu",
             {"per_proposal": {"tokens": 5000, "usd": 1}},
-            ModelError,
+            NoModelReplyError,
             "code_loop.budget_exhausted",
             "nothing",
         ),
@@ -130,7 +130,7 @@ def test_an_invalid_endpoint_is_refused_before_anything_is_measured(
             {"turns": []},
             "swiglu",
             {"per_day": {"tokens": 5000, "usd": 1}},
-            ModelError,
+            NoModelReplyError,
             "code_loop.budget_exhausted",
             "running",
         ),
@@ -187,13 +187,13 @@ def test_a_dirty_checkout_and_a_detached_head_are_refused(made: Made) -> None:
 
 def test_the_search_proposer_takes_no_endpoint_and_no_target(made: Made) -> None:
     with refused("code_loop.search_options", InputError):
-        proposing.propose(Plant(made.workspace, made.ledger), agent="search", options=AgentOptions(target="swiglu"))
+        proposing.make_proposals(Plant(made.workspace, made.ledger), agent="search", options=AgentOptions(target="swiglu"))
 
 
 def test_asking_for_a_target_abandons_unfinished_runs_for_other_targets(made: Made) -> None:
     policy(made)
     first, second = begun(made, "attention"), begun(made, "swiglu")
-    with ReplayServer(RecordedSession(turns=[])) as server, pytest.raises(ModelError):
+    with ReplayServer(RecordedSession(turns=[])) as server, pytest.raises(NoModelReplyError):
         proposed(made, AgentOptions(server.url, target="swiglu"))
     assert (state_of(made, first), state_of(made, second)) == ("abandoned", "running")
 
@@ -209,7 +209,7 @@ def test_a_person_and_the_daemon_do_not_continue_each_others_runs(made: Made, tm
         [own.number],
     ]
     for runs, number in ((mine, run.number), (daemons, own.number)):
-        runs.record_end(number, "abandoned")
+        runs.record_run_end(number, "abandoned")
 
 
 def test_several_runs_wait_for_the_model_in_parallel(made: Made, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made, tmp_pat
 
 
 def test_the_last_line_of_untrusted_code_cannot_control_a_terminal() -> None:
-    why = SandboxResult(1, "", "Traceback\nOops: \x1b]0;owned\x07\x1b[2Jfine", 1.0, None, 0, 0).why()
+    why = SandboxResult(1, "", "Traceback\nOops: \x1b]0;owned\x07\x1b[2Jfine", 1.0, None, 0, 0).describe_ending()
     assert why.endswith("Oops: �]0;owned��[2Jfine")
     screen = io.StringIO()
     Terminal(Console(file=screen)).line("a\x1b[31mb")
@@ -301,7 +301,7 @@ def test_a_damaged_database_of_agent_checkpoints_is_one_clear_error(made: Made) 
     try:
         with (
             ReplayServer(RecordedSession(turns=[])) as server,
-            refused("loop.damaged_checkpoints", ModelError, file=str(saved)),
+            refused("loop.damaged_checkpoints", NoModelReplyError, file=str(saved)),
         ):
             proposed(made, AgentOptions(server.url, target="swiglu"))
     finally:
@@ -312,13 +312,13 @@ def test_agent_checkpoints_are_stored_in_the_ledgers_kind_of_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Workspace.create(tmp_path / "here")
-    assert checkpoint_place(here) == here.root / "agents.db"
+    assert find_agent_checkpoint_database(here) == here.root / "agents.db"
     there = Workspace.create(tmp_path / "there", WorkspaceConfig(ledger_url="postgresql+psycopg://me:secret@host/db"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert checkpoint_place(there) == "postgresql://me:secret@host/db"
+    assert find_agent_checkpoint_database(there) == "postgresql://me:secret@host/db"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused("code_loop.no_driver", InputError) as caught:
-        checkpoint_place(there)
+        find_agent_checkpoint_database(there)
     assert "secret" not in str(caught.value)
 
 

@@ -17,7 +17,7 @@ from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import Budget, LlmPolicy
 from factory.code_loop.agent_runs import DAY, LedgerBudgetAccount
 from factory.core.errors import ConfigError
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
@@ -111,7 +111,7 @@ def test_every_exchange_gets_a_trace_with_its_cost_even_after_an_mlflow_outage(
 
 
 def test_the_shipped_policy_names_no_endpoint_and_a_misspelt_key_is_named(tmp_path: Path) -> None:
-    shipped = checkout_root() / "policies" / "agents.yaml"
+    shipped = find_checkout_root() / "policies" / "agents.yaml"
     assert AgentsPolicy.load(shipped).llm.endpoint == ""
     (tmp_path / "agents.yaml").write_text(shipped.read_text().replace("  model", "  modle"))
     with refused("strict.unknown_key", ConfigError, key="llm.modle"):

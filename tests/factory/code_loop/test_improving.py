@@ -18,7 +18,7 @@ import sqlalchemy as sa
 import yaml
 
 from agents.core.improvement_policy import AGENTS as NAMES
-from agents.core.improvement_policy import ImproveBudget, ImprovePolicy
+from agents.core.improvement_policy import ImprovementBudget, ImprovementPolicy
 from agents.core.proposal import Edit, Proposal
 from factory.code_loop import improving, submitting
 from factory.code_loop.agent_runs import AgentOptions
@@ -26,21 +26,21 @@ from factory.code_loop.improvements import (
     BEGAN,
     ENDED,
     BudgetUse,
-    budget_use,
-    improvement_facts,
-    improvement_lines,
+    compute_budget_use,
+    read_improvement_facts,
+    format_improvement_facts,
     read_newest_stages,
     read_unchecked_improve_policy,
 )
-from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, next_stage, next_stages
+from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, choose_next_stage, choose_next_stages
 from factory.code_loop.proposing import AGENTS
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import ConfigError
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert_row
-from factory.show.notifications.notifications import notification_of_event
+from factory.show.notifications.notifications import make_notification_of_event
 from kernels.contract.message import Message
 from tests.support.factory.approvals import PatchPlant, given_verdict
 from tests.support.git import git
@@ -49,14 +49,14 @@ from tests.support.plants.release_scene import add_segment, with_store
 from tests.support.said import Said
 from trainer.contract.recipe import Recipe
 
-IDLE = ImprovePolicy(when="when-idle")
+IDLE = ImprovementPolicy(when="when-idle")
 READY = LoopState(IDLE, 720, ("search", "kernel-engineer"), profile=7)
 
 
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (replace(READY, policy=ImprovePolicy()), "code_loop.off"),
+        (replace(READY, policy=ImprovementPolicy()), "code_loop.off"),
         (replace(READY, profile=None), LoopStage(PROFILE)),
         (READY, LoopStage(PROPOSE, "search")),
         (replace(READY, written=(4, "search")), LoopStage(JUDGE, "search", 4)),
@@ -75,19 +75,19 @@ READY = LoopState(IDLE, 720, ("search", "kernel-engineer"), profile=7)
         (replace(READY, used=BudgetUse(0.0, 0, 5.0)), ("USD", 5.0, 5)),
         (replace(READY, used=BudgetUse(14_400.0), written=(4, "search")), LoopStage(JUDGE, "search", 4)),
         (
-            replace(READY, policy=IDLE.model_copy(update={"per_day": ImproveBudget(usd=0.0)})),
+            replace(READY, policy=IDLE.model_copy(update={"per_day": ImprovementBudget(usd=0.0)})),
             LoopStage(PROPOSE, "search"),
         ),
-        (replace(READY, policy=ImprovePolicy(when="nightly")), "code_loop.waits_for_night"),
-        (replace(READY, policy=ImprovePolicy(when="nightly"), minute=5 * 60 + 59), LoopStage(PROPOSE, "search")),
-        (replace(READY, policy=ImprovePolicy(when="nightly"), minute=6 * 60), "code_loop.waits_for_night"),
-        (replace(READY, policy=ImprovePolicy(when="nightly", night="12:00-12:01")), LoopStage(PROPOSE, "search")),
+        (replace(READY, policy=ImprovementPolicy(when="nightly")), "code_loop.waits_for_night"),
+        (replace(READY, policy=ImprovementPolicy(when="nightly"), minute=5 * 60 + 59), LoopStage(PROPOSE, "search")),
+        (replace(READY, policy=ImprovementPolicy(when="nightly"), minute=6 * 60), "code_loop.waits_for_night"),
+        (replace(READY, policy=ImprovementPolicy(when="nightly", night="12:00-12:01")), LoopStage(PROPOSE, "search")),
     ],
 )
 def test_next_stage_returns_a_stage_or_the_reason_why_there_is_none(
     seen: LoopState, expected: LoopStage | str | tuple[Any, ...]
 ) -> None:
-    found = next_stage(seen)
+    found = choose_next_stage(seen)
     if isinstance(expected, LoopStage):
         assert found == expected
     elif isinstance(expected, str):
@@ -113,7 +113,7 @@ def test_a_wrong_key_of_the_improve_policy_is_an_error_of_one_line(
 ) -> None:
     allow(workspace, **improve)
     with pytest.raises(ConfigError) as caught:
-        improving.due_stages(Plant(workspace, ledger), ledger)
+        improving.list_due_stages(Plant(workspace, ledger), ledger)
     assert (caught.value.code, caught.value.data["key"]) == (code, key) and "\n" not in str(caught.value)
     assert problem is None or caught.value.data["problem"].code == problem
 
@@ -129,7 +129,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PatchPlant:
     made = PatchPlant(tmp_path)
     with_store(made.workspace)
     segment = add_segment(made.workspace, made.ledger, "trunk")
-    recipe = Recipe.load(checkout_root() / "policies" / "recipes" / "tiny.yaml").model_dump(mode="json")
+    recipe = Recipe.load(find_checkout_root() / "policies" / "recipes" / "tiny.yaml").model_dump(mode="json")
     with made.ledger.begin() as tx:
         tx.execute(segments.update().values(recipe_json=recipe))
         values = {"id": "c", "segment": segment.id, "step": 100, "path": "c", "created_at": 0.0}
@@ -153,7 +153,7 @@ def drafts(
 
     def search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Any) -> list[int]:
         before()
-        left = [one for one in targets if not any(attempt.closed for attempt in bench.history(one))]
+        left = [one for one in targets if not any(attempt.closed for attempt in bench.list_earlier_proposals(one))]
         text = f"x = {left[0] if left else ''!r}\n"
         return [
             submit(
@@ -166,7 +166,7 @@ def drafts(
 
 
 def allow(workspace: Workspace, **improve: Any) -> None:
-    raw = yaml.safe_load((checkout_root() / "policies" / "agents.yaml").read_text())
+    raw = yaml.safe_load((find_checkout_root() / "policies" / "agents.yaml").read_text())
     path = workspace.root / "policies" / "agents.yaml"
     path.parent.mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(raw | {"improve": raw["improve"] | improve}))
@@ -186,7 +186,7 @@ def the(plant: PatchPlant, said: Said | None = None) -> Plant:
 def rounds(plant: PatchPlant, said: Said | None = None, most: int = 12) -> list[str]:
     """Let the daemon do what is due until nothing is: the stages, as text."""
     done = []
-    while (stages := improving.due_stages(the(plant), plant.ledger)) and len(done) < most:
+    while (stages := improving.list_due_stages(the(plant), plant.ledger)) and len(done) < most:
         improving.do_stage(the(plant, said), stages[0])
         done.append(str(stages[0]))
     return done
@@ -223,7 +223,7 @@ def judged(plant: PatchPlant) -> list[dict[str, Any]]:
 def test_the_loop_does_nothing_by_default_without_a_trunk_or_while_its_lock_is_held(
     plant: PatchPlant, tmp_path: Path
 ) -> None:
-    look = lambda: improving.due_stages(the(plant), plant.ledger)
+    look = lambda: improving.list_due_stages(the(plant), plant.ledger)
     assert look() == [LoopStage(PROFILE)]
     with plant.workspace.hold_lock("code-loop"):
         assert look() == []
@@ -232,7 +232,7 @@ def test_the_loop_does_nothing_by_default_without_a_trunk_or_while_its_lock_is_h
     (tmp_path / "new").mkdir()
     new = PatchPlant(tmp_path / "new")
     allow(new.workspace, when="when-idle")
-    assert improving.due_stages(the(new), new.ledger) == []
+    assert improving.list_due_stages(the(new), new.ledger) == []
 
 
 def test_a_promoted_patch_waits_for_a_person_or_is_merged_by_an_automatic_policy(
@@ -297,7 +297,7 @@ def test_tokens_count_from_the_start_of_a_stage_even_if_it_was_killed(plant: Pat
             (now - 1, number, 60),
         ):
             insert_row(tx, exchanges, at=at, run=who, tokens=tokens, **spent)
-    found = budget_use(plant.ledger, read_newest_stages(plant.ledger, now), now)
+    found = compute_budget_use(plant.ledger, read_newest_stages(plant.ledger, now), now)
     assert found == BudgetUse(0.0, 100, 0.5)
 
 
@@ -308,7 +308,7 @@ def test_a_failed_judgement_closes_its_target_and_a_full_disk_does_not(
     assert rounds(plant, most=2) == ["profile", "propose by search"]
     for error, state in ((OSError(errno.ENOSPC, "No space left on device"), "written"), (ConfigError("no"), "failed")):
         monkeypatch.setattr(submitting, "_decide", partial(_raises, error))
-        (stage, *_) = improving.due_stages(the(plant), plant.ledger)
+        (stage, *_) = improving.list_due_stages(the(plant), plant.ledger)
         with pytest.raises(type(error)):
             improving.do_stage(the(plant), stage)
         assert plant.row()["state"] == state
@@ -321,10 +321,10 @@ def _raises(error: Exception, *_: Any) -> None:
 
 
 def test_next_stages_has_one_proposal_for_each_unfinished_agent() -> None:
-    seen = LoopState(ImprovePolicy(when="when-idle"), 0, ("search", "recipe-scout"), profile=1)
-    assert next_stages(seen) == [LoopStage(PROPOSE, "search"), LoopStage(PROPOSE, "recipe-scout")]
-    assert next_stages(replace(seen, written=(3, "search"))) == [LoopStage(JUDGE, "search", 3)]
-    assert next_stages(replace(seen, finished=frozenset(seen.agents))) == []
+    seen = LoopState(ImprovementPolicy(when="when-idle"), 0, ("search", "recipe-scout"), profile=1)
+    assert choose_next_stages(seen) == [LoopStage(PROPOSE, "search"), LoopStage(PROPOSE, "recipe-scout")]
+    assert choose_next_stages(replace(seen, written=(3, "search"))) == [LoopStage(JUDGE, "search", 3)]
+    assert choose_next_stages(replace(seen, finished=frozenset(seen.agents))) == []
 
 
 KILL = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -337,7 +337,7 @@ def test_a_stage_that_was_killed_is_done_again_by_the_next_pass(
 ) -> None:
     stages_before = {"profile": 0, "draft": 1, "written": 1, "gate": 2, "verdict": 2}[point]
     assert len(rounds(plant, most=stages_before)) == stages_before
-    stage = improving.due_stages(the(plant), plant.ledger)[0]
+    stage = improving.list_due_stages(the(plant), plant.ledger)[0]
     child = os.fork()
     if child == 0:
         try:
@@ -389,7 +389,7 @@ def killed_in(plant: PatchPlant, stage: LoopStage, times: int) -> None:
                 at=time.time(),
                 kind=BEGAN,
                 subject="code_loop",
-                detail=stage.event_detail() | {"situation": situation},
+                detail=stage.to_event_detail() | {"situation": situation},
             )
 
 
@@ -410,15 +410,15 @@ def test_a_failure_of_a_stage_is_raised_recorded_and_retried(
 
 
 def test_a_stage_that_is_no_longer_due_is_not_begun(plant: PatchPlant) -> None:
-    stage = improving.due_stages(the(plant), plant.ledger)[0]
+    stage = improving.list_due_stages(the(plant), plant.ledger)[0]
     allow(plant.workspace)
     improving.do_stage(the(plant), stage)
     assert read_newest_stages(plant.ledger, time.time()) == []
 
 
 def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPlant) -> None:
-    told = lambda running=True: improvement_lines(
-        improvement_facts(plant.ledger, read_unchecked_improve_policy(plant.workspace), time.time()), running
+    told = lambda running=True: format_improvement_facts(
+        read_improvement_facts(plant.ledger, read_unchecked_improve_policy(plant.workspace), time.time()), running
     )
     assert told() == ["improve   when-idle"]
     rounds(plant, most=1)
@@ -431,7 +431,7 @@ def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPl
     assert "now: judge proposal 1" in told()[0] and told(running=False)[0] == "improve   when-idle"
     rounds(plant)
     assert ", nothing found; " in told()[1]
-    json.dumps(improvement_facts(plant.ledger, read_unchecked_improve_policy(plant.workspace), time.time()))
+    json.dumps(read_improvement_facts(plant.ledger, read_unchecked_improve_policy(plant.workspace), time.time()))
     allow(plant.workspace)
     assert told()[0] == "improve   off" and "have tried everything" not in told()[1]
 
@@ -458,12 +458,12 @@ def test_receivers_are_notified_of_verdicts_and_merges_of_proposals(
     gate.write_text(f"approval: {approval}\n")
     row = plant.judged(outcome=outcome)
     event = {"id": 1, "at": 0.0, "subject": "proposal:1"}
-    told = notification_of_event(
+    told = make_notification_of_event(
         plant, event | {"kind": "judged", "detail": {"outcome": outcome, "verdict": row["verdict"]}}
     )
     assert told is not None and (told.kinds, told.title) == (kinds, title) and "so it measured" in told.text
     assert ("factory proposals approve 1" in told.text) is ("approval" in kinds)
-    merged = notification_of_event(plant, event | {"kind": "proposal_approved", "detail": {"by": "policy"}})
+    merged = make_notification_of_event(plant, event | {"kind": "proposal_approved", "detail": {"by": "policy"}})
     assert merged is not None and (merged.title, merged.text) == (
         "proposal 1 is merged",
         "policy approved the proposal.",

@@ -10,18 +10,18 @@ import pytest
 import yaml
 
 from agents.core.proposal import Edit, Proposal
-from agents.core.yaml_edit import set_value
-from factory.code_loop.approvals import find_proposals_to_judge_again, judge_due_patches_again
+from agents.core.yaml_edit import set_yaml_value
+from factory.code_loop.approvals import find_proposals_to_judge_again, judge_held_patches_again
 from factory.code_loop.submitting import submit_proposal
 from factory.core import devices
 from factory.core.policy_file import StrictPolicy
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.gates.patch.matrix.unexecuted_code import UnexecutedPart
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import matrix
 from factory.gates.recipe.policy import RecipePolicy
-from factory.gates.stage_interface import missing_evidence
-from factory.gates.time_limits import out_of_time_evidence, was_out_of_time
+from factory.gates.stage_interface import make_missing_evidence
+from factory.gates.time_limits import make_out_of_time_evidence, was_held_by_time_limit_only
 from factory.git import repository
 from factory.ledger.ledger import proposals, verdicts
 from factory.ledger.plant import Plant
@@ -47,7 +47,7 @@ def busy_in(made: Made, stage: str) -> None:
     """Give a stage's approved code no time."""
     gates = made.workspace.root / "policies" / "gates"
     if stage == "runs":
-        policy = yaml.safe_load((checkout_root() / "policies" / "gates" / "recipe.yaml").read_text())
+        policy = yaml.safe_load((find_checkout_root() / "policies" / "gates" / "recipe.yaml").read_text())
         runs = {"seeds": 3, "steps": 12, "tail_steps": 5, "held_out_documents": 2, **BUSY}
         (gates / "recipe.yaml").write_text(yaml.safe_dump(policy | {"runs": runs}))
         return
@@ -69,26 +69,26 @@ def test_a_machine_that_is_too_busy_holds_a_patch_in_every_stage(stage: str, mad
     edits = {
         TINY: text.replace("lr: 3e-3", "lr: 4e-3"),
         CODE: text.replace("The learning rate", "The rate of learning"),
-        KERNELS: set_value(text, ("cpu", "swiglu"), "native") if path == KERNELS else "",
+        KERNELS: set_yaml_value(text, ("cpu", "swiglu"), "native") if path == KERNELS else "",
     }
     edit = edits[path]
     assert edit != text
     drafted = Proposal("search", f"busy:{stage}", "Try it", "h", 1.1, (Edit(path, edit),))
     row = ProposalRow.get(made.ledger, submit_proposal(Plant(made.workspace, made.ledger), drafted, made.base))
     assert row.outcome == "hold", row.reasons
-    evidence = row.evidence(made.ledger)
-    assert was_out_of_time(evidence) and evidence["stages"][stage]["out_of_time"], evidence["stages"]
+    evidence = row.read_evidence(made.ledger)
+    assert was_held_by_time_limit_only(evidence) and evidence["stages"][stage]["out_of_time"], evidence["stages"]
     assert "wall_seconds" in (row.reasons or [""])[0]
     with made.ledger.begin() as tx:  # no other test judges it again
         tx.execute(proposals.update().where(proposals.c.number == row.number).values(state="rejected"))
 
 
 def test_a_patch_is_judged_again_only_if_a_time_limit_was_the_only_reason() -> None:
-    passed, late = {"state": "passed"}, out_of_time_evidence("too late")
-    assert was_out_of_time({"stages": {"scope": passed, "oracle": {"state": "not needed"}, "training": late}})
-    assert not was_out_of_time({"stages": {"scope": passed, "oracle": {"state": "failed"}, "training": late}})
-    assert not was_out_of_time({"stages": {"scope": passed, "training": {"state": "missing"}}})
-    assert not was_out_of_time({"stages": {"scope": passed}}) and not was_out_of_time({})
+    passed, late = {"state": "passed"}, make_out_of_time_evidence("too late")
+    assert was_held_by_time_limit_only({"stages": {"scope": passed, "oracle": {"state": "not needed"}, "training": late}})
+    assert not was_held_by_time_limit_only({"stages": {"scope": passed, "oracle": {"state": "failed"}, "training": late}})
+    assert not was_held_by_time_limit_only({"stages": {"scope": passed, "training": {"state": "missing"}}})
+    assert not was_held_by_time_limit_only({"stages": {"scope": passed}}) and not was_held_by_time_limit_only({})
     every: list[type[StrictPolicy]] = [PatchPolicy, RecipePolicy]
     limited = {
         f"{policy.__name__}.{name}"
@@ -106,7 +106,7 @@ def held(plant: PatchPlant, evidence: dict[str, Any]) -> None:
         tx.execute(verdicts.update().where(verdicts.c.id == row["verdict"]).values(evidence=evidence))
 
 
-LATE = {"stages": {"training": out_of_time_evidence("too late")}, "patch_id": "p"}
+LATE = {"stages": {"training": make_out_of_time_evidence("too late")}, "patch_id": "p"}
 
 
 def test_a_held_patch_is_judged_again_a_few_times_then_waits_for_a_person(
@@ -117,7 +117,7 @@ def test_a_held_patch_is_judged_again_a_few_times_then_waits_for_a_person(
     own = plant.workspace.root / "policies" / "gates" / "patch.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("judge_again_after_seconds: 1e6\n")
-    again = lambda: judge_due_patches_again(plant)
+    again = lambda: judge_held_patches_again(plant)
     assert again() == []
     own.write_text("judge_again_after_seconds: 1e-6\njudge_again: 2\n")
     judged = given_verdict(monkeypatch, "hold")
@@ -134,19 +134,19 @@ def test_a_held_patch_is_judged_again_a_few_times_then_waits_for_a_person(
 def test_a_patch_with_code_for_another_device_waits_for_a_daemon_on_that_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = {"cpu": "cuda", "cuda": "cpu"}[devices.device_kind()]
+    elsewhere = {"cpu": "cuda", "cuda": "cpu"}[devices.get_device_kind()]
     parts = [UnexecutedPart("kernels/swiglu/triton.py", 3, "x"), UnexecutedPart("kernels/rows_in_triton.py", 9, "y")]
     found = matrix._unexecuted(parts)
     assert found.get("waits_for") == ("cuda" if elsewhere == "cuda" else None)
     mixed = [*parts, UnexecutedPart("kernels/swiglu/cpp.py", 3, "x")]
     assert "waits_for" not in matrix._unexecuted(mixed) and "waits" not in matrix._reasons(mixed)[0]
     plant, policy = PatchPlant(tmp_path), PatchPolicy()
-    held(plant, {"stages": {"matrix": missing_evidence(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"})
+    held(plant, {"stages": {"matrix": make_missing_evidence(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"})
     assert find_proposals_to_judge_again(plant.ledger, policy) == []
     monkeypatch.setattr(devices, "device_kind", lambda: elsewhere)  # the workspace is opened on another machine
     assert [row.number for row in find_proposals_to_judge_again(plant.ledger, policy)] == [1]
     given_verdict(monkeypatch, "hold")
-    assert judge_due_patches_again(plant) == [2]
+    assert judge_held_patches_again(plant) == [2]
 
 
 def test_patches_decided_by_a_person_or_another_reason_are_not_judged_again(tmp_path: Path) -> None:

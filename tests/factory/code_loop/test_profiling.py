@@ -26,7 +26,7 @@ from factory.code_loop.profiling import (
 )
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.ledger.ledger import profiles
 from factory.ledger.plant import Plant
 from factory.runs.live_code import LiveCode
@@ -79,7 +79,7 @@ def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
 
 
 def test_the_error_contains_the_profilers_output(tmp_path: Path) -> None:
-    outside = LiveCode(checkout_root(), None, False)
+    outside = LiveCode(find_checkout_root(), None, False)
     with refused("code_loop.profiler_failed", ProfileError) as failed:
         run_profiler(outside, [], SILENT, module="no.such.module")
     assert "no.such.module" in failed.value.data["line"]

@@ -15,13 +15,13 @@ from factory.code_loop import proposing, submitting
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError, IsolationError
 from factory.core.progress import SILENT
-from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
+from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_root
 from factory.gates.training_start import find_training_start
 from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, profiles, proposals
 from factory.ledger.plant import Plant
-from factory.runs.live_code import choose_isolation
+from factory.runs.live_code import decide_live_code_isolation
 from factory.show.unshown_items import show_unshown_items
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
@@ -49,7 +49,7 @@ def branches(made: Made) -> str:
 
 def test_an_unknown_agent_is_named_with_the_nearest(made: Made) -> None:
     with refused("code_loop.unknown_agent", InputError, agent="serch") as caught:
-        proposing.propose(Plant(made.workspace, made.ledger), agent="serch")
+        proposing.make_proposals(Plant(made.workspace, made.ledger), agent="serch")
     assert "'search'" in caught.value.data["near"]
 
 
@@ -62,7 +62,7 @@ def test_without_a_checkpoint_nothing_is_proposed_and_the_reason_is_printed(made
         def line(self, text: str) -> None:
             said.append(text)
 
-    assert proposing.propose(Plant(workspace, ledger, Heard())) == []
+    assert proposing.make_proposals(Plant(workspace, ledger, Heard())) == []
     assert (
         the(said[-1:], "code_loop.nothing_proposed").data["why"].code == "code_loop.no_checkpoint"
         and ledger.select_rows(sa.select(proposals)) == []
@@ -73,7 +73,7 @@ def test_an_archive_instead_of_a_repository_is_one_clear_error(tmp_path: Path) -
     (tmp_path / "code").mkdir()
     workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(repository=str(tmp_path / "code")))
     with pytest.raises(RepositoryError, match="[Cc]lone the repository"):
-        proposing.propose(Plant(workspace, Ledger.create(workspace.ledger_url)))
+        proposing.make_proposals(Plant(workspace, Ledger.create(workspace.ledger_url)))
 
 
 def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
@@ -101,7 +101,7 @@ def test_a_patch_with_a_forbidden_import_is_rejected_and_keeps_its_branch(made: 
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert "Verdict: reject" in message and "imports socket" in message
     assert row["branch"] == f"factory/search/{number}-try-b-it-b" and made.left_behind() == []
-    known = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_training_start(made.ledger)).history(
+    known = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_training_start(made.ledger)).list_earlier_proposals(
         row["target"]
     )  # type: ignore[arg-type]
     assert known[-1].outcome == "reject" and known[-1].patch_id == drafted(text="import socket\n").patch_id
@@ -129,13 +129,13 @@ def test_a_proposal_without_a_sandbox_fails_and_leaves_no_branch(
 
 def test_remains_of_a_killed_process_are_removed(made: Made) -> None:
     before = branches(made)
-    number, branch = submitting.record_draft(Plant(made.workspace, made.ledger), drafted(), made.base)
+    number, branch = submitting.record_drafted_proposal(Plant(made.workspace, made.ledger), drafted(), made.base)
     commit = git(made.target, "commit-tree", "HEAD^{tree}", "-p", "HEAD", "-m", "killed")
-    worktree = repository.checkout_folder(made.workspace.worktrees, commit)
+    worktree = repository.get_checkout_folder(made.workspace.worktrees, commit)
     git(made.target, "worktree", "add", "-q", "-b", branch, str(worktree), commit)
     (worktree.with_name(worktree.name + "-gate") / "baseline").mkdir(parents=True)
-    submitting.fail_stale_proposals(Plant(made.workspace, made.ledger))
-    submitting.fail_stale_proposals(Plant(made.workspace, made.ledger))
+    submitting.mark_stale_proposals_as_failed(Plant(made.workspace, made.ledger))
+    submitting.mark_stale_proposals_as_failed(Plant(made.workspace, made.ledger))
     assert row_of(made, number)["state"] == "failed" and branches(made) == before and made.left_behind() == []
 
 
@@ -164,15 +164,15 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
 @pytest.mark.slow("a profile, timings of ops, and a whole gate run")
 def test_propose_makes_a_profile_and_judges_at_most_one_proposal(made: Made) -> None:
     began = time.time()
-    assert choose_isolation(Plant(made.workspace, made.ledger)) == (True, "")
+    assert decide_live_code_isolation(Plant(made.workspace, made.ledger)) == (True, "")
     policy = made.workspace.policy_path("gates/patch.yaml")
     text = policy.read_text()
     policy.write_text(text.replace("pairs: 2, max_noise", "pairs: 2, wall_seconds: 1, max_noise"))  # any verdict
     agents = made.workspace.root / "policies" / "agents.yaml"
-    measures = (checkout_root() / "policies" / "agents.yaml").read_text()
+    measures = (find_checkout_root() / "policies" / "agents.yaml").read_text()
     agents.write_text(f"{measures}\nmeasure_seconds: 10.0\n")  # one or two ops
     try:
-        numbers = proposing.propose(Plant(made.workspace, made.ledger))
+        numbers = proposing.make_proposals(Plant(made.workspace, made.ledger))
     finally:
         policy.write_text(text)
         agents.unlink()

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from factory.code_loop import approvals, revalidating
 from factory.core.console import Terminal
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.gates.training_start import TrainingStart
 from factory.git import repository
 from factory.ledger.ledger import proposals, verdicts
@@ -62,7 +62,7 @@ def test_a_slower_benchmark_makes_the_daemon_judge_merged_patches_again(
         os.devnull,
         str(suite),
     ]
-    environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(checkout_root())}
+    environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(find_checkout_root())}
     bench = lambda: subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
     daemon = lambda: revalidating.revalidate_in_daemon(plant)
     suite.write_text("def test_stays(): pass\n")
@@ -107,7 +107,7 @@ def test_a_merged_patch_is_judged_again_once_after_its_environment_changed(
     for module in (approvals, revalidating):
         monkeypatch.setattr(module, "find_training_start", lambda ledger: start)
     judged = given_verdict(monkeypatch, outcome)
-    again = lambda: revalidating.revalidate(plant, plant.head())
+    again = lambda: revalidating.revalidate_merged_patches(plant, plant.head())
     plant.judged()
     live = plant.approve()
     assert again() == [] and judged == []

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from factory.backups.backups import find_database_damage
 from factory.core import faults
 from factory.core.errors import ConfigError, DiskFullError, SegmentError, WorkspaceError
-from factory.core.faults import Fault, find_fault_in, is_machine_fault, is_machine_fault_without_file
+from factory.core.faults import Fault, find_fault_in, is_machine_fault, is_machine_fault_unrelated_to_files
 from factory.core.untrusted_trainer_files import open_regular_file
 from factory.core.workspace import Workspace, load_yaml
 from factory.duties import back_off
@@ -151,8 +151,8 @@ def test_only_the_machines_own_errors_are_its_faults(error: Exception, fault: Fa
 )
 def test_errors_that_a_folders_contents_can_cause_are_not_blamed_on_the_machine(number: int, of_no_file: bool) -> None:
     error = OSError(number, os.strerror(number), "checkpoints")
-    assert is_machine_fault(error) and is_machine_fault_without_file(error) == of_no_file
-    assert not is_machine_fault_without_file(FileNotFoundError(errno.ENOENT, "no such file"))
+    assert is_machine_fault(error) and is_machine_fault_unrelated_to_files(error) == of_no_file
+    assert not is_machine_fault_unrelated_to_files(FileNotFoundError(errno.ENOENT, "no such file"))
 
 
 def test_a_lease_on_a_file_is_not_a_lack_of_memory(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from factory.ledger.ledger import Ledger, data_plans, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.trainer_deaths import abandon_segment
-from factory.training.certifying import newest_code_verdict
+from factory.training.certifying import find_newest_code_verdict
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
@@ -185,7 +185,7 @@ def test_changed_code_is_certified_with_several_ranks(plant: Opened) -> None:
     )
     number = plan_trunk(Plant(workspace, ledger), 6)
     run_segment(Plant(workspace, ledger), number)
-    found = newest_code_verdict(ledger, number)
+    found = find_newest_code_verdict(ledger, number)
     assert found is not None and found.outcome == "promote", found
     assert SegmentRow.get(ledger, number).state == "done"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import SegmentError
-from factory.core.faults import find_fault_in, is_machine_fault_without_file
+from factory.core.faults import find_fault_in, is_machine_fault_unrelated_to_files
 from factory.core.untrusted_trainer_files import parse_json, parse_json_object, read_text
 from tests.support.failing.limits import few_handles
 from tests.support.messages import refused
@@ -43,7 +43,7 @@ def test_a_trainers_file_never_counts_as_a_fault_of_the_machine(tmp_path: Path, 
     left(tmp_path / "metrics.jsonl")
     with refused("untrusted_trainer_files.unreadable", SegmentError, path=tmp_path / "metrics.jsonl") as raised:
         read_text(tmp_path / "metrics.jsonl")
-    assert not is_machine_fault_without_file(raised.value)
+    assert not is_machine_fault_unrelated_to_files(raised.value)
 
 
 def test_a_read_without_file_handles_does_not_count_against_the_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from factory.cli.config import _schemas
 from factory.core.errors import ConfigError
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.evals.policy import EvalPolicy
 from kernels.contract.op import KernelError
 from kernels.contract.registry import load_choice
@@ -21,7 +21,7 @@ POLICIES: dict[str, Callable[[Path], object]] = {
 
 
 def test_every_shipped_policy_is_tested_here() -> None:
-    folder = checkout_root() / "policies"
+    folder = find_checkout_root() / "policies"
     shipped = {str(path.relative_to(folder)) for path in folder.rglob("*.yaml")}
     assert {name for name in shipped if not name.startswith("recipes/")} == set(POLICIES)
 
@@ -29,7 +29,7 @@ def test_every_shipped_policy_is_tested_here() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_duplicate_key_is_refused(name: str, tmp_path: Path) -> None:
     """YAML takes the last of two values: a first 'approval: manual' would be ignored."""
-    text = (checkout_root() / "policies" / name).read_text()
+    text = (find_checkout_root() / "policies" / name).read_text()
     path = tmp_path / "policy.yaml"
     path.write_text(text)
     POLICIES[name](path)
@@ -42,7 +42,7 @@ def test_a_duplicate_key_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "kernels.yaml"])
 def test_an_unknown_key_is_named(name: str, tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
-    path.write_text((checkout_root() / "policies" / name).read_text() + "\nno_such_key: 1\n")
+    path.write_text((find_checkout_root() / "policies" / name).read_text() + "\nno_such_key: 1\n")
     with pytest.raises(ConfigError, match="unknown key 'no_such_key'"):
         POLICIES[name](path)
 

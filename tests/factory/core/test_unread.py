@@ -30,7 +30,7 @@ from tests.support.paths import ROOT
 from tests.support.serving.served import tokenizer
 from tests.support.trainer.segments import make_documents
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.format import Checkpoint, manifest_sha256
+from trainer.contract.checkpoint.format import Checkpoint, hash_manifest
 from trainer.contract.data.token_shard import write_token_shard
 
 
@@ -43,7 +43,7 @@ class Export:
 
 
 def checkpoint(root: Path) -> Path:
-    return checkpoints.save(root, Checkpoint({"w": torch.zeros(2)}, {"m": torch.zeros(2)}, {"step": 4}))
+    return checkpoints.save_checkpoint(root, Checkpoint({"w": torch.zeros(2)}, {"m": torch.zeros(2)}, {"step": 4}))
 
 
 def export(root: Path) -> Path:
@@ -52,7 +52,7 @@ def export(root: Path) -> Path:
 
 def of_a_checkpoint(root: Path, deep: bool) -> Callable[[], object]:
     path = checkpoint(root)
-    row = {"path": str(path), "id": manifest_sha256(path)}
+    row = {"path": str(path), "id": hash_manifest(path)}
     return lambda: find_checkpoint_damage(row, deep)
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.corpus import write_bad_shard, write_corpus
-from factory.corpus.pages import paginate, split_long_text
+from factory.corpus.pages import join_into_pages, split_long_text
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -99,13 +99,13 @@ def test_splitting_into_pages_keeps_every_word() -> None:
     text = "\n\n".join(f"paragraph {i} " + "word " * (i % 50) for i in range(300)) + "\n\n" + "line\n" * 3000
     parts = split_long_text(text)
     assert max(map(len, parts)) <= 6000 and "\n".join(parts).split() == text.split()
-    assert "\n".join(paginate(parts)).split() == text.split()
+    assert "\n".join(join_into_pages(parts)).split() == text.split()
 
 
 def test_each_bad_row_of_the_bad_shard_is_dropped_by_its_rule(
     library: Path, workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = (checkout_root() / "policies" / "data.yaml").read_text().replace("share: 0.03", "share: 0.2")
+    policy = (find_checkout_root() / "policies" / "data.yaml").read_text().replace("share: 0.03", "share: 0.2")
     (workspace.root / "policies" / "data.yaml").write_text(policy.replace("vocab_size: 4096", "vocab_size: 600"))
     with refused("corpus.nothing_ingested", InputError):
         write_bad_shard(workspace.inbox / "bad.jsonl", Plant(workspace, ledger))

@@ -20,12 +20,12 @@ from factory.bundles.shards import read_releasable_documents
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.data.removing import apply_removal, plan_removal, undo_removal
-from factory.data.selecting import removable_fates, select_by_name
+from factory.data.selecting import list_removable_fates, select_documents_by_name
 from factory.erasing import erasing
-from factory.erasing.erasing import finish_pending_removals, rewrite_without_rows
+from factory.erasing.erasing import finish_pending_removals, rewrite_shard_without_rows
 from factory.ingest.inbox import ingest_and_move, update_inbox
 from factory.ingest.readers import read_rows
-from factory.ingest.rules.policy import Licence, Licences, ShardLimits
+from factory.ingest.rules.policy import LicencePermissions, LicenceRules, ShardLimits
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -33,7 +33,7 @@ from factory.ledger.removals import list_removals, read_erased_shards
 from factory.ledger.rows import SegmentRow
 from factory.repairs.examining import CHECKS
 from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
-from factory.show.pages.provenance import trace_document
+from factory.show.pages.provenance import read_document_provenance
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here
@@ -54,7 +54,7 @@ def chosen(ledger: Ledger) -> list[str]:
 def erase(ledger: Ledger, keys: list[str]) -> None:
     apply_removal(
         ledger,
-        plan_removal(ledger, select_by_name(ledger, keys, removable_fates(True)), True),
+        plan_removal(ledger, select_documents_by_name(ledger, keys, list_removable_fates(True)), True),
         "ann",
         "law",
         erase=True,
@@ -103,7 +103,7 @@ def test_an_erasure_leaves_no_text_and_training_continues(copied: Copy) -> None:
     (name,) = (name for name in before if name.startswith(shard))
     gone = [json.loads(before[name][int(key.partition(":")[2])]) for key in keys]
     assert all(text_of(row) in readable(workspace, ledger).replace('\\"', '"') for row in gone)
-    exact = trace_document(ledger, keys[0])[0]["seen"]
+    exact = read_document_provenance(ledger, keys[0])[0]["seen"]
     erase(ledger, keys)
     (said,) = finish_pending_removals(Plant(workspace, ledger))
     assert the([said], "erasing.done").data == {"removal": 1, "rows": 3} and list_removals(ledger)[0].state == "erased"
@@ -114,7 +114,7 @@ def test_an_erasure_leaves_no_text_and_training_continues(copied: Copy) -> None:
     assert [n for n, (a, b) in enumerate(zip(before[name], after[name], strict=True)) if a != b] == sorted(
         int(key.partition(":")[2]) for key in keys
     )
-    assert trace_document(ledger, keys[0])[0]["seen"] == exact, "its steps are known as before"
+    assert read_document_provenance(ledger, keys[0])[0]["seen"] == exact, "its steps are known as before"
     for check in ("token shards", "raw shards", "orphans"):
         assert CHECKS[check](Plant(workspace, ledger), True).faults == []
     os.utime(workspace.shards / "raw" / name)  # copied from another disk, say
@@ -140,8 +140,8 @@ def test_an_erasure_leaves_no_text_and_training_continues(copied: Copy) -> None:
 def test_the_remaining_data_can_be_put_into_a_bundle(copied: Copy) -> None:
     workspace, ledger = copied()
     names = {row["license"] for row in ledger.read("SELECT license FROM documents WHERE license IS NOT NULL")}
-    rules = Licences(
-        known=dict.fromkeys(names, Licence(train=True, release=True)), missing=Licence(train=True, release=True)
+    rules = LicenceRules(
+        known=dict.fromkeys(names, LicencePermissions(train=True, release=True)), missing=LicencePermissions(train=True, release=True)
     )
     newest = SegmentRow.select(ledger, "WHERE state = 'done' ORDER BY id")[-1].id
     tokenizer = Tokenizer.load(workspace.tokenizer)
@@ -282,7 +282,7 @@ def test_erasing_rows_of_any_kind_of_shard_keeps_the_other_rows(tmp_path: Path, 
     else:
         path.write_bytes(LINES)
     rows = {0} if name.endswith(".md") else {1, 5}
-    rewrite_without_rows(path, name, rows, target)
+    rewrite_shard_without_rows(path, name, rows, target)
     if name.endswith(".md"):
         assert target.read_bytes() == b""
         return
@@ -290,5 +290,5 @@ def test_erasing_rows_of_any_kind_of_shard_keeps_the_other_rows(tmp_path: Path, 
     assert {n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a != b} == rows
     assert all(after[n] in (b'{"erased": true}', {"id": None, "text": None}) for n in rows)
     again = tmp_path / f"twice-{name}"
-    rewrite_without_rows(target, name, rows, again)
+    rewrite_shard_without_rows(target, name, rows, again)
     assert again.read_bytes() == target.read_bytes()

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from factory.core.workspace import Workspace
-from factory.data.exposure import Exposure, UnknownExposureError
+from factory.data.exposure import DocumentExposure, UnknownExposureError
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import read_data_plan
 from tests.support.messages import refused
-from trainer.contract.data.data_order import DataOrder, document_keys
+from trainer.contract.data.data_order import DataOrder, list_document_keys
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TokenShardError
 from trainer.contract.recipe import Recipe
@@ -27,14 +27,14 @@ def walked(ledger: Ledger) -> dict[int, dict[str, list[int]]]:
     """By segment, the steps of each document: from a replay of the anneal's whole lineage, without checkpoints."""
     found: dict[int, dict[str, list[int]]] = {}
     state = None
-    for row in SegmentRow.lineage(ledger, 3):
+    for row in SegmentRow.read_lineage(ledger, 3):
         recipe = Recipe.parse(row.recipe_json)
         plan = DataPlan.from_json(read_data_plan(ledger, row))
         model = recipe.model
         order = DataOrder(plan, batch=recipe.batch, context=model.context, vocab_size=model.vocab_size, state=state)
         while order.step < row.last_step:
             step = order.step
-            for key in document_keys(order, order.next_rows()):
+            for key in list_document_keys(order, order.draw_next_rows()):
                 found.setdefault(row.id, {}).setdefault(key, []).append(step)
         state = order.state_dict()
     return found
@@ -46,8 +46,8 @@ def every_document(ledger: Ledger) -> dict[str, str]:
 
 
 def steps(ledger: Ledger, documents: dict[str, str]) -> dict[int, dict[str, list[int]]]:
-    exposure = Exposure(ledger, documents)
-    found = {row.id: exposure.steps_by_document(row) for row in SegmentRow.select(ledger)}
+    exposure = DocumentExposure(ledger, documents)
+    found = {row.id: exposure.list_steps_by_document(row) for row in SegmentRow.select(ledger)}
     return {
         number: {key: sorted({one.step for one in seen}) for key, seen in by_key.items()}
         for number, by_key in found.items()
@@ -68,7 +68,7 @@ def test_only_steps_between_checkpoints_that_drew_the_document_are_replayed(
     expected, every = walked(ledger), every_document(ledger)
     rare = min(expected[2], key=lambda key: (sum(len(by.get(key, ())) for by in expected.values()), key))
     made = []
-    real = DataOrder.next_rows
+    real = DataOrder.draw_next_rows
     monkeypatch.setattr(DataOrder, "next_rows", lambda self: made.append(self.step) or real(self))
     mine = {number: {rare: by[rare]} for number, by in expected.items() if rare in by}
     assert steps(ledger, {rare: every[rare]}) == mine
@@ -93,7 +93,7 @@ def test_a_checkpoint_with_an_impossible_state_is_refused(copied: Copy) -> None:
             cursor[2] = 10**300
         path.write_text(json.dumps(state))
     with refused("data.order_unknown", UnknownExposureError, segment=1):
-        Exposure(ledger, every).steps_by_document(row)
+        DocumentExposure(ledger, every).list_steps_by_document(row)
 
 
 def test_a_missing_token_shard_is_an_error(copied: Copy) -> None:
@@ -101,5 +101,5 @@ def test_a_missing_token_shard_is_an_error(copied: Copy) -> None:
     every = every_document(ledger)
     shutil.rmtree(workspace.shards / next(iter(every.values())))
     with refused("data.order_unknown", UnknownExposureError, segment=2) as caught:
-        Exposure(ledger, every).steps_by_document(SegmentRow.get(ledger, 2))
+        DocumentExposure(ledger, every).list_steps_by_document(SegmentRow.get(ledger, 2))
     assert isinstance(caught.value.data["error"], TokenShardError)

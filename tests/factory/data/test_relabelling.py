@@ -16,7 +16,7 @@ from factory.backups.backups import make_or_open_ledger
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.data.exposure import Exposure
+from factory.data.exposure import DocumentExposure
 from factory.data.licence_settlement import settle_licence
 from factory.data.relabelling import DocumentFilter, NewLabels, apply_relabelling, plan_relabelling
 from factory.evals.policy import EvalPolicy
@@ -31,7 +31,7 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import insert_row
 from factory.repairs.lost_ledger import restore_ledger
 from factory.repairs.token_shards import rebuild_token_shard
-from factory.training.planning import last_checkpoint, plan_trunk, read_data_plan
+from factory.training.planning import read_last_checkpoint, plan_trunk, read_data_plan
 from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import prose, use_policy
 from tests.support.messages import codes, refused, the
@@ -284,7 +284,7 @@ def test_later_segments_have_the_new_domain_and_older_ones_are_replayed_unchange
         "SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL AND domain = 'docs' ORDER BY key"
     )
     part = trained[::2]
-    exposure = lambda: Exposure(ledger, {row["key"]: row["token_shard"] for row in trained}).steps_by_document(
+    exposure = lambda: DocumentExposure(ledger, {row["key"]: row["token_shard"] for row in trained}).list_steps_by_document(
         SegmentRow.get(ledger, 2)
     )
     before, plan = exposure(), read_data_plan(ledger, SegmentRow.get(ledger, 2))
@@ -302,9 +302,9 @@ def test_later_segments_have_the_new_domain_and_older_ones_are_replayed_unchange
     assert row.state == "done" and (row.first_step, row.last_step) == (20, 30)
     moved = [one["moved"] for one in read_data_plan(ledger, row)["token_shards"]]
     assert len(moved) == 2 and all(list(one) == ["law"] for one in moved)
-    state = json.loads((Path(last_checkpoint(ledger, number)["path"]) / "state.json").read_text())
+    state = json.loads((Path(read_last_checkpoint(ledger, number)["path"]) / "state.json").read_text())
     assert {"law/1", "docs/1"} <= state["sampler"]["streams"].keys()
-    seen = Exposure(ledger, {one["key"]: one["token_shard"] for one in part}).steps_by_document(row)
+    seen = DocumentExposure(ledger, {one["key"]: one["token_shard"] for one in part}).list_steps_by_document(row)
     assert seen and seen.keys() <= {one["key"] for one in part}
     # back again
     do((workspace, ledger), DocumentFilter(domain=["law"]), NewLabels(domain="docs"))

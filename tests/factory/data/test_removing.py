@@ -11,16 +11,16 @@ from typing import Any
 from factory.bundles.shards import list_shard_rows
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.data.exposure import Exposure
+from factory.data.exposure import DocumentExposure
 from factory.data.removing import (
     PlannedRemoval,
     apply_removal,
-    mark_releases_made_after_removals,
+    mark_releases_trained_on_removed_documents,
     plan_removal,
     undo_removal,
 )
 from factory.data.retraining_cost import estimate_retraining_cost
-from factory.data.selecting import removable_fates, select_by_name, select_documents_by_label
+from factory.data.selecting import list_removable_fates, select_documents_by_name, select_documents_by_label
 from factory.diagnosis.remedies import quarantine_documents, rewind_segment
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
@@ -40,7 +40,7 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.releasable.report import make_report as releasable
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
-from factory.show.pages.provenance import trace_document, trace_release
+from factory.show.pages.provenance import read_document_provenance, read_release_provenance
 from factory.show.pages.release_report import render_report
 from factory.training.planning import plan_anneal, plan_trunk, read_data_plan
 from factory.training.training import run_segment
@@ -54,7 +54,7 @@ Copy = Callable[[], tuple[Workspace, Ledger]]
 
 
 def outlook(ledger: Ledger, name: str) -> PlannedRemoval:
-    return plan_removal(ledger, select_by_name(ledger, [name], removable_fates(False)))
+    return plan_removal(ledger, select_documents_by_name(ledger, [name], list_removable_fates(False)))
 
 
 def one(ledger: Ledger, where: str) -> dict[str, Any]:
@@ -68,16 +68,16 @@ def fates(ledger: Ledger) -> list[tuple[str, str, str | None, str | None]]:
 def trained_once(ledger: Ledger) -> str:
     """A document that the second trunk segment saw in one step, and no other segment."""
     rows = ledger.read("SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL")
-    exposure = Exposure(ledger, {row["key"]: row["token_shard"] for row in rows})
-    seen = {number: set(exposure.steps_by_document(SegmentRow.get(ledger, number))) for number in (1, 2, 3)}
-    return next(key for key in sorted(seen[2] - seen[1] - seen[3]) if len(trace_document(ledger, key)[0]["seen"]) == 1)
+    exposure = DocumentExposure(ledger, {row["key"]: row["token_shard"] for row in rows})
+    seen = {number: set(exposure.list_steps_by_document(SegmentRow.get(ledger, number))) for number in (1, 2, 3)}
+    return next(key for key in sorted(seen[2] - seen[1] - seen[3]) if len(read_document_provenance(ledger, key)[0]["seen"]) == 1)
 
 
 def test_a_removal_masks_the_document_marks_releases_and_estimates_the_cost(copied: Copy) -> None:
     workspace, ledger = copied()
     key = trained_once(ledger)
     found = outlook(ledger, key)
-    (step,) = {seen["step"] for seen in trace_document(ledger, key)[0]["seen"]}
+    (step,) = {seen["step"] for seen in read_document_provenance(ledger, key)[0]["seen"]}
     assert 10 <= step < 20 and found.releases == {1: ([key], True)} and found.fates == {"train": 1}
     start = 15 if step >= 15 else 10
     cost = found.cost
@@ -85,10 +85,10 @@ def test_a_removal_masks_the_document_marks_releases_and_estimates_the_cost(copi
     assert Path(cost.checkpoint).name == f"step-{start:08d}"
     removal = apply_removal(ledger, found, "ann", "asked for")
     assert list_releases_with_removed_data(ledger) == [{"release": 1, "documents": 1, "removal": 1, "exact": True}]
-    assert trace_release(ledger, 1)["marks"] == [
+    assert read_release_provenance(ledger, 1)["marks"] == [
         describe_removed_training_data(list_releases_with_removed_data(ledger)[0])
     ]
-    (shown,) = trace_document(ledger, key)
+    (shown,) = read_document_provenance(ledger, key)
     assert shown["fate"] == "removed" and shown["removal"]["why"] == "asked for" and shown["releases"][0]["times"] == 1
     number = plan_trunk(Plant(workspace, ledger), 5)
     assert read_data_plan(ledger, SegmentRow.get(ledger, number))["masked"] == [key]
@@ -108,11 +108,11 @@ def test_quarantine_and_provenance_agree_about_releases(copied: Copy) -> None:
     _, ledger = copied()
     drawn = trained_once(ledger)
     rows = ledger.read("SELECT key FROM documents WHERE fate = 'train' AND supervised_tokens > 0 ORDER BY key")
-    waiting = next(row["key"] for row in rows if not trace_document(ledger, row["key"])[0]["seen"])
-    assert trace_document(ledger, waiting)[0]["segments"]
+    waiting = next(row["key"] for row in rows if not read_document_provenance(ledger, row["key"])[0]["seen"])
+    assert read_document_provenance(ledger, waiting)[0]["segments"]
     assert quarantine_documents(ledger, [drawn], "ann").data["releases"].data == {"releases": [1]}
     assert quarantine_documents(ledger, [waiting], "ann").data["releases"] == ""
-    assert [trace_document(ledger, key)[0]["releases"] != [] for key in (drawn, waiting)] == [True, False]
+    assert [read_document_provenance(ledger, key)[0]["releases"] != [] for key in (drawn, waiting)] == [True, False]
     assert list_releases_with_removed_data(ledger) == [{"release": 1, "documents": 1, "removal": None, "exact": True}]
 
 
@@ -129,14 +129,14 @@ def test_an_ambiguous_id_removes_no_document(copied: Copy) -> None:
     before = fates(ledger)
     for erase in (True, False):
         with refused("data.ambiguous_id", InputError, documents=2, id="3") as said:
-            select_by_name(ledger, ["3"], removable_fates(erase))
+            select_documents_by_name(ledger, ["3"], list_removable_fates(erase))
         assert all(f"{key} (source " in str(said.value) for key in (first, second))
     home = ["-w", str(workspace.root)]
     done = factory("data", "remove", "--document", "3", "--erase", "--yes", *home)
     assert done.returncode == 2 and "2 documents have the id '3'" in done.stderr and first in done.stderr
     assert fates(ledger) == before
-    assert select_by_name(ledger, [first, "4"], removable_fates(True)).names == (first, copy, other)
-    assert select_by_name(ledger, ["4"], removable_fates(False)).names == (other,)
+    assert select_documents_by_name(ledger, [first, "4"], list_removable_fates(True)).names == (first, copy, other)
+    assert select_documents_by_name(ledger, ["4"], list_removable_fates(False)).names == (other,)
 
 
 def test_an_undo_restores_the_removed_documents(copied: Copy) -> None:
@@ -165,7 +165,7 @@ def test_removed_held_out_documents_are_no_longer_measured(copied: Copy) -> None
     gone = suite.documents[0]
     found = outlook(ledger, gone.key)
     assert found.fates == {"held_out": 1} and not found.releases and found.cost.first_step is None
-    assert "data.measured_without" in codes(found.lines())
+    assert "data.measured_without" in codes(found.format_lines())
     apply_removal(ledger, found, "ann")
     after = build_suite(ledger, EvalPolicy(), "t")
     assert after.sha256 != suite.sha256 and {d.key for d in suite.documents} - {d.key for d in after.documents} == {
@@ -243,9 +243,9 @@ def test_a_release_made_after_a_removal_from_segments_before_it_is_marked(copied
             (number,),
         )
     release_of(ledger, number)
-    said = the(mark_releases_made_after_removals(ledger), "data.release_saw_removed").data
+    said = the(mark_releases_trained_on_removed_documents(ledger), "data.release_saw_removed").data
     assert (said["release"], said["documents"]) == (2, 1) and said["removal"].startswith("removal 1 ")
-    assert mark_releases_made_after_removals(ledger) == [] and [
+    assert mark_releases_trained_on_removed_documents(ledger) == [] and [
         mark["release"] for mark in list_releases_with_removed_data(ledger)
     ] == [1, 2]
 
@@ -291,7 +291,7 @@ def test_the_commands_remove_a_document_and_show_the_removal(copied: Copy) -> No
     assert {json.loads(line)["fate"] for line in listed} == {"train", "removed"}
     data = run("data", "list").stdout
     assert "licence  none" in data and "1 removed" in data and "removal  1 (1" in data
-    assert estimate_retraining_cost(ledger, Exposure(ledger, {})).first_step is None
+    assert estimate_retraining_cost(ledger, DocumentExposure(ledger, {})).first_step is None
     assert "1 document is put back" in run("data", "undo", "1").stdout
 
 

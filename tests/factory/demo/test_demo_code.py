@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from factory.core.errors import FactoryError
-from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
+from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_root
 from factory.demo.demo import use_plain_kernels
 from factory.git.repository import fork_repository, get_live_commit, list_changed_files
 
@@ -17,10 +17,10 @@ PATH = "policies/kernels.yaml"
 
 def test_a_fork_is_a_separate_repository_with_one_file_edited(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(repository="code"))
-    before = get_live_commit(checkout_root())
-    fork_repository(checkout_root(), workspace.repository, {PATH: use_plain_kernels}, "plain")
+    before = get_live_commit(find_checkout_root())
+    fork_repository(find_checkout_root(), workspace.repository, {PATH: use_plain_kernels}, "plain")
     assert workspace.repository == workspace.root / "code"
-    assert get_live_commit(workspace.repository) != before == get_live_commit(checkout_root())
+    assert get_live_commit(workspace.repository) != before == get_live_commit(find_checkout_root())
     assert list_changed_files(workspace.repository) == []
     held = yaml.safe_load((workspace.repository / PATH).read_text())
     chosen = {op: implementation for choice in held.values() for op, implementation in choice.items()}

@@ -39,20 +39,20 @@ def test_minutes_out_of_range_are_one_error(minutes: float) -> None:
 
 @pytest.mark.parametrize("shape", LADDER, ids=str)
 def test_every_shape_is_a_recipe_that_the_trainer_takes(shape: DemoShape) -> None:
-    recipe = Recipe.parse(shape.recipe(RAW))
+    recipe = Recipe.parse(shape.apply_to_recipe(RAW))
     assert (recipe.model.d_model, recipe.batch.sequences) == (shape.d_model, shape.sequences)
-    assert not recipe.model.warnings()
-    assert yaml.safe_load(yaml.safe_dump(shape.recipe(RAW))) == shape.recipe(RAW)
+    assert not recipe.model.list_warnings()
+    assert yaml.safe_load(yaml.safe_dump(shape.apply_to_recipe(RAW))) == shape.apply_to_recipe(RAW)
 
 
 def test_each_shape_of_the_ladder_needs_more_work_than_the_one_before() -> None:
-    work = [Recipe.parse(s.recipe(RAW)).model.flops_per_token() * s.sequences for s in LADDER]
+    work = [Recipe.parse(s.apply_to_recipe(RAW)).model.count_flops_per_token() * s.sequences for s in LADDER]
     ratios = [after / before for before, after in zip(work, work[1:])]
     assert all(1.2 < ratio < 6 for ratio in ratios), ratios
 
 
 def test_a_faster_machine_gets_a_larger_model() -> None:
-    work = {s: Recipe.parse(s.recipe(RAW)).model.flops_per_token() * s.sequences * 256 for s in LADDER}
+    work = {s: Recipe.parse(s.apply_to_recipe(RAW)).model.count_flops_per_token() * s.sequences * 256 for s in LADDER}
     chosen = [
         guess_first_shape(6, {s: flops / rate for s, flops in work.items()}) for rate in (1e9, 2.5e11, 5e11, 1e12, 1e15)
     ]

@@ -6,7 +6,7 @@ import re
 
 from factory.evals.statistics import Gain
 from factory.gates.release.judge import TARGET
-from factory.gates.release.judge_messages import change_message
+from factory.gates.release.judge_messages import make_change_message
 from tests.support.paths import ROOT
 
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -29,7 +29,7 @@ def block(first: str) -> list[str]:
 def test_the_demo_output_in_the_readme_has_the_form_that_the_demo_prints() -> None:
     lines = [form(line) for line in block("held-out bits per byte")]
     gain = Gain(0.098, 0.009, 60, 50.0)
-    said = change_message(TARGET, gain, None, None)
+    said = make_change_message(TARGET, gain, None, None)
     for expected in (
         "held-out bits per byte chat code docs",
         "candidate 9 9.999 9.999 9.999",

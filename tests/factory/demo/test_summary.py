@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from factory.demo.summary import JudgedShardTimes, list_judged_shards, summarise_demo
+from factory.demo.summary import JudgedShardTime, list_judged_shard_times, summarise_demo
 from factory.ledger.ledger import data_plans, segments, shards, token_shards, verdicts
 from factory.ledger.reader import LedgerReader
 from factory.ledger.status import read_status
@@ -70,15 +70,15 @@ def numbers(plant: FilledPlant) -> list[str]:
 
 
 def test_the_time_of_a_shard_ends_at_the_first_verdict_on_a_candidate_trained_on_it(plant: FilledPlant) -> None:
-    assert list_judged_shards(LedgerReader(plant.workspace)) == [
-        JudgedShardTimes("a.jsonl", 1, "promote", 150.5),
-        JudgedShardTimes("b.jsonl", 2, "promote", 64.0),
+    assert list_judged_shard_times(LedgerReader(plant.workspace)) == [
+        JudgedShardTime("a.jsonl", 1, "promote", 150.5),
+        JudgedShardTime("b.jsonl", 2, "promote", 64.0),
     ]
 
 
 def test_the_last_screen_shows_speed_quality_delay_and_cost(plant: FilledPlant) -> None:
     speed, quality, delay, cost = numbers(plant)
-    share = 2000.0 * Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model.flops_per_token() / (2 * PRODUCTS)
+    share = 2000.0 * Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model.count_flops_per_token() / (2 * PRODUCTS)
     assert "2,000 tokens/s in fp32" in speed and f" {share:.0%} of the speed" in speed
     own = read_status(plant.workspace)["candidates"][1]["summary"]["bpb"]
     for domain, bits in own.items():
@@ -94,7 +94,7 @@ def test_the_numbers_of_an_empty_workspace_are_only_the_cost(tmp_path: Path) -> 
 
     workspace = Workspace.create(tmp_path / "empty")
     Ledger.create(workspace.ledger_url)
-    assert list_judged_shards(LedgerReader(workspace)) == []
+    assert list_judged_shard_times(LedgerReader(workspace)) == []
     lines = summarise_demo(workspace, read_status(workspace), 60.0)
     start = lines.index("  IN NUMBERS")
     assert [line.split()[0] for line in lines[start + 1 : lines.index("", start)]] == ["cost"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from factory.code_loop.reverting import open_reverts
+from factory.code_loop.reverting import propose_reverts_of_blamed_patches
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.diagnosis.remedies import (
@@ -28,7 +28,7 @@ from factory.ledger.anomalies import (
     EXPLAINED,
     RELEASE_MARKED,
     list_open_anomalies,
-    newest_details_by_anomaly,
+    read_newest_details_by_anomaly,
 )
 from factory.ledger.ledger import (
     Ledger,
@@ -50,7 +50,7 @@ from factory.release.releases import release_candidate
 from factory.training.planning import (
     RecipeOverride,
     _left_out,
-    find_override,
+    find_recipe_override,
     forecast_trunk,
     load_recipe,
     plan_anneal,
@@ -125,11 +125,11 @@ def test_a_learning_rate_that_removes_an_anomaly_is_used_for_a_while(
         apply_anomaly_policy(ledger, automatic, other).code == "diagnosis.person_decides"
     )  # the rate was already lowered here once
     assert accept_diagnosis(ledger, other, "ada").code == "diagnosis.rate_lowered"
-    assert find_override(ledger, "trunk", None) == RecipeOverride(
+    assert find_recipe_override(ledger, "trunk", None) == RecipeOverride(
         {"optimizer.lr": usual / 100}, 17, f"anomaly {other}: rate"
     )
     reject_diagnosis(ledger, other, "ada")
-    assert find_override(ledger, "trunk", None) is None
+    assert find_recipe_override(ledger, "trunk", None) is None
 
 
 def test_a_rejected_diagnosis_frees_only_its_documents_and_the_policy_spares_them(
@@ -175,7 +175,7 @@ def test_the_policy_does_not_lower_a_learning_rate_after_a_person_rejected_it(
     diagnosed(ledger, other, again, ["rate"], [], override=override)
     assert (
         apply_anomaly_policy(ledger, automatic, other).code == "diagnosis.person_decides"
-        and find_override(ledger, "trunk", None) is None
+        and find_recipe_override(ledger, "trunk", None) is None
     )
 
 
@@ -192,7 +192,7 @@ def test_accepting_a_diagnosis_of_a_replaced_segment_overrides_nothing(
     plan_trunk(Plant(workspace, ledger))
     assert (
         accept_diagnosis(ledger, late, "ada").code == "diagnosis.accepted"
-        and find_override(ledger, "trunk", None) is None
+        and find_recipe_override(ledger, "trunk", None) is None
     )
 
 
@@ -242,7 +242,7 @@ def test_the_learning_rate_is_not_lowered_if_it_is_one_of_two_causes(restored: t
     assert apply_anomaly_policy(ledger, AnomalyPolicy(rate="automatic"), number).data["repeats"] == ""
     assert (
         accept_diagnosis(ledger, number, "ada").code == "diagnosis.accepted"
-        and find_override(ledger, "trunk", None) is None
+        and find_recipe_override(ledger, "trunk", None) is None
     )
 
 
@@ -276,7 +276,7 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_
             reasons=["it is gone without it"], evidence={"anomaly": number},
         )  # fmt: skip
         claim = {"says": "It stays with older weights.", "rests_on": "older weights", "shows": "there"}
-        event = newest_details_by_anomaly(ledger, DIAGNOSED)[number]["event"]
+        event = read_newest_details_by_anomaly(ledger, DIAGNOSED)[number]["event"]
         record_event(
             tx,
             EXPLAINED,
@@ -286,14 +286,14 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_
     assert "undoes proposal 1" in apply_anomaly_policy(ledger, AnomalyPolicy(), number)
     if rejected:
         reject_diagnosis(ledger, number, "ada")
-        assert open_reverts(Plant(workspace, ledger)) == []
+        assert propose_reverts_of_blamed_patches(Plant(workspace, ledger)) == []
         return
-    (opened,) = open_reverts(Plant(workspace, ledger))
+    (opened,) = propose_reverts_of_blamed_patches(Plant(workspace, ledger))
     row = ProposalRow.get(ledger, opened)
     assert row.target == "undo:1" and row.outcome == "promote" and "blames the undone patch" in (row.reasons or [""])[0]
     words = "In a language model's words: It stays with older weights. [older weights: there]"
     assert row.hypothesis.endswith(words) and words in git(workspace.repository, "log", "-1", "--format=%B", row.branch)
-    assert open_reverts(Plant(workspace, ledger)) == []
+    assert propose_reverts_of_blamed_patches(Plant(workspace, ledger)) == []
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import torch
 
 from agents.loss_doctor.arms import AGAIN, OLDER, ReplayArm, ReplayBudgetSpentError
 from agents.loss_doctor.curves import read_step_metrics
-from agents.loss_doctor.doctor import diagnose
-from agents.loss_doctor.suspects import find_documents_typical_of_shards, find_suspects
+from agents.loss_doctor.doctor import diagnose_anomaly
+from agents.loss_doctor.suspects import find_documents_typical_of_shards, find_suspect_documents
 from factory.audit.kept_checkpoints import NEWEST, choose_steps_to_keep, update_kept_checkpoints
-from factory.diagnosis.replay_bench import AnomalyEpisode, EpisodeReplayBench, combine_checkpoints, has_zero_moments
+from factory.diagnosis.replay_bench import AnomalyEpisode, EpisodeReplayBench, write_checkpoint_with_older_weights, has_zero_optimizer_moments
 from factory.runs.arm import Arm
 from factory.runs.live_training import prepare_arm_folder
 from factory.runs.sandboxed_training import ArmRunEnd
@@ -27,7 +27,7 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 from trainer.contract.plan.spec import SegmentSpec
 
 RECIPE = recipe_with(optimizer__lr=1e-2, keep_checkpoints=99, stability__window=16, mixture__weights={"*": 1.0})
@@ -55,12 +55,12 @@ class Live:
             root / "00002", self.plan, RECIPE, first_step=FIRST, last_step=LAST, initial_checkpoint=start
         )
         assert train_here(self.segment) == (0, "")
-        self.anomalies = read_lines(self.segment / "anomalies.jsonl")
+        self.anomalies = read_json_lines(self.segment / "anomalies.jsonl")
 
     def episode(self) -> AnomalyEpisode:
         spec = SegmentSpec.load(self.segment).model_dump() | {"data_plan": _json(self.plan)}
         lines = read_step_metrics(
-            [line for folder in (self.trunk, self.segment) for line in read_lines(folder / "metrics.jsonl")]
+            [line for folder in (self.trunk, self.segment) for line in read_json_lines(folder / "metrics.jsonl")]
         )
         step = next(a["step"] for a in self.anomalies if any(key.startswith("bad-") for key in a["documents"]))
         kind = next(a["kind"] for a in self.anomalies if a["step"] == step)
@@ -147,11 +147,11 @@ def test_the_documents_that_stand_out_are_the_bad_ones(live: Live) -> None:
         scores
     )
     bad = {key for key in in_batch if key.startswith("bad-")}
-    assert bad and set(find_suspects(scores)[: len(bad)]) == bad
+    assert bad and set(find_suspect_documents(scores)[: len(bad)]) == bad
 
 
 def test_a_poisoned_document_is_named_exactly(live: Live) -> None:
-    found = diagnose(live.bench("whole"))
+    found = diagnose_anomaly(live.bench("whole"))
     in_batch = next(a["documents"] for a in live.anomalies if a["step"] == live.episode().onset)
     assert found.causes == ("bad data",), found
     assert set(found.guilty) == {key for key in in_batch if key.startswith("bad-")}
@@ -161,8 +161,8 @@ def test_an_arm_with_older_weights_replays_the_same_steps(live: Live, tmp_path: 
     episode = live.episode()
     older = episode.find_older_checkpoint()
     assert older is not None and older[0] < episode.newest_checkpoint[0]
-    grafted = combine_checkpoints(older[1], episode.newest_checkpoint[1], tmp_path)
-    a, b, c = (checkpoints.load(path) for path in (grafted, older[1], episode.newest_checkpoint[1]))
+    grafted = write_checkpoint_with_older_weights(older[1], episode.newest_checkpoint[1], tmp_path)
+    a, b, c = (checkpoints.load_checkpoint(path) for path in (grafted, older[1], episode.newest_checkpoint[1]))
     assert a.state == c.state and all(torch.equal(a.model[key], b.model[key]) for key in b.model)
     outcome = live.bench("older").run(ReplayArm(OLDER, start="older weights"))
     assert [point.step for point in outcome.curve] == list(
@@ -180,10 +180,10 @@ def test_a_replay_that_fails_says_why(live: Live) -> None:
 
 def test_a_checkpoint_whose_moments_are_all_zero_is_recognised(live: Live, tmp_path: Path) -> None:
     path = live.episode().newest_checkpoint[1]
-    assert not has_zero_moments(path)
-    held = checkpoints.load(path)
+    assert not has_zero_optimizer_moments(path)
+    held = checkpoints.load_checkpoint(path)
     zeroed = {key: tensor * 0 if key.startswith("exp_avg") else tensor for key, tensor in held.optimizer.items()}
-    assert has_zero_moments(checkpoints.save(tmp_path, Checkpoint(held.model, zeroed, held.state)))
+    assert has_zero_optimizer_moments(checkpoints.save_checkpoint(tmp_path, Checkpoint(held.model, zeroed, held.state)))
 
 
 def test_kept_checkpoints_remain_after_the_trainer_removes_its_own(live: Live, tmp_path: Path) -> None:
@@ -193,14 +193,14 @@ def test_kept_checkpoints_remain_after_the_trainer_removes_its_own(live: Live, t
     for step, path in every:
         for _, old in checkpoints.list_checkpoints(source)[:-1]:
             old.unlink()
-        (source / checkpoints.checkpoint_name(step)).symlink_to(path)  # refused: a rung is no link
+        (source / checkpoints.format_checkpoint_name(step)).symlink_to(path)  # refused: a rung is no link
         update_kept_checkpoints(source, target, every=5)
     assert not checkpoints.list_checkpoints(target)
     for number, (_, path) in enumerate(every):
         for _, old in checkpoints.list_checkpoints(source):
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
-        held = checkpoints.load(path)
-        checkpoints.save(source, held)
+        held = checkpoints.load_checkpoint(path)
+        checkpoints.save_checkpoint(source, held)
         update_kept_checkpoints(source, target, every=5)
         steps = [step for step, _ in every[: number + 1]]
         assert [step for step, _ in checkpoints.list_checkpoints(target)] == choose_steps_to_keep(steps, 5)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from factory.diagnosis.diagnosing import RecordedAnomaly, changed_recipe_keys, find_episodes, find_previous_weights
+from factory.diagnosis.diagnosing import RecordedAnomaly, find_changed_recipe_keys, find_episodes, find_previous_domain_weights
 from factory.diagnosis.new_documents import compare_new_documents
 from tests.support.trainer.segments import plan_of, recipe_with
 from trainer.contract.data.data_order import DataOrder
@@ -66,12 +66,12 @@ def test_reshuffling_gives_other_documents_and_keeps_the_cursor_valid(tmp_path: 
     plan = plan_of(stored(tmp_path, documents("chat", "chat", 10)), weights={"*": 1.0})
     sizes = {"context": RECIPE.model.context, "batch": RECIPE.batch, "vocab_size": RECIPE.model.vocab_size}
     order = DataOrder(plan, **sizes)
-    order.next_rows()
+    order.draw_next_rows()
     state = order.state_dict()
     other = plan.model_copy(update={"reshuffled": 1})
     assert other.id != plan.id and "reshuffled" not in plan.to_json()
-    same, next_ones = (DataOrder(p, **sizes, state=state).next_rows() for p in (plan, other))
-    assert order.next_rows() == same != next_ones
+    same, next_ones = (DataOrder(p, **sizes, state=state).draw_next_rows() for p in (plan, other))
+    assert order.draw_next_rows() == same != next_ones
 
 
 def test_an_impossible_onset_that_the_trainer_reports_is_ignored() -> None:
@@ -85,7 +85,7 @@ def test_an_impossible_onset_that_the_trainer_reports_is_ignored() -> None:
 
 
 def test_changes_before_an_anomaly_are_found() -> None:
-    assert changed_recipe_keys({"optimizer": {"lr": 1.0}, "schedule": {}, "stability": {"grad_clip": 2.0}},
+    assert find_changed_recipe_keys({"optimizer": {"lr": 1.0}, "schedule": {}, "stability": {"grad_clip": 2.0}},
                          {"optimizer": {"lr": 1.0}, "schedule": {}, "stability": {"grad_clip": 1.0}}) == {"stability.grad_clip": 1.0}  # fmt: skip
     plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}
-    assert find_previous_weights(plan, plan, 10, 12) is None
+    assert find_previous_domain_weights(plan, plan, 10, 12) is None

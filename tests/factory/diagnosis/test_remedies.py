@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from factory.code_loop.approvals import approve
-from factory.code_loop.reverting import open_reverts
+from factory.code_loop.approvals import merge_promoted_proposal
+from factory.code_loop.reverting import propose_reverts_of_blamed_patches
 from factory.diagnosis.diagnosing import diagnose_and_act
-from factory.duties.runner import run_pass
+from factory.duties.runner import run_duty_pass
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import get_live_commit
 from factory.ledger.anomalies import find_next_undiagnosed_anomaly, list_anomalies, list_open_anomalies
@@ -55,14 +55,14 @@ def test_a_learning_rate_that_is_too_high_is_lowered_for_the_spoiled_steps(tmp_p
     policy = (ROOT / "policies" / "anomalies.yaml").read_text()
     policy = policy.replace("rate: ask ", "rate: automatic ").replace("rate_steps: 100", "rate_steps: 6")
     (workspace.root / "policies" / "anomalies.yaml").write_text(policy)
-    run_pass(Plant(workspace, ledger), settle=0.0)
+    run_duty_pass(Plant(workspace, ledger), settle=0.0)
 
     path = workspace.root / "policies" / "recipes" / "tiny.yaml"  # a person raises the rate, and takes clipping away
     recipe = yaml.safe_load(path.read_text())
     recipe["optimizer"]["lr"], recipe["stability"]["grad_clip"] = 100 * usual, 1e6
     path.write_text(yaml.safe_dump(recipe))
     write_more(workspace.inbox / "more.jsonl")
-    run_pass(Plant(workspace, ledger), settle=0.0)
+    run_duty_pass(Plant(workspace, ledger), settle=0.0)
 
     rows = SegmentRow.select(ledger, "WHERE id > 2 ORDER BY id")
     spoiled, again = rows[:2]
@@ -92,7 +92,7 @@ def test_a_merged_patch_that_spoils_later_steps_is_named_and_undone(tmp_path: Pa
     assert any(arm["arm"] == "previous commit" and arm["fires"] is False for arm in found["arms"]), found["arms"]
     assert found["done"].data["reverts"].data == {"proposals": [1]}
 
-    (opened,) = open_reverts(Plant(workspace, ledger))
+    (opened,) = propose_reverts_of_blamed_patches(Plant(workspace, ledger))
     assert ProposalRow.get(ledger, opened).target == "undo:1"
-    assert approve(Plant(workspace, ledger), opened, "ada") == get_live_commit(workspace.repository)
+    assert merge_promoted_proposal(Plant(workspace, ledger), opened, "ada") == get_live_commit(workspace.repository)
     assert old in (workspace.repository / "trainer/run.py").read_text()

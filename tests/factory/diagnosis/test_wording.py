@@ -28,7 +28,7 @@ from factory.ledger.anomalies import (
     EXPLAINED,
     find_explanation,
     find_next_unexplained_episode,
-    newest_details_by_anomaly,
+    read_newest_details_by_anomaly,
 )
 from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record_event
 from factory.ledger.plant import Plant
@@ -149,7 +149,7 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
         ("rate × 0.1", "gone"), ("loss", "3.25 before the anomaly, 9.5 at the largest deviation"),
     ]  # fmt: skip
     # It named other causes, documents and another remedy: nothing of the record is another.
-    assert ledger_but_words(ledger) == before and newest_details_by_anomaly(ledger, DIAGNOSED)[number]["causes"] == [
+    assert ledger_but_words(ledger) == before and read_newest_details_by_anomaly(ledger, DIAGNOSED)[number]["causes"] == [
         "rate"
     ]
     for shown in (page_of(workspace, ledger, number), show(workspace, number)):
@@ -167,7 +167,7 @@ def test_documents_reach_the_model_only_if_the_policy_allows_them(
     workspace, ledger = made
     for count in (0, 2):
         number = diagnosed(workspace, ledger)
-        keys = newest_details_by_anomaly(ledger, DIAGNOSED)[number]["triggers"]
+        keys = read_newest_details_by_anomaly(ledger, DIAGNOSED)[number]["triggers"]
         names = [ledger.read("SELECT id FROM documents WHERE key = :key", key=key)[0]["id"] for key in keys]
         with ReplayServer(recorded("doctor")) as server:
             configure(workspace, server.url, diagnosis_documents=count)
@@ -175,7 +175,7 @@ def test_documents_reach_the_model_only_if_the_policy_allows_them(
         asked = server.requests[0]["messages"][1]["content"]
         assert asked.count("the beginning of a document") == count and len(asked) < 8000
         assert sum(name in asked for name in names) == count
-    detail = newest_details_by_anomaly(ledger, DIAGNOSED)[number]
+    detail = read_newest_details_by_anomaly(ledger, DIAGNOSED)[number]
     facts = make_diagnosis_facts(detail, [], [{"id": HOSTILE, "domain": "code", "source": HOSTILE, "text": HOSTILE}])
     assert (
         facts.documents and facts.look_up_fact(facts.documents[0][0]) is None
@@ -259,7 +259,7 @@ def test_after_a_kill_the_model_is_asked_once_more(made: tuple[Workspace, Ledger
 def test_after_two_kills_the_model_is_never_asked_again(made: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = made
     number = diagnosed(workspace, ledger)
-    event, commit = newest_details_by_anomaly(ledger, DIAGNOSED)[number]["event"], SegmentRow.get(ledger, 1).code_commit
+    event, commit = read_newest_details_by_anomaly(ledger, DIAGNOSED)[number]["event"], SegmentRow.get(ledger, 1).code_commit
     left = {"agent": "loss-doctor", "asked": f"diagnosis:{event}", "base_commit": commit, "profile": 0}
     with ledger.begin() as tx:  # as two killed processes leave it
         agent_runs.create(tx, checkfirst=True)
@@ -281,7 +281,7 @@ def test_a_diagnosis_is_described_again_only_when_it_is_made_again(made: tuple[W
     with ReplayServer(recorded("doctor")) as server:
         configure(workspace, server.url)
         describe_waiting_diagnoses(Plant(workspace, ledger))
-        detail = newest_details_by_anomaly(ledger, DIAGNOSED)[number]
+        detail = read_newest_details_by_anomaly(ledger, DIAGNOSED)[number]
         with ledger.begin() as tx:
             record_event(tx, DIAGNOSED, Subject("anomaly", number), {k: v for k, v in detail.items() if k != "event"})
         assert find_explanation(ledger, number) is None and find_next_unexplained_episode(ledger) == number

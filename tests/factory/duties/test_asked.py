@@ -13,17 +13,17 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.duties.duty import Duty, DutyTask
 from factory.duties.requests import ASKED
-from factory.duties.runner import run_pass
+from factory.duties.runner import run_duty_pass
 from factory.duties.table import DUTIES
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.anomalies import CLOSED, list_open_anomalies, newest_details_by_anomaly
+from factory.ledger.anomalies import CLOSED, list_open_anomalies, read_newest_details_by_anomaly
 from factory.ledger.ledger import Ledger, candidates, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.release import releases
 from factory.release.releases import release_candidate
-from factory.retrying.requests import RewoundError, open_requests, record_request_done, request_actions
-from factory.retrying.trainer_deaths import REFUSED, TrainerFailure, record_death
+from factory.retrying.requests import WorkInvalidatedError, list_open_requests, record_finished_request, request_actions
+from factory.retrying.trainer_deaths import REFUSED, TrainerFailure, record_trainer_death
 from factory.training import planning
 from factory.training.planning import plan_trunk
 from factory.training.segment_folder import record_segment_done
@@ -72,7 +72,7 @@ def test_anomalies_are_answered_and_a_segment_rewound_while_the_workspace_is_in_
     assert not list_open_anomalies(ledger, KINDS) and SegmentRow.get(ledger, 1).state == "rewound"
     with refused("diagnosis.closed", InputError, anomaly=first, how="accepted"):
         raise command_here("anomalies", "accept", str(first), home=workspace).exception or AssertionError
-    assert newest_details_by_anomaly(ledger, CLOSED)[first]["how"] == "accepted"
+    assert read_newest_details_by_anomaly(ledger, CLOSED)[first]["how"] == "accepted"
 
 
 # -- what the daemon was doing at that moment is given up -----------------------------------------------------------------
@@ -89,10 +89,10 @@ def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
     number = plan_trunk(Plant(workspace, ledger))
     planned = SegmentRow.get(ledger, number)
     rewind_here(workspace, number)
-    with refused("retrying.rewound", RewoundError, segment=number):
+    with refused("retrying.rewound", WorkInvalidatedError, segment=number):
         record_segment_done(ledger, planned, Path(row.folder), dict(row.result or {}))
-    with pytest.raises(RewoundError):
-        record_death(ledger, planned, TrainerFailure(REFUSED, "ended"), 1, 1, final=True)
+    with pytest.raises(WorkInvalidatedError):
+        record_trainer_death(ledger, planned, TrainerFailure(REFUSED, "ended"), 1, 1, park_now=True)
     assert SegmentRow.get(ledger, number).state == "rewound"
 
 
@@ -101,7 +101,7 @@ def test_a_plan_that_a_rewind_made_out_of_date_is_made_again(
 ) -> None:
     workspace, ledger = restored
     monkeypatch.setattr(planning, "_refuse_padding", lambda *_: rewind_here(workspace, 1))  # in the midst of the plan
-    with refused("retrying.plan_out_of_date", RewoundError):
+    with refused("retrying.plan_out_of_date", WorkInvalidatedError):
         plan_trunk(Plant(workspace, ledger))
     assert [row.state for row in SegmentRow.select(ledger)] == ["rewound"], "none was planned after it"
     monkeypatch.undo()
@@ -145,7 +145,7 @@ def test_the_daemon_does_each_request_to_judge_diagnose_or_audit_once(restored: 
         assert f"{asked}: diagnose 1 (" in factory("diagnose", "1", "--steps", "7", *home).stdout
         assert f"{asked}: audit 1 (" in command_here("audit", "--segment", "1", home=workspace).stdout
         assert factory("diagnose", "9", *home).returncode == 2
-    wanted = open_requests(ledger)
+    wanted = list_open_requests(ledger)
     assert list(wanted) == [f"judge {candidate}", f"diagnose {anomaly}", "audit 1"]
     assert wanted[f"diagnose {anomaly}"]["replayed_steps"] == 7
     shown = [line for line in command_here("status", home=workspace).stdout.splitlines() if line.startswith("asked")]
@@ -158,9 +158,9 @@ def test_the_daemon_does_each_request_to_judge_diagnose_or_audit_once(restored: 
     def doing(duty: Duty) -> Duty:
         return replace(duty, do=lambda _, subject, **how: done.append((duty.name, subject, how)))
 
-    run_pass(Plant(workspace, ledger), duties=only_asked(doing))
+    run_duty_pass(Plant(workspace, ledger), duties=only_asked(doing))
     assert done == [("judge", 1, {}), ("diagnose", anomaly, {"replayed_steps": 7}), ("audit", 1, {})]
-    assert not open_requests(ledger) and next_due(Plant(workspace, ledger)) == before
+    assert not list_open_requests(ledger) and next_due(Plant(workspace, ledger)) == before
     assert "asked" not in command_here("status", home=workspace).stdout
 
 
@@ -170,32 +170,32 @@ def test_no_request_is_recorded_while_another_command_holds_the_workspace(restor
     candidate_of(ledger, 1)
     with at_work(workspace, "factory"):
         said = command_here("evaluate", "1", home=workspace)
-    assert says(said.exception.message, (HOW, {})) and not open_requests(ledger)
+    assert says(said.exception.message, (HOW, {})) and not list_open_requests(ledger)
 
 
 def test_a_request_that_is_repeated_during_its_work_is_done_again(ledger: Ledger) -> None:
     judge = "judge 3"
     request_actions(ledger, [judge], "ann")
-    begun = open_requests(ledger)[judge]["event"]
+    begun = list_open_requests(ledger)[judge]["event"]
     request_actions(ledger, [judge], "bo")
-    record_request_done(ledger, judge, begun)
-    assert open_requests(ledger)[judge]["by"] == "bo"
-    record_request_done(ledger, judge, open_requests(ledger)[judge]["event"])
-    assert not open_requests(ledger)
+    record_finished_request(ledger, judge, begun)
+    assert list_open_requests(ledger)[judge]["by"] == "bo"
+    record_finished_request(ledger, judge, list_open_requests(ledger)[judge]["event"])
+    assert not list_open_requests(ledger)
 
 
 def test_an_impossible_request_is_reported_once(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     request_actions(ledger, ["audit 1", "jugde 1", "judge one"], "ann")
     said = Said()
-    run_pass(Plant(workspace, ledger, said), duties=only_asked(lambda duty: duty))
+    run_duty_pass(Plant(workspace, ledger, said), duties=only_asked(lambda duty: duty))
     assert ["'jugde 1'" in said.lines[0], "'judge one'" in said.lines[1]] == [True, True] and len(said.lines) == 3
     assert codes(said.lines)[2] == "duties.request_refused" and said.lines[2].data["errand"] == "audit 1"  # type: ignore[attr-defined]
     with refused("duties.unknown", InputError, request="jugde 1", duty="jugde"):
         DutyTask.parse("jugde 1", DUTIES)
     with refused("duties.no_number", InputError, request="judge one", number="one"):
         DutyTask.parse("judge one", DUTIES)
-    assert not open_requests(ledger)
+    assert not list_open_requests(ledger)
 
 
 def test_a_request_is_not_lost_to_a_fault_of_the_machine(restored: tuple[Workspace, Ledger]) -> None:
@@ -207,8 +207,8 @@ def test_a_request_is_not_lost_to_a_fault_of_the_machine(restored: tuple[Workspa
             Tokenizer.load(workspace.tokenizer)
 
     with pytest.raises(InputError, match="Too many open files"):
-        run_pass(Plant(workspace, ledger), duties=only_asked(lambda duty: replace(duty, do=fails)))
-    assert list(open_requests(ledger)) == ["judge 1"]
+        run_duty_pass(Plant(workspace, ledger), duties=only_asked(lambda duty: replace(duty, do=fails)))
+    assert list(list_open_requests(ledger)) == ["judge 1"]
 
 
 # -- what is refused says what to do ------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ import pytest
 
 from factory.core.errors import ConfigError, DiskFullError
 from factory.core.workspace import Workspace
-from factory.duties.back_off import DutyTaskRetries
+from factory.duties.back_off import RetryingDutyTaskRunner
 from factory.duties.duty import Duty, always_due
-from factory.duties.runner import run_daemon, run_pass
+from factory.duties.runner import run_daemon, run_duty_pass
 from factory.ingest.inbox import ingest_inbox_file, list_complete_files
 from factory.ledger.file_events import SMALL_VOCABULARY, read_held_files
 from factory.ledger.ledger import Ledger, record_event, segments
@@ -96,7 +96,7 @@ def test_a_task_with_a_lasting_fault_does_not_block_other_tasks(
 ) -> None:
     """In every pass the trainer reports a full disk. The errand is the first of each pass, and ends the pass."""
     now = [0.0]
-    back_off, turns = DutyTaskRetries(Plant(workspace, ledger)), []
+    back_off, turns = RetryingDutyTaskRunner(Plant(workspace, ledger)), []
     back_off.backoff = FailureWaits(1.0, 600.0, lambda: now[0])
 
     def train() -> None:
@@ -120,7 +120,7 @@ def test_success_after_a_failure_of_an_earlier_daemon_is_reported(workspace: Wor
     first.on[f"export {number} failed"] = enough
     run_until(workspace, ledger, first)
     assert [one["what"] for one in list_failing_actions(ledger)] == [f"export {number}"]
-    back_off = DutyTaskRetries(Plant(workspace, ledger, second := Listener()))
+    back_off = RetryingDutyTaskRunner(Plant(workspace, ledger, second := Listener()))
     assert back_off.try_task(f"export {number}", lambda: None) and not list_failing_actions(ledger)
     assert second.lines[-1].strip().startswith(f"export {number} works again")
 
@@ -174,12 +174,12 @@ def test_a_duty_that_always_raises_is_reported_once_and_others_continue(workspac
         once_a_pass("serve"),
     )
     now = [0.0]
-    back_off = DutyTaskRetries(Plant(workspace, ledger, listener := Listener()))
+    back_off = RetryingDutyTaskRunner(Plant(workspace, ledger, listener := Listener()))
     back_off.backoff = FailureWaits(10.0, 600.0, lambda: now[0])
     for _ in range(12):
         now[0] += 5.0
         passes[0] += 1
-        assert run_pass(Plant(workspace, ledger), attempts=back_off, duties=table) == 2
+        assert run_duty_pass(Plant(workspace, ledger), attempts=back_off, duties=table) == 2
         back_off.record_pass_end()
     assert turns == [f"{name} {number}" for number in range(1, 13) for name in ("cook", "serve")]
     names = ["tidy", "check if sort is due", "wash 1", "wash 2"]
@@ -190,7 +190,7 @@ def test_a_duty_that_always_raises_is_reported_once_and_others_continue(workspac
         "at 5, 15 and 35 s of sixty: it rests longer each time"
     )
     with pytest.raises(RuntimeError):
-        run_pass(Plant(workspace, ledger), duties=table)
+        run_duty_pass(Plant(workspace, ledger), duties=table)
 
 
 def test_the_daemon_waits_for_a_locked_ledger(workspace: Workspace, ledger: Ledger) -> None:
@@ -287,5 +287,5 @@ def test_only_a_recurring_duty_may_repeat_the_same_subject_many_times(
     taken: list[object] = []
     due = lambda look: [workspace.inbox / "new.jsonl"] if len(taken) < 6 else []
     duty = Duty("take", "", due, lambda plant, path: taken.append(path), recurs=recurs)
-    run_pass(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=DutyTaskRetries(Plant(workspace, ledger)))
+    run_duty_pass(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=RetryingDutyTaskRunner(Plant(workspace, ledger)))
     assert len(taken) == times

@@ -11,11 +11,11 @@ import sqlalchemy as sa
 
 from factory.cli.config import write_key
 from factory.core.workspace import Workspace, WorkspaceConfig
-from factory.duties.runner import run_pass
+from factory.duties.runner import run_duty_pass
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.status.status import status_facts
+from factory.status.status import read_status_facts
 from tests.support.factory.made_up_text import prose, use_small_vocabulary
 
 opened: list[str] = []
@@ -47,21 +47,21 @@ def test_an_idle_pass_opens_no_token_shard(tmp_path: Path, code_repository: Path
     ingest(workspace, ledger, 0, 20)
     watching[:] = [workspace.shards]
     try:
-        assert run_pass(Plant(workspace, ledger), endless=True) == 0
+        assert run_duty_pass(Plant(workspace, ledger), endless=True) == 0
         first, events = len(opened), ledger.read("SELECT COUNT(*) AS n FROM events")
         assert first > 0, "the first look opens them"
         statements: list[str] = []
         sa.event.listen(ledger.engine, "before_cursor_execute", lambda *values: statements.append(values[2]))
         for _ in range(5):
-            assert run_pass(Plant(workspace, ledger), endless=True) == 0
+            assert run_duty_pass(Plant(workspace, ledger), endless=True) == 0
         assert 0 < len(statements) <= 5 * 68, "a pass that finds nothing to do reads no more of the ledger than it did"
         assert opened[first:] == [] and ledger.read("SELECT COUNT(*) AS n FROM events") == events
-        missing = status_facts(workspace)["data_ahead"]["missing_tokens"]
+        missing = read_status_facts(workspace)["data_ahead"]["missing_tokens"]
         assert missing > 0
         watching.clear()
         ingest(workspace, ledger, 20, 10)
         watching.append(workspace.shards)
-        assert run_pass(Plant(workspace, ledger), endless=True) == 0 and len(opened) > first, "something changed"
-        assert 0 < status_facts(workspace)["data_ahead"]["missing_tokens"] < missing
+        assert run_duty_pass(Plant(workspace, ledger), endless=True) == 0 and len(opened) > first, "something changed"
+        assert 0 < read_status_facts(workspace)["data_ahead"]["missing_tokens"] < missing
     finally:
         watching.clear()

@@ -22,8 +22,8 @@ import sympy  # noqa: F401
 
 from factory.core.workspace import Workspace
 from factory.data.removing import apply_removal, plan_removal
-from factory.data.selecting import removable_fates, select_by_name
-from factory.duties.runner import run_pass
+from factory.data.selecting import list_removable_fates, select_documents_by_name
+from factory.duties.runner import run_duty_pass
 from factory.duties.table import DUTIES
 from factory.ingest.inbox import ingest_inbox_file
 from factory.ledger.ledger import Ledger
@@ -61,7 +61,7 @@ def changed(plant: Plant) -> None:
 def taken_out(plant: Plant) -> None:
     keys = plant.ledger.read("SELECT key FROM documents WHERE fate = 'train' AND domain = 'docs' ORDER BY key LIMIT 2")
     chosen = plan_removal(
-        plant.ledger, select_by_name(plant.ledger, [row["key"] for row in keys], removable_fates(True)), True
+        plant.ledger, select_documents_by_name(plant.ledger, [row["key"] for row in keys], list_removable_fates(True)), True
     )
     apply_removal(plant.ledger, chosen, "ann", "law", erase=True)
 
@@ -187,7 +187,7 @@ def test_the_next_pass_completes_a_duty_that_was_killed_at_many_more_moments(nam
 
 def killed_and_finished(name: str, saved_once: SavedPlant, kills: int) -> None:
     table = tuple(duty for duty in DUTIES if duty.name == name.partition(":")[0])
-    a_pass = lambda plant: run_pass(plant, settle=0.0, duties=table)
+    a_pass = lambda plant: run_duty_pass(plant, settle=0.0, duties=table)
     site, root = saved_once.folder, saved_once.workspace.root
     prepare, _ = SCENES[name]
 

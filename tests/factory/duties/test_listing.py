@@ -7,7 +7,7 @@ import time
 
 from factory.core.workspace import Workspace
 from factory.duties.duty import Duty, DutyTask, always_due
-from factory.duties.listing import NAME, collect_duty_facts, read_duty_note, write_duty_note
+from factory.duties.listing import NAME, collect_duty_facts, read_duty_status_file, write_duty_status_file
 from factory.duties.table import DUTIES
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -23,8 +23,8 @@ def test_factory_duties_lists_due_held_resting_and_done_duties(workspace: Worksp
     pause_daemon(ledger, TRAINING, "ada", "lunch")
     backoff = FailureWaits(60.0, 600.0)
     backoff.record_failure(f"export {first}", "its checkpoint is gone")
-    write_duty_note(
-        workspace, backoff.failure_states(), DutyTask(next(duty for duty in DUTIES if duty.name == "judge"), 3)
+    write_duty_status_file(
+        workspace, backoff.list_failures_by_key(), DutyTask(next(duty for duty in DUTIES if duty.name == "judge"), 3)
     )
     policies = workspace.root / "policies"
     policies.mkdir(exist_ok=True)
@@ -49,19 +49,19 @@ def test_factory_duties_lists_due_held_resting_and_done_duties(workspace: Worksp
 def test_the_note_of_the_daemon_is_written_only_when_its_content_changes(workspace: Workspace) -> None:
     backoff = FailureWaits(60.0, 600.0)
     backoff.record_failure("judge 3", "no")
-    write_duty_note(workspace, backoff.failure_states())
+    write_duty_status_file(workspace, backoff.list_failures_by_key())
     written = (workspace.logs / NAME).stat()
     time.sleep(0.01)
-    write_duty_note(workspace, backoff.failure_states())
+    write_duty_status_file(workspace, backoff.list_failures_by_key())
     assert (workspace.logs / NAME).stat().st_ino == written.st_ino, "an idle pass writes nothing"
     backoff.record_failure("judge 3", "no")
-    write_duty_note(workspace, backoff.failure_states())
-    assert read_duty_note(workspace)["rests"]["judge 3"]["failures"] == 2
+    write_duty_status_file(workspace, backoff.list_failures_by_key())
+    assert read_duty_status_file(workspace)["rests"]["judge 3"]["failures"] == 2
     backoff.record_success("judge 3")
-    write_duty_note(workspace, backoff.failure_states(), DutyTask(Duty("judge", "", always_due, always_due), 3))
+    write_duty_status_file(workspace, backoff.list_failures_by_key(), DutyTask(Duty("judge", "", always_due, always_due), 3))
     assert (
-        read_duty_note(workspace)["rests"] == {} and read_duty_note(workspace)["done"]["judge"]["errand"] == "judge 3"
+        read_duty_status_file(workspace)["rests"] == {} and read_duty_status_file(workspace)["done"]["judge"]["errand"] == "judge 3"
     )
     (workspace.logs / NAME).write_text("[")
-    assert read_duty_note(workspace) == {"done": {}, "rests": {}}
+    assert read_duty_status_file(workspace) == {"done": {}, "rests": {}}
     assert collect_duty_facts(Plant(workspace, Ledger.create(workspace.ledger_url)))

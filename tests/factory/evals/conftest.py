@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from factory.evals.export_parity import expected_export
+from factory.evals.export_parity import compute_expected_export
 from factory.ledger.ledger import checkpoints, record_event, segments
 from factory.ledger.rows import CandidateRow
 from tests.support.factory.export_breaks import RECIPE, checkpoint_of
 from tests.support.factory.exports import FilledPlant, plant_of_one_thread
-from trainer.contract.checkpoint.export import export as write_export
+from trainer.contract.checkpoint.export import export_checkpoint as write_export
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,6 @@ def sound(plant: FilledPlant, checkpoint: Path) -> CandidateRow:
     with plant.ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == number).values(recipe_json=RECIPE.model_dump()))
         tx.execute(checkpoints.update().where(checkpoints.c.segment == number).values(path=str(checkpoint)))
-        made = expected_export(checkpoint, RECIPE.model_dump())
+        made = compute_expected_export(checkpoint, RECIPE.model_dump())
         record_event(tx, "candidate", f"candidate:{number}", {"segment": number, "made": made.to_json()})
     return CandidateRow.get(plant.ledger, number)

@@ -167,7 +167,7 @@ def shard_with(
     def documents() -> Iterator[TokenizedDocument]:
         for row in rows:
             start, stop = row["start"], row["start"] + row["length"]
-            ids, mask = change(plant.shard.tokens[start:stop].copy(), plant.shard.loss_mask(start, stop).copy())
+            ids, mask = change(plant.shard.tokens[start:stop].copy(), plant.shard.read_loss_mask(start, stop).copy())
             yield TokenizedDocument(row["key"], row["key"], row["domain"], "s", "psf", ids.astype(np.uint32), mask)
 
     return write_token_shard(
@@ -210,7 +210,7 @@ def test_each_error_of_the_trainer_fails_its_own_check(
         for number, (change, sha256) in enumerate(changes):
             found = trainer_checks(plant, sound, shard_with(plant, tmp_path / f"{name}{number}", change, sha256))
             assert {name for name, ok in found.items() if not ok} == {name}, found
-    tokens, mask = DocumentStream.tokens, DocumentStream.target_mask
+    tokens, mask = DocumentStream.read_piece_tokens, DocumentStream.read_target_mask
     for attribute, slipped in {
         "tokens": lambda self, piece: tokens(self, piece)[::-1],
         "target_mask": lambda self, piece: ~np.broadcast_to(mask(self, piece), (piece.positions,)),

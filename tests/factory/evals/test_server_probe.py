@@ -10,7 +10,7 @@ import pytest
 
 from factory.evals.parity import _logits, _server, _smoke
 from factory.evals.probes import server
-from factory.evals.probes.server import ProbeAnswer, run_probe
+from factory.evals.probes.server import ProbeAnswer, run_transformers_probe
 from factory.evals.reference_model import ReferenceModel
 from factory.ingest.tokenizer import Tokenizer, train_tokenizer
 from tests.support.factory.exports import FAMILIES, VOCAB, corpus, save_export, tiny_model
@@ -30,7 +30,7 @@ def ask(export: Path) -> ProbeAnswer:
         "export": str(export), "texts": ["def f(): pass"], "chats": [], "waiting": [], "tools": [], "logits_of": IDS, "generate": IDS[:8],
         "stop_ids": [0, 2], "max_new_tokens": 12, "memory_mib": 8192,
     }  # fmt: skip
-    return run_probe(request, 120)
+    return run_transformers_probe(request, 120)
 
 
 @pytest.mark.slow("a server for each family; tests/factory/gates/test_release_gate.py asks one of the first")
@@ -72,7 +72,7 @@ def test_a_time_limit_is_not_held_against_the_export(monkeypatch: pytest.MonkeyP
     endless.write_text("import time\nwhile True: time.sleep(1)\n")
     monkeypatch.setattr(server, "PROBE", endless)
     monkeypatch.setattr(server, "AGAIN", 2)
-    served = run_probe({}, 1)
+    served = run_transformers_probe({}, 1)
     assert (
         served.out_of_time
         and says(served.problem, ("server.late", {"seconds": 2}))

@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from factory.evals.statistics import CLOZE, Gain, compare_items, difference_of_gains, holm_step_down
+from factory.evals.statistics import CLOZE, Gain, compare_items, subtract_gains, run_holm_step_down
 from factory.evals.tasks import EvalItem
 
 
@@ -32,10 +32,10 @@ def test_gain_is_champion_minus_candidate_in_bits_per_byte_and_cloze_the_other_w
     assert target.gain == pytest.approx(0.05 / math.log(2))
     assert compare_items(ours, theirs, {"docs": 1.0})[0].gain == 0
     assert (
-        guards[CLOZE].confidence_bound(0.05 / 3)
-        < guards[CLOZE].confidence_bound(0.05)
+        guards[CLOZE].compute_confidence_bound(0.05 / 3)
+        < guards[CLOZE].compute_confidence_bound(0.05)
         < 0.1
-        < guards[CLOZE].confidence_bound(0.05, above=True)
+        < guards[CLOZE].compute_confidence_bound(0.05, above=True)
     )
 
 
@@ -59,8 +59,8 @@ def test_the_interval_of_many_documents_is_that_of_the_normal_distribution() -> 
     error = differences.std(ddof=1) / math.sqrt(400) / 100 / math.log(2)
     z = NormalDist().inv_cdf(0.975)
     assert target.error == pytest.approx(error, rel=0.01)
-    assert target.confidence_bound(0.025) == pytest.approx(target.gain - z * error, abs=0.02 * error)
-    assert target.confidence_bound(0.025, above=True) == pytest.approx(target.gain + z * error, abs=0.02 * error)
+    assert target.compute_confidence_bound(0.025) == pytest.approx(target.gain - z * error, abs=0.02 * error)
+    assert target.compute_confidence_bound(0.025, above=True) == pytest.approx(target.gain + z * error, abs=0.02 * error)
 
 
 def test_a_cluster_counts_once_however_many_items_it_has() -> None:
@@ -69,7 +69,7 @@ def test_a_cluster_counts_once_however_many_items_it_has() -> None:
     target, guards = compare_items(ours, theirs, {})
     assert target.clusters == guards["code"].clusters == 4
     assert target.effective == pytest.approx(4)
-    assert target.confidence_bound(0.025) <= 0.001  # one of the four sources shows no gain, and four are few
+    assert target.compute_confidence_bound(0.025) <= 0.001  # one of the four sources shows no gain, and four are few
 
 
 def test_equal_models_differ_no_more_often_than_alpha() -> None:
@@ -78,7 +78,7 @@ def test_equal_models_differ_no_more_often_than_alpha() -> None:
     for _ in range(120):
         noise = rng.standard_t(4, (2, 12)) * 5
         target, _ = compare_items(items({"code": list(100 + noise[0])}), items({"code": list(100 + noise[1])}), {})
-        better += target.confidence_bound(0.05) > 0
+        better += target.compute_confidence_bound(0.05) > 0
     assert better <= 13  # 6 expected; P(more than 13 | rate 0.05) is 0.3 %
 
 
@@ -95,28 +95,28 @@ def test_a_source_with_half_of_the_bytes_lowers_the_effective_number_of_sources(
 def test_one_source_has_no_confidence_bound() -> None:
     one = [EvalItem("bpb", f"{i}", "code", "only", 100.0, 100.0) for i in range(5)]
     target, _ = compare_items(one, one, {})
-    assert target.confidence_bound(0.05) is None
-    assert Gain().confidence_bound(0.05) is None and Gain(0.1, 0.0, 2, 2.0).confidence_bound(0.0) is None
+    assert target.compute_confidence_bound(0.05) is None
+    assert Gain().compute_confidence_bound(0.05) is None and Gain(0.1, 0.0, 2, 2.0).compute_confidence_bound(0.0) is None
 
 
 def test_a_difference_from_one_source_has_no_error() -> None:
     many, one = Gain(0.3, 0.03, 9, 9.0), Gain(0.1, 0.04, 1, 1.0)
     for found, gain in (
-        (difference_of_gains(many, one), 0.2),
-        (difference_of_gains(one, many), -0.2),
-        (difference_of_gains(one, one), 0.0),
+        (subtract_gains(many, one), 0.2),
+        (subtract_gains(one, many), -0.2),
+        (subtract_gains(one, one), 0.0),
     ):
-        assert (found.error, found.effective, found.confidence_bound(0.05)) == (None, None, None)
+        assert (found.error, found.effective, found.compute_confidence_bound(0.05)) == (None, None, None)
         assert found.gain == pytest.approx(gain) and found.clusters in (10, 2)
-    two = difference_of_gains(many, Gain(0.1, 0.04, 2, 2.0))
+    two = subtract_gains(many, Gain(0.1, 0.04, 2, 2.0))
     assert two.error == pytest.approx(0.05) and two.effective == pytest.approx(1 + 0.05**4 / (0.03**4 / 8 + 0.04**4))
-    assert difference_of_gains(Gain(0.3, 0.0, 9, 9.0), Gain(0.1, 0.0, 3, 2.5)) == Gain(
+    assert subtract_gains(Gain(0.3, 0.0, 9, 9.0), Gain(0.1, 0.0, 3, 2.5)) == Gain(
         pytest.approx(0.2), 0.0, 12, 10.5
     )
     for part in ({"gain": None}, {"error": math.nan}, {"effective": math.inf}):
         assert (
-            difference_of_gains(many, replace(many, **part))
-            == difference_of_gains(replace(many, **part), many)
+            subtract_gains(many, replace(many, **part))
+            == subtract_gains(replace(many, **part), many)
             == Gain()
         )
 
@@ -131,4 +131,4 @@ def test_holm_equals_its_textbook_form_on_p_values() -> None:
             if 1 - NormalDist().cdf(estimate) >= 0.05 / (5 - rank):
                 break
             expected[name] = True
-        assert holm_step_down(list(estimates), shown) == expected
+        assert run_holm_step_down(list(estimates), shown) == expected

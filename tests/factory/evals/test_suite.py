@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.data.removing import apply_removal, plan_removal
-from factory.data.selecting import removable_fates, select_by_name, select_documents_by_label
+from factory.data.selecting import list_removable_fates, select_documents_by_name, select_documents_by_label
 from factory.evals.policy import EvalPolicy
-from factory.evals.suite import HeldOutDocument, SourceCap, build_suite, cap_sources, select_held_out_documents
+from factory.evals.suite import HeldOutDocument, SourceCap, build_suite, cap_documents_by_source, select_held_out_documents
 from factory.ingest.rules.held_out_split import goes_to_sealed_half_on_tie
 from factory.ledger.ledger import Ledger, documents, held_out, shards
 
@@ -85,7 +85,7 @@ some_sizes = st.dictionaries(
 
 @given(st.sampled_from([0.1, 0.25, 0.5, 1.0]), some_sizes)
 def test_a_source_above_its_share_gives_one_document(share: float, sizes: dict[str, list[int]]) -> None:
-    found = cap_sources(share, sizes)
+    found = cap_documents_by_source(share, sizes)
     given_ = {source: sum(sizes[source][:count]) for source, count in found.items()}
     above = lambda source, of: of[source] > share * sum(of.values())
     assert set(found) == set(sizes) and all(1 <= found[source] <= len(ones) for source, ones in sizes.items())
@@ -102,13 +102,13 @@ def test_a_domain_with_too_few_documents_leaves_the_suite_when_they_are_removed(
     hold_out(ledger, {name: [300] for name in SEALED[:9]})
     hold_out(ledger, {name: [300] for name in SEALED[20:23]}, "law")
     suite = build_suite(ledger, EvalPolicy(), "t")
-    assert suite.domains == ["docs", "law"] and len(suite.documents_of_domain("law")) == 3
-    names = [one.key for one in suite.documents_of_domain("law")]
+    assert suite.domains == ["docs", "law"] and len(suite.list_documents_of_domain("law")) == 3
+    names = [one.key for one in suite.list_documents_of_domain("law")]
     chosen = (
-        select_by_name(ledger, names, removable_fates(False))
+        select_documents_by_name(ledger, names, list_removable_fates(False))
         if by == "document"
         else select_documents_by_label(ledger, "source", SEALED[20:23])
     )
     assert apply_removal(ledger, plan_removal(ledger, chosen), "ann").documents == 3
     after = build_suite(ledger, EvalPolicy(), "t")
-    assert after.domains == ["docs"] and after.documents_of_domain("docs") == suite.documents_of_domain("docs")
+    assert after.domains == ["docs"] and after.list_documents_of_domain("docs") == suite.list_documents_of_domain("docs")

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factory.evals.baselines import ByteNgrams, _chunks
+from factory.evals.baselines import ByteNgramModel, _chunks
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import HeldOutDocument
-from factory.evals.tasks import ScoredText, extract_code, has_valid_python, overlapping_windows, score_bits_per_byte
+from factory.evals.tasks import ScoredText, extract_code, has_valid_python, list_overlapping_windows, score_bits_per_byte
 from tests.support.factory.exports import CONTEXT, VOCAB, save_export, tiny_model
 
 
@@ -23,7 +23,7 @@ from tests.support.factory.exports import CONTEXT, VOCAB, save_export, tiny_mode
 def test_windows_score_every_token_but_the_first_once(length: int, context: int, data: st.DataObject) -> None:
     overlap = data.draw(st.integers(1, context - 1))
     first = data.draw(st.one_of(st.none(), st.integers(1, context)))
-    found = overlapping_windows(length, context, overlap, first)
+    found = list_overlapping_windows(length, context, overlap, first)
     scored = [position for start, stop, at in found for position in range(at, stop)]
     assert scored == list(range(1, length))
     assert all(0 <= start < at and stop - start <= context for start, stop, at in found[1:])
@@ -83,13 +83,13 @@ def naive(text: bytes, history: bytes, byte: int) -> float:
 @settings(max_examples=3, deadline=None)
 @given(st.binary(min_size=1, max_size=60), st.binary(min_size=3, max_size=3))
 def test_byte_ngrams_equal_counting_and_sum_to_one(text: bytes, probe: bytes) -> None:
-    model = ByteNgrams()
+    model = ByteNgramModel()
     model.add_document(np.frombuffer(text, np.uint8), np.ones(len(text), bool))
     model.finish_counting()
     assert np.allclose(model.bigram.sum(1), 1)
     history = probe[:2] if probe[2] % 2 else (b"\0\0" + text)[-2:]
     bits = [
-        model.bits(np.frombuffer(history + bytes([byte]), np.uint8), np.array([False, False, True]))[1]
+        model.measure_bits(np.frombuffer(history + bytes([byte]), np.uint8), np.array([False, False, True]))[1]
         for byte in range(256)
     ]
     assert math.isclose(sum(2**-bit for bit in bits), 1, rel_tol=1e-9)
@@ -98,7 +98,7 @@ def test_byte_ngrams_equal_counting_and_sum_to_one(text: bytes, probe: bytes) ->
 
 def test_ngrams_are_not_counted_across_joined_documents() -> None:
     texts = [np.frombuffer(part, np.uint8) for part in (b"abc", b"bcd", b"zz")]
-    one_by_one, joined = ByteNgrams(), ByteNgrams()
+    one_by_one, joined = ByteNgramModel(), ByteNgramModel()
     for text in texts:
         one_by_one.add_document(text, np.ones(len(text), bool))
     for text, counted in _chunks(iter([(text, np.ones(len(text), bool)) for text in texts]), size=4):

@@ -24,8 +24,8 @@ from factory.gates.recipe_changes import (
     find_unused_recipes,
     flatten_settings,
     read_recipe_changes,
-    select_learning_keys,
-    used_recipe_path,
+    select_result_changing_keys,
+    get_used_recipe_path,
 )
 from factory.gates.release.judge import Verdict
 from factory.gates.stage_interface import (
@@ -33,13 +33,13 @@ from factory.gates.stage_interface import (
     NOTHING_HELD_OUT,
     PatchCase,
     StageResult,
-    failed_evidence,
-    missing_evidence,
-    not_needed_evidence,
-    passed_evidence,
+    make_failed_evidence,
+    make_missing_evidence,
+    make_not_needed_evidence,
+    make_passed_evidence,
     read_reasons,
 )  # fmt: skip
-from factory.gates.staged_gate import StagedGate, gate_folder, to_stored_evidence
+from factory.gates.staged_gate import StagedGate, get_gate_folder, convert_to_stored_evidence
 from factory.gates.training_start import TrainingStart, find_training_start
 from factory.git import repository
 from factory.git.repository import AppliedPatch
@@ -125,26 +125,26 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, AppliedPatch]) 
     made, patch = applied
     lines, judged = Lines(), list[Any]()
     of = stages(
-        StageResult(passed_evidence(say("a\n" + "b" * 2000), x=1.0), "handed"), StageResult(not_needed_evidence(say("c"))),
-        StageResult(missing_evidence(say("d"), y=float("nan")), 7), StageResult(passed_evidence(say("never"))),
+        StageResult(make_passed_evidence(say("a\n" + "b" * 2000), x=1.0), "handed"), StageResult(make_not_needed_evidence(say("c"))),
+        StageResult(make_missing_evidence(say("d"), y=float("nan")), 7), StageResult(make_passed_evidence(say("never"))),
     )  # fmt: skip
-    (gate_folder(patch.worktree) / "left").mkdir(parents=True)  # by a process that was killed
+    (get_gate_folder(patch.worktree) / "left").mkdir(parents=True)  # by a process that was killed
     before = time.time()
     gate = gate_of(of, judged)
     number, verdict, evidence = gate.judge_proposal(
         Plant(made.workspace, made.ledger, lines), 811, patch, tries=3, patch_id="p"
     )
-    assert not gate_folder(patch.worktree).exists() and gate_folder(Path("/a/b")) == Path("/a/b-gate")
+    assert not get_gate_folder(patch.worktree).exists() and get_gate_folder(Path("/a/b")) == Path("/a/b-gate")
     assert of[0].closed == ["stage3 True", "stage2 True", "stage1 True"] and not of[3].seen
     case = of[2].seen[0]
     assert case.handed_on == {"stage1": "handed", "stage2": None} and of[0].seen[0].handed_on == {}
     assert (case.subject.number, str(case.subject), case.tries, case.policy) == (811, "proposal:811", 3, gate.policy)
     assert (
-        case.candidate == patch.worktree and case.paths == [SCHEDULE] and case.start == find_training_start(made.ledger)
+        case.candidate == patch.worktree and case.changed_paths == [SCHEDULE] and case.start == find_training_start(made.ledger)
     )
-    assert case.baseline.name == f"live-{patch.base[:12]}" and case.work == gate_folder(patch.worktree)
-    assert (case.base_bytes(SCHEDULE) or b"") + b"# x\n" == case.changes[0].content
-    assert case.base_bytes("trainer/none.py") is None and case.base_bytes("trainer") is None
+    assert case.baseline.name == f"live-{patch.base[:12]}" and case.work == get_gate_folder(patch.worktree)
+    assert (case.read_base_file(SCHEDULE) or b"") + b"# x\n" == case.changes[0].content
+    assert case.read_base_file("trainer/none.py") is None and case.read_base_file("trainer") is None
     assert lines.titles == ["gate: stage1", "gate: stage2", "gate: stage3"] and case.progress is lines
     assert lines.lines[1:] == ["  stage2    not needed c", "  stage3    missing    d"] and len(lines.lines[0]) == 183
     found = evidence["stages"]
@@ -173,7 +173,7 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, AppliedPatch]) 
 @pytest.mark.parametrize("error", [FactoryError("the machine"), OverflowError("nobody thought of it")])
 def test_only_faults_of_the_machine_end_a_gate(applied: tuple[Made, AppliedPatch], error: Exception) -> None:
     made, patch = applied
-    of = stages(StageResult(passed_evidence(say("a"))), error, StageResult(passed_evidence(say("never"))))
+    of = stages(StageResult(make_passed_evidence(say("a"))), error, StageResult(make_passed_evidence(say("never"))))
     gate, plant = gate_of(of, []), Plant(made.workspace, made.ledger)
     if isinstance(error, FactoryError):
         with pytest.raises(FactoryError):
@@ -185,7 +185,7 @@ def test_only_faults_of_the_machine_end_a_gate(applied: tuple[Made, AppliedPatch
         expected = expect("gates.stage_error", stage="stage2", kind="OverflowError", error="nobody thought of it")
         assert tells(found["reasons"], expected)
     assert (
-        of[0].closed == ["stage2 True", "stage1 True"] and not gate_folder(patch.worktree).exists() and not of[2].seen
+        of[0].closed == ["stage2 True", "stage1 True"] and not get_gate_folder(patch.worktree).exists() and not of[2].seen
     )
 
 
@@ -194,7 +194,7 @@ def test_a_branch_that_differs_from_the_proposed_patch_fails_the_scope_stage(
 ) -> None:
     made, patch = applied
     other = AppliedPatch(patch.branch, patch.commit, patch.base, "0" * 64, patch.worktree)
-    gate = gate_of(stages(StageResult(passed_evidence(say("a")))), [])
+    gate = gate_of(stages(StageResult(make_passed_evidence(say("a")))), [])
     plant = Plant(made.workspace, made.ledger)
     found = [
         gate.gather_evidence(plant, Subject("proposal", 813), of, 1)["stages"].get("scope") for of in (patch, other)
@@ -202,7 +202,7 @@ def test_a_branch_that_differs_from_the_proposed_patch_fails_the_scope_stage(
     assert found[0] is None and found[1]["state"] == "failed"
     case: Any = SimpleNamespace(
         workspace=made.workspace, applied=patch, agents=AgentsPolicy.load(made.workspace.policy_path("agents.yaml")),
-        changes=repository.read_changes(made.target, patch.base, patch.commit),
+        changes=repository.read_file_changes(made.target, patch.base, patch.commit),
     )  # fmt: skip
     assert scope.run(case).evidence["state"] == "passed"
     case.changes = [FileChange("README.md", b"x\n")]
@@ -211,14 +211,14 @@ def test_a_branch_that_differs_from_the_proposed_patch_fails_the_scope_stage(
 
 def test_evidence_has_a_state_and_reasons() -> None:
     for make_evidence, state in (
-        (passed_evidence, "passed"),
-        (failed_evidence, "failed"),
-        (missing_evidence, "missing"),
+        (make_passed_evidence, "passed"),
+        (make_failed_evidence, "failed"),
+        (make_missing_evidence, "missing"),
     ):
         assert make_evidence(say("a"), say("b"), x=1) == {"state": state, "reasons": ["a", "b"], "x": 1}
-    assert not_needed_evidence(say("a")) == {"state": "not needed", "reasons": ["a"]}
+    assert make_not_needed_evidence(say("a")) == {"state": "not needed", "reasons": ["a"]}
     assert (
-        codes(read_reasons(to_stored_evidence(passed_evidence(say("a"))))) == ["gates.test"] and read_reasons({}) == []
+        codes(read_reasons(convert_to_stored_evidence(make_passed_evidence(say("a"))))) == ["gates.test"] and read_reasons({}) == []
     )
     assert NO_START["state"] == NOTHING_HELD_OUT["state"] == "missing"
 
@@ -265,7 +265,7 @@ def test_training_starts_at_the_trunks_last_checkpoint(workspace: Any, ledger: L
     (tmp_path / "policies").mkdir()
     (tmp_path / "policies" / "kernels.yaml").write_text("cpu: {swiglu: auto, rms_norm: auto}\n")
     assert (
-        devices.device_kind() != "cpu"
+        devices.get_device_kind() != "cpu"
         or found.resolve_kernels(tmp_path) == "cpu:\n  swiglu: native\n  rms_norm: reference\n"
     )
 
@@ -293,7 +293,7 @@ def test_changed_recipe_keys_are_read_with_their_old_and_new_values(
     change: FileChange, found: dict[str, Any], learns: list[str]
 ) -> None:
     told = read_recipe_changes(change, RECIPE)
-    assert told == found and select_learning_keys(told) == learns
+    assert told == found and select_result_changing_keys(told) == learns
 
 
 def test_a_new_recipe_changes_every_key_and_no_recipe_may_be_deleted() -> None:
@@ -327,7 +327,7 @@ def test_recipes_that_no_run_here_can_judge_are_reported(
         at.touch()
     workspace: Any = SimpleNamespace(config=SimpleNamespace(recipe="tiny"), own_recipe_path=lambda: at)
     told = find_unused_recipes(workspace, paths)
-    assert used_recipe_path(workspace) == TINY and codes(told) == expected
+    assert get_used_recipe_path(workspace) == TINY and codes(told) == expected
     assert all(one.data["used"] == TINY and one.data.get("path", DEMO) == DEMO for one in told)
 
 
@@ -364,7 +364,7 @@ def test_tries_on_a_key_are_counted_whatever_else_they_changed() -> None:
     text = (made.target / TINY).read_text()
     edits = [(TINY, text.replace(LR, "lr: 1e-3").replace("seed: 1", "seed: 2"))]
     count = lambda: tried(
-        made, *edits, also=lambda patch: recipe_gate.count_tries(Plant(made.workspace, made.ledger), patch)
+        made, *edits, also=lambda patch: recipe_gate.count_tries_of_same_keys(Plant(made.workspace, made.ledger), patch)
     )
     before = count()
     keys = lambda *names: {"static": {"changes": dict.fromkeys(names, [1, 2])}}

@@ -15,10 +15,10 @@ from factory.core.errors import ConfigError
 from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.guards import count_groups_to_show_no_loss, list_unreliable_guards, promotion_bounds
+from factory.gates.release.guards import count_groups_to_show_no_loss, list_unreliable_guards, make_promotion_bounds
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy, TargetPolicy
-from factory.gates.release.reasons import are_overridable, is_to_do_line
+from factory.gates.release.reasons import are_reasons_overridable, is_to_do_line
 from factory.tasks.comparing import TaskEvidence
 from tests.support.gates.reasons import Expected, expect, has, tells
 from tests.support.gates.release_evidence import DOMAINS, FIRST, POLICY, changed, evidence, gain
@@ -231,8 +231,8 @@ def test_the_reasons_of_a_hold_begin_with_the_remedies(given_: ReleaseEvidence) 
     todo = [reason for reason in verdict.reasons if is_to_do_line(reason)]
     assert todo and list(verdict.reasons[: len(todo)]) == todo and todo[0].code == "release.to_do"
     assert "'factory " in " ".join(todo) or "gates/release.yaml" in " ".join(todo)
-    assert ("release.override" in codes(todo)) == are_overridable(held_by)
-    if are_overridable(held_by):
+    assert ("release.override" in codes(todo)) == are_reasons_overridable(held_by)
+    if are_reasons_overridable(held_by):
         assert todo[-1].data["candidate"] == 7 and "releases override 7 --reason" in todo[-1]
         remedies = codes(one.data["remedy"] for one in todo[:-1])
         assert "release.remedy_evaluate" not in remedies, "the same items say the same"
@@ -241,7 +241,7 @@ def test_the_reasons_of_a_hold_begin_with_the_remedies(given_: ReleaseEvidence) 
 TASKS = [
     TaskEvidence({"t/acc": one}, {"t/acc": 0.1}, items={"t/acc": 400}, variances={"t/acc": 0.25})
     for one in (gain(0.05), gain(-0.1, 0.05), gain(-0.3), Gain(0.0, None, 40, 40.0))
-] + [TaskEvidence.of_problem("Task t: it was not measured.", "mend it.")]
+] + [TaskEvidence.from_problem("Task t: it was not measured.", "mend it.")]
 OTHER_POLICIES = [
     ReleasePolicy(target=TargetPolicy(weights={"law": 1.0, "notes": 0.0})),
     ReleasePolicy(target=TargetPolicy(alpha=0.001)),
@@ -262,9 +262,9 @@ NOT_BY_A_PERSON = {
 @pytest.mark.parametrize("code", NOT_BY_A_PERSON)
 def test_some_reasons_cannot_be_overridden_by_a_person(code: str) -> None:
     found = judge(POLICY, NOT_BY_A_PERSON[code]).found.missing
-    assert f"release.{code}" in [reason.code for reason in found] and not are_overridable(found)
+    assert f"release.{code}" in [reason.code for reason in found] and not are_reasons_overridable(found)
     beside = judge(POLICY, replace(NOT_BY_A_PERSON[code], target=gain(0.005))).found.missing
-    assert not are_overridable(beside), "nor where something else holds it too"
+    assert not are_reasons_overridable(beside), "nor where something else holds it too"
 
 
 def test_a_remedy_names_the_number_of_document_groups_that_are_needed() -> None:
@@ -284,7 +284,7 @@ def test_a_candidate_that_changes_many_items_sets_no_guard_aside(middle: float, 
     for items, stands in ((24, False), (96, True)):
         given_ = replace(changed(evidence(), "guards", "cloze", gain(middle, width, 20)), cloze_items=items)
         assert (CLOZE in list_unreliable_guards(POLICY, given_)) is not stands
-        assert promotion_bounds(POLICY, given_).guards.keys() == {*DOMAINS, *([CLOZE] if stands else [])}
+        assert make_promotion_bounds(POLICY, given_).guards.keys() == {*DOMAINS, *([CLOZE] if stands else [])}
     told = judge(POLICY, given_)
     assert (told.outcome == "promote") == (middle - 1.729 * width / 2.02 > -0.15), (
         told.reasons

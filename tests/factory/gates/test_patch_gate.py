@@ -10,13 +10,13 @@ import pytest
 import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal
-from agents.core.yaml_edit import set_value
+from agents.core.yaml_edit import set_yaml_value
 from factory.code_loop.submitting import submit_proposal
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.gates.patch import source_rules
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.judge import STAGES
-from factory.gates.patch.policy import IsolatedPolicy
+from factory.gates.patch.policy import IsolatedTimingPolicy
 from factory.gates.patch.stages import gate as patch_gate
 from factory.gates.patch.stages import isolated, training
 from factory.gates.recipe import gate as recipe_gate
@@ -41,7 +41,7 @@ def test_stages_have_the_names_of_their_files_and_the_order_of_the_judge(gate: A
 # -- reading -----------------------------------------------------------------------------------------------------------
 def test_no_file_of_this_checkout_has_problems_compared_with_itself() -> None:
     for folder in ("kernels", "trainer"):
-        for path in sorted((checkout_root() / folder).rglob("*.py")):
+        for path in sorted((find_checkout_root() / folder).rglob("*.py")):
             content = path.read_bytes()
             assert source_rules.find_source_problems(FileChange(f"{folder}/{path.name}", content), content) == []
 
@@ -78,7 +78,7 @@ def test_an_op_fails_alone_only_if_it_is_slower_beyond_the_noise(
         sandbox, "run_in_sandbox", lambda command, **_: sandbox.SandboxResult(0, next(answers), "", 1.0, None, 0, 0)
     )
     op = ChangedOp("attention", "reference", "native")
-    found = isolated.time_switched_ops(IsolatedPolicy(), [op], {}, tmp_path, tmp_path / "work")
+    found = isolated.time_switched_ops(IsolatedTimingPolicy(), [op], {}, tmp_path, tmp_path / "work")
     assert found["state"] == state and found["ops"]["attention"]["ratio"] == told[0][0]
     assert next(answers, None) is None, "timed as often as is needed"
 
@@ -109,7 +109,7 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     row = judged(
         made,
         proposal(
-            "chunked loss", ("policies/kernels.yaml", set_value(policy, ("cpu", "linear_cross_entropy"), "chunked"))
+            "chunked loss", ("policies/kernels.yaml", set_yaml_value(policy, ("cpu", "linear_cross_entropy"), "chunked"))
         ),
     )
     stages = row["evidence"]["stages"]

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_ind
 
-from factory.core.workspace import checkout_root
-from factory.gates.patch.judge import STAGES, compute_step_gain, judge_patch, smaller_gain, t_quantile
+from factory.core.workspace import find_checkout_root
+from factory.gates.patch.judge import STAGES, compute_step_gain, judge_patch, find_smaller_gain, compute_t_quantile
 from factory.gates.patch.policy import PatchPolicy
 from kernels.contract.message import Message
 from tests.support.gates.patch_evidence import evidence
 from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.messages import codes
 
-SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")
+SHIPPED = PatchPolicy.load(find_checkout_root() / "policies" / "gates" / "patch.yaml")
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update={"pairs": 2})})
 GOOD = evidence([1.0, 1.01, 0.99], [0.8, 0.81, 0.79])
 
@@ -206,7 +206,7 @@ def test_the_smaller_of_two_gains_is_reported() -> None:
     policy, once = POLICY.training, {"baseline_seconds": EQUAL, "candidate_seconds": [0.8, 0.8]}
     twice = [once | {"again": {"baseline_seconds": EQUAL, "candidate_seconds": [other] * 2}} for other in (0.9, 0.7)]
     unmeasured = {"again": {"state": "missing"}}
-    shown = [smaller_gain(policy, found, 1) for found in (once, *twice, once | unmeasured, unmeasured)]
+    shown = [find_smaller_gain(policy, found, 1) for found in (once, *twice, once | unmeasured, unmeasured)]
     assert [found and round(found.ratio, 3) for found in shown] == [1.25, 1.111, 1.25, 1.25, None]
 
 
@@ -347,4 +347,4 @@ def test_a_slower_candidate_is_never_judged_better(
     ("share", "degrees", "value"), [(0.975, 1, 12.7062), (0.95, 1, 6.3138), (0.975, 30, 2.0423), (0.95, 30, 1.6973)]
 )
 def test_t_quantiles_are_those_of_the_table(share: float, degrees: int, value: float) -> None:
-    assert t_quantile(share, degrees) == pytest.approx(value, abs=1e-4)
+    assert compute_t_quantile(share, degrees) == pytest.approx(value, abs=1e-4)

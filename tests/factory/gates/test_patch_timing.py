@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.gates.patch.judge import compute_step_gain, judge_measurement, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.step_timing import (
     RunSeconds,
-    baseline_noise,
+    compute_baseline_noise,
     compute_long_run_gain,
     estimate_cpu_overhead,
-    find_unreliable_timing,
-    gain_of_quick_start,
-    step_seconds_evidence,
+    find_timing_problem,
+    compute_quick_start_gain,
+    make_step_seconds_evidence,
 )
 from tests.support.gates.patch_evidence import evidence
 from tests.support.gates.reasons import expect, has, tells
 
-SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")
+SHIPPED = PatchPolicy.load(find_checkout_root() / "policies" / "gates" / "patch.yaml")
 POLICY = TrainingPolicy(steps=100, pairs=2)
 STEP = 0.01  # seconds of a baseline's
 
@@ -62,13 +62,13 @@ def runs(
     ],
 )
 def test_only_quicker_steps_are_a_gain(measured: RunSeconds, ratio: float) -> None:
-    found = step_seconds_evidence(POLICY, measured)
+    found = make_step_seconds_evidence(POLICY, measured)
     shown = compute_step_gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
     assert shown is not None and shown.ratio == pytest.approx(ratio, rel=0.02) and shown.noise == pytest.approx(1)
     assert (
         found["slow_control"] == pytest.approx(199 / 99)
         and "doubt" not in found
-        and not find_unreliable_timing(POLICY, found, 1)
+        and not find_timing_problem(POLICY, found, 1)
     )
 
 
@@ -76,11 +76,11 @@ def test_only_quicker_steps_are_a_gain(measured: RunSeconds, ratio: float) -> No
 def test_a_candidate_that_hides_its_start_up_time_is_not_promoted(steps: int) -> None:
     """The candidate waits only in the runs that show its overhead. Short runs credit a gain, long runs never enough."""
     overhead = 0.5
-    found = step_seconds_evidence(POLICY, runs(overhead, 0.05, brief=overhead))
+    found = make_step_seconds_evidence(POLICY, runs(overhead, 0.05, brief=overhead))
     shown = compute_step_gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
     long = compute_long_run_gain(run(overhead, steps), run(0.05, steps), steps, overhead)
     assert shown is not None and shown.ratio > 1.5 and long["ratio"] <= long["hideable"] * 1.0001
-    assert long["hideable"] == pytest.approx(gain_of_quick_start(overhead, (steps - 1) * STEP, steps - 1))
+    assert long["hideable"] == pytest.approx(compute_quick_start_gain(overhead, (steps - 1) * STEP, steps - 1))
     told = evidence([1.0, 1.0], [1 / shown.ratio] * 2, new_code=True, long=long | {"drift": 0.0, "control_drift": 0.2})
     policy = PatchPolicy(training=POLICY)
     assert judge_patch(policy, told).outcome in ("hold", "reject")
@@ -96,8 +96,8 @@ def test_a_candidate_that_hides_its_start_up_time_is_not_promoted(steps: int) ->
     ],
 )
 def test_an_unreliable_baseline_timing_is_reported(measured: RunSeconds, code: str, data: dict[str, Any]) -> None:
-    found = step_seconds_evidence(POLICY, measured)
-    said = find_unreliable_timing(POLICY, found, 1)
+    found = make_step_seconds_evidence(POLICY, measured)
+    said = find_timing_problem(POLICY, found, 1)
     assert getattr(said, "code", "") == code and all(has(said, name, value) for name, value in data.items())
     assert not found.get("doubt") or found["doubt"] == said  # what it holds the patch back for is tried again
 
@@ -116,23 +116,23 @@ SHORT = TrainingPolicy(steps=11, pairs=2, max_noise=1.5)
     ],
 )
 def test_no_step_seconds_are_computed_from_doubtful_runs(measured: RunSeconds, doubtful: bool) -> None:
-    found = step_seconds_evidence(SHORT, measured)
+    found = make_step_seconds_evidence(SHORT, measured)
     assert ("doubt" in found) == doubtful == ("baseline_seconds" not in found)
     assert found["total_seconds"] == {"baseline": list(measured.baseline), "candidate": list(measured.candidate)}
 
 
 def test_step_seconds_exclude_the_overhead() -> None:
-    found = step_seconds_evidence(SHORT, RunSeconds([3.0, 2.0], [1.5, 2.5], [1.0, 1.25], twice=4.0, overhead=1.0))
+    found = make_step_seconds_evidence(SHORT, RunSeconds([3.0, 2.0], [1.5, 2.5], [1.0, 1.25], twice=4.0, overhead=1.0))
     assert found["baseline_seconds"] == [pytest.approx(0.2), pytest.approx(0.1)] and found["slow_control"] == 2.0
     # of the candidate the longer of: all but the overhead; all but a brief run, for as many steps as that has not
     assert found["candidate_seconds"] == [pytest.approx(0.05), pytest.approx(max(0.15, 1.25 / 9))]
-    assert baseline_noise(found) == 2.0 and find_unreliable_timing(SHORT, found, 1)
-    found = step_seconds_evidence(SHORT, RunSeconds([2.0, 2.5], [1.5, 2.5], [0.5, 0.75], twice=4.0, overhead=1.0))
+    assert compute_baseline_noise(found) == 2.0 and find_timing_problem(SHORT, found, 1)
+    found = make_step_seconds_evidence(SHORT, RunSeconds([2.0, 2.5], [1.5, 2.5], [0.5, 0.75], twice=4.0, overhead=1.0))
     assert found["candidate_seconds"] == [pytest.approx(0.75 / 9), pytest.approx(1.75 / 9)]
-    assert not find_unreliable_timing(SHORT, found, 1) and find_unreliable_timing(
+    assert not find_timing_problem(SHORT, found, 1) and find_timing_problem(
         SHORT, found, 2
     )  # a later measurement needs less noise
-    assert find_unreliable_timing(SHORT, found | {"slow_control": 1.5}, 1) and not find_unreliable_timing(
+    assert find_timing_problem(SHORT, found | {"slow_control": 1.5}, 1) and not find_timing_problem(
         SHORT, found | {"slow_control": 1.51}, 1
     )
 
@@ -143,7 +143,7 @@ def test_long_runs_limit_the_gain_that_a_quick_start_can_hide() -> None:
         "ratio": 2.0,
         "hideable": 1.0,
     }  # the start is one step
-    assert gain_of_quick_start(3.0, 10.0, 10) == pytest.approx(10 / 8) and gain_of_quick_start(0.5, 10.0, 10) == 1.0
+    assert compute_quick_start_gain(3.0, 10.0, 10) == pytest.approx(10 / 8) and compute_quick_start_gain(0.5, 10.0, 10) == 1.0
     assert compute_long_run_gain(11.0, 1.0, 11, 1.0)["ratio"] == pytest.approx(10_000)
     assert estimate_cpu_overhead(SHORT, [3.0, 4.0, 9.0], 5.1) == pytest.approx(4.0 - 1.1 * 10 / 11)
 
@@ -157,8 +157,8 @@ def test_seconds_of_the_candidate_never_cause_a_new_measurement(
 ) -> None:
     """Otherwise a patch could be measured until its result is lucky."""
     said = {
-        find_unreliable_timing(
-            POLICY, step_seconds_evidence(POLICY, RunSeconds(baseline, ours, briefs, twice=4.0, overhead=0.5)), 1
+        find_timing_problem(
+            POLICY, make_step_seconds_evidence(POLICY, RunSeconds(baseline, ours, briefs, twice=4.0, overhead=0.5)), 1
         )
         for ours in (candidate, other, [0.1, 0.1])
     }
@@ -311,7 +311,7 @@ def test_new_measurements_do_not_raise_the_share_of_wrong_promotions(skewed: boo
                 promoted = once.outcome == "promote"
                 counts["one"] += promoted and measurement == 1
                 noise = max(baseline) / min(baseline)
-                if noise <= policy.noise_allowed(measurement):
+                if noise <= policy.compute_allowed_noise(measurement):
                     break
                 discarded.append({"noise": noise})
             counts["anew"] += promoted

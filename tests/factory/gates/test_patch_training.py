@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from factory.gates.patch.checkpoint_difference import find_checkpoint_difference, squared_moment_distances
+from factory.gates.patch.checkpoint_difference import find_checkpoint_difference, compute_squared_moment_distances
 from factory.gates.patch.held_out_scores import make_reference_model
-from factory.runs.arm import recipe_for_one_rank
+from factory.runs.arm import make_recipe_for_one_rank
 from factory.runs.trace import read_live_checkpoint
 from factory.runs.trainer_folder import write_spec_into_open_folder
 from factory.runs.untrusted_files import UntrustedFileError
@@ -26,8 +26,8 @@ from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.messages import refused
 from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.segments import recipe_with
-from trainer.contract.checkpoint.format import REGIONS, Checkpoint, save
-from trainer.contract.data.token_shard import file_sha256
+from trainer.contract.checkpoint.format import REGIONS, Checkpoint, save_checkpoint
+from trainer.contract.data.token_shard import hash_file
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Decoder
@@ -59,10 +59,10 @@ def test_a_recipe_for_many_ranks_is_changed_to_one_rank_for_the_sandbox() -> Non
     parsed = Recipe.parse(many)
     with pytest.raises(RecipeError, match="parallel.tensor"):
         parsed.parallel.data_ranks(1, parsed.model)
-    found = Recipe.parse(recipe_for_one_rank(many))
+    found = Recipe.parse(make_recipe_for_one_rank(many))
     assert found.parallel.data_ranks(1, found.model) == 1 and found.parallel.recompute == "block"
     assert found.model_copy(update={"parallel": parsed.parallel}) == parsed
-    assert Recipe.parse(recipe_for_one_rank({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
+    assert Recipe.parse(make_recipe_for_one_rank({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
 
 
 # -- the rest of a checkpoint ----------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def optimizer(off: float = 0.0, **others: Any) -> dict[str, torch.Tensor]:
 
 
 def written(folder: Path, tensors: dict[str, torch.Tensor], **state: Any) -> Path:
-    return save(folder / "checkpoints", Checkpoint(WEIGHTS, tensors, STATE | state))
+    return save_checkpoint(folder / "checkpoints", Checkpoint(WEIGHTS, tensors, STATE | state))
 
 
 def left_in(folder: Path) -> Checkpoint:
@@ -111,7 +111,7 @@ def test_a_checkpoint_with_odd_regions_is_refused_as_untrusted(tmp_path: Path, r
     path = written(tmp_path, optimizer()) / "model.safetensors"
     save_file(WEIGHTS, path, metadata={REGIONS: regions})
     manifest = json.loads((path.parent / "manifest.json").read_text())
-    manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
     (path.parent / "manifest.json").write_text(json.dumps(manifest))
     with refused("runs.no_checkpoint", UntrustedFileError, step=12):
         left_in(tmp_path)
@@ -168,7 +168,7 @@ def test_checkpoints_are_compared_in_weights_optimizer_and_state(
     written(tmp_path / "b", optimizer())
     written(tmp_path / "c", optimizer(0.1))
     ours, theirs, fewer = (left_in(tmp_path / name) for name in "abc")
-    found = find_checkpoint_difference(ours, theirs, squared_moment_distances(fewer, theirs), 0.5)
+    found = find_checkpoint_difference(ours, theirs, compute_squared_moment_distances(fewer, theirs), 0.5)
     assert tells([found], expected) if found and expected else found == expected, found
 
 
@@ -218,7 +218,7 @@ def test_a_damaged_checkpoint_counts_as_missing(tmp_path: Path, spoil: Callable[
 def test_weights_of_another_model_are_refused(
     tmp_path: Path, weights: dict[str, torch.Tensor], code: str, tensor: str
 ) -> None:
-    save(tmp_path / "checkpoints", Checkpoint(weights, optimizer(), STATE))
+    save_checkpoint(tmp_path / "checkpoints", Checkpoint(weights, optimizer(), STATE))
     with refused(code, UntrustedFileError, tensor=tensor):
         left_in(tmp_path)
 

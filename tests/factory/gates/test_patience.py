@@ -19,14 +19,14 @@ from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.stages import training as patch_training
 from factory.gates.patch.stages.training import TrainingSide, compare_training
 from factory.gates.patch.timed_session import PatchSession, TimedRun
-from factory.gates.stage_interface import failed_evidence, missing_evidence, not_needed_evidence
+from factory.gates.stage_interface import make_failed_evidence, make_missing_evidence, make_not_needed_evidence
 from factory.gates.time_limits import (
     TimeLimits,
     find_only_missing_stage,
-    out_of_time_evidence,
+    make_out_of_time_evidence,
     run_with_limits,
-    stopped_message,
-    was_out_of_time,
+    make_stopped_message,
+    was_held_by_time_limit_only,
 )
 from factory.gates.training_start import TrainingStart
 from factory.ledger.ledger import Ledger
@@ -34,7 +34,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.arm import Arm
 from factory.runs.arm_runner import ArmRunner, list_runs
-from factory.sandbox.cpu_clock import CpuSeconds
+from factory.sandbox.cpu_clock import UsedCpuSeconds
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 from tests.support.gates.reasons import Expected, expect, has, tells
@@ -52,9 +52,9 @@ from trainer.contract.checkpoint.format import Checkpoint
 )
 def test_a_candidates_limits_follow_the_baseline(baseline: float, limits: tuple[float, ...]) -> None:
     patience = TimeLimits(times=5, least_seconds=300, again=3, again_seconds=3600)
-    assert patience.limits(baseline) == limits
-    assert patience.model_copy(update={"again": 1.0}).limits(baseline) == limits[:1]
-    said = stopped_message("checks", limits, baseline, "oracle.patience")
+    assert patience.compute_attempt_limits(baseline) == limits
+    assert patience.model_copy(update={"again": 1.0}).compute_attempt_limits(baseline) == limits[:1]
+    said = make_stopped_message("checks", limits, baseline, "oracle.patience")
     assert said.data == {"what": "checks", "limits": list(limits), "baseline": baseline, "key": "oracle.patience"}
     assert all(f"{limit:.0f}" in said for limit in limits) and "raise oracle.patience" in said
 
@@ -77,32 +77,32 @@ def say(text: str) -> Message:
     return Message("gates.test", "{text}", text=text)
 
 
-GOOD, LATE, LOST = {"state": "passed"}, out_of_time_evidence(say("late"), x=1), missing_evidence(say("lost"))
+GOOD, LATE, LOST = {"state": "passed"}, make_out_of_time_evidence(say("late"), x=1), make_missing_evidence(say("lost"))
 
 
 @pytest.mark.parametrize(
     ("stages", "alone", "late"),
     [
         ([GOOD, LATE], LATE, True),
-        ([not_needed_evidence(say("a")), LATE], LATE, True),
+        ([make_not_needed_evidence(say("a")), LATE], LATE, True),
         ([GOOD, LOST], LOST, False),
         ([LOST, LATE], {}, False),  # another stage has a say
-        ([failed_evidence(say("a")), LATE], {}, False),
-        ([GOOD, failed_evidence(say("a")) | {"out_of_time": True}], {}, False),
+        ([make_failed_evidence(say("a")), LATE], {}, False),
+        ([GOOD, make_failed_evidence(say("a")) | {"out_of_time": True}], {}, False),
         ([GOOD, LOST | {"out_of_time": "True"}], LOST | {"out_of_time": "True"}, False),
         ([GOOD], {}, False),
     ],
 )
 def test_a_patch_is_judged_again_only_where_time_alone_held_it(stages: list[Any], alone: Any, late: bool) -> None:
     evidence = {"stages": {str(number): stage for number, stage in enumerate(stages)}}
-    assert find_only_missing_stage(evidence) == alone and was_out_of_time(evidence) == late
-    assert find_only_missing_stage({}) == find_only_missing_stage({"stages": None}) == {} and not was_out_of_time({})
+    assert find_only_missing_stage(evidence) == alone and was_held_by_time_limit_only(evidence) == late
+    assert find_only_missing_stage({}) == find_only_missing_stage({"stages": None}) == {} and not was_held_by_time_limit_only({})
     assert LATE == {"state": "missing", "reasons": ["late"], "out_of_time": True, "x": 1}
-    assert TimeLimits().limits(1e6) == (5e6,) and TimeLimits().limits(0.0) == (300.0, 900.0)
+    assert TimeLimits().compute_attempt_limits(1e6) == (5e6,) and TimeLimits().compute_attempt_limits(0.0) == (300.0, 900.0)
 
 
 def test_cpu_seconds_never_run_out_before_wall_seconds() -> None:
-    assert SandboxLimits(wall_seconds=1000).cpu >= 1000 and SandboxLimits(wall_seconds=1000, cpu_seconds=7).cpu == 7
+    assert SandboxLimits(wall_seconds=1000).cpu_seconds_per_process >= 1000 and SandboxLimits(wall_seconds=1000, cpu_seconds=7).cpu_seconds_per_process == 7
 
 
 # -- the training stage, on a clock that the test tells -------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Sessions:
         factors = self.busy.get((side, number), [])
         runs, folders = [], [folder / "warm-up"]
         for place, arm in enumerate(arms[1:], 1):
-            steps = arm.last - arm.first
+            steps = arm.last_step - arm.first_step
             busy = factors[place - 2] if 0 <= place - 2 < len(factors) else 1.0
             span = STEP * (steps - 1) * busy
             of = folder / "segments" / f"{place:05d}"
@@ -160,11 +160,11 @@ class Sessions:
             folders.append(of)
             (of / "metrics.jsonl").write_text("".join(json.dumps({"step": 0, "time": at}) + "\n" for at in (0.0, span)))
             moments = {"exp_avg.w": torch.ones(2) * steps * self.moments.get((side, number), 1.0)}
-            rest = Checkpoint({}, moments, {"step": arm.last, "recipe": {}})
+            rest = Checkpoint({}, moments, {"step": arm.last_step, "recipe": {}})
             off = dict(enumerate(self.weights.get((side, number), ()), 2)).get(place, 1.0)
-            weights, before = ({"w": torch.ones(2) * n} for n in (steps * off, early.get(place, 0) - arm.first))
+            weights, before = ({"w": torch.ones(2) * n} for n in (steps * off, early.get(place, 0) - arm.first_step))
             seconds = OVERHEAD + span
-            cpu = None if (side, number) in self.unclocked else CpuSeconds(2 * seconds, seconds)
+            cpu = None if (side, number) in self.unclocked else UsedCpuSeconds(2 * seconds, seconds)
             runs.append(TimedRun(seconds, weights, rest, before, cpu))
         return PatchSession(runs, folders, seconds=took)
 
@@ -285,7 +285,7 @@ def test_a_gain_is_measured_again_with_the_candidate_first(
     assert ("long" in found) == new_code and "long" not in found["again"]
     again = found["again"]["state"]
     assert (
-        found["state"] == again and found["again"]["device"] == devices.device_kind() and found["new_code"] == new_code
+        found["state"] == again and found["again"]["device"] == devices.get_device_kind() and found["new_code"] == new_code
     )
     said = found["reasons"][0]
     assert said.code == ("patch.trained_twice" if again == "passed" else "patch.second_time")
@@ -334,7 +334,7 @@ def test_a_session_that_never_ends_holds_the_patch(
 def test_each_side_keeps_its_own_compile_cache_between_sessions(
     plant: Sessions, tmp_path: Path, workspace: Any
 ) -> None:
-    compiled = devices.compiled_code_folder(workspace.root, "") / "inductor"
+    compiled = devices.get_compiled_code_folder(workspace.root, "") / "inductor"
     compiled.mkdir(parents=True)
     plant.out_of_time = {("candidate", 1)}
     measured(plant, POLICY, tmp_path, workspace)
@@ -373,7 +373,7 @@ def test_the_evidence_of_a_quiet_measurement_is_complete(plant: Sessions, tmp_pa
     del found["cpu"]
     assert found == {
         "state": "passed", "reasons": found["reasons"], "steps": 50, "new_code": False,
-        "device": devices.device_kind(), "session_seconds": 50.0, "total_seconds": both(whole), "overhead_seconds": pytest.approx(OVERHEAD),
+        "device": devices.get_device_kind(), "session_seconds": 50.0, "total_seconds": both(whole), "overhead_seconds": pytest.approx(OVERHEAD),
         "slow_control": pytest.approx(9.9 / 4.9), "baseline_seconds": [step] * 5, "candidate_seconds": [step] * 5,
         "drift": pytest.approx(0.004, rel=1e-3), "control_drift": pytest.approx(1 / 50), "left_out": 1,
     }  # fmt: skip
@@ -487,20 +487,20 @@ def test_the_pair_that_differs_more_of_two_measurements_is_scored(
 def test_each_session_trains_the_planned_arms(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.busy = FASTER
     compared(plant, POLICY, tmp_path, workspace)
-    assert [(side, [arm.last - arm.first for arm in arms]) for side, arms, *_ in plant.given] == [
+    assert [(side, [arm.last_step - arm.first_step for arm in arms]) for side, arms, *_ in plant.given] == [
         ("baseline", [20, 49, 50, 50]), ("candidate", [20, 2, 50, 50]),
         ("baseline", [20, 100, 50, 50, 400]), ("candidate", [20, 2, 50, 50, 400]),
         ("candidate", [20, 2, 50, 50]), ("baseline", [20, 49, 50, 50]),
         ("candidate", [20, 2, 50, 50]), ("baseline", [20, 100, 50, 50]),
     ]  # fmt: skip
     for side, arms, whole, early in plant.given:
-        assert len(whole) == (2 if arms[1].last == 6 + 49 else 1) and set(whole) <= {1, 2, 3}
+        assert len(whole) == (2 if arms[1].last_step == 6 + 49 else 1) and set(whole) <= {1, 2, 3}
         long = len(arms) == 5
         assert early == ({4: 6 + 392} if long else {})
         assert [arm.recipe for arm in arms] == [{}] * 4 + [{"checkpoint_every": 398, "keep_checkpoints": 2}] * long
         for arm in arms:
             assert (arm.code, arm.kernels) == (side[0] * 40, "cpu:\n  attention: native\n"), arm
-            spec = arm.spec()
+            spec = arm.make_spec()
             assert (spec["first_step"], spec["kind"], spec["code_commit"]) == (6, "trunk", arm.code)
             assert spec["restart_data"] and spec["initial_checkpoint"] == str(tmp_path / "checkpoint")
     rows = [run["arm"] for run in list_runs(plant.ledger)]

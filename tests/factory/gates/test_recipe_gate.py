@@ -15,10 +15,10 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from factory.code_loop import approvals, proposing, revalidating, submitting
-from factory.code_loop.agent_runs import AgentOptions, needs_model
+from factory.code_loop.agent_runs import AgentOptions, needs_language_model
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.gates.recipe.policy import RunsPolicy
 from factory.gates.recipe.runs import RecipeSide, choose_run_lengths, lengthen_runs_in_policy, make_run_recipe
 from factory.gates.training_start import find_training_start
@@ -28,7 +28,7 @@ from factory.ledger.plant import Plant
 from factory.runs.arm_runner import list_runs
 from factory.show.pages import proposal_report
 from factory.training import planning
-from factory.training.certificate_runs import changed_files
+from factory.training.certificate_runs import list_changed_training_files
 from kernels.contract.message import Message
 from tests.support.factory.code_loop import Made, make
 from tests.support.factory.engineer import recorded
@@ -36,7 +36,7 @@ from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.git import git
 from tests.support.replay_server import RecordedSession, ReplayServer
 from trainer.contract.recipe import Recipe
-from trainer.optim.schedule import lr_share
+from trainer.optim.schedule import compute_lr_share
 
 TINY = "policies/recipes/tiny.yaml"
 RATE, LOW = "lr: 3e-3", "lr: 3e-4"
@@ -59,7 +59,7 @@ class Judged:
 @pytest.fixture(scope="module")
 def made() -> Iterator[Made]:
     made = make()
-    policy = yaml.safe_load((checkout_root() / "policies" / "gates" / "recipe.yaml").read_text())
+    policy = yaml.safe_load((find_checkout_root() / "policies" / "gates" / "recipe.yaml").read_text())
     own = made.workspace.root / "policies" / "gates" / "recipe.yaml"
     own.write_text(yaml.safe_dump(policy | {"runs": RUNS}))
     head = made.base
@@ -197,7 +197,7 @@ def test_an_unknown_target_key_is_refused_before_any_request(made: Made, monkeyp
     with pytest.raises(InputError, match="no endpoint"):
         proposing._scout(bench, AgentOptions(model="m"), 1, submitting.submit_proposal)
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-    assert needs_model(made.workspace, AgentOptions()) and not needs_model(made.workspace, AgentOptions("none"))
+    assert needs_language_model(made.workspace, AgentOptions()) and not needs_language_model(made.workspace, AgentOptions("none"))
     with pytest.raises(InputError, match="--endpoint none cannot be used"):
         proposing._scout(bench, AgentOptions("none", model="m"), 1, submitting.submit_proposal)
     assert server.requests == [] and made.left_behind() == []
@@ -205,7 +205,7 @@ def test_an_unknown_target_key_is_refused_before_any_request(made: Made, monkeyp
 
 # -- what is run -----------------------------------------------------------------------------------------------------
 def recipe(**parts: dict[str, Any]) -> Recipe:
-    raw = Recipe.load(checkout_root() / TINY).model_dump()
+    raw = Recipe.load(find_checkout_root() / TINY).model_dump()
     return Recipe.parse({key: value | parts.get(key, {}) if key in parts else value for key, value in raw.items()})
 
 
@@ -214,8 +214,8 @@ def test_a_candidate_never_gets_more_tokens_than_the_baseline() -> None:
     for sequences in (2, 3, 4, 7, 8, 16, 60):
         other = recipe(batch={"sequences": sequences})
         size = choose_run_lengths(policy, 6, base, other)["candidate"]
-        tokens = other.tokens_between(6, 6 + size.trunk + size.tail)
-        most = base.tokens_between(6, 6 + 17)
+        tokens = other.count_tokens_between(6, 6 + size.trunk + size.tail)
+        most = base.count_tokens_between(6, 6 + 17)
         assert tokens <= most < tokens + other.tokens_per_step and size.trunk >= 1 and size.tail >= 1
     longer = choose_run_lengths(policy, 6, base, recipe(schedule={"anneal_steps": 12}))
     assert (longer["baseline"].trunk, longer["baseline"].tail) == (12, 5)
@@ -247,7 +247,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_the_data_that_follows(made: Made
     raw = make_run_recipe(other, own_floor=False, precision="fp32")
     held = {"code", "docs", "chat"}
     side = RecipeSide("candidate", other, raw, size, held, "c" * 40, "")
-    trunk, tail = (arm.spec() for arm in side.make_arms(start, 7, Path("/run")).values())
+    trunk, tail = (arm.make_spec() for arm in side.make_arms(start, 7, Path("/run")).values())
     assert (trunk["kind"], trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == ("trunk", 6, 18, True)
     assert (tail["kind"], tail["first_step"], tail["last_step"], tail["restart_data"]) == ("anneal", 18, 23, False)
     assert tail["initial_checkpoint"] == "/run/trunk/checkpoints/step-00000018"
@@ -255,8 +255,8 @@ def test_every_run_ends_in_an_anneal_to_zero_on_the_data_that_follows(made: Made
     assert trunk["data_plan"]["seed"] == tail["data_plan"]["seed"] == 7
     floors = [make_run_recipe(other, own_floor, "fp32")["schedule"]["final_lr_share"] for own_floor in (False, True)]
     assert floors == [0.0, 0.5]  # the recipe's own only where that is what is proposed
-    last = lr_share(Recipe.parse(raw), "anneal", 22, 18, 23)
-    assert 0 < last < lr_share(Recipe.parse(raw), "anneal", 18, 18, 23) < 1
+    last = compute_lr_share(Recipe.parse(raw), "anneal", 22, 18, 23)
+    assert 0 < last < compute_lr_share(Recipe.parse(raw), "anneal", 18, 18, 23) < 1
 
 
 # -- real runs -------------------------------------------------------------------------------------------------------
@@ -324,9 +324,9 @@ def test_a_rate_that_is_too_low_is_found_by_the_scout_and_its_change_is_merged(m
     assert found.verdict["outcome"] == "promote", found.verdict["reasons"]
     diff = git(made.target, "diff", base, found.row["commit"]).splitlines()
     assert [line for line in diff if re.match(r"[+-] ", line)] == [f"-  {LOW}", "+  lr: 0.0006"]
-    assert approvals.approve(Plant(made.workspace, made.ledger), number, "ada") == made.base == found.row["commit"]
+    assert approvals.merge_promoted_proposal(Plant(made.workspace, made.ledger), number, "ada") == made.base == found.row["commit"]
     assert planning.load_recipe(made.workspace).optimizer.lr == 6e-4
-    assert changed_files(made.target, base, made.base) == []  # nothing that training reads as code
+    assert list_changed_training_files(made.target, base, made.base) == []  # nothing that training reads as code
     assert number not in [
         row["number"] for row in revalidating._merged(made.ledger)
     ]  # what it learns better does not hang on torch or the device

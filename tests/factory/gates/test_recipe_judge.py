@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.gates.recipe.judge import STAGES, BoundedMean, RecipeComparison, _decide, compare_recipes, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
 from tests.support.gates.reasons import Expected, expect, tells
 
-POLICY = RecipePolicy.load(checkout_root() / "policies" / "gates" / "recipe.yaml")
+POLICY = RecipePolicy.load(find_checkout_root() / "policies" / "gates" / "recipe.yaml")
 SEEDS = [2.000, 2.004, 1.997, 2.001]  # the baseline's score under four seeds: their mean moves by 0.002
 NOISE = float(np.std(SEEDS, ddof=1)) * math.sqrt(2 / 4)
 
@@ -269,7 +269,7 @@ def test_no_odd_evidence_promotes(stages: dict[str, Any]) -> None:
 
 
 def test_the_policy_says_which_keys_may_change() -> None:
-    assert POLICY.allows("optimizer.lr") and POLICY.allows("mixture.weights.code") and POLICY.allows("mixture.weights")
+    assert POLICY.allows_change_of_key("optimizer.lr") and POLICY.allows_change_of_key("mixture.weights.code") and POLICY.allows_change_of_key("mixture.weights")
     closed = (
         "model.d_model",
         "seed",
@@ -279,7 +279,7 @@ def test_the_policy_says_which_keys_may_change() -> None:
         "precision",
         "mixture",
     )
-    assert not any(POLICY.allows(key) for key in closed)
+    assert not any(POLICY.allows_change_of_key(key) for key in closed)
 
 
 def test_a_policy_with_a_wrong_key_names_the_nearest(tmp_path: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.gates.recipe import runs as stage
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.recipe.runs import (
@@ -34,11 +34,11 @@ from tests.support.messages import codes, refused
 from tests.support.trainer.segments import make_documents
 from trainer.contract.data.token_shard import write_token_shard
 from trainer.contract.errors import RecipeError, TrainerError
-from trainer.contract.recipe import Recipe, with_changed_keys
+from trainer.contract.recipe import Recipe, copy_with_changed_keys
 
 TINY = "policies/recipes/tiny.yaml"
 RAW = Recipe.load(
-    checkout_root() / TINY
+    find_checkout_root() / TINY
 ).model_dump()  # eight sequences, a rate of 3e-3, a warm-up of 4, an anneal of 6
 POLICY = RunsPolicy(
     seeds=3, steps=12, tail_steps=6, calmer_longer=3, wall_seconds=70.0, held_out_documents=5, held_out_bytes=99
@@ -46,7 +46,7 @@ POLICY = RunsPolicy(
 
 
 def recipe(**keys: Any) -> Recipe:
-    return Recipe.parse(with_changed_keys(RAW, {name.replace("__", "."): value for name, value in keys.items()}))
+    return Recipe.parse(copy_with_changed_keys(RAW, {name.replace("__", "."): value for name, value in keys.items()}))
 
 
 COSINE = {"schedule__kind": "cosine", "schedule__cosine_steps": 40, "schedule__final_lr_share": 0.2}
@@ -117,7 +117,7 @@ def test_a_run_keeps_only_its_last_checkpoint() -> None:
         "precision": "bf16",
         "stability.noise_scale_every": 0,
     }
-    assert raw == with_changed_keys(
+    assert raw == copy_with_changed_keys(
         of.model_dump(), changes | {"schedule.final_lr_share": 0.0, "parallel.tensor": 1, "parallel.replicas": 1}
     )
     assert stage.NEVER > 10**9
@@ -143,7 +143,7 @@ def test_a_run_consists_of_two_arms_on_one_data_plan(tmp_path: Path) -> None:
     assert [path.relative_to(tmp_path) for path in arms] == [Path("00042/trunk"), Path("00042/tail")]
     for arm, kind in zip(arms.values(), ("trunk", "anneal")):
         assert (arm.name, arm.code, arm.kernels) == (f"candidate, run 00042, {kind}", "d" * 40, "cpu: {}\n")
-        spec = arm.spec()
+        spec = arm.make_spec()
         assert (spec["kind"], spec["code_commit"], spec["recipe"]) == (kind, "d" * 40, RAW)
         (shard,) = spec["data_plan"]["token_shards"]
         assert (shard["generation"], shard["content"], shard["moved"], spec["data_plan"]["seed"]) == (
@@ -152,7 +152,7 @@ def test_a_run_consists_of_two_arms_on_one_data_plan(tmp_path: Path) -> None:
             {"docs": "0"},
             7,
         )
-    trunk, tail = (arm.spec() for arm in arms.values())
+    trunk, tail = (arm.make_spec() for arm in arms.values())
     assert (trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == (6, 10, True)
     assert (tail["first_step"], tail["last_step"], tail["restart_data"]) == (10, 13, False)
     assert trunk["initial_checkpoint"] == str(start.checkpoint)
@@ -444,7 +444,7 @@ def test_the_stage_passes_only_changes_that_the_runs_can_show(
 def test_missing_prerequisites_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = start_of(tmp_path / "shards")
     other = [
-        TrainingStart(start.checkpoint, 6, with_changed_keys(RAW, keys), start.plan)
+        TrainingStart(start.checkpoint, 6, copy_with_changed_keys(RAW, keys), start.plan)
         for keys in ({"model.d_ff": 128}, {"optimizer.name": "muon"})
     ]
     for number, (begun, texts, expected) in enumerate(

@@ -9,15 +9,15 @@ import pytest
 
 from benchmarks.judge import calibration
 from factory.evals.statistics import CLOZE
-from factory.gates.release.guards import detectable_gain, list_unreliable_guards
+from factory.gates.release.guards import compute_detectable_gain, list_unreliable_guards
 from factory.gates.release.policy import ReleasePolicy, TargetPolicy
 from factory.gates.release.releasability import (
     DomainSize,
-    GuardSize,
+    GuardRequirement,
     SuiteSizes,
     TaskSize,
     compute_releasability,
-    read_measured_spreads,
+    read_group_spreads_by_domain,
 )
 from factory.ledger.ledger import Ledger
 from tests.support.gates.release_evidence import POLICY, changed, evidence
@@ -27,7 +27,7 @@ EACH = DomainSize(60, 40, 20)
 ENOUGH = SuiteSizes(dict.fromkeys(("chat", "code", "docs"), EACH), cloze_items=120)
 
 
-def guard(sizes: SuiteSizes, name: str, policy: ReleasePolicy = POLICY) -> GuardSize:
+def guard(sizes: SuiteSizes, name: str, policy: ReleasePolicy = POLICY) -> GuardRequirement:
     return next(one for one in compute_releasability(policy, sizes).guards if one.name == name)
 
 
@@ -97,7 +97,7 @@ def test_the_report_names_the_same_gain_and_guards_as_verdicts_of_the_judge() ->
     for _ in range(12):
         pair = calibration.with_cloze(calibration.draw(kind, rng, none), rng, 96, 0.2)
         found = calibration.evidence_of(pair, 1, none | {CLOZE: 0.0})
-        drawn.append(detectable_gain(POLICY, found) or 9.0)
+        drawn.append(compute_detectable_gain(POLICY, found) or 9.0)
         assert (CLOZE in list_unreliable_guards(POLICY, found)) == (guard(sizes, CLOZE).state == "aside")
     assert told.gain == pytest.approx(float(np.median(drawn)), rel=0.15)
 
@@ -120,11 +120,11 @@ def test_the_detectable_gain_falls_with_groups_and_rises_with_spread() -> None:
 def test_the_spread_is_read_from_the_newest_verdict(workspace: object, ledger: Ledger) -> None:
     from tests.support.plants.release_scene import add_candidate
 
-    assert read_measured_spreads(ledger) == {}
+    assert read_group_spreads_by_domain(ledger) == {}
     for _ in range(2):
         add_candidate(workspace, ledger)  # type: ignore[arg-type]
     add_judged(ledger, 2, evidence(), against=1)
-    assert read_measured_spreads(ledger) == {
+    assert read_group_spreads_by_domain(ledger) == {
         name: pytest.approx(0.01 / 2.02 * 40**0.5) for name in ("chat", "code", "docs")
     }
     add_judged(
@@ -133,4 +133,4 @@ def test_the_spread_is_read_from_the_newest_verdict(workspace: object, ledger: L
         changed(replace(evidence(), look=2), "guards", "code", replace(evidence().guards["code"], error=None)),
         against=1,
     )
-    assert set(read_measured_spreads(ledger)) == {"chat", "docs"}, "what was not measured is not told"
+    assert set(read_group_spreads_by_domain(ledger)) == {"chat", "docs"}, "what was not measured is not told"

@@ -422,7 +422,7 @@ def test_a_candidate_gets_a_new_verdict_after_each_change_of_a_licence(tmp_path:
         with plant.ledger.begin() as tx:
             tx.execute(documents.update().values(license=licence))
         found.append(judge_candidate(plant, candidate))
-        newest = VerdictRow.newest(plant.ledger, "release", Subject("candidate", candidate))
+        newest = VerdictRow.find_newest(plant.ledger, "release", Subject("candidate", candidate))
         assert newest is not None and newest.id == found[-1]
     licences = expect("release.licences")
     said = [tells(VerdictRow.get(plant.ledger, one).reasons, licences) for one in found]

@@ -15,10 +15,10 @@ from factory.evals.evaluator import load_current_suite
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import judge_candidate
-from factory.gates.release.overfitting import dev_alone_message
+from factory.gates.release.overfitting import find_gain_on_dev_half_only
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.release_line import count_champion_comparisons, guard_losses_since_best_release
-from factory.gates.release.reward_hacking import JudgedCandidate, add_dev_rise_evidence, compute_rise_between
+from factory.gates.release.release_line import find_comparison_number, compute_guard_losses_since_best_release
+from factory.gates.release.reward_hacking import JudgedCandidate, add_dev_rise_evidence, compute_gain_between_candidates
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, list_anomalies
 from factory.ledger.ledger import Ledger, eval_items, releases, verdicts
 from factory.ledger.plant import Plant
@@ -52,21 +52,21 @@ def released(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
 
 def test_each_pair_of_candidate_and_suite_counts_as_one_comparison(workspace: Workspace, ledger: Ledger) -> None:
     first, second, third = (add_candidate(workspace, ledger) for _ in range(3))
-    assert count_champion_comparisons(ledger, first, second, "a") == 1
+    assert find_comparison_number(ledger, first, second, "a") == 1
     judged(ledger, second, "a", first)
-    assert count_champion_comparisons(ledger, first, second, "a") == 1  # the same look, judged again
+    assert find_comparison_number(ledger, first, second, "a") == 1  # the same look, judged again
     assert (
-        count_champion_comparisons(ledger, first, second, "b")
-        == count_champion_comparisons(ledger, first, third, "a")
+        find_comparison_number(ledger, first, second, "b")
+        == find_comparison_number(ledger, first, third, "a")
         == 2
     )
     judged(ledger, third, "b", first)
     judged(ledger, third, "b", first)  # by another policy
     assert (
-        count_champion_comparisons(ledger, first, third, "b") == 2
-        and count_champion_comparisons(ledger, first, second, "b") == 3
+        find_comparison_number(ledger, first, third, "b") == 2
+        and find_comparison_number(ledger, first, second, "b") == 3
     )
-    assert count_champion_comparisons(ledger, second, third, "b") == 1  # another champion
+    assert find_comparison_number(ledger, second, third, "b") == 1  # another champion
 
 
 def test_small_losses_add_up_from_the_best_release(workspace: Workspace, ledger: Ledger) -> None:
@@ -75,9 +75,9 @@ def test_small_losses_add_up_from_the_best_release(workspace: Workspace, ledger:
     for number, (candidate, gained) in enumerate(zip(line, gains), 1):
         against = line[number - 2] if number > 1 else None
         released(ledger, number, candidate, judged(ledger, candidate, "a", against, gained))
-    lost = guard_losses_since_best_release(ledger, line[-1], ["code", "docs", "new"])
+    lost = compute_guard_losses_since_best_release(ledger, line[-1], ["code", "docs", "new"])
     assert lost == pytest.approx({"code": 0.03, "docs": 0.0, "new": 0.0})
-    assert guard_losses_since_best_release(ledger, line[2], ["docs"]) == pytest.approx(
+    assert compute_guard_losses_since_best_release(ledger, line[2], ["docs"]) == pytest.approx(
         {"docs": 0.02}
     )  # made champion again
 
@@ -86,19 +86,19 @@ def test_a_rolled_back_release_does_not_count(workspace: Workspace, ledger: Ledg
     first, second, third, fourth = (add_candidate(workspace, ledger) for _ in range(4))
     released(ledger, 1, first, judged(ledger, first, "a", None))
     released(ledger, 2, second, judged(ledger, second, "a", first, {"code": -0.018, "docs": 0.1}))
-    assert guard_losses_since_best_release(ledger, second, ["code", "docs"]) == pytest.approx(
+    assert compute_guard_losses_since_best_release(ledger, second, ["code", "docs"]) == pytest.approx(
         {"code": 0.018, "docs": 0.0}
     )
-    assert guard_losses_since_best_release(ledger, first, ["code", "docs"]) == {
+    assert compute_guard_losses_since_best_release(ledger, first, ["code", "docs"]) == {
         "code": 0.0,
         "docs": 0.0,
     }  # a rollback to 1
     released(ledger, 3, third, judged(ledger, third, "a", first, {"code": 0.001, "docs": -0.01}))
-    assert guard_losses_since_best_release(ledger, third, ["code", "docs"]) == pytest.approx(
+    assert compute_guard_losses_since_best_release(ledger, third, ["code", "docs"]) == pytest.approx(
         {"code": 0.0, "docs": 0.01}
     )
     released(ledger, 4, fourth, judged(ledger, fourth, "a", second, {"code": 0.02}))
-    assert guard_losses_since_best_release(ledger, second, ["code"]) == pytest.approx(
+    assert compute_guard_losses_since_best_release(ledger, second, ["code"]) == pytest.approx(
         {"code": 0.018}
     )  # 4 regained it: a rollback to 2
 
@@ -114,7 +114,7 @@ def test_small_gains_on_the_dev_half_alone_are_added_up_and_noticed(workspace: W
         gap = Gain(-0.01 * number, 0.003, 80, 80.0)
         before = ReleaseEvidence(on_dev=dev, on_sealed=sealed, halves_gap=gap)
         seen = add_dev_rise_evidence(ledger, candidate, line[0], before)
-        found.append((seen.watched, seen.rise_since, bool(dev_alone_message(policy, replace(seen, halves_gap=None)))))
+        found.append((seen.watched, seen.rise_since, bool(find_gain_on_dev_half_only(policy, replace(seen, halves_gap=None)))))
         verdict = judged(ledger, candidate, "a", line[0])
         evidence = {"on_dev": vars(dev), "on_sealed": vars(sealed), "halves_gap": vars(gap)}
         with ledger.begin() as tx:
@@ -133,14 +133,14 @@ def test_gains_along_the_line_of_champions_add_up_with_their_errors() -> None:
         at(4, 3, 0.05, 0.0, 5, 5.0),
         at(9, 8, 0.5, 0.1, 9, 9.0),
     ]
-    rise = compute_rise_between(line[0], line[2], line)["on_dev"]  # 4 over 3 and 3 over 1, less 2 over 1
+    rise = compute_gain_between_candidates(line[0], line[2], line)["on_dev"]  # 4 over 3 and 3 over 1, less 2 over 1
     assert (rise.gain, rise.error, rise.clusters) == (pytest.approx(0.04), pytest.approx(0.005), 35)
     assert rise.effective == pytest.approx(25e-6**2 / (9e-6**2 / 19 + 16e-6**2 / 9) + 1)
-    still = compute_rise_between(line[1], line[2], line)["on_dev"]
+    still = compute_gain_between_candidates(line[1], line[2], line)["on_dev"]
     assert still == Gain(0.05, 0.0, 5, math.inf), "no spread at all"
-    assert compute_rise_between(line[3], line[2], line)["on_dev"] == Gain(), "no common champion is known"
+    assert compute_gain_between_candidates(line[3], line[2], line)["on_dev"] == Gain(), "no common champion is known"
     few = [*line[:2], at(4, 3, 0.05, 0.002, 1, 1.0)]
-    assert compute_rise_between(few[0], few[2], few)["on_dev"] == Gain(), "one group has no spread that is known"
+    assert compute_gain_between_candidates(few[0], few[2], few)["on_dev"] == Gain(), "one group has no spread that is known"
 
 
 def test_a_candidate_fitted_to_the_dev_half_is_held_and_recorded_as_an_anomaly(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.computing.tuned_kernels import live_kernels_file
+from factory.computing.tuned_kernels import open_live_kernels_file
 from factory.core.faults import BROKEN, find_fault_in
-from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
+from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_root
 from factory.git import repository
 from factory.git.git_store import ENVIRONMENT
 from factory.git.repository import AppliedPatch, RepositoryError, ScopeError
@@ -18,7 +18,7 @@ from factory.git.scope import AgentsPolicy, FileChange, find_scope_problems
 from tests.support.git import git
 from tests.support.messages import refused
 
-POLICY = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
+POLICY = AgentsPolicy.load(find_checkout_root() / "policies" / "agents.yaml")
 FILES = {
     "kernels/ops.py": "def op(x):\n    return x\n",
     "trainer/__init__.py": "",
@@ -128,7 +128,7 @@ def test_a_patch_becomes_one_commit_on_a_branch(target: Path, tmp_path: Path) ->
         f"factory <factory@localhost> {base} Try"
     )
     assert (applied.worktree / "kernels/new.py").read_text() == "x = 1\n"
-    assert [c.path for c in repository.read_changes(target, base, applied.commit)] == [
+    assert [c.path for c in repository.read_file_changes(target, base, applied.commit)] == [
         "kernels/new.py",
         "policies/kernels.yaml",
     ]
@@ -189,13 +189,13 @@ def test_executable_files_keep_their_mode(target: Path, tmp_path: Path) -> None:
     (target / "kernels/ops.py").chmod(0o755)
     git(target, "commit", "-q", "-am", "executable")
     applied = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "try")
-    assert repository.read_modes(target, applied.commit)["kernels/ops.py"] == "100755"
+    assert repository.read_file_modes(target, applied.commit)["kernels/ops.py"] == "100755"
 
 
 def test_a_branch_name_has_only_safe_characters() -> None:
-    assert repository.branch_name("search", 3, "Attention: grouped rows!") == "factory/search/3-attention-grouped-rows"
-    assert repository.branch_name("../x", 3, "$(rm -rf /)\n") == "factory/x/3-rm-rf"
-    assert repository.branch_name("", 3, "…") == "factory/agent/3-patch"
+    assert repository.make_branch_name("search", 3, "Attention: grouped rows!") == "factory/search/3-attention-grouped-rows"
+    assert repository.make_branch_name("../x", 3, "$(rm -rf /)\n") == "factory/x/3-rm-rf"
+    assert repository.make_branch_name("", 3, "…") == "factory/agent/3-patch"
 
 
 # -- the rules of scope ------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_a_fault_of_the_machine_during_a_git_command_is_raised(
         lambda: repository.get_branch_commit(tmp_path, "factory/search/1-x"),
         lambda: repository.is_ancestor(tmp_path, "a", "b"),
         lambda: repository.get_live_commit(tmp_path),
-        lambda: live_kernels_file(workspace).__enter__(),
+        lambda: open_live_kernels_file(workspace).__enter__(),
     )
     for ask in asked:
         with pytest.raises(RepositoryError, match="Input/output error") as raised:

@@ -19,7 +19,7 @@ from factory.core.errors import WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.data.removing import apply_removal, plan_removal
-from factory.data.selecting import select_by_name
+from factory.data.selecting import select_documents_by_name
 from factory.erasing.erasing import finish_pending_removals
 from factory.ingest.chain import ingest_shard
 from factory.ingest.hash_index import INDEX, get_hashes_path, list_hash_sources, read_hashes
@@ -29,8 +29,8 @@ from factory.ledger.ledger import Ledger, events, held_out
 from factory.ledger.plant import Plant
 from factory.repairs.examining import CHECKS
 from factory.repairs.lost_ledger import restore_ledger
-from factory.repairs.repairing import repair_all
-from factory.repairs.token_shards import _hashes_from_backup, rebuild_hashes
+from factory.repairs.repairing import repair_all_damage
+from factory.repairs.token_shards import _hashes_from_backup, rebuild_document_hashes
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, prose, texts
 from tests.support.factory.older_ledger import as_schema_5
@@ -117,7 +117,7 @@ def test_a_file_of_hashes_that_is_lost_is_made_again_from_the_raw_shard(
     with refused("ingest.no_hashes", WorkspaceError):
         ingest(texts(400, 5), "later.jsonl")
     assert CHECKS["hashes"](Plant(workspace, ledger), True).faults
-    said = repair_all(workspace, True, SILENT)
+    said = repair_all_damage(workspace, True, SILENT)
     assert [line for line in said if line.startswith(f"hashes {subject}: repaired")], said
     again = indexed(ledger)
     by_key = lambda rows: sorted((key, blob) for _, key, blob in rows)
@@ -184,10 +184,10 @@ class TestMadeAgain:
         old = policy.read_text()
         policy.write_text(old.replace("    min_alphabetic: 0.5\n", "    min_alphabetic: 0.5\n    min_chars: 600\n", 1))
         assert policy.read_text() != old
-        assert codes([rebuild_hashes(Plant(workspace, ledger), subject)]) == ["token_shards.read_differently"]
+        assert codes([rebuild_document_hashes(Plant(workspace, ledger), subject)]) == ["token_shards.read_differently"]
         assert not get_hashes_path(workspace.root, subject).exists()
         policy.write_text(old)
-        assert rebuild_hashes(Plant(workspace, ledger), subject) == ""
+        assert rebuild_document_hashes(Plant(workspace, ledger), subject) == ""
         assert len(read_hashes(workspace.root, subject)) == len(before) == 50
 
     def test_rebuilt_hashes_do_not_mark_barred_documents_as_held_out(
@@ -202,7 +202,7 @@ class TestMadeAgain:
         policy.write_text(re.sub(r"(?m)^(\s*)proprietary:.*$", r"\1proprietary: {train: true, release: false}", old))
         assert policy.read_text() != old
         for _ in range(2):
-            assert rebuild_hashes(Plant(workspace, ledger), subject) == ""
+            assert rebuild_document_hashes(Plant(workspace, ledger), subject) == ""
             again = read_hashes(workspace.root, subject).to_pylist()
             assert [(row["key"], row["signature"], row["held_out"]) for row in again] == [
                 (row["key"], row["signature"], row["held_out"]) for row in before
@@ -222,13 +222,13 @@ class TestMadeAgain:
             "SELECT d.\"key\" FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE s.name = 'doc.txt'"
         )
         look_at = plan_removal(
-            ledger, select_by_name(ledger, [key[0]["key"]], ("train", "held_out", "quarantined")), True
+            ledger, select_documents_by_name(ledger, [key[0]["key"]], ("train", "held_out", "quarantined")), True
         )
         apply_removal(ledger, look_at, "me", "", True)
         finish_pending_removals(plant)
         subject, _ = self.lose(workspace, ledger, 1)
         shutil.rmtree(workspace.root / "backups")
-        assert rebuild_hashes(plant, subject) == "" and len(read_hashes(workspace.root, subject)) == 0
+        assert rebuild_document_hashes(plant, subject) == "" and len(read_hashes(workspace.root, subject)) == 0
         assert ingest(texts(500, 5), "later.jsonl").counts["train"]
 
     @pytest.mark.parametrize("is_there", [True, False])
@@ -243,7 +243,7 @@ class TestMadeAgain:
         (workspace.root / INDEX).unlink()
         if not is_there:
             exam.unlink()
-        why = rebuild_hashes(Plant(workspace, ledger), subject)
+        why = rebuild_document_hashes(Plant(workspace, ledger), subject)
         assert codes([why]) == ["" if is_there else "token_shards.no_task_items"]
         assert file.exists() == is_there and (not is_there or file.read_bytes() == whole)
 
@@ -259,7 +259,7 @@ class TestMadeAgain:
             file = get_hashes_path(workspace.root, subject)
             before = file.read_bytes()
             file.unlink()
-            assert rebuild_hashes(Plant(workspace, ledger), subject) == "" and file.read_bytes() == before
+            assert rebuild_document_hashes(Plant(workspace, ledger), subject) == "" and file.read_bytes() == before
         with ledger.begin() as tx:  # as after a restore and an ingest by another policy, which held out others
             tx.execute(
                 held_out.delete().where(held_out.c.key == ledger.select_rows(sa.select(held_out.c.key))[0]["key"])

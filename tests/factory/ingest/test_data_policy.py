@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import ConfigError
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.ingest.rules.policy import DataPolicy
 
 
@@ -18,10 +18,10 @@ def load(tmp_path: Path, text: str) -> DataPolicy:
 
 
 def test_the_shipped_policy_loads_and_knows_its_domains() -> None:
-    policy = DataPolicy.load(checkout_root() / "policies" / "data.yaml")
+    policy = DataPolicy.load(find_checkout_root() / "policies" / "data.yaml")
     assert policy.tokenizer.vocab_size == 4096
-    assert policy.rules_of_domain("code").must_parse and not policy.rules_of_domain("poems").must_parse
-    assert policy.rules_of_domain("poems") == policy.domains["default"]
+    assert policy.find_domain_rules("code").must_parse and not policy.find_domain_rules("poems").must_parse
+    assert policy.find_domain_rules("poems") == policy.domains["default"]
     assert policy.licences.find_licence("PSF-2.0").release and not policy.licences.find_licence("unheard of").release
     assert not policy.licences.find_licence("proprietary").train
 

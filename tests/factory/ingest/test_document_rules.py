@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from factory.ingest.rules import contamination, filters, held_out_split, near_duplicates, personal_data
 from factory.ingest.rules.policy import DomainRules
-from factory.ingest.rules.word_hashes import find_word_spans, hash_runs, hash_words, winnow
+from factory.ingest.rules.word_hashes import find_word_spans, hash_word_runs, hash_words, winnow_hashes
 from tests.support.factory.made_up_text import prose
 
 RULES = DomainRules(
@@ -66,8 +66,8 @@ def test_each_rule_drops_a_text_beyond_its_limit_and_keeps_one_on_it(
 
 def test_a_limit_of_zero_does_not_turn_a_rule_off() -> None:
     nothing = RULES.model_copy(update={"max_encoded": 0.0, "max_repeated_lines": 0.0})
-    assert filters.encoded_data("QUJD" * 20, nothing) and filters.repetition("a\na\nb\nc", nothing)
-    assert filters.encoded_data("words", nothing) is None and filters.repetition("a\nb\nc\nd", nothing) is None
+    assert filters.check_encoded_data("QUJD" * 20, nothing) and filters.check_repeated_lines("a\na\nb\nc", nothing)
+    assert filters.check_encoded_data("words", nothing) is None and filters.check_repeated_lines("a\nb\nc\nd", nothing) is None
 
 
 def test_every_rule_has_a_test_case_and_the_first_broken_rule_is_named() -> None:
@@ -81,8 +81,8 @@ def test_every_rule_has_a_test_case_and_the_first_broken_rule_is_named() -> None
 
 @pytest.mark.parametrize("text", ["def f(:", "x = (" * 500, "a\x00b", "return = 3"])
 def test_a_text_that_is_not_python_does_not_parse(text: str) -> None:
-    assert filters.does_not_parse(text)
-    assert filters.does_not_parse(GOOD) is None
+    assert filters.check_python_syntax(text)
+    assert filters.check_python_syntax(GOOD) is None
 
 
 KEYS = ("AKIA" + "Q" * 16, "ASIA" + "7" * 16, *(f"gh{kind}_" + "a" * 36 for kind in "pousr"), "xoxb-" + "1" * 10, "AIza" + "b" * 35,
@@ -156,7 +156,7 @@ def edited(text: str, share: float, seed: int) -> str:
 
 
 def jaccard(a: str, b: str) -> float:
-    one, two = (set(hash_runs(hash_words(text), near_duplicates.SHINGLE).tolist()) for text in (a, b))
+    one, two = (set(hash_word_runs(hash_words(text), near_duplicates.SHINGLE).tolist()) for text in (a, b))
     return len(one & two) / len(one | two)
 
 
@@ -167,7 +167,7 @@ def test_near_duplicates_are_found_and_other_documents_are_not() -> None:
     signed = near_duplicates.compute_signatures(
         [near_duplicates.hash_shingles(hash_words(text), b"\0" * 32) for text in texts]
     )
-    near = near_duplicates.NearDuplicates(signed, 0.8, lambda _: near_duplicates.StoredDocuments({}, {}))
+    near = near_duplicates.NearDuplicateSearch(signed, 0.8, lambda _: near_duplicates.StoredBandMatches({}, {}))
     found: list[tuple[float, bool]] = []
     for number, (one, two) in enumerate(pairs):
         assert near.find_most_similar(2 * number) is None
@@ -187,7 +187,7 @@ def test_stored_hashes_are_the_same_in_every_version() -> None:
     assert [len(one) for one in sets] == [3, 1, 1, 86]
     signed = near_duplicates.compute_signatures(sets)
     assert signed.dtype == np.uint32 and signed.shape == (4, 120)
-    stored = (*sets, signed, near_duplicates.hash_bands(signed), winnow(sets[3], 8))
+    stored = (*sets, signed, near_duplicates.hash_bands(signed), winnow_hashes(sets[3], 8))
     assert (
         hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in stored)).hexdigest()[:16]
         == "d56b0e3d090a0569"
@@ -200,14 +200,14 @@ def test_a_document_matches_the_most_similar_one_at_or_above_the_threshold() -> 
     signed = near_duplicates.compute_signatures([np.arange(i, i + 100, dtype=np.uint64) for i in (0, 1, 4, 0)])
     nearest = near_duplicates.estimate_similarity(signed[0], signed[1])
     for threshold, found in ((nearest, (1, nearest)), (np.nextafter(nearest, 2), None)):
-        near = near_duplicates.NearDuplicates(signed[:3], threshold, lambda _: near_duplicates.StoredDocuments({}, {}))
+        near = near_duplicates.NearDuplicateSearch(signed[:3], threshold, lambda _: near_duplicates.StoredBandMatches({}, {}))
         near.add_document(1)
         near.add_document(2)
         assert near.find_most_similar(0) == found
     bands = near_duplicates.hash_bands(signed)
-    known = near_duplicates.StoredDocuments({int(bands[3, 19]): ["shard:9"]}, {"shard:9": signed[3]})
+    known = near_duplicates.StoredBandMatches({int(bands[3, 19]): ["shard:9"]}, {"shard:9": signed[3]})
     asked: list[list[int]] = []
-    near = near_duplicates.NearDuplicates(signed[:3], 0.5, lambda values: asked.append(values.tolist()) or known)
+    near = near_duplicates.NearDuplicateSearch(signed[:3], 0.5, lambda values: asked.append(values.tolist()) or known)
     near.add_document(1)
     assert near.find_most_similar(0) == ("shard:9", 1.0) and asked == [sorted(set(bands[:3].ravel().tolist()))]
 
@@ -220,7 +220,7 @@ def test_a_document_is_compared_only_with_the_first_documents_of_a_crowded_band(
         1  # the last of them has the first band of all, and is the most like the one that is asked about
     )
     signed[count] = signed[count - 1]
-    near = near_duplicates.NearDuplicates(signed, 0.05, lambda _: near_duplicates.StoredDocuments({}, {}))
+    near = near_duplicates.NearDuplicateSearch(signed, 0.05, lambda _: near_duplicates.StoredBandMatches({}, {}))
     for number in range(count - 1):
         near.add_document(number)
     assert near.find_most_similar(count) == (0, 0.05)
@@ -228,7 +228,7 @@ def test_a_document_is_compared_only_with_the_first_documents_of_a_crowded_band(
     assert near.find_most_similar(count) == (count - 1, 1.0)  # by its other bands
     first, *_ = near_duplicates.hash_bands(signed)[0].tolist()
     assert len(near._here[first]) == near_duplicates.CANDIDATES
-    alone = near_duplicates.NearDuplicates(signed[:1], 0.5, lambda _: near_duplicates.StoredDocuments({}, {}))
+    alone = near_duplicates.NearDuplicateSearch(signed[:1], 0.5, lambda _: near_duplicates.StoredBandMatches({}, {}))
     alone.add_document(0)
     assert alone._here == {}
 
@@ -237,7 +237,7 @@ def test_a_document_is_compared_only_with_the_first_documents_of_a_crowded_band(
 def test_a_shared_run_of_44_words_shares_a_sampled_ngram(seed: int, before: int, after: int, shared: int) -> None:
     passage = prose(seed, shared)
     document = f"{prose(seed + 1, before)} {passage} {prose(seed + 2, after)}"
-    sampled = winnow(contamination.hash_ngrams(hash_words(document), 13), 32)
+    sampled = winnow_hashes(contamination.hash_ngrams(hash_words(document), 13), 32)
     assert np.isin(contamination.hash_ngrams(hash_words(passage), 13), sampled).any()
 
 
@@ -252,33 +252,33 @@ def test_an_overlap_is_cut_out_with_its_margin_and_a_large_one_drops_the_documen
     text = f"{own}\n{leaked}\n{prose(3, 400)}"
     index = index_of(("h:0", prose(4, 40)), ("h:1", leaked), ("h:2", leaked))
     grams = contamination.hash_ngrams(hash_words(text), 13)
-    places = index.find(grams)
-    assert len(places) == 30 - 13 + 1 and index.owner(grams[places[0]]) == "h:1"
+    places = index.find_collisions(grams)
+    assert len(places) == 30 - 13 + 1 and index.find_owner(grams[places[0]]) == "h:1"
     (first, stop), *others = contamination.merge_spans(places, 13)
     assert not others and [text[slice(*span)].lower() for span in find_word_spans(text)[first:stop]] == [
         leaked[slice(*span)].lower() for span in find_word_spans(leaked)
     ]
     rest = contamination.cut_spans(text, [(first, stop)], 100, 0.3)
-    assert rest and not len(index.find(contamination.hash_ngrams(hash_words(rest), 13)))
+    assert rest and not len(index.find_collisions(contamination.hash_ngrams(hash_words(rest), 13)))
     assert rest.startswith(own[:100]) and rest.endswith(prose(3, 400)[-100:])
-    assert not len(index.find(contamination.hash_ngrams(hash_words(own), 13)))
+    assert not len(index.find_collisions(contamination.hash_ngrams(hash_words(own), 13)))
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.lists(st.integers(0, 9), max_size=6))
 def test_the_held_out_index_finds_exactly_the_ngrams_that_it_contains(held: list[int], asked: list[int]) -> None:
     of = lambda values: np.array(values, np.uint64)
     index = contamination.HeldOutNgrams.build([("a", of(held[:3])), ("b", of(held[3:]))])
-    found = index.find(of(asked)).tolist()
+    found = index.find_collisions(of(asked)).tolist()
     assert found == [i for i, value in enumerate(asked) if value in held]
     for i in found:
-        assert index.owner(asked[i]) == ("a" if asked[i] in held[:3] else "b")
+        assert index.find_owner(asked[i]) == ("a" if asked[i] in held[:3] else "b")
 
 
 @given(st.sets(st.integers(0, 40), max_size=6), st.integers(1, 6))
 def test_every_word_is_either_in_a_colliding_span_or_outside(places: set[int], n: int) -> None:
     """An n-gram after a common phrase counts if its first word comes after the phrase."""
     at, count = np.array(sorted(places), np.int64), 41
-    away = contamination.mask_without_overlap(at, count, n)
+    away = contamination.make_no_overlap_mask(at, count, n)
     assert away.tolist() == [all(abs(i - place) >= n for place in places) for i in range(count)]
     found = contamination.merge_spans(at, n)
     words = {word for place in places for word in range(place, place + n)}

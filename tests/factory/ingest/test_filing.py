@@ -8,16 +8,16 @@ from functools import partial
 import pytest
 import sqlalchemy as sa
 
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.ingest import filing
-from factory.ingest.filing import make_filed_name
+from factory.ingest.filing import make_stored_file_name
 from factory.ledger.ledger import Ledger, events, shards
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_policy, use_small_vocabulary
 from tests.support.messages import codes, the
-from trainer.contract.data.token_shard import file_sha256
+from trainer.contract.data.token_shard import hash_file
 
 LONG_AGO = 3600.0
 
@@ -119,7 +119,7 @@ def test_a_quarantined_file_that_is_put_back_under_another_name_is_ingested(
 
 def test_a_quarantined_copy_of_a_file_still_in_the_inbox_is_not_tried_too(workspace: Workspace, ledger: Ledger) -> None:
     path = put(workspace, b"nothing\n" * 30)  # killed between the copy and the transaction that names it
-    copy = workspace.quarantine / make_filed_name(file_sha256(path), path)
+    copy = workspace.quarantine / make_stored_file_name(hash_file(path), path)
     copy.write_bytes(path.read_bytes())
     one_pass(workspace, ledger)
     assert tries(ledger) == 1 and list(workspace.quarantine.iterdir()) == [copy] and not list(workspace.inbox.iterdir())
@@ -138,7 +138,7 @@ def test_a_quarantined_file_is_tried_again_after_the_policy_changed(workspace: W
     put(workspace, b"nothing\n" * 30 + rows(0, 17))
     one_pass(workspace, ledger)
     assert tries(ledger) == 1
-    shipped = (checkout_root() / "policies" / "data.yaml").read_text().replace("vocab_size: 4096", "vocab_size: 400")
+    shipped = (find_checkout_root() / "policies" / "data.yaml").read_text().replace("vocab_size: 4096", "vocab_size: 400")
     use_policy(workspace, shipped + "\nlimits:\n  max_bad_rows: 0.9\n")
     one_pass(workspace, ledger)
     assert trained_on(ledger) == exactly(17) and quarantined(ledger) == []

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.ingest.gathering import gather_files
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import TooLittleTextError
@@ -46,7 +46,7 @@ def test_files_are_found_by_folder_pattern_and_data_set(workspace: Workspace, le
     (data / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     assert gathered(workspace, ledger, data) == (["hf"], ["a.jsonl", "b.csv"])
     found = gather_files(Plant(workspace, ledger), [str(data)])
-    assert the([found.describe_left_out()], "ingest.kinds_left_out").data == {
+    assert the([found.describe_unsupported_files()], "ingest.kinds_left_out").data == {
         "files": 2,
         "kinds": [".png 1", "no suffix 1"],
     }
@@ -203,7 +203,7 @@ def test_the_exit_code_is_not_zero_if_nothing_was_ingested(
 def wants(workspace: Workspace, vocabulary: int) -> None:
     use_policy(
         workspace,
-        (checkout_root() / "policies" / "data.yaml")
+        (find_checkout_root() / "policies" / "data.yaml")
         .read_text()
         .replace("vocab_size: 4096", f"vocab_size: {vocabulary}"),
     )

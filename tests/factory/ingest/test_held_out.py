@@ -12,7 +12,7 @@ from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.ingest.chain import ShardReport
-from factory.ingest.document import read_writing_model
+from factory.ingest.document import read_author_model
 from factory.ingest.inbox import describe_shard
 from factory.ingest.rules import held_out_split
 from factory.ingest.rules.held_out_split import describe_grouping
@@ -47,7 +47,7 @@ def test_the_name_of_a_model_that_wrote_a_document_is_stored_as_one_short_line(
     names = ["judge\n  fate      train\x1b[31m; quarantined", " \n ", "y" * 999, "judge 1"]
     ingest([row | {"synthetic_by": name} for row, name in zip(texts(0, 4), names, strict=True)], "made.jsonl")
     rows = ledger.select_rows(sa.select(documents.c.detail).order_by(documents.c.row))
-    one, two, three, four = [read_writing_model(row["detail"]) for row in rows]
+    one, two, three, four = [read_author_model(row["detail"]) for row in rows]
     assert one == "judge fate train\ufffd[31m, quarantined" and two is None and four == "judge 1"
     assert three is not None and 200 < len(three) <= 300
 

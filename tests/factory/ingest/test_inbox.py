@@ -104,7 +104,7 @@ def test_too_few_file_handles_do_not_count_as_a_fault_of_the_file(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = put(workspace, rows(0, 10), "good.jsonl")
-    hashed = chain.file_sha256
+    hashed = chain.hash_file
 
     def with_none_left(path: Path) -> str:
         with few_handles():

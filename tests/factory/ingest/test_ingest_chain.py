@@ -20,25 +20,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError, DamagedTokenizerError, FactoryError, InputError
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.ingest import chain
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.rules.word_hashes import hash_words
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, metadata, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.show.pages.provenance import trace_document
+from factory.show.pages.provenance import read_document_provenance
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, held_out_texts, prose, texts, use_policy, use_small_vocabulary
 from tests.support.messages import refused
 from tests.support.patience import PATIENCE_S
-from trainer.contract.data.token_shard import TokenShard, file_sha256
+from trainer.contract.data.token_shard import TokenShard, hash_file
 
 Ingest = Callable[..., ShardReport]
 
 
 def document(ledger: Ledger, name: str) -> dict[str, Any]:
-    (row,) = trace_document(ledger, name)
+    (row,) = read_document_provenance(ledger, name)
     return row
 
 
@@ -56,7 +56,7 @@ def test_a_shard_becomes_a_token_shard_and_rows(workspace: Workspace, ledger: Le
     row = ledger.select_first(sa.select(token_shards.c.path).where(token_shards.c.id == found["token_shard"]))
     assert row
     shard = TokenShard(row["path"])
-    assert all(file_sha256(shard.path / name) == sha256 for name, sha256 in shard.manifest["files"].items())
+    assert all(hash_file(shard.path / name) == sha256 for name, sha256 in shard.manifest["files"].items())
     columns = shard.documents.to_pydict()
     place = columns["key"].index(found["key"])
     start, length = columns["start"][place], columns["length"][place]
@@ -278,7 +278,7 @@ ingest_shard(Plant(workspace, Ledger.open(workspace.ledger_url)), workspace.inbo
 def start(workspace: Workspace) -> subprocess.Popen[bytes]:
     """A real ingest with two worker processes, its standard input closed."""
     command = f"exec {sys.executable} -c '{_RUN}' {workspace.root} <&-"
-    environment = {**os.environ, "PYTHONPATH": str(checkout_root())}
+    environment = {**os.environ, "PYTHONPATH": str(find_checkout_root())}
     return subprocess.Popen(["sh", "-c", command], env=environment, cwd=workspace.root)
 
 

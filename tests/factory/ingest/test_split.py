@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from factory.ingest.rules import held_out_split
 from factory.ingest.rules.held_out_split import (
     HALVES,
-    CandidateDocument,
+    HeldOutCandidate,
     EarlierHeldOutCounts,
     HeldOutAssignment,
     HeldOutTarget,
-    select_held_out,
+    assign_held_out_documents,
 )
 
 Row = tuple[str, int | None, bool]  # domain, number of the group, able
@@ -29,15 +29,15 @@ class Past:
     """The state that the ledger would have."""
 
     wanted: HeldOutTarget
-    held: dict[str, tuple[CandidateDocument, HeldOutAssignment]] = field(default_factory=dict)  # by key
-    trained: list[CandidateDocument] = field(default_factory=list)
+    held: dict[str, tuple[HeldOutCandidate, HeldOutAssignment]] = field(default_factory=dict)  # by key
+    trained: list[HeldOutCandidate] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)  # by domain, documents that were not of a group from before
 
     def recorded(self) -> dict[str, bool]:
         return {one.group: one.sealed for _, one in self.held.values()}
 
     def before(self) -> dict[str, EarlierHeldOutCounts]:
-        of: dict[str, list[tuple[CandidateDocument, HeldOutAssignment]]] = defaultdict(list)
+        of: dict[str, list[tuple[HeldOutCandidate, HeldOutAssignment]]] = defaultdict(list)
         for arrived, held in self.held.values():
             of[arrived.domain].append((arrived, held))
         whole = lambda arrived, held: held.group == (arrived.group or arrived.key)
@@ -50,12 +50,12 @@ class Past:
             for domain, ones in of.items()
         }
 
-    def take(self, arrived: Sequence[CandidateDocument]) -> dict[int, HeldOutAssignment]:
+    def take(self, arrived: Sequence[HeldOutCandidate]) -> dict[int, HeldOutAssignment]:
         recorded, trained = self.recorded(), {one.group for one in self.trained if one.group}
         count = Counter(one.domain for one in self.trained)
         call = (recorded, trained, self.before(), lambda _: self.wanted, lambda domain: count[domain])
-        held = select_held_out(arrived, *call)
-        assert held == select_held_out(arrived[::-1], *call), "in any order of rows"
+        held = assign_held_out_documents(arrived, *call)
+        assert held == assign_held_out_documents(arrived[::-1], *call), "in any order of rows"
         taken = {one.group for one in held.values()} | recorded.keys()
         for one in arrived:
             if one.number in held:
@@ -66,9 +66,9 @@ class Past:
         return held
 
 
-def shard_of(rows: Sequence[Row], number: int) -> list[CandidateDocument]:
+def shard_of(rows: Sequence[Row], number: int) -> list[HeldOutCandidate]:
     return [
-        CandidateDocument(
+        HeldOutCandidate(
             at, f"{number}:{at}", domain, None if group is None else f"g{group}",
             hashlib.sha256(f"{number}:{at}".encode()).hexdigest(), able,
         )

@@ -19,7 +19,7 @@ from factory.ingest.task_hashes import record_task_ngrams
 from factory.ledger.ledger import Ledger, documents, token_shards
 from factory.ledger.plant import Plant
 from factory.repairs.token_shards import rebuild_token_shard
-from factory.status.waiting import list_waiting_for_person
+from factory.status.waiting import list_items_waiting_for_person
 from tests.support.factory import published_files as published
 from tests.support.factory.made_up_text import MIT, prose, texts
 
@@ -76,7 +76,7 @@ def test_a_benchmark_as_published_is_kept_out_of_training_data(
         False,
     ]
     assert str(found["leak-500"]["matched"]).endswith(":4") and str(found["leak-506"]["matched"]).endswith(":1")
-    assert any("MATH.tar in policies/tasks" in one["what"] for one in list_waiting_for_person(workspace, ledger))
+    assert any("MATH.tar in policies/tasks" in one["what"] for one in list_items_waiting_for_person(workspace, ledger))
 
 
 def test_words_of_task_items_are_cut_from_documents_and_a_repair_cuts_them_again(

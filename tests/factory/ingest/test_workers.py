@@ -25,7 +25,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.trainer_deaths import request_retry
-from factory.status.waiting import list_waiting_for_person
+from factory.status.waiting import list_items_waiting_for_person
 from tests.support.factory.inbox import exactly, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.messages import refused, the
@@ -132,7 +132,7 @@ def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
     time.sleep(0.01)
     last = the([said.lines[-1].data["why"]], "ingest.worker_died_last")
     assert last.data["tries"] == 3 and not list(list_complete_files(Plant(workspace, ledger)))
-    (told,) = [one for one in list_waiting_for_person(workspace, ledger) if "a.jsonl" in str(one)]
+    (told,) = [one for one in list_items_waiting_for_person(workspace, ledger) if "a.jsonl" in str(one)]
     assert "factory retry" in str(told)
     assert path.exists() and not trained_on(ledger)
     request_retry(ledger, None, "me")

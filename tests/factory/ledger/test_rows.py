@@ -13,7 +13,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow, find_champion
 from factory.ledger.status import read_status
-from factory.ledger.writing import insert_row, next_key, record_verdict
+from factory.ledger.writing import insert_row, find_next_key, record_verdict
 from tests.support.factory.errands import due_of
 from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate, add_shard
@@ -40,7 +40,7 @@ def ledger(workspace: Workspace) -> Ledger:
         tx.execute(segments.update().values(recipe_json={"precision": "fp32"}))
         one = record_verdict(tx, "release", Subject("candidate", first), against=None, outcome="promote", **verdict)
         number = insert_row(
-            tx, releases, number=next_key(tx, releases), candidate=first, verdict=one, state="published", created_at=1.0
+            tx, releases, number=find_next_key(tx, releases), candidate=first, verdict=one, state="published", created_at=1.0
         )
         record_event(tx, "promoted", Subject("release", number))
         against = Subject("candidate", first)
@@ -52,14 +52,14 @@ def test_a_ledger_and_a_reader_return_the_same_rows(workspace: Workspace, ledger
     reader = LedgerReader(workspace)
     for kind in (SegmentRow, CandidateRow, VerdictRow, ReleaseRow, ProposalRow):
         assert kind.select(reader) == kind.select(ledger)
-    newest = VerdictRow.newest(ledger, "release", Subject("candidate", 2))
+    newest = VerdictRow.find_newest(ledger, "release", Subject("candidate", 2))
     assert newest and (newest.id, newest.subject_number, newest.against, newest.reasons) == (
         2,
         2,
         "candidate:1",
         ["why"],
     )
-    assert newest.evidence(ledger) == {"gain": {"code": 0.5}}
+    assert newest.read_evidence(ledger) == {"gain": {"code": 0.5}}
     assert ReleaseRow.get(ledger, 1).export_sha256 == CandidateRow.get(ledger, 1).export_sha256
 
 

@@ -22,7 +22,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA_VERSION
-from factory.training.segment_folder import is_owner, read_owner
+from factory.training.segment_folder import is_owner_of_segment_folder, read_folder_owner
 from tests.support.factory.command import factory
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -144,7 +144,7 @@ def test_an_upgrade_makes_paths_relative_and_writes_owners_into_segment_folders(
     assert ledger.read("SELECT plan FROM data_plans")[0]["plan"]["token_shards"][0]["path"] == str(
         workspace.shards / "t"
     )
-    assert is_owner(read_owner(workspace.segments / "00001-trunk"), ledger, row)
+    assert is_owner_of_segment_folder(read_folder_owner(workspace.segments / "00001-trunk"), ledger, row)
     assert not (workspace.root / "root").exists() and len(ledger.identity) == 32
     assert len(list_backups(workspace.root)) == 1, "the first, for the journal"
 

@@ -102,7 +102,7 @@ def test_recipe_vocabulary_and_policy_are_set_together(tmp_path: Path, words: li
 
 def test_copies_of_shipped_policies_keep_their_comments_and_rules(tmp_path: Path) -> None:
     init("--preset", "laptop", "-w", str(tmp_path / "w"))
-    shipped = DataPolicy.load(new_workspace.checkout_root() / "policies" / "data.yaml")
+    shipped = DataPolicy.load(new_workspace.find_checkout_root() / "policies" / "data.yaml")
     own = DataPolicy.load(tmp_path / "w" / "policies" / "data.yaml")
     assert own.model_copy(update={"tokenizer": shipped.tokenizer}) == shipped
     assert "# must be the recipe's" in (tmp_path / "w" / "policies" / "data.yaml").read_text()

@@ -17,7 +17,7 @@ from factory.presets.new_workspace import InitOptions, make_workspace
 from factory.training.planning import plan_trunk, read_data_plan
 from factory.training.training import run_segment
 from tests.support.factory.made_up_text import prose
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 
 
 @pytest.mark.sample("eager")  # g++ takes half a minute
@@ -43,7 +43,7 @@ def test_the_laptop_preset_trains_a_step_on_a_first_shard(tmp_path: Path, code_r
     run_segment(Plant(workspace, ledger), number)
     (row,) = ledger.select_rows(sa.select(segments))
     assert row["state"] == "done" and read_data_plan(ledger, SegmentRow.get(ledger, number))["targets_in_every_batch"]
-    lines = read_lines(workspace.segments / "00001-trunk" / "metrics.jsonl")
+    lines = read_json_lines(workspace.segments / "00001-trunk" / "metrics.jsonl")
     (line,) = lines
     assert 8.5 < line["loss"] < 9.5  # ln 8192 is 9.01
     assert line["tokens"] > 0.95 * 16 * 512

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from factory.presets.presets import PRESETS, Hardware, explain_too_large, largest_fitting_preset, memory_needed
+from factory.presets.presets import PRESETS, Hardware, explain_why_recipe_is_too_large, find_largest_fitting_preset, estimate_memory_per_device
 from kernels.contract.message import Message
 from kernels.contract.registry import bind_ops
 from tests.support.paths import ROOT
@@ -28,7 +28,7 @@ def machine(gpus: int, gigabytes: float) -> Hardware:
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_presets_recipe_has_the_stated_size_and_can_be_exported(name: str) -> None:
     recipe = Recipe.load(RECIPES / f"{name}.yaml")
-    assert recipe.model.parameters == WEIGHTS[name] and recipe.model.warnings() == [] and recipe.precision == "auto"
+    assert recipe.model.parameters == WEIGHTS[name] and recipe.model.list_warnings() == [] and recipe.precision == "auto"
     with torch.device("meta"):
         model = Decoder(recipe.model, bind_ops({}, "cpu", torch.float32), torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) == WEIGHTS[name]
@@ -42,7 +42,7 @@ def test_the_plan_of_a_gpu_preset_fits_the_gpus_that_it_is_for(name: str, gpus: 
     found = plan_run(PlanRequest(recipe.model, tokens, gpus, GPUS[gpu], recipe.batch, logit_rows=None))
     assert found.layout.recompute == "none" and found.sequences == recipe.batch.sequences
     assert found.layout.micro_sequences >= (recipe.batch.micro_sequences or 0)
-    assert memory_needed(recipe, gpus, GPUS[gpu].memory, 2) <= GPUS[gpu].memory
+    assert estimate_memory_per_device(recipe, gpus, GPUS[gpu].memory, 2) <= GPUS[gpu].memory
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_plan_of_a_gpu_preset_fits_the_gpus_that_it_is_for(name: str, gpus: 
     ],
 )
 def test_the_largest_fitting_preset_is_found_for_each_machine(here: Hardware, fits: str) -> None:
-    assert largest_fitting_preset(here, RECIPES) == fits
+    assert find_largest_fitting_preset(here, RECIPES) == fits
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_largest_fitting_preset_is_found_for_each_machine(here: Hardware, fi
 def test_a_model_that_is_too_large_is_refused_with_the_memory_that_it_needs(
     name: str, here: Hardware, code: str, size: float | None, machine: str
 ) -> None:
-    said = explain_too_large(Recipe.load(RECIPES / f"{name}.yaml"), here, PRESETS[name].gpus)
+    said = explain_why_recipe_is_too_large(Recipe.load(RECIPES / f"{name}.yaml"), here, PRESETS[name].gpus)
     assert isinstance(said, Message) and (said.code, said.data["machine"]) == (code, machine)
     assert said.data.get("gpus", PRESETS[name].gpus) == PRESETS[name].gpus
     if size is None:

@@ -13,11 +13,11 @@ import factory.cli  # noqa: F401 (registers every command)
 from factory.cli.app import app
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
-from factory.duties.runner import run_pass
+from factory.duties.runner import run_duty_pass
 from factory.ingest.chain import ShardReport
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.releasable.recorded_report import newest_report, update_report
+from factory.releasable.recorded_report import read_newest_report, update_report_if_stale
 from factory.releasable.report import ReportLine, format_summary, make_report
 from factory.tasks.policy import TasksPolicy
 from kernels.contract.message import Message
@@ -158,7 +158,7 @@ def test_the_advised_margin_makes_a_task_a_guard(
     ingest(texts(0, 60))
     write_task(workspace, name, sums(40), kind="maths")
     (workspace.root / "policies" / "tasks.yaml").write_text(f"others: {others}\n")
-    tier = TasksPolicy.load(workspace.policy_path("tasks.yaml")).settings_of(name).tier
+    tier = TasksPolicy.load(workspace.policy_path("tasks.yaml")).get_settings_of_task(name).tier
     command = re.search(
         r"'factory (config set .*)'$", by_name(make_report(Plant(workspace, ledger)))[f"task {name}"].todo
     )
@@ -166,7 +166,7 @@ def test_the_advised_margin_makes_a_task_a_guard(
     done = CliRunner().invoke(app, [*shlex.split(command[1]), "--workspace", str(workspace.root)])
     assert done.exit_code == 0, done.output
     assert by_name(make_report(Plant(workspace, ledger)))[f"task {name}"].ok is True
-    assert TasksPolicy.load(workspace.policy_path("tasks.yaml")).settings_of(name).tier == tier
+    assert TasksPolicy.load(workspace.policy_path("tasks.yaml")).get_settings_of_task(name).tier == tier
 
 
 def test_the_report_is_recorded_once_and_again_when_its_input_changes(
@@ -174,11 +174,11 @@ def test_the_report_is_recorded_once_and_again_when_its_input_changes(
 ) -> None:
     ingest(texts(0, 60))
     said = Said()
-    update_report(Plant(workspace, ledger, said))
-    update_report(Plant(workspace, ledger, said))
+    update_report_if_stale(Plant(workspace, ledger, said))
+    update_report_if_stale(Plant(workspace, ledger, said))
     count = lambda: ledger.read("SELECT COUNT(*) AS n FROM events WHERE kind = 'releasable'")[0]["n"]
     assert count() == 1 and any("recipe" in line for line in said.lines)
-    kept = newest_report(workspace, ledger)
+    kept = read_newest_report(workspace, ledger)
     assert (
         kept
         and not kept["stale"]
@@ -189,7 +189,7 @@ def test_the_report_is_recorded_once_and_again_when_its_input_changes(
     use_policy(workspace, "tokenizer: {vocab_size: 401}\n")
     assert "since this report" in command_here("status", home=workspace).stdout
     ingest(texts(100, 60), "more.jsonl")
-    update_report(Plant(workspace, ledger, said))
+    update_report_if_stale(Plant(workspace, ledger, said))
     assert count() == 2
 
 
@@ -199,6 +199,6 @@ def test_the_daemon_makes_the_report_even_if_it_can_plan_nothing(
     """A recipe that does not fit ends a pass before its first action."""
     ingest(texts(0, 60))
     with pytest.raises(ConfigError, match="vocab_size"):
-        run_pass(Plant(workspace, ledger, Said()))
-    kept = newest_report(workspace, ledger)
+        run_duty_pass(Plant(workspace, ledger, Said()))
+    kept = read_newest_report(workspace, ledger)
     assert kept and [line["name"] for line in kept["lines"] if line["ok"] is False] == ["recipe"]

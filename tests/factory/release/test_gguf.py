@@ -30,7 +30,7 @@ from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.models import make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.export import convert_tensors, generation_config, hf_config
+from trainer.contract.checkpoint.export import convert_tensors, make_generation_config, make_hf_config
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
@@ -72,11 +72,11 @@ def exported(folder: Path, changes: dict[str, Any], dtype: str = "fp32") -> Path
         if "norm" in name or name.endswith("router_bias"):
             tensors[name] = tensor + 0.3 * torch.randn_like(tensor)
     folder.mkdir()
-    made = checkpoints.safetensors_bytes(dict(convert_tensors(tensors, recipe)), {"format": "pt"})
+    made = checkpoints.iterate_safetensors_bytes(dict(convert_tensors(tensors, recipe)), {"format": "pt"})
     (folder / "model.safetensors").write_bytes(b"".join(made))
-    config = hf_config(recipe.model, {"fp32": "float32", "bf16": "bfloat16"}[dtype])
+    config = make_hf_config(recipe.model, {"fp32": "float32", "bf16": "bfloat16"}[dtype])
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps(generation_config()))
+    (folder / "generation_config.json").write_text(json.dumps(make_generation_config()))
     tokenizer().copy_to(folder)
     return folder
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import factory.cli  # noqa: F401 (registers every command)
 from factory.cli.app import app
-from factory.cli.core.options import current_user
+from factory.cli.core.options import get_current_user
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
@@ -24,12 +24,12 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, VerdictRow, find_champion
 from factory.release import releases
 from factory.release.approvals import record_rejection
-from factory.release.checks import OutOfDateError
+from factory.release.checks import OutOfDateVerdictError
 from factory.show.mlflow.approval_answers import ApprovalResponder
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
-from factory.show.pages.release_facts import list_releases, release_details
+from factory.show.pages.release_facts import list_releases, read_release_details
 from factory.show.unshown_items import show_unshown_items
 from tests.support.factory.shown import override, reconcile, release
 from tests.support.gates.release_evidence import changed, evidence, gain
@@ -88,7 +88,7 @@ def test_a_held_candidate_is_released_by_a_person_with_a_reason(workspace: Works
     row = find_champion(scene)
     assert row is not None and (row.number, row.state, row.approved_by, row.verdict) == (2, "published", "ada", verdict)
     assert [one["override"] and one["override"]["why"] for one in list_releases(scene)] == [None, WHY]
-    told = release_details(Plant(workspace, scene), "2")
+    told = read_release_details(Plant(workspace, scene), "2")
     assert told["verdict"] == "hold" and told["override"]["by"] == "ada" and told["decision"]["word"] == "overridden"
     assert f"ada: {WHY}" in Path(told["report"]).read_text()
     client = open_client(workspace)
@@ -142,13 +142,13 @@ def test_a_person_can_override_only_a_lack_of_shown_gain(workspace: Workspace, s
         with refused(code, InputError) as error:
             override(Plant(workspace, scene), 2, "ada", WHY)
         assert mark in error.value.data.get("reasons", "") and "\n" not in str(error.value), (what, error.value)
-    assert recorded(scene) == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
+    assert recorded(scene) == [] and ReleaseRow.find_first(scene, "WHERE candidate = 2") is None
 
 
 def test_an_override_counts_only_for_the_judged_export_and_evidence(workspace: Workspace, scene: Ledger) -> None:
     add_judged(scene, 2, replace(HELD, look=2), against=1)
     newest = add_judged(scene, 2, HELD, against=1)
-    stored = VerdictRow.get(scene, newest).evidence(scene)
+    stored = VerdictRow.get(scene, newest).read_evidence(scene)
 
     def put(**values: Any) -> None:
         with scene.begin() as tx:
@@ -207,7 +207,7 @@ def test_every_release_checks_present_licences_and_anomalies(workspace: Workspac
     verdict = add_judged(scene, 2, evidence(), against=1)
     licence(scene, "CC-BY-NC-4.0")
     for by in ("ada", None):
-        with refused("checks.held_now", OutOfDateError, subject="candidate:2", candidate=2) as error:
+        with refused("checks.held_now", OutOfDateVerdictError, subject="candidate:2", candidate=2) as error:
             release(Plant(workspace, scene), verdict, approved_by=by)
         assert "100.0%" in error.value.data["why"] and "CC-BY-NC-4.0" in error.value.data["why"]
         approval(workspace, "automatic")
@@ -218,7 +218,7 @@ def test_every_release_checks_present_licences_and_anomalies(workspace: Workspac
     [line] = ApprovalResponder(Plant(workspace, scene)).answer_new_decisions()
     assert "refused" in line and "CC-BY-NC-4.0" in line
     decided = scene.select_rows(sa.select(events).where(events.c.kind == "approved"))
-    assert decided == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
+    assert decided == [] and ReleaseRow.find_first(scene, "WHERE candidate = 2") is None
     licence(scene, "MIT")
     assert release(Plant(workspace, scene), verdict, approved_by="ada") == 2
 
@@ -236,18 +236,18 @@ def test_an_interrupted_release_is_checked_again_before_it_continues(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(releases._Saga, "_publish", killed)
         override(Plant(workspace, scene), 2, "ada", WHY)
-    row = ReleaseRow.first(scene, "WHERE candidate = 2")
+    row = ReleaseRow.find_first(scene, "WHERE candidate = 2")
     assert row is not None and row.state == "decided"
     if seen:  # MLflow already shows the decided release
         show_unshown_items(Plant(workspace, scene))
     licence(scene, "CC-BY-NC-4.0")
-    with refused("checks.held_now", OutOfDateError, subject="candidate:2") as error:
+    with refused("checks.held_now", OutOfDateVerdictError, subject="candidate:2") as error:
         override(Plant(workspace, scene), 2, "ada", WHY)
     assert "CC-BY-NC-4.0" in error.value.data["why"]
     done = the(reconcile(Plant(workspace, scene))[:1], "releases.not_finished")
     assert (done.data["release"], done.data["why"].code) == (2, "checks.held_now")
     assert reconcile(Plant(workspace, scene)) == [], "MLflow shows the present state"
-    assert ReleaseRow.first(scene, "WHERE candidate = 2") is None and len(recorded(scene)) == 1
+    assert ReleaseRow.find_first(scene, "WHERE candidate = 2") is None and len(recorded(scene)) == 1
     client = open_client(workspace)
     [tags] = [dict(one.tags) for one in client.search_model_versions(f"name = '{MODEL}'") if str(one.version) == "2"]
     assert not {"release", "overridden_by", "override_reason"} & tags.keys() and tags.get("approval", "") == ""
@@ -275,7 +275,7 @@ def test_a_rejected_candidate_cannot_be_overridden(workspace: Workspace, scene: 
 def test_the_recorded_name_of_the_overriding_person_is_printable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", name)
     monkeypatch.setenv("LOGNAME", "ada  lovelace")
-    assert current_user() == "ada lovelace"
+    assert get_current_user() == "ada lovelace"
 
 
 def test_a_later_verdict_needs_an_override_of_its_own(workspace: Workspace, scene: Ledger) -> None:
@@ -333,7 +333,7 @@ def test_after_a_kill_anywhere_the_candidate_is_released_once_or_not_at_all(
     add_judged(ledger, 2, HELD, against=1)
     opened = lambda: Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url))
     killed_at(1 + part * (lines - 1) // KILLS, lambda: override(opened(), 2, "ada", WHY), OURS)
-    decided = ReleaseRow.first(ledger, "WHERE candidate = 2")
+    decided = ReleaseRow.find_first(ledger, "WHERE candidate = 2")
     assert bool(recorded(ledger)) == (decided is not None), "the override and the release, or neither"
     reconcile(Plant(workspace, ledger))  # the daemon finishes a decided release
     after = find_champion(ledger)

@@ -24,7 +24,7 @@ from factory.show.mlflow.approval_answers import ApprovalResponder
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
-from factory.status.waiting import list_waiting_for_person
+from factory.status.waiting import list_items_waiting_for_person
 from tests.support.factory.errands import due_of
 from tests.support.factory.shown import reconcile, release
 from tests.support.messages import codes, refused
@@ -235,7 +235,7 @@ def test_a_decision_is_answered_while_the_main_thread_works(
     database = workspace.root / "mlflow.db"
     away = database.rename(database.with_name("away.db"))
     database.write_bytes(b"no database " * 100)
-    with run_in_background(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.answer_and_announce):
+    with run_in_background(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.answer_and_announce_decisions):
         until(lambda: said.about("Training and releases continue") and said.about("candidate 1 waits for approval"))
         away.rename(database)
         person.client.set_model_version_tag(MODEL, version, "approval", "approved")
@@ -257,7 +257,7 @@ def until(condition: Callable[[], object]) -> None:
 def test_the_status_lists_waiting_candidates_with_the_commands(workspace: Workspace, ledger: Ledger) -> None:
     for _ in range(2):
         add_verdict(ledger, add_candidate(workspace, ledger))
-    found = list_waiting_for_person(workspace, LedgerReader(workspace))
+    found = list_items_waiting_for_person(workspace, LedgerReader(workspace))
     assert codes(one["what"] for one in found) == ["waiting.candidate"] * 2
     assert [one["what"].data["candidate"] for one in found] == [1, 2]
     assert found[0]["command"].startswith("factory releases approve 1,") and "reject 1 --why" in found[0]["command"]

@@ -17,7 +17,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, find_champion
 from factory.release import published_link, releases
 from factory.show.mlflow import registry, runs, store
-from factory.show.mlflow.registry import MODEL, list_start_pages
+from factory.show.mlflow.registry import MODEL, list_start_page_addresses
 from factory.show.mlflow.releases import ALIAS_SET, register_candidate
 from factory.show.mlflow.runs import CLOSED
 from factory.show.mlflow.store import open_client
@@ -257,7 +257,7 @@ def test_mlflow_shows_a_version_with_its_numbers_and_reasons(workspace: Workspac
     found = client.search_model_versions(f"name = '{MODEL}' and tags.verdict = 'hold'")
     assert [one.version for one in found] == [version.version]
     training = client.get_experiment_by_name("training")
-    pages = list_start_pages(workspace, "http://127.0.0.1:5000")
+    pages = list_start_page_addresses(workspace, "http://127.0.0.1:5000")
     assert pages == {
         "releases": f"http://127.0.0.1:5000/#/models/factory-lm?{mode}",
         "candidates": f"http://127.0.0.1:5000/#/experiments/{run.info.experiment_id}?{mode}",

@@ -16,7 +16,7 @@ def test_an_edit_in_place_that_keeps_size_and_time_is_noticed(tmp_path: Path) ->
     for name in ("manifest.json", *FILES):
         (shard / name).write_text(name)
     noted = VerifiedShardRecord(workspace)
-    noted.record_verified([shard])
+    noted.record_verified_shards([shard])
     assert noted.is_unchanged(shard) and VerifiedShardRecord(workspace).is_unchanged(shard)
     edited, before = shard / FILES[0], (shard / FILES[0]).stat()
     with open(edited, "r+b") as file:

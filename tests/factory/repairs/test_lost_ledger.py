@@ -23,10 +23,10 @@ from factory.ledger.journal import (
     ABOUT,
     BACKUPS_FOLDER,
     NAME,
-    describe_damage,
+    describe_journal_damage,
     list_backup_folders,
     list_backups,
-    next_backup_name,
+    make_backup_name,
     read_backup_info,
 )
 from factory.ledger.ledger import Ledger, metadata, record_event
@@ -275,17 +275,17 @@ def test_a_damaged_line_of_a_journal_is_reported(copied: Copy) -> None:
             record_event(tx, "noted", "daemon", {"number": number})
     file = made / NAME
     lines = file.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 3 and describe_damage(file) == ""
+    assert len(lines) == 3 and describe_journal_damage(file) == ""
     for at, text in ((0, lines[0].replace(b'"number', b'"numbed')), (1, b"\xff" * 20 + b"\n"), (2, b"torn\n")):
         file.write_bytes(b"".join([*lines[:at], text, *lines[at + 1 :]]))
-        assert describe_damage(file), at
+        assert describe_journal_damage(file), at
         ok, said = looked_at_backups(workspace)
-        assert not ok and str(describe_damage(file)) in said
+        assert not ok and str(describe_journal_damage(file)) in said
     file.write_bytes(lines[0] + lines[1][:50])  # as after a kill; the next process writes the whole line
-    assert describe_damage(file) == ""
+    assert describe_journal_damage(file) == ""
     with open(file, "ab") as out:
         out.write(b"\n" + lines[1] + lines[2])
-    assert describe_damage(file) == ""
+    assert describe_journal_damage(file) == ""
     file.write_bytes(lines[0] + lines[2])
     done = restore_ledger(workspace.root, made.name, SILENT)
     assert the(done, "lost_ledger.damaged_journal").data["damage"].data["journal"] == file
@@ -328,7 +328,7 @@ def test_the_names_of_backups_keep_their_order_when_the_clock_goes_back(tmp_path
     now = datetime(2026, 1, 31, 12)
     names = []
     for hours in (0, 0, -30, 0, *[-1] * 8, 1):
-        names.append(next_backup_name(tmp_path, now + timedelta(hours=hours)))
+        names.append(make_backup_name(tmp_path, now + timedelta(hours=hours)))
         (tmp_path / BACKUPS_FOLDER / names[-1]).mkdir(parents=True)
         about = {"made_at": 0.0, "identity": "", "schema": "", "seq": 0}
         (tmp_path / BACKUPS_FOLDER / names[-1] / ABOUT).write_text(json.dumps(about))
@@ -342,7 +342,7 @@ def test_a_backup_does_not_get_the_name_of_a_damaged_one(tmp_path: Path) -> None
     now = datetime(2026, 1, 31, 12)
     for name in ("2026-01-31T12-00-00", "2026-01-31T12-00-00-1"):
         (tmp_path / BACKUPS_FOLDER / name).mkdir(parents=True)  # they have no description
-    assert next_backup_name(tmp_path, now) == "2026-01-31T12-00-00-2"
+    assert make_backup_name(tmp_path, now) == "2026-01-31T12-00-00-2"
 
 
 def test_a_kill_while_the_oldest_backup_is_removed_leaves_no_half_backup(

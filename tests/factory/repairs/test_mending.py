@@ -15,7 +15,7 @@ import pytest
 from factory.core.errors import FactoryError
 from factory.core.exports import hash_export_folder
 from factory.core.workspace import Workspace
-from factory.duties.runner import run_pass
+from factory.duties.runner import run_duty_pass
 from factory.duties.training import train_segment
 from factory.evals.evaluator import refuse_damaged_export
 from factory.ingest.chat_template import OLDER_TEMPLATES, TEMPLATE_WITHOUT_CALLS
@@ -25,10 +25,10 @@ from factory.ledger.rows import CandidateRow, SegmentRow
 from factory.repairs import repairing
 from factory.repairs.checkpoints import remake_export, replay_checkpoint
 from factory.repairs.examining import examine_workspace_files
-from factory.repairs.repairing import call_with_repairs, repair_inputs
+from factory.repairs.repairing import call_and_repair_on_failure, repair_segment_inputs
 from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
 from factory.training.exporting import write_export
-from factory.training.planning import last_checkpoint, plan_anneal, plan_trunk
+from factory.training.planning import read_last_checkpoint, plan_anneal, plan_trunk
 from tests.support.factory.command import factory
 from tests.support.failing.limits import few_handles
 from tests.support.file_hashes import file_hashes
@@ -46,7 +46,7 @@ def flip(path: Path, at: int | None = None) -> None:
 
 
 def weights(ledger: Ledger, segment: int) -> dict[str, Any]:
-    files = read_manifest(Path(last_checkpoint(ledger, segment)["path"]))["files"]
+    files = read_manifest(Path(read_last_checkpoint(ledger, segment)["path"]))["files"]
     return {name: file["sha256"] for name, file in files.items() if name != "state.json"}
 
 
@@ -61,10 +61,10 @@ def test_no_file_is_repaired_while_the_process_has_no_file_handle_left(copied: C
 
     def act() -> None:
         with few_handles():
-            read_manifest(Path(last_checkpoint(ledger, 1)["path"]))
+            read_manifest(Path(read_last_checkpoint(ledger, 1)["path"]))
 
     with pytest.raises(OSError, match="Too many open files"):
-        call_with_repairs(Plant(workspace, ledger, said), act)
+        call_and_repair_on_failure(Plant(workspace, ledger, said), act)
     assert not path.exists() and not said.lines
 
 
@@ -117,7 +117,7 @@ def test_training_continues_after_the_repair_of_a_token_shard(copied: Copy, dama
     folder = Path(token_shards(ledger)[0]["path"])
     shutil.rmtree(folder) if damage == "gone" else flip(folder / damage, -6)  # a byte of the length in the footer
     said = Said()
-    number = call_with_repairs(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
+    number = call_and_repair_on_failure(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
     assert f"token shard {folder.name} is repaired" in said.text
     shutil.rmtree(folder)
     train_segment(Plant(workspace, ledger, said), number)
@@ -134,25 +134,25 @@ def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.M
         repairing, "find_token_shard_damage", lambda path, deep: hashed.append(path.name) or look(path, deep)
     )
     first, said = plan_trunk(Plant(workspace, ledger), 4), Said()
-    assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and set(hashed) == {
+    assert not repair_segment_inputs(Plant(workspace, ledger, said), first, hash_all=False) and set(hashed) == {
         one.name for one in folders
     }
-    assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders)
+    assert not repair_segment_inputs(Plant(workspace, ledger, said), first, hash_all=False) and len(hashed) == len(folders)
     before = file_hashes(folders[0])
     flip(folders[0] / "tokens.bin")
     train_segment(Plant(workspace, ledger, said), first)
     assert f"token shard {folders[0].name} is repaired" in said.text and file_hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
-    assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
+    assert not repair_segment_inputs(Plant(workspace, ledger, said), first, hash_all=False) and len(hashed) == len(folders) + 1
 
 
 def test_a_changed_export_is_made_again_and_the_failed_action_is_repeated(copied: Copy) -> None:
     workspace, ledger = copied()
-    row = CandidateRow.first(ledger, "ORDER BY id")
+    row = CandidateRow.find_first(ledger, "ORDER BY id")
     assert row is not None
     (Path(row.export_path) / "README.md").write_text("# Ours")
     said = Said()
-    call_with_repairs(Plant(workspace, ledger, said), lambda: refuse_damaged_export(row))
+    call_and_repair_on_failure(Plant(workspace, ledger, said), lambda: refuse_damaged_export(row))
     assert (
         f"export {row.id} is repaired" in said.text and hash_export_folder(Path(row.export_path)) == row.export_sha256
     )
@@ -161,7 +161,7 @@ def test_a_changed_export_is_made_again_and_the_failed_action_is_repeated(copied
 def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
     """It gets the older chat template. The new template refuses roles that spell special tokens."""
     workspace, ledger = copied()
-    row = CandidateRow.first(ledger, "ORDER BY id")
+    row = CandidateRow.find_first(ledger, "ORDER BY id")
     assert row is not None
     export = Path(row.export_path)
     (workspace.tokenizer / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])
@@ -179,7 +179,7 @@ def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
 
 def test_a_flipped_byte_in_a_parents_checkpoint_does_not_stop_training(copied: Copy) -> None:
     workspace, ledger = copied()
-    before, path = weights(ledger, 1), Path(last_checkpoint(ledger, 1)["path"])
+    before, path = weights(ledger, 1), Path(read_last_checkpoint(ledger, 1)["path"])
     flip(path / "model.safetensors", -5)
     number = plan_anneal(Plant(workspace, ledger))
     said = Said()
@@ -215,7 +215,7 @@ def test_check_names_each_fault_and_repairs_it(copied: Copy) -> None:
     workspace, ledger = copied()
     shards, candidate = token_shards(ledger), CandidateRow.get(ledger, 1)
     flip(Path(shards[0]["path"]) / "tokens.bin")
-    flip(Path(last_checkpoint(ledger, 1)["path"]) / "optimizer.safetensors", -9)
+    flip(Path(read_last_checkpoint(ledger, 1)["path"]) / "optimizer.safetensors", -9)
     flip(Path(candidate.export_path) / "model.safetensors", -9)
     next((workspace.shards / "raw").glob("*-shard-1.jsonl")).unlink()
     (workspace.segments / "00044-trunk").mkdir()
@@ -262,5 +262,5 @@ def test_a_failed_repair_is_an_error_with_the_reason(copied: Copy) -> None:
     shutil.rmtree(token_shards(ledger)[0]["path"])
     shutil.rmtree(workspace.shards / "raw")
     with refused("repairing.failed", FactoryError) as raised:
-        run_pass(Plant(workspace, ledger, Said()), settle=0.0, endless=True)
+        run_duty_pass(Plant(workspace, ledger, Said()), settle=0.0, endless=True)
     assert the([raised.value.data["why"]], "token_shards.no_raw_shard").data["shard"] == "shard-0.jsonl"

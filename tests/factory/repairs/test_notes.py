@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.cli.app import exit_code
+from factory.cli.app import print_error_and_get_exit_code
 from factory.core.faults import find_fault_in
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
@@ -71,13 +71,13 @@ def test_a_damaged_note_of_the_factory_does_not_stop_passes_status_or_check(
     (workspace.root / "cache" / "serve.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
     assert run("run", "--once").exit_code == 1  # paused
     noted = VerifiedShardRecord(workspace)
-    noted.record_verified(Path(row["path"]) for row in ledger.read("SELECT path FROM token_shards"))
+    noted.record_verified_shards(Path(row["path"]) for row in ledger.read("SELECT path FROM token_shards"))
     before = ledger.read(COUNTED)
     for note in NOTES:
         damage(sorted(workspace.root.glob(note))[-1])
     for words in (("run", "--once"), ("status",), ("check",), ("run", "--once")):
         error = run(*words).exception
-        assert error is None or isinstance(error, SystemExit) or exit_code(error) is not None, (
+        assert error is None or isinstance(error, SystemExit) or print_error_and_get_exit_code(error) is not None, (
             f"{words}: no message for {error!r}"
         )
     if damage is _folder:  # a person moves away the folder that the error names

@@ -11,13 +11,13 @@ import pytest
 from factory.backups.backups import make_backup
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
-from factory.duties.runner import run_pass
+from factory.duties.runner import run_duty_pass
 from factory.ingest.inbox import ingest_inbox_file
 from factory.ingest.tokenizer import FILES
 from factory.ledger.file_events import read_held_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.repairs.repairing import call_with_repairs, repair_all
+from factory.repairs.repairing import call_and_repair_on_failure, repair_all_damage
 from factory.repairs.token_shards import find_tokenizer_damage
 from factory.retrying.requests import PausedError, pause_daemon
 from tests.support.file_hashes import file_hashes
@@ -44,7 +44,7 @@ def test_check_repair_restores_the_recorded_tokenizer(copied: Copy, damage: str,
         workspace.exports.mkdir()
     DAMAGE[damage](workspace)
     assert str(workspace.tokenizer) in find_tokenizer_damage(Plant(workspace, ledger))
-    lines = repair_all(workspace, False, Said())
+    lines = repair_all_damage(workspace, False, Said())
     assert "tokenizer" in [line.data["name"] for line in lines if codes([line]) == ["repairing.repaired"]]  # type: ignore[attr-defined]
     assert file_hashes(workspace.tokenizer) == before and set(before) == set(FILES)
     assert not find_tokenizer_damage(Plant(workspace, ledger))
@@ -61,7 +61,7 @@ def test_the_daemon_restores_the_tokenizer_and_holds_no_shard(copied: Copy, dama
     add_verdict(ledger, 1, "reject")  # nothing is judged here
     pause_daemon(ledger, "training", "ada")
     with pytest.raises(PausedError):
-        run_pass(Plant(workspace, ledger, said), settle=0.0)
+        run_duty_pass(Plant(workspace, ledger, said), settle=0.0)
     assert "tokenizer  is repaired" not in said.text and "tokenizer is repaired" in said.text
     assert not read_held_files(ledger) and not list(workspace.inbox.iterdir())
     assert ledger.read("SELECT state FROM shards WHERE name = 'later.jsonl'") == [{"state": "ingested"}]
@@ -74,7 +74,7 @@ def test_a_lost_tokenizer_without_a_copy_is_an_error_and_no_shard_is_held(copied
     shutil.rmtree(workspace.tokenizer)
     (workspace.inbox / "later.jsonl").write_text(json.dumps({"text": "One more line of text for a model. " * 9}) + "\n")
     with refused("repairing.failed", FactoryError) as raised:
-        call_with_repairs(
+        call_and_repair_on_failure(
             Plant(workspace, ledger, Said()),
             lambda: ingest_inbox_file(Plant(workspace, ledger, Said()), workspace.inbox / "later.jsonl"),
         )

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 import yaml
 
 from factory.audit.audit_windows import find_due_audits
-from factory.audit.kept_checkpoints import kept_checkpoints_folder, window_checkpoint
+from factory.audit.kept_checkpoints import get_kept_checkpoints_folder, get_window_checkpoint_folder
 from factory.audit.policy import AuditPolicy
 from factory.core.faults import is_disk_full
 from factory.core.workspace import Workspace, WorkspaceConfig
@@ -32,10 +32,10 @@ from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
 from factory.retention import cleaning, low_disk
-from factory.retention.cleaning import REMOVED, list_retention_decisions, remove_unneeded
-from factory.retention.low_disk import is_own_disk_full
-from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import segment_spec
+from factory.retention.cleaning import REMOVED, list_retention_decisions, remove_unneeded_folders
+from factory.retention.low_disk import is_workspace_disk_full
+from factory.training.planning import read_last_checkpoint
+from factory.training.segment_folder import make_segment_spec
 from tests.support.factory.command import factory
 from tests.support.failing.nights import fill, small_disk
 from tests.support.git import git
@@ -49,33 +49,33 @@ def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
     rows = SegmentRow.select(ledger)
     for row in rows:
         if row.state == "planned" and row.kind != "average":
-            start = segment_spec(ledger, row)["initial_checkpoint"]
+            start = make_segment_spec(ledger, row)["initial_checkpoint"]
             own = sorted(Path(row.folder).rglob("*"))
             needed[f"resume of {row.id}"] = [*([Path(start)] if start else []), *own]
         if row.state == "planned" and row.kind == "average":
             sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
             plan = ledger.read(sql, subject=str(Subject("segment", row.id)))[0]["detail"]["average"]
             needed[f"average {row.id}"] = [Path(source["path"]) for source in plan["sources"]]
-    newest = SegmentRow.first(ledger, "WHERE kind <> 'average' ORDER BY id DESC")
+    newest = SegmentRow.find_first(ledger, "WHERE kind <> 'average' ORDER BY id DESC")
     if newest and newest.state in ("failed", "uncertified"):
-        needed["retry"] = [Path(last_checkpoint(ledger, newest.parent)["path"])] if newest.parent else []
+        needed["retry"] = [Path(read_last_checkpoint(ledger, newest.parent)["path"])] if newest.parent else []
         needed["retry"] += sorted(Path(newest.folder).rglob("*"))
     done = [row for row in rows if row.kind == "trunk" and row.state == "done"]
-    needed["plan a trunk or an anneal"] = [Path(last_checkpoint(ledger, done[-1].id)["path"])]
+    needed["plan a trunk or an anneal"] = [Path(read_last_checkpoint(ledger, done[-1].id)["path"])]
     anneals = [row for row in rows if row.kind == "anneal" and row.state == "done"]
     if anneals and anneals[-1].parent == done[-1].id:
-        needed["continue from the anneal"] = [Path(last_checkpoint(ledger, anneals[-1].id)["path"])]
+        needed["continue from the anneal"] = [Path(read_last_checkpoint(ledger, anneals[-1].id)["path"])]
     start_of_gates = find_training_start(ledger)
     assert start_of_gates is not None
     needed["propose"] = [start_of_gates.checkpoint]
     exported = {row.segment for row in CandidateRow.select(ledger)}
     for row in rows:
         if row.kind != "trunk" and row.state == "done" and row.id not in exported:
-            needed[f"export of {row.id}"] = [Path(last_checkpoint(ledger, row.id)["path"])]
+            needed[f"export of {row.id}"] = [Path(read_last_checkpoint(ledger, row.id)["path"])]
     for release in ReleaseRow.select(ledger):
         needed[f"rollback to {release.number}"] = [
             Path(release.export_path),
-            Path(last_checkpoint(ledger, release.segment)["path"]),
+            Path(read_last_checkpoint(ledger, release.segment)["path"]),
         ]
     judged = {
         v["subject"]: v["outcome"]
@@ -85,7 +85,7 @@ def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
     for candidate in CandidateRow.select(ledger):
         outcome = judged.get(str(Subject("candidate", candidate.id)))
         newer = any(number > candidate.id for number in released)
-        spoiled = any(row.state == "rewound" for row in SegmentRow.lineage(ledger, candidate.segment))
+        spoiled = any(row.state == "rewound" for row in SegmentRow.read_lineage(ledger, candidate.segment))
         if outcome is None or (outcome != "reject" and not newer and not spoiled):
             needed[f"judge or release candidate {candidate.id}"] = [Path(candidate.export_path)]
     for number in find_due_audits(ledger, AuditPolicy(again_after_seconds=1.0)):
@@ -94,16 +94,16 @@ def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
             "SELECT detail FROM events WHERE kind = 'audit_drawn' AND subject = :s", s=str(Subject("segment", number))
         )[-1]["detail"]
         needed[f"audit of {number}"] = [
-            window_checkpoint(Plant(workspace, ledger), row, window[end]) for end in ("first", "last")
+            get_window_checkpoint_folder(Plant(workspace, ledger), row, window[end]) for end in ("first", "last")
         ]
-        needed[f"audit of the whole of {number}"] = [Path(last_checkpoint(ledger, number)["path"])]
+        needed[f"audit of the whole of {number}"] = [Path(read_last_checkpoint(ledger, number)["path"])]
         if row.parent:
-            needed[f"audit of the whole of {number}"].append(Path(last_checkpoint(ledger, row.parent)["path"]))
+            needed[f"audit of the whole of {number}"].append(Path(read_last_checkpoint(ledger, row.parent)["path"]))
     for anomaly in list_open_anomalies(ledger, AnomalyPolicy().kinds):
         if SegmentRow.get(ledger, anomaly.segment).state != "rewound":
             rungs: list[Path] = []
-            for row in SegmentRow.lineage(ledger, anomaly.segment):
-                for folder in (kept_checkpoints_folder(workspace, row.id), Path(row.folder) / "checkpoints"):
+            for row in SegmentRow.read_lineage(ledger, anomaly.segment):
+                for folder in (get_kept_checkpoints_folder(workspace, row.id), Path(row.folder) / "checkpoints"):
                     rungs += folder.glob("step-*")
             needed[f"diagnosis of {anomaly.id}"] = [*rungs, workspace.root / "diagnoses" / f"{anomaly.id:05d}"]
     return {action: [path for path in paths if os.path.lexists(path)] for action, paths in needed.items()}
@@ -140,8 +140,8 @@ def test_cleaning_removes_no_path_that_a_later_action_opens(tmp_path: Path, code
         ledger.read(f"SELECT * FROM {table}")
         for table in ("segments", "checkpoints", "candidates", "verdicts", "releases")
     ]
-    gone = remove_unneeded(Plant(workspace, ledger)).removed_decisions()
-    hard = remove_unneeded(Plant(workspace, ledger), hard=True).removed_decisions()
+    gone = remove_unneeded_folders(Plant(workspace, ledger)).list_removal_decisions()
+    hard = remove_unneeded_folders(Plant(workspace, ledger), hard=True).list_removal_decisions()
     assert gone or hard
     lost = {action: [str(p) for p in paths if not os.path.lexists(p)] for action, paths in needed.items()}
     assert {action: paths for action, paths in lost.items() if paths} == {}
@@ -157,7 +157,7 @@ def test_cleaning_removes_no_path_that_a_later_action_opens(tmp_path: Path, code
     assert {
         c.folder.path.relative_to(workspace.root).as_posix() for c in (*gone, *hard)
     } == list_paths_removed_by_retention(ledger)
-    assert remove_unneeded(Plant(workspace, ledger), hard=True).removed_decisions() == [], (
+    assert remove_unneeded_folders(Plant(workspace, ledger), hard=True).list_removal_decisions() == [], (
         "the first cleaning removed everything that can be removed"
     )
 
@@ -169,12 +169,12 @@ def test_cleaning_keeps_what_the_policy_names(tmp_path: Path, code: Path) -> Non
     trunk = None
     for _ in range(5):
         trunk = history.segment("trunk", trunk, "done", trunk.last_step if trunk else 0)
-    remove_unneeded(Plant(workspace, ledger))
+    remove_unneeded_folders(Plant(workspace, ledger))
     left = {row.id: len(list((Path(row.folder) / "checkpoints").glob("step-*"))) for row in SegmentRow.select(ledger)}
     assert left == {1: 0, 2: 0, 3: 4, 4: 4, 5: 4}  # trunk_segments: 3
     ladders = sorted(int(path.name) for path in (workspace.root / "ladder").iterdir())
     assert ladders == [2, 3, 4, 5]
-    remove_unneeded(Plant(workspace, ledger), hard=True)
+    remove_unneeded_folders(Plant(workspace, ledger), hard=True)
     left = {row.id: len(list((Path(row.folder) / "checkpoints").glob("step-*"))) for row in SegmentRow.select(ledger)}
     assert left == {1: 0, 2: 0, 3: 0, 4: 0, 5: 4} and not list((workspace.root / "ladder").iterdir())
 
@@ -185,7 +185,7 @@ def test_a_worktree_that_a_diagnosis_could_not_remove_is_removed_later(tmp_path:
         workspace.repository, get_live_commit(workspace.repository), workspace.worktrees / "diagnosis-1"
     )
     assert left.is_dir() and left.name in git(workspace.repository, "worktree", "list")
-    remove_unneeded(Plant(workspace, ledger))
+    remove_unneeded_folders(Plant(workspace, ledger))
     assert not left.exists() and left.name not in git(workspace.repository, "worktree", "list")
 
 
@@ -193,7 +193,7 @@ def test_cleaning_keeps_a_folder_without_a_row_for_a_person_to_decide(tmp_path: 
     workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
     foreign = workspace.segments / "00099-trunk" / "checkpoints" / step_name(5)
     foreign.mkdir(parents=True)
-    remove_unneeded(Plant(workspace, ledger), hard=True)
+    remove_unneeded_folders(Plant(workspace, ledger), hard=True)
     assert foreign.exists()
     (choice,) = [one for one in list_retention_decisions(Plant(workspace, ledger)) if one.folder.path == foreign]
     assert codes([choice.reason]) == ["choosing.no_segment"]
@@ -225,12 +225,12 @@ def test_after_a_kill_the_next_cleaning_finishes_the_removal(
 
     monkeypatch.setattr(cleaning, "remove_path", kill)
     with pytest.raises(Killed):
-        remove_unneeded(Plant(workspace, ledger))
+        remove_unneeded_folders(Plant(workspace, ledger))
     monkeypatch.undo()
     assert first.relative_to(workspace.root).as_posix() in list_paths_removed_by_retention(ledger), (
         "the ledger comes first"
     )
-    remove_unneeded(Plant(workspace, ledger))
+    remove_unneeded_folders(Plant(workspace, ledger))
     assert not first.exists() and not list(workspace.root.rglob(f"{REMOVED}*"))
 
 
@@ -248,7 +248,7 @@ def test_a_disk_without_space_for_the_ledgers_records_is_cleaned(tmp_path: Path,
         with pytest.raises(sa.exc.DBAPIError) as raised, ledger.begin() as tx:
             tx.execute(events.insert(), [{"at": 0.0, "kind": "x" * 10000, "subject": "x"}] * 100)
         assert is_disk_full(raised.value)
-        remove_unneeded(Plant(workspace, ledger), hard=True)
+        remove_unneeded_folders(Plant(workspace, ledger), hard=True)
         assert not [path for path in going if os.path.lexists(path)]
         assert {path.relative_to(workspace.root).as_posix() for path in going} <= list_paths_removed_by_retention(
             ledger
@@ -279,7 +279,7 @@ def test_removals_before_a_failed_one_are_recorded(tmp_path: Path, code: Path, m
     monkeypatch.setattr(cleaning, "_tell", told)
     monkeypatch.setattr(cleaning.os, "rename", renamed)
     with pytest.raises(OSError, match="Input/output error"):
-        remove_unneeded(Plant(workspace, ledger), hard=True)
+        remove_unneeded_folders(Plant(workspace, ledger), hard=True)
     gone = {path.relative_to(workspace.root).as_posix() for path in going if not os.path.lexists(path)}
     assert len(gone) >= 2 and gone <= list_paths_removed_by_retention(ledger)
 
@@ -291,12 +291,12 @@ def test_only_an_error_of_the_workspaces_own_disk_counts_as_a_full_disk(
     full = OSError(errno.ENOSPC, "No space left on device")
     for free, here in ((1, True), (60, False)):
         monkeypatch.setattr(low_disk, "disk_usage", lambda _, free=free: SimpleNamespace(free=free, total=100))
-        assert is_own_disk_full(workspace, full) == here and not is_own_disk_full(
+        assert is_workspace_disk_full(workspace, full) == here and not is_workspace_disk_full(
             workspace, FileNotFoundError("it is away")
         )
     monkeypatch.undo()
     workspace.root.rename(tmp_path / "away")
-    assert not is_own_disk_full(workspace, full) and not is_own_disk_full(workspace, FileNotFoundError("it is away"))
+    assert not is_workspace_disk_full(workspace, full) and not is_workspace_disk_full(workspace, FileNotFoundError("it is away"))
 
 
 def test_a_dry_run_changes_nothing_and_lists_the_reasons(tmp_path: Path, code: Path) -> None:
@@ -326,9 +326,9 @@ def test_cleaning_keeps_the_worktrees_of_a_running_code_loop(tmp_path: Path, cod
     workspace, ledger = make(tmp_path / "w", code, 9)
     (workspace.root / "policies" / "retention.yaml").write_text("worktrees: 0\n")
     with workspace.hold_lock("code-loop"):
-        cleaned = remove_unneeded(Plant(workspace, ledger))
+        cleaned = remove_unneeded_folders(Plant(workspace, ledger))
         assert not any(one.is_removed for one in cleaned.choices if one.folder.kind in ("worktree", "compiled"))
-    assert any(one.folder.kind == "worktree" for one in remove_unneeded(Plant(workspace, ledger)).removed_decisions())
+    assert any(one.folder.kind == "worktree" for one in remove_unneeded_folders(Plant(workspace, ledger)).list_removal_decisions())
 
 
 def test_cleaning_keeps_checkpoints_from_which_training_continues(tmp_path: Path, code: Path) -> None:
@@ -352,7 +352,7 @@ def test_cleaning_keeps_checkpoints_from_which_training_continues(tmp_path: Path
             )
         )  # fmt: skip
     history.segment("trunk", None, "done", 0)  # a person started training again
-    remove_unneeded(Plant(workspace, ledger), hard=True)
+    remove_unneeded_folders(Plant(workspace, ledger), hard=True)
     left = {
         row.id: [p.name for p in (Path(row.folder) / "checkpoints").glob("step-*")] for row in SegmentRow.select(ledger)
     }

@@ -15,11 +15,11 @@ from factory.retention.disk import (
     EVERY_SECONDS,
     KEPT_BYTES,
     SAMPLES_FILE,
-    estimate_hours_left,
-    note_free_space,
+    estimate_hours_until_floor,
+    record_free_space_sample,
     read_free_space_samples,
 )
-from factory.retention.low_disk import must_training_wait
+from factory.retention.low_disk import must_training_wait_for_disk_space
 from tests.support.messages import codes, the
 from tests.support.said import Said
 
@@ -38,15 +38,15 @@ def test_training_waits_below_the_floor_and_prints_one_line(plant: tuple[Workspa
     workspace, ledger = plant
     said = Said()
     set_floor(workspace, 0)
-    assert not must_training_wait(Plant(workspace, ledger, said)) and said.lines == []
+    assert not must_training_wait_for_disk_space(Plant(workspace, ledger, said)) and said.lines == []
     set_floor(workspace, 1 << 60)
-    assert must_training_wait(Plant(workspace, ledger, said)) and must_training_wait(Plant(workspace, ledger, said))
+    assert must_training_wait_for_disk_space(Plant(workspace, ledger, said)) and must_training_wait_for_disk_space(Plant(workspace, ledger, said))
     (line,) = said.lines
     data = the([line], "low_disk.training_waits").data
     assert data["floor_gb"] == (1 << 60) / 1e9 and data["folder"] == workspace.root
     assert (find_low_disk(ledger) or {})["floor"] == 1 << 60
     set_floor(workspace, 0)
-    assert not must_training_wait(Plant(workspace, ledger, said)) and codes(said.lines[1:]) == [
+    assert not must_training_wait_for_disk_space(Plant(workspace, ledger, said)) and codes(said.lines[1:]) == [
         "low_disk.training_continues"
     ]
     assert find_low_disk(ledger) is None and len(said.lines) == 2
@@ -55,14 +55,14 @@ def test_training_waits_below_the_floor_and_prints_one_line(plant: tuple[Workspa
 def test_the_growth_of_the_used_space_is_measured_from_samples(plant: tuple[Workspace, Ledger]) -> None:
     workspace, _ = plant
     for number in range(4):
-        note_free_space(workspace, now=1000.0 + number * EVERY_SECONDS / 2)
+        record_free_space_sample(workspace, now=1000.0 + number * EVERY_SECONDS / 2)
     assert [at for at, _ in read_free_space_samples(workspace)] == [1000.0, 1000.0 + EVERY_SECONDS]
     path = workspace.logs / SAMPLES_FILE
     line = json.dumps({"at": 5.0, "free": 7}) + "\n"
     path.write_text("cut off\n" + line * (3 * KEPT_BYTES // len(line)) + '{"at": 9')
-    note_free_space(workspace, now=9000.0)
+    record_free_space_sample(workspace, now=9000.0)
     assert path.stat().st_size < 2 * KEPT_BYTES
     assert read_free_space_samples(workspace)[0] == (5.0, 7) and read_free_space_samples(workspace)[-1][0] == 9000.0
     lost = [(0.0, 10_000_000_000), (7200.0, 6_000_000_000)]  # 2 GB an hour
-    assert estimate_hours_left(lost, free=6_000_000_000, floor=1_000_000_000, now=7200.0) == 2.5
-    assert estimate_hours_left(lost, free=6_000_000_000, floor=7_000_000_000, now=7200.0) == 0.0
+    assert estimate_hours_until_floor(lost, free=6_000_000_000, floor=1_000_000_000, now=7200.0) == 2.5
+    assert estimate_hours_until_floor(lost, free=6_000_000_000, floor=7_000_000_000, now=7200.0) == 0.0

@@ -12,7 +12,7 @@ from factory.ledger.file_events import list_paths_removed_by_retention
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.repairs.examining import examine_workspace_files
-from factory.retention.cleaning import remove_unneeded
+from factory.retention.cleaning import remove_unneeded_folders
 from factory.training.exporting import export_candidate
 from factory.training.planning import plan_anneal, plan_trunk
 from tests.support.plants.trained_plant import make_plant, train_anneal
@@ -23,16 +23,16 @@ def test_after_cleaning_every_action_still_works(tmp_path: Path, code_repository
     workspace, ledger = make_plant(tmp_path, code_repository)
     first = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
     train_segment(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
-    gone = remove_unneeded(Plant(workspace, ledger), hard=True).removed_decisions()
+    gone = remove_unneeded_folders(Plant(workspace, ledger), hard=True).list_removal_decisions()
     assert any(
         one.folder.kind == "checkpoint" and one.folder.number == 1 for one in gone
     ) and list_paths_removed_by_retention(ledger)
     train_segment(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
     number = plan_anneal(Plant(workspace, ledger))
     train_segment(Plant(workspace, ledger), number)
-    remove_unneeded(Plant(workspace, ledger), hard=True)
+    remove_unneeded_folders(Plant(workspace, ledger), hard=True)
     second = export_candidate(Plant(workspace, ledger), number)
-    remove_unneeded(Plant(workspace, ledger), hard=True)
+    remove_unneeded_folders(Plant(workspace, ledger), hard=True)
     assert {row.state for row in SegmentRow.select(ledger)} == {"done"} and second > first
     for candidate in (first, second):  # neither candidate has a verdict: both are open
         assert os.listdir(

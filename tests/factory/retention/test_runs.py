@@ -15,7 +15,7 @@ from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retention.cleaning import remove_unneeded
+from factory.retention.cleaning import remove_unneeded_folders
 from factory.show.mlflow.runs import MlflowTracking
 from factory.show.unshown_items import show_unshown_items
 from tests.support.messages import the
@@ -39,7 +39,7 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
         runs.append(tracking.ensure_segment_run(parent))
         tracking.client.log_metric(runs[-1], "loss", 3.0, step=1)
     history.candidate(parent)
-    gone = [one for one in remove_unneeded(Plant(workspace, ledger)).removed_decisions() if one.folder.kind == "run"]
+    gone = [one for one in remove_unneeded_folders(Plant(workspace, ledger)).list_removal_decisions() if one.folder.kind == "run"]
     assert [one.folder.path.name for one in gone] == runs[:2]
     show_unshown_items(Plant(workspace, ledger))
     data = the([gone[0].reason], "choosing.age").data
@@ -49,7 +49,7 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
             tracking.client.get_run(run)
     with closing(sqlite3.connect(workspace.root / "mlflow.db")) as store:
         assert {row[0] for row in store.execute("SELECT run_uuid FROM metrics")} == set(runs[2:])
-    assert all(one.folder.kind != "run" for one in remove_unneeded(Plant(workspace, ledger)).removed_decisions())
+    assert all(one.folder.kind != "run" for one in remove_unneeded_folders(Plant(workspace, ledger)).list_removal_decisions())
     tracking.delete_runs(runs[:1])  # after a kill behind MLflow's removal the factory removes them again
     assert len(SegmentRow.select(ledger)) == 4
 
@@ -76,5 +76,5 @@ def test_old_logs_of_ranks_and_exchanges_are_removed_after_mlflow_has_them(
     long_ago = time.time() - 91 * DAY
     for name in ("old", "unsent", "ranks"):
         os.utime(paths[name], (long_ago, long_ago))
-    remove_unneeded(Plant(workspace, ledger))
+    remove_unneeded_folders(Plant(workspace, ledger))
     assert {name for name, path in paths.items() if path.exists()} == {"new", "unsent"}

@@ -15,13 +15,13 @@ def test_waits_double_up_to_the_longest() -> None:
         now[0] = rest.until - 1
         assert (
             backoff.is_waiting("export 2")
-            and backoff.waiting_keys() == {"export 2"}
+            and backoff.list_waiting_keys() == {"export 2"}
             and not backoff.is_waiting("judge 1")
         )
         now[0] = rest.until
-        assert not backoff.waiting_keys()
+        assert not backoff.list_waiting_keys()
     assert waits == [10, 20, 40, 80, 160, 320, 600, 600, 600]
-    assert backoff.record_failure("export 2", "no", longest=60)[0].seconds == 60
+    assert backoff.record_failure("export 2", "no", longest_wait=60)[0].seconds == 60
     assert backoff.record_failure("train 3", "died", failures=2)[0].seconds == 20
 
 
@@ -31,7 +31,7 @@ def test_a_failure_that_differs_only_in_numbers_is_not_new() -> None:
         backoff.record_failure("a pass", says)[1] for says in ("full: 12 bytes", "full: 7 bytes", "locked", "locked")
     ]
     assert told == [True, False, True, False]
-    assert [backoff.record_failure("x", says, about="disk")[1] for says in ("full (/a)", "full (/b)")] == [True, False]
+    assert [backoff.record_failure("x", says, cause="disk")[1] for says in ("full (/a)", "full (/b)")] == [True, False]
     before = backoff.record_success("a pass")
     assert before and (before.failures, before.says) == (4, "locked") and backoff.record_success("a pass") is None
     assert backoff.record_failure("a pass", "locked")[1]
@@ -42,6 +42,6 @@ def test_ending_all_waits_keeps_the_number_of_failures() -> None:
     backoff.record_failure("export 2", "no")
     backoff.record_failure("export 2", "no")
     backoff.end_all_waits()
-    assert not backoff.waiting_keys()
+    assert not backoff.list_waiting_keys()
     assert backoff.record_failure("export 2", "no") == (backoff._rests["export 2"], False), "it is known, and no news"
     assert backoff._rests["export 2"].failures == 3

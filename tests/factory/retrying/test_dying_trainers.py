@@ -21,7 +21,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.trainer_deaths import HUNG, KILLED, OUT_OF_MEMORY, TrainerDiedError, abandon_segment
-from factory.runs.trainer_folder import lock_folder
+from factory.runs.trainer_folder import lock_trainer_folder
 from factory.sandbox.live_sandbox import RunningCommand
 from factory.training.planning import plan_trunk
 from factory.training.training import _kill, run_segment
@@ -214,7 +214,7 @@ def test_a_trainer_that_survives_sigkill_is_named(tmp_path: Path, ledger: Ledger
     if not os.access("/sys/fs/cgroup/freezer", os.W_OK):
         pytest.skip("this machine can freeze no process")
     row = plan_row(ledger, folder=str(tmp_path / "00001-trunk"))
-    with lock_folder(Path(row.folder)) as lock:
+    with lock_trainer_folder(Path(row.folder)) as lock:
         process = subprocess.Popen(["sleep", "600"], pass_fds=[lock])
     with pytest.MonkeyPatch.context() as patch, frozen([process.pid]):
         patch.setattr("factory.training.training.KILL_SECONDS", 0.5)
@@ -223,9 +223,9 @@ def test_a_trainer_that_survives_sigkill_is_named(tmp_path: Path, ledger: Ledger
             _kill(RunningCommand(process), row, process.pid, "no step")
         with (
             pytest.raises(SegmentError, match=rf"process {process.pid}\b"),
-            lock_folder(Path(row.folder)),
+            lock_trainer_folder(Path(row.folder)),
         ):
             pass
     process.wait()
-    with lock_folder(Path(row.folder)):
+    with lock_trainer_folder(Path(row.folder)):
         pass

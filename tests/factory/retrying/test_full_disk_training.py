@@ -18,7 +18,7 @@ from factory.duties.training import train_segment
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import last_checkpoint, plan_trunk
+from factory.training.planning import read_last_checkpoint, plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.failing.deaths import make_mortal, strike
 from tests.support.failing.nights import Listener, enough, fill, run_until, small_disk
@@ -73,7 +73,7 @@ def test_unneeded_files_are_removed_for_a_checkpoint(tmp_path: Path, code_reposi
         policy, most = workspace.root / "policies" / "retention.yaml", "trunk_segments: 100\nladders: 100\n"
         policy.write_text(f"floor_bytes: 1000\n{most}")
         train_segment(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
-        old = Path(last_checkpoint(ledger, 1)["path"])
+        old = Path(read_last_checkpoint(ledger, 1)["path"])
         size = sum(path.stat().st_size for path in old.rglob("*"))
         (old / "padding").write_bytes(b"x" * (8 << 20))  # checkpoints of a plant are small beside what else grows
         back_up_daily(Plant(workspace, ledger))

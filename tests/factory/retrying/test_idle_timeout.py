@@ -13,7 +13,7 @@ import pytest
 
 from factory.core.errors import SegmentError
 from factory.ledger.plant import Plant
-from factory.retrying.watchdog import kill_when_idle, measure_activity
+from factory.retrying.watchdog import kill_when_idle, measure_process_activity
 from factory.runs.live_code import LiveCode
 from factory.training.exporting import export_candidate
 from tests.support.git import git
@@ -25,7 +25,7 @@ LIMIT_S = 2.0
 
 def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     program = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
-    done = LiveCode(tmp_path, None, False, hung_seconds=1.0).run("-c", program)
+    done = LiveCode(tmp_path, None, False, hung_seconds=1.0).run_python("-c", program)
     assert (
         done.returncode == -9 and done.stderr.startswith("the factory killed") and "1 s (hung_seconds)" in done.stderr
     )
@@ -41,7 +41,7 @@ def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
 )
 def test_a_tool_that_works_or_writes_is_not_killed(tmp_path: Path, work: str) -> None:
     program = f"import time\nend = time.monotonic() + 2 * {LIMIT_S}\nwhile time.monotonic() < end: {work}"
-    assert LiveCode(tmp_path, None, False, hung_seconds=LIMIT_S).run("-c", program).returncode == 0
+    assert LiveCode(tmp_path, None, False, hung_seconds=LIMIT_S).run_python("-c", program).returncode == 0
 
 
 def test_the_activity_of_a_process_includes_its_descendants() -> None:
@@ -58,14 +58,14 @@ def test_the_activity_of_a_process_includes_its_descendants() -> None:
     ) as process:  # fmt: skip
         assert process.stdin and process.stdout
         with kill_when_idle(process.pid, 600.0) as killed:
-            before = measure_activity(process.pid)
+            before = measure_process_activity(process.pid)
             print(file=process.stdin, flush=True)
             process.stdout.readline()
-            after = measure_activity(process.pid)
+            after = measure_process_activity(process.pid)
             assert before[0] == after[0] == 1 and after[2] - before[2] == len("12345678done\n")
             print(file=process.stdin, flush=True)
             process.wait()
-        assert killed == [] and measure_activity(process.pid) == (0, 0, 0)
+        assert killed == [] and measure_process_activity(process.pid) == (0, 0, 0)
 
 
 @pytest.mark.slow("a small factory trains")

@@ -15,7 +15,7 @@ from factory.duties.runner import run_daemon
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.requests import EVERYTHING, TRAINING, PausedError, current_pause, pause_daemon, resume_daemon
+from factory.retrying.requests import EVERYTHING, TRAINING, PausedError, find_current_pause, pause_daemon, resume_daemon
 from factory.training.planning import plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import Running, command_here, factory
@@ -26,14 +26,14 @@ from tests.support.plants.trained_plant import make_plant
 
 
 def test_the_newest_pause_is_in_force_until_a_resume(workspace: Workspace, ledger: Ledger) -> None:
-    assert current_pause(ledger) is None
+    assert find_current_pause(ledger) is None
     with refused("retrying.not_paused", InputError):
         resume_daemon(ledger, "bo")
     with refused("retrying.cannot_pause", InputError, what="lunch"):
         pause_daemon(ledger, "lunch", "bo")
     before = time.time()
     pause_daemon(ledger, TRAINING, "ada", "the GPU is lent")
-    found = current_pause(ledger)
+    found = find_current_pause(ledger)
     assert found and (found.what, found.by, found.why) == (TRAINING, "ada", "the GPU is lent") and before <= found.at
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.at))
     assert found.message.code == "retrying.paused" and found.message.data["since"] == since
@@ -41,7 +41,7 @@ def test_the_newest_pause_is_in_force_until_a_resume(workspace: Workspace, ledge
     pause_daemon(ledger, EVERYTHING, "bo")
     with refused("retrying.paused", PausedError, what=EVERYTHING, person="bo"):
         run_daemon(Plant(workspace, ledger), once=True)
-    assert resume_daemon(ledger, "ada").by == "bo" and current_pause(ledger) is None
+    assert resume_daemon(ledger, "ada").by == "bo" and find_current_pause(ledger) is None
     run_daemon(Plant(workspace, ledger), once=True)
 
 
@@ -109,12 +109,12 @@ def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_replaces_
         wait_until(lambda: (folder / "lingers").exists())
         factory("rewind", str(number), "--workspace", str(workspace.root))
         wait_until(lambda: f"egment {number} was rewound meanwhile" in log.read_text())
-        wait_until(lambda: SegmentRow.first(ledger, "WHERE id > :id", id=number) is not None)
+        wait_until(lambda: SegmentRow.find_first(ledger, "WHERE id > :id", id=number) is not None)
     finally:
         daemon.terminate()
         daemon.wait(timeout=PATIENCE_S)
     ended = SegmentRow.get(ledger, number)
     assert (ended.state, ended.attempts) == ("rewound", 0) and not (folder / "result.json").exists()
-    follower = SegmentRow.first(ledger, "WHERE id > :id ORDER BY id", id=number)
+    follower = SegmentRow.find_first(ledger, "WHERE id > :id ORDER BY id", id=number)
     assert follower and follower.parent == ended.parent, "the new segment has the parent of the rewound segment"
     assert "Traceback" not in log.read_text()

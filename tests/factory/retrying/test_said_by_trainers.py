@@ -19,16 +19,16 @@ import pytest
 
 from factory.core.errors import DiskFullError, SegmentError
 from factory.core.faults import has_room_for
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, read_exit_code, remove_exit_codes
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, read_exit_code, remove_exit_code_files
 from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.trainer_deaths import KILLED, OUT_OF_MEMORY, REFUSED, TrainerDiedError, classify_ending
+from factory.retrying.trainer_deaths import KILLED, OUT_OF_MEMORY, REFUSED, TrainerDiedError, classify_trainer_ending
 from factory.runs import live_training
 from factory.runs.arm import Arm
 from factory.runs.live_training import TrainerExit
-from factory.runs.trainer_folder import max_checkpoint_bytes
+from factory.runs.trainer_folder import estimate_max_checkpoint_bytes
 from factory.sandbox.live_sandbox import RunningCommand
 from factory.training.planning import plan_trunk
 from factory.training.segment_folder import raise_trainer_failure
@@ -84,7 +84,7 @@ def test_no_trainer_starts_on_a_disk_without_room_for_a_checkpoint(tmp_path: Pat
     with small_disk(tmp_path / "disk", "256m") as disk:
         workspace, ledger = make_plant(disk, code_repository)
         number = plan_trunk(Plant(workspace, ledger), 10)
-        room = max_checkpoint_bytes(SegmentRow.get(ledger, number).recipe_json) // 2
+        room = estimate_max_checkpoint_bytes(SegmentRow.get(ledger, number).recipe_json) // 2
         with open(disk / "ballast", "wb") as file:
             os.posix_fallocate(file.fileno(), 0, disk_usage(workspace.root).free - room)
         for _ in range(3):
@@ -99,19 +99,19 @@ def test_no_trainer_starts_on_a_disk_without_room_for_a_checkpoint(tmp_path: Pat
 def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> None:
     """As torchrun prints it."""
     table = "Failures:\n[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : {} (pid: 7)\n  rank      : 1\n  exitcode  : 75 (pid: 8)\n"
-    assert classify_ending(75, "[rank0]: OutOfMemoryError", table.format(1), None).kind == OUT_OF_MEMORY
-    assert classify_ending(75, "", table.format(-11), None).says == "ended with signal SIGSEGV"
+    assert classify_trainer_ending(75, "[rank0]: OutOfMemoryError", table.format(1), None).kind == OUT_OF_MEMORY
+    assert classify_trainer_ending(75, "", table.format(-11), None).says == "ended with signal SIGSEGV"
     digits = "9" * 5000  # more than Python makes a number of
     assert (
-        classify_ending(75, "", table.format(digits) + f"Signal {digits} (SIGX) received by PID 1", None).kind == KILLED
+        classify_trainer_ending(75, "", table.format(digits) + f"Signal {digits} (SIGX) received by PID 1", None).kind == KILLED
     )
     assert (
-        classify_ending(1, "", table.format(f"-{digits}") + f"Signal {digits} (SIGX) received by PID 1", None).kind
+        classify_trainer_ending(1, "", table.format(f"-{digits}") + f"Signal {digits} (SIGX) received by PID 1", None).kind
         == REFUSED
     )
     assert (
-        classify_ending(75, "", table.format(75), None).kind
-        == classify_ending(75, "", table.format(-15), None).kind
+        classify_trainer_ending(75, "", table.format(75), None).kind
+        == classify_trainer_ending(75, "", table.format(-15), None).kind
         == KILLED
     )
 
@@ -120,12 +120,12 @@ def test_a_folder_named_as_an_exit_code_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "exit-2").mkdir()
     (tmp_path / "exit-11").touch()
     assert read_exit_code(1, [tmp_path]) == 11
-    remove_exit_codes(tmp_path)
+    remove_exit_code_files(tmp_path)
     assert read_exit_code(1, [tmp_path]) == 1
 
 
 def test_room_on_a_disk_is_checked_by_reserving_it(tmp_path: Path) -> None:
-    need = max_checkpoint_bytes(RECIPE)
+    need = estimate_max_checkpoint_bytes(RECIPE)
     with small_disk(tmp_path / "disk", "64m") as disk:
         assert has_room_for(disk, 1 << 20) and has_room_for(disk, need) and not has_room_for(disk, 65 << 20)
         assert not list(disk.iterdir())
@@ -178,7 +178,7 @@ class Certificate:
             patch.setattr(live_training, "start_trainer", self.start)
             patch.setattr(live_training, "POLL_SECONDS", 0.05)
             plant = Plant(self.workspace, self.ledger)
-            return live_training.train_live(plant, commit, self.folders[0].parent, arms, "certificate")
+            return live_training.train_arms_with_live_code(plant, commit, self.folders[0].parent, arms, "certificate")
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from factory.ledger.rows import SegmentRow
 from factory.retrying import trainer_deaths
 from factory.retrying.trainer_deaths import (
     abandon_segment,
-    classify_ending,
+    classify_trainer_ending,
     find_parked_segment,
-    newest_checkpoint_step,
-    record_death,
+    find_newest_checkpoint_step,
+    record_trainer_death,
     refuse_while_parked,
     request_retry,
 )
@@ -41,7 +41,7 @@ def die(ledger: Ledger, row: SegmentRow, checkpoint: int | None, *, final: bool 
     """(tries, state) after a death with that newest checkpoint."""
     if checkpoint is not None:
         save(row, checkpoint)
-    after = record_death(ledger, SegmentRow.get(ledger, row.id), ENDING, 1, 3, final)
+    after = record_trainer_death(ledger, SegmentRow.get(ledger, row.id), ENDING, 1, 3, final)
     return after.attempts, after.state
 
 
@@ -60,7 +60,7 @@ def test_a_removed_checkpoint_does_not_count_as_progress(ledger: Ledger, tmp_pat
     assert die(ledger, row, 20) == (1, "planned")
     (tmp_path / "checkpoints" / "step-00000020").rename(tmp_path / "checkpoints" / "bad-step-00000020")
     (tmp_path / "checkpoints" / "step-of-nothing").mkdir()
-    assert newest_checkpoint_step(row) is None
+    assert find_newest_checkpoint_step(row) is None
     assert [die(ledger, row, step) for step in (10, 20)] == [(2, "planned"), (3, "failed")]
 
 
@@ -96,7 +96,7 @@ def test_a_forged_checkpoint_does_not_count_as_progress(ledger: Ledger, tmp_path
     for step in (10, 20, 30):
         forged(row, step + (1000 if kind == "a step of another segment" else 0), kind)
         states.append(die(ledger, row, None))
-    assert states == [(1, "planned"), (2, "planned"), (3, "failed")] and newest_checkpoint_step(row) is None
+    assert states == [(1, "planned"), (2, "planned"), (3, "failed")] and find_newest_checkpoint_step(row) is None
 
 
 def test_a_final_failure_parks_the_segment_at_once(ledger: Ledger, tmp_path: Path) -> None:
@@ -177,6 +177,6 @@ def test_the_ways_in_which_a_trainer_can_end_are_distinguished(
     before = None if kills is None or now is None else now + kills
     if kills == -1 and now is None:
         pytest.skip("this kernel does not count")
-    found = classify_ending(code, line, log, before)
+    found = classify_trainer_ending(code, line, log, before)
     assert found.kind == kind and codes([found.says]) == [f"retrying.ended.{ended}"], found
     assert {name: found.says.data[name] for name in data} == data  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ import pytest
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.watchdog import UsualDurations, Watchdog, measure_usual_times, record_first_step
+from factory.retrying.watchdog import UsualDurations, Watchdog, find_usual_durations, record_duration_of_first_step
 from tests.support.failing.deaths import plan_row
 from tests.support.messages import codes
 
@@ -44,7 +44,7 @@ class Watched:
 
     def after(self, seconds: float, steps: int) -> str:
         self.now += seconds
-        return self.dog.check(steps)
+        return self.dog.find_hang(steps)
 
 
 def test_a_trainer_hangs_after_ten_times_the_usual_time_without_a_step(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_usual_times_are_measured_on_this_kind_of_machine_with_the_same_recipe(l
             computing={"machine": {"name": machine}},
         )  # fmt: skip
 
-    assert measure_usual_times(ledger, row("cpu")) == UsualDurations(None, None)
+    assert find_usual_durations(ledger, row("cpu")) == UsualDurations(None, None)
     for machine, recipe, seconds in (
         ("cpu", "r", 20.0),
         ("cpu", "r", 40.0),
@@ -144,6 +144,6 @@ def test_usual_times_are_measured_on_this_kind_of_machine_with_the_same_recipe(l
     ):
         row(machine, recipe, seconds)
     for machine, seconds in (("cpu", 12.0), ("cpu", 70.0), ("gpu", 700.0)):
-        record_first_step(ledger, row(machine), 1, seconds)
-    assert measure_usual_times(ledger, row("cpu")) == UsualDurations(70.0, 4.0)
-    assert measure_usual_times(ledger, row("gpu")) == UsualDurations(700.0, 90.0)
+        record_duration_of_first_step(ledger, row(machine), 1, seconds)
+    assert find_usual_durations(ledger, row("cpu")) == UsualDurations(70.0, 4.0)
+    assert find_usual_durations(ledger, row("gpu")) == UsualDurations(700.0, 90.0)

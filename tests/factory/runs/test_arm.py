@@ -13,7 +13,7 @@ from factory.core.errors import InputError
 from factory.runs.arm import Arm, check_arms
 from tests.support.messages import refused
 from tests.support.trainer.segments import recipe_with
-from trainer.contract.checkpoint.format import Checkpoint, save
+from trainer.contract.checkpoint.format import Checkpoint, save_checkpoint
 
 
 def base(**keys: Any) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def test_the_key_of_an_arm_does_not_depend_on_names_and_paths(tmp_path: Path) ->
     moved["data_plan"] |= {"token_shards": [{"id": "a", "path": "there/a", "generation": 0}]}
     assert replace(ARM, name="two", base=moved).key == ARM.key
     held = Checkpoint({"w": torch.ones(3)}, {"exp_avg.w": torch.zeros(3)}, {"step": 4})
-    here, there = (save(tmp_path / name, held) for name in "ab")
-    other = save(tmp_path / "c", replace(held, model={"w": torch.zeros(3)}))
+    here, there = (save_checkpoint(tmp_path / name, held) for name in "ab")
+    other = save_checkpoint(tmp_path / "c", replace(held, model={"w": torch.zeros(3)}))
     keys = [replace(ARM, start=path).key for path in (here, there, other)]
     assert keys[0] == keys[1] != keys[2] and keys[0] != ARM.key
 
@@ -61,9 +61,9 @@ def test_an_arm_resumes_from_a_start_within_the_segment_and_begins_at_one_at_its
     within, begins = tmp_path / "step-00000004", tmp_path / "step-00000002"
     arm = replace(ARM, base=base(first_step=2))
     found = replace(arm, start=within)
-    assert (found.first, found.resumed_checkpoint, found.spec()["initial_checkpoint"]) == (4, within, None)
+    assert (found.first_step, found.resumed_checkpoint, found.make_spec()["initial_checkpoint"]) == (4, within, None)
     found = replace(arm, start=begins)
-    assert (found.first, found.resumed_checkpoint, found.spec()["initial_checkpoint"]) == (2, None, str(begins))
+    assert (found.first_step, found.resumed_checkpoint, found.make_spec()["initial_checkpoint"]) == (2, None, str(begins))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class History:
         return cache
 
     def compiled(self, commit: str) -> Path:
-        return devices.compiled_code_folder(self.workspace.root, commit)
+        return devices.get_compiled_code_folder(self.workspace.root, commit)
 
     def begins(self, commit: str) -> Path | None:
         return copy_older_cache(Plant(self.workspace, self.ledger), commit)
@@ -94,7 +94,7 @@ def history(tmp_path: Path) -> Iterator[History]:
 def test_a_merged_patch_starts_with_a_copy_of_the_cache_of_the_code_before_it(history: History) -> None:
     first = history.trained(get_live_commit(history.code))
     merged = history.patch()
-    LiveCode.of_commit(Plant(history.workspace, history.ledger), merged)
+    LiveCode.check_out_commit(Plant(history.workspace, history.ledger), merged)
     own = history.compiled(merged)
     names = ["inductor/fxgraph/ab/entry", "triton/kernel.cubin"]
     assert sorted(str(path.relative_to(own)) for path in own.rglob("*") if path.is_file()) == names

@@ -11,18 +11,18 @@ import torch
 
 from factory.runs.distance import (
     TensorDistance,
-    checkpoint_distance,
+    measure_checkpoint_distance,
     find_different_weights,
     find_unmatched_tensor,
     find_value_differences,
     have_same_bits,
     save_perturbed_checkpoint,
     sum_distances,
-    sum_distances_by_kind,
-    tensor_distances,
-    tensor_norms,
+    sum_moment_distances_by_kind,
+    measure_tensor_distances,
+    measure_tensor_norms,
 )
-from trainer.contract.checkpoint.format import Checkpoint, load, save
+from trainer.contract.checkpoint.format import Checkpoint, load_checkpoint, save_checkpoint
 
 
 def left(seed: int, **more: torch.Tensor) -> Checkpoint:
@@ -36,35 +36,35 @@ def left(seed: int, **more: torch.Tensor) -> Checkpoint:
 
 def test_weights_are_compared_by_their_change_since_the_start_and_moments_directly() -> None:
     one, two, begun, other = (left(seed) for seed in range(4))
-    found = checkpoint_distance(one, two, begun.model, other.model)
+    found = measure_checkpoint_distance(one, two, begun.model, other.model)
     a, b, c, d = (x.model["a"].double().numpy() for x in (one, two, begun, other))
     assert found.weights["a"].apart == pytest.approx(np.linalg.norm((b - d) - (a - c)), rel=1e-12)
     assert found.weights["a"].size == pytest.approx(np.linalg.norm(a - c), rel=1e-12)
     m, n = (x.optimizer["exp_avg.a"].double().numpy() for x in (one, two))
-    assert found.shares()["exp_avg.a"] == pytest.approx(np.linalg.norm(n - m) / np.linalg.norm(m), rel=1e-12)
+    assert found.list_tensor_shares_of_size()["exp_avg.a"] == pytest.approx(np.linalg.norm(n - m) / np.linalg.norm(m), rel=1e-12)
     assert "rng" not in found.moments
-    whole = sum_distances(tensor_distances(one.model, two.model).values())
+    whole = sum_distances(measure_tensor_distances(one.model, two.model).values())
     both = [np.concatenate([x.model[n].double().numpy().ravel() for n in "ab"]) for x in (one, two)]
     assert whole.apart == pytest.approx(np.linalg.norm(both[1] - both[0]), rel=1e-12)
-    kinds = sum_distances_by_kind(found.moments)
+    kinds = sum_moment_distances_by_kind(found.moments)
     assert kinds.keys() == {"exp_avg", "exp_avg_sq"}
     assert kinds["exp_avg"].apart == pytest.approx(math.hypot(*(found.moments[f"exp_avg.{n}"].apart for n in "ab")))
-    assert tensor_norms(one.model)["a"] == pytest.approx(np.linalg.norm(a))
+    assert measure_tensor_norms(one.model)["a"] == pytest.approx(np.linalg.norm(a))
 
 
 def test_a_tensor_without_counterpart_is_infinitely_far() -> None:
     one = left(0)
     for other in (left(0, c=torch.ones(2)), left(0, a=torch.ones(2))):
         assert (
-            math.inf in checkpoint_distance(one, other).shares().values()
-            and math.inf in checkpoint_distance(other, one).shares().values()
+            math.inf in measure_checkpoint_distance(one, other).list_tensor_shares_of_size().values()
+            and math.inf in measure_checkpoint_distance(other, one).list_tensor_shares_of_size().values()
         )
         assert (
             find_unmatched_tensor(one, other)
             and not have_same_bits(one, other)
             and find_different_weights(one.model, other.model)
         )
-    assert tensor_distances(one.model, one.model, {"a": one.model["a"]})["b"].share == math.inf, (
+    assert measure_tensor_distances(one.model, one.model, {"a": one.model["a"]})["b"].share_of_size == math.inf, (
         "it is not known where b began"
     )
 
@@ -74,32 +74,32 @@ def test_checkpoints_that_differ_in_one_bit_are_not_the_same() -> None:
     assert (
         have_same_bits(one, two)
         and not find_different_weights(one.model, two.model)
-        and set(checkpoint_distance(one, two).shares().values()) == {0.0}
+        and set(measure_checkpoint_distance(one, two).list_tensor_shares_of_size().values()) == {0.0}
     )
     two.optimizer["rng"][0] += 1
     assert not have_same_bits(one, two), "the generator counts, though it is no distance"
     two = left(0)
     two.model["b"][0, 0] = torch.nextafter(two.model["b"][0, 0], torch.tensor(9.0))
     assert not have_same_bits(one, two) and find_different_weights(one.model, two.model) == ["b"]
-    assert 0 < checkpoint_distance(one, two).weights["b"].share < 1e-6
+    assert 0 < measure_checkpoint_distance(one, two).weights["b"].share_of_size < 1e-6
 
 
 def test_the_distance_of_a_tensor_with_a_nan_is_infinite() -> None:
     one, two = left(0), left(0)
     two.model["a"][0, 0] = math.nan
-    assert not checkpoint_distance(one, two).weights["a"].share <= 1e9 and not have_same_bits(two, two)
+    assert not measure_checkpoint_distance(one, two).weights["a"].share_of_size <= 1e9 and not have_same_bits(two, two)
 
 
 def test_a_perturbed_checkpoint_differs_by_one_rounding_in_the_weights_and_in_nothing_else(tmp_path: Path) -> None:
-    straight = save(tmp_path / "straight", left(0))
+    straight = save_checkpoint(tmp_path / "straight", left(0))
     one, two = (save_perturbed_checkpoint(straight, tmp_path / str(seed), 2.0**-9, seed) for seed in (1, 2))
-    held, made = load(straight), load(one)
+    held, made = load_checkpoint(straight), load_checkpoint(one)
     shares = ((made.model["a"] - held.model["a"]) / held.model["a"]).abs()
     assert torch.allclose(shares, torch.full_like(shares, 2.0**-9), rtol=1e-3)
     assert (
         all(made.optimizer[name].equal(tensor) for name, tensor in held.optimizer.items()) and made.state == held.state
     )
-    assert find_different_weights(made.model, load(two).model) == ["a", "b"]
+    assert find_different_weights(made.model, load_checkpoint(two).model) == ["a", "b"]
     before = (one / "manifest.json").stat().st_mtime_ns
     assert (
         save_perturbed_checkpoint(straight, tmp_path / "1", 2.0**-9, 1) == one
@@ -109,8 +109,8 @@ def test_a_perturbed_checkpoint_differs_by_one_rounding_in_the_weights_and_in_no
 
 def test_the_share_of_a_zero_size_is_zero_or_infinite() -> None:
     assert (
-        TensorDistance(0.0, 0.0).share == 0.0
-        and TensorDistance(1.0, 0.0).share == TensorDistance(math.nan, 1.0).share == math.inf
+        TensorDistance(0.0, 0.0).share_of_size == 0.0
+        and TensorDistance(1.0, 0.0).share_of_size == TensorDistance(math.nan, 1.0).share_of_size == math.inf
     )
 
 
@@ -131,4 +131,4 @@ def test_recorded_values_that_differ_have_the_expected_distances(
     sides = ({"loss": value, "time": time} for value, time in ((one, 5.0), (other, 7.0)))
     told = list(find_value_differences(*sides, {"time"}, "x"))
     assert [(what[: len(name)], far.share) for (what, far), (name, _) in zip(told, found, strict=True)] == found
-    assert [far.share for _, far in find_value_differences({"time": 5.0}, {"time": "fast"}, {"time"})] == [math.inf]
+    assert [far.share_of_size for _, far in find_value_differences({"time": 5.0}, {"time": "fast"}, {"time"})] == [math.inf]

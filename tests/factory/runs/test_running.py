@@ -33,7 +33,7 @@ from factory.runs.arm_runner import ArmRunner, format_run, list_runs
 from factory.runs.distance import have_same_bits
 from factory.runs.live_code import LiveCode
 from factory.runs.sandboxed_training import ArmRunEnd
-from factory.runs.trace import Trace, read_live_checkpoint, read_step_lines_in_open_folder
+from factory.runs.trace import RunTrace, read_live_checkpoint, read_step_lines_in_open_folder
 from factory.runs.trainer_folder import write_spec_into_open_folder
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
@@ -43,7 +43,7 @@ from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here
-from trainer.contract.checkpoint.format import checkpoint_name
+from trainer.contract.checkpoint.format import format_checkpoint_name
 from trainer.contract.data.token_shard import write_token_shard
 
 STEPS = 4
@@ -87,12 +87,12 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any
     return calls
 
 
-def here(root: Path, arm: Arm) -> Trace:
+def here(root: Path, arm: Arm) -> RunTrace:
     """The same arm, trained in this process."""
     root.mkdir(exist_ok=True)
     live_training.prepare_arm_folder(root, root / arm.key, arm)
     assert train_here(root / arm.key) == (0, "")
-    return Trace(root / arm.key, arm.first, arm.last)
+    return RunTrace(root / arm.key, arm.first_step, arm.last_step)
 
 
 def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
@@ -104,26 +104,26 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     (runs.home / "gone").mkdir(parents=True)
     gone = [{"id": "gone", "path": str(runs.home / "gone"), "generation": 0}]
     bad = replace(arm, name="no data", plan={"token_shards": gone})
-    done = runs.train_live(code, [arm, again, low, bad], "four arms")
+    done = runs.train_with_live_code(code, [arm, again, low, bad], "four arms")
     assert len(started) == 1 and done.code == 2 and "gone" in done.line
-    assert runs.train_live(code, [arm, again, low], "three arms").code == 0 and len(started) == 1
-    straight = runs.trace(arm)
-    assert have_same_bits(straight.final_checkpoint, runs.trace(again).final_checkpoint) and not have_same_bits(
-        straight.final_checkpoint, runs.trace(low).final_checkpoint
+    assert runs.train_with_live_code(code, [arm, again, low], "three arms").code == 0 and len(started) == 1
+    straight = runs.open_arm_trace(arm)
+    assert have_same_bits(straight.final_checkpoint, runs.open_arm_trace(again).final_checkpoint) and not have_same_bits(
+        straight.final_checkpoint, runs.open_arm_trace(low).final_checkpoint
     )
     assert have_same_bits(straight.final_checkpoint, here(tmp_path / "here", arm).final_checkpoint), (
         "as a process of its own"
     )
-    losses = straight.metric_series(["loss", "nothing"])
+    losses = straight.collect_metric_series(["loss", "nothing"])
     assert list(losses) == ["loss"] and len(losses["loss"]) == STEPS and None not in losses["loss"]
-    assert straight.result["last_step"] == STEPS and straight.differing_replicas == []
-    assert runs.train_live(code, [replace(arm, name="asked for by another name")], "the same arm").code == 0
+    assert straight.result["last_step"] == STEPS and straight.weights_differing_between_ranks == []
+    assert runs.train_with_live_code(code, [replace(arm, name="asked for by another name")], "the same arm").code == 0
     assert len(started) == 1, "what was trained is not trained again"
-    resumed = replace(arm, name="resumed", start=straight.checkpoint.with_name(checkpoint_name(2)))
-    assert runs.train_live(code, [resumed], "one more").code == 0 and len(started) == 2
-    assert have_same_bits(straight.final_checkpoint, runs.trace(resumed).final_checkpoint) and runs.trace(
+    resumed = replace(arm, name="resumed", start=straight.final_checkpoint_path.with_name(format_checkpoint_name(2)))
+    assert runs.train_with_live_code(code, [resumed], "one more").code == 0 and len(started) == 2
+    assert have_same_bits(straight.final_checkpoint, runs.open_arm_trace(resumed).final_checkpoint) and runs.open_arm_trace(
         resumed
-    ).lines.keys() == {2, 3}
+    ).metric_lines_by_step.keys() == {2, 3}
     rows = {run["arm"]["name"]: run for run in list_runs(runs.plant.ledger)}
     assert {name: run["state"] for name, run in rows.items()} == dict.fromkeys(
         ("straight", "again", "low rate", "resumed"), "done"
@@ -132,7 +132,7 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     assert format_run(rows["no data"]).data["why"].startswith(": exit 2")
     assert {(run["subject"], run["purpose"]) for run in rows.values()} == {("segment:3", "audit")}
     assert rows["low rate"]["arm"]["recipe"] == {"optimizer.lr": 1e-5} and rows["low rate"]["steps"] == STEPS
-    assert Path(rows["straight"]["folder"]) == runs.folder(arm)
+    assert Path(rows["straight"]["folder"]) == runs.find_arm_folder(arm)
 
 
 def test_arms_run_in_parallel_if_there_are_several_devices(
@@ -145,10 +145,10 @@ def test_arms_run_in_parallel_if_there_are_several_devices(
     monkeypatch.setattr(devices, "_free", lambda: free)
     started = counted(monkeypatch, live_training, "start_trainer")
     arms = [replace(arm, name=f"seed {seed}", seed=seed) for seed in range(3)]
-    assert runs.train_live(code, arms, "three arms").code == 0
+    assert runs.train_with_live_code(code, arms, "three arms").code == 0
     assert len(started) == 2
     for one in arms:
-        assert have_same_bits(runs.trace(one).final_checkpoint, here(tmp_path / "here", one).final_checkpoint)
+        assert have_same_bits(runs.open_arm_trace(one).final_checkpoint, here(tmp_path / "here", one).final_checkpoint)
 
 
 def test_the_row_of_a_stopped_arm_says_that_it_was_stopped(
@@ -159,7 +159,7 @@ def test_the_row_of_a_stopped_arm_says_that_it_was_stopped(
 
     monkeypatch.setattr("factory.runs.arm_runner.train_live", stopped)
     with pytest.raises(SegmentError):
-        runs.train_live(code, [arm], "straight")
+        runs.train_with_live_code(code, [arm], "straight")
     row = RunRow.get(runs.plant.ledger, arm.key)
     assert (row.state, row.ended) == ("stopped", "stopped by a person")
     line = {
@@ -173,7 +173,7 @@ def test_the_row_of_a_stopped_arm_says_that_it_was_stopped(
     }
     assert format_run(list_runs(runs.plant.ledger)[0]).data.items() >= (line | {"why": ": stopped by a person"}).items()
     with refused("runs.unknown_recipe_key", InputError, key="optimizer.lrr"):
-        runs.train_live(code, [replace(arm, recipe={"optimizer.lrr": 1})], "a slip")
+        runs.train_with_live_code(code, [replace(arm, recipe={"optimizer.lrr": 1})], "a slip")
     home = runs.plant.workspace
     (shown,) = json.loads(command_here("runs", "--json", home=home).stdout)
     assert (shown["key"], shown["state"], shown["there"]) == (arm.key, "stopped", False)
@@ -193,16 +193,16 @@ def test_a_pause_stops_the_arms_and_they_continue_afterwards(
     monkeypatch.setattr(live_training, "start_trainer", paused)
     for _ in range(2):  # while it trains, and before it begins
         with pytest.raises(PausedError):
-            runs.train_live(code, [arm], "straight")
+            runs.train_with_live_code(code, [arm], "straight")
         assert "ada paused training" in format_run(list_runs(ledger)[0])
     monkeypatch.undo()
     resume_daemon(ledger, "ada")
-    assert runs.train_live(code, [arm], "straight").code == 0 and runs.trace(arm).final_checkpoint.step == STEPS
+    assert runs.train_with_live_code(code, [arm], "straight").code == 0 and runs.open_arm_trace(arm).final_checkpoint.step == STEPS
 
 
 def test_a_run_whose_process_is_gone_is_shown_as_stopped(runs: ArmRunner, arm: Arm) -> None:
     """The process was killed, or an older factory recorded none, or another process now has its number."""
-    with pytest.raises(SegmentError), runs.record_rows({runs.folder(arm): arm}):
+    with pytest.raises(SegmentError), runs.record_arm_states({runs.find_arm_folder(arm): arm}):
         assert (list_runs(runs.plant.ledger)[0]["state"], list_runs(runs.plant.ledger)[0]["ended"]) == ("running", None)
         raise SegmentError("stopped")
     killed = subprocess.Popen(["true"])
@@ -216,10 +216,10 @@ def test_a_run_whose_process_is_gone_is_shown_as_stopped(runs: ArmRunner, arm: A
 
 
 def test_a_run_on_another_machine_counts_as_running_while_it_writes(runs: ArmRunner, arm: Arm) -> None:
-    with runs.record_rows({runs.folder(arm): arm}) as ends:
+    with runs.record_arm_states({runs.find_arm_folder(arm): arm}) as ends:
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(ended="process 1 of node-7", started_at=1.0))
-        written = runs.folder(arm) / "metrics.jsonl"
+        written = runs.find_arm_folder(arm) / "metrics.jsonl"
         written.parent.mkdir(parents=True)
         written.touch()
         assert list_runs(runs.plant.ledger)[0]["state"] == "running"
@@ -236,7 +236,7 @@ def test_a_sandboxed_trainer_waits_for_the_next_arm(
     began = counted(monkeypatch, sandboxed_training.sandbox, "run_in_sandbox")
     low = replace(arm, name="low rate", recipe={"optimizer.lr": 1e-5})
     expected = here(tmp_path / "here", arm)
-    resumed = replace(arm, name="resumed", start=expected.checkpoint.with_name(checkpoint_name(2)))
+    resumed = replace(arm, name="resumed", start=expected.final_checkpoint_path.with_name(format_checkpoint_name(2)))
     half = replace(arm, name="half of it", until=2)  # it would go on: its process ends with it
     arms = {runs.home / "trainer" / str(number): one for number, one in enumerate((arm, low, resumed, half))}
     left = []
@@ -244,7 +244,7 @@ def test_a_sandboxed_trainer_waits_for_the_next_arm(
         for (folder, one), ended in zip(arms.items(), trained, strict=True):
             assert (ended.folder, ended.failed) == (folder, "") and ended.cpu and 0 < ended.cpu.thread < ended.cpu.tree
             assert sum((path / "segment.json").exists() for path in arms) == len(left) + 1, "the next is not shown yet"
-            left.append(read_live_checkpoint(ended.opened, one.last, expected.final_checkpoint.model))
+            left.append(read_live_checkpoint(ended.opened, one.last_step, expected.final_checkpoint.model))
     assert len(began) == 1 and left[3].state["step"] == 2
     assert have_same_bits(left[0], expected.final_checkpoint) and have_same_bits(left[2], expected.final_checkpoint)
     assert not have_same_bits(left[1], expected.final_checkpoint)
@@ -284,9 +284,9 @@ def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: ArmRunner, arm: 
     with closing(runs.train_sandboxed(output, code, arms, PATIENCE_S)) as trained:
         first = next(trained)
         assert not first.failed, "it says that it is done"
-        trace = Trace(first.folder, 0, STEPS)
+        trace = RunTrace(first.folder, 0, STEPS)
         for read in (
-            lambda: trace.final_checkpoint, lambda: trace.lines, lambda: trace.result,
+            lambda: trace.final_checkpoint, lambda: trace.metric_lines_by_step, lambda: trace.result,
             lambda: read_live_checkpoint(first.opened, STEPS, {}), lambda: read_step_lines_in_open_folder(first.opened, "metrics.jsonl"),
         ):  # fmt: skip
             with pytest.raises(UntrustedFileError):
@@ -314,7 +314,7 @@ def test_a_machine_fault_while_an_arm_is_handed_over_is_raised_and_not_blamed_on
 
 
 def test_a_resumed_arm_does_not_need_the_segments_first_checkpoint(runs: ArmRunner, arm: Arm, tmp_path: Path) -> None:
-    start = tmp_path / checkpoint_name(2)
+    start = tmp_path / format_checkpoint_name(2)
     start.mkdir()
     (start / "manifest.json").write_text("{}")
     gone = replace(arm, base={**arm.base, "initial_checkpoint": str(tmp_path / "gone")}, start=start)
@@ -349,12 +349,12 @@ def test_the_wait_for_a_free_device_does_not_count_as_training_time(
 def test_an_arm_over_its_time_limit_is_stopped_and_a_finished_arm_is_not_trained_again(
     runs: ArmRunner, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = runs.train_alone(arm, ROOT, "00003-trunk", 0.1)
+    found = runs.train_in_own_sandbox(arm, ROOT, "00003-trunk", 0.1)
     assert found.out_of_time and "exceeded its wall limit" in found.failed
     began = counted(monkeypatch, sandboxed_training.sandbox, "run_in_sandbox")
-    found = runs.train_alone(arm, ROOT, "00003-trunk", PATIENCE_S)
-    assert found == runs.train_alone(arm, ROOT, "00003-trunk", PATIENCE_S) and len(began) == 1
+    found = runs.train_in_own_sandbox(arm, ROOT, "00003-trunk", PATIENCE_S)
+    assert found == runs.train_in_own_sandbox(arm, ROOT, "00003-trunk", PATIENCE_S) and len(began) == 1
     assert (
-        found.folder == runs.folder(arm) / "00003-trunk"
-        and Trace(found.folder, 0, STEPS).final_checkpoint.state["step"] == STEPS
+        found.folder == runs.find_arm_folder(arm) / "00003-trunk"
+        and RunTrace(found.folder, 0, STEPS).final_checkpoint.state["step"] == STEPS
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from factory.runs.trace import Trace
+from factory.runs.trace import RunTrace
 from factory.runs.untrusted_files import UntrustedFileError
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
@@ -39,11 +39,11 @@ def test_reading_a_checkpoint_follows_no_link_and_waits_for_no_pipe(
     tmp_path: Path, where: str, spoil: Callable[[Path], None]
 ) -> None:
     folder = tmp_path / "run"
-    path = checkpoints.save(folder / "checkpoints", Checkpoint({"w": torch.ones(2)}, {}, {"step": 4, "recipe": {}}))
-    trace = Trace(folder, 0, 4, ends=False)
-    assert path == trace.checkpoint and trace.checkpoint_hash and trace.final_checkpoint.state["step"] == 4
+    path = checkpoints.save_checkpoint(folder / "checkpoints", Checkpoint({"w": torch.ones(2)}, {}, {"step": 4, "recipe": {}}))
+    trace = RunTrace(folder, 0, 4, ends=False)
+    assert path == trace.final_checkpoint_path and trace.final_checkpoint_hash and trace.final_checkpoint.state["step"] == 4
     spoil(folder / where)
-    trace = Trace(folder, 0, 4, ends=False)
-    for read in (lambda: trace.checkpoint_hash, lambda: trace.final_checkpoint):
+    trace = RunTrace(folder, 0, 4, ends=False)
+    for read in (lambda: trace.final_checkpoint_hash, lambda: trace.final_checkpoint):
         with pytest.raises(UntrustedFileError, match="is not a"):
             read()

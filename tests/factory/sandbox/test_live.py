@@ -98,7 +98,7 @@ def test_gpus_appear_as_device_files_in_the_sandbox(tmp_path: Path) -> None:
     """This machine has no GPU: the test checks bubblewrap's arguments."""
     nodes = ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
     with StartPipes() as opening:
-        words = bubblewrap.build_command(
+        words = bubblewrap.build_bubblewrap_command(
             ["true"], opening, writable=[tmp_path], given=[], cwd=tmp_path, environment={}, tmp=1, nodes=nodes, held=7
         )
     shown = [words[at + 1 : at + 3] for at, word in enumerate(words) if word == "--dev-bind"]

@@ -13,7 +13,7 @@ import pytest
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import cpu_clock as sandbox_clock
 from factory.sandbox import sandbox
-from factory.sandbox.cpu_clock import CpuSeconds
+from factory.sandbox.cpu_clock import UsedCpuSeconds
 from factory.sandbox.sandbox import MIB, SandboxLimits
 from tests.support.factory.sandboxed import PATIENCE, inside, processes_naming, timed_out
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("isolates")
 def test_an_endless_loop_is_stopped(tmp_path: Path) -> None:
     run = lambda limits: inside(tmp_path, "print('begun', flush=True)\nwhile True: pass", limits=limits)
     result = timed_out(run, began=lambda result: bool(result.stdout))
-    assert result.timed_out and result.stdout == "begun\n" and "wall" in result.why()
+    assert result.timed_out and result.stdout == "begun\n" and "wall" in result.describe_ending()
 
 
 def test_a_process_that_uses_too_many_cpu_seconds_is_stopped(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_the_kernel_limits_threads(tmp_path: Path) -> None:
     held.set()
     """
     result = inside(tmp_path, code, limits=SandboxLimits(wall_seconds=PATIENCE, processes=32))
-    assert result.returncode == 0, result.why()
+    assert result.returncode == 0, result.describe_ending()
     assert int(result.stdout.split()[0]) <= 32 * sandbox.TASKS and "can't start new thread" in result.stdout
     deadline = time.monotonic() + PATIENCE  # the next sandbox removes a group whose last process was still ending
     while (left := groups_of_ours()) and time.monotonic() < deadline:
@@ -256,7 +256,7 @@ wait_for('end')
 def test_cpu_seconds_of_the_whole_tree_are_read_from_outside(tmp_path: Path) -> None:
     """The work of ended threads, of an ended child and of the main thread counts, whatever the wall time."""
     inits: list[int] = []
-    found: list[CpuSeconds | None] = []
+    found: list[UsedCpuSeconds | None] = []
     out = tmp_path / "out"
 
     def watch() -> None:
@@ -266,7 +266,7 @@ def test_cpu_seconds_of_the_whole_tree_are_read_from_outside(tmp_path: Path) -> 
         (out / "go").touch()
         while not (out / "done").exists():
             time.sleep(0.01)
-        found.append(sandbox_clock.cpu_seconds_between(first, sandbox_clock.read_cpu_seconds(inits[0])))
+        found.append(sandbox_clock.compute_cpu_seconds_between(first, sandbox_clock.read_cpu_seconds(inits[0])))
         (out / "end").touch()
 
     watcher = threading.Thread(target=watch)
@@ -281,7 +281,7 @@ def test_cpu_seconds_of_the_whole_tree_are_read_from_outside(tmp_path: Path) -> 
     assert used.tree >= 1.9 - 2 / sandbox_clock.TICKS_PER_SECOND and 0.8 <= used.thread < used.tree - 1
     assert sandbox_clock.read_cpu_seconds(1 << 23) == sandbox_clock.CpuReading(), "nobody has such a number"
     assert (
-        sandbox_clock.cpu_seconds_between(
+        sandbox_clock.compute_cpu_seconds_between(
             sandbox_clock.CpuReading(1.0, {7: 1.0}), sandbox_clock.CpuReading(2.0, {8: 1.0})
         )
         is None

@@ -1,4 +1,4 @@
-"""``make_mounts`` shows thousands of paths in one sandbox. Other files stay invisible, and no link remains afterwards."""
+"""``make_linked_mounts`` shows thousands of paths in one sandbox. Other files stay invisible, and no link remains afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from factory.sandbox import live_sandbox, sandbox
-from factory.sandbox.linked_mounts import MOST, make_mounts, remove_unused_links
+from factory.sandbox.linked_mounts import MOST, make_linked_mounts, remove_unused_links
 
 LOOK = """
 import os, sys
@@ -70,7 +70,7 @@ def test_links_left_by_a_killed_process_are_removed_but_links_in_use_stay(tmp_pa
     left = tmp_path / "shards" / ".seen-left"
     left.mkdir()
     (left / "tokens").hardlink_to(shards[0] / "tokens")
-    with make_mounts(shards) as mounts:
+    with make_linked_mounts(shards) as mounts:
         assert len(mounts) == 1 and not left.exists()
         remove_unused_links(tmp_path / "shards")
         assert Path(mounts[0][0]).is_dir()

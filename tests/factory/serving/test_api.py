@@ -253,7 +253,7 @@ def test_an_invalid_request_gets_openai_s_error_and_starts_no_work(
     error = answer.json()["error"]
     assert words in error["message"] and error["type"] == "invalid_request_error" and {"param", "code"} <= error.keys()
     assert error["code"] in OPENAI_CODES or error["code"].startswith("serving."), error
-    assert engine.loop.counts["running"] == engine.loop.counts["waiting"] == 0
+    assert engine.loop.metric_counts["running"] == engine.loop.metric_counts["waiting"] == 0
     assert ask("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
 
 

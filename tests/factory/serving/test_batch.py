@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from factory.evals.reference_model import ReferenceModel
-from factory.serving.api.defaults import Sampling
+from factory.serving.api.defaults import SamplingSettings
 from factory.serving.native import batch as batches
-from factory.serving.native.batch import Job, RunningBatch, Token
+from factory.serving.native.batch import DecodingJob, DecodingBatch, ComputedToken
 from factory.serving.native.decoder import CachedDecoder
 from factory.serving.native.engine_loop import EngineLoop
 from tests.support.factory.exports import CONTEXT, FAMILIES, VOCAB, save_export, tiny_model
@@ -45,18 +45,18 @@ def alone(kind: str, prompt: tuple[int, ...], count: int) -> list[tuple[int, flo
     return found
 
 
-def run(batch: RunningBatch, arrivals: list[tuple[int, Job]], leave: dict[int, int]) -> dict[int, list[Token]]:
+def run(batch: DecodingBatch, arrivals: list[tuple[int, DecodingJob]], leave: dict[int, int]) -> dict[int, list[ComputedToken]]:
     """``arrivals``: (step, job); ``leave``: a job's key and the tokens after which it is cancelled."""
-    written: dict[int, list[Token]] = {job.key: [] for _, job in arrivals}
+    written: dict[int, list[ComputedToken]] = {job.key: [] for _, job in arrivals}
     number = 0
-    while any(step >= number for step, _ in arrivals) or batch.running or batch.waiting:
+    while any(step >= number for step, _ in arrivals) or batch.running_jobs or batch.waiting_jobs:
         for step, job in arrivals:
             if step == number:
-                batch.add(job)
-        for token in batch.step():
+                batch.add_job(job)
+        for token in batch.run_step():
             written[token.key].append(token)
             if leave.get(token.key) == len(written[token.key]) and not token.end:
-                batch.cancel(token.key)
+                batch.cancel_job(token.key)
         number += 1
     return written
 
@@ -82,12 +82,12 @@ def test_sequences_that_join_and_leave_do_not_change_other_sequences(
     arrivals, leave = [], {}
     for key, (step, length, count, gone) in enumerate(drawn):
         prompt = [(7 * key + 13 * place + length) % VOCAB for place in range(length)]
-        arrivals.append((step, Job(key, prompt, count, top=3)))
+        arrivals.append((step, DecodingJob(key, prompt, count, top=3)))
         if gone:
             leave[key] = gone
     before, batches.CHUNK = batches.CHUNK, chunk
     try:
-        written = run(RunningBatch(models(kind)[0], room), arrivals, leave)
+        written = run(DecodingBatch(models(kind)[0], room), arrivals, leave)
     finally:
         batches.CHUNK = before
     for _, job in arrivals:
@@ -104,14 +104,14 @@ def test_sequences_that_join_and_leave_do_not_change_other_sequences(
 def test_one_step_processes_prompts_and_single_tokens_in_one_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, _ = models("qwen3")
     passes: list[list[int]] = []
-    logits = decoder.logits
+    logits = decoder.compute_logits
 
     def counting(tokens: list[list[int]], starts: list[int], cache: torch.Tensor) -> torch.Tensor:
         passes.append([len(row) for row in tokens])
         return logits(tokens, starts, cache)
 
     monkeypatch.setattr(decoder, "logits", counting)
-    run(RunningBatch(decoder, 10_000), [(0, Job(1, [5, 6, 7], 4)), (0, Job(2, [8, 9], 3)), (2, Job(3, [4] * 6, 1))], {})
+    run(DecodingBatch(decoder, 10_000), [(0, DecodingJob(1, [5, 6, 7], 4)), (0, DecodingJob(2, [8, 9], 3)), (2, DecodingJob(3, [4] * 6, 1))], {})
     assert passes == [[3, 2], [1, 1], [1, 1, 6], [1]]
 
 
@@ -127,8 +127,8 @@ def test_a_stop_token_ends_its_row_and_other_rows_continue() -> None:
     decoder, _ = models("qwen3")
     expected = [token for token, _ in alone("qwen3", (5, 6, 7), 20)]
     stop = expected[4]
-    arrivals = [(0, Job(1, [5, 6, 7], 20, stop_ids=frozenset({stop}))), (0, Job(2, [5, 6, 7], 20))]
-    written = run(RunningBatch(decoder, 1000), arrivals, {})
+    arrivals = [(0, DecodingJob(1, [5, 6, 7], 20, stop_ids=frozenset({stop}))), (0, DecodingJob(2, [5, 6, 7], 20))]
+    written = run(DecodingBatch(decoder, 1000), arrivals, {})
     first = expected.index(stop)
     assert [t.token for t in written[1]] == expected[: first + 1] and written[1][-1].end == "stop"
     assert [t.token for t in written[2]] == expected and written[2][-1].end == "length"
@@ -136,27 +136,27 @@ def test_a_stop_token_ends_its_row_and_other_rows_continue() -> None:
 
 def test_sampled_tokens_depend_only_on_the_seed_of_their_job() -> None:
     decoder, _ = models("qwen3")
-    hot = lambda key, seed: Job(key, [9, 8, 7], 25, Sampling(1.0, 0.95), seed=seed)
-    one = [t.token for t in run(RunningBatch(decoder, 10_000), [(0, hot(1, 4))], {})[1]]
-    many = run(RunningBatch(decoder, 10_000), [(n % 3, hot(n, n)) for n in range(8)], {})
+    hot = lambda key, seed: DecodingJob(key, [9, 8, 7], 25, SamplingSettings(1.0, 0.95), seed=seed)
+    one = [t.token for t in run(DecodingBatch(decoder, 10_000), [(0, hot(1, 4))], {})[1]]
+    many = run(DecodingBatch(decoder, 10_000), [(n % 3, hot(n, n)) for n in range(8)], {})
     assert [t.token for t in many[4]] == one
     assert len({tuple(t.token for t in row) for row in many.values()}) == 8
 
 
 def test_jobs_that_arrive_together_start_in_the_same_step() -> None:
     decoder, _ = models("qwen3")
-    loop = EngineLoop(RunningBatch(decoder, 10_000))
+    loop = EngineLoop(DecodingBatch(decoder, 10_000))
     over = threading.Barrier(9)
     ends: list[str] = []
 
-    def listen(token: Token | None) -> None:
+    def listen(token: ComputedToken | None) -> None:
         if token is None or token.end:
             ends.append(token.end if token else "failed")
             threading.Thread(target=over.wait).start()
 
-    with loop.submit_together():
+    with loop.collect_submitted_jobs():
         for number in range(8):
-            loop.submit(listen, lambda key, number=number: Job(key, [9, 8, 7], 5, seed=number))  # type: ignore[misc]
+            loop.submit_job(listen, lambda key, number=number: DecodingJob(key, [9, 8, 7], 5, seed=number))  # type: ignore[misc]
             time.sleep(0.05)  # longer than a step: one alone would have been begun
     over.wait()
     assert ends == ["length"] * 8 and loop.steps <= 5
@@ -167,11 +167,11 @@ def test_sampled_token_frequencies_follow_temperature_and_top_p() -> None:
 
     logits, generator = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.Generator().manual_seed(0)
     for sampling, expected in (
-        (Sampling(1.0), logits.softmax(0)),
-        (Sampling(0.5), (2 * logits).softmax(0)),
-        (Sampling(1.0, top_p=0.8), torch.tensor([0.7311, 0.2689, 0, 0])),
-        (Sampling(1.0, top_k=1), torch.tensor([1.0, 0, 0, 0])),
-        (Sampling(1.0, top_p=0.0), torch.tensor([1.0, 0, 0, 0])),
+        (SamplingSettings(1.0), logits.softmax(0)),
+        (SamplingSettings(0.5), (2 * logits).softmax(0)),
+        (SamplingSettings(1.0, top_p=0.8), torch.tensor([0.7311, 0.2689, 0, 0])),
+        (SamplingSettings(1.0, top_k=1), torch.tensor([1.0, 0, 0, 0])),
+        (SamplingSettings(1.0, top_p=0.0), torch.tensor([1.0, 0, 0, 0])),
     ):
         drawn = (
             torch.bincount(torch.tensor([sample_token(logits, sampling, generator) for _ in range(4000)]), minlength=4)
@@ -187,7 +187,7 @@ def test_logits_that_are_nan_fail_the_row() -> None:
         decoder.weights | {"model.norm.weight": decoder.weights["model.norm.weight"] * 3e38},
         decoder.device,
     )
-    tokens = run(RunningBatch(broken, 1000), [(0, Job(1, [5, 6], 9))], {})[1]
+    tokens = run(DecodingBatch(broken, 1000), [(0, DecodingJob(1, [5, 6], 9))], {})[1]
     assert [token.end for token in tokens] == ["failed"]
 
 
@@ -197,6 +197,6 @@ def test_logits_that_are_nan_fail_the_row() -> None:
 def test_a_gpu_writes_what_the_cpu_writes(kind: str) -> None:
     decoder = models(kind)[0]
     there = CachedDecoder(decoder.config, decoder.weights, torch.device("cuda"))
-    arrivals = [(n % 4, Job(n, [(3 * n + i) % VOCAB for i in range(1 + 5 * n)], 20)) for n in range(8)]
-    for key, found in run(RunningBatch(there, 10_000), arrivals, {}).items():
+    arrivals = [(n % 4, DecodingJob(n, [(3 * n + i) % VOCAB for i in range(1 + 5 * n)], 20)) for n in range(8)]
+    for key, found in run(DecodingBatch(there, 10_000), arrivals, {}).items():
         assert [t.token for t in found] == [token for token, _ in alone(kind, tuple(arrivals[key][1].prompt), 20)]

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.evals.token_bytes import TokenBytes
-from factory.serving.api.defaults import Sampling
+from factory.serving.api.defaults import SamplingSettings
 from factory.serving.api.request import CompletionRequest
-from factory.serving.native.batch import Token
-from factory.serving.native.replies import ChoiceTextDecoder, CompletionReply, token_name
+from factory.serving.native.batch import ComputedToken
+from factory.serving.native.replies import ChoiceTextDecoder, CompletionReply, make_token_name
 
 BYTES = TokenBytes([bytes([value]) for value in range(256)])  # a token for each byte
 texts = st.text(alphabet="ab<é🙂\n", max_size=30)
@@ -20,7 +20,7 @@ texts = st.text(alphabet="ab<é🙂\n", max_size=30)
 def streamed(data: bytes, stops: tuple[str, ...]) -> list[str]:
     wording, parts = ChoiceTextDecoder(BYTES, stops), []
     for number, value in enumerate(data):
-        parts.append(wording.add(value, last=number == len(data) - 1))
+        parts.append(wording.decode_token(value, last=number == len(data) - 1))
         if wording.stopped:
             break
     return parts
@@ -57,33 +57,33 @@ SPECIAL = {len(NAMED) - 1: "<|im_end|>"}
 PADDED = (len(NAMED), len(NAMED) + 1)
 
 
-def completion(chat: bool, tokens: list[Token]) -> dict[str, Any]:
+def completion(chat: bool, tokens: list[ComputedToken]) -> dict[str, Any]:
     ask = CompletionRequest(
-        chat=chat, prompts=((0,),), n=1, most_tokens=9, sampling=Sampling(0.0, 1.0, 0), seed=None, stops=(), stop_ids=frozenset(), logprobs=5,
+        chat=chat, prompts=((0,),), n=1, most_tokens=9, sampling=SamplingSettings(0.0, 1.0, 0), seed=None, stops=(), stop_ids=frozenset(), logprobs=5,
         stream=False, usage_in_stream=False, tokens_as_ids=False,
     )  # fmt: skip
     said = CompletionReply(ask, TokenBytes(NAMED, SPECIAL), "r1")
     for token in tokens:
-        said.choices[0].add(token)
-    return said.full_answer()["choices"][0]["logprobs"]  # type: ignore[no-any-return]
+        said.choices[0].add_token(token)
+    return said.make_full_answer()["choices"][0]["logprobs"]  # type: ignore[no-any-return]
 
 
 def test_top_tokens_that_are_not_whole_characters_have_separate_entries() -> None:
     top = tuple((0x80 + number, -1.0 - number) for number in range(5))
-    (entries,) = completion(False, [Token(0, 0x80, -1.0, top, "length")])["top_logprobs"]
+    (entries,) = completion(False, [ComputedToken(0, 0x80, -1.0, top, "length")])["top_logprobs"]
     assert entries == {rf"bytes:\x8{number}": -1.0 - number for number in range(5)}
-    (entry,) = completion(True, [Token(0, 0x80, -1.0, top, "length")])["content"]
+    (entry,) = completion(True, [ComputedToken(0, 0x80, -1.0, top, "length")])["content"]
     assert [one["bytes"] for one in entry["top_logprobs"]] == [[0x80 + number] for number in range(5)]
     assert entry["token"] == r"bytes:\x80" and entry["bytes"] == [0x80]
 
 
 def test_every_token_has_a_unique_name() -> None:
     vocabulary = TokenBytes(NAMED, SPECIAL)
-    names = [token_name(vocabulary, token) for token in (*range(len(NAMED)), *PADDED)]
+    names = [make_token_name(vocabulary, token) for token in (*range(len(NAMED)), *PADDED)]
     assert len(set(names)) == len(names)
     assert names[ord("a")] == "a" and names[256] == "é" and names[257] == r"bytes:\xf0\x9f"
     assert names[len(NAMED) - 1 :] == ["<|im_end|>", *(f"token_id:{token}" for token in PADDED)]
     end = len(NAMED) - 1
-    (entry,) = completion(True, [Token(0, end, -0.5, ((PADDED[0], -3.0),), "stop")])["content"]
+    (entry,) = completion(True, [ComputedToken(0, end, -0.5, ((PADDED[0], -3.0),), "stop")])["content"]
     assert (entry["token"], entry["bytes"]) == ("<|im_end|>", None)
     assert entry["top_logprobs"] == [{"token": f"token_id:{PADDED[0]}", "logprob": -3.0, "bytes": None}]

@@ -18,7 +18,7 @@ from factory.release.published_link import MODEL_NAME
 from factory.serving.champion import Champion
 from factory.serving.engines import Engine, EngineKind
 from factory.serving.router import ENDED, MOST_BYTES, MOST_TRIES, make_application
-from factory.serving.supervisor import Supervisor
+from factory.serving.supervisor import EngineSupervisor
 
 PATH = "/v1/completions"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -52,7 +52,7 @@ async def hangs_up(writer: asyncio.StreamWriter) -> None:
     """The connection closes before an answer begins."""
 
 
-class Held(Supervisor):
+class Held(EngineSupervisor):
     """A supervisor with one engine, whose examinations have a given result."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Scene:
 
     def counted(self, name: str) -> str:
         """The lines of one metric, joined."""
-        text = self.supervisor.metrics.format_page([])
+        text = self.supervisor.metrics.format_metrics_page([])
         return "; ".join(line.removeprefix(name) for line in text.splitlines() if line.startswith(name))
 
 

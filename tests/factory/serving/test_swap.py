@@ -18,7 +18,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, events
 from factory.serving import engines, supervisor
 from factory.serving.champion import read_champion
-from factory.serving.engines import Engine, native_engine_kind
+from factory.serving.engines import Engine, make_native_engine_kind
 from tests.support.messages import codes
 from tests.support.serving.kills import OLD, kill_in_swap
 from tests.support.serving.load import AT_ONCE, Load
@@ -360,8 +360,8 @@ def test_a_replacement_engine_slower_than_a_swap_is_discarded(
             while flips == [2] and any(e.champion.release == 1 for e in router_supervisor.engines):
                 await asyncio.sleep(0.05)
 
-    router_supervisor = supervisor.Supervisor(
-        native_engine_kind(), lambda: read_champion(workspace), print, workspace.logs, on_stage=order
+    router_supervisor = supervisor.EngineSupervisor(
+        make_native_engine_kind(), lambda: read_champion(workspace), print, workspace.logs, on_stage=order
     )
     router_supervisor.serving = first  # and its engine has ended
 
@@ -372,7 +372,7 @@ def test_a_replacement_engine_slower_than_a_swap_is_discarded(
             while router_supervisor.current is None or len(router_supervisor.engines) != 1:
                 await asyncio.sleep(0.05)
             assert flips == [2] and router_supervisor.serving == router_supervisor.current.champion != first
-            metrics = router_supervisor.metrics.format_page([])
+            metrics = router_supervisor.metrics.format_metrics_page([])
             assert "factory_serve_failures_total 0" in metrics, "to be late is no failure"
             assert 'swaps_total{release="2"} 1' in metrics and 'swaps_total{release="1"}' not in metrics
         finally:
@@ -387,7 +387,7 @@ def test_an_engine_with_other_weights_is_not_made_current(
 ) -> None:
     add_release(workspace, ledger, exports[0])
     swapped = replace(
-        native_engine_kind(), command=lambda export, socket: native_engine_kind().command(exports[1], socket)
+        make_native_engine_kind(), command=lambda export, socket: make_native_engine_kind().command(exports[1], socket)
     )
 
     async def scene() -> None:
@@ -411,7 +411,7 @@ def test_an_unexpected_error_is_reported_and_tried_again(
 
     monkeypatch.setattr(supervisor.Engine, "start", start)
     assert champion is not None
-    router_supervisor = supervisor.Supervisor(native_engine_kind(), lambda: champion, said.append, workspace.logs)
+    router_supervisor = supervisor.EngineSupervisor(make_native_engine_kind(), lambda: champion, said.append, workspace.logs)
     attempt = supervisor._Attempt(champion)
     asyncio.run(router_supervisor._attempt(attempt, mends=False))
     (message,) = said

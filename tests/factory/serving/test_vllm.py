@@ -15,19 +15,19 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.serving.api.errors import ApiError
 from factory.serving.engines import EngineKind
-from factory.serving.vllm import adapt_request, vllm_engine_kind
+from factory.serving.vllm import adapt_request, make_vllm_engine_kind
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.serving.served import CONTEXT, PROMPT, add_release, continuation, make_export, serving, tokenizer
 from tests.support.trainer.families import FAMILIES
 from tests.support.trainer.models import make_model
 from tests.support.trainer.segments import recipe_with
-from trainer.contract.checkpoint.export import generation_config, hf_config, hf_tensors
+from trainer.contract.checkpoint.export import make_generation_config, make_hf_config, rename_tensors_for_hf
 
 
 def vllm_or_skip() -> EngineKind:
     try:
-        return vllm_engine_kind()
+        return make_vllm_engine_kind()
     except InputError as error:
         pytest.skip(str(error))
 
@@ -43,10 +43,10 @@ def trainers_export(folder: Path, family: str) -> Path:
     torch.manual_seed(0)
     state = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in make_model(recipe).state_dict().items()}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(hf_config(recipe.model, "float32")))
-    (folder / "generation_config.json").write_text(json.dumps(generation_config()))
+    (folder / "config.json").write_text(json.dumps(make_hf_config(recipe.model, "float32")))
+    (folder / "generation_config.json").write_text(json.dumps(make_generation_config()))
     save_file(
-        {k: v.contiguous().clone() for k, v in hf_tensors(state, recipe.model).items()},
+        {k: v.contiguous().clone() for k, v in rename_tensors_for_hf(state, recipe.model).items()},
         folder / "model.safetensors",
         {"format": "pt"},
     )
@@ -100,14 +100,14 @@ def test_requests_for_vllm_are_checked_by_the_rules_of_the_native_engine(tmp_pat
 def test_vllm_is_started_on_a_socket_with_the_sampling_defaults_of_the_export(tmp_path: Path) -> None:
     program = tmp_path / "bin" / "vllm"
     with refused("serving.no_vllm", InputError, program=program):
-        vllm_engine_kind(tmp_path)
+        make_vllm_engine_kind(tmp_path)
     program.parent.mkdir()
     program.touch()
-    words = vllm_engine_kind(tmp_path).command(make_export(tmp_path / "export", 1, head_dim=32), "/tmp/x/socket")
+    words = make_vllm_engine_kind(tmp_path).command(make_export(tmp_path / "export", 1, head_dim=32), "/tmp/x/socket")
     assert words[:2] == [str(program), "serve"] and words[words.index("--uds") + 1] == "/tmp/x/socket"
     sampling = json.loads(words[words.index("--override-generation-config") + 1])
     assert sampling["temperature"] == 0.0, "vLLM ignores do_sample: false"
     if not Path("/dev/nvidia0").exists():
         with refused("serving.vllm_cannot", InputError, export="narrow"):
-            vllm_engine_kind(tmp_path).command(make_export(tmp_path / "narrow", 1, head_dim=16), "/tmp/x/socket")
+            make_vllm_engine_kind(tmp_path).command(make_export(tmp_path / "narrow", 1, head_dim=16), "/tmp/x/socket")
     assert "serve-env:" in (ROOT / "Makefile").read_text()

@@ -97,7 +97,7 @@ def installed(root: Path) -> dict[str, str]:
     ("version", "refused"), [((3, 10, 14), True), ((2, 7), True), ((3, 11, 0), False), ((3, 13), False)]
 )
 def test_an_old_python_is_refused(version: tuple[int, ...], refused: bool) -> None:
-    line = script.refuse_old_python(version)
+    line = script.explain_old_python(version)
     assert bool(line) == refused
     assert not refused or (".".join(map(str, version)) in line and "\n" not in line)
 

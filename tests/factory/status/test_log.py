@@ -14,7 +14,7 @@ import pytest
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.status import daemon_log
-from factory.status.daemon_log import FILES, NAME, LoggedProgress, format_entry, read_entries
+from factory.status.daemon_log import FILES, NAME, LoggedProgress, format_log_entry, read_log_entries
 from factory.status.daemon_state import TASK_NOTE
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
@@ -30,13 +30,13 @@ def test_the_log_has_lines_and_tasks_in_order(workspace: Workspace) -> None:
             assert json.loads((workspace.logs / TASK_NOTE).read_text())["task"] == "measuring"
         assert json.loads((workspace.logs / TASK_NOTE).read_text())["task"] == "trunk 0–20"
     assert json.loads((workspace.logs / TASK_NOTE).read_text())["task"] == ""
-    found = read_entries(workspace, 10)
+    found = read_log_entries(workspace, 10)
     assert [(one["kind"], one["text"]) for one in found] == [
         ("said", "a shard \\udce9 came"), ("began", "trunk 0–20"), ("began", "measuring"), ("ended", "measuring"), ("ended", "trunk 0–20"),
     ]  # fmt: skip
-    assert read_entries(workspace, 2) == found[-2:] and read_entries(workspace, 0) == []
-    assert format_entry(found[1])[:2] == "20" and format_entry(found[1]).endswith("  begins: trunk 0–20")
-    assert format_entry(found[-1]).endswith("  ended: trunk 0–20 (0 s)")
+    assert read_log_entries(workspace, 2) == found[-2:] and read_log_entries(workspace, 0) == []
+    assert format_log_entry(found[1])[:2] == "20" and format_log_entry(found[1]).endswith("  begins: trunk 0–20")
+    assert format_log_entry(found[-1]).endswith("  ended: trunk 0–20 (0 s)")
 
 
 def test_log_files_are_rotated_at_their_size_limit(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_log_files_are_rotated_at_their_size_limit(workspace: Workspace, monkeyp
     files = sorted(path.name for path in workspace.logs.glob(f"{NAME}*"))
     assert files == [NAME, *(f"{NAME}.{n}" for n in range(1, FILES))]
     assert all(path.stat().st_size <= 1000 for path in workspace.logs.glob(f"{NAME}*"))
-    numbers = [int(one["text"].split()[1]) for one in read_entries(workspace, 1000)]
+    numbers = [int(one["text"].split()[1]) for one in read_log_entries(workspace, 1000)]
     assert numbers == list(range(numbers[0], 100)) and len(numbers) > 20
 
 

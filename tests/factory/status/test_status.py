@@ -36,10 +36,10 @@ from factory.ledger.ledger import (
 )
 from factory.ledger.rows import Subject
 from factory.retention.disk import EVERY_SECONDS, SAMPLES_FILE
-from factory.status.daemon_state import daemon_facts
-from factory.status.metrics import prometheus_text, serve_metrics
-from factory.status.status import status_facts, status_lines
-from factory.status.waiting import list_waiting_for_person
+from factory.status.daemon_state import read_daemon_facts
+from factory.status.metrics import format_prometheus_text, serve_metrics
+from factory.status.status import read_status_facts, format_status_lines
+from factory.status.waiting import list_items_waiting_for_person
 from kernels.contract.message import Message
 from tests.support.factory.command import factory
 from tests.support.messages import refused, the
@@ -73,12 +73,12 @@ def plant(workspace: Workspace, ledger: Ledger) -> tuple[Workspace, Ledger]:
 
 
 def shown(workspace: Workspace) -> str:
-    return "\n".join(status_lines(status_facts(workspace)))
+    return "\n".join(format_status_lines(read_status_facts(workspace)))
 
 
 def line_of(workspace: Workspace, code: str) -> Message:
     """The only line of the screen with that code."""
-    found = the(status_lines(status_facts(workspace)), code)
+    found = the(format_status_lines(read_status_facts(workspace)), code)
     assert isinstance(found, Message)
     return found
 
@@ -100,7 +100,7 @@ with workspace.hold_lock("model-loop"):
 
 def test_status_finds_the_running_daemon_by_its_lock(plant: tuple[Workspace, Ledger]) -> None:
     workspace, _ = plant
-    assert daemon_facts(workspace) == {"running": False}
+    assert read_daemon_facts(workspace) == {"running": False}
     assert line_of(workspace, "status.no_daemon").startswith("daemon ")
     command = [sys.executable, "-c", HOLDER, str(workspace.root)]
     holder = subprocess.Popen(
@@ -108,7 +108,7 @@ def test_status_finds_the_running_daemon_by_its_lock(plant: tuple[Workspace, Led
     )
     try:
         assert holder.stdout and holder.stdout.readline() == "held\n"
-        found = daemon_facts(workspace)
+        found = read_daemon_facts(workspace)
         assert found["running"] and found["process"] == holder.pid and found["doing"] == "trunk 100–200"
         said = line_of(workspace, "status.daemon_runs").data
         assert said["process"] == holder.pid and said["command"].startswith("python")
@@ -116,7 +116,7 @@ def test_status_finds_the_running_daemon_by_its_lock(plant: tuple[Workspace, Led
     finally:
         holder.kill()
         holder.communicate()
-    assert daemon_facts(workspace) == {"running": False}, "the lock file is left, but its process is gone"
+    assert read_daemon_facts(workspace) == {"running": False}, "the lock file is left, but its process is gone"
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_the_segment_in_training_shows_step_loss_rate_and_time_left(plant: tuple
     assert "segment 4 (trunk): step 100 of 200" in said
     assert re.search(r", planned \d+ min ago, 1 try failed", said)
     lines(folder, range(100, 150), seconds=2.0)
-    row = status_facts(workspace)["training"]
+    row = read_status_facts(workspace)["training"]
     assert row["step"] == 150 and row["loss"] == pytest.approx(3.851) and row["step_seconds"] == pytest.approx(2.0)
     assert row["eta_seconds"] == pytest.approx(100.0) and row["tokens_per_s"] == pytest.approx(1134.0, abs=1.0)
     assert 30 <= row["seconds_since_step"] < 300
@@ -174,12 +174,12 @@ def test_status_ignores_invalid_metrics_of_a_trainer(plant: tuple[Workspace, Led
         "{",
     ]
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    row = status_facts(workspace)["training"]
+    row = read_status_facts(workspace)["training"]
     assert row["step"] == 8 and row["loss"] is None and row["eta_seconds"] is None
     assert shown(workspace)
     (folder / "metrics.jsonl").unlink()
     os.mkfifo(folder / "metrics.jsonl")
-    assert status_facts(workspace)["training"]["step"] == 100
+    assert read_status_facts(workspace)["training"]["step"] == 100
 
 
 def test_status_shows_how_many_tokens_training_needs(plant: tuple[Workspace, Ledger]) -> None:
@@ -209,7 +209,7 @@ def candidate(ledger: Ledger, number: int, segment: int, outcome: str, created_a
 
 def test_each_line_that_waits_for_a_person_names_the_command(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
-    assert list_waiting_for_person(workspace, ledger) == []
+    assert list_items_waiting_for_person(workspace, ledger) == []
     segment(workspace, ledger, 1, "done")
     segment(workspace, ledger, 2, "failed", parent=1)
     candidate(ledger, 1, 1, "promote")
@@ -228,7 +228,7 @@ def test_each_line_that_waits_for_a_person_names_the_command(plant: tuple[Worksp
         for name in ("here.jsonl", "gone.jsonl"):
             record_event(tx, HELD, f"inbox:{name}", {"name": name, "stamp": [1], "why": "close it", "refused": False})
     (workspace.inbox / "here.jsonl").touch()
-    found = list_waiting_for_person(workspace, ledger)
+    found = list_items_waiting_for_person(workspace, ledger)
     what = [one["what"] for one in found]
     assert the(what, "waiting.paused").data == {"what": "training", "person": "ann"}
     assert the(what, "waiting.candidate").data == {"candidate": 1}
@@ -242,8 +242,8 @@ def test_each_line_that_waits_for_a_person_names_the_command(plant: tuple[Worksp
     assert found[0]["command"] == "factory resume" and found[-1]["command"] == "close it"
     said = shown(workspace)
     assert " → factory resume" in said and " → factory retry 2" in said
-    assert status_facts(workspace)["open_verdicts"] == ["candidate 1: promote", "proposal 3: promote"]
-    assert status_facts(workspace)["open_anomalies"] == 1
+    assert read_status_facts(workspace)["open_verdicts"] == ["candidate 1: promote", "proposal 3: promote"]
+    assert read_status_facts(workspace)["open_anomalies"] == 1
 
 
 def test_the_champion_follows_the_order_of_events_even_if_the_clock_was_set_back(
@@ -256,8 +256,8 @@ def test_the_champion_follows_the_order_of_events_even_if_the_clock_was_set_back
         put(ledger, releases, number=number, candidate=number, verdict=number, state="published", created_at=at)
         with ledger.begin() as tx:
             record_event(tx, "promoted", Subject("release", number), {"candidate": number})
-    assert status_facts(workspace)["champion"]["number"] == 2 and "champion  release 2, released 20" in shown(workspace)
-    assert not [one for one in list_waiting_for_person(workspace, ledger) if "candidate" in one["what"]]
+    assert read_status_facts(workspace)["champion"]["number"] == 2 and "champion  release 2, released 20" in shown(workspace)
+    assert not [one for one in list_items_waiting_for_person(workspace, ledger) if "candidate" in one["what"]]
 
 
 def test_status_shows_errors_spending_and_disk_space(plant: tuple[Workspace, Ledger]) -> None:
@@ -280,7 +280,7 @@ def test_status_shows_errors_spending_and_disk_space(plant: tuple[Workspace, Led
     assert line_of(workspace, "status.spend").data == {
         "usd_today": 0.5, "tokens_today": 100, "usd": 2.5, "tokens": 200,
     }  # fmt: skip
-    disk = status_facts(workspace)["disk"]
+    disk = read_status_facts(workspace)["disk"]
     assert disk["hours_left"] == pytest.approx(
         (disk["free"] - disk["floor"]) / 10**10 * 2 * EVERY_SECONDS / 3600, rel=0.05
     )
@@ -368,14 +368,14 @@ def test_prometheus_metrics_equal_the_ledger_s_numbers(tmp_path: Path) -> None:
 def test_metrics_are_not_served_by_default_and_a_bad_port_is_refused(workspace: Workspace, ledger: Ledger) -> None:
     with serve_metrics(workspace) as port:
         assert port == 0
-    assert "factory_disk_free_bytes " in prometheus_text(status_facts(workspace))
+    assert "factory_disk_free_bytes " in format_prometheus_text(read_status_facts(workspace))
     (workspace.root / "factory.yaml").write_text("metrics_port: 70000\n")
     assert "error[workspace.bad_port]" in factory("status", "-w", str(workspace.root)).stderr
 
 
 def test_a_metrics_label_is_escaped(workspace: Workspace, ledger: Ledger) -> None:
-    found = status_facts(workspace) | {"domains": {'a"b\\c\nd': {"tokens": 5}}}
-    assert 'factory_tokens{domain="a\\"b\\\\c\\nd"} 5\n' in prometheus_text(found)
+    found = read_status_facts(workspace) | {"domains": {'a"b\\c\nd': {"tokens": 5}}}
+    assert 'factory_tokens{domain="a\\"b\\\\c\\nd"} 5\n' in format_prometheus_text(found)
 
 
 def test_the_option_version_prints_the_commit() -> None:

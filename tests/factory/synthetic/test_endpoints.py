@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.synthetic.generating import GeneratedShard, GenerationRequest, generate_shard
@@ -78,7 +78,7 @@ def asked(
     workspace: Workspace, ledger: Ledger, server: Server, folder: Path, **answers: list[tuple[int, Any]]
 ) -> GeneratedShard:
     """Generate one document for each prompt that ``answers`` names."""
-    policy = yaml.safe_load((checkout_root() / "policies" / "agents.yaml").read_text())
+    policy = yaml.safe_load((find_checkout_root() / "policies" / "agents.yaml").read_text())
     policy["llm"] |= {"attempts": 2, "longest_wait_seconds": 0.0, "reply_seconds": 1.0}
     (workspace.root / "policies").mkdir(exist_ok=True)
     (workspace.root / "policies" / "agents.yaml").write_text(yaml.safe_dump(policy))

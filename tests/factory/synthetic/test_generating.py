@@ -15,9 +15,9 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.workspace import Workspace
-from factory.ingest.document import Content, format_writing_release, join_texts
+from factory.ingest.document import Content, format_release_as_author, join_texts
 from factory.ingest.inbox import ingest_and_move
-from factory.ingest.rules.policy import Licences
+from factory.ingest.rules.policy import LicenceRules
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.plant import Plant
@@ -57,7 +57,7 @@ def test_each_generated_document_names_its_writer_and_its_opening(copied: Copy) 
     words = ["--count", "9", "--tokens", "12", "--opening-tokens", "10", "--json"]
     said = json.loads(command_here("generate", *words, home=workspace).stdout)
     release = find_champion(ledger)
-    assert release and said["written_by"] == format_writing_release(1, release.export_sha256)
+    assert release and said["written_by"] == format_release_as_author(1, release.export_sha256)
     rows = rows_of(said["path"])
     assert (
         sum(said["ends"].values()) == 9 and said["ends"].keys() <= {"stop", "length", "empty"} and said["inbox"] == ""
@@ -90,7 +90,7 @@ def test_openings_are_beginnings_of_training_documents(copied: Copy) -> None:
     workspace, ledger = copied()
     raw = {row["id"]: row for path in (workspace.shards / "raw").iterdir() for row in rows_of(path)}
     ids = {row["key"]: row["id"] for row in ledger.select_rows(sa.select(documents.c.key, documents.c.id))}
-    found = draw_openings(ledger, Tokenizer.load(workspace.tokenizer), 10_000, 24, None, 0, Licences())
+    found = draw_openings(ledger, Tokenizer.load(workspace.tokenizer), 10_000, 24, None, 0, LicenceRules())
     assert len(found) > 300
     for prompt in found:
         whole = raw[ids[prompt.opening_of or ""]]
@@ -118,7 +118,7 @@ def test_held_out_and_removed_documents_are_never_openings(copied: Copy) -> None
         ) in spoiled.items():  # as a removal, the loss doctor and an ingest leave them: still in their token shard
             value = {"detail": "synthetic, by release 1"} if fate == "synthetic" else {"fate": fate}
             tx.execute(documents.update().where(c.key == key).values(value))
-    found = {prompt.opening_of for prompt in draw_openings(ledger, tokenizer, 10_000, 5, None, 0, Licences())}
+    found = {prompt.opening_of for prompt in draw_openings(ledger, tokenizer, 10_000, 5, None, 0, LicenceRules())}
     able = {
         row["key"]
         for row in ledger.select_rows(sa.select(c.key, c.tokens).where(c.fate == "train"))
@@ -208,7 +208,7 @@ def test_an_interrupted_run_does_not_continue_with_other_weights(copied: Copy) -
     (run,) = (workspace.root / "generated").glob(".*")
     begun = json.loads((run / "plan.json").read_text())
     begun["writer"] |= {
-        "name": format_writing_release(1, "0" * 64),
+        "name": format_release_as_author(1, "0" * 64),
         "export_sha256": "0" * 64,
     }  # withdrawn, and its number given again
     (run / "plan.json").write_text(json.dumps(begun))
@@ -253,16 +253,16 @@ def test_a_partly_written_answer_is_requested_again(tmp_path: Path) -> None:
     journal = AnswerJournal(path)
     texts = ["one\u2028two", "", "d\u0085e\n"]
     for number, text in enumerate(texts):
-        journal.add(number, Answer(text, "stop"))
+        journal.append_answer(number, Answer(text, "stop"))
     journal.close()
     whole = path.read_bytes()
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         journal = AnswerJournal(path)
         kept = len(journal)
-        assert kept == whole[:cut].count(b"\n") and [journal.answer(n).text for n in range(kept)] == texts[:kept]
+        assert kept == whole[:cut].count(b"\n") and [journal.read_answer(n).text for n in range(kept)] == texts[:kept]
         for number in range(kept, 3):
-            journal.add(number, Answer(texts[number], "stop"))
+            journal.append_answer(number, Answer(texts[number], "stop"))
         journal.close()
         assert path.read_bytes() == whole
     path.write_bytes(whole[:-1] + b"\0\n")  # as a power cut may leave it

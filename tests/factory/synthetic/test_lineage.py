@@ -13,7 +13,7 @@ from factory.ingest.inbox import ingest_and_move
 from factory.ledger.ledger import Ledger, record_event, releases, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject
-from factory.show.pages.provenance import trace_document, trace_release
+from factory.show.pages.provenance import read_document_provenance, read_release_provenance
 from factory.show.pages.release_report import render_report
 from factory.training.exporting import export_candidate
 from tests.support.factory.command import command_here
@@ -51,7 +51,7 @@ def test_documents_link_the_release_that_wrote_them_to_the_release_trained_on_th
     train_trunk(workspace, ledger, 10)
     second = release(workspace, ledger)
 
-    one, two = trace_release(ledger, first), trace_release(ledger, second)
+    one, two = read_release_provenance(ledger, first), read_release_provenance(ledger, second)
     maker = f"release {first} (weights {ReleaseRow.get(ledger, first).export_sha256[:16]})"
     assert said["written_by"] == maker and one["synthetic"] == [] and two["wrote"] == {"documents": 0, "releases": []}
     assert one["wrote"] == {"documents": len(kept), "releases": [second]}
@@ -62,7 +62,7 @@ def test_documents_link_the_release_that_wrote_them_to_the_release_trained_on_th
     assert f" in the data of releases {second}" in (
         command_here("provenance", "--release", str(first), home=workspace).stdout
     )
-    (document,) = trace_document(ledger, kept[0]["id"])
+    (document,) = read_document_provenance(ledger, kept[0]["id"])
     assert document["synthetic_by"] == maker and not document["steps_unknown"]
     assert {row["release"] for row in document["releases"]} <= {second}
     share = written["supervised_tokens"] / sum(two["licences"].values())

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import factory.cli  # noqa: F401 - its commands
-from factory.cli.app import app, exit_code
+from factory.cli.app import app, print_error_and_get_exit_code
 from factory.core.progress import SILENT
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.proving import TaskProof, prove_task
@@ -42,7 +42,7 @@ def as_json(plant: FilledPlant, *words: str) -> Any:
 
 def error_of(plant: FilledPlant, *words: str) -> BaseException:
     found = CliRunner().invoke(app, ["tasks", *words, "--workspace", str(plant.workspace.root)])
-    assert found.exception and exit_code(found.exception) == 2
+    assert found.exception and print_error_and_get_exit_code(found.exception) == 2
     return found.exception
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.tasks.generation import generate_and_check, pass_at_k
+from factory.tasks.generation import generate_and_check, estimate_pass_at_k
 from factory.tasks.items import TaskError
 from factory.tasks.model import GenerationParameters, TaskModel
 from factory.tasks.policy import TaskLimits, TasksPolicy
@@ -25,7 +25,7 @@ def test_pass_at_k_is_the_share_of_subsets_of_k_answers_with_a_right_one(samples
     for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         answers = [number < right for number in range(samples)]
         chosen = list(itertools.combinations(answers, k))
-        assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, chosen)) / len(chosen), abs=1e-12)
+        assert estimate_pass_at_k(samples, right, k) == pytest.approx(sum(map(any, chosen)) / len(chosen), abs=1e-12)
 
 
 def test_programs_that_misbehave_count_as_wrong_with_a_reason() -> None:

@@ -22,11 +22,11 @@ from factory.ledger.ledger import eval_items, evaluations, record_event
 from factory.ledger.rows import EvaluationRow
 from factory.tasks.comparing import (
     TaskEvidence,
-    compare_evaluations,
+    compute_metric_gains,
     compute_metric_scores,
     count_items_and_variances,
     find_unreliable_metrics,
-    reasons_of_tasks,
+    make_task_reasons,
 )
 from factory.tasks.items import TaskError
 from factory.tasks.measuring import find_contaminated_items, measure_task
@@ -67,7 +67,7 @@ def test_items_and_scores_are_recorded_once(plant: FilledPlant, candidate: int) 
         5,
         "multiple choice in cloze format, 0 shots",
     )
-    assert EvaluationRow.newest(plant.ledger, candidate) is None  # of held-out documents there is none
+    assert EvaluationRow.find_newest(plant.ledger, candidate) is None  # of held-out documents there is none
     other = load_task(write_task(plant.workspace, "asked", items[:-1]), POLICY)
     assert measure_task(plant, candidate, other, POLICY) != number
 
@@ -93,15 +93,15 @@ def test_the_standard_error_of_a_score_is_clustered() -> None:
 def test_a_lower_value_of_a_cost_metric_is_a_gain() -> None:
     ours = [EvalItem("t/bits_per_byte", str(n), "t", str(n), 90.0, 100.0) for n in range(9)]
     theirs = [EvalItem("t/bits_per_byte", str(n), "t", str(n), 100.0, 100.0) for n in range(9)]
-    assert (compare_evaluations(ours, theirs, ["t/bits_per_byte"]) or {})["t/bits_per_byte"].gain == pytest.approx(0.1)
-    assert (compare_evaluations(ours, theirs) or {})["t/bits_per_byte"].gain == pytest.approx(-0.1)
-    assert compare_evaluations(ours, theirs[1:]) is None and compare_evaluations([], []) is None
+    assert (compute_metric_gains(ours, theirs, ["t/bits_per_byte"]) or {})["t/bits_per_byte"].gain == pytest.approx(0.1)
+    assert (compute_metric_gains(ours, theirs) or {})["t/bits_per_byte"].gain == pytest.approx(-0.1)
+    assert compute_metric_gains(ours, theirs[1:]) is None and compute_metric_gains([], []) is None
 
 
 def of_size(items: int, before: float, after: float, margin: float = 0.1) -> TaskEvidence:
     """A task on which the champion is right on the first share of its items, and the candidate on another, of the same order."""
     side = lambda share: [EvalItem("t/acc", str(n), "t", str(n), float(n < share * items), 1.0) for n in range(items)]
-    found = compare_evaluations(side(after), side(before))
+    found = compute_metric_gains(side(after), side(before))
     assert found is not None
     many, variances = count_items_and_variances(side(before))
     return TaskEvidence(gains=found, margins={"t/acc": margin}, items=many, variances=variances)
@@ -132,7 +132,7 @@ def test_a_small_task_only_informs_and_a_large_task_is_a_guard(
 
 
 def test_a_task_of_the_size_named_in_the_message_is_a_guard() -> None:
-    fact = reasons_of_tasks(of_size(40, 0.5, 0.55), 8).facts[0]
+    fact = make_task_reasons(of_size(40, 0.5, 0.55), 8).facts[0]
     needed = the(tree(fact), "comparing.items_needed").data["items"]
     assert find_unreliable_metrics(of_size(needed - 2, 0.5, 0.5), 8) and not find_unreliable_metrics(
         of_size(needed + 2, 0.5, 0.5), 8
@@ -148,7 +148,7 @@ def test_a_candidate_s_answers_cannot_set_a_task_aside(after: float) -> None:
     for nothing in ({"items": {}}, {"variances": {}}, {"variances": {"t/acc": math.nan}}):
         unknown = replace(of_size(40, 0.5, after), **nothing)
         assert not find_unreliable_metrics(unknown, 8), "of unknown size it stands"
-        assert len(reasons_of_tasks(unknown, 41).not_measured) == 1, "of too few groups"
+        assert len(make_task_reasons(unknown, 41).not_measured) == 1, "of too few groups"
 
 
 def test_a_model_with_non_finite_scores_is_not_recorded(plant: FilledPlant, tmp_path: Path) -> None:

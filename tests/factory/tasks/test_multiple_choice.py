@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from factory.tasks.lm_eval_run import answer_request, run_lm_eval
+from factory.tasks.lm_eval_run import answer_lm_eval_request, run_lm_eval
 from factory.tasks.model import ContinuationScore, TaskModel
 from factory.tasks.multiple_choice import score_choices
 from factory.tasks.policy import TasksPolicy
@@ -90,17 +90,17 @@ def test_log_probabilities_equal_those_of_lm_eval(plant: FilledPlant, export: Pa
     ours = TaskModel.load(export, plant.tokenizer, 1024, "cpu")
     ask = lambda kind, args: [Instance(kind, {}, one, index) for index, one in enumerate(args)]
     expected = theirs.loglikelihood(ask("loglikelihood", pairs), disable_tqdm=True)
-    found = ours.log_probabilities(pairs, lambda n: None)
+    found = ours.score_continuations(pairs, lambda n: None)
     assert [one.log_probability for one in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
     assert [one.likeliest for one in found] == [likeliest for _, likeliest in expected]
     assert ours.cut_contexts == 1
     texts = [long, "import os", "x"]
     rolled = theirs.loglikelihood_rolling(ask("loglikelihood_rolling", [(text,) for text in texts]), disable_tqdm=True)
-    assert ours.whole_text_log_probabilities(texts, lambda n: None) == pytest.approx(rolled, rel=1e-4)
+    assert ours.score_whole_texts(texts, lambda n: None) == pytest.approx(rolled, rel=1e-4)
     asked = [(text, {"until": [")", "\n\n"], "max_gen_toks": 40}) for text in ("def f(", "import", long)]
     drawn = theirs.generate_until(ask("generate_until", asked), disable_tqdm=True)
     assert (
-        answer_request({"kind": "generate_until", "requests": [list(one) for one in asked]}, ours, lambda n: None)
+        answer_lm_eval_request({"kind": "generate_until", "requests": [list(one) for one in asked]}, ours, lambda n: None)
         == drawn
     )
     assert any(drawn)

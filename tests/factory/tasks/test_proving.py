@@ -14,7 +14,7 @@ from factory.ledger.ledger import events
 from factory.tasks.items import CodeItem, TaskError
 from factory.tasks.measuring import measure_task
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.proving import EVENT, empty_programs, is_proven, prove_task
+from factory.tasks.proving import EVENT, make_programs_without_answer, is_proven, prove_task
 from factory.tasks.task_file import load_task
 from tests.support.factory.exports import FilledPlant
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
@@ -91,7 +91,7 @@ def test_empty_programs_are_valid_python() -> None:
         ("def f(x):\n\t", None, "return x\n"), ("class A:\n    def f(self):\n", None, "        return 1\n"), ("def f(x):\n", None, None),
     ):  # fmt: skip
         item = CodeItem(id=1, prompt=prompt, begins=begins, tests="f(1)", solution=solution)
-        found = dict(empty_programs(item))
+        found = dict(make_programs_without_answer(item))
         compile(found["returns None"], "program", "exec")
         compile(found["raises"], "program", "exec")
         run: dict[str, Any] = {}

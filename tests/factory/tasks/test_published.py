@@ -95,7 +95,7 @@ def test_published_files_give_the_documented_prompts_and_right_answers(workspace
     assert [one.right for one in check_maths_answers(replies, LIMITS)] == [True, False]
     task = alone(workspace, "math.jsonl", published.hendrycks_math())
     assert prompts(task)[2] == "Problem:\nWhat is $2 + \\frac{1}{2}$?\n\nSolution:"
-    assert isinstance(task.file, TaskFile) and task.file.stops == ("Problem:",)
+    assert isinstance(task.file, TaskFile) and task.file.stop_texts == ("Problem:",)
     task = alone(workspace, "HumanEval.jsonl", published.human_eval())
     assert prompts(task)[0] == published.human_eval()[0]["prompt"]
     task = alone(workspace, "BigCodeBench.jsonl", published.big_code_bench())
@@ -153,7 +153,7 @@ def test_published_solutions_pass_their_tests_and_wrong_programs_fail(
     assert len(items) == 3
     check_solutions(items, LIMITS)
     empty = {"mbpp": "", "sanitized-mbpp": ""}.get(path.name.partition(".")[0], "    return None\n")
-    found = check_programs([(items[0].program_of_reply(text), items[0].tests) for text in (wrong, empty)], LIMITS)
+    found = check_programs([(items[0].make_program_of_reply(text), items[0].tests) for text in (wrong, empty)], LIMITS)
     assert [one.right for one in found] == [False, False]
     assert any(word in found[0].why for word in ("AssertionError", "NameError")), found[0]
     with refused("verifiers.solution_fails", TaskError, item=items[1].key):

@@ -7,7 +7,7 @@ import pytest
 from factory.evals.reply_code import extract_fenced_code
 from factory.evals.tasks import has_valid_python
 from factory.tasks.exact_answer import extract_answer
-from factory.tasks.reply import cut_after_first_answer, default_stops, extract_program
+from factory.tasks.reply import cut_after_first_answer, choose_default_stop_texts, extract_program
 from factory.tasks.task_file import TaskFile
 
 PROBLEM = "Problem: {question}\nSolution:"
@@ -22,9 +22,9 @@ PROBLEM = "Problem: {question}\nSolution:"
     ],
 )  # fmt: skip
 def test_the_default_stop_texts_follow_from_the_prompt_template(prompt: str, stops: tuple[str, ...]) -> None:
-    assert TaskFile(kind="maths", items="x.jsonl", prompt=prompt).stops == stops
-    assert TaskFile(kind="maths", items="x.jsonl", prompt=prompt, stop=["."]).stops == (".",)
-    assert default_stops("Problem: {question}") == ("Problem:",)
+    assert TaskFile(kind="maths", items="x.jsonl", prompt=prompt).stop_texts == stops
+    assert TaskFile(kind="maths", items="x.jsonl", prompt=prompt, stop=["."]).stop_texts == (".",)
+    assert choose_default_stop_texts("Problem: {question}") == ("Problem:",)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from factory.ledger.ledger import eval_items, evaluations, record_event, release
 from factory.ledger.rows import VerdictRow
 from factory.tasks.policy import TaskSettings, TasksPolicy
 from factory.tasks.task_file import load_task_by_name
-from factory.tasks.tiers import measure_due_tasks, read_baseline, take_baseline
+from factory.tasks.tiers import measure_due_tasks, read_baseline, measure_new_baseline
 from tests.support.factory.exports import FilledPlant, measured_alone, save_export, tiny_model, trained
 from tests.support.factory.task_files import choice_items, write_policy, write_task
 from tests.support.messages import says
@@ -97,7 +97,7 @@ def test_tasks_of_tier_release_are_measured_only_before_a_promotion(plant: Fille
     assert promoted.outcome == "promote", promoted.reasons
     assert measured(plant) == [(c, name) for c in (weak, better) for name in ("cheap", "dear")]
     assert any(reason.startswith("Task dear/acc_norm: ") for reason in promoted.reasons)
-    tasks = promoted.evidence(plant.ledger)["tasks"]
+    tasks = promoted.read_evidence(plant.ledger)["tasks"]
     assert set(tasks["gains"]) == {f"{name}/{metric}" for name in ("cheap", "dear") for metric in ("acc", "acc_norm")}
     write_policy(plant.workspace, tasks=tiers | {"dear": {"margin": 0.0}})
     informed = verdict(plant, better)
@@ -140,7 +140,7 @@ def test_a_changed_protocol_holds_releases_until_a_person_takes_a_new_baseline(
     assert "cloze format, 0 shots → " in held.reasons[1]
     assert "factory tasks run asked --baseline" in held.reasons[0]
     task = load_task_by_name(plant.workspace, "asked", policy)
-    assert take_baseline(plant, task, policy, "ann")
+    assert measure_new_baseline(plant, task, policy, "ann")
     promoted = verdict(plant, better)
     assert promoted.outcome == "promote" and any("asked/acc:" in reason for reason in promoted.reasons)
     write_task(plant.workspace, "asked", sources(20), format="letter", prompt="{question} {choices} The answer is")

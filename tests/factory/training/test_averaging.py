@@ -23,14 +23,14 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import format_status, read_status
 from factory.retrying.trainer_deaths import find_open_segment
-from factory.show.pages.provenance import trace_release
+from factory.show.pages.provenance import read_release_provenance
 from factory.training import averaging
 from factory.training.averaging import (
-    choose_checkpoints,
+    choose_checkpoints_to_average,
     list_averageable_checkpoints,
     load_held_out_loss,
     plan_average,
-    weights_from_losses,
+    compute_averaging_weights,
 )
 from factory.training.exporting import export_candidate
 from factory.training.training import run_segment
@@ -68,10 +68,10 @@ def weights_of(ledger: Ledger, candidate: int) -> dict[str, np.ndarray]:
 
 def test_checkpoints_of_all_trunk_segments_are_found(plant: Opened) -> None:
     workspace, ledger = plant
-    sources = choose_checkpoints(ledger, None, None)
+    sources = choose_checkpoints_to_average(ledger, None, None)
     assert [source.step for source in sources] == [10, 15, 20, 25, 26]
     assert [source.segment for source in sources] == [1, 1, 1, 2, 2]
-    assert [source.step for source in choose_checkpoints(ledger, 1, 2)] == [15, 20]
+    assert [source.step for source in choose_checkpoints_to_average(ledger, 1, 2)] == [15, 20]
 
 
 def test_a_uniform_average_equals_numpys_mean_and_is_released_like_any_candidate(plant: Opened) -> None:
@@ -89,7 +89,7 @@ def test_a_uniform_average_equals_numpys_mean_and_is_released_like_any_candidate
     )
     assert ledger.select_rows(sa.select(segments.c.id)) == before
     made = release(Plant(workspace, ledger), add_verdict(ledger, candidate))
-    found = trace_release(ledger, made)
+    found = read_release_provenance(ledger, made)
     assert [step["kind"] for step in found["segments"]] == ["trunk", "trunk", "average"]
     assert found["segments"][-1]["averaged"] == averaged and found["shards"]
     assert set(found["licences"]) == {""} and found["licences"][""] > 0  # the plant's documents name none
@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_fails_its_average_and_blocks_no_other_work(plant: 
         shutil.copytree(tmp_path / "copy", path)
     assert stuck(Plant(workspace, ledger)) is None and find_open_segment(ledger) is None
     assert plan_average(Plant(workspace, ledger), "held-out-loss", last=2) > number, "a new request makes a new segment"
-    averaging.mark_failed(ledger, SegmentRow.get(ledger, number + 1), "test")
+    averaging.mark_segment_failed(ledger, SegmentRow.get(ledger, number + 1), "test")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ LOSSES = st.lists(st.floats(0.1, 20), min_size=2, max_size=9)
 
 @given(LOSSES, st.floats(0, 1))
 def test_weights_decrease_with_the_loss(losses: list[float], noise: float) -> None:
-    weights = weights_from_losses(losses, noise)
+    weights = compute_averaging_weights(losses, noise)
     assert math.isclose(sum(weights), 1) and min(weights) > 0
     ranked = [weight for _, weight in sorted(zip(losses, weights, strict=True))]
     assert all(a >= b * (1 - 1e-12) for a, b in zip(ranked, ranked[1:]))
@@ -197,11 +197,11 @@ def test_weights_decrease_with_the_loss(losses: list[float], noise: float) -> No
 def test_weights_do_not_depend_on_the_unit_of_the_loss(losses: list[float], unit: float) -> None:
     if np.std(losses) < 1e-6:
         return
-    assert weights_from_losses([loss * unit for loss in losses], 0.0) == pytest.approx(
-        weights_from_losses(losses, 0.0), rel=1e-6
+    assert compute_averaging_weights([loss * unit for loss in losses], 0.0) == pytest.approx(
+        compute_averaging_weights(losses, 0.0), rel=1e-6
     )
 
 
 def test_losses_that_differ_by_less_than_the_noise_get_almost_equal_weights() -> None:
-    assert weights_from_losses([2.0, 2.001], noise=1.0) == pytest.approx([0.5, 0.5], abs=1e-3)
-    assert weights_from_losses([2.0, 2.0, 2.0], noise=0.0) == pytest.approx([1 / 3] * 3)
+    assert compute_averaging_weights([2.0, 2.001], noise=1.0) == pytest.approx([0.5, 0.5], abs=1e-3)
+    assert compute_averaging_weights([2.0, 2.0, 2.0], noise=0.0) == pytest.approx([1 / 3] * 3)

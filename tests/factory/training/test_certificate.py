@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError
-from factory.core.workspace import checkout_root
+from factory.core.workspace import find_checkout_root
 from factory.training.certificate import (
     CertificateEvidence,
     CertificatePolicy,
@@ -150,7 +150,7 @@ def test_the_noise_equals_numpys_root_mean_square_over_pairs_of_seeds() -> None:
     assert found["length of the update"].noise == pytest.approx(
         np.sqrt(((lengths[[0, 0, 1]] - lengths[[1, 2, 2]]) ** 2).mean())
     )
-    assert found["weights"] == RunDifference("weights", 0.1, 0.5, 0.0) and found["weights"].share == pytest.approx(0.2)
+    assert found["weights"] == RunDifference("weights", 0.1, 0.5, 0.0) and found["weights"].multiple_of_noise == pytest.approx(0.2)
 
 
 NAMES = [m.name for m in compute_run_differences(evidence())]
@@ -173,7 +173,7 @@ def test_a_difference_at_any_single_step_is_found(name: str, step: int, by: floa
 
 
 def test_the_policy_file_is_the_documented_default_and_cannot_be_loosened(tmp_path: Path) -> None:
-    assert CertificatePolicy.load(checkout_root() / "policies" / "gates" / "certificate.yaml") == POLICY
+    assert CertificatePolicy.load(find_checkout_root() / "policies" / "gates" / "certificate.yaml") == POLICY
     for words in ("seeds: 2", "share_of_noise: 1.5", "steps: 0", "stesp: 20"):
         (tmp_path / "certificate.yaml").write_text(words)
         with pytest.raises(ConfigError):

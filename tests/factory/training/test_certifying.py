@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError, SegmentError
 from factory.core.workspace import Workspace
-from factory.duties.runner import run_pass
+from factory.duties.runner import run_duty_pass
 from factory.ledger.ledger import Ledger, events, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, VerdictRow
@@ -25,7 +25,7 @@ from factory.training.certifying import (
     accept_code,
     ensure_certified,
     list_certificates,
-    newest_code_verdict,
+    find_newest_code_verdict,
 )
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
@@ -78,7 +78,7 @@ class Site:
         """The verdict, whatever it is."""
         with contextlib.suppress(NotCertifiedError):
             ensure_certified(Plant(self.workspace, self.ledger), SegmentRow.get(self.ledger, number))
-        found = newest_code_verdict(self.ledger, number)
+        found = find_newest_code_verdict(self.ledger, number)
         assert found is not None
         return found
 
@@ -121,12 +121,12 @@ def started(site: Site, number: int) -> bool:
 
 
 def test_a_change_of_docs_needs_no_runs(site: Site) -> None:
-    assert newest_code_verdict(site.ledger, 1) is None and SegmentRow.get(site.ledger, 1).state == "done"  # the first
+    assert find_newest_code_verdict(site.ledger, 1) is None and SegmentRow.get(site.ledger, 1).state == "done"  # the first
     site.edit("docs/notes.md", "", "# Notes\n")
     number = site.plan()
     verdict = site.certify(number)
     assert verdict.outcome == "promote" and codes(verdict.reasons) == ["training.certificate.no_change"]
-    assert verdict.evidence(site.ledger)["steps"] == 0 and not runs_of(site, number).exists()
+    assert verdict.read_evidence(site.ledger)["steps"] == 0 and not runs_of(site, number).exists()
 
 
 def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
@@ -171,7 +171,7 @@ def test_another_precision_is_certified_like_other_code(site: Site) -> None:
     row = SegmentRow.get(site.ledger, number)
     assert row.recipe_json["precision"] == "bf16" and (row.computing or {})["precision"]["asked"] == "bf16"
     verdict = site.certify(number)
-    facts = verdict.evidence(site.ledger)
+    facts = verdict.read_evidence(site.ledger)
     assert verdict.outcome == "promote" and facts["changed"] == ["precision: fp32 → bf16"], verdict.reasons
     assert facts["old_commit"] == facts["new_commit"] and facts["basis"] == "segment" and len(facts["seeds"]) == 3
     weights = next(m for m in facts["measures"] if m["name"] == "weights")
@@ -198,7 +198,7 @@ def test_a_change_from_bf16_to_fp8_needs_a_certificate_that_runs_in_both(site: S
             tx.execute(as_trained)
     row = SegmentRow.get(site.ledger, number)
     assert row.recipe_json["precision"] == "fp8" and (row.computing or {})["precision"]["asked"] == "fp8"
-    facts = verdict.evidence(site.ledger)
+    facts = verdict.read_evidence(site.ledger)
     assert facts["changed"] == ["precision: bf16 → fp8"] and facts["basis"] == "segment"
     precisions = {run["arm"]["name"]: run["arm"]["precision"] for run in runs_for(site, number)}
     seeds = {f"old code, seed {seed}": "fp8" for seed in facts["seeds"]}
@@ -226,7 +226,7 @@ def test_a_wrong_change_is_refused_and_its_segment_does_not_start(site: Site, co
     with refused("training.not_certified", NotCertifiedError, segment=number) as raised:
         site.run(number)
     assert raised.value.data["to_do"].data == {"segment": number} and f"--accept {number}" in str(raised.value)
-    verdict = newest_code_verdict(site.ledger, number)
+    verdict = find_newest_code_verdict(site.ledger, number)
     assert (
         verdict
         and verdict.outcome == "reject"
@@ -266,7 +266,7 @@ def test_both_commits_run_the_parents_recipe_if_the_old_code_cannot_read_the_new
         tx.execute(segments.update().where(segments.c.id == number).values(recipe_json=recipe))
     verdict = site.certify(number)
     assert verdict.outcome == "promote", verdict.reasons
-    assert verdict.evidence(site.ledger)["basis"] == "parent"
+    assert verdict.read_evidence(site.ledger)["basis"] == "parent"
     assert codes(verdict.reasons)[0] == "training.certificate.same_bits"
 
 
@@ -278,7 +278,7 @@ def test_after_a_refusal_the_factory_waits_until_a_person_reverts_or_accepts(
     number = site.plan()
     for code in ("training.not_certified", "duties.not_certified"):  # the second pass does not try again
         with refused(code, NotCertifiedError, segment=number):
-            run_pass(Plant(site.workspace, site.ledger), settle=0)
+            run_duty_pass(Plant(site.workspace, site.ledger), settle=0)
     assert len([row for row in list_certificates(site.ledger) if row["segment"] == number]) == 1
     words = "\n".join(format_status(read_status(site.workspace)))
     assert (

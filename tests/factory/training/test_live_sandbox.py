@@ -20,13 +20,13 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.runs.live_code import LiveCode, choose_isolation
+from factory.runs.live_code import LiveCode, decide_live_code_isolation
 from factory.runs.trainer_folder import read_result
 from factory.training.training import read_last_metrics
 from tests.support.factory.code_loop import make_target
 from tests.support.messages import refused
 from tests.support.plants.trained_plant import commit_edit, fill, lenient_plant, make_plant
-from trainer.contract.checkpoint.format import checkpoint_name
+from trainer.contract.checkpoint.format import format_checkpoint_name
 
 # In the trainer, before it trains: ``SEEN`` tells what it could do of each.
 HOSTILE = """
@@ -85,7 +85,7 @@ def server() -> Iterator[tuple[int, list[socket.socket]]]:
 def weights_of(ledger: Ledger, number: int) -> str:
     row = SegmentRow.get(ledger, number)
     assert row.state == "done" and row.last_step == 20
-    blob = (Path(row.folder) / "checkpoints" / checkpoint_name(20) / "model.safetensors").read_bytes()
+    blob = (Path(row.folder) / "checkpoints" / format_checkpoint_name(20) / "model.safetensors").read_bytes()
     return hashlib.sha256(blob).hexdigest()
 
 
@@ -136,7 +136,7 @@ def test_code_reaches_local_servers_only_without_the_sandbox(
     script.write_text(tries + "    socket.socket(family).connect(name)\n")
     for isolated, code in ((True, 1), (False, 0)):
         live = LiveCode(tmp_path, tmp_path / "cache", isolated)
-        assert live.run(str(script), str(port)).returncode == code
+        assert live.run_python(str(script), str(port)).returncode == code
     listening[0].accept()
 
 
@@ -149,11 +149,11 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
 ) -> None:
     ledger = Ledger.create(workspace.ledger_url)
     policy = lambda name: replace(workspace, config=replace(workspace.config, training_sandbox=name))
-    assert choose_isolation(Plant(workspace, ledger)) == (True, "")
+    assert decide_live_code_isolation(Plant(workspace, ledger)) == (True, "")
     without_a_sandbox(monkeypatch)
     with pytest.raises(IsolationError, match="training_sandbox is 'required'.*none-such.*factory check"):
-        choose_isolation(Plant(policy("required"), ledger))
-    assert choose_isolation(Plant(workspace, ledger))[0] is False
+        decide_live_code_isolation(Plant(policy("required"), ledger))
+    assert decide_live_code_isolation(Plant(workspace, ledger))[0] is False
     merged = {
         "agent": "kernels",
         "target": "loss_head",
@@ -164,13 +164,13 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
     }
     with ledger.begin() as tx:
         tx.execute(proposals.insert().values(number=7, state="rejected", created_at=0.0, **merged))
-    assert choose_isolation(Plant(workspace, ledger))[0] is False
+    assert decide_live_code_isolation(Plant(workspace, ledger))[0] is False
     with ledger.begin() as tx:
         tx.execute(sa.update(proposals).values(state="approved"))
     with refused("runs.sandbox_for_agents", IsolationError, proposal=7) as error:
-        choose_isolation(Plant(workspace, ledger))
+        decide_live_code_isolation(Plant(workspace, ledger))
     assert "none-such" in str(error.value) and "'training_sandbox: off'" in str(error.value)
-    isolated, why = choose_isolation(Plant(policy("off"), ledger))
+    isolated, why = decide_live_code_isolation(Plant(policy("off"), ledger))
     assert not isolated and why == f"training_sandbox is off in {workspace.root / 'factory.yaml'}"
     row = next(row for row in machine_check.run_checks(policy("off")) if row["check"] == "training")
     assert row["ok"] is False and "WITHOUT the sandbox" in row["detail"]
@@ -179,7 +179,7 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
 def test_processes_of_a_launcher_are_reported_as_not_isolated(workspace: Workspace) -> None:
     ledger = Ledger.create(workspace.ledger_url)
     several = replace(workspace, config=replace(workspace.config, launcher="srun torchrun", ranks=2))
-    isolated, why = choose_isolation(Plant(several, ledger))
+    isolated, why = decide_live_code_isolation(Plant(several, ledger))
     assert not isolated and "launcher" in why
 
 

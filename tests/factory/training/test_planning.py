@@ -15,7 +15,7 @@ from factory.ledger.ledger import Ledger, documents, record_event, segments, tok
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import forecast_trunk, load_recipe, plan_anneal, plan_trunk, read_data_plan
-from kernels.contract.machine import this_machine
+from kernels.contract.machine import describe_this_machine
 from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
 from tests.support.messages import refused
 from tests.support.said import Said
@@ -40,7 +40,7 @@ def test_a_segments_row_records_its_precision_and_kernels_and_a_slow_precision_w
     row = ledger.select_first(sa.select(segments).where(segments.c.id == plan_trunk(Plant(workspace, ledger, said))))
     assert row is not None and row["recipe_json"]["precision"] == "fp32", "a precision by name is obeyed"
     assert row["computing"]["precision"]["probe"]["seconds"] == {"fp32": 2.0, "bf16": 1.0}
-    assert row["computing"]["machine"]["name"] == this_machine("cpu").name
+    assert row["computing"]["machine"]["name"] == describe_this_machine("cpu").name
     (warning,) = [line for line in said.lines if "precision" in line]
     assert "bf16 is 2.0x as fast" in warning
 

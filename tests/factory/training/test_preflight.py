@@ -17,7 +17,7 @@ from factory.ledger.rows import SegmentRow, VerdictRow
 from factory.ledger.status import format_status, read_status
 from factory.training import preflight_runs
 from factory.training.certificate import PreflightPolicy
-from factory.training.certifying import NotCertifiedError, accept_code, ensure_certified, newest_code_verdict
+from factory.training.certifying import NotCertifiedError, accept_code, ensure_certified, find_newest_code_verdict
 from factory.training.planning import plan_trunk
 from factory.training.preflight import (
     LEAD_STEPS,
@@ -363,12 +363,12 @@ def test_another_layout_or_environment_is_preflighted_once(hangar: Hangar, monke
 
     def certify(row: SegmentRow) -> VerdictRow | None:
         ensure_certified(Plant(hangar.workspace, hangar.ledger), row)
-        return newest_code_verdict(hangar.ledger, row.id)
+        return find_newest_code_verdict(hangar.ledger, row.id)
 
     assert certify(changed()) is None, "as the trunk was trained"
     first = certify(changed(ranks=2))
     assert first is not None and (first.gate, first.outcome) == ("preflight", "promote"), first
-    facts = first.evidence(hangar.ledger)
+    facts = first.read_evidence(hangar.ledger)
     assert set(facts["apart"]) == {"resumed"} and facts["seconds"] > 0
     monkeypatch.setattr(preflight_runs, "run_preflight", lambda *_: pytest.fail("measured again"))
     again = certify(changed(ranks=2))

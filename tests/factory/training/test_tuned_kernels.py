@@ -11,19 +11,19 @@ import pytest
 
 import factory.cli  # noqa: F401 - its commands
 from factory.computing import compute_settings, tuned_kernels
-from factory.computing.tuned_kernels import find_tuning, tuning_path
+from factory.computing.tuned_kernels import find_tuning, get_tuning_path
 from factory.core.errors import ConfigError
 from factory.core.progress import SILENT
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.training import tuning
 from factory.training.planning import load_recipe
 from kernels.contract.bench import BenchSetting
-from kernels.contract.machine import this_machine
+from kernels.contract.machine import describe_this_machine
 from kernels.contract.registry import OPS
-from kernels.contract.tune import TimedImplementation, fastest_implementation, list_training_ops, timing_order
+from kernels.contract.tune import TimedImplementation, choose_fastest_implementation, list_training_ops, list_in_timing_order
 from tests.support.messages import codes, refused
 
-MACHINE = this_machine("cpu")
+MACHINE = describe_this_machine("cpu")
 SHAPE = {
     "batch": 8,
     "context": 32,
@@ -37,7 +37,7 @@ SHAPE = {
 
 
 def put(workspace: Workspace, **changes: Any) -> Path:
-    path = tuning_path(workspace, MACHINE.name, "fp32")
+    path = get_tuning_path(workspace, MACHINE.name, "fp32")
     path.parent.mkdir(exist_ok=True)
     found = {
         "machine": MACHINE.to_json(),
@@ -52,8 +52,8 @@ def put(workspace: Workspace, **changes: Any) -> Path:
 
 
 def test_fp8_uses_the_tuning_of_bf16(workspace: Workspace) -> None:
-    assert tuning_path(workspace, MACHINE.name, "fp8") == tuning_path(workspace, MACHINE.name, "bf16")
-    assert tuning_path(workspace, MACHINE.name, "fp32") != tuning_path(workspace, MACHINE.name, "bf16")
+    assert get_tuning_path(workspace, MACHINE.name, "fp8") == get_tuning_path(workspace, MACHINE.name, "bf16")
+    assert get_tuning_path(workspace, MACHINE.name, "fp32") != get_tuning_path(workspace, MACHINE.name, "bf16")
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_tuning_chooses_the_fastest_implementation_that_beats_the_reference_beyo
     timed: list[tuple[str, Any, Any, Any]], untuned: str, chosen: str
 ) -> None:
     rows = [TimedImplementation("an op", name, ratio, low, high, 0.001) for name, ratio, low, high in timed]
-    assert fastest_implementation(rows, untuned) == chosen
+    assert choose_fastest_implementation(rows, untuned) == chosen
 
 
 def test_a_plan_uses_tuned_kernels_for_auto_and_keeps_named_kernels(plant: Workspace) -> None:
     put(plant)
-    text = (checkout_root() / tuned_kernels.KERNELS).read_text()
-    recipe, decided, notes = compute_settings.decide_computing(
+    text = (find_checkout_root() / tuned_kernels.KERNELS).read_text()
+    recipe, decided, notes = compute_settings.choose_compute_settings(
         plant, load_recipe(plant), text.replace("adamw: auto", "adamw: reference")
     )
     assert recipe.precision == "fp32" and not notes
@@ -141,23 +141,23 @@ def test_tune_times_the_kernels_of_this_machine_and_the_command_shows_the_times(
 def test_tune_if_needed_tunes_only_once(plant: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        tuning, "_live_code", lambda workspace: checkout_root()
+        tuning, "_live_code", lambda workspace: find_checkout_root()
     )  # the plant's own leaves nothing to auto
     monkeypatch.setattr(tuning, "tune_kernels", lambda workspace, progress: asked.append(put(workspace)))
     for _ in range(2):
-        tuning.tune_if_needed(plant, SILENT)
+        tuning.tune_kernels_if_untuned(plant, SILENT)
     assert len(asked) == 1
     put(plant, machine=replace(MACHINE, torch="1.13.0").to_json())
-    tuning.tune_if_needed(plant, SILENT)
+    tuning.tune_kernels_if_untuned(plant, SILENT)
     assert len(asked) == 2
 
 
 def test_tuning_times_the_most_important_kernels_first() -> None:
-    recipe = checkout_root() / "policies" / "recipes" / "demo.yaml"
-    setting = replace(BenchSetting.of_recipe(recipe), precision="bf16")
+    recipe = find_checkout_root() / "policies" / "recipes" / "demo.yaml"
+    setting = replace(BenchSetting.from_recipe_file(recipe), precision="bf16")
     order = [
         f"{op.name} {one.name}"
-        for op, one in timing_order([OPS[name] for name in list_training_ops(recipe)], setting, "cpu")
+        for op, one in list_in_timing_order([OPS[name] for name in list_training_ops(recipe)], setting, "cpu")
     ]
     assert len(order) == len(set(order)) and order.index("adamw fused") < order.index("linear_cross_entropy compiled")
     compiled = order[order.index("linear_cross_entropy compiled") :]

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from factory.code_loop import approvals
-from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
+from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_root
 from factory.gates.release.judge import Verdict
 from factory.gates.staged_gate import StagedGate
 from factory.git import repository
@@ -45,7 +45,7 @@ class PatchPlant(Plant):
 
     def judged(self, number: int = 1, outcome: str = "promote", edits: dict[str, str] | None = None) -> dict[str, Any]:
         """As the code loop leaves it, without the minutes of the gate."""
-        agents = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
+        agents = AgentsPolicy.load(find_checkout_root() / "policies" / "agents.yaml")
         branch, worktrees = f"factory/search/{number}-x", self.workspace.worktrees
         made = list((edits or NEW).items())
         applied = repository.apply_proposal(
@@ -80,7 +80,7 @@ class PatchPlant(Plant):
         return [(event["kind"].removeprefix("proposal_"), event["detail"]["by"]) for event in found]
 
     def approve(self, number: int = 1) -> str | None:
-        return approvals.approve(self, number, "ada")
+        return approvals.merge_promoted_proposal(self, number, "ada")
 
     def files(self) -> dict[str, str]:
         """Of the checkout, as they are; git must agree that nothing differs from HEAD."""

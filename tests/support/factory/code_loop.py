@@ -25,7 +25,7 @@ import numpy as np
 import sqlalchemy as sa
 import yaml
 
-from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
+from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_root
 from factory.demo.demo import use_plain_kernels
 from factory.git import repository
 from factory.ingest import tokenizer
@@ -101,7 +101,7 @@ def fewer_steps(workspace: Workspace) -> Iterator[None]:
 def make_target(folder: Path) -> Path:
     """The code that is trained with, as a repository of its own."""
     for name in ("kernels", "trainer", "agents", "policies"):
-        shutil.copytree(checkout_root() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(find_checkout_root() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     kernels = folder / "policies" / "kernels.yaml"
     kernels.write_text(use_plain_kernels(kernels.read_text()))  # so that there is something to propose
     git(folder.parent, "init", "-q", "-b", "main", str(folder))
@@ -129,12 +129,12 @@ def _fill(folder: Path, target: Path) -> None:
     ledger = Ledger.create(workspace.ledger_url)
     (workspace.root / "policies" / "gates").mkdir(parents=True, exist_ok=True)
     (workspace.root / "policies" / "gates" / "patch.yaml").write_text(GATE)
-    agents = yaml.safe_load((checkout_root() / "policies" / "agents.yaml").read_text())
+    agents = yaml.safe_load((find_checkout_root() / "policies" / "agents.yaml").read_text())
     (workspace.root / "policies" / "agents.yaml").write_text(
         yaml.safe_dump(agents | {"measure_seconds": MEASURE_SECONDS})
     )
     recipe = Recipe.load(workspace.recipe_path())
-    texts = [path.read_text()[:4000] for path in sorted((checkout_root() / "trainer").rglob("*.py"))]
+    texts = [path.read_text()[:4000] for path in sorted((find_checkout_root() / "trainer").rglob("*.py"))]
     words = tokenizer.train_tokenizer(iter(texts), recipe.model.vocab_size, workspace.tokenizer)
     made = []
     for number, text in enumerate(texts * 4):
@@ -143,7 +143,7 @@ def _fill(folder: Path, target: Path) -> None:
         mask[: len(mask) // 2 if domain == "chat" else 0] = False  # an op that leaves these out rounds otherwise
         made.append(TokenizedDocument(f"{number}", f"{number}", domain, "s", "MIT", ids.astype(np.uint32), mask))
     shard = write_token_shard(workspace.shards, made, vocab_size=recipe.model.vocab_size, tokenizer_sha256=words.sha256)
-    plan = DataPlan.make(recipe.mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
+    plan = DataPlan.make_for_segment(recipe.mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
     segment = workspace.segments / "1"
     segment.mkdir(parents=True)
     spec = {

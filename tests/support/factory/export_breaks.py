@@ -15,8 +15,8 @@ from factory.ingest.chat_template import CHAT_TEMPLATE
 from tests.support.factory.exports import VOCAB
 from tests.support.trainer.models import make_model
 from tests.support.trainer.segments import recipe_with
-from trainer.contract.checkpoint.export import export as write_export
-from trainer.contract.checkpoint.format import Checkpoint, save
+from trainer.contract.checkpoint.export import export_checkpoint as write_export
+from trainer.contract.checkpoint.format import Checkpoint, save_checkpoint
 
 RECIPE = recipe_with(model__vocab_size=VOCAB, model__context=64, model__head_dim=32)  # a width that vLLM has on a CPU
 
@@ -25,7 +25,7 @@ def checkpoint_of(seed: int, folder: Path) -> Path:
     """Of a model that the trainer made, moved a little, so that no norm is one."""
     torch.manual_seed(seed)
     model = {k: v + 0.1 * torch.randn_like(v) for k, v in make_model(RECIPE).state_dict().items()}
-    return save(folder, Checkpoint(model, {"step.x": torch.zeros(1)}, {"step": 1, "recipe": RECIPE.model_dump()}))
+    return save_checkpoint(folder, Checkpoint(model, {"step.x": torch.zeros(1)}, {"step": 1, "recipe": RECIPE.model_dump()}))
 
 
 Break = Callable[[Path], None]

@@ -37,7 +37,7 @@ from factory.ledger.ledger import (
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from tests.support.text.library import library
-from trainer.contract.checkpoint.export import generation_config
+from trainer.contract.checkpoint.export import make_generation_config
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def save_export(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | Non
 
     model.generation_config = GenerationConfig(eos_token_id=[0, 2], pad_token_id=0)
     model.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps(generation_config()))
+    (folder / "generation_config.json").write_text(json.dumps(make_generation_config()))
     if tokenizer is not None:
         tokenizer.copy_to(folder)
     return folder

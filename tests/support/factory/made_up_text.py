@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.workspace import Workspace, checkout_root
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.ledger.ledger import Ledger, held_out
 
 _SYLLABLES = [
@@ -51,7 +51,7 @@ def use_policy(workspace: Workspace, text: str) -> None:
 
 def use_small_vocabulary(workspace: Workspace) -> None:
     """The shipped policy, with a tokenizer that trains in no time."""
-    shipped = (checkout_root() / "policies" / "data.yaml").read_text()
+    shipped = (find_checkout_root() / "policies" / "data.yaml").read_text()
     use_policy(workspace, shipped.replace("vocab_size: 4096", "vocab_size: 400"))
 
 

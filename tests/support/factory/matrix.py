@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, tool_name
+from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, make_tool_name
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
-from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, make_plan, run_cases
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, make_matrix_plan, run_cases
 from factory.gates.patch.matrix.unexecuted_code import find_unexecuted_parts
 from factory.gates.patch.stages.matrix import NATIVE
 from tests.support.paths import ROOT
@@ -54,12 +54,12 @@ def copy_of_code(folder: Path) -> Path:
 def prepare(work: Path, after: ExitStack, names: Sequence[str] | None = None, chosen: str = REFERENCE) -> Prepared:
     """``names``: of cases and tools; None: all of them."""
     cases = [case for case in CASES if names is None or case.name in names]
-    tools = [tool for tool in TOOLS if names is None or tool_name(tool) in names]
+    tools = [tool for tool in TOOLS if names is None or make_tool_name(tool) in names]
     kernels = {"reference": work / "reference.yaml", "chosen": work / "chosen.yaml"}
     for path, text in zip(kernels.values(), (REFERENCE, chosen)):
         path.write_text(text)
     side = MatrixSide(ROOT, kernels, work / "begin", PATIENCE_SECONDS, after)
-    plan, begun = make_plan(side, work / "plan", RECIPE_NAME)
+    plan, begun = make_matrix_plan(side, work / "plan", RECIPE_NAME)
     assert not begun.failed, begun.failed
     side = replace(side, compiled=work / "plan" / "trunk" / "0" / "cache" / "inductor" / NATIVE)  # built once
     baseline = run_cases(plan, replace(side, folder=work / "baseline"), cases, tools)
@@ -72,7 +72,7 @@ def judge(
 ) -> Judged:
     """``code`` against the baseline in the cases ``names``; ``path``: the file that was changed."""
     cases = [case for case in prepared.cases if names is None or case.name in names]
-    tools = [tool for tool in prepared.tools if names is None or tool_name(tool) in names]
+    tools = [tool for tool in prepared.tools if names is None or make_tool_name(tool) in names]
     folder = prepared.work / f"candidate-{len(list(prepared.work.glob('candidate-*')))}"
     side = replace(prepared.side, code=code, folder=folder, instructions=[path] if path else [])
     if chosen is not None:

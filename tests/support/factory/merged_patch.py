@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from factory.code_loop.approvals import approve
-from factory.core.workspace import Workspace, checkout_root
+from factory.code_loop.approvals import merge_promoted_proposal
+from factory.core.workspace import Workspace, find_checkout_root
 from factory.git import repository
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, proposals, verdicts
@@ -31,7 +31,7 @@ def merge_patch(
     """Propose, judge and approve ``edits`` without the gate's minutes; returns the live commit. ``drift``: as the gate measured it, a share of
     what leaving out one of ten steps caused; None: it was not measured."""
     target = workspace.repository
-    agents = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
+    agents = AgentsPolicy.load(find_checkout_root() / "policies" / "agents.yaml")
     branch = f"factory/search/{number}-x"
     base = repository.get_live_commit(target)
     applied = repository.apply_proposal(
@@ -55,7 +55,7 @@ def merge_patch(
                 state="judged", verdict=verdict[0], created_at=time.time(),
             )
         )  # fmt: skip
-    commit = approve(Plant(workspace, ledger), number, "ada")
+    commit = merge_promoted_proposal(Plant(workspace, ledger), number, "ada")
     assert commit is not None
     return commit
 

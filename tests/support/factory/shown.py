@@ -22,11 +22,11 @@ def override(plant: Plant, candidate: int, by: str, why: str) -> int:
 
 
 def rollback(plant: Plant, number: int) -> None:
-    releases.roll_back_to(plant, number)
+    releases.roll_back_to_release(plant, number)
     show_unshown_items(plant)
 
 
 def reconcile(plant: Plant) -> list[str]:
-    done = releases.finish_releases(plant)
+    done = releases.finish_interrupted_releases(plant)
     show_unshown_items(plant)
     return done

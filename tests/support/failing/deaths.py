@@ -11,7 +11,7 @@ from typing import Any
 from factory.ledger.ledger import Ledger, data_plans, segments
 from factory.ledger.rows import SegmentRow
 from factory.ledger.writing import insert_row
-from factory.training.segment_folder import write_owner
+from factory.training.segment_folder import write_folder_owner
 from tests.support.plants.trained_plant import commit_edit
 
 STEP = "        recipe, spec = self.recipe, self.spec\n        lr ="
@@ -54,7 +54,7 @@ def strike(ledger: Ledger, segment: int, *marks: str) -> Path:
     """Put marks into a planned segment's folder, which it returns."""
     row = SegmentRow.get(ledger, segment)
     folder = Path(row.folder)
-    write_owner(ledger, row)
+    write_folder_owner(ledger, row)
     for mark in marks:
         (folder / mark).touch()
     return folder

@@ -29,8 +29,8 @@ from factory.evals.probes import engine_process
 from factory.evals.probes import server as server_probe
 from factory.sandbox import bubblewrap
 from factory.sandbox import seccomp_filter as sandbox_filter
-from factory.sandbox.view import clean_environment
-from factory.serving import engines, fixture
+from factory.sandbox.view import make_sandbox_environment
+from factory.serving import engines, parity_fixture
 from tests.support.paths import ROOT
 
 TESTS = ROOT / "tests"
@@ -68,7 +68,7 @@ SERVERS = (
 )
 
 Kind = tuple[tuple[tuple[str, str], ...], tuple[str, ...]]  # a server's environment, and what it imports
-_sandboxed = bubblewrap.build_command
+_sandboxed = bubblewrap.build_bubblewrap_command
 _quick, _may_start = False, True
 _servers: dict[Kind, str] = {}  # address by kind
 
@@ -82,14 +82,14 @@ def of(item: pytest.Item) -> None:
 def _start_by_forks(quick: bool) -> None:
     global _quick
     _quick = quick
-    bubblewrap.build_command = _command
+    bubblewrap.build_bubblewrap_command = _command
     # A name that is gone raises: processes would start anew, and no test would notice but by its seconds.
     for module, name, ours in (
         (checking, "subprocess", _Subprocess()),
         (engine_process, "run_in_background_process", _background_process),
         (server_probe, "run_in_background_process", _background_process),
         (engines, "asyncio", _Asyncio()),
-        (fixture, "asyncio", _Asyncio()),
+        (parity_fixture, "asyncio", _Asyncio()),
     ):
         getattr(module, name)
         setattr(module, name, ours)
@@ -158,9 +158,9 @@ def forked(environment: Mapping[str, str], imports: Sequence[str] = TRAINERS) ->
 def for_commands(of_models: bool = False) -> dict[Kind, str]:
     """The servers of this process, for ``have`` in one that it starts; among them that of trainers whose recipe says nothing of threads.
     ``of_models``: and those of its probes and of trainers with one thread, as this process would start them."""
-    _server(clean_environment(Path("/tmp")), TRAINERS)
+    _server(make_sandbox_environment(Path("/tmp")), TRAINERS)
     if of_models:
-        _server(clean_environment(Path("/tmp")) | {"OMP_NUM_THREADS": "1"}, TRAINERS)
+        _server(make_sandbox_environment(Path("/tmp")) | {"OMP_NUM_THREADS": "1"}, TRAINERS)
         for environment in (os.environ | engine_process.NO_GPU, server_probe.ENVIRONMENT):
             _server(environment, SERVERS)
     return _servers if _quick else {}

@@ -11,7 +11,7 @@ from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
 
 POLICY = ReleasePolicy()
-Gain(0.0, 1.0, 8, 8.0).confidence_bound(0.05)  # imports scipy, so that no property's deadline pays for it
+Gain(0.0, 1.0, 8, 8.0).compute_confidence_bound(0.05)  # imports scipy, so that no property's deadline pays for it
 DOMAINS = ("chat", "code", "docs")
 MEASURES = (*DOMAINS, "cloze")
 

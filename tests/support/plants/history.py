@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from factory.audit.kept_checkpoints import audit_folder, kept_checkpoints_folder
+from factory.audit.kept_checkpoints import get_audit_folder, get_kept_checkpoints_folder
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import CLOSED, DIAGNOSED
 from factory.ledger.ledger import (
@@ -51,7 +51,7 @@ class History:
         for step in made:
             self.file(folder / "checkpoints" / step_name(step) / "manifest.json")
         for step in made[:2]:
-            self.file(kept_checkpoints_folder(self.workspace, number) / step_name(step) / "manifest.json")
+            self.file(get_kept_checkpoints_folder(self.workspace, number) / step_name(step) / "manifest.json")
         if self.rng.random() < 0.3:
             self.file(folder / "certificate" / "old" / "pair" / "metrics.jsonl")
         if self.rng.random() < 0.2:
@@ -156,7 +156,7 @@ class History:
                     )
                 )  # fmt: skip
         for step in (first, first + 5):
-            self.file(audit_folder(self.workspace, segment.id) / "live" / step_name(step) / "manifest.json")
+            self.file(get_audit_folder(self.workspace, segment.id) / "live" / step_name(step) / "manifest.json")
 
     def lived(self, trunks: int) -> None:
         """So many trunk segments one after the other, with what may hang off them."""

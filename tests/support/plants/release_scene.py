@@ -12,7 +12,7 @@ from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.recorded_verdict import evidence_sha256
+from factory.gates.release.recorded_verdict import compute_evidence_sha256
 from factory.ledger.ledger import (
     Ledger,
     candidates,
@@ -164,7 +164,7 @@ def add_judged(ledger: Ledger, candidate: int, evidence: ReleaseEvidence, agains
         "suite_sha256": "u" * 64,
         "policy": policy.model_dump(mode="json"),
     }
-    stored["sha256"] = evidence_sha256(stored)
+    stored["sha256"] = compute_evidence_sha256(stored)
     with ledger.begin() as tx:
         return record_verdict(
             tx,

@@ -12,7 +12,7 @@ from factory.core.workspace import Workspace
 from factory.evals.evaluator import load_current_suite
 from factory.evals.parity import CHECKS
 from factory.evals.suite import TASK_VERSIONS, HeldOutDocument, Suite
-from factory.evals.tasks import DEV, EvalItem, bits_per_byte_by_domain
+from factory.evals.tasks import DEV, EvalItem, compute_bits_per_byte_by_domain
 from factory.gates.release.gate import judge_candidate
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record_event, releases
 from factory.ledger.plant import Plant
@@ -53,8 +53,8 @@ def evaluated(plant: FilledPlant, candidate: int, bits: float) -> None:
     summary: dict[str, Any] = {
         "tokenizer_sha256": plant.tokenizer.sha256,
         "task_versions": TASK_VERSIONS,
-        "documents": {domain: len(suite.documents_of_domain(domain)) for domain in suite.domains},
-        "bpb": bits_per_byte_by_domain([item for item in items if item.task == "bpb"]),
+        "documents": {domain: len(suite.list_documents_of_domain(domain)) for domain in suite.domains},
+        "bpb": compute_bits_per_byte_by_domain([item for item in items if item.task == "bpb"]),
         "noise_floor": dict.fromkeys(suite.domains, 0.001),
         "baselines": {domain: {"trigram": 3.5, "bigram": 3.9} for domain in suite.domains},
         "cloze": {"items": len(cloze), "share_right": sum(cloze) / len(cloze), "chance": 0.25},

@@ -24,9 +24,9 @@ from factory.ingest.tokenizer import Tokenizer, train_tokenizer
 from factory.ledger.ledger import Ledger, candidates, record_event, releases
 from factory.ledger.rows import Subject
 from factory.serving.champion import read_champion
-from factory.serving.engines import EngineKind, native_engine_kind
+from factory.serving.engines import EngineKind, make_native_engine_kind
 from factory.serving.router import make_application
-from factory.serving.supervisor import StageCallback, Supervisor
+from factory.serving.supervisor import StageCallback, EngineSupervisor
 from tests.support.factory.exports import VOCAB, corpus, save_export, tiny_model
 from tests.support.plants.release_scene import add_segment, add_verdict
 
@@ -90,7 +90,7 @@ def continuation(export: Path, text: str, count: int) -> str:
 
 @dataclass
 class Serving:
-    supervisor: Supervisor
+    supervisor: EngineSupervisor
     client: httpx.AsyncClient
     said: list[str] = field(default_factory=list)
 
@@ -126,8 +126,8 @@ async def serving(
         with ledger.begin() as tx:
             record_event(tx, event, Subject("release", release), detail)
 
-    supervisor = Supervisor(
-        kind or native_engine_kind(), lambda: read_champion(workspace), said.append, workspace.logs, note, on_stage
+    supervisor = EngineSupervisor(
+        kind or make_native_engine_kind(), lambda: read_champion(workspace), said.append, workspace.logs, note, on_stage
     )
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     config = uvicorn.Config(make_application(supervisor, key), log_level="warning", access_log=False, lifespan="off")

@@ -12,14 +12,14 @@ import torch
 
 from tests.support.trainer.segments import start_trainer
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 
 TIMED = {"tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "time", "memory"}
 DYING = Path(__file__).with_name("dying_trainer.py")
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMED} for r in read_lines(folder / "metrics.jsonl")]
+    return [{k: v for k, v in r.items() if k not in TIMED} for r in read_json_lines(folder / "metrics.jsonl")]
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 def assert_same_run(ours: Path, theirs: Path) -> None:
     """To the bit: weights, optimiser, sampler, detector, metrics."""
-    a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
+    a, b = (checkpoints.load_checkpoint(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
     for mine, other in ((a.model, b.model), (a.optimizer, b.optimizer)):
         assert mine.keys() == other.keys()
         for name in mine:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.errors import EXIT_FULL, EXIT_STOPPED, EXIT_WRONG, RecipeError, StoppedBySignal, run_for_exit_code
+from trainer.contract.errors import EXIT_FULL, EXIT_STOPPED, EXIT_WRONG, RecipeError, StoppedBySignalError, run_for_exit_code
 
 
 def raising(error: Exception) -> Callable[[], None]:
@@ -29,7 +29,7 @@ def raising(error: Exception) -> Callable[[], None]:
             "program: error[recipe.zero]: batch.sequences: 0\n",
         ),
         (
-            raising(StoppedBySignal("trainer.stopped", "after step 4")),
+            raising(StoppedBySignalError("trainer.stopped", "after step 4")),
             EXIT_STOPPED,
             "program: error[trainer.stopped]: after step 4\n",
         ),

@@ -117,7 +117,7 @@ def test_a_wrong_or_impossible_value_is_refused_and_its_key_named(
 def test_a_batch_that_cannot_be_shared_is_refused(sequences: int, micro: int | None, ranks: int) -> None:
     recipe = recipe_with(batch__sequences=sequences, batch__micro_sequences=micro)
     with pytest.raises(RecipeError) as found:
-        recipe.batch.check_ranks(ranks)
+        recipe.batch.refuse_uneven_ranks(ranks)
     assert found.value.code in ("recipe.batch_ranks", "recipe.micro_sequences")
 
 
@@ -146,12 +146,12 @@ def test_a_layout_that_does_not_fit_the_ranks_is_refused(
 def test_a_warm_up_batch_that_ranks_cannot_share_evenly_is_refused() -> None:
     recipe = recipe_with(batch__warmup=[{"until_step": 4, "sequences": 3}])
     with refused("recipe.batch_ranks", RecipeError, key="batch.warmup.0.sequences", sequences=3, ranks=2):
-        recipe.batch.check_ranks(2)
+        recipe.batch.refuse_uneven_ranks(2)
 
 
 def test_widths_that_matrix_units_pad_are_reported_with_their_cost() -> None:
-    assert recipe_with().model.warnings() == []
-    odd = recipe_with(model__vocab_size=520, model__d_ff=65).model.warnings()
+    assert recipe_with().model.list_warnings() == []
+    odd = recipe_with(model__vocab_size=520, model__d_ff=65).model.list_warnings()
     assert codes(odd) == ["recipe.padded_size"] * 2
     assert [(one.data["key"], one.data["size"], one.data["multiple"], one.data["padded"]) for one in odd] == [
         ("model.vocab_size", 520, 64, 576),
@@ -164,11 +164,11 @@ def test_the_token_count_of_steps_includes_the_batch_warm_up() -> None:
     recipe = recipe_with(
         batch__warmup=[{"until_step": 4, "sequences": 2}, {"until_step": 6, "sequences": 4}], batch__sequences=8
     )
-    rows = [recipe.batch.sequences_at(step) for step in range(8)]
+    rows = [recipe.batch.count_sequences_at(step) for step in range(8)]
     assert rows == [2, 2, 2, 2, 4, 4, 8, 8]
     for first, last in ((0, 8), (3, 5), (5, 6), (7, 30), (4, 4)):
-        expected = sum(recipe.batch.sequences_at(step) for step in range(first, last)) * recipe.model.context
-        assert recipe.tokens_between(first, last) == expected
+        expected = sum(recipe.batch.count_sequences_at(step) for step in range(first, last)) * recipe.model.context
+        assert recipe.count_tokens_between(first, last) == expected
 
 
 def test_the_error_for_a_file_that_is_not_a_recipe_names_the_file(tmp_path: Path) -> None:

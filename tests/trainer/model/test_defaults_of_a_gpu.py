@@ -12,11 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.contract.choice import UNTUNED, implementation_names, untuned_implementation
-from kernels.contract.op import ImportedAtFirstCall
+from kernels.contract.choice import UNTUNED, split_implementation_names, find_untuned_implementation
+from kernels.contract.op import LazilyImportedFunction
 from kernels.contract.registry import OPS, Ops, find_implementation, return_documents_unchanged
 from tests.support.paths import ROOT
-from trainer.contract.recipe import Recipe, with_changed_keys
+from trainer.contract.recipe import Recipe, copy_with_changed_keys
 from trainer.model.transformer import Decoder
 
 B, T, V = 2, 120, 640  # sizes that no other tensor has
@@ -27,19 +27,19 @@ def ops_of(choice: dict[str, str]) -> Ops:
     chosen = {name: OPS[name].implementations[choice[name]] for name in OPS}
     for one in chosen.values():  # as the trial of ``bind_ops`` does
         for function in (one.function, one.prepare):
-            if isinstance(function, ImportedAtFirstCall):
+            if isinstance(function, LazilyImportedFunction):
                 function.load()
     functions = {name: one.function for name, one in chosen.items()}
     return Ops(**functions, prepare_attention=chosen["attention"].prepare or return_documents_unchanged)
 
 
 def defaults(machine: str) -> dict[str, str]:
-    return {name: implementation_names(untuned_implementation(name, machine))[0] for name in OPS}
+    return {name: split_implementation_names(find_untuned_implementation(name, machine))[0] for name in OPS}
 
 
 def decoder(choice: dict[str, str], **keys: Any) -> Decoder:
     raw = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model_dump()
-    recipe = Recipe.parse(with_changed_keys(raw, {"model.context": T, "model.vocab_size": V, **keys}))
+    recipe = Recipe.parse(copy_with_changed_keys(raw, {"model.context": T, "model.vocab_size": V, **keys}))
     with torch.device("meta"):
         return Decoder(recipe.model, ops_of(choice), torch.bfloat16)
 
@@ -77,10 +77,10 @@ def test_every_default_implementation_exists_and_runs_on_its_device_class() -> N
     for device, rows in UNTUNED.items():
         for row in rows.values():
             for op, choice in row.items():
-                for name in implementation_names(choice):
+                for name in split_implementation_names(choice):
                     find_implementation(op, name, device)
-    assert untuned_implementation("attention", "cuda-sm120-x") == untuned_implementation("attention", "cuda-sm100-x")
-    assert untuned_implementation("attention", "cuda-sm75-tesla-t4") == "reference"
+    assert find_untuned_implementation("attention", "cuda-sm120-x") == find_untuned_implementation("attention", "cuda-sm100-x")
+    assert find_untuned_implementation("attention", "cuda-sm75-tesla-t4") == "reference"
 
 
 @pytest.mark.parametrize("machine", ["cuda-sm80-a100", "cuda-sm90-h100", "cuda-sm100-b200"])

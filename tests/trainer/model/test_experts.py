@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.contract.registry import bind_ops
 from tests.support.trainer.segments import recipe_with
-from trainer.model.experts import mix_experts, route_tokens, update_bias
+from trainer.model.experts import compute_expert_outputs, route_tokens, update_router_bias
 from trainer.model.transformer import Decoder
 
 N, D, E_, F_ = 24, 16, 6, 8
@@ -32,7 +32,7 @@ def parts(seed: int = 0, dtype: torch.dtype = torch.float32) -> Parts:
 
 
 def ours(p: Parts, per_token: int) -> Tensor:
-    return mix_experts(
+    return compute_expert_outputs(
         p["x"], route_tokens(p["x"], p["router"], p["bias"], per_token), p["gate"], p["up"], p["down"], bind_ops({})
     )
 
@@ -79,7 +79,7 @@ def test_an_expert_without_a_token_gets_a_gradient_of_zero() -> None:
     torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=1e-5)
     y.sum().backward()
     routing = route_tokens(narrow["x"], narrow["router"], narrow["bias"], 2)
-    load = routing.tokens_per_expert(torch.ones(N, dtype=torch.bool))
+    load = routing.count_tokens_per_expert(torch.ones(N, dtype=torch.bool))
     assert load[2] == 0 and load.sum() == 2 * N and (load > 0).sum() >= 3
     for name in ("router", "gate", "up", "down"):
         grad = narrow[name].grad
@@ -130,7 +130,7 @@ def test_router_z_loss_is_the_sum_of_squared_logsumexp_over_counted_tokens() -> 
     for row, count in zip(routing.experts_Nk.tolist(), counts):
         for expert in row:
             load[expert] += float(count)
-    assert torch.equal(routing.tokens_per_expert(counts), load)
+    assert torch.equal(routing.count_tokens_per_expert(counts), load)
 
 
 # -- in the model ------------------------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(dtype: torch.dtype, ne
 # -- balance -----------------------------------------------------------------------------------------------------------
 def test_the_bias_moves_by_its_rate_towards_the_mean_load_and_not_in_a_skipped_step() -> None:
     bias = torch.tensor([0.5, 0.0, 0.0, -0.5])
-    update_bias(bias, torch.tensor([9.0, 5.0, 1.0, 5.0]), 0.1, torch.tensor(0.0))
+    update_router_bias(bias, torch.tensor([9.0, 5.0, 1.0, 5.0]), 0.1, torch.tensor(0.0))
     torch.testing.assert_close(bias, torch.tensor([0.4, 0.0, 0.1, -0.5]))
-    update_bias(bias, torch.tensor([9.0, 5.0, 1.0, float("nan")]), 0.1, torch.tensor(1.0))
+    update_router_bias(bias, torch.tensor([9.0, 5.0, 1.0, float("nan")]), 0.1, torch.tensor(1.0))
     torch.testing.assert_close(bias, torch.tensor([0.4, 0.0, 0.1, -0.5]))
 
 
@@ -246,9 +246,9 @@ def test_the_bias_evens_out_a_skewed_load() -> None:
         x[:, 0] = 1.0
         biased = torch.cat((router[:, :1] + skew[:, None], router[:, 1:]), dim=1)
         routing = route_tokens(x, biased, bias, 2)
-        load = routing.tokens_per_expert(counts)
+        load = routing.count_tokens_per_expert(counts)
         imbalance.append(float(load.max() / load.mean()) - 1)
-        update_bias(bias, load, 5e-3, skip)
+        update_router_bias(bias, load, 5e-3, skip)
     first, last = sum(imbalance[:5]) / 5, sum(imbalance[-50:]) / 50
     assert first > 1.5 and last < 0.2, (first, last)
 
@@ -266,5 +266,5 @@ def test_training_evens_out_the_load_of_a_skewed_router() -> None:
         assert load is not None
         worst.append(float((load.max(1).values / load.mean(1)).max()) - 1)
         for bias, load_E in zip(biases, load):
-            update_bias(bias, load_E, 0.02, torch.tensor(0.0))
+            update_router_bias(bias, load_E, 0.02, torch.tensor(0.0))
     assert worst[0] > 0.8 and max(worst[-10:]) < 0.35, worst

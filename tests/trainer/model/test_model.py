@@ -10,7 +10,7 @@ from kernels.contract.registry import bind_ops
 from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.models import make_model
 from tests.support.trainer.segments import recipe_with
-from trainer.model.transformer import Decoder, rope_tables
+from trainer.model.transformer import Decoder, make_rope_tables
 
 
 def packed(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,14 +90,14 @@ def test_a_layer_without_position_embedding_has_no_position_dependence() -> None
         x_BTD = torch.randn(1, 32, 32, generator=torch.Generator().manual_seed(0))
         for block in model.blocks:
             y, moved = (
-                block(x_BTD, *rope_tables(p, model.shape, torch.float32), documents)[0] for p in (positions, other)
+                block(x_BTD, *make_rope_tables(p, model.shape, torch.float32), documents)[0] for p in (positions, other)
             )
             assert torch.equal(y, moved) is not block.has_rope
     # a causal layer without positions sees its earlier tokens as a set
     nope = model.blocks[1]
     x_BTD = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(1))
     order = torch.tensor([3, 0, 5, 1, 6, 2, 4, 7])
-    tables = rope_tables(torch.arange(8)[None], model.shape, torch.float32)
+    tables = make_rope_tables(torch.arange(8)[None], model.shape, torch.float32)
     for block, same in ((nope, True), (model.blocks[0], False)):
         last, shuffled = (block(x, *tables, documents[:, :8])[0][:, -1] for x in (x_BTD, x_BTD[:, order]))
         assert torch.allclose(last, shuffled, atol=1e-5) is same
@@ -166,4 +166,4 @@ def test_the_models_parameter_counts_equal_those_of_its_recipe(family: str) -> N
         elif parameter.ndim == 3:
             assert experts is not None and name.split(".")[-1].startswith("experts_")
             multiplied += parameter[0].numel() * experts.per_token
-    assert multiplied == recipe.model.matmul_parameters
+    assert multiplied == recipe.model.matmul_parameter_count

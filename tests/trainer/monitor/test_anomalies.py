@@ -14,10 +14,10 @@ from tests.support.trainer.models import run_of
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.batch import Batch, make_batch
-from trainer.contract.data.data_order import DataOrder, document_keys
+from trainer.contract.data.data_order import DataOrder, list_document_keys
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 from trainer.run import SegmentRun
 
 WATCHFUL = {"window": 16, "spike_deviations": 8.0}
@@ -25,7 +25,7 @@ WATCHFUL = {"window": 16, "spike_deviations": 8.0}
 
 def anomalies(folder: Path) -> list[dict[str, Any]]:
     # how fast this machine is at the moment is not what is tested
-    return [a for a in read_lines(folder / "anomalies.jsonl") if a["kind"] != "throughput_drop"]
+    return [a for a in read_json_lines(folder / "anomalies.jsonl") if a["kind"] != "throughput_drop"]
 
 
 def test_too_high_a_rate_is_reported_as_a_divergence_with_step_and_documents(
@@ -51,8 +51,8 @@ def documents_at(plan: DataPlan, step: int) -> list[str]:
     recipe = recipe_with()
     order = DataOrder(plan, context=recipe.model.context, batch=recipe.batch, vocab_size=recipe.model.vocab_size)
     while order.step < step:
-        order.next_rows()
-    return document_keys(order, order.next_rows())
+        order.draw_next_rows()
+    return list_document_keys(order, order.draw_next_rows())
 
 
 def test_a_poisoned_shard_is_reported_with_its_documents(tmp_path: Path, make_shard: MakeShard) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, run_trainer, train_here, write_spec
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 
 TRUNK, MORE = 150, 100
 COUNTS = {"code": 2000, "docs": 800, "chat": 800}
@@ -20,7 +20,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend
 
 def kinds(folder: Path) -> list[tuple[int, str]]:
     # how fast this machine is at the moment is not what is tested
-    return [(a["step"], a["kind"]) for a in read_lines(folder / "anomalies.jsonl") if a["kind"] != "throughput_drop"]
+    return [(a["step"], a["kind"]) for a in read_json_lines(folder / "anomalies.jsonl") if a["kind"] != "throughput_drop"]
 
 
 def shard_of(folder: Path, documents: list[TokenizedDocument]) -> TokenShard:

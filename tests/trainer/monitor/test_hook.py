@@ -14,9 +14,9 @@ from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.batch import make_batch
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome, WeightUpdate, copy_to_host
+from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome, WeightUpdate, copy_numbers_to_host
 from trainer.parallel.ranks import Ranks
 from trainer.run import SegmentRun
 
@@ -88,11 +88,11 @@ def test_a_checkpoint_without_a_hooks_state_can_be_continued_with_the_hook_and_v
                 assert train_here(folder) == (0, "")
                 start = result(folder)["checkpoint"]
         ends[name] = Path(start)
-        lines = read_lines(folder / "metrics.jsonl")
+        lines = read_json_lines(folder / "metrics.jsonl")
         assert all(("moved" in line) == watched for line in lines)
-        kinds = [a["kind"] for a in read_lines(folder / "anomalies.jsonl")]
+        kinds = [a["kind"] for a in read_json_lines(folder / "anomalies.jsonl")]
         assert kinds.count("watched") == watched  # of steps 10 to 13
-    states = {name: checkpoints.read_state(path) for name, path in ends.items()}
+    states = {name: checkpoints.read_checkpoint_state(path) for name, path in ends.items()}
     assert len(states["watched"]["watcher"]["moved"]) == 10 and min(states["watched"]["watcher"]["moved"]) > 0
     for key in ("step", "sampler", "detector", "monitor"):
         assert json.dumps(states["watched"][key]) == json.dumps(states["plain"][key]), key
@@ -139,7 +139,7 @@ def test_all_numbers_come_to_the_host_in_one_transfer(
 
 
 def test_copy_to_host_returns_each_tensor_under_its_name() -> None:
-    one, two, none = copy_to_host(
+    one, two, none = copy_numbers_to_host(
         {"a": torch.tensor(1.0), "b": torch.tensor([[2.0], [3.0]])}, {"a": torch.zeros(0)}, {}
     )
     assert one == {"a": [1.0], "b": [2.0, 3.0]} and two == {"a": []} and none == {}

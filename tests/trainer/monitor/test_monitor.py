@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from tests.support.trainer.models import ALONE, run_of
 from tests.support.trainer.segments import MakeShard
 from trainer.batch import Batch, make_batch
-from trainer.monitor.hook import UpdateOutcome, WeightUpdate, copy_to_host
-from trainer.monitor.monitor import TURN_STEPS, Monitor, layer_of_parameter
-from trainer.optim.optimizer import Optimizer, sums_of_squares
+from trainer.monitor.hook import UpdateOutcome, WeightUpdate, copy_numbers_to_host
+from trainer.monitor.monitor import TURN_STEPS, UpdateMonitor, find_layer_of_parameter
+from trainer.optim.optimizer import Optimizer, compute_sums_of_squares
 from trainer.run import SegmentRun
 
 LONG = pytest.mark.long("200 steps beside two batches each; the cheapest way to train is in the fast tier")
@@ -30,7 +30,7 @@ def test_the_noise_scale_is_that_of_a_known_gradient_and_noise(monkeypatch: pyte
     held = {name: nn.Parameter(torch.zeros(shape)) for name, shape in parameters.items()}
     optimizer = Optimizer.__new__(Optimizer)
     optimizer.parameters = held
-    monitor = Monitor(optimizer, ALONE)
+    monitor = UpdateMonitor(optimizer, ALONE)
     generator = torch.Generator().manual_seed(0)
     draw = lambda name: torch.randn(parameters[name], generator=generator)
     signal = {name: 0.1 * draw(name) for name in held}
@@ -53,9 +53,9 @@ def test_the_noise_scale_is_that_of_a_known_gradient_and_noise(monkeypatch: pyte
         measured = monitor.after_half_batch(step, False)
         for n, parameter in held.items():
             parameter.grad = one[n] + two[n]
-        update = WeightUpdate(step, optimizer.gradients(), sums_of_squares(optimizer.gradients()))
+        update = WeightUpdate(step, optimizer.gradients(), compute_sums_of_squares(optimizer.gradients()))
         monitor.before_update(update)
-        (numbers,) = copy_to_host(monitor.after_update(update))
+        (numbers,) = copy_numbers_to_host(monitor.after_update(update))
         record = monitor.record(numbers, UpdateOutcome(tokens, first if measured else 0, False))
         if step >= 3:
             scales.append(record["noise_scale"])
@@ -69,7 +69,7 @@ def two_batches(run: SegmentRun, batch: Batch) -> tuple[float, float]:
     Each half of the batch once as the small batch; gradients of their own losses, by autograd.
     """
     halves = []
-    for part in batch.micro_batches(len(batch.tokens_BT) // 2):
+    for part in batch.split_into_micro_batches(len(batch.tokens_BT) // 2):
         part.pop("domains_BT")
         carries = (part.pop("weights_BT") > 0).float()
         loss, _, _ = run.model.loss(**part, weights_BT=carries / carries.sum(), z_loss=run.recipe.stability.z_loss)
@@ -117,7 +117,7 @@ def test_the_noise_scale_of_a_run_equals_an_estimate_from_two_batch_sizes(
             theirs.append(two_batches(run, batch))
         run.train_step(batch)
         if step >= 80:
-            ours.append(run.monitor.noise_and_signal())
+            ours.append(run.monitor.compute_noise_and_signal())
     of = lambda pairs: sum(noise for noise, _ in pairs) / sum(signal for _, signal in pairs)
     assert of(ours) == pytest.approx(of(theirs), rel=0.15)
 
@@ -150,9 +150,9 @@ def test_norms_and_ratios_equal_those_computed_from_all_weights(
             continue
         layer = written[0].partition("/")[2]
         moved = norm(
-            [p.detach() - before[n] for n, p in run.model.named_parameters() if layer_of_parameter(n) == layer]
+            [p.detach() - before[n] for n, p in run.model.named_parameters() if find_layer_of_parameter(n) == layer]
         )
-        held = norm([before[n] for n in before if layer_of_parameter(n) == layer])
+        held = norm([before[n] for n in before if find_layer_of_parameter(n) == layer])
         assert record[written[0]] == pytest.approx(moved / held, rel=1e-4) and moved > 0
         seen.add(layer)
     assert seen == {"embedding", "blocks.0", "blocks.1"}
@@ -178,7 +178,7 @@ def test_a_split_step_computes_the_same_as_a_whole_one(tmp_path: Path, make_shar
 
 def gradient_squares(run: SegmentRun, batch: Batch) -> dict[str, float]:
     """Σ gradient² by layer, by autograd over the whole batch at once."""
-    part = batch.micro_batches(None)[0]
+    part = batch.split_into_micro_batches(None)[0]
     part.pop("domains_BT")
     experts = run.recipe.model.experts
     z_share = experts.z_loss / batch.tokens_BT.numel() if experts else 0.0
@@ -186,7 +186,7 @@ def gradient_squares(run: SegmentRun, batch: Batch) -> dict[str, float]:
     names, parameters = zip(*run.model.named_parameters())
     found: dict[str, float] = {}
     for name, gradient in zip(names, torch.autograd.grad(loss, parameters)):
-        found[layer_of_parameter(name)] = found.get(layer_of_parameter(name), 0.0) + float(
+        found[find_layer_of_parameter(name)] = found.get(find_layer_of_parameter(name), 0.0) + float(
             gradient.double().square().sum()
         )
     return found
@@ -215,9 +215,9 @@ def test_the_monitors_state_survives_json(tmp_path: Path, make_shard: MakeShard)
     run = run_of(tmp_path, make_shard, batch__micro_sequences=4)
     for _ in range(5 * TURN_STEPS):
         run.train_step(make_batch(run.order))
-    again = Monitor(run.optimizer, ALONE)
+    again = UpdateMonitor(run.optimizer, ALONE)
     again.load_state_dict(json.loads(json.dumps(run.monitor.state_dict())))
     numbers = {"grad_norms": [1.0, 2.0, 3.0]}
     outcome = UpdateOutcome(100, 0.0, False)
     assert again.record(numbers, outcome) == run.monitor.record(numbers, outcome)
-    assert again.record(numbers, outcome) != Monitor(run.optimizer, ALONE).record(numbers, outcome)
+    assert again.record(numbers, outcome) != UpdateMonitor(run.optimizer, ALONE).record(numbers, outcome)

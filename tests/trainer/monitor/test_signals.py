@@ -18,8 +18,8 @@ from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, train_here, write_spec
 from trainer.batch import Batch, make_batch
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.model.transformer import Block, rope_tables
-from trainer.monitor.signals import LEAST_BALANCE, QUERIES, LayerHistory, RankNorms, expert_balance
+from trainer.model.transformer import Block, make_rope_tables
+from trainer.monitor.signals import LEAST_BALANCE, QUERIES, LayerHistory, RankNormHistory, measure_expert_balance
 from trainer.run import SegmentRun
 
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
@@ -29,7 +29,7 @@ def logits_of(block: Block, x_BTD: Tensor, batch: Batch) -> Tensor:
     """[heads, T, T] of the first row in fp64, -inf where a query doesn't see a key; by hand."""
     K = block.shape.head_dim
     rms = lambda x, w: x / (x.square().mean(-1, keepdim=True) + block.shape.norm_eps).sqrt() * w.double()
-    cos_TK, sin_TK = (table[0].double() for table in rope_tables(batch.positions_BT, block.shape, torch.float32))
+    cos_TK, sin_TK = (table[0].double() for table in make_rope_tables(batch.positions_BT, block.shape, torch.float32))
     turned = lambda x: torch.cat((-x[..., K // 2 :], x[..., : K // 2]), -1)
     h = rms(x_BTD[0].double(), block.attention_norm)
     heads = []
@@ -73,7 +73,7 @@ def test_maxima_of_a_layer_equal_those_computed_from_its_inputs(
         record = run.train_step(batch)
         written = {key.partition("/")[2] for key in record if key.startswith("activation_max")}
         assert written == {key.partition("/")[2] for key in record if key.startswith("attention_logit_max")}
-        assert len(written) == (step % 4 == 0 and run.monitor.layer_at(step) != "embedding")
+        assert len(written) == (step % 4 == 0 and run.monitor.find_layer_to_measure(step) != "embedding")
         for layer in written:
             assert record[f"activation_max/{layer}"] == pytest.approx(float(inputs[layer].abs().max()), rel=1e-5)
             assert record[f"attention_logit_max/{layer}"] == pytest.approx(max(0.0, expected[layer]), rel=1e-4)
@@ -150,8 +150,8 @@ def test_a_router_that_collapses_is_named_once(tmp_path: Path, make_shard: MakeS
 def test_expert_balance_equals_its_formula_worked_out_by_hand() -> None:
     load = torch.tensor([[8.0, 8.0, 8.0, 0.0], [5.0, 1.0, 1.0, 1.0]])
     entropy = -(5 / 8 * math.log(5 / 8) + 3 / 8 * math.log(1 / 8))
-    assert expert_balance(load, 1).tolist() == pytest.approx([2 / 3, (math.exp(entropy) - 1) / 3])
-    assert expert_balance(load, 4).tolist() == [1.0, 1.0]  # every token goes to every expert
+    assert measure_expert_balance(load, 1).tolist() == pytest.approx([2 / 3, (math.exp(entropy) - 1) / 3])
+    assert measure_expert_balance(load, 4).tolist() == [1.0, 1.0]  # every token goes to every expert
 
 
 def test_each_layer_is_compared_with_its_own_past() -> None:
@@ -168,7 +168,7 @@ def test_each_layer_is_compared_with_its_own_past() -> None:
 
 @pytest.mark.parametrize(("ranks", "factor"), [(2, 5.0), (2, 0.2), (8, 5.0), (8, 0.2)])
 def test_the_rank_that_moved_away_from_the_others_is_named(ranks: int, factor: float) -> None:
-    noise, norms = random.Random(1), RankNorms(16)
+    noise, norms = random.Random(1), RankNormHistory(16)
     for step in range(200):
         common = math.exp(noise.gauss(0, 1))  # what all ranks' norms share, as after a hard batch, is no anomaly
         judged = norms.observe([common * math.exp(noise.gauss(0, 0.1)) for _ in range(ranks)])
@@ -192,8 +192,8 @@ def test_the_state_survives_json_and_an_older_checkpoint_without_it_can_be_conti
     plan = plan_of(make_shard())
     first = write_spec(tmp_path / "first", plan, last_step=4)
     assert train_here(first) == (0, "")
-    loaded = checkpoints.load(Path(result(first)["checkpoint"]))
+    loaded = checkpoints.load_checkpoint(Path(result(first)["checkpoint"]))
     state = {key: value for key, value in loaded.state.items() if key != "signals"}
-    older = checkpoints.save(tmp_path / "older", checkpoints.Checkpoint(loaded.model, loaded.optimizer, state))
+    older = checkpoints.save_checkpoint(tmp_path / "older", checkpoints.Checkpoint(loaded.model, loaded.optimizer, state))
     on = write_spec(tmp_path / "on", plan, first_step=4, last_step=6, initial_checkpoint=str(older))
     assert train_here(on) == (0, "")

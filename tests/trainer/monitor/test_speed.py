@@ -13,7 +13,7 @@ import torch
 
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 from trainer.contract.plan import rates
 from trainer.monitor import speed as speeds
 from trainer.parallel.ranks import Ranks
@@ -42,7 +42,7 @@ def speed(device: torch.device, size: int = 1, **recipe: Any) -> speeds.SpeedMet
 def test_on_a_cpu_only_the_models_flops_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "measure_matmul_rate", None)  # to call it would fail
     found = speed(CPU)
-    flops = recipe_with().model.flops_per_token()
+    flops = recipe_with().model.count_flops_per_token()
     assert found.compute_step_fields(1000, 0.5) == {
         "tokens_per_s": 2000.0,
         "flops_per_s": 2000.0 * flops,
@@ -92,10 +92,10 @@ def test_a_segment_on_a_cpu_leaves_its_speed_and_the_first_step_of_each_start(
     (folder / "result.json").unlink()
     shutil.rmtree(folder / "checkpoints" / "step-00000006")
     assert train_here(folder) == (0, "")
-    lines = read_lines(folder / "metrics.jsonl")
+    lines = read_json_lines(folder / "metrics.jsonl")
     assert [line["step"] for line in lines if "first_step_s" in line] == [0, 4]
     for line in lines:
-        assert line["flops_per_s"] == line["tokens_per_s"] * recipe.model.flops_per_token() and "mfu" not in line
+        assert line["flops_per_s"] == line["tokens_per_s"] * recipe.model.count_flops_per_token() and "mfu" not in line
     speed = result(folder)["speed"]
     assert speed.keys() == {"first_step_s", "tokens_per_s", "flops_per_s"}
     assert speed["first_step_s"] == lines[4]["first_step_s"] and speed["tokens_per_s"] == statistics.median(

@@ -48,14 +48,14 @@ def test_a_non_finite_value_is_an_anomaly_from_the_first_step_and_never_joins_th
 
 
 def test_the_gradient_norm_limit_is_infinite_until_the_window_is_half_full() -> None:
-    assert StabilityDetector(RECIPE).grad_norm_limit() == math.inf
-    assert 1.5 < warmed().grad_norm_limit() < 6
+    assert StabilityDetector(RECIPE).compute_grad_norm_limit() == math.inf
+    assert 1.5 < warmed().compute_grad_norm_limit() < 6
 
 
 def test_a_detector_restored_from_json_decides_the_same() -> None:
     detector, again = warmed(), StabilityDetector(RECIPE)
     again.load_state_dict(json.loads(json.dumps(detector.state_dict())))
-    assert again.grad_norm_limit() == detector.grad_norm_limit()
+    assert again.compute_grad_norm_limit() == detector.compute_grad_norm_limit()
     assert again.observe(40, 5.0, 1.0, False) == detector.observe(40, 5.0, 1.0, False)
 
 
@@ -70,8 +70,8 @@ def test_the_gradient_norm_limit_changes_only_after_every_read_every_steps() -> 
             kept = json.loads(json.dumps(seldom.state_dict()))
             seldom = StabilityDetector(seldom.recipe)
             seldom.load_state_dict(kept)
-        limits.append(seldom.grad_norm_limit())
-        usual.append(often.grad_norm_limit())
+        limits.append(seldom.compute_grad_norm_limit())
+        usual.append(often.compute_grad_norm_limit())
         record = {"step": step, "loss": 3.0, "grad_norm": 1 + noise.gauss(0, 0.05), "skipped": False}
         if step == 7:
             record.pop("loss")  # a step without targets
@@ -82,10 +82,10 @@ def test_the_gradient_norm_limit_changes_only_after_every_read_every_steps() -> 
     assert kept["limit"] == limits[8] and "limit" not in often.state_dict()
     older = StabilityDetector(seldom.recipe)
     older.load_state_dict({key: value for key, value in kept.items() if key != "limit"})
-    assert older.grad_norm_limit() == usual[10]
+    assert older.compute_grad_norm_limit() == usual[10]
     early = StabilityDetector(seldom.recipe)
     early.load_state_dict(json.loads(json.dumps(StabilityDetector(seldom.recipe).state_dict())))
-    assert early.grad_norm_limit() == math.inf
+    assert early.compute_grad_norm_limit() == math.inf
 
 
 def test_a_skipped_outlier_is_marked_as_skipped() -> None:
@@ -111,7 +111,7 @@ def watch(detector: StabilityDetector, series: Series, steps: int, first: int = 
     found = []
     for step in range(first, first + steps):
         loss, grad_norm = next(series)
-        found += detector.observe(step, loss, grad_norm, grad_norm > detector.grad_norm_limit())
+        found += detector.observe(step, loss, grad_norm, grad_norm > detector.compute_grad_norm_limit())
     return found
 
 

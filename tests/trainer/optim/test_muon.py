@@ -15,8 +15,8 @@ from tests.support.trainer.models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.recipe import MuonRecipe
 from trainer.monitor.stability import decide_clip_and_skip
-from trainer.optim.muon import Muon, adamw_like_scale, group_for_stacking
-from trainer.optim.optimizer import Optimizer, sums_of_squares
+from trainer.optim.muon import Muon, compute_adamw_like_scale, group_parameters_for_stacking
+from trainer.optim.optimizer import Optimizer, compute_sums_of_squares
 
 GO = torch.tensor(0.0)
 SHAPES = [(32, 32), (48, 16), (16, 48), (1, 24), (24, 1)]
@@ -79,7 +79,7 @@ def test_a_stack_of_experts_is_updated_as_each_matrix_alone(shape: tuple[int, in
     for e in range(experts):
         assert torch.equal(together.momentum["w"][e], apart.momentum[str(e)])
         # batched products may sum in another order, so that a bf16 rounding of the update (2^-8 of it) may differ
-        update = 0.02 * 6 * adamw_like_scale(torch.Size(shape))
+        update = 0.02 * 6 * compute_adamw_like_scale(torch.Size(shape))
         torch.testing.assert_close(stack[e], one_by_one[str(e)], atol=update / 256, rtol=0)
 
 
@@ -105,16 +105,16 @@ def test_orthogonalising_matrices_together_gives_the_same_as_each_alone() -> Non
     for name, muon in zip(shapes, alone):
         assert torch.equal(one.momentum[name], muon.momentum[name])
         # batched products may sum in another order, so that a bf16 rounding of the update (2^-8 of it) may differ
-        update = 0.02 * 4 * adamw_like_scale(torch.Size(shapes[name]))
+        update = 0.02 * 4 * compute_adamw_like_scale(torch.Size(shapes[name]))
         torch.testing.assert_close(weights[name], apart[name], atol=update / 256, rtol=0)
 
 
 def test_a_stack_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     many: dict[str, tuple[int, ...]] = {str(i): (8, 4) for i in range(130)}
-    assert [len(names) for names in group_for_stacking(many)] == [64, 64, 2]
-    assert group_for_stacking({"a": (65, 8, 4), "b": (8, 4), "c": (63, 8, 4)}) == [["a"], ["b", "c"]], "never parted"
+    assert [len(names) for names in group_parameters_for_stacking(many)] == [64, 64, 2]
+    assert group_parameters_for_stacking({"a": (65, 8, 4), "b": (8, 4), "c": (63, 8, 4)}) == [["a"], ["b", "c"]], "never parted"
     monkeypatch.setattr("trainer.optim.muon.ELEMENTS", 100)
-    assert group_for_stacking({"a": (8, 4), "b": (8, 4), "c": (8, 4), "d": (4, 8), "e": (8, 4)}) == [
+    assert group_parameters_for_stacking({"a": (8, 4), "b": (8, 4), "c": (8, 4), "d": (4, 8), "e": (8, 4)}) == [
         ["a", "b", "c"],
         ["d"],
         ["e"],
@@ -153,7 +153,7 @@ def test_one_bad_element_anywhere_skips_the_update_and_leaves_no_trace(
                     if kind == "bad" and name == poisoned:
                         parameter.grad.view(-1)[-1] = poison
                 if kind == "good" or optimizer is sick:
-                    norm = sums_of_squares(optimizer.gradients()).sum().sqrt()
+                    norm = compute_sums_of_squares(optimizer.gradients()).sum().sqrt()
                     divide_by, skip = decide_clip_and_skip(torch.tensor(1.0), norm, 1.0, limit=1000.0)
                     assert bool(skip) == (kind == "bad")
                     optimizer.step(0.01, divide_by, skip)

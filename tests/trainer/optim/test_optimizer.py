@@ -8,16 +8,16 @@ import torch
 from tests.support.trainer.models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.monitor.stability import decide_clip_and_skip
-from trainer.optim.optimizer import Optimizer, format_table, make_group_table, sums_of_squares
+from trainer.optim.optimizer import Optimizer, format_update_rule_table, make_update_rule_table, compute_sums_of_squares
 
 
 def test_every_parameter_is_in_one_group_and_only_matrices_decay() -> None:
     model, recipe = make_model(), recipe_with().optimizer
-    table = {row.parameter: row for row in make_group_table(model, recipe)}
+    table = {row.parameter: row for row in make_update_rule_table(model, recipe)}
     assert set(table) == {name for name, _ in model.named_parameters()}
     decayed = {name.rpartition(".")[2] for name, row in table.items() if row.weight_decay}
     assert decayed == {"q", "k", "v", "attention_out", "gate", "up", "down"}
-    assert "final_norm" in format_table(list(table.values()))
+    assert "final_norm" in format_update_rule_table(list(table.values()))
 
 
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
@@ -31,7 +31,7 @@ def test_the_rates_change_with_the_width_as_mup_says(name: str, base: int | None
     """Table 8 of arXiv 2203.03466: hidden weights' Adam rate falls as 1 / width, vectors and embedding keep theirs."""
     recipe = recipe_with(model__experts=EXPERTS, model__base_d_model=base, optimizer__name=name)
     times = recipe.model.d_model / base if base else 1.0
-    for row in make_group_table(make_model(recipe), recipe.optimizer, recipe.model.mup_width_ratio):
+    for row in make_update_rule_table(make_model(recipe), recipe.optimizer, recipe.model.mup_width_ratio):
         key = row.parameter.rpartition(".")[2]
         if key in MATRICES:
             share = times**-0.5 if name == "muon" else 1 / times
@@ -90,13 +90,13 @@ def test_an_adamw_update_is_that_of_the_paper() -> None:
     weights = {n: p.detach().double() for n, p in model.named_parameters()}
     first = {n: torch.zeros_like(p) for n, p in weights.items()}
     second = {n: torch.zeros_like(p) for n, p in weights.items()}
-    decay = {row.parameter: row.weight_decay for row in make_group_table(model, recipe)}
+    decay = {row.parameter: row.weight_decay for row in make_update_rule_table(model, recipe)}
     for t in range(1, 4):
         generator = torch.Generator().manual_seed(t)
         gradients = {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name].clone()
-        norm = sums_of_squares(optimizer.gradients()).sum().sqrt()
+        norm = compute_sums_of_squares(optimizer.gradients()).sum().sqrt()
         assert float(norm) == pytest.approx(
             math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         )
@@ -122,7 +122,7 @@ def test_a_bad_update_changes_nothing_at_all(bad: float) -> None:
             next(model.parameters()).grad[0, 0] = bad  # type: ignore[index]
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         state = {n: t.clone() for n, t in optimizer.state_tensors().items()}
-        norm = sums_of_squares(optimizer.gradients()).sum().sqrt()
+        norm = compute_sums_of_squares(optimizer.gradients()).sum().sqrt()
         optimizer.step(0.01, *decide_clip_and_skip(torch.tensor(1.0), norm, 1.0, limit=1000.0))
         same = [torch.equal(p, before[n]) for n, p in model.named_parameters()]
         assert all(same) if sick else not any(same)

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, M
 
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.recipe import Recipe
-from trainer.optim.schedule import batch_share, lr_share
+from trainer.optim.schedule import compute_batch_size_lr_share, compute_lr_share
 
 
 def recipe_of(batch: dict[str, Any] | None = None, **schedule: Any) -> Recipe:
@@ -20,7 +20,7 @@ def recipe_of(batch: dict[str, Any] | None = None, **schedule: Any) -> Recipe:
 
 
 def trunk(recipe: Recipe, steps: int) -> list[float]:
-    return [lr_share(recipe, "trunk", step, 0, steps) for step in range(steps)]
+    return [compute_lr_share(recipe, "trunk", step, 0, steps) for step in range(steps)]
 
 
 def of_torch(make: Any, steps: int) -> list[float]:
@@ -51,7 +51,7 @@ def of_torch(make: Any, steps: int) -> list[float]:
 def test_the_wsd_schedule_has_the_rates_worked_out_by_hand(
     kind: str, step: int, first: int, last: int, share: float
 ) -> None:
-    assert lr_share(recipe_of(), kind, step, first, last) == pytest.approx(share)  # type: ignore[arg-type]
+    assert compute_lr_share(recipe_of(), kind, step, first, last) == pytest.approx(share)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1])
@@ -85,7 +85,7 @@ def test_the_multi_step_schedule_equals_torchs() -> None:
 @pytest.mark.parametrize(("shape", "middle"), [("1-sqrt", 1 - math.sqrt(0.5)), ("linear", 0.5), ("cosine", 0.5)])
 def test_the_rate_of_an_anneal_falls_to_its_floor(shape: str, middle: float) -> None:
     recipe = recipe_of(shape=shape, final_lr_share=0.1)
-    shares = [lr_share(recipe, "anneal", step, 100, 199) for step in range(100, 199)]
+    shares = [compute_lr_share(recipe, "anneal", step, 100, 199) for step in range(100, 199)]
     assert shares == sorted(shares, reverse=True)
     assert shares[49] == pytest.approx(0.1 + 0.9 * middle)
     assert 0.1 < shares[-1] < 0.12
@@ -105,22 +105,22 @@ def test_the_rate_of_an_anneal_falls_to_its_floor(shape: str, middle: float) -> 
 def test_an_anneal_starts_from_the_trunks_rate(schedule: dict[str, Any], branch: int, start: float) -> None:
     recipe = recipe_of(shape="linear", **schedule)
     floor = min(start, recipe.schedule.final_lr_share)
-    shares = [lr_share(recipe, "anneal", step, branch, branch + 9) for step in range(branch, branch + 9)]
+    shares = [compute_lr_share(recipe, "anneal", step, branch, branch + 9) for step in range(branch, branch + 9)]
     assert shares == pytest.approx([floor + (start - floor) * (1 - (i + 1) / 10) for i in range(9)])
 
 
 def test_rewarming_climbs_from_the_anneals_last_rate_to_the_trunks() -> None:
     recipe = recipe_of(rewarmup_steps=5, final_lr_share=0.1)
-    shares = [lr_share(recipe, "trunk", step, 26, 36, rewarm=True) for step in range(26, 36)]
+    shares = [compute_lr_share(recipe, "trunk", step, 26, 36, rewarm=True) for step in range(26, 36)]
     assert shares == pytest.approx([0.28, 0.46, 0.64, 0.82, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    assert [lr_share(recipe, "trunk", step, 26, 36) for step in (26, 35)] == [1.0, 1.0], "only when asked to"
+    assert [compute_lr_share(recipe, "trunk", step, 26, 36) for step in (26, 35)] == [1.0, 1.0], "only when asked to"
     at_once = recipe_of(rewarmup_steps=0)
-    assert lr_share(at_once, "trunk", 26, 26, 36, rewarm=True) == 1.0
+    assert compute_lr_share(at_once, "trunk", 26, 26, 36, rewarm=True) == 1.0
 
 
 def test_rewarming_joins_a_falling_trunk() -> None:
     recipe = recipe_of(kind="cosine", cosine_steps=44, rewarmup_steps=4)
-    shares = [lr_share(recipe, "trunk", step, 20, 44, rewarm=True) for step in range(20, 44)]
+    shares = [compute_lr_share(recipe, "trunk", step, 20, 44, rewarm=True) for step in range(20, 44)]
     plain = [0.5 * (1 + math.cos(math.pi * (step - 4) / 40)) for step in range(20, 44)]
     assert shares[:4] == pytest.approx([plain[i] * (i + 1) / 4 for i in range(4)])
     assert shares[4:] == pytest.approx(plain[4:])
@@ -130,11 +130,11 @@ def test_a_smaller_batch_has_the_square_root_of_its_share() -> None:
     """Four times the batch is twice the rate: Adam's rule in 2205.10287."""
     warmup = [{"until_step": 10, "sequences": 2}, {"until_step": 20, "sequences": 4}]
     recipe = recipe_of(batch={"sequences": 8, "warmup": warmup})
-    assert [batch_share(recipe.batch, step) for step in (9, 10, 19, 20)] == pytest.approx(
+    assert [compute_batch_size_lr_share(recipe.batch, step) for step in (9, 10, 19, 20)] == pytest.approx(
         [0.5, math.sqrt(0.5), math.sqrt(0.5), 1.0]
     )
-    assert lr_share(recipe, "trunk", 1, 0, 30) == pytest.approx(0.5 * 0.5)
-    assert lr_share(recipe, "anneal", 15, 12, 21) == pytest.approx((1 - math.sqrt(0.4)) * math.sqrt(0.5))
+    assert compute_lr_share(recipe, "trunk", 1, 0, 30) == pytest.approx(0.5 * 0.5)
+    assert compute_lr_share(recipe, "anneal", 15, 12, 21) == pytest.approx((1 - math.sqrt(0.4)) * math.sqrt(0.5))
 
 
 def test_every_share_lies_between_zero_and_one() -> None:
@@ -142,5 +142,5 @@ def test_every_share_lies_between_zero_and_one() -> None:
         recipe = recipe_of(**kind, rewarmup_steps=3)
         for rewarm in (False, True):
             for segment in ("trunk", "anneal"):
-                shares = [lr_share(recipe, segment, s, 12, 40, rewarm) for s in range(12, 40)]  # type: ignore[arg-type]
+                shares = [compute_lr_share(recipe, segment, s, 12, 40, rewarm) for s in range(12, 40)]  # type: ignore[arg-type]
                 assert all(0 < share <= 1 for share in shares)

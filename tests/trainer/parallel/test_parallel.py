@@ -57,7 +57,7 @@ def assert_near(ours: Path, theirs: Path, loss: float = 2e-5, weight: float = 5e
         for key in mine:
             if key.startswith(("grad_norm", "update_ratio", "noise_scale", "activation_max", "attention_logit_max")):
                 assert mine[key] == pytest.approx(other[key], rel=2e-2), key
-    one, two = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
+    one, two = (checkpoints.load_checkpoint(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
     assert one.state["sampler"] == two.state["sampler"]
     for kind, mine_t, other_t in (("model", one.model, two.model), ("optimizer", one.optimizer, two.optimizer)):
         assert mine_t.keys() == other_t.keys()
@@ -146,7 +146,7 @@ def test_each_ranks_own_gradient_is_measured_before_the_sum(
     for rank in range(2):
         part = {
             name: rows[rank::2]
-            for name, rows in batch.micro_batches(None)[0].items()
+            for name, rows in batch.split_into_micro_batches(None)[0].items()
             if name not in ("domains_BT", "stretches")
         }
         gradients: list[Tensor] = []
@@ -182,8 +182,8 @@ def test_a_checkpoint_moves_between_one_rank_two_ranks_and_tensor_ranks(tmp_path
     for other in (two_one, tensor_two, two_tensor):
         assert_near(one_one, other)
     # reading what many ranks wrote and writing it again as one rank gives the same tensors
-    whole = checkpoints.load(Path(result(tensor)["checkpoint"]))
-    again = checkpoints.load(checkpoints.save(tmp_path / "again", whole))
+    whole = checkpoints.load_checkpoint(Path(result(tensor)["checkpoint"]))
+    again = checkpoints.load_checkpoint(checkpoints.save_checkpoint(tmp_path / "again", whole))
     assert all(torch.equal(whole.model[n], again.model[n]) for n in whole.model)
 
 
@@ -197,7 +197,7 @@ def test_two_ranks_train_in_bf16_with_compiled_blocks_as_one_rank_does(tmp_path:
     two = write_spec(tmp_path / "two", plan, recipe_with(**changes), last_step=4)
     torchrun(2, two)
     assert_near(one, two, loss=5e-3, weight=2e-2)
-    loaded = checkpoints.load(Path(result(two)["checkpoint"]))
+    loaded = checkpoints.load_checkpoint(Path(result(two)["checkpoint"]))
     assert all(tensor.dtype == torch.float32 for tensor in loaded.model.values())
 
 
@@ -208,7 +208,7 @@ def test_recomputed_blocks_change_nothing_at_all(tmp_path: Path, make_shard: Mak
         for name, recompute in (("plain", "none"), ("again", "block"))
     )
     assert train_here(plain) == train_here(again) == (0, "")
-    a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (plain, again))
+    a, b = (checkpoints.load_checkpoint(Path(result(folder)["checkpoint"])) for folder in (plain, again))
     assert all(torch.equal(a.model[n], b.model[n]) for n in a.model)
     assert records(plain) == records(again)
 

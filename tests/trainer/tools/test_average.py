@@ -43,7 +43,7 @@ def made(step: int, **changes: object) -> Checkpoint:
 def test_the_average_equals_numpys(trained: list[Path], tmp_path: Path, weights: list[float] | None) -> None:
     words = ["--weights", ",".join(map(str, weights))] if weights else []
     assert main([str(tmp_path), *map(str, trained), *words]) == 0
-    mean = checkpoints.load(tmp_path / trained[-1].name)  # verifies: it is a checkpoint like any other
+    mean = checkpoints.load_checkpoint(tmp_path / trained[-1].name)  # verifies: it is a checkpoint like any other
     arrays = [load_file(path / "model.safetensors") for path in trained]
     for name, tensor in mean.model.items():
         expected = np.average([a[name].astype(np.float64) for a in arrays], axis=0, weights=weights)
@@ -51,13 +51,13 @@ def test_the_average_equals_numpys(trained: list[Path], tmp_path: Path, weights:
     shares = np.array(weights or [1.0] * 3) / sum(weights or [1.0] * 3)
     assert [part["weight"] for part in mean.state["averaged_from"]] == pytest.approx(shares)
     assert [part["manifest_sha256"] for part in mean.state["averaged_from"]] == [
-        checkpoints.manifest_sha256(path) for path in trained
+        checkpoints.hash_manifest(path) for path in trained
     ]
 
 
 def test_tensors_not_averaged_come_from_the_newest_checkpoint(trained: list[Path], tmp_path: Path) -> None:
     assert main([str(tmp_path), str(trained[2]), str(trained[0]), str(trained[1])]) == 0
-    mean, newest = checkpoints.load(tmp_path / trained[-1].name), checkpoints.load(trained[-1])
+    mean, newest = checkpoints.load_checkpoint(tmp_path / trained[-1].name), checkpoints.load_checkpoint(trained[-1])
     assert mean.step == newest.step and mean.state["sampler"] == newest.state["sampler"]
     assert mean.optimizer.keys() == newest.optimizer.keys()
     assert all(torch.equal(mean.optimizer[name], newest.optimizer[name]) for name in newest.optimizer)
@@ -78,9 +78,9 @@ def test_averages_are_summed_in_double_precision(tmp_path: Path) -> None:
     """fp32 sums would lose the ones beside 2**25."""
     values = (2.0**25, 1.0, 1.0, -(2.0**25))
     made_of = [made(step, model={"a": torch.tensor([value])}) for step, value in enumerate(values)]
-    paths = [checkpoints.save(tmp_path / str(step), checkpoint) for step, checkpoint in enumerate(made_of)]
+    paths = [checkpoints.save_checkpoint(tmp_path / str(step), checkpoint) for step, checkpoint in enumerate(made_of)]
     assert main([str(tmp_path / "out"), *map(str, paths)]) == 0
-    assert checkpoints.load(tmp_path / "out" / "step-00000003").model["a"].item() == 0.5
+    assert checkpoints.load_checkpoint(tmp_path / "out" / "step-00000003").model["a"].item() == 0.5
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_averages_are_summed_in_double_precision(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], said: str
 ) -> None:
-    paths = [checkpoints.save(tmp_path / "0", made(1)), checkpoints.save(tmp_path / "1", made(2, **changes))]
+    paths = [checkpoints.save_checkpoint(tmp_path / "0", made(1)), checkpoints.save_checkpoint(tmp_path / "1", made(2, **changes))]
     assert main([str(tmp_path / "out"), *map(str, paths)]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in said.split(" | ")) and error.count("\n") == 1
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [checkpoints.save(tmp_path / str(i), made(i)) for i in range(2)]
+    paths = [checkpoints.save_checkpoint(tmp_path / str(i), made(i)) for i in range(2)]
     blob = (paths[1] / "model.safetensors").read_bytes()
     (paths[1] / "model.safetensors").write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
     assert main([str(tmp_path / "out"), *map(str, paths)]) == 2
@@ -129,7 +129,7 @@ def test_wrong_arguments_are_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     for i in range(2):
-        checkpoints.save(tmp_path / str(i), made(i))
+        checkpoints.save_checkpoint(tmp_path / str(i), made(i))
     words = [str(tmp_path / word) if "/" in word else word for word in words]
     assert main([str(tmp_path / "out"), *words]) == 2
     error = capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.messages import refused
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
-from trainer.contract.data.data_order import DataOrder, document_keys
+from trainer.contract.data.data_order import DataOrder, list_document_keys
 from trainer.contract.errors import CheckpointError, SpecError
 from trainer.tools.documents import list_step_documents, main
 
@@ -24,7 +24,7 @@ def test_the_listed_documents_are_those_of_every_step_of_a_trunk_and_its_anneal(
         keep_checkpoints=9,
     )
     order = DataOrder(plan, context=32, batch=recipe.batch, vocab_size=512)
-    expected = [document_keys(order, order.next_rows()) for _ in range(18)]
+    expected = [list_document_keys(order, order.draw_next_rows()) for _ in range(18)]
 
     trunk = write_spec(tmp_path / "trunk", plan, recipe, last_step=13)
     assert list_step_documents(trunk, 7) == expected[7]  # before it ran

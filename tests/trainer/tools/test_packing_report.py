@@ -65,7 +65,7 @@ def test_shares_equal_a_manual_count(make_shard: MakeShard) -> None:
     report = measure_packing("truncate-and-concatenate", order, 10)
     assert order.state_dict() == before
     fits = lambda p: order.streams[p.stream].length[p.document] - 1 <= 32
-    steps = [order.next_rows() for _ in range(10)]
+    steps = [order.draw_next_rows() for _ in range(10)]
     parts: Counter[tuple[str, int]] = Counter()
     begun: set[tuple[str, int]] = set()
     for row in (row for rows in steps for row in rows):

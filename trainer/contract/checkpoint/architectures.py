@@ -107,7 +107,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(  # by model_type
 )
 
 
-def model_type_of(shape: ModelRecipe) -> str:
+def find_model_type(shape: ModelRecipe) -> str:
     """The key in ``ARCHITECTURES`` of the architecture that computes what a model of this shape computes."""
     (found,) = (model_type for model_type, architecture in ARCHITECTURES.items() if architecture.can_hold(shape))
     return found

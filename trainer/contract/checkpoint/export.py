@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.architectures import ARCHITECTURES, model_type_of
+from trainer.contract.checkpoint.architectures import ARCHITECTURES, find_model_type
 from trainer.contract.errors import run_for_exit_code
 from trainer.contract.recipe import ModelRecipe, Recipe
 
@@ -24,34 +24,34 @@ END_OF_TURN = 2  # <|im_end|>
 KEPT_IN_FP32 = "e_score_correction_bias"  # rounding would choose other experts; transformers keeps it in fp32 too
 
 
-def export(source: Path, out: Path) -> None:
+def export_checkpoint(source: Path, out: Path) -> None:
     """Export a checkpoint to a folder. Raises: CheckpointError if the checkpoint does not verify; OSError."""
-    loaded = checkpoints.load(source)
+    loaded = checkpoints.load_checkpoint(source)
     recipe = Recipe.parse(loaded.state["recipe"], str(source / "state.json"))
     tensors = dict(convert_tensors(loaded.model, recipe))
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / "config.json", hf_config(recipe.model, dtype_of_export(recipe)))
-    _write_json(out / "generation_config.json", generation_config())
+    _write_json(out / "config.json", make_hf_config(recipe.model, choose_export_dtype(recipe)))
+    _write_json(out / "generation_config.json", make_generation_config())
     with open(out / "model.safetensors", "wb") as file:
-        for chunk in checkpoints.safetensors_bytes(tensors, {"format": "pt"}):
+        for chunk in checkpoints.iterate_safetensors_bytes(tensors, {"format": "pt"}):
             file.write(chunk)
 
 
-def dtype_of_export(recipe: Recipe) -> str:
+def choose_export_dtype(recipe: Recipe) -> str:
     """The dtype of most tensors of the export, by torch's name."""
     return {"fp32": "float32", "bf16": "bfloat16"}[recipe.export_dtype]
 
 
 def convert_tensors(model: dict[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the export, converted from a checkpoint's."""
-    dtype: torch.dtype = getattr(torch, dtype_of_export(recipe))
-    for name, tensor in hf_tensors(model, recipe.model).items():
+    dtype: torch.dtype = getattr(torch, choose_export_dtype(recipe))
+    for name, tensor in rename_tensors_for_hf(model, recipe.model).items():
         yield name, tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
 
 
-def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
+def make_hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
     """The content of config.json for a model of this shape."""
-    model_type = model_type_of(shape)
+    model_type = find_model_type(shape)
     architecture = ARCHITECTURES[model_type]
     return {
         "architectures": [architecture.class_name],
@@ -83,7 +83,7 @@ def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
     }
 
 
-def generation_config() -> dict[str, Any]:
+def make_generation_config() -> dict[str, Any]:
     """The content of generation_config.json: greedy (``do_sample`` of transformers, ``temperature`` of vLLM), to the end of a document or turn."""
     return {"do_sample": False, "temperature": 0.0, "eos_token_id": [END_TOKEN, END_OF_TURN], "pad_token_id": END_TOKEN}
 
@@ -107,7 +107,7 @@ NAMES = {
 }
 
 
-def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor]:
+def rename_tensors_for_hf(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor]:
     """The tensors under Hugging Face's names. A tied head is not stored twice.
 
     The final norm includes the factor by which muP scales the head's input.
@@ -127,7 +127,7 @@ def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor
             projection = key.removeprefix("experts_")
             for number, expert in enumerate(tensor.unbind()):
                 found[f"{theirs}mlp.experts.{number}.{projection}_proj.weight"] = expert
-    if not ARCHITECTURES[model_type_of(shape)].tied_embeddings:
+    if not ARCHITECTURES[find_model_type(shape)].tied_embeddings:
         found["lm_head.weight"] = model["embedding"]
     if (
         shape.experts is not None and not shape.experts.shared
@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     return run_for_exit_code(
-        "trainer.contract.checkpoint.export", lambda: export(Path(arguments[0]), Path(arguments[1]))
+        "trainer.contract.checkpoint.export", lambda: export_checkpoint(Path(arguments[0]), Path(arguments[1]))
     )
 
 

@@ -73,11 +73,11 @@ class SkippedCheckpoint:
     reason: str
 
 
-def checkpoint_name(step: int) -> str:
+def format_checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(parent: Path, checkpoint: Checkpoint) -> Path:
+def save_checkpoint(parent: Path, checkpoint: Checkpoint) -> Path:
     """Write ``parent/step-…`` atomically. Raises: OSError, with nothing left behind."""
     contents = {"model": checkpoint.model, "optimizer": checkpoint.optimizer}
     return save_rank_share(parent, checkpoint.step, contents, {}, checkpoint.state)
@@ -98,7 +98,7 @@ def save_rank_share(
     Raises: OSError, with nothing left behind.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    target = parent / checkpoint_name(step)
+    target = parent / format_checkpoint_name(step)
     aside = parent / f".writing-{target.name}"
     aside.mkdir(exist_ok=True)
     try:
@@ -107,7 +107,7 @@ def save_rank_share(
             name = f"{kind}.safetensors" if ranks == 1 else f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
             parts = {n: [r.whole, r.offset] for n, r in regions.items() if n in tensors and r.shape != r.whole}
             metadata = {REGIONS: json.dumps(parts)} if parts else None
-            files[name] = _write(aside / name, safetensors_bytes(tensors, metadata))
+            files[name] = _write(aside / name, iterate_safetensors_bytes(tensors, metadata))
         if rank:
             _write(aside / f".share-{rank:05d}", iter([json.dumps(files).encode()]))
             os.rename(aside / f".share-{rank:05d}", aside / f"share-{rank:05d}.json")
@@ -128,17 +128,17 @@ def save_rank_share(
     return target
 
 
-def delete_unfinished(parent: Path) -> None:
+def delete_unfinished_checkpoints(parent: Path) -> None:
     """Remove the folders that killed writers left. No writer may be running."""
     for aside in parent.glob(".writing-*"):
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def load(path: Path) -> Checkpoint:
+def load_checkpoint(path: Path) -> Checkpoint:
     """A whole checkpoint, verified. Raises: CheckpointError that names the file and the fault; OSError as ``find_checkpoint_fault``."""
     if fault := find_checkpoint_fault(path):
         raise CheckpointError(Message.from_json(fault))
-    return Checkpoint(read_tensors(path, "model"), read_tensors(path, "optimizer"), read_state(path))
+    return Checkpoint(read_tensors(path, "model"), read_tensors(path, "optimizer"), read_checkpoint_state(path))
 
 
 def find_checkpoint_fault(path: Path, share_index: int = 0, share_count: int = 1) -> str:
@@ -173,7 +173,7 @@ def find_checkpoint_fault(path: Path, share_index: int = 0, share_count: int = 1
                 )
             with open(file, "rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
-                    return hash_mismatch_fault(file)
+                    return make_hash_mismatch_fault(file)
         except OSError as error:
             if error.errno in ERRORS_OF_NO_FILE:
                 raise
@@ -183,7 +183,7 @@ def find_checkpoint_fault(path: Path, share_index: int = 0, share_count: int = 1
     return ""
 
 
-def hash_mismatch_fault(file: Path) -> Message:
+def make_hash_mismatch_fault(file: Path) -> Message:
     """The fault of a file whose hash differs from the manifest's."""
     return Message(
         "trainer.hash_mismatch",
@@ -192,7 +192,7 @@ def hash_mismatch_fault(file: Path) -> Message:
     )
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_checkpoint_state(path: Path) -> dict[str, Any]:
     """The contents of state.json. Raises: CheckpointError; OSError as ``find_checkpoint_fault``."""
     try:
         return dict(json.loads((path / "state.json").read_bytes()))
@@ -310,7 +310,7 @@ def _damaged_manifest(path: Path, problem: str) -> CheckpointError:
     )
 
 
-def manifest_sha256(path: Path) -> str:
+def hash_manifest(path: Path) -> str:
     return hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
 
 
@@ -320,7 +320,7 @@ def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def mark_as_bad(path: Path, reason: str) -> SkippedCheckpoint:
+def mark_checkpoint_as_bad(path: Path, reason: str) -> SkippedCheckpoint:
     """Rename a checkpoint that cannot be loaded to ``bad-…``."""
     away = path.with_name(f"bad-{path.name}")
     shutil.rmtree(away, ignore_errors=True)
@@ -328,7 +328,7 @@ def mark_as_bad(path: Path, reason: str) -> SkippedCheckpoint:
     return SkippedCheckpoint(str(away), reason)
 
 
-def safetensors_bytes(
+def iterate_safetensors_bytes(
     tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file in pieces, so that it can be hashed while it is written, and a full disk is an OSError.

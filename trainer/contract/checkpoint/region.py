@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 
-def is_split(tensor: Tensor) -> bool:
+def is_distributed_tensor(tensor: Tensor) -> bool:
     """True for a DTensor. The test does not import DTensor, which callers that only read tensors do not need."""
     return hasattr(tensor, "placements")
 
@@ -22,17 +22,17 @@ class Region:
     shape: tuple[int, ...]
 
     @classmethod
-    def region_of_tensor(cls, tensor: Any) -> Region:
+    def from_tensor(cls, tensor: Any) -> Region:
         """The region of a tensor that this rank holds; the whole tensor if it is not split."""
         whole = tuple(tensor.shape)
-        if not is_split(tensor):
+        if not is_distributed_tensor(tensor):
             return cls(whole, (0,) * len(whole), whole)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
         return cls(whole, tuple(offset), tuple(shape))
 
-    def view_of(self, tensor: Tensor) -> Tensor:
+    def view_in_whole_tensor(self, tensor: Tensor) -> Tensor:
         """This region of a whole tensor, as a view."""
         assert tuple(tensor.shape) == self.whole, (tensor.shape, self.whole)
         for dimension, (start, length) in enumerate(zip(self.offset, self.shape)):

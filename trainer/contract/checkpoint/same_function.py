@@ -7,7 +7,7 @@ the recipe of its training, and its manifest holds that file's hash. Therefore e
     >>> after = ModelRecipe.model_validate(before | {"heads": 2, "kv_heads": 2, "head_dim": 16, "rope_theta": 5e5, "context": 64})
     >>> find_function_changes(before, after)
     {'head_dim': (8, 16), 'heads': (4, 2), 'kv_heads': (4, 2), 'rope_theta': (10000.0, 500000.0)}
-    >>> unaccepted_changes(before, after, ["rope_theta", "heads"])
+    >>> find_unaccepted_changes(before, after, ["rope_theta", "heads"])
     ['kv_heads', 'head_dim']
 """
 
@@ -40,7 +40,7 @@ def find_function_changes(before: Mapping[str, Any], after: ModelRecipe) -> Chan
     }
 
 
-def unaccepted_changes(before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str]) -> list[str]:
+def find_unaccepted_changes(before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str]) -> list[str]:
     """The changes that the recipe's ``accept_changes`` does not name. Those that change the weights' shapes come first."""
     left = [key for key in find_function_changes(before, after) if key not in accepted]
     return sorted(left, key=lambda key: (key in ACCEPTABLE, key not in ("heads", "kv_heads"), key))
@@ -50,7 +50,7 @@ def refuse_unaccepted_changes(
     before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str], path: object
 ) -> None:
     """Raises: CheckpointError that names the first change that is not accepted. ``path``: the checkpoint, for the message."""
-    left = unaccepted_changes(before, after, accepted)
+    left = find_unaccepted_changes(before, after, accepted)
     if left:
         old, new = find_function_changes(before, after)[left[0]]
         way: str = ""

@@ -29,14 +29,14 @@ step. A row's pieces are shown as (domain, document, first token, positions):
     >>> order = DataOrder(plan, **keywords)
     >>> def shown(rows):
     ...     return [[(stream_domain(p.stream), p.document, p.start, p.positions) for p in row] for row in rows]
-    >>> shown(order.next_rows())
+    >>> shown(order.draw_next_rows())
     [[('docs', 3, 0, 8)], [('code', 9, 0, 3), ('code', 5, 0, 3)]]
     >>> state = order.state_dict()
-    >>> shown(order.next_rows())
+    >>> shown(order.draw_next_rows())
     [[('code', 1, 0, 3)], [('docs', 2, 0, 8)]]
-    >>> shown(DataOrder(plan, **keywords, state=state).next_rows())  # resumed: the same step
+    >>> shown(DataOrder(plan, **keywords, state=state).draw_next_rows())  # resumed: the same step
     [[('code', 1, 0, 3)], [('docs', 2, 0, 8)]]
-    >>> document_keys_at(DataOrder(plan, **keywords), step=1)
+    >>> list_document_keys_at_step(DataOrder(plan, **keywords), step=1)
     ['code-1', 'docs-2']
     >>> folder.cleanup()
 """
@@ -54,8 +54,8 @@ from trainer.contract.data.document_stream import (
     DocumentPiece,
     DocumentStream,
     open_streams,
-    stream_domain,
-    stream_generation,
+    parse_stream_domain,
+    parse_stream_generation,
 )
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.errors import DataPlanError
@@ -78,7 +78,7 @@ class StreamPosition:
 
 
 class DataOrder:
-    """The global batches of a plan. ``next_rows`` advances by one step. ``state``: a ``state_dict`` to continue from."""
+    """The global batches of a plan. ``draw_next_rows`` advances by one step. ``state``: a ``state_dict`` to continue from."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class DataOrder:
         if state is not None:
             self._restore(state)
         self._join()
-        for mixture in plan.mixtures():
-            if mixture.stop > self.step and not stream_shares(plan, self.streams, mixture.weights):
+        for mixture in plan.list_mixtures():
+            if mixture.stop > self.step and not compute_stream_shares(plan, self.streams, mixture.weights):
                 raise DataPlanError(
                     "data_order.no_domain",
                     "{key}: no shard has supervised tokens of {domains}. The domains in the shards: {held}.",
@@ -117,7 +117,7 @@ class DataOrder:
                     held=self.domains or ["nothing"],
                 )
 
-    def next_rows(self) -> list[Row]:
+    def draw_next_rows(self) -> list[Row]:
         """The rows of the next step's global batch: ``batch.sequences_at(step)`` of them, none empty.
 
         With ``plan.targets_in_every_batch`` each batch has a token that carries loss. A packing that cuts can leave a row with only a question,
@@ -134,7 +134,7 @@ class DataOrder:
 
     def _pack(self) -> list[Row]:
         """Rows for the step, from the waiting pieces and new ones. Raises: DataPlanError."""
-        wanted = self.batch.sequences_at(self.step)
+        wanted = self.batch.count_sequences_at(self.step)
         strategy = STRATEGIES[self.batch.packing]
         lengths = [piece.positions for piece in self.pending]
         waiting = sum(lengths)
@@ -152,7 +152,7 @@ class DataOrder:
                 step=self.step,
                 epochs=self.plan.max_epochs,
             )
-        part_of = lambda part: self.streams[self.pending[part.piece].stream].part_of(
+        part_of = lambda part: self.streams[self.pending[part.piece].stream].cut_part_of_piece(
             self.pending[part.piece], part.start, part.positions
         )
         rows = [tuple(map(part_of, row)) for row in packed]
@@ -160,19 +160,19 @@ class DataOrder:
         self.documents_begun += sum(piece.start == 0 for row in rows for piece in row)
         return rows
 
-    def current_stream_shares(self) -> dict[str, float]:
+    def compute_current_stream_shares(self) -> dict[str, float]:
         """The share of the supervised tokens that each stream should have at this step. Streams without a share are left out."""
         if self._shares[0] != self.step:
-            self._shares = self.step, stream_shares(self.plan, self.streams, self.plan.weights_at(self.step))
+            self._shares = self.step, compute_stream_shares(self.plan, self.streams, self.plan.find_weights_at_step(self.step))
         return self._shares[1]
 
-    def positions_left(self) -> int:
+    def estimate_positions_left(self) -> int:
         """Positions that can still be drawn under the epoch cap: an upper bound of the positions that are left to train on.
 
         Rows that will be passed over because they hold no target are estimated and left out.
         """
         left = sum(piece.positions for piece in self.pending) + sum(
-            self._left(name) for name in self.current_stream_shares()
+            self._left(name) for name in self.compute_current_stream_shares()
         )
         return round(left * self._kept_share())
 
@@ -186,7 +186,7 @@ class DataOrder:
         twin, kept, batches = self.copy_at_step(), 0, 0
         for _ in range(max(8, REHEARSED_ROWS // self.batch.sequences)):
             try:
-                rows = twin.next_rows()
+                rows = twin.draw_next_rows()
             except DataPlanError:
                 break
             kept, batches = kept + sum(piece.positions for row in rows for piece in row), batches + 1
@@ -197,9 +197,9 @@ class DataOrder:
     def _left(self, name: str) -> int:
         stream, cursor = self.streams[name], self.cursors[name]
         epochs = self.plan.max_epochs + cursor.joined - cursor.place / stream.pieces
-        return max(0, round(stream.positions * epochs))
+        return max(0, round(stream.positions_per_epoch * epochs))
 
-    def positions_until(self, last_step: int, positions: Callable[[int, int], int]) -> int:
+    def count_positions_until(self, last_step: int, positions: Callable[[int, int], int]) -> int:
         """The number of positions that the data can fill in the steps to ``last_step``, mixture by mixture.
 
         ``positions(first, last)``: the number of positions in the steps [first, last). If a domain runs out, the others of its mixture take its
@@ -208,14 +208,14 @@ class DataOrder:
         left = {name: float(self._left(name)) for name in self.streams}
         spare, filled, kept = float(sum(piece.positions for piece in self.pending)), 0.0, self._kept_share()
         left = {name: positions * kept for name, positions in left.items()}
-        for mixture in self.plan.mixtures():
+        for mixture in self.plan.list_mixtures():
             first, last = max(self.step, mixture.start), min(last_step, mixture.stop)
             if first >= last:
                 continue
             wanted = float(positions(first, int(last)))
             taken = min(wanted, spare)
             spare -= taken
-            shares = stream_shares(self.plan, self.streams, mixture.weights)
+            shares = compute_stream_shares(self.plan, self.streams, mixture.weights)
             while wanted - taken > 0.5 and (here := {n: s for n, s in shares.items() if left[n] > 0}):
                 need = wanted - taken
                 for name, share in here.items():
@@ -256,7 +256,7 @@ class DataOrder:
             "context": self.context,
             "documents_begun": self.documents_begun,
             "streams": {name: [c.fingerprint, c.joined, c.place, c.credit] for name, c in cursors},
-            "pending": encode_pending(self.pending, {name: c.place for name, c in cursors}),
+            "pending": encode_pending_pieces(self.pending, {name: c.place for name, c in cursors}),
             # waiting pieces that were cut at a row's end: [index, positions already trained on]
             "begun": [[i, p.start % self.context] for i, p in enumerate(self.pending) if p.start % self.context],
             **permuted,
@@ -285,13 +285,13 @@ class DataOrder:
             cursor = StreamPosition(*values)
             if name in self.streams and self.streams[name].fingerprint == cursor.fingerprint:
                 self.cursors[name] = cursor
-            elif stream_generation(name) not in self._relabelled:
+            elif parse_stream_generation(name) not in self._relabelled:
                 raise DataPlanError(
                     "data_order.other_shards",
                     "token_shards: domain {domain!r} of generation {generation} differs from the data that the checkpoint "
                     "was trained on. Keep these shards and the seed as they were, and add new shards as a new generation.",
-                    domain=stream_domain(name),
-                    generation=stream_generation(name),
+                    domain=parse_stream_domain(name),
+                    generation=parse_stream_generation(name),
                 )
         places = {name: values[2] for name, values in state["streams"].items()}
         same = (
@@ -299,17 +299,17 @@ class DataOrder:
         )  # otherwise other pieces wait, and none of them is cut
         begun = dict(state["begun"]) if same else {}
         self.pending = []
-        for i, (name, place) in enumerate(decode_pending(state["pending"], places)):
+        for i, (name, place) in enumerate(decode_pending_pieces(state["pending"], places)):
             if name in self.cursors:  # otherwise its stream begins anew
-                piece = self.streams[name].piece_at(place)
+                piece = self.streams[name].find_piece_at(place)
                 start = begun.get(i, 0)
-                self.pending.append(self.streams[name].part_of(piece, start, piece.positions - start))
+                self.pending.append(self.streams[name].cut_part_of_piece(piece, start, piece.positions - start))
 
     def _join(self) -> None:
         """Streams that the state lacks begin at the epoch of the others of their domain."""
         for name, stream in self.streams.items():
             if name not in self.cursors:
-                others = [self._epoch(n) for n in self.cursors if stream_domain(n) == stream.domain]
+                others = [self._epoch(n) for n in self.cursors if parse_stream_domain(n) == stream.domain]
                 epoch = min(others, default=0)
                 self.cursors[name] = StreamPosition(stream.fingerprint, epoch, epoch * stream.pieces, 0.0)
 
@@ -321,7 +321,7 @@ class DataOrder:
         while available := self._may_draw():
             name = max(available, key=lambda n: (self.cursors[n].credit, n))
             stream, cursor = self.streams[name], self.cursors[name]
-            piece = stream.piece_at(cursor.place)
+            piece = stream.find_piece_at(cursor.place)
             cursor.place += 1
             if cursor.place % stream.pieces == 0:
                 self._available = None
@@ -340,15 +340,15 @@ class DataOrder:
         if self._available is not None and self._available[0] == self.step:
             return self._available[1]
         found: dict[str, float] = {}
-        shares = self.current_stream_shares()
+        shares = self.compute_current_stream_shares()
         by_domain: dict[str, list[str]] = {}
         for name in shares:
             if self._epoch(name) - self.cursors[name].joined < self.plan.max_epochs:
-                by_domain.setdefault(stream_domain(name), []).append(name)
+                by_domain.setdefault(parse_stream_domain(name), []).append(name)
         for domain, names in by_domain.items():
             epoch = min(map(self._epoch, names))
             ready = {n: shares[n] for n in names if self._epoch(n) == epoch}
-            whole = sum(share for n, share in shares.items() if stream_domain(n) == domain)
+            whole = sum(share for n, share in shares.items() if parse_stream_domain(n) == domain)
             part = sum(ready.values())
             found |= {n: (share / part if part > 0 else 1 / len(ready)) * whole for n, share in ready.items()}
         total = sum(found.values())
@@ -357,20 +357,20 @@ class DataOrder:
         return found
 
 
-def document_keys_at(order: DataOrder, step: int) -> list[str]:
+def list_document_keys_at_step(order: DataOrder, step: int) -> list[str]:
     """Sorted keys of the documents in a step's global batch. ``order`` must be at or before that step, and is moved past it."""
     assert order.step <= step
     while order.step < step:
-        order.next_rows()
-    return document_keys(order, order.next_rows())
+        order.draw_next_rows()
+    return list_document_keys(order, order.draw_next_rows())
 
 
-def document_keys(order: DataOrder, rows: list[Row]) -> list[str]:
+def list_document_keys(order: DataOrder, rows: list[Row]) -> list[str]:
     """Sorted keys of the documents in the rows."""
-    return sorted({order.streams[p.stream].key(p.document) for row in rows for p in row})
+    return sorted({order.streams[p.stream].look_up_document_key(p.document) for row in rows for p in row})
 
 
-def stream_shares(
+def compute_stream_shares(
     plan: DataPlan, streams: Mapping[str, DocumentStream], weights: Mapping[str, float]
 ) -> dict[str, float]:
     """The share of each stream that holds data: the domain's weight × the generation's share of the domain. The shares sum to one."""
@@ -384,9 +384,9 @@ def stream_shares(
         held = {n: s.supervised_tokens for n, s in streams.items() if s.domain == domain and s.supervised_tokens}
         if weight <= 0 or not held:
             continue
-        newest = max(held, key=stream_generation)
+        newest = max(held, key=parse_stream_generation)
         older = sum(held.values()) - held[newest]
-        has_new = stream_generation(newest) == max(shard.generation for shard in plan.token_shards)
+        has_new = parse_stream_generation(newest) == max(shard.generation for shard in plan.token_shards)
         for name, count in held.items():
             if not older:
                 share = 1.0
@@ -399,7 +399,7 @@ def stream_shares(
     return {name: share / total for name, share in shares.items()} if total > 0 else {}
 
 
-def encode_pending(pending: list[DocumentPiece], places: Mapping[str, int]) -> str:
+def encode_pending_pieces(pending: list[DocumentPiece], places: Mapping[str, int]) -> str:
     """Base64 of two varints for each piece, newest first: the number of its stream, and its distance before the stream's next waiting piece
     (or before the stream's position)."""
     names = {name: number for number, name in enumerate(sorted(places))}
@@ -411,7 +411,7 @@ def encode_pending(pending: list[DocumentPiece], places: Mapping[str, int]) -> s
     return base64.b64encode(found).decode()
 
 
-def decode_pending(text: str, places: Mapping[str, int]) -> list[tuple[str, int]]:
+def decode_pending_pieces(text: str, places: Mapping[str, int]) -> list[tuple[str, int]]:
     """(stream, place) of each piece, oldest first."""
     names, at = sorted(places), dict(places)
     numbers = _varints(base64.b64decode(text))

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from kernels.contract.message import Message
-from trainer.contract.errors import DataPlanError, did_you_mean
-from trainer.contract.recipe import MixtureRecipe, Phase, Positive, Share
-from trainer.contract.strict import StrictSchema, not_json_error, parse
+from trainer.contract.errors import DataPlanError, make_known_words_hint
+from trainer.contract.recipe import MixtureRecipe, MixturePhase, Positive, Share
+from trainer.contract.strict import StrictSchema, make_not_json_error, parse
 
 LATER_KEYS = ("masked", "reshuffled", "targets_in_every_batch")  # keys of a plan that the first plans did not have
 
@@ -41,19 +41,19 @@ class Mixture:
     start: int
     stop: float
 
-    def domains_without_documents(self, present_domains: Collection[str]) -> list[str]:
+    def list_domains_without_documents(self, present_domains: Collection[str]) -> list[str]:
         """Domains that have a weight but no document. ``present_domains``: the domains that have documents."""
         return sorted(
             domain for domain, weight in self.weights.items() if weight > 0 and domain not in {*present_domains, "*"}
         )
 
-    def has_documents(self, present_domains: Collection[str]) -> bool:
+    def has_domain_with_documents(self, present_domains: Collection[str]) -> bool:
         """True if some domain with documents has a weight above zero."""
         return any(self.weights.get(domain, self.weights.get("*", 0.0)) > 0 for domain in present_domains)
 
-    def without_absent_domains(self, present_domains: Collection[str]) -> dict[str, float]:
+    def select_weights_of_present_domains(self, present_domains: Collection[str]) -> dict[str, float]:
         """The weights without domains that have no document."""
-        absent = self.domains_without_documents(present_domains)
+        absent = self.list_domains_without_documents(present_domains)
         return {domain: weight for domain, weight in self.weights.items() if domain not in absent}
 
 
@@ -62,7 +62,7 @@ class DataPlan(StrictSchema):
 
     token_shards: Annotated[list[PlannedShard], Field(min_length=1)]
     weights: dict[str, Annotated[float, Field(ge=0)]]  # share of supervised tokens by domain; "*": all others
-    phases: list[Phase] = []  # weights that take over from a step on
+    phases: list[MixturePhase] = []  # weights that take over from a step on
     replay: Share = 0.0  # share of a domain's tokens from generations before the newest
     max_epochs: Positive = 1
     seed: Annotated[int, Field(ge=0)] = 0
@@ -82,7 +82,7 @@ class DataPlan(StrictSchema):
         return self
 
     @classmethod
-    def make(
+    def make_for_segment(
         cls, mixture: MixtureRecipe, kind: Literal["trunk", "anneal"], shards: Iterable[tuple[Any, ...]], seed: int
     ) -> DataPlan:
         """The plan of a segment of that kind under a recipe's mixture; ``shards``: (id, path, generation), or these with content and moved."""
@@ -103,7 +103,7 @@ class DataPlan(StrictSchema):
             try:
                 raw = json.loads(raw)
             except ValueError as error:
-                raise not_json_error(where, error, DataPlanError) from None
+                raise make_not_json_error(where, error, DataPlanError) from None
         return parse(cls, raw, where, DataPlanError)
 
     def to_json(self) -> str:
@@ -120,7 +120,7 @@ class DataPlan(StrictSchema):
     def id(self) -> str:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
-    def weights_at(self, step: int) -> dict[str, float]:
+    def find_weights_at_step(self, step: int) -> dict[str, float]:
         """The weights that apply at a step."""
         weights = self.weights
         for phase in self.phases:
@@ -128,9 +128,9 @@ class DataPlan(StrictSchema):
                 weights = phase.weights
         return weights
 
-    def mixtures(self) -> list[Mixture]:
+    def list_mixtures(self) -> list[Mixture]:
         """All weights of the plan, in the order of their steps."""
-        first = Phase(from_step=0, weights=self.weights)
+        first = MixturePhase(from_step=0, weights=self.weights)
         keys = ["weights", *(f"phases.{i}.weights" for i in range(len(self.phases)))]
         stops = [*(float(phase.from_step) for phase in self.phases), math.inf]
         phases = zip(keys, [first, *self.phases], stops)
@@ -138,9 +138,9 @@ class DataPlan(StrictSchema):
 
     def refuse_missing_domains(self, present_domains: Collection[str]) -> None:
         """Raises: DataPlanError that names the first key with a weight for a domain of which no shard holds a document."""
-        for mixture in self.mixtures():
-            for domain in mixture.domains_without_documents(present_domains):
-                hint = did_you_mean(domain, present_domains) if present_domains else ""
+        for mixture in self.list_mixtures():
+            for domain in mixture.list_domains_without_documents(present_domains):
+                hint = make_known_words_hint(domain, present_domains) if present_domains else ""
                 raise DataPlanError(
                     "data_plan.absent_domain",
                     "{key}: no shard has a document of domain {domain!r}{near}",
@@ -149,7 +149,7 @@ class DataPlan(StrictSchema):
                     near=hint,
                 )
 
-    def without_missing_domains(
+    def copy_without_missing_domains(
         self, present_domains: Collection[str], first_step: int, last_step: int
     ) -> tuple[DataPlan, list[str]]:
         """The plan of the steps [first, last) without domains of which no shard holds a document, and their names.
@@ -157,35 +157,35 @@ class DataPlan(StrictSchema):
         A phase whose domains have no documents is left out if it applies to none of these steps.
         Raises: DataPlanError that names the key, if such a phase applies to one of these steps.
         """
-        mixtures = self.mixtures()
+        mixtures = self.list_mixtures()
         for mixture in mixtures:
             applies = mixture.start < last_step and first_step < mixture.stop
-            if applies and not mixture.has_documents(present_domains):
+            if applies and not mixture.has_domain_with_documents(present_domains):
                 raise DataPlanError(
                     "data_plan.nothing_to_train_on",
                     "{key}: no shard has a document of {domains}. The domains in the shards: {held}.",
                     key=mixture.key,
-                    domains=mixture.domains_without_documents(present_domains) or ["any domain"],
+                    domains=mixture.list_domains_without_documents(present_domains) or ["any domain"],
                     held=sorted(present_domains) or ["nothing"],
                 )
-        weights, *later = [mixture.without_absent_domains(present_domains) for mixture in mixtures]
+        weights, *later = [mixture.select_weights_of_present_domains(present_domains) for mixture in mixtures]
         phases = [
-            Phase(from_step=phase.from_step, weights=kept)
+            MixturePhase(from_step=phase.from_step, weights=kept)
             for phase, kept, mixture in zip(self.phases, later, mixtures[1:])
-            if mixture.has_documents(present_domains)
+            if mixture.has_domain_with_documents(present_domains)
         ]
-        if not mixtures[0].has_documents(present_domains):
+        if not mixtures[0].has_domain_with_documents(present_domains):
             weights = phases[0].weights  # the first weights apply to none of these steps, but a plan must have some
         left_out = sorted(
-            {domain for mixture in mixtures for domain in mixture.domains_without_documents(present_domains)}
+            {domain for mixture in mixtures for domain in mixture.list_domains_without_documents(present_domains)}
         )
         return self.model_copy(update={"weights": weights, "phases": phases}), left_out
 
-    def with_masked(self, documents: Iterable[str]) -> DataPlan:
+    def copy_with_masked_documents(self, documents: Iterable[str]) -> DataPlan:
         """The plan with these documents, by their keys, masked as well: they carry no loss.
 
         >>> plan = DataPlan(token_shards=[PlannedShard(id="a", path="a", generation=0)], weights={"*": 1.0})
-        >>> plan.with_masked(["b:2", "b:1"]).with_masked(["b:1"]).masked, plan.with_masked([]).id == plan.id
+        >>> plan.copy_with_masked_documents(["b:2", "b:1"]).copy_with_masked_documents(["b:1"]).masked, plan.copy_with_masked_documents([]).id == plan.id
         (['b:1', 'b:2'], True)
         """
         return self.model_copy(update={"masked": sorted({*self.masked, *documents})})

@@ -51,7 +51,7 @@ class DocumentStream:
         identities: list[str],
     ) -> None:
         self.name = name
-        self.domain = stream_domain(name)
+        self.domain = parse_stream_domain(name)
         self.seed = seed
         self.shards = shards
         self.context = context
@@ -72,13 +72,13 @@ class DocumentStream:
         self._block: tuple[tuple[int, int] | None, list[tuple[int, int, int, int, int, bool]]] = None, []
 
     @cached_property
-    def positions(self) -> int:
+    def positions_per_epoch(self) -> int:
         """Positions of an epoch in pieces that carry loss. Other pieces are never drawn."""
         moved = [tuple(sorted(shard.moved.items())) for shard in self.shards]
         each = zip(self.shards, moved, strict=True)
         return sum(count_positions_with_loss(str(shard.path), self.domain, self.context, rows) for shard, rows in each)
 
-    def piece_at(self, place: int) -> DocumentPiece:
+    def find_piece_at(self, place: int) -> DocumentPiece:
         """The whole piece at a place."""
         epoch, index = divmod(place, self.pieces)
         block, offset = divmod(index, BLOCK)
@@ -88,7 +88,7 @@ class DocumentStream:
         supervised = positions if unmasked else self.count_supervised_targets(shard, first, positions)
         return DocumentPiece(self.name, place, document, start, positions, supervised, shard, first)
 
-    def part_of(self, piece: DocumentPiece, start: int, positions: int) -> DocumentPiece:
+    def cut_part_of_piece(self, piece: DocumentPiece, start: int, positions: int) -> DocumentPiece:
         """The positions [start, start + positions) of a piece."""
         if (start, positions) == (0, piece.positions):
             return piece
@@ -99,7 +99,7 @@ class DocumentStream:
             start=piece.start + start, positions=positions, supervised=supervised, first=piece.first + start
         )
 
-    def tokens(self, piece: DocumentPiece) -> npt.NDArray[Any]:
+    def read_piece_tokens(self, piece: DocumentPiece) -> npt.NDArray[Any]:
         """The piece's tokens, [positions + 1]: inputs are all but the last, targets all but the first."""
         if self._tokens[piece.shard] is None:
             self._tokens[piece.shard] = np.asarray(self.shards[piece.shard].tokens)  # slices of a memmap are slow
@@ -107,7 +107,7 @@ class DocumentStream:
         assert held is not None
         return held[piece.first : piece.first + piece.positions + 1]
 
-    def target_mask(self, piece: DocumentPiece) -> npt.NDArray[np.bool_] | np.bool_:
+    def read_target_mask(self, piece: DocumentPiece) -> npt.NDArray[np.bool_] | np.bool_:
         """True for each target that carries loss, [positions]; a scalar True if all do, False if the plan masks the document.
 
         ``piece.supervised`` counts masked targets too, so that no other document's weight changes.
@@ -116,13 +116,13 @@ class DocumentStream:
             return np.False_
         if piece.supervised == piece.positions:
             return np.True_
-        return self.shards[piece.shard].loss_mask(piece.first + 1, piece.first + 1 + piece.positions)
+        return self.shards[piece.shard].read_loss_mask(piece.first + 1, piece.first + 1 + piece.positions)
 
     def count_supervised_targets(self, shard: int, first: int, positions: int) -> int:
         """The number of targets that carry loss, among ``positions`` from token ``first`` of a shard on."""
-        return int(np.count_nonzero(self.shards[shard].loss_mask(first + 1, first + 1 + positions)))
+        return int(np.count_nonzero(self.shards[shard].read_loss_mask(first + 1, first + 1 + positions)))
 
-    def key(self, document: int) -> str:
+    def look_up_document_key(self, document: int) -> str:
         table = self.shards[self.shard[document]].documents
         return str(table["key"][int(self.row[document])].as_py())
 
@@ -175,7 +175,7 @@ def count_positions_with_loss(path: str, domain: str, context: int, moved: tuple
         count = max(1, int(np.searchsorted(ends, start[masked[0]] + READ_AT_ONCE)))
         block, masked = masked[:count], masked[count:]
         first = int(start[block[0]])
-        before = np.concatenate(([0], np.cumsum(shard.loss_mask(first, int(ends[count - 1])), dtype=np.int64)))
+        before = np.concatenate(([0], np.cumsum(shard.read_loss_mask(first, int(ends[count - 1])), dtype=np.int64)))
         pieces = count_pieces(length[block], context)
         number = np.arange(pieces.sum()) - np.repeat(
             np.cumsum(pieces) - pieces, pieces
@@ -188,12 +188,12 @@ def count_positions_with_loss(path: str, domain: str, context: int, moved: tuple
     return found
 
 
-def stream_domain(stream: str) -> str:
+def parse_stream_domain(stream: str) -> str:
     """The domain in a stream's name, ``domain/generation``."""
     return stream.rpartition("/")[0]
 
 
-def stream_generation(stream: str) -> int:
+def parse_stream_generation(stream: str) -> int:
     """The generation in a stream's name, ``domain/generation``."""
     return int(stream.rpartition("/")[2])
 
@@ -227,7 +227,7 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Doc
             same = not planned.moved or np.array_equal(table["row"], own.get(domain, []))
             # the shard's own id also if its content was replaced, and if no document of this domain moved: cursors stay valid
             identities.append(planned.id if same else f"{planned.id} {format_row_ranges(table['row'].tolist())}")
-    plan.refuse_missing_domains({stream_domain(name) for name in groups})
+    plan.refuse_missing_domains({parse_stream_domain(name) for name in groups})
     streams = {
         name: DocumentStream(name, plan.seed, shards, tables, context, identities)
         for name, (shards, tables, identities) in sorted(groups.items())

@@ -111,7 +111,7 @@ def pack_next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
 def pack_concatenated(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """Put pieces end to end in the order drawn. A piece that does not fit is cut, and its rest begins the next row."""
     found: Rows = [[] for _ in range(min(rows, -(-sum(lengths) // context)))]
-    fill_gaps(found, lengths, range(len(lengths)), context)
+    fill_row_gaps(found, lengths, range(len(lengths)), context)
     return found, _left(found, lengths)
 
 
@@ -165,18 +165,18 @@ def pack_best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
     taken = {i for row in chosen for i in row}
     found = [[RowPart(i, 0, lengths[i]) for i in row] for row in chosen] + [[] for _ in range(rows - len(chosen))]
     shortest_first = sorted((i for i in liquid if i not in taken), key=lambda i: (lengths[i], i))
-    fill_gaps(found, lengths, shortest_first, context, crumb)
+    fill_row_gaps(found, lengths, shortest_first, context, crumb)
     found = [row for row in found if row]
     return found, _left(found, lengths)
 
 
-def fill_gaps(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context: int, crumb: int = 1) -> None:
+def fill_row_gaps(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context: int, crumb: int = 1) -> None:
     """Fill the gaps of ``rows`` in place with pieces, one after the other, each cut where its row ends.
 
     No gap of fewer than ``crumb`` positions is filled, and no part of a piece gets fewer.
 
     >>> rows = [[RowPart(0, 0, 6)], [RowPart(1, 0, 5)]]
-    >>> fill_gaps(rows, [6, 5, 4], [2], context=8)
+    >>> fill_row_gaps(rows, [6, 5, 4], [2], context=8)
     >>> rows[0][1:], rows[1][1:]
     ([RowPart(piece=2, start=0, positions=2)], [RowPart(piece=2, start=2, positions=2)])
     """
@@ -266,11 +266,11 @@ def _left(rows: Rows, lengths: Sequence[int]) -> list[RowPart]:
 # ---- how many pieces must wait before a strategy packs: (number of pieces, their positions, context, rows) → True if that is enough
 
 
-def has_one_piece_per_row(pieces: int, positions: int, context: int, rows: int) -> bool:
+def are_pieces_enough_for_rows(pieces: int, positions: int, context: int, rows: int) -> bool:
     return pieces >= rows
 
 
-def has_full_rows(pieces: int, positions: int, context: int, rows: int) -> bool:
+def are_positions_enough_for_rows(pieces: int, positions: int, context: int, rows: int) -> bool:
     return positions >= rows * context
 
 
@@ -296,9 +296,9 @@ class PackingStrategy:
 
 STRATEGIES: Mapping[str, PackingStrategy] = MappingProxyType(  # by the recipe's batch.packing
     {
-        "document": PackingStrategy(pack_one_per_row, has_one_piece_per_row),
+        "document": PackingStrategy(pack_one_per_row, are_pieces_enough_for_rows),
         "token-budget": PackingStrategy(pack_next_fit, has_spare_row),
-        "truncate-and-concatenate": PackingStrategy(pack_concatenated, has_full_rows, cuts=True),
+        "truncate-and-concatenate": PackingStrategy(pack_concatenated, are_positions_enough_for_rows, cuts=True),
         "length-bucketed": PackingStrategy(pack_length_bucketed, has_spare_pieces),
         "best-fit": PackingStrategy(pack_best_fit, has_spare_pieces),
     }

@@ -17,7 +17,7 @@ chat and the ``<|im_end|>`` after them carry loss, and so does every token of th
     >>> with TemporaryDirectory() as folder:
     ...     shard = write_token_shard(Path(folder), [chat, text], vocab_size=64, tokenizer_sha256="")
     ...     shard.tokens.tolist()
-    ...     shard.loss_mask(8, 14).tolist()
+    ...     shard.read_loss_mask(8, 14).tolist()
     ...     shard.documents.select(["start", "length", "supervised_tokens"]).to_pylist()
     [1, 20, 10, 31, 2, 1, 21, 10, 32, 2, 0, 40, 41, 0]
     [True, True, False, True, True, True]
@@ -110,7 +110,7 @@ def write_token_shard(
             "supervised_tokens": int(sum(columns["supervised_tokens"])),
             "vocab_size": vocab_size,
             "tokenizer_sha256": tokenizer_sha256,
-            "files": {name: file_sha256(aside / name) for name in FILES},
+            "files": {name: hash_file(aside / name) for name in FILES},
         }
         encoded = json.dumps(manifest, sort_keys=True, indent=1).encode()
         (aside / "manifest.json").write_bytes(encoded)
@@ -192,7 +192,7 @@ class TokenShard:
     def _mask_bits(self) -> npt.NDArray[np.uint8]:
         return np.fromfile(self.path / "loss_mask.bin", np.uint8)
 
-    def loss_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+    def read_loss_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """True for each of the tokens [start, stop) that carries loss as a target, [stop - start]."""
         first = start // 8
         bits = np.unpackbits(self._mask_bits[first : (stop + 7) // 8])
@@ -248,6 +248,6 @@ def parse_row_ranges(text: str) -> list[int]:
     return [row for first, _, last in runs for row in range(int(first), int(last or first) + 1)]
 
 
-def file_sha256(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import ExpertsRecipe, ModelRecipe
-from trainer.contract.strict import StrictSchema, not_json_error, parse
+from trainer.contract.strict import StrictSchema, make_not_json_error, parse
 
 MOST_BYTES = 1 << 20
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -51,9 +51,9 @@ class PublicModel(ModelRecipe):
     expert_nodes: Annotated[int, Field(ge=1)] | None = None  # nodes that the experts of one token lie on at most
 
     @property
-    def attention_parameters(self) -> int:
+    def attention_parameters_per_layer(self) -> int:
         if self.latent is None:
-            return super().attention_parameters
+            return super().attention_parameters_per_layer
         a, D, H = self.latent, self.d_model, self.heads
         keys = a.nope_head_dim + a.rope_head_dim
         queries = D * H * keys if a.q_rank is None else a.q_rank * (D + H * keys)
@@ -98,15 +98,15 @@ def read_config(path: Path, context: int | None = None) -> PublicModel:
             "plan.no_config", "{file} cannot be read: {problem}", file=str(file), problem=error.strerror
         ) from None
     except (ValueError, RecursionError) as error:
-        raise not_json_error(file, error, RecipeError) from None
+        raise make_not_json_error(file, error, RecipeError) from None
     if not isinstance(raw, dict):
         raise RecipeError("plan.not_a_mapping", "{file} must contain a JSON object.", file=str(file))
-    return shape_of_config(
+    return read_shape_of_config(
         raw | (raw["text_config"] if isinstance(raw.get("text_config"), dict) else {}), str(file), context
     )
 
 
-def shape_of_config(config: dict[str, Any], where: str, context: int | None = None) -> PublicModel:
+def read_shape_of_config(config: dict[str, Any], where: str, context: int | None = None) -> PublicModel:
     """The shape of a parsed config.json; see ``read_config``. Raises: RecipeError."""
     if odd := next((key for key in OTHER_BLOCKS if config.get(key)), None):
         kind = config.get("model_type", "this model")

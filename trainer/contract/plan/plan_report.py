@@ -14,14 +14,14 @@ from trainer.contract.plan.run_plan import (
     PRICE,
     SPREAD,
     RunPlan,
-    active_parameters,
-    deepseek_rule_batch,
-    deepseek_rule_flops,
-    deepseek_rule_lr,
+    count_active_parameters,
+    compute_deepseek_rule_batch_tokens,
+    compute_deepseek_rule_flops,
+    compute_deepseek_rule_lr,
     estimate_memory,
     plan_run,
 )
-from trainer.contract.plan.sizing import GB, KORTHIKANTI, ZERO, total_bytes
+from trainer.contract.plan.sizing import GB, KORTHIKANTI, ZERO, sum_bytes
 
 CHINCHILLA = 20  # tokens a parameter
 DEEPSEEK = "DeepSeek LLM, arXiv 2401.02954 §3.1"
@@ -41,7 +41,7 @@ class PlanLine:
     source: str
 
 
-def report_lines(plan: RunPlan) -> list[PlanLine]:
+def make_plan_lines(plan: RunPlan) -> list[PlanLine]:
     """The numbers of the plan, in the order in which they follow from one another."""
     return [*_model_lines(plan), *_layout_lines(plan), *_batch_lines(plan), *_effort_lines(plan)]
 
@@ -67,7 +67,7 @@ def _model_lines(plan: RunPlan) -> list[PlanLine]:
             shared=e.shared,
         )
         found.append(
-            PlanLine("active", active_parameters(model), f"{active_parameters(model) / 1e9:.4g} B", how, source)
+            PlanLine("active", count_active_parameters(model), f"{count_active_parameters(model) / 1e9:.4g} B", how, source)
         )
     return found
 
@@ -87,7 +87,7 @@ def _shape_source(plan: RunPlan) -> str:
 
 def _layout_lines(plan: RunPlan) -> list[PlanLine]:
     layout = plan.layout
-    sharded = layout.shards > 1
+    sharded = layout.fsdp_shards > 1
     tensor = (
         Message("plan.no_tensor", "not needed: no matrix is split among GPUs")
         if layout.tensor == 1
@@ -149,13 +149,13 @@ def _expert_lines(plan: RunPlan) -> list[PlanLine]:
 def _batch_lines(plan: RunPlan) -> list[PlanLine]:
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
     times = plan.sequences // (layout.data * layout.micro_sequences)
-    rate, flops = deepseek_rule_lr(model, ask.tokens), deepseek_rule_flops(model, ask.tokens)
+    rate, flops = compute_deepseek_rule_lr(model, ask.tokens), compute_deepseek_rule_flops(model, ask.tokens)
     if ask.batch is None:
         how = Message(
             "plan.batch_by_rule",
             "0.2920 C^0.3271 = {tokens:,.0f} tokens, with C = {flops:.3g} FLOPs of the run; in whole micro-batches, "
             "{sequences:,} sequences",
-            tokens=deepseek_rule_batch(model, ask.tokens),
+            tokens=compute_deepseek_rule_batch_tokens(model, ask.tokens),
             flops=flops,
             sequences=plan.sequences,
         )
@@ -245,11 +245,11 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     flops = Message(
         "plan.flops",
         "6 × {active:,} + 6 × {layers} layers × {width:,} × {context:,} = {flops:.4g} FLOPs per token",
-        active=active_parameters(model),
+        active=count_active_parameters(model),
         layers=model.layers,
         width=model.heads * model.head_dim,
         context=model.context,
-        flops=model.flops_per_token(),
+        flops=model.count_flops_per_token(),
     )
     throughput = Message(
         "plan.throughput",
@@ -312,10 +312,10 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     ]
 
 
-def plan_warnings(plan: RunPlan) -> list[str]:
+def make_plan_warnings(plan: RunPlan) -> list[str]:
     """Warnings, which do not stop the plan."""
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
-    ratio = ask.tokens / active_parameters(model)
+    ratio = ask.tokens / count_active_parameters(model)
     found: list[str] = [
         Message(
             "plan.over_chinchilla",
@@ -337,7 +337,7 @@ def plan_warnings(plan: RunPlan) -> list[str]:
             rule=CHINCHILLA,
         )
     ]
-    by_rule = deepseek_rule_batch(model, ask.tokens)
+    by_rule = compute_deepseek_rule_batch_tokens(model, ask.tokens)
     if not 0.5 < effort.tokens_per_step / by_rule < 2:
         found.append(
             Message(
@@ -393,7 +393,7 @@ def plan_warnings(plan: RunPlan) -> list[str]:
         )
     if ask.logit_rows is None:
         chunked = estimate_memory(replace(ask, logit_rows=1024), layout)
-        saved = total_bytes(plan.memory) - total_bytes(chunked)
+        saved = sum_bytes(plan.memory) - sum_bytes(chunked)
         found.append(
             Message(
                 "plan.whole_logits",
@@ -402,21 +402,21 @@ def plan_warnings(plan: RunPlan) -> list[str]:
                 saved=saved / GB,
             )
         )
-    return found + model.warnings()
+    return found + model.list_warnings()
 
 
-def plan_to_json(plan: RunPlan) -> dict[str, Any]:
+def convert_plan_to_json(plan: RunPlan) -> dict[str, Any]:
     """The whole plan, for programs; bytes, FLOP/s, days and dollars as plain numbers."""
     model, layout = plan.ask.model, plan.layout
     names = [name for name, gpu in GPUS.items() if gpu.source == plan.ask.gpu.source]
     return {
         "gpu": names[0] if names else None,
-        "model": model.model_dump() | {"parameters": model.parameters, "active": active_parameters(model)},
+        "model": model.model_dump() | {"parameters": model.parameters, "active": count_active_parameters(model)},
         "layout": asdict(layout) | {"data": layout.data, "pipeline": 1, "sequences": plan.sequences},
         "memory": [asdict(part) for part in plan.memory],
-        "memory_needed": total_bytes(plan.memory),
+        "memory_needed": sum_bytes(plan.memory),
         "memory_there": plan.ask.gpu.memory,
         "effort": asdict(plan.effort),
-        "lines": [asdict(line) for line in report_lines(plan)],
-        "remarks": plan_warnings(plan),
+        "lines": [asdict(line) for line in make_plan_lines(plan)],
+        "remarks": make_plan_warnings(plan),
     }

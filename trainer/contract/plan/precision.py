@@ -61,7 +61,7 @@ class PrecisionTimings:
     def fastest_precision(self) -> str:
         return min(self.seconds, key=lambda name: self.seconds[name])
 
-    def times_as_fast(self, precision: str) -> float:
+    def compute_slowdown(self, precision: str) -> float:
         """The time of ``precision`` divided by that of the fastest precision."""
         return self.seconds[precision] / self.seconds[self.fastest_precision]
 
@@ -93,14 +93,14 @@ class ChosenPrecision:
         return asdict(self)
 
 
-def list_precisions(device: torch.device) -> tuple[str, ...]:
+def list_supported_precisions(device: torch.device) -> tuple[str, ...]:
     """The precisions that ``auto`` chooses from. Every CPU has bf16, some slowly; GPUs have it from compute capability 8.0 on."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return ("fp32",)
     return ("fp32", "bf16")
 
 
-def has_fp8(device: torch.device) -> bool:
+def supports_fp8(device: torch.device) -> bool:
     """True if torch can multiply in fp8 on the device: a GPU of compute capability 8.9 or higher, or a CPU for which this torch has code."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -113,8 +113,8 @@ def has_fp8(device: torch.device) -> bool:
 
 def refuse_unsupported_precision(recipe: Recipe, device: torch.device) -> None:
     """Raises: RecipeError for a precision that the device does not have."""
-    asked, offered = recipe.precision, list_precisions(device)
-    if asked == AUTO or asked in offered or asked == FP8 and has_fp8(device):
+    asked, offered = recipe.precision, list_supported_precisions(device)
+    if asked == AUTO or asked in offered or asked == FP8 and supports_fp8(device):
         return
     if device.type == "cuda":
         name: str = repr(torch.cuda.get_device_name(device))
@@ -144,18 +144,18 @@ def choose_precision(
     """
     refuse_unsupported_precision(recipe, device)
     found = time_precisions(recipe, device, seconds)
-    return decide_from_probe(recipe.precision, found, before if before in list_precisions(device) else "")
+    return choose_precision_from_timings(recipe.precision, found, before if before in list_supported_precisions(device) else "")
 
 
-def decide_from_probe(asked: str, timings: PrecisionTimings, before: str = "") -> ChosenPrecision:
+def choose_precision_from_timings(asked: str, timings: PrecisionTimings, before: str = "") -> ChosenPrecision:
     """Choose the precision from the measurements alone. ``asked``: the recipe's precision. ``before``: the run's precision so far.
 
     >>> probe = PrecisionTimings("cpu", {"fp32": 0.2, "bf16": 0.1}, {})
-    >>> decide_from_probe("auto", probe).precision, decide_from_probe("auto", probe, before="fp32").precision
+    >>> choose_precision_from_timings("auto", probe).precision, choose_precision_from_timings("auto", probe, before="fp32").precision
     ('bf16', 'bf16')
     """
     if asked != AUTO:
-        ratio = timings.times_as_fast(asked)
+        ratio = timings.compute_slowdown(asked)
         warning = (
             Message(
                 "plan.slow_precision",
@@ -171,11 +171,11 @@ def decide_from_probe(asked: str, timings: PrecisionTimings, before: str = "") -
         )
         return ChosenPrecision(asked, asked, timings, warning)
     kept = before or ("fp32" if "fp32" in timings.seconds else timings.fastest_precision)
-    taken = timings.fastest_precision if timings.times_as_fast(kept) >= WORTH else kept
+    taken = timings.fastest_precision if timings.compute_slowdown(kept) >= WORTH else kept
     return ChosenPrecision(taken, asked, timings)
 
 
-def this_device() -> torch.device:
+def choose_this_device() -> torch.device:
     """The device that training uses on this machine: its GPU, else its CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -190,7 +190,7 @@ def replace_auto_precision(recipe: Recipe, device: torch.device) -> Recipe:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 def time_precisions(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> PrecisionTimings:
     """Time each part in each precision of the device, and in fp8 if the recipe asks for it. All measurements together take ``seconds``."""
-    offered = list_precisions(device) + ((FP8,) if recipe.precision == FP8 else ())
+    offered = list_supported_precisions(device) + ((FP8,) if recipe.precision == FP8 else ())
     taken: dict[str, float] = {}
     rates: dict[str, dict[str, float]] = {}
     share = seconds / (len(offered) * 4)  # three parts, and the small product before them
@@ -201,7 +201,7 @@ def time_precisions(recipe: Recipe, device: torch.device, seconds: float = SECON
                 run, flops = _square(SMALLEST, device, dtype)
                 run()  # the first call of a process loads libraries
                 guess = flops / _shortest(run, device, share / 4)
-                timed = timed_parts(recipe, device, dtype, in_fp8=name == FP8)
+                timed = make_timed_parts(recipe, device, dtype, in_fp8=name == FP8)
                 rates[name] = {label: _grown(part, guess, device, share) for label, part in timed.items()}
             taken[name] = sum(part.flops / rates[name][label] for label, part in timed.items()) / threads
     return PrecisionTimings(device.type, taken, rates)
@@ -221,7 +221,7 @@ def limit_to_one_thread(device: torch.device) -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-def timed_parts(recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8: bool = False) -> dict[str, TimedPart]:
+def make_timed_parts(recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8: bool = False) -> dict[str, TimedPart]:
     """The parts of a step that are timed. Their FLOPs count forward and backward: three products for each product of the forward pass.
     ``in_fp8``: the products of the layers run in fp8. The time that quantising takes is not measured."""
     model, rows = recipe.model, recipe.batch.micro_sequences or recipe.batch.sequences
@@ -377,7 +377,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--before", default="", choices=("", *DTYPES), help="the precision in which the run trained so far"
     )
     chosen = parser.parse_args(arguments)
-    device = this_device()
+    device = choose_this_device()
     try:
         recipe = Recipe.load(chosen.recipe)
         found = choose_precision(recipe, device, chosen.before)

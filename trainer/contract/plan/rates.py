@@ -43,7 +43,7 @@ def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         size = choose_matrix_size(free, dtype.itemsize)
-        return 2 * size**3 / time_until_stable(functools.partial(_between_events, device, product(size)))
+        return 2 * size**3 / measure_seconds_per_call(functools.partial(_between_events, device, product(size)))
     with limit_to_one_thread(device) as threads:
         return threads * measure_best_matmul_rate((size, product(size)) for size in CPU_SIZES)
 
@@ -59,7 +59,7 @@ def measure_memory_rate(device: torch.device) -> float:
     source = torch.ones(size // 4, device=device)
     copy = functools.partial(torch.empty_like(source).copy_, source)
     if device.type == "cuda":
-        return 2 * size / time_until_stable(functools.partial(_between_events, device, copy))
+        return 2 * size / measure_seconds_per_call(functools.partial(_between_events, device, copy))
     copy()
     best, ends = math.inf, time.perf_counter() + CPU_SECONDS / 2
     while (began := time.perf_counter()) < ends:
@@ -72,7 +72,7 @@ def measure_memory_rate(device: torch.device) -> float:
     return 2 * size / best
 
 
-def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+def look_up_data_sheet_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of dense products in ``dtype`` according to the GPU's data sheet. None for a CPU, or if no data sheet has the number.
 
     For fp32 it is the peak outside of tensor cores, because torch multiplies there by default. It is None if TF32 was switched on
@@ -97,7 +97,7 @@ def choose_matrix_size(free: int, itemsize: int) -> int:
     return size
 
 
-def time_until_stable(seconds_of: Callable[[int], float]) -> float:
+def measure_seconds_per_call(seconds_of: Callable[[int], float]) -> float:
     """Seconds of one call. ``seconds_of(count)`` times ``count`` calls. The count doubles until they take ``GPU_SECONDS``. Earlier rounds warm up."""
     count = 2
     while (seconds := seconds_of(count)) < GPU_SECONDS:

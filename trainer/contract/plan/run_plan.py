@@ -22,9 +22,9 @@ from trainer.contract.plan.sizing import (
     RESERVE,
     GpuLayout,
     MemoryPart,
-    memory_parts,
-    routed_parameters,
-    total_bytes,
+    estimate_memory_parts,
+    count_routed_expert_parameters,
+    sum_bytes,
 )
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, ParallelRecipe
 
@@ -97,9 +97,9 @@ class RunPlan:
     effort: PlannedTimeAndCost
 
 
-def active_parameters(model: ModelRecipe) -> int:
+def count_active_parameters(model: ModelRecipe) -> int:
     """Number of weights that one token is multiplied with: all weights but norms; of routed experts, only those that the token goes to."""
-    return model.matmul_parameters
+    return model.matmul_parameter_count
 
 
 def plan_run(request: PlanRequest) -> RunPlan:
@@ -111,20 +111,20 @@ def plan_run(request: PlanRequest) -> RunPlan:
 
 
 # -- rules ---------------------------------------------------------------------------------------------------------------
-def deepseek_rule_flops(model: ModelRecipe, tokens: float) -> float:
+def compute_deepseek_rule_flops(model: ModelRecipe, tokens: float) -> float:
     """FLOPs of the run as DeepSeek's rules count them (their C): without embeddings, with the whole score matrix (arXiv 2401.02954 §3.2, eq. 2)."""
-    without_head = model.matmul_parameters - model.vocab_size * model.d_model
+    without_head = model.matmul_parameter_count - model.vocab_size * model.d_model
     return tokens * (6 * without_head + 12 * model.layers * model.heads * model.head_dim * model.context)
 
 
-def deepseek_rule_batch(model: ModelRecipe, tokens: float) -> float:
+def compute_deepseek_rule_batch_tokens(model: ModelRecipe, tokens: float) -> float:
     """Tokens in a step by DeepSeek's rule: 0.2920 C^0.3271. Fitted for C of 1e17 to 2e19, it held for their 7B (8.5e22) and 67B (1e24)."""
-    return 0.2920 * deepseek_rule_flops(model, tokens) ** 0.3271
+    return 0.2920 * compute_deepseek_rule_flops(model, tokens) ** 0.3271
 
 
-def deepseek_rule_lr(model: ModelRecipe, tokens: float) -> float:
+def compute_deepseek_rule_lr(model: ModelRecipe, tokens: float) -> float:
     """Peak learning rate of AdamW by DeepSeek's rule: 0.3118 C^-0.1250, from the same fit."""
-    return 0.3118 * deepseek_rule_flops(model, tokens) ** -0.1250
+    return 0.3118 * compute_deepseek_rule_flops(model, tokens) ** -0.1250
 
 
 # -- the layout ----------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def _fitting(request: PlanRequest) -> tuple[GpuLayout, int] | None:
 
 
 def _fits(request: PlanRequest, layout: GpuLayout) -> bool:
-    return total_bytes(estimate_memory(request, layout)) <= request.gpu.memory
+    return sum_bytes(estimate_memory(request, layout)) <= request.gpu.memory
 
 
 def _tensors(request: PlanRequest) -> list[int]:
@@ -180,7 +180,7 @@ def _tensors(request: PlanRequest) -> list[int]:
 
 
 def _sequences_by_rule(request: PlanRequest) -> float:
-    return deepseek_rule_batch(request.model, request.tokens) / request.model.context
+    return compute_deepseek_rule_batch_tokens(request.model, request.tokens) / request.model.context
 
 
 def _batches(request: PlanRequest, data: int) -> Iterator[tuple[int, int]]:
@@ -192,7 +192,7 @@ def _batches(request: PlanRequest, data: int) -> Iterator[tuple[int, int]]:
         return
     for micro in range(request.batch.sequences // data, 0, -1):
         try:
-            request.batch.model_copy(update={"micro_sequences": micro}).check_ranks(data)
+            request.batch.model_copy(update={"micro_sequences": micro}).refuse_uneven_ranks(data)
         except RecipeError:
             continue
         yield micro, request.batch.sequences
@@ -200,7 +200,7 @@ def _batches(request: PlanRequest, data: int) -> Iterator[tuple[int, int]]:
 
 def estimate_memory(request: PlanRequest, layout: GpuLayout) -> list[MemoryPart]:
     """Memory of one GPU, by part."""
-    return memory_parts(
+    return estimate_memory_parts(
         request.model,
         layout,
         request.gpu.memory,
@@ -216,10 +216,10 @@ def _what_would_fit(request: PlanRequest, possible: list[int]) -> Message:
         tensor: estimate_memory(request, GpuLayout(request.gpus, tensor, 1, "block", request.replicas, request.expert))
         for tensor in possible
     }
-    tensor = min(tightest, key=lambda t: total_bytes(tightest[t]))
+    tensor = min(tightest, key=lambda t: sum_bytes(tightest[t]))
     parts = tightest[tensor]
     largest = max(parts, key=lambda part: part.bytes)
-    fixed = total_bytes(part for part in parts if part.name != "reserve")
+    fixed = sum_bytes(part for part in parts if part.name != "reserve")
     each = math.ceil(fixed / (1 - RESERVE) / GB)
     answers: list[str] = (
         [Message("plan.larger_gpus", "use GPUs with at least {gb} GB each", gb=each)] if each <= LARGEST else []
@@ -235,7 +235,7 @@ def _what_would_fit(request: PlanRequest, possible: list[int]) -> Message:
         "each GPU needs {needed:.1f} GB but has {memory:.0f} GB. The largest part of this memory is {part} ({part_gb:.1f} GB). "
         "To make the run fit, {answers}.",
         tensor=tensor,
-        needed=total_bytes(parts) / GB,
+        needed=sum_bytes(parts) / GB,
         memory=request.gpu.memory / GB,
         part=largest.name,
         part_gb=largest.bytes / GB,
@@ -273,18 +273,18 @@ def _recomputing(mfu: float, request: PlanRequest) -> float:
     return 1 / (1 / mfu + (1 / RECOMPUTED - 1) / (MFU * (FP8 if request.fp8 else 1.0)))
 
 
-def weight_traffic_bytes(request: PlanRequest, layout: GpuLayout) -> float:
+def estimate_weight_traffic_bytes(request: PlanRequest, layout: GpuLayout) -> float:
     """Bytes that a GPU moves in a micro-batch. It gathers rounded weights, forward and backward, and sums gradients in fp32. (ZeRO §7.2.2 counts
     three times the parameters; here each has the bytes of its dtype.) Of routed experts, each of ``layout.expert`` GPUs moves only its own."""
-    if layout.shards <= 1:
+    if layout.fsdp_shards <= 1:
         return 0.0
-    routed = routed_parameters(request.model)
+    routed = count_routed_expert_parameters(request.model)
     apart = routed / layout.expert if layout.expert < layout.data else 0.0  # one copy in all: nothing is gathered
     moved = request.model.parameters - routed + (routed if layout.expert == 1 else apart)
     return (2 * request.itemsize + 4) * moved / layout.tensor
 
 
-def expert_traffic_bytes(request: PlanRequest, layout: GpuLayout) -> float:
+def estimate_expert_traffic_bytes_per_token(request: PlanRequest, layout: GpuLayout) -> float:
     """Bytes that a GPU exchanges with experts on other nodes for each token: there and back, forward and backward, one row for each node."""
     experts = request.model.experts
     if experts is None or layout.expert == 1:
@@ -306,12 +306,12 @@ def estimate_time_and_cost(request: PlanRequest, layout: GpuLayout, sequences: i
         mfu = _recomputing(mfu, request)
     tokens_per_step = sequences * model.context
     steps = math.ceil(request.tokens / tokens_per_step)
-    flops = model.flops_per_token() * tokens_per_step * steps
+    flops = model.count_flops_per_token() * tokens_per_step * steps
     there = request.gpu.link if request.gpus <= NODE else request.network or request.gpu.network
     # Of one micro-batch, by one GPU's share of its tokens.
     tokens = layout.micro_sequences * model.context / layout.tensor
-    computing = tokens * model.flops_per_token() / (request.gpu.peak_flops * mfu)
-    moved, exchange = weight_traffic_bytes(request, layout), expert_traffic_bytes(request, layout)
+    computing = tokens * model.count_flops_per_token() / (request.gpu.peak_flops * mfu)
+    moved, exchange = estimate_weight_traffic_bytes(request, layout), estimate_expert_traffic_bytes_per_token(request, layout)
     sent = tokens * exchange / there
     # If a token's experts lie on few nodes: "nearly full computation-communication overlap" (arXiv 2412.19437 §2.1.2); otherwise computing waits.
     hidden = getattr(model, "expert_nodes", None) is not None

@@ -46,7 +46,7 @@ class GpuLayout:
         return self.gpus // self.replicas
 
     @property
-    def shards(self) -> int:
+    def fsdp_shards(self) -> int:
         """Number of FSDP shards of one copy of the weights. Tensor-parallel GPUs, which split each matrix, do not count."""
         return self.data // self.replicas
 
@@ -61,7 +61,7 @@ class MemoryPart:
     source: str
 
 
-def model_shape_of(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
+def choose_model_shape(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
     """A dense model with about ``parameters`` parameters and Llama 3's proportions (arXiv 2407.21783 Table 3).
 
     Width / layers is kept near 128. The exact ratio matters little (Kaplan et al., arXiv 2001.08361 §3.1: a few per cent of loss
@@ -105,9 +105,9 @@ def model_shape_of(parameters: float, vocab_size: int, context: int) -> ModelRec
     return best[1]
 
 
-def block_parameters(model: ModelRecipe, expert: int = 1) -> int:
+def count_largest_layer_parameters(model: ModelRecipe, expert: int = 1) -> int:
     """Number of parameters of the largest layer, as one GPU gathers it: of the routed experts, one in ``expert``."""
-    attention = model.attention_parameters
+    attention = model.attention_parameters_per_layer
     dense = 3 * model.d_model * model.d_ff
     if model.experts is None:
         return attention + dense
@@ -117,14 +117,14 @@ def block_parameters(model: ModelRecipe, expert: int = 1) -> int:
     return attention + max(sparse, dense if experts.dense_layers else 0)
 
 
-def routed_parameters(model: ModelRecipe) -> int:
+def count_routed_expert_parameters(model: ModelRecipe) -> int:
     """Parameters of all experts that tokens are routed to."""
     if model.experts is None:
         return 0
     return (model.layers - model.experts.dense_layers) * model.experts.count * 3 * model.d_model * model.experts.d_ff
 
 
-def activation_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> float:
+def count_activation_elements_per_token(model: ModelRecipe, layer: int, tensor: int = 1) -> float:
     """Elements that ``layer`` keeps for each token until its backward pass, on one of ``tensor`` GPUs that split the layer.
 
     They are counted as in Korthikanti et al. (arXiv 2205.05198 §4.1), for a block with RMSNorm, GQA with rotated and normalised q and k, flash
@@ -143,16 +143,16 @@ def activation_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> floa
     return (2 * D + attention + 3 * experts.d_ff * used) / tensor + 2 * D + 2 * experts.per_token * D
 
 
-def layer_kinds(model: ModelRecipe) -> list[tuple[int, int]]:
+def list_layer_kinds(model: ModelRecipe) -> list[tuple[int, int]]:
     """(number of layers, index of one of them) for each kind of layer, dense and with experts."""
     dense = model.layers if model.experts is None else model.experts.dense_layers
     return [(n, layer) for n, layer in ((dense, 0), (model.layers - dense, model.layers - 1)) if n]
 
 
-def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> MemoryPart:
+def estimate_activation_memory(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> MemoryPart:
     """The memory of the activations of one micro-batch, which the forward pass keeps for the backward pass."""
     tokens = layout.micro_sequences * model.context
-    kept = [(n, activation_elements(model, layer, layout.tensor)) for n, layer in layer_kinds(model)]
+    kept = [(n, count_activation_elements_per_token(model, layer, layout.tensor)) for n, layer in list_layer_kinds(model)]
     if layout.recompute == "block":
         most = max(each for _, each in kept)
         elements = model.layers * model.d_model / layout.tensor + most
@@ -187,7 +187,7 @@ def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> Mem
     )
 
 
-def memory_parts(
+def estimate_memory_parts(
     model: ModelRecipe,
     layout: GpuLayout,
     memory: float,
@@ -208,8 +208,8 @@ def memory_parts(
     of_all = Message("plan.of_all", "{parameters:,} parameters / {pieces} GPUs", parameters=P, pieces=pieces)
     inside = P - head if optimizer == "muon" else 0  # Muon keeps one moment of the layers' matrices
     moments = 4 * inside + 8 * (P - inside)
-    if layout.shards > 1:
-        block = block_parameters(model, layout.expert)
+    if layout.fsdp_shards > 1:
+        block = count_largest_layer_parameters(model, layout.expert)
         copies = (2 * itemsize * block + (itemsize + 4) * block) / t + itemsize * head
         how: str = Message(
             "plan.gathered_copies",
@@ -266,7 +266,7 @@ def memory_parts(
             f"{ZERO} §3.1, §5",
         ),
         MemoryPart("compute copies", copies, how, what),
-        activation_part(model, layout, itemsize),
+        estimate_activation_memory(model, layout, itemsize),
         MemoryPart(
             "logits, temporaries",
             logits,
@@ -293,6 +293,6 @@ def memory_parts(
     ]
 
 
-def total_bytes(parts: Iterable[MemoryPart]) -> float:
+def sum_bytes(parts: Iterable[MemoryPart]) -> float:
     """The sum of the parts, in bytes."""
     return sum(part.bytes for part in parts)

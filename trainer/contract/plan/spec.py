@@ -12,7 +12,7 @@ from kernels.contract.message import Message
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import SpecError
 from trainer.contract.recipe import AUTO, Recipe
-from trainer.contract.strict import StrictSchema, not_json_error, parse
+from trainer.contract.strict import StrictSchema, make_not_json_error, parse
 
 
 class SegmentSpec(StrictSchema):
@@ -75,7 +75,7 @@ class SegmentSpec(StrictSchema):
                 "plan.no_spec", "{file} cannot be read: {problem}", file=str(path), problem=error.strerror
             ) from None
         except ValueError as error:
-            raise not_json_error(path, error, SpecError) from None
+            raise make_not_json_error(path, error, SpecError) from None
         if not isinstance(raw, dict):
             raise SpecError(
                 "plan.spec_not_a_mapping", "{file} must hold a JSON object with the keys of a segment.", file=str(path)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainer.contract.recipe import Recipe, with_changed_keys
+from trainer.contract.recipe import Recipe, copy_with_changed_keys
 
 DOMAINS = ("chat", "code", "docs")
 VOCABULARY = 64
@@ -78,14 +78,14 @@ class MatrixCase:
     waits: bool = False  # the trainer starts with --wait, as in timed runs, and starts once more after its end
     first_step: int | None = None  # a first step that differs from the checkpoint's
 
-    def recipe(self) -> dict[str, Any]:
+    def make_recipe(self) -> dict[str, Any]:
         """Return the complete recipe."""
         return make_case_recipe(self.changes)
 
 
 def make_case_recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the complete, validated recipe: ``BASE`` with ``changes`` (dotted key → value)."""
-    return Recipe.parse(with_changed_keys(BASE, changes)).model_dump()
+    return Recipe.parse(copy_with_changed_keys(BASE, changes)).model_dump()
 
 
 MUON_ROUNDING = 3e-2  # Muon's iteration is in bf16
@@ -346,6 +346,6 @@ TOOLS = (
 )
 
 
-def tool_name(tool: MatrixTool) -> str:
+def make_tool_name(tool: MatrixTool) -> str:
     """Return the tool's name in reports: its module and arguments, without its output folder."""
     return " ".join(word for word in (tool.module, *tool.arguments) if not word.startswith("OUT"))

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from factory.core.faults import is_machine_fault_without_file
-from factory.gates.patch.matrix.cases import CASES, MUON_ROUNDING, ROUNDING, TOOLS, MatrixCase, MatrixTool, tool_name
+from factory.core.faults import is_machine_fault_unrelated_to_files
+from factory.gates.patch.matrix.cases import CASES, MUON_ROUNDING, ROUNDING, TOOLS, MatrixCase, MatrixTool, make_tool_name
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, run_cases
-from factory.runs.distance import TensorDistance, find_value_differences, sum_distances, tensor_distance
+from factory.runs.distance import TensorDistance, find_value_differences, sum_distances, measure_tensor_distance
 from factory.runs.trace import read_step_lines_in_open_folder
 from factory.runs.untrusted_files import UntrustedFileError, parse_tensors, read_bytes, read_object
 from kernels.contract.message import Message
@@ -58,8 +58,8 @@ class Discrepancy:
     total: str = ""
 
     @property
-    def share(self) -> float:
-        return self.far.share
+    def share_of_scale(self) -> float:
+        return self.far.share_of_size
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def compare_runs(
         if not case.exit_code:  # a run that the trainer refused left no files
             parts = find_discrepancies(plan, case, baseline, candidate)
             found.append((case.name, parts, find_largest_discrepancy(case, parts), case.rounding))
-    for name in map(tool_name, tools):
+    for name in map(make_tool_name, tools):
         parts = _tool_differs(name, baseline, candidate)
         found.append((name, parts, _worst(parts), ROUNDING))
     return [
@@ -168,7 +168,7 @@ def find_largest_discrepancy(case: MatrixCase, found: Sequence[Discrepancy]) -> 
 
 
 def _worst(parts: Iterable[Discrepancy]) -> Discrepancy:
-    return max(parts, key=lambda part: part.share, default=Discrepancy("", TensorDistance(0.0, 1.0)))
+    return max(parts, key=lambda part: part.share_of_scale, default=Discrepancy("", TensorDistance(0.0, 1.0)))
 
 
 def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
@@ -328,7 +328,7 @@ def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | 
     where = ours.isfinite()
     begun = start.get(key) if start is not None else None
     whole = begun is not None and begun.shape == ours.shape  # otherwise the tensor is a rank's part of a weight
-    return tensor_distance(ours[where], theirs[where], *([begun[where]] * 2 if begun is not None and whole else []))
+    return measure_tensor_distance(ours[where], theirs[where], *([begun[where]] * 2 if begun is not None and whole else []))
 
 
 def _weighed(parts: Sequence[Discrepancy], allowed: float) -> Iterator[Discrepancy]:
@@ -369,7 +369,7 @@ def _checkpoints(folder: int) -> list[str]:
     try:
         handle = os.open("checkpoints", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
-        if is_machine_fault_without_file(error):
+        if is_machine_fault_unrelated_to_files(error):
             raise
         raise UntrustedFileError(
             "patch.no_checkpoints", "the run left no folder 'checkpoints': {error}", error=error.strerror
@@ -434,6 +434,6 @@ class _Twins:
         twins = run_cases(self.plan, replace(self.side, folder=folder, disturbed=self.runs), cases)
         self.problem = twins.failed
         for case in cases if not self.problem else ():
-            share = find_largest_discrepancy(case, find_discrepancies(self.plan, case, self.baseline, twins)).share
+            share = find_largest_discrepancy(case, find_discrepancies(self.plan, case, self.baseline, twins)).share_of_scale
             was = self.worst[case.name]
             self.worst[case.name] = replace(was, allowed=max(was.allowed, MARGIN * share))

@@ -30,7 +30,7 @@ from factory.gates.patch.matrix.cases import (
     MatrixCase,
     MatrixTool,
     make_case_recipe,
-    tool_name,
+    make_tool_name,
 )
 from factory.gates.patch.matrix.start_checkpoints import (
     ANNEAL_CASE,
@@ -68,7 +68,7 @@ class MatrixRuns:
     out_of_time: bool = False
     seconds: float = 0.0
 
-    def open_folder(self, name: str, folder: Path, after: ExitStack) -> None:
+    def open_run_folder(self, name: str, folder: Path, after: ExitStack) -> None:
         """Open the folder of a run, before the run."""
         self.folders[name] = folder
         self.opened[name] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -77,7 +77,7 @@ class MatrixRuns:
     def add_runs(self, part: MatrixRuns) -> None:
         self.folders |= part.folders
         self.opened |= part.opened
-        self.executed.merge(part.executed)
+        self.executed.merge_executed_code(part.executed)
         if part.failed and (
             not self.failed or self.out_of_time
         ):  # an error of the code takes precedence over a time limit
@@ -125,17 +125,17 @@ class MatrixPlan:
     def make_arm(self, case: MatrixCase) -> Arm:
         """Return the arm of a case: ``BASE`` with the case's changes."""
         begin = self.starts.get(case.begin) if case.begin not in INTERRUPTED else None
-        first = checkpoints.read_state(begin)["step"] if begin else 0
+        first = checkpoints.read_checkpoint_state(begin)["step"] if begin else 0
         first = first if case.first_step is None else case.first_step
         base = {
             "kind": case.kind, "recipe": make_case_recipe({"name": self.recipe_name}), "data_plan": self.data[case.generations],
             "first_step": first, "last_step": first + self.steps[case.name], "initial_checkpoint": begin and str(begin),
             "code_commit": self.commit, "restart_data": case.restart_data, "rewarm": case.rewarm,
         }  # fmt: skip
-        mixture = case.recipe()["mixture"]
+        mixture = case.make_recipe()["mixture"]
         weights = (case.kind == "anneal" and mixture.get("anneal_weights")) or mixture["weights"]
         plan = {"weights": weights} | ({"phases": mixture["phases"]} if mixture.get("phases") else {})
-        seed = case.recipe()["seed"] + self.seed
+        seed = case.make_recipe()["seed"] + self.seed
         return Arm(case.name, base, self.commit, recipe={**case.changes, "seed": seed}, plan=plan, ranks=case.ranks)
 
     def make_combined_arm(self, cases: Sequence[MatrixCase], commit: str, side_name: str) -> Arm:
@@ -145,7 +145,7 @@ class MatrixPlan:
         base = {**one.base, "first_step": 0, "last_step": steps, "initial_checkpoint": None}
         return Arm(f"{side_name}, {len(cases)} tiny runs", base, commit)
 
-    def arguments(self, tool: MatrixTool, out: Path) -> list[str]:
+    def make_tool_arguments(self, tool: MatrixTool, out: Path) -> list[str]:
         """Return the tool's arguments, with paths instead of the words in capitals (``MatrixTool``)."""
         trunk, other, annealed = self.made
         (_, first), *_, (_, last) = checkpoints.list_checkpoints(trunk / "checkpoints")
@@ -166,7 +166,7 @@ class MatrixPlan:
         return checkpoints.read_tensors(self.starts[case.begin], "model")
 
 
-def make_plan(side: MatrixSide, folder: Path, recipe_name: str) -> tuple[MatrixPlan, MatrixRuns]:
+def make_matrix_plan(side: MatrixSide, folder: Path, recipe_name: str) -> tuple[MatrixPlan, MatrixRuns]:
     """Make the data, checkpoints and names for one verdict with the approved code of ``side``.
 
     Returns the plan and the last runs. If ``failed`` of these runs is set, the plan is incomplete.
@@ -186,13 +186,13 @@ def make_plan(side: MatrixSide, folder: Path, recipe_name: str) -> tuple[MatrixP
     first = run_cases(plan, replace(side, folder=folder / "trunk"), cases, fresh=True)
     if first.failed:
         return plan, first
-    trunk = first.folders[TRUNK.name] / "checkpoints" / checkpoints.checkpoint_name(steps[TRUNK.name])
+    trunk = first.folders[TRUNK.name] / "checkpoints" / checkpoints.format_checkpoint_name(steps[TRUNK.name])
     starts = {"trunk": trunk, **make_derived_checkpoints(trunk, folder / "derived")}
     second = run_cases(replace(plan, starts=starts), replace(side, folder=folder / "annealed"), [ANNEAL_CASE])
     if second.failed:
         return plan, second
     last = steps[TRUNK.name] + steps[ANNEAL_CASE.name]
-    starts["annealed"] = second.folders[ANNEAL_CASE.name] / "checkpoints" / checkpoints.checkpoint_name(last)
+    starts["annealed"] = second.folders[ANNEAL_CASE.name] / "checkpoints" / checkpoints.format_checkpoint_name(last)
     made = first.folders[TRUNK.name], first.folders[OTHER.name], second.folders[ANNEAL_CASE.name]
     recipe = make_case_recipe({"mixture.weights": {**BASE["mixture"]["weights"], "a domain without shards": 0.1}})
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
@@ -245,20 +245,20 @@ def _run_lane(
         own.mkdir(parents=True)
         if case.begin in INTERRUPTED and not fresh:
             shutil.copytree(plan.starts[case.begin], own, dirs_exist_ok=True)
-        (own / "segment.json").write_text(json.dumps(plan.make_arm(case).spec(side.kernels[case.kernels])))
-        found.open_folder(case.name, own, side.after)
+        (own / "segment.json").write_text(json.dumps(plan.make_arm(case).make_spec(side.kernels[case.kernels])))
+        found.open_run_folder(case.name, own, side.after)
         segments.append(
             {"folder": str(own)} | {key: getattr(case, key) for key in ("stop_after", "waits", "slow_threads")}
         )
     for number, tool in enumerate(tools):
         own = folder / "tools" / str(number)
         (own / "checkpoints").mkdir(parents=True)
-        found.open_folder(tool_name(tool), own, side.after)
-        uses.append({"folder": str(own), "module": tool.module, "arguments": plan.arguments(tool, own)})
+        found.open_run_folder(make_tool_name(tool), own, side.after)
+        uses.append({"folder": str(own), "module": tool.module, "arguments": plan.make_tool_arguments(tool, own)})
     if side.compiled is not None and side.compiled.is_dir():
-        copy_libraries(side.compiled, folder / "cache" / "inductor" / side.compiled.name)
+        copy_compiled_libraries(side.compiled, folder / "cache" / "inductor" / side.compiled.name)
     ranks = cases[0].ranks if cases else 1
-    wanted = {case.name: case.exit_code for case in cases} | {tool_name(tool): tool.exit_code for tool in tools}
+    wanted = {case.name: case.exit_code for case in cases} | {make_tool_name(tool): tool.exit_code for tool in tools}
     notes, request = folder / "notes", folder / "request.json"
     notes.mkdir()
     asked = {"folders": segments, "tools": uses, "instructions": list(side.instructions), "ranks": ranks}
@@ -275,11 +275,11 @@ def _run_lane(
             limits=SandboxLimits(wall_seconds=side.wall_seconds),
         )
         if not result.ok:
-            found.failed, found.out_of_time = result.why(), result.timed_out
+            found.failed, found.out_of_time = result.describe_ending(), result.timed_out
             return found
         for rank in range(ranks):
             left = json.loads(read_bytes(descriptor, [f"rank-{rank}.json"], NOTES_BYTES))
-            found.executed.add(left["executed"])
+            found.executed.add_record(left["executed"])
             if rank == 0:
                 codes = dict(zip(wanted, left["codes"], strict=True))
     except (UntrustedFileError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -299,7 +299,7 @@ def _run_lane(
     return found
 
 
-def copy_libraries(source: Path, target: Path) -> None:
+def copy_compiled_libraries(source: Path, target: Path) -> None:
     """Copy the regular files of a folder that live code can write. Links are not followed, and pipes do not block. Raises: OSError."""
     target.mkdir(parents=True)
     with ExitStack() as opened:

@@ -50,7 +50,7 @@ def make_data_plans(folder: Path) -> dict[int, dict[str, Any]]:
 def make_derived_checkpoints(trunk: Path, folder: Path) -> dict[str, Path]:
     """Return name → checkpoint. Each is a changed copy of ``trunk``, in a state that a short run seldom or never reaches."""
     draw = np.random.default_rng(secrets.randbits(64))
-    whole = checkpoints.load(trunk)
+    whole = checkpoints.load_checkpoint(trunk)
     late = json.loads(json.dumps(whole.state))
     late["step"] = late["sampler"]["step"] = int(draw.integers(*LATE_STEPS))
     outliers = json.loads(json.dumps(whole.state))
@@ -71,7 +71,7 @@ def make_derived_checkpoints(trunk: Path, folder: Path) -> dict[str, Path]:
         "outliers": replace(whole, state=outliers),
         "poisoned": replace(whole, model=poisoned),
     }
-    found = {name: checkpoints.save(folder / name, checkpoint) for name, checkpoint in changed.items()}
+    found = {name: checkpoints.save_checkpoint(folder / name, checkpoint) for name, checkpoint in changed.items()}
     found["broken"] = folder / "broken"
     shutil.copytree(trunk, found["broken"])
     damage_checkpoint(found["broken"])
@@ -100,11 +100,11 @@ def copy_interrupted_run(finished: Path, folder: Path, damaged: bool = False, st
         damage_checkpoint(newest)
     else:
         shutil.rmtree(newest)
-    whole = checkpoints.load(before)
+    whole = checkpoints.load_checkpoint(before)
     shutil.rmtree(before)
     changed = {
         name: tensor * SHRINK_FACTOR if tensor.is_floating_point() else tensor for name, tensor in whole.model.items()
     }
     if step is not None:
         whole.state["step"] = whole.state["sampler"]["step"] = step
-    checkpoints.save(folder / "checkpoints", replace(whole, model=changed))
+    checkpoints.save_checkpoint(folder / "checkpoints", replace(whole, model=changed))

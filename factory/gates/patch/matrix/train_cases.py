@@ -165,7 +165,7 @@ def perturb_op_results(seed: int) -> None:
     registry.bind_ops = bind_disturbed
 
 
-def run_as_ranks(rank_count: int) -> int:
+def run_program_once_per_rank(rank_count: int) -> int:
     """Run this program once for each rank. Returns the first exit code that is not 0, or 0.
 
     This process has the store through which ranks find one another, as torchrun does. Each segment forms a new process group in the store.
@@ -193,7 +193,7 @@ def run_as_ranks(rank_count: int) -> int:
 if __name__ == "__main__":
     request = json.loads(Path(sys.argv[2]).read_text())
     if request["ranks"] > 1 and "RANK" not in os.environ:
-        sys.exit(run_as_ranks(request["ranks"]))
+        sys.exit(run_program_once_per_rank(request["ranks"]))
     recorder = runpy.run_path(sys.argv[1])["ExecutionRecorder"](os.getcwd(), request["instructions"])
     if request["instructions"]:
         recorder.watch_compiler()

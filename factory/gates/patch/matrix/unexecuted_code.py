@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from factory.gates.patch.execution_recorder import ExecutedCode, code_name, iterate_code_objects
+from factory.gates.patch.execution_recorder import ExecutedCode, name_code_object, iterate_code_objects
 
 # Instructions that the compiler adds and that stand for no part of the source.
 SILENT = {
@@ -38,7 +38,7 @@ class UnexecutedPart:
     source: str
 
     @property
-    def device(self) -> str:
+    def required_device(self) -> str:
         """The only device that can execute the part; '': any device. Triton kernels are in files named ``triton.py``."""
         return "cuda" if self.path.endswith("triton.py") else ""
 
@@ -58,7 +58,7 @@ def find_unexecuted_parts(path: str, base: str, text: str, executed: ExecutedCod
     for first, last in executed.launched.get(path, ()):
         new -= set(range(first, last + 1))
     for code in iterate_code_objects(compile(text, path, "exec", dont_inherit=True)):
-        own = code_name(code)
+        own = name_code_object(code)
         noted = {at for name, at in executed.instructions.get(path, ()) if name == own}
         instructions = list(dis.get_instructions(code))
         # The compiler makes several copies of some code, such as a loop's test or a finally body.

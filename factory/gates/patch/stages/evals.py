@@ -7,9 +7,9 @@ A separate file, because each stage of the gate is one file.
 
 from __future__ import annotations
 
-from factory.gates.patch.held_out_scores import gains_by_document, read_held_out_texts, score_weights
+from factory.gates.patch.held_out_scores import compute_gains_by_document, read_held_out_texts, score_weights
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.stage_interface import NOTHING_HELD_OUT, PatchCase, StageResult, passed_evidence
+from factory.gates.stage_interface import NOTHING_HELD_OUT, PatchCase, StageResult, make_passed_evidence
 from kernels.contract.message import Message
 
 
@@ -22,7 +22,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     candidate, baseline = (
         score_weights(run.weights, start.recipe, texts, eval_policy) for run in case.handed_on["training"]
     )
-    found = gains_by_document(candidate, baseline)
+    found = compute_gains_by_document(candidate, baseline)
     means = {domain: sum(values) / len(values) for domain, values in found.items()}
     worst = min(means, key=means.__getitem__)
     reason = Message(
@@ -30,4 +30,4 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         "{documents} held-out documents were scored. In the worst domain, {domain}, the change is {change:+.4f} bits per byte.",
         documents=len(texts), domain=worst, change=-means[worst],
     )  # fmt: skip
-    return StageResult(passed_evidence(reason, gains=found))
+    return StageResult(make_passed_evidence(reason, gains=found))

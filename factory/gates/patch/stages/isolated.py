@@ -16,20 +16,20 @@ from typing import Any
 import yaml
 
 from factory.core import devices
-from factory.gates.patch.changed_ops import ChangedOp, changed_ops_of_patch
-from factory.gates.patch.policy import IsolatedPolicy, PatchPolicy
+from factory.gates.patch.changed_ops import ChangedOp, find_changed_ops_of_patch
+from factory.gates.patch.policy import IsolatedTimingPolicy, PatchPolicy
 from factory.gates.patch.stages.training import make_gate_recipe
 from factory.gates.stage_interface import (
     NO_START,
     PatchCase,
     StageEvidence,
     StageResult,
-    failed_evidence,
-    missing_evidence,
-    not_needed_evidence,
-    passed_evidence,
+    make_failed_evidence,
+    make_missing_evidence,
+    make_not_needed_evidence,
+    make_passed_evidence,
 )
-from factory.gates.time_limits import baseline_stopped_message, out_of_time_evidence
+from factory.gates.time_limits import make_baseline_stopped_message, make_out_of_time_evidence
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
@@ -40,9 +40,9 @@ UNLIKE = 1.02  # the A/A ratio above which the clock is not trusted
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if case.start is None:
         return StageResult(NO_START)
-    if any(path.endswith(".py") for path in case.paths):
+    if any(path.endswith(".py") for path in case.changed_paths):
         return StageResult(
-            not_needed_evidence(
+            make_not_needed_evidence(
                 Message(
                     "patch.new_code_alone",
                     "New code is not timed op by op: the time of the whole training step decides.",
@@ -50,25 +50,25 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
             )
         )
     # Only approved code runs, so its compiled files may be used.
-    work = case.workspace.root / "cache" / f"workbench{devices.device_suffix()}"
+    work = case.workspace.root / "cache" / f"workbench{devices.get_device_folder_suffix()}"
     recipe = make_gate_recipe(case, case.start, case.baseline)
-    return StageResult(time_switched_ops(case.policy.isolated, changed_ops_of_patch(case), recipe, case.baseline, work))
+    return StageResult(time_switched_ops(case.policy.isolated, find_changed_ops_of_patch(case), recipe, case.baseline, work))
 
 
 def time_switched_ops(
-    policy: IsolatedPolicy, ops: Sequence[ChangedOp], recipe: dict[str, Any], baseline: Path, work: Path
+    policy: IsolatedTimingPolicy, ops: Sequence[ChangedOp], recipe: dict[str, Any], baseline: Path, work: Path
 ) -> StageEvidence:
     """Return the evidence on the ops that the patch switches to another implementation. Raises: IsolationError."""
     switched = [op for op in ops if op.before != op.after]
     if not switched:
-        return not_needed_evidence(Message("patch.no_switch", "The patch switches no op to another implementation."))
+        return make_not_needed_evidence(Message("patch.no_switch", "The patch switches no op to another implementation."))
     work.mkdir(parents=True, exist_ok=True)
     recipe_path = work.with_name(f"{work.name}-recipe.yaml")  # outside the folder that the timed code can write
     recipe_path.write_text(yaml.safe_dump(recipe))
     found: dict[str, Any] = {}
     for op in switched:
         command = [sys.executable, "-m", "kernels.contract.bench", "--op", op.op, "--against", op.before]
-        command += ["--recipe", str(recipe_path), "--pairs", str(policy.pairs), "--device", devices.device_kind()]
+        command += ["--recipe", str(recipe_path), "--pairs", str(policy.pairs), "--device", devices.get_device_kind()]
         command += ["--implementation"]
         for _ in range(policy.tries):
             answers = []
@@ -86,11 +86,11 @@ def time_switched_ops(
                 except ValueError:
                     if timed.timed_out:
                         what = f"timing of {op.op}"
-                        return out_of_time_evidence(
-                            baseline_stopped_message(what, policy.wall_seconds, "isolated.wall_seconds")
+                        return make_out_of_time_evidence(
+                            make_baseline_stopped_message(what, policy.wall_seconds, "isolated.wall_seconds")
                         )
-                    why = timed.why()
-                    return missing_evidence(
+                    why = timed.describe_ending()
+                    return make_missing_evidence(
                         Message("patch.not_timed_alone", "{op} could not be timed by itself: {why}", op=op.op, why=why)
                     )
             changed, control = answers
@@ -109,7 +109,7 @@ def time_switched_ops(
                 "{ratio:.2f}×). Close other programs and judge the patch again.",
                 op=op.op, tries=policy.tries, slower=untrusted, ratio=control["ratio"],
             )  # fmt: skip
-            return missing_evidence(reason, ops=found)
+            return make_missing_evidence(reason, ops=found)
         if (
             changed["ratio_high"] < policy.min_ratio
         ):  # for a difference within the noise, the timing of the whole step decides
@@ -119,7 +119,7 @@ def time_switched_ops(
                 "is needed. In three of four pairs of runs, the ratio is below {high:.2f}×.",
                 op=op.op, after=op.after, before=op.before, ratio=changed["ratio"], high=changed["ratio_high"], least=policy.min_ratio,
             )  # fmt: skip
-            return failed_evidence(reason, ops=found)
+            return make_failed_evidence(reason, ops=found)
     alone = [
         Message(
             "patch.alone",
@@ -131,7 +131,7 @@ def time_switched_ops(
         )
         for name, n in found.items()
     ]
-    return passed_evidence(*alone, ops=found)
+    return make_passed_evidence(*alone, ops=found)
 
 
 def _unlike_itself(control: Mapping[str, float]) -> str:

@@ -18,18 +18,18 @@ from factory.core import devices
 from factory.gates.patch.execution_recorder import ExecutedCode
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
-from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, make_plan, run_cases
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, make_matrix_plan, run_cases
 from factory.gates.patch.matrix.unexecuted_code import UnexecutedPart, find_unexecuted_parts
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.stage_interface import (
     PatchCase,
     StageResult,
-    failed_evidence,
-    missing_evidence,
-    not_needed_evidence,
-    passed_evidence,
+    make_failed_evidence,
+    make_missing_evidence,
+    make_not_needed_evidence,
+    make_passed_evidence,
 )
-from factory.gates.time_limits import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
+from factory.gates.time_limits import make_baseline_stopped_message, make_out_of_time_evidence, run_with_limits, make_stopped_message
 from factory.git import repository
 from factory.runs.arm_runner import ArmRunner
 from kernels.contract.message import Message
@@ -42,8 +42,8 @@ NATIVE = "factory-kernels"  # the folder of kernels/native's builds, below torch
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
-    if not any(path.endswith(".py") for path in case.paths):
-        return StageResult(not_needed_evidence(Message("patch.no_code", "The patch changes no Python file.")))
+    if not any(path.endswith(".py") for path in case.changed_paths):
+        return StageResult(make_not_needed_evidence(Message("patch.no_code", "The patch changes no Python file.")))
     rounds, runs, same, executed = may_round_differently(case), 0, 0, ExecutedCode()
     seconds = {"baseline_seconds": 0.0, "candidate_seconds": 0.0}
     cases: Sequence[MatrixCase] = CASES
@@ -53,7 +53,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         if isinstance(found, StageResult):
             return found
         plan, approved, baseline, candidate = found
-        executed.merge(candidate.executed)
+        executed.merge_executed_code(candidate.executed)
         seconds = {name: seconds[name] + side.seconds for name, side in zip(seconds, (baseline, candidate))}
         compared = compare_runs(plan, baseline, candidate, cases, tools)
         differences, undecided = [one.worst for one in compared if one.worst is not None], []
@@ -64,7 +64,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
                 )
             if rounding.problem:
                 return StageResult(
-                    missing_evidence(
+                    make_missing_evidence(
                         Message(
                             "patch.rounding_not_measured",
                             "The effect of rounding could not be measured: {problem}",
@@ -85,19 +85,19 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
                 for name in undecided
             ]  # fmt: skip
             return StageResult(
-                failed_evidence(*listed[:MOST_REASONS], differences=[str(one) for one in listed], **measured)
+                make_failed_evidence(*listed[:MOST_REASONS], differences=[str(one) for one in listed], **measured)
             )
         cases, tools = [one for one in CASES if one.name in undecided], ()
         if not cases:
             break
     if same < runs and not rounds:
-        return StageResult(failed_evidence(_rounds(runs - same, runs), **measured))
+        return StageResult(make_failed_evidence(_rounds(runs - same, runs), **measured))
     if answers := case.handed_on.get("oracle"):
-        executed.merge(answers.executed)
+        executed.merge_executed_code(answers.executed)
     if left_out := find_unexecuted_changes(case, executed):
-        return StageResult(missing_evidence(*_reasons(left_out), **_unexecuted(left_out), **measured))
+        return StageResult(make_missing_evidence(*_reasons(left_out), **_unexecuted(left_out), **measured))
     return StageResult(
-        passed_evidence(
+        make_passed_evidence(
             Message(
                 "patch.runs_alike",
                 "In {runs} tiny training runs, the candidate's results match the baseline's. In {same} of these runs, the results are equal to the "
@@ -116,7 +116,7 @@ def _draw(
     one of these failed."""
     policy = case.policy.matrix
     compiled = (
-        devices.compiled_code_folder(case.workspace.root, case.start.commit) / "inductor" / NATIVE
+        devices.get_compiled_code_folder(case.workspace.root, case.start.commit) / "inductor" / NATIVE
         if case.start
         else None
     )
@@ -124,7 +124,7 @@ def _draw(
     approved = MatrixSide(case.baseline, kernels, work, policy.wall_seconds, case.after_stages, compiled)
     with case.progress.task("tiny runs of both sides", 3) as task:
         recipe_name = case.start.recipe["name"] if case.start else Recipe.load(case.workspace.recipe_path()).name
-        plan, begun = make_plan(replace(approved, folder=work / "0"), work / "plan", recipe_name)
+        plan, begun = make_matrix_plan(replace(approved, folder=work / "0"), work / "plan", recipe_name)
         if begun.failed:
             return _approved_failed(policy, begun)
         task.advance(1, "data and checkpoints")
@@ -132,9 +132,9 @@ def _draw(
         if baseline.failed:
             return _approved_failed(policy, baseline)
         task.advance(1, f"baseline {baseline.seconds:.0f} s")
-        limits = policy.patience.limits(baseline.seconds)
+        limits = policy.patience.compute_attempt_limits(baseline.seconds)
         kernels = write_kernels_files(case, case.candidate, work / "b")
-        files = [path for path in case.paths if path.endswith(".py")]
+        files = [path for path in case.changed_paths if path.endswith(".py")]
 
         def attempt(number: int, limit: float) -> MatrixRuns:
             side = replace(approved, code=case.candidate, kernels=kernels, folder=work / f"{2 + number}")
@@ -144,11 +144,11 @@ def _draw(
         task.advance(1, f"candidate {candidate.seconds:.0f} s")
     if candidate.out_of_time:
         return StageResult(
-            out_of_time_evidence(stopped_message("tiny runs", limits, baseline.seconds, "matrix.patience"))
+            make_out_of_time_evidence(make_stopped_message("tiny runs", limits, baseline.seconds, "matrix.patience"))
         )
     if candidate.failed:
         return StageResult(
-            failed_evidence(
+            make_failed_evidence(
                 Message(
                     "patch.runs_failed",
                     "The candidate's tiny training runs failed: {problem}",
@@ -171,7 +171,7 @@ def _side(
     code = case.applied.commit if side.instructions else case.applied.base
     runs = ArmRunner(case.plant, side.folder, "patch gate", case.subject)
     arm = plan.make_combined_arm(cases, code, who)
-    with runs.record_rows({side.folder: arm}) as ends:
+    with runs.record_arm_states({side.folder: arm}) as ends:
         found = run_cases(plan, side, cases, tools)
         ends[arm.key] = found.failed
     return found
@@ -190,7 +190,7 @@ def write_kernels_files(case: PatchCase[PatchPolicy], code: Path, folder: Path) 
 
 def may_round_differently(case: PatchCase[PatchPolicy]) -> bool:
     """True if the patch may change rounding. A patch of ops may, because the oracle judges it. Other patches may only if the proposal says so."""
-    if any(path.startswith("kernels/") for path in case.paths):
+    if any(path.startswith("kernels/") for path in case.changed_paths):
         return True
     message = repository.read_commit_message(case.workspace.repository, case.applied.commit)
     return re.search(r"\brounding\b", message, re.IGNORECASE) is not None
@@ -201,7 +201,7 @@ def find_unexecuted_changes(case: PatchCase[PatchPolicy], executed: ExecutedCode
     found = []
     for change in case.changes:
         if change.path.endswith(".py") and change.content is not None:
-            base = (case.base_bytes(change.path) or b"").decode("utf-8", "replace")
+            base = (case.read_base_file(change.path) or b"").decode("utf-8", "replace")
             found += find_unexecuted_parts(change.path, base, change.content.decode("utf-8", "replace"), executed)
     return found
 
@@ -209,10 +209,10 @@ def find_unexecuted_changes(case: PatchCase[PatchPolicy], executed: ExecutedCode
 def _approved_failed(policy: MatrixPolicy, side: MatrixRuns) -> StageResult:
     if side.out_of_time:
         return StageResult(
-            out_of_time_evidence(baseline_stopped_message("tiny runs", policy.wall_seconds, "matrix.wall_seconds"))
+            make_out_of_time_evidence(make_baseline_stopped_message("tiny runs", policy.wall_seconds, "matrix.wall_seconds"))
         )
     return StageResult(
-        missing_evidence(
+        make_missing_evidence(
             Message(
                 "patch.baseline_runs_failed",
                 "The baseline's own tiny training runs failed, so the patch was not judged: {problem}",
@@ -234,8 +234,8 @@ def _rounds(differ: int, runs: int) -> Message:
 def _unexecuted(left_out: Sequence[UnexecutedPart]) -> dict[str, Any]:
     """Return evidence about the unexecuted parts. ``waits_for``: the device on which the patch is judged again, if all these parts are for it."""
     found: dict[str, Any] = {"unexecuted": [str(part) for part in left_out]}
-    (device, *others) = {part.device for part in left_out}
-    return found | ({"waits_for": device} if device not in ("", devices.device_kind()) and not others else {})
+    (device, *others) = {part.required_device for part in left_out}
+    return found | ({"waits_for": device} if device not in ("", devices.get_device_kind()) and not others else {})
 
 
 def _reasons(left_out: Sequence[UnexecutedPart]) -> list[Message]:

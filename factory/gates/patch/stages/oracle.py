@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from factory.gates.patch.changed_ops import NO_OP, ChangedOp, changed_ops_of_patch
+from factory.gates.patch.changed_ops import NO_OP, ChangedOp, find_changed_ops_of_patch
 from factory.gates.patch.op_answers import OpAnswers, check_tests_unchanged, run_op_jobs
 from factory.gates.patch.policy import OraclePolicy, PatchPolicy
 from factory.gates.patch.stages.exploits import make_exploit_calls
@@ -23,7 +23,7 @@ HOSTILE = ("normal", "large", "tiny", "zero", "constant", "outlier")
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
-    ops = changed_ops_of_patch(case)
+    ops = find_changed_ops_of_patch(case)
     if not ops:
         return StageResult(NO_OP)
     policy, work = case.policy.oracle, case.work / "oracle"
@@ -32,13 +32,13 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     jobs += make_exploit_calls(case.policy.exploits, ops, recipe, random.SystemRandom())
     files = [change.path for change in case.changes if change.path.endswith(".py")]
     answers = case.after_stages.enter_context(run_op_jobs(jobs, policy, case.baseline, case.candidate, work, files))
-    found = oracle_evidence(answers)
-    if found["state"] == "passed" and any(path.startswith("kernels/") for path in case.paths):
+    found = make_oracle_evidence(answers)
+    if found["state"] == "passed" and any(path.startswith("kernels/") for path in case.changed_paths):
         found |= check_tests_unchanged(answers, policy.patience, case.candidate, work)
     return StageResult(found, answers)
 
 
-def oracle_evidence(answers: OpAnswers) -> StageEvidence:
+def make_oracle_evidence(answers: OpAnswers) -> StageEvidence:
     """Return the evidence of the answers to ``make_oracle_jobs``. An early end of the process counts only if no other jobs follow these."""
     numbers = [number for number, job in enumerate(answers.jobs) if "case" in job]
     last = len(numbers) == len(answers.jobs)
@@ -47,7 +47,7 @@ def oracle_evidence(answers: OpAnswers) -> StageEvidence:
         "{checks} checks of results and gradients against fp64 passed.",
         checks=len(numbers),
     )
-    return answers.evidence(numbers, right, last=last)
+    return answers.make_evidence(numbers, right, last=last)
 
 
 def run_quick_check(
@@ -56,7 +56,7 @@ def run_quick_check(
     """Run only the checks of the oracle stage, and return their evidence. Raises: IsolationError."""
     jobs = make_oracle_jobs(policy, ops, precision)
     with run_op_jobs(jobs, policy, baseline, candidate, work) as answers:
-        return oracle_evidence(answers)
+        return make_oracle_evidence(answers)
 
 
 def make_oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:
@@ -65,9 +65,9 @@ def make_oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: 
     The policy's first case is tried with all kinds of values, in the recipe's precision and in fp32. The other cases are tried in the recipe's
     precision. One optional job is in fp64, which no training uses: an op may refuse it, but a computed result must be right.
     """
-    from kernels.contract.precision import precision_of_values
+    from kernels.contract.precision import find_precision_of_values
 
-    jobs, precision = [], precision_of_values(precision)
+    jobs, precision = [], find_precision_of_values(precision)
     for op in ops:
         for case in policy.cases:
             first = case == policy.cases[0]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.gates.stage_interface import PatchCase, StageResult, failed_evidence, passed_evidence
+from factory.gates.stage_interface import PatchCase, StageResult, make_failed_evidence, make_passed_evidence
 from factory.git import repository
 from factory.git.scope import find_scope_problems
 from kernels.contract.message import Message
 
 
 def run(case: PatchCase[Any]) -> StageResult:
-    modes = repository.read_modes(case.workspace.repository, case.applied.base)
+    modes = repository.read_file_modes(case.workspace.repository, case.applied.base)
     if found := find_scope_problems(case.agents, case.changes, modes):
         outside = [
             Message("scope.outside", "The patch is out of scope: {problem}", problem=problem) for problem in found
         ]
-        return StageResult(failed_evidence(*outside))
+        return StageResult(make_failed_evidence(*outside))
     inside = Message("scope.inside", "All changed files are in scope ({files:|file|files}).", files=len(case.changes))
-    return StageResult(passed_evidence(inside))
+    return StageResult(make_passed_evidence(inside))

@@ -9,11 +9,11 @@ A separate file, because each stage of the gate is one file.
 from __future__ import annotations
 
 from factory.computing.tuned_kernels import KERNELS
-from factory.gates.patch.changed_ops import find_changed_sections, find_other_devices, find_unknown_ops
+from factory.gates.patch.changed_ops import find_changed_sections_of_kernels_file, find_sections_of_other_devices, find_unknown_ops
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import find_source_problems
-from factory.gates.recipe_changes import RECIPES, find_unused_recipes, read_recipe_changes, select_learning_keys
-from factory.gates.stage_interface import PatchCase, StageResult, failed_evidence, missing_evidence, passed_evidence
+from factory.gates.recipe_changes import RECIPES, find_unused_recipes, read_recipe_changes, select_result_changing_keys
+from factory.gates.stage_interface import PatchCase, StageResult, make_failed_evidence, make_missing_evidence, make_passed_evidence
 from factory.git.scope import FileChange
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
@@ -23,26 +23,26 @@ MOST_REASONS = 8
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
     found = [
-        problem for change in case.changes for problem in find_source_problems(change, case.base_bytes(change.path))
+        problem for change in case.changes for problem in find_source_problems(change, case.read_base_file(change.path))
     ]
     found = found or [problem for change in case.changes for problem in _settings(case, change)]
     if found:
-        return StageResult(failed_evidence(*found[:MOST_REASONS]))
-    unmeasured = find_unused_recipes(case.workspace, case.paths)
+        return StageResult(make_failed_evidence(*found[:MOST_REASONS]))
+    unmeasured = find_unused_recipes(case.workspace, case.changed_paths)
     for change in case.changes:
         if change.path == KERNELS:
-            unmeasured += find_other_devices(case.base_bytes(KERNELS), change.content)
+            unmeasured += find_sections_of_other_devices(case.read_base_file(KERNELS), change.content)
     return StageResult(
-        missing_evidence(*unmeasured[:MOST_REASONS])
+        make_missing_evidence(*unmeasured[:MOST_REASONS])
         if unmeasured
-        else passed_evidence(Message("patch.static_passed", "The source breaks no rule."))
+        else make_passed_evidence(Message("patch.static_passed", "The source breaks no rule."))
     )
 
 
 def _settings(case: PatchCase[PatchPolicy], change: FileChange) -> list[Message]:
     """Return the problems of a changed recipe or ``kernels.yaml``."""
-    base = case.base_bytes(change.path) or b""
-    if change.path == KERNELS and "fallback" in find_changed_sections(base, change.content):
+    base = case.read_base_file(change.path) or b""
+    if change.path == KERNELS and "fallback" in find_changed_sections_of_kernels_file(base, change.content):
         return [
             Message(
                 "patch.fallback",
@@ -55,7 +55,7 @@ def _settings(case: PatchCase[PatchPolicy], change: FileChange) -> list[Message]
     if not change.path.startswith(RECIPES):
         return []
     try:
-        keys = select_learning_keys(read_recipe_changes(change, base.decode("utf-8", "replace")))
+        keys = select_result_changing_keys(read_recipe_changes(change, base.decode("utf-8", "replace")))
     except TrainerError as error:
         return [Message("patch.wrong_recipe", "{error}", error=error.message)]
     found = [

@@ -1,7 +1,7 @@
 """Trains N real steps with baseline and candidate in the sandbox (``timed_session``), and compares their weights and times.
 
 Time. A run is timed from outside, from the moment when its data are revealed until its weights are there. The CPU seconds of the sandbox's processes
-are read at the same moments. ``step_seconds_evidence`` computes the seconds of a step. The sessions alternate: baseline, candidate, baseline,
+are read at the same moments. ``make_step_seconds_evidence`` computes the seconds of a step. The sessions alternate: baseline, candidate, baseline,
 candidate. So a machine that slows down shows as noise of the baseline, and properties of one process (its memory layout, its compilation) do not
 decide. If new code looks faster in its first session, the second session of each side ends with a run that is ``long`` times as long. A gain that
 would promote is measured again with the candidate first, and both measurements must show it. A baseline run of twice the steps is a control that must
@@ -32,33 +32,33 @@ from factory.core.path_removal import remove_path
 from factory.gates.patch.checkpoint_difference import (
     compute_weight_drift,
     find_checkpoint_difference,
-    squared_moment_distances,
+    compute_squared_moment_distances,
 )
-from factory.gates.patch.judge import CPU_CLOCKS, is_training_different, judge_measurement, training_difference_message
+from factory.gates.patch.judge import CPU_CLOCKS, are_training_results_different, judge_measurement, make_training_difference_message
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.step_timing import (
     BRIEF_RUN_STEPS,
     RunSeconds,
-    baseline_noise,
+    compute_baseline_noise,
     compute_long_run_gain,
     estimate_cpu_overhead,
-    find_unreliable_timing,
-    step_seconds_evidence,
+    find_timing_problem,
+    make_step_seconds_evidence,
 )
 from factory.gates.patch.timed_session import PatchSession, TimedRun, train_timed_session
-from factory.gates.recipe_changes import used_recipe_path
+from factory.gates.recipe_changes import get_used_recipe_path
 from factory.gates.release.judge import PROMOTE
 from factory.gates.stage_interface import (
     NO_START,
     PatchCase,
     StageEvidence,
     StageResult,
-    failed_evidence,
-    missing_evidence,
+    make_failed_evidence,
+    make_missing_evidence,
 )
-from factory.gates.time_limits import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
+from factory.gates.time_limits import make_baseline_stopped_message, make_out_of_time_evidence, run_with_limits, make_stopped_message
 from factory.gates.training_start import TrainingStart
-from factory.runs.arm import Arm, recipe_for_one_rank
+from factory.runs.arm import Arm, make_recipe_for_one_rank
 from factory.runs.arm_runner import ArmRunner
 from factory.runs.compile_cache import copy_cache
 from factory.runs.trace import read_step_lines
@@ -94,7 +94,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
             (CANDIDATE, case.candidate, case.applied.commit),
         )
     )
-    new_code = any(path.endswith(".py") for path in case.paths)
+    new_code = any(path.endswith(".py") for path in case.changed_paths)
     policy = case.policy.training
     more = secrets.randbelow(1 + policy.steps // DRAWN)  # a fixed number would tell a run that it is being judged
     policy = policy.model_copy(update={"steps": policy.steps + more})
@@ -111,8 +111,8 @@ def make_gate_recipe(case: PatchCase[PatchPolicy], start: TrainingStart, code: P
     batch = dict(recipe["batch"])
     if case.policy.training.sequences:
         batch |= {"sequences": case.policy.training.sequences, "micro_sequences": None}
-    changed = used_recipe_path(case.workspace)
-    if changed in case.paths:
+    changed = get_used_recipe_path(case.workspace)
+    if changed in case.changed_paths:
         own = Recipe.load(code / changed).model_dump()
         recipe["compile"] = own["compile"]
         micro = own["batch"]["micro_sequences"]
@@ -135,7 +135,7 @@ def compare_training(
     ``new_code``: the candidate has code that was not approved before, so long runs must show its gain too. ``tries``: the number of tries on this
     target, this one included.
     """
-    compiled = devices.compiled_code_folder(runs.plant.workspace.root, start.commit)  # by approved code during training
+    compiled = devices.get_compiled_code_folder(runs.plant.workspace.root, start.commit)  # by approved code during training
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     comparison = _Comparison(
         runs, policy, start, {BASELINE: baseline, CANDIDATE: candidate}, new_code, compiled, origin
@@ -175,7 +175,7 @@ class PlannedRun:
     whole: bool = False  # its whole checkpoint is compared, not only its weights
     early: int = 0  # the run also keeps its weights after this number of steps; 0: it does not
 
-    def early_save_keys(self, first_step: int) -> dict[str, int]:
+    def make_early_save_keys(self, first_step: int) -> dict[str, int]:
         """Return the changes of the recipe with which the run saves its early weights. The run ends before the next checkpoint after these."""
         return {"checkpoint_every": first_step + self.early, "keep_checkpoints": 2} if self.early else {}
 
@@ -189,7 +189,7 @@ class MeasurementPlan:
     long: PlannedRun  # the last run of the third and the fourth session, if new code looks faster
 
     @classmethod
-    def draw(cls, policy: TrainingPolicy, candidate_first: bool) -> MeasurementPlan:
+    def make_random_plan(cls, policy: TrainingPolicy, candidate_first: bool) -> MeasurementPlan:
         """Draw a plan. The baseline's first control leaves out steps, and its second control makes twice the steps.
 
         The candidate's controls are brief, to show its overhead.
@@ -197,9 +197,9 @@ class MeasurementPlan:
         half = policy.pairs // 2
         whole = (secrets.randbelow(half), half + secrets.randbelow(policy.pairs - half))
         timed = [PlannedRun(_seed(), policy.steps, whole=number in whole) for number in range(policy.pairs)]
-        fewer = replace(timed[whole[0]], steps=policy.steps - policy.steps_left_out)
+        fewer = replace(timed[whole[0]], steps=policy.steps - policy.left_out_step_count)
         long_steps = policy.long * policy.steps
-        long = PlannedRun(_seed(), long_steps, early=long_steps - policy.steps_worth_min_gain(long_steps))
+        long = PlannedRun(_seed(), long_steps, early=long_steps - policy.count_steps_worth_min_gain(long_steps))
         sessions: list[tuple[str, list[PlannedRun]]] = []
         for control, runs in ((fewer, timed[:half]), (PlannedRun(_seed(), 2 * policy.steps), timed[half:])):
             pair = [(BASELINE, [control, *runs]), (CANDIDATE, [PlannedRun(_seed(), BRIEF_RUN_STEPS), *runs])]
@@ -219,7 +219,7 @@ class SideRuns:
     overheads: list[float] = field(default_factory=list)  # of the baseline: seconds of each timed run without its steps
     session_s: list[float] = field(default_factory=list)
 
-    def total(self, run_count: int) -> float:
+    def sum_timed_seconds(self, run_count: int) -> float:
         """Return the seconds of the first ``run_count`` timed runs together."""
         return sum(run.seconds for run in self.timed[:run_count])
 
@@ -255,10 +255,10 @@ class _Comparison:
         while True:
             round_began = time.monotonic()
             found, pair = self.measure()
-            decided = pair is None or is_training_different(
+            decided = pair is None or are_training_results_different(
                 policy, found
             )  # a decision that does not depend on the clock
-            doubt = None if decided else find_unreliable_timing(policy, found, 1 + len(discarded))
+            doubt = None if decided else find_timing_problem(policy, found, 1 + len(discarded))
             if discarded:
                 found["discarded"] = discarded
             now = time.monotonic()
@@ -276,13 +276,13 @@ class _Comparison:
             self.runs.plant.print_line(
                 Message("patch.measured_again", "  training: {doubt}. The factory measures again", doubt=doubt)
             )
-            noise = baseline_noise(found) if "baseline_seconds" in found else None
+            noise = compute_baseline_noise(found) if "baseline_seconds" in found else None
             seconds = {key: found[key] for key in ("total_seconds", "overhead_seconds")}
             discarded.append({"doubt": doubt, "noise": noise} | seconds)
 
     def measure(self) -> tuple[StageEvidence, RunPair | None]:
         """Run four sessions on new data. Returns the evidence, and the pair of runs that is furthest apart (None: the sessions ended early)."""
-        plan = MeasurementPlan.draw(self.policy, candidate_first=bool(self.repeated_s))
+        plan = MeasurementPlan.make_random_plan(self.policy, candidate_first=bool(self.repeated_s))
         runs = {BASELINE: SideRuns(), CANDIDATE: SideRuns()}
         try:
             self._run(plan, runs)
@@ -296,7 +296,7 @@ class _Comparison:
         title = Message("patch.training_task", "timing training steps of baseline and candidate")
         with self.runs.plant.progress.task(title, 2 * self.policy.pairs) as task:
             for number, (name, planned) in enumerate(plan.sessions):
-                faster = number >= 2 and runs[BASELINE].total(half) > runs[CANDIDATE].total(half)
+                faster = number >= 2 and runs[BASELINE].sum_timed_seconds(half) > runs[CANDIDATE].sum_timed_seconds(half)
                 long = [plan.long] if self.new_code and faster and not self.repeated_s else []
                 before_s = (runs[BASELINE].session_s or [self.repeated_s])[
                     -1
@@ -314,8 +314,8 @@ class _Comparison:
                 task.advance(len(done), f"{name}: {min(run.seconds for run in done):.1f} s a run")
                 if number == 1:  # the first two sessions are enough to show a difference
                     found, _ = self._weights(plan, runs)
-                    if is_training_different(self.policy, found):
-                        raise _EndedEarly(failed_evidence(training_difference_message(self.policy, found), **found))
+                    if are_training_results_different(self.policy, found):
+                        raise _EndedEarly(make_failed_evidence(make_training_difference_message(self.policy, found), **found))
 
     def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
         """Run a session of one side. Returns the session and its folder. A session of the candidate that a limit stopped is run again with a longer
@@ -327,7 +327,7 @@ class _Comparison:
             ) * policy.steps  # wall_seconds is the limit for this number of steps
             limits: tuple[float, ...] = (policy.wall_seconds * max(1.0, sum(run.steps for run in runs) / usual),)
         else:
-            limits = policy.patience.limits(before_s)
+            limits = policy.patience.compute_attempt_limits(before_s)
 
         def attempt(number: int, limit: float) -> tuple[PatchSession, Path]:
             if number:  # the first attempt saw these data, so its files must not remain
@@ -339,15 +339,15 @@ class _Comparison:
         session, folder = run_with_limits(limits, attempt, lambda ended: ended[0].out_of_time)
         if session.out_of_time and name == BASELINE:
             raise _EndedEarly(
-                out_of_time_evidence(baseline_stopped_message("training session", limits[0], "training.wall_seconds"))
+                make_out_of_time_evidence(make_baseline_stopped_message("training session", limits[0], "training.wall_seconds"))
             )
         if session.out_of_time:
             raise _EndedEarly(
-                out_of_time_evidence(stopped_message("training session", limits, before_s, "training.patience"))
+                make_out_of_time_evidence(make_stopped_message("training session", limits, before_s, "training.patience"))
             )
         if session.failed:
             says = (
-                failed_evidence if name == CANDIDATE else missing_evidence
+                make_failed_evidence if name == CANDIDATE else make_missing_evidence
             )  # a failure of the baseline is no evidence about the candidate
             failure = Message(
                 "patch.training_failed", "The {side}'s training failed: {problem}", side=name, problem=session.failed
@@ -366,18 +366,18 @@ class _Comparison:
         for compiled in side.folder.glob("*/cache"):  # at most one
             compiled.rename(folder / "cache")
         base = {
-            "kind": "trunk", "recipe": recipe_for_one_rank(side.recipe), "data_plan": start.plan, "first_step": start.step,
+            "kind": "trunk", "recipe": make_recipe_for_one_rank(side.recipe), "data_plan": start.plan, "first_step": start.step,
             "initial_checkpoint": str(start.checkpoint), "restart_data": True, "code_commit": side.commit,
         }  # fmt: skip
         kernels, title = start.resolve_kernels(side.code), f"{name}, {len(runs)} runs, the longest"
         arms = [
-            Arm(title, base | {"last_step": start.step + run.steps}, side.commit, run.early_save_keys(start.step), seed=run.seed, kernels=kernels)
+            Arm(title, base | {"last_step": start.step + run.steps}, side.commit, run.make_early_save_keys(start.step), seed=run.seed, kernels=kernels)
             for run in runs
         ]  # fmt: skip
         whole = [number for number, run in enumerate(runs) if run.whole]
         early = {number: start.step + run.early for number, run in enumerate(runs) if run.early}
-        longest = max(arms, key=lambda arm: arm.last)
-        with self.runs.record_rows({folder: longest}) as ends:
+        longest = max(arms, key=lambda arm: arm.last_step)
+        with self.runs.record_arm_states({folder: longest}) as ends:
             session = train_timed_session(folder, side.code, arms, self.origin, wall_seconds, whole, early)
             ends[longest.key] = session.failed
         return session, folder
@@ -387,7 +387,7 @@ class _Comparison:
         policy, baseline, candidate = self.policy, runs[BASELINE], runs[CANDIDATE]
         evidence, drifts = self._weights(plan, runs)
         pairs = list(zip(candidate.timed, baseline.timed, strict=True))
-        away = squared_moment_distances(baseline.controls[0].rest, baseline.timed[plan.whole[0]].rest)
+        away = compute_squared_moment_distances(baseline.controls[0].rest, baseline.timed[plan.whole[0]].rest)
         for number in plan.whole:
             ours, theirs = pairs[number]
             if wrong := find_checkpoint_difference(ours.rest, theirs.rest, away, policy.max_drift):
@@ -396,13 +396,13 @@ class _Comparison:
                     "Training from the candidate's checkpoint would differ from training from the baseline's checkpoint: {difference}",
                     difference=wrong,
                 )
-                raise _EndedEarly(failed_evidence(reason, **evidence))
+                raise _EndedEarly(make_failed_evidence(reason, **evidence))
         evidence |= _times(policy, baseline, candidate)
-        evidence |= {"steps": policy.steps, "new_code": self.new_code, "device": devices.device_kind()}
+        evidence |= {"steps": policy.steps, "new_code": self.new_code, "device": devices.get_device_kind()}
         evidence |= {"session_seconds": baseline.session_s[0]}
         furthest = pairs[drifts.index(max(drifts))]
         if doubt := evidence.get("doubt"):
-            return missing_evidence(
+            return make_missing_evidence(
                 Message("patch.doubt", "The times cannot be used: {doubt}.", doubt=doubt), **evidence
             ), furthest
         if baseline.long and candidate.long:
@@ -434,7 +434,7 @@ class _Comparison:
         drifts = [compute_weight_drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
         totals = {name: [run.seconds for run in side.timed] for name, side in runs.items()}
         evidence = {"total_seconds": totals, "drift": max(drifts), "control_drift": control}
-        return evidence | {"left_out": self.policy.steps_left_out}, drifts
+        return evidence | {"left_out": self.policy.left_out_step_count}, drifts
 
 
 def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> dict[str, Any]:
@@ -445,7 +445,7 @@ def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> d
         base, ours, brief = ([clock(r) for r in runs] for runs in (baseline.timed, candidate.timed, candidate.controls))
         if overhead is None:
             overhead = estimate_cpu_overhead(policy, base, clock(twice))
-        return step_seconds_evidence(policy, RunSeconds(base, ours, brief, clock(twice), overhead))
+        return make_step_seconds_evidence(policy, RunSeconds(base, ours, brief, clock(twice), overhead))
 
     evidence = by(lambda run: run.seconds, sum(baseline.overheads) / len(baseline.overheads))
     if all(run.cpu is not None for run in (*baseline.timed, *candidate.timed, *candidate.controls, twice)):

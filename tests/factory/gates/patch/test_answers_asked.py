@@ -81,7 +81,7 @@ def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[...,
     with pytest.raises(OSError):
         os.fstat(answers.folder)
     request, question, given = work / "request.json", work / "question.json", work / "given"
-    asked = {"device": devices.device_kind(), "jobs": [JOB]}
+    asked = {"device": devices.get_device_kind(), "jobs": [JOB]}
     assert json.loads(request.read_text()) == asked
     assert json.loads(question.read_text()) == asked | {
         "recorder": str(RECORDER_FILE),
@@ -270,7 +270,7 @@ def test_only_people_may_change_an_ops_tests(
     (how,) = told.asked
     request = json.loads((tmp_path / "request-again.json").read_text())
     assert request == {
-        "device": devices.device_kind(),
+        "device": devices.get_device_kind(),
         "jobs": JOBS,
         "recorder": str(RECORDER_FILE),
         "instructions": ["kernels/a.py"],

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from factory.gates.patch import op_answers
-from factory.gates.patch.op_answers import OpAnswers, are_identical, find_wrong_results
+from factory.gates.patch.op_answers import OpAnswers, are_tensors_identical, find_wrong_results
 from factory.gates.patch.stages import exploits, oracle
 from kernels.contract.message import Message
 from tests.support.gates.reasons import Expected, expect, tells
@@ -108,7 +108,7 @@ def test_an_odd_result_does_not_hide_the_next(first: list[float]) -> None:
     ],
 )
 def test_are_identical_compares_shape_dtype_and_elements(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
-    assert are_identical(a, b) == are_identical(b, a) == same
+    assert are_tensors_identical(a, b) == are_tensors_identical(b, a) == same
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_the_evidence_follows_from_the_answers(
     failures: Any,
     expected: Expected,
 ) -> None:
-    found = answers(*left, **more).evidence(range(len(left)), Message("patch.test_right", "right"), last=last)
+    found = answers(*left, **more).make_evidence(range(len(left)), Message("patch.test_right", "right"), last=last)
     assert found["state"] == state and found.get("failures") == failures and tells(found["reasons"][:1], expected), (
         found
     )
@@ -233,7 +233,7 @@ def test_the_evidence_follows_from_the_answers(
 def test_an_exception_in_a_required_answer_fails_the_patch(answers: Callable[..., OpAnswers]) -> None:
     found = answers(REFUSED, GOOD)
     required = OpAnswers([{**job, "optional": False} for job in found.jobs], found.truth, found.folder, 2.0, 1.0)
-    said = required.evidence([0, 1], Message("patch.test_right", "right"), last=True)
+    said = required.make_evidence([0, 1], Message("patch.test_right", "right"), last=True)
     assert said["state"] == "failed" and tells(
         said["reasons"], expect("patch.op_raised", error="TypeError: no fp64")
     ), said
@@ -248,9 +248,9 @@ def test_the_oracle_and_the_exploit_checks_each_read_their_own_answers(answers: 
         ([*found.jobs], ("failed", "failed"), (3, 0)),
     ):
         both = OpAnswers(jobs, found.truth, found.folder, 2.0, 1.0, died=KILLED)
-        told = oracle.oracle_evidence(both), exploits.exploit_evidence(both)
+        told = oracle.make_oracle_evidence(both), exploits.make_exploit_evidence(both)
         assert tuple(one["state"] for one in told) == states and tuple(one["checks"] for one in told) == checks, told
-    whole = exploits.exploit_evidence(
+    whole = exploits.make_exploit_evidence(
         OpAnswers([call, call | {"op": "swiglu"}, call], found.truth, found.folder, 2.0, 1.0)
     )
     assert whole["state"] == "passed" and tells(whole["reasons"], expect("patch.calls_right", calls=3, ops=2))

@@ -19,11 +19,11 @@ from factory.gates.patch.changed_ops import (
     NO_OP,
     ChangedOp,
     find_changed_ops,
-    find_changed_sections,
-    find_other_devices,
+    find_changed_sections_of_kernels_file,
+    find_sections_of_other_devices,
     find_unknown_ops,
 )
-from factory.gates.patch.policy import IsolatedPolicy, OraclePolicy, PatchPolicy
+from factory.gates.patch.policy import IsolatedTimingPolicy, OraclePolicy, PatchPolicy
 from factory.gates.patch.stages import exploits, isolated, oracle, static
 from factory.gates.stage_interface import NO_START, PatchCase
 from factory.gates.training_start import TrainingStart
@@ -129,9 +129,9 @@ FAST = b"cpu: {swiglu: native, rms_norm: reference}\ncuda: {swiglu: triton}\n"
 def test_changed_sections_of_kernels_yaml_are_found(
     before: bytes | None, after: bytes | None, sections: list[str], others: int
 ) -> None:
-    assert find_changed_sections(before, after) == sections
-    told = find_other_devices(before, after)
-    assert len(told) == others and not any(one.data["section"] == devices.device_kind() for one in told)
+    assert find_changed_sections_of_kernels_file(before, after) == sections
+    told = find_sections_of_other_devices(before, after)
+    assert len(told) == others and not any(one.data["section"] == devices.get_device_kind() for one in told)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_switched_ops_are_timed_by_approved_code_alone(
     if there:
         work.mkdir(parents=True)
     found = isolated.time_switched_ops(
-        IsolatedPolicy(pairs=5, wall_seconds=70.0), OPS, {"name": "tiny"}, tmp_path / "base", work
+        IsolatedTimingPolicy(pairs=5, wall_seconds=70.0), OPS, {"name": "tiny"}, tmp_path / "base", work
     )
     assert yaml.safe_load(recipe.read_text()) == {"name": "tiny"} and work.is_dir()
     for how, (op, against, name) in zip(
@@ -311,7 +311,7 @@ def test_switched_ops_are_timed_by_approved_code_alone(
         strict=True,
     ):
         assert how.pop("limits").wall_seconds == 70.0
-        command = f"-m kernels.contract.bench --op {op} --against {against} --recipe {recipe} --pairs 5 --device {devices.device_kind()}"
+        command = f"-m kernels.contract.bench --op {op} --against {against} --recipe {recipe} --pairs 5 --device {devices.get_device_kind()}"
         assert how == {
             "command": [sys.executable, *command.split(), "--implementation", name],
             "output": work, "readonly": [tmp_path / "base", recipe], "cwd": tmp_path / "base",
@@ -352,7 +352,7 @@ def test_the_evidence_of_the_isolated_stage_follows_from_the_timings(
 ) -> None:
     asked, run = clock(*told)
     monkeypatch.setattr(sandbox, "run_in_sandbox", run)
-    policy = IsolatedPolicy(tries=tries, min_ratio=1.25, wall_seconds=70.0)
+    policy = IsolatedTimingPolicy(tries=tries, min_ratio=1.25, wall_seconds=70.0)
     found = isolated.time_switched_ops(policy, OPS[:2], {}, tmp_path, tmp_path / "bench")
     assert (found["state"], found.get("out_of_time", False)) == (state, late), found
     assert tells(found["reasons"][:1], expected), found
@@ -377,7 +377,7 @@ def test_ops_are_timed_by_themselves_only_for_patches_of_settings(
         assert found["state"] == state and len(asked) == 2 * (name == "d"), name
     folder = tmp_path / "d" / "cache"
     assert (
-        asked[0]["output"] == folder / f"workbench{devices.device_suffix()}"
+        asked[0]["output"] == folder / f"workbench{devices.get_device_folder_suffix()}"
         and asked[0]["cwd"] == tmp_path / "d" / "base"
     )
     assert yaml.safe_load(next(folder.glob("*-recipe.yaml")).read_text()) == {"name": "6 base"}

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 import torch
 
-from factory.evals.tasks import EvalItem, bits_per_byte_by_domain
+from factory.evals.tasks import EvalItem, compute_bits_per_byte_by_domain
 from factory.gates.patch.checkpoint_difference import (
     compute_weight_drift,
     find_checkpoint_difference,
-    squared_moment_distances,
+    compute_squared_moment_distances,
 )
 from factory.gates.patch.execution_recorder import (
     RECORDER_FILE,
     ExecutedCode,
     ExecutionRecorder,
-    code_name,
+    name_code_object,
     iterate_code_objects,
 )
 from factory.gates.patch.held_out_scores import (
-    gains_by_document,
+    compute_gains_by_document,
     measure_bits_per_byte,
     read_held_out_texts,
     score_weights,
@@ -94,7 +94,7 @@ def test_executed_lines_of_the_trainer_and_the_kernels_are_recorded(tmp_path: Pa
     assert found["lines"] == {"trainer/a.py": [1, 2, 4], "kernels/b.py": [1, 2, 4]}
     assert found["traced"] == found["launched"] == {} and found["instructions"].keys() == {"trainer/a.py"}
     (double,) = (code for code in iterate_code_objects(files["trainer/a.py"]["code"]) if code.co_name == "double")
-    assert {name for name, _ in found["instructions"]["trainer/a.py"]} == {code_name(double)}
+    assert {name for name, _ in found["instructions"]["trainer/a.py"]} == {name_code_object(double)}
     assert found["instructions"]["trainer/a.py"] == sorted(found["instructions"]["trainer/a.py"])
     assert json.loads(json.dumps(found))["instructions"]["trainer/a.py"], "no set and no tuple in it"
 
@@ -124,10 +124,10 @@ def test_a_file_that_is_not_python_has_no_code(tmp_path: Path) -> None:
 
 def test_code_names_distinguish_functions_on_the_same_line() -> None:
     lines = "f, g = (lambda x: x), (lambda x: x)\n"
-    names = [code_name(code) for code in iterate_code_objects(compile(lines, "a", "exec"))]
+    names = [name_code_object(code) for code in iterate_code_objects(compile(lines, "a", "exec"))]
     assert len(set(names)) == 3 and [name.split(":")[:2] for name in names[1:]] == [["<lambda>", "1"]] * 2
     assert all(len(name.rpartition(":")[2]) == 8 for name in names)
-    assert names == [code_name(code) for code in iterate_code_objects(compile(lines, "b", "exec"))]
+    assert names == [name_code_object(code) for code in iterate_code_objects(compile(lines, "b", "exec"))]
 
 
 def test_records_of_several_processes_are_added() -> None:
@@ -135,8 +135,8 @@ def test_records_of_several_processes_are_added() -> None:
         "lines": {"a": [1, 2]}, "instructions": {"a": [["f", 1]]}, "traced": {"a": [[1, 2, 3, 4]]}, "launched": {"a": [[1, 9]]}
     }  # fmt: skip
     found, other = ExecutedCode(), ExecutedCode()
-    found.add(left)
-    other.add(
+    found.add_record(left)
+    other.add_record(
         {
             "lines": {"a": [2, 3], "b": [4]},
             "instructions": {"a": [["f", 2]]},
@@ -144,7 +144,7 @@ def test_records_of_several_processes_are_added() -> None:
             "launched": {"a": [[2, 3]]},
         }
     )
-    found.merge(other)
+    found.merge_executed_code(other)
     assert found == ExecutedCode(
         {"a": {1, 2, 3}, "b": {4}}, {"a": {("f", 1), ("f", 2)}}, {"a": {(1, 2, 3, 4)}, "b": {(5, 6, 7, 8)}}, {"a": {(1, 9), (2, 3)}}
     )  # fmt: skip
@@ -233,7 +233,7 @@ MOMENTS = weights(**{"exp_avg.w": [1.0, 1.0], "exp_avg.v": [1.0], "exp_avg_sq.w"
 
 def test_the_distance_of_moments_is_computed_for_each_kind() -> None:
     other = weights(**{"exp_avg.w": [1.0, 3.0], "exp_avg.v": [0.0], "exp_avg_sq.w": [1.0, 1.5], "step.w": [3.0]})
-    found = squared_moment_distances(Checkpoint({}, MOMENTS, {}), Checkpoint({}, other, {}))
+    found = compute_squared_moment_distances(Checkpoint({}, MOMENTS, {}), Checkpoint({}, other, {}))
     assert found == {"exp_avg": pytest.approx(5.0), "exp_avg_sq": pytest.approx(0.25), "step": 0.0}
 
 
@@ -299,13 +299,13 @@ def test_a_source_document_counts_once() -> None:
         EvalItem(one.task, one.item, one.domain, one.cluster, one.value - more * nat, one.weight)
         for one, more in zip(theirs, (1, 2, 4, -3, 1))
     ]
-    assert gains_by_document(ours, theirs) == {
+    assert compute_gains_by_document(ours, theirs) == {
         "code": [pytest.approx(-3.0)],
         "docs": [pytest.approx(0.5), pytest.approx(0.5)],
     }
     for other in (theirs[:-1], [*theirs[:-1], item("chat", "a", 1.0, 1.0)], [*theirs[:-1], theirs[0]]):
         with pytest.raises((ValueError, AssertionError)):
-            gains_by_document(ours, other)
+            compute_gains_by_document(ours, other)
 
 
 def test_held_out_texts_are_limited_and_from_the_dev_half(tmp_path: Path) -> None:
@@ -323,5 +323,5 @@ def test_held_out_texts_are_limited_and_from_the_dev_half(tmp_path: Path) -> Non
     origin = checkpoints.read_tensors(start.checkpoint, "model")
     found = score_weights(origin, start.recipe, short, policy)
     assert [one.weight for one in found] == [text.bytes for text in short]
-    assert measure_bits_per_byte(origin, start.recipe, short, policy) == bits_per_byte_by_domain(found)
+    assert measure_bits_per_byte(origin, start.recipe, short, policy) == compute_bits_per_byte_by_domain(found)
     assert recipe_with().model.vocab_size == start.recipe["model"]["vocab_size"]

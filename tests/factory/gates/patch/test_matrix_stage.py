@@ -15,7 +15,7 @@ import yaml
 from factory.core import devices
 from factory.core.progress import SILENT, ProgressTask
 from factory.core.workspace import Workspace
-from factory.gates.patch.execution_recorder import ExecutedCode, code_name
+from factory.gates.patch.execution_recorder import ExecutedCode, name_code_object
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase
 from factory.gates.patch.matrix.compare import RoundingEffect
@@ -296,7 +296,7 @@ def test_the_candidate_runs_with_its_own_code_and_kernel_choice(
     plan, approved, *runs = found
     work, compiled = (
         tmp_path / "work",
-        devices.compiled_code_folder(workspace.root, "d" * 40) / "inductor" / "factory-kernels",
+        devices.get_compiled_code_folder(workspace.root, "d" * 40) / "inductor" / "factory-kernels",
     )
     assert begun[1:] == (work / "plan", "mine" if started else "tiny") and plan.recipe_name == begun[2]
     assert [one.seconds for one in runs] == [100.0, 100.0] and baseline[1:] == candidate[1:] == (CASES[:2], TOOLS[:1])
@@ -398,7 +398,7 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     path, text = "trainer/a.py", "x = 1\ny = 2\n"
     code = compile(text, path, "exec")
     at = lambda line: {
-        (code_name(code), i.offset) for i in dis.get_instructions(code) if i.positions and i.positions.lineno == line
+        (name_code_object(code), i.offset) for i in dis.get_instructions(code) if i.positions and i.positions.lineno == line
     }
     same, far = (
         compare.CaseComparison(True, None),

@@ -26,7 +26,7 @@ POLICY = TrainingPolicy(
 
 @pytest.mark.parametrize("candidate_first", [False, True])
 def test_a_measurement_has_two_sessions_of_each_side_on_the_same_data(candidate_first: bool) -> None:
-    drawn = [MeasurementPlan.draw(POLICY, candidate_first) for _ in range(60)]
+    drawn = [MeasurementPlan.make_random_plan(POLICY, candidate_first) for _ in range(60)]
     first, second = (CANDIDATE, BASELINE) if candidate_first else (BASELINE, CANDIDATE)
     for plan in drawn:
         assert [name for name, _ in plan.sessions] == [first, second, first, second]
@@ -43,8 +43,8 @@ def test_a_measurement_has_two_sessions_of_each_side_on_the_same_data(candidate_
         assert (fewer.steps, twice.steps) == (91, 200) and fewer.seed == timed[plan.whole[0]].seed
         assert (plan.long.steps, plan.long.early) == (400, 364)
         assert (
-            plan.long.early_save_keys(1000) == {"checkpoint_every": 1364, "keep_checkpoints": 2}
-            and timed[0].early_save_keys(1000) == {}
+            plan.long.make_early_save_keys(1000) == {"checkpoint_every": 1364, "keep_checkpoints": 2}
+            and timed[0].make_early_save_keys(1000) == {}
         )
         seeds = [*(run.seed for run in timed), twice.seed, plan.long.seed, *(runs[0].seed for runs in ours)]
         assert len(set(seeds)) == len(seeds)
@@ -56,7 +56,7 @@ def test_a_measurement_has_two_sessions_of_each_side_on_the_same_data(candidate_
 )
 def test_the_smallest_gain_is_worth_at_least_one_step(steps: int, min_gain: float, worth: int) -> None:
     policy = TrainingPolicy(steps=steps, min_gain=min_gain)
-    assert policy.steps_worth_min_gain(steps) == policy.steps_left_out == worth
+    assert policy.count_steps_worth_min_gain(steps) == policy.left_out_step_count == worth
 
 
 TRUNK, CHANGED = {"compile": False, "micro": 2}, {"compile": True, "micro": 4}

@@ -18,7 +18,7 @@ import pytest
 
 from factory.ingest.document import parse_json
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
-from factory.ingest.reading.rows import BadRow, add_path, pop_row_origin, row_to_line
+from factory.ingest.reading.rows import BadRow, add_path, pop_row_origin, format_row_as_line
 from factory.ingest.reading.streams import BLOCK
 from factory.ingest.rules.policy import ShardLimits
 from tests.support.messages import codes, refused
@@ -61,7 +61,7 @@ def read(path: Path, limits: ShardLimits = LIMITS, left_out: LeftOut | None = No
 def decoded(row: RawRow) -> dict[str, Any]:
     """The row as a worker decodes it; checks that a line of a packed shard decodes to the same row."""
     assert not isinstance(row, BadRow), row
-    found = parse_json(row_to_line(row))
+    found = parse_json(format_row_as_line(row))
     assert found == (parse_json(row) if isinstance(row, bytes) else json.loads(json.dumps(row)))
     pop_row_origin(found)
     return found
@@ -124,7 +124,7 @@ def test_a_data_set_on_disk_is_read_in_the_order_of_its_files(tmp_path: Path) ->
 def test_rows_of_members_name_their_origin(tmp_path: Path) -> None:
     data = zipped({"a/x.jsonl": json_lines(ROWS[:1]), "b/y.csv": table(), "c/z.md": b"some text"})
     rows = read(shard(tmp_path, "a.zip", data))
-    found = [parse_json(row_to_line(row)) for row in rows]
+    found = [parse_json(format_row_as_line(row)) for row in rows]
     assert [pop_row_origin(row).path for row in found] == ["a/x.jsonl", "b/y.csv", "b/y.csv", "b/y.csv", "c/z.md"]
     assert found[-1] == {"text": "some text", "source": "c/z.md"}
 
@@ -162,14 +162,14 @@ def test_a_row_is_dropped_only_if_ingest_needs_its_unreadable_value(tmp_path: Pa
     path = tmp_path / ("a.parquet" if write is pq.write_table else "a.feather")
     scores = pa.array([float("nan"), 1.5, None, float("inf")])
     write(pa.table({"text": ["a", "b", "c", "d"], "created": odd_times(), "score": scores}), str(path))
-    rows = [parse_json(row_to_line(row)) for row in read(path)]
+    rows = [parse_json(format_row_as_line(row)) for row in read(path)]
     origins = [pop_row_origin(row) for row in rows]
     assert [row["text"] for row in rows] == ["a", "b", "c", "d"] and rows[1]["score"] == 1.5
     assert [sorted(origin.unreadable) for origin in origins] == [["created", "score"], ["created"], [], ["score"]]
     for origin in origins:
-        origin.refuse_unreadable(["text"])
+        origin.refuse_unreadable_values(["text"])
     with refused("reading.unreadable_value", BadRow, key="created"):
-        origins[0].refuse_unreadable(["text", "created"])
+        origins[0].refuse_unreadable_values(["text", "created"])
 
 
 def test_columns_without_text_are_not_read(tmp_path: Path) -> None:
@@ -344,13 +344,13 @@ def test_hostile_arrow_offsets_are_refused_and_not_followed(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("line", [b"{}", b' {"a": 1}', b'\xef\xbb\xbf{"a": 1}', b'{"a": {"b": "}"}}'])
 def test_a_line_keeps_its_content_when_its_path_is_added(line: bytes) -> None:
-    row = parse_json(row_to_line(add_path(line, 'a "b".jsonl')))
+    row = parse_json(format_row_as_line(add_path(line, 'a "b".jsonl')))
     assert pop_row_origin(row).path == 'a "b".jsonl' and row == parse_json(line)
 
 
 @pytest.mark.parametrize("line", [b"", b"[1]", b'{"a": ', b"\xff\xfe", b"nonsense"])
 def test_a_line_that_is_not_an_object_stays_invalid_when_its_path_is_added(line: bytes) -> None:
     with pytest.raises(BadRow):
-        found = parse_json(row_to_line(add_path(line, "a")))
+        found = parse_json(format_row_as_line(add_path(line, "a")))
         assert not isinstance(found, dict)
         raise BadRow("bad_schema", "as what reads it says")

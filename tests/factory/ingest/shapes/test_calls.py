@@ -20,7 +20,7 @@ from factory.ingest.chat_template import TEMPLATE_WITHOUT_CALLS, break_special_t
 from factory.ingest.document import BadRow, normalise_content, parse_document
 from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.field_mapping import FieldMapping
-from factory.ingest.tokenizer import SPECIAL, Tokenizer, template_shows_calls
+from factory.ingest.tokenizer import SPECIAL, Tokenizer, has_template_with_tool_calls
 from factory.ledger.ledger import Ledger
 from tests.support.factory.made_up_text import prose
 from tests.support.messages import codes, refused
@@ -280,12 +280,12 @@ def test_a_row_with_a_number_that_json_cannot_express_is_dropped() -> None:
 def test_a_tokenizer_keeps_an_older_template_and_refuses_fields_that_it_cannot_show(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    assert template_shows_calls(tokenizer.folder) and template_shows_calls(tmp_path / "not there yet")
+    assert has_template_with_tool_calls(tokenizer.folder) and has_template_with_tool_calls(tmp_path / "not there yet")
     tokenizer.copy_to(tmp_path / "older")
     (tmp_path / "older" / "chat_template.jinja").write_text(TEMPLATE_WITHOUT_CALLS)
     older = Tokenizer.load(tmp_path / "older")
     assert (
-        not template_shows_calls(older.folder)
+        not has_template_with_tool_calls(older.folder)
         and older.chat_template == TEMPLATE_WITHOUT_CALLS != tokenizer.chat_template
     )
     older.copy_to(tmp_path / "export")
@@ -342,7 +342,7 @@ def test_chats_with_the_same_tools_are_not_copies_of_one_another(
     for shard in token_shards:
         columns = shard.documents.to_pydict()
         for name, start, length in zip(columns["id"], columns["start"], columns["length"], strict=True):
-            ids, mask = shard.tokens[start : start + length], shard.loss_mask(start, start + length)
+            ids, mask = shard.tokens[start : start + length], shard.read_loss_mask(start, start + length)
             n = int(name[1:])
             assert tokenizer.decode(ids[mask]) == (
                 f'<think>\n{prose(2000 + n, 8)}\n</think>\n\n<tool_call>\n{{"name": "f1", "arguments": '

@@ -19,7 +19,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.field_mapping import FieldMapping
 from factory.ledger.ledger import Ledger, documents, shards
-from factory.show.pages.provenance import trace_document
+from factory.show.pages.provenance import read_document_provenance
 from kernels.contract.message import Message
 from tests.support.factory.made_up_text import prose, use_policy
 from tests.support.messages import codes, refused, the
@@ -127,7 +127,7 @@ def test_a_mapped_column_that_no_row_has_is_refused_with_the_nearest_name(
     report = ingest(rows, "mine-1.jsonl")
     assert report.counts["train"] + report.counts["held_out"] == 30 and report.counts["dropped"] == {"bad_json": 1}
     assert "shapes.unread" not in codes(said(report).data["parts"])
-    (row,) = trace_document(ledger, "m7")
+    (row,) = read_document_provenance(ledger, "m7")
     assert row["license"] == "MIT" and row["tokens"] > 100
     assert ingest([{"text": prose(100 + n), "where": "w"} for n in range(20)], "other.jsonl").counts["dropped"] == {}
 

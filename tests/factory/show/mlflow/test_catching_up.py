@@ -35,7 +35,7 @@ def test_a_run_that_a_person_deleted_is_reported_once_and_blocks_no_alias(worksp
     releases.release_candidate(plant, add_verdict(ledger, good))
     show_unshown_items(plant)
     client = open_client(workspace)
-    version = registry.find_version(client, rejected, CandidateRow.get(ledger, rejected).export_sha256)
+    version = registry.find_candidate_version(client, rejected, CandidateRow.get(ledger, rejected).export_sha256)
     assert version and registry.read_aliases(client)["champion"] == "2"
     client.delete_model_version(registry.MODEL, version.version)
     client.delete_run(MlflowTracking.open(plant).update_candidate_run(rejected))
@@ -60,7 +60,7 @@ def test_a_page_that_cannot_be_written_blocks_nothing_else(workspace: Workspace,
         show_unshown_items(plant)
     assert (workspace.reports / f"candidate-{good}.html").is_file()
     assert len([line for line in said.lines if "candidates' pages" in line]) == 1, said.lines
-    assert registry.find_version(open_client(workspace), good, CandidateRow.get(ledger, good).export_sha256)
+    assert registry.find_candidate_version(open_client(workspace), good, CandidateRow.get(ledger, good).export_sha256)
 
 
 def test_after_the_clock_was_set_back_a_page_is_not_written_in_each_pass(workspace: Workspace, ledger: Ledger) -> None:
@@ -86,8 +86,8 @@ def test_the_run_of_an_arm_shows_its_changes_to_the_recipe_and_its_loss_curve(
     base = {"recipe": {"optimizer": {"lr": 0.1}}, "data_plan": {"token_shards": []}, "first_step": 4, "last_step": 6}
     arm = Arm("low rate", {**base, "initial_checkpoint": None}, "c0ffee", recipe={"optimizer.lr": 0.01})
     runs = ArmRunner(plant, workspace.root / "certificate", "certificate", Subject("segment", 3))
-    runs.folder(arm).mkdir(parents=True)
-    write_metrics(runs.folder(arm) / "metrics.jsonl", 4, 6)
+    runs.find_arm_folder(arm).mkdir(parents=True)
+    write_metrics(runs.find_arm_folder(arm) / "metrics.jsonl", 4, 6)
 
     def told() -> tuple[str, dict[str, str]]:
         (found,) = open_client(workspace).search_runs(
@@ -95,14 +95,14 @@ def test_the_run_of_an_arm_shows_its_changes_to_the_recipe_and_its_loss_curve(
         )
         return found.info.status, found.data.tags
 
-    with runs.record_rows({runs.folder(arm): arm}) as ends:
+    with runs.record_arm_states({runs.find_arm_folder(arm): arm}) as ends:
         show_unshown_items(plant)
         assert open_client(workspace).get_experiment_by_name(ARMS) is None, "it still runs"
         ends[arm.key] = "exit 2: no data"
     show_unshown_items(plant)
     status, tags = told()
     assert (status, tags["state"], tags["for"], tags["purpose"]) == ("FAILED", "failed", "segment:3", "certificate")
-    with runs.record_rows({runs.folder(arm): arm}) as ends:
+    with runs.record_arm_states({runs.find_arm_folder(arm): arm}) as ends:
         ends[arm.key] = ""
     for _ in range(2):
         show_unshown_items(plant)

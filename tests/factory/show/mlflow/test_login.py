@@ -8,8 +8,8 @@ import pytest
 from factory.core.errors import InputError
 from factory.core.listening_socket import is_loopback
 from factory.core.workspace import Workspace
-from factory.show.mlflow.login import make_login
-from factory.show.mlflow.store import mlflow_ui_command
+from factory.show.mlflow.login import create_mlflow_login
+from factory.show.mlflow.store import make_mlflow_ui_command
 from tests.support.factory.command import factory
 from tests.support.messages import refused
 from tests.support.mlflow_server import EXPERIMENTS, answering, free_port
@@ -24,23 +24,23 @@ def test_a_server_for_other_machines_needs_a_login(workspace: Workspace) -> None
     ]  # fmt: skip
     for name in ("../x", "a b", "a\nb", "x" * 61):
         with refused("login.bad_user", InputError):
-            make_login(workspace, name)
+            create_mlflow_login(workspace, name)
 
 
 def test_the_password_is_made_once_and_only_its_owner_can_read_it(workspace: Workspace) -> None:
-    first, password = make_login(workspace, "ada")
-    again, _ = make_login(workspace, "ada")
+    first, password = create_mlflow_login(workspace, "ada")
+    again, _ = create_mlflow_login(workspace, "ada")
     assert first == again and len(first["MLFLOW_AUTH_ADMIN_PASSWORD"]) >= 32
     assert password.stat().st_mode & 0o777 == 0o600 and password.parent.stat().st_mode & 0o777 == 0o700
-    assert first["MLFLOW_AUTH_ADMIN_PASSWORD"] not in " ".join(mlflow_ui_command(workspace, 5000, "0.0.0.0", first)[0])
+    assert first["MLFLOW_AUTH_ADMIN_PASSWORD"] not in " ".join(make_mlflow_ui_command(workspace, 5000, "0.0.0.0", first)[0])
 
 
 @pytest.mark.slow("starts MLflow's server, which loads for half a minute on a busy machine")
 def test_the_server_accepts_only_requests_with_the_password(workspace: Workspace) -> None:
     with_store(workspace)
     port = free_port()
-    secrets, _ = make_login(workspace, "ada")
-    command, environment = mlflow_ui_command(workspace, port, "127.0.0.1", secrets)
+    secrets, _ = create_mlflow_login(workspace, "ada")
+    command, environment = make_mlflow_ui_command(workspace, port, "127.0.0.1", secrets)
     address = f"http://127.0.0.1:{port}"
     assert not [word for word in command if "allowed" in word], "MLflow's own defaults, which are for loopback"
     with answering(command, environment, address, workspace.root):
@@ -57,10 +57,10 @@ def test_the_server_accepts_only_requests_with_the_password(workspace: Workspace
 def test_the_server_answers_under_its_own_names_and_no_other(workspace: Workspace) -> None:
     with_store(workspace)
     port = free_port()
-    secrets, _ = make_login(workspace, "ada")
+    secrets, _ = create_mlflow_login(workspace, "ada")
     ada = ("ada", secrets["MLFLOW_AUTH_ADMIN_PASSWORD"])
     names = ["gpu-box", "192.168.1.5", "8.8.8.8", "fd00::5", "https://mlflow.example.org"]
-    command, environment = mlflow_ui_command(workspace, port, "0.0.0.0", secrets, names)
+    command, environment = make_mlflow_ui_command(workspace, port, "0.0.0.0", secrets, names)
     address = f"http://127.0.0.1:{port}"
     box = f"gpu-box:{port}"
     cases = {

@@ -11,7 +11,7 @@ from mlflow.server.security_utils import is_allowed_host_header, should_block_co
 from factory.cli import look
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.show.mlflow.host_names import HostName, mlflow_server_options, names_of_this_machine, server_names
+from factory.show.mlflow.host_names import HostName, make_mlflow_server_options, list_names_of_this_machine, choose_server_names
 from factory.show.mlflow.runs import CANDIDATES
 from factory.show.mlflow.store import open_client
 from tests.support.factory.command import factory
@@ -23,7 +23,7 @@ PORT = 5000
 
 def lets_in(names: list[HostName], host: str, origin: str) -> bool:
     """Does MLflow take a change from a page of ``origin``, sent to ``host``?"""
-    _, hosts, _, origins = mlflow_server_options(names, PORT)
+    _, hosts, _, origins = make_mlflow_server_options(names, PORT)
     return is_allowed_host_header(hosts.split(","), host) and not should_block_cors_request(
         origin, "POST", origins.split(",")
     )
@@ -51,7 +51,7 @@ def lets_in(names: list[HostName], host: str, origin: str) -> bool:
 )
 def test_the_server_accepts_requests_under_a_given_name(name: str, host: str, origin: str, address: str) -> None:
     names = [HostName.parse(name), HostName.parse("another")]
-    assert lets_in(names, host, origin) and names[0].address(PORT) == address
+    assert lets_in(names, host, origin) and names[0].make_mlflow_url(PORT) == address
     for own in ("localhost", "localhost:5000", "127.0.0.1:1234", "[::1]:5000"):
         assert lets_in(names, own, f"http://{own}")
     assert not lets_in(names, f"evil.{host}", origin) and not lets_in(names, host, "http://evil.example")
@@ -68,17 +68,17 @@ def test_an_invalid_host_name_is_refused(name: str) -> None:
 
 
 def test_the_default_names_are_those_of_this_machine_unless_the_server_is_on_loopback() -> None:
-    assert all(mlflow_server_options(server_names(host), PORT) == [] for host in ("127.0.0.1", "localhost", "::1"))
+    assert all(make_mlflow_server_options(choose_server_names(host), PORT) == [] for host in ("127.0.0.1", "localhost", "::1"))
     addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
     outside = [a for a in addresses if a.count(".") == 3 and not a.startswith("127.")]
     for host in ("0.0.0.0", "::"):
-        assert set(names_of_this_machine(host)) >= {
+        assert set(list_names_of_this_machine(host)) >= {
             socket.gethostname().lower(),
             *outside,
-        } and host not in names_of_this_machine(host)
-        assert not {"127.0.0.1", "::1"} & set(names_of_this_machine(host))
+        } and host not in list_names_of_this_machine(host)
+        assert not {"127.0.0.1", "::1"} & set(list_names_of_this_machine(host))
     assert (
-        names_of_this_machine("10.1.2.3")[0] == "10.1.2.3" and names_of_this_machine("gpu-box.lan")[0] == "gpu-box.lan"
+        list_names_of_this_machine("10.1.2.3")[0] == "10.1.2.3" and list_names_of_this_machine("gpu-box.lan")[0] == "gpu-box.lan"
     )
 
 

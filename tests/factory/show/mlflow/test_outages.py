@@ -18,9 +18,9 @@ from factory.ledger.ledger import Ledger, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, find_champion
 from factory.release.published_link import read_published_note
-from factory.repairs.repairing import repair_all
+from factory.repairs.repairing import repair_all_damage
 from factory.show.mlflow import outages
-from factory.show.mlflow.outages import TrackingError, try_to_show
+from factory.show.mlflow.outages import TrackingError, show_unless_outage
 from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.show.mlflow.runs import MlflowTracking
 from factory.show.mlflow.store import open_client
@@ -67,7 +67,7 @@ def test_a_server_that_does_not_answer_costs_one_time_limit_and_then_is_not_aske
     number = add_candidate(workspace, ledger)
     tracking, said = MlflowTracking.open(Plant(workspace, ledger)), Said()
     for _ in range(20):
-        assert try_to_show(said.line, lambda: tracking.update_candidate_run(number)) is None
+        assert show_unless_outage(said.line, lambda: tracking.update_candidate_run(number)) is None
     assert len(taken) == 1, "it is asked once and then left alone"
     assert codes(said.lines) == ["outages.away"]
     with refused("outages.no_answer", TrackingError):
@@ -75,7 +75,7 @@ def test_a_server_that_does_not_answer_costs_one_time_limit_and_then_is_not_aske
     server = outages._servers[uri]
     assert server.request_limit == 1.0 and server.pause_until > time.monotonic()
     server.pause_until = 0.0  # the time has passed
-    assert try_to_show(said.line, lambda: tracking.update_candidate_run(number)) is None
+    assert show_unless_outage(said.line, lambda: tracking.update_candidate_run(number)) is None
     assert len(taken) == 2 and server.request_limit == 2.0
 
 
@@ -98,7 +98,7 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     assert len(outage) == 1 and outage[0].data["reason"].data["advice"].code == "outages.damaged"
     assert reconcile(Plant(workspace, ledger, said)) == []
     assert len([line for line in said.lines if codes([line]) == ["outages.away"]]) == 1
-    done = repair_all(workspace, False, said)
+    done = repair_all_damage(workspace, False, said)
     show_unshown_items(plant)
     assert any(line.startswith("mlflow: repaired") for line in done), done
     assert any("is restored from backup" in line for line in said.lines)
@@ -137,7 +137,7 @@ def test_a_lost_store_is_filled_again_from_the_ledger(workspace: Workspace, ledg
     show_unshown_items(Plant(workspace, ledger, said))
     assert said.lines == [], "what it has been shown is not looked for"
     (workspace.root / "backups").mkdir(exist_ok=True)
-    repair_all(workspace, False, said)
+    repair_all_damage(workspace, False, said)
     show_unshown_items(Plant(workspace, ledger, said))
     second = run(segment)
     client = open_client(workspace)
@@ -166,4 +166,4 @@ def test_errors_of_another_kind_are_not_taken_for_an_outage(workspace: Workspace
     tracking = MlflowTracking.open(Plant(with_store(workspace), ledger))
     act: Callable[[], object] = lambda: tracking.update_candidate_run(9)
     with pytest.raises(Exception, match="no candidate 9"):
-        try_to_show(print, act)
+        show_unless_outage(print, act)

@@ -30,7 +30,7 @@ from factory.ledger.rows import Subject
 from factory.release.approvals import record_rejection
 from factory.show.notifications.delivery import Notifier
 from factory.show.notifications.receivers import NotDeliveredError, NotificationPolicy, Receiver, make_receivers
-from factory.status.waiting import ACTION_FAILED, list_waiting_for_person
+from factory.status.waiting import ACTION_FAILED, list_items_waiting_for_person
 from tests.support.factory.command import FORKS
 from tests.support.messages import codes, refused, the
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval
@@ -176,7 +176,7 @@ def test_a_failing_receiver_gets_the_same_notification_again_and_delays_no_other
     assert codes(failures)[:2] == ["notifications.receiver_failed", "notifications.slow"]
     assert failures[0].data["reason"].endswith("500") and failures[1].data["seconds"] == 1.0
     waits = the(
-        [one["what"] for one in list_waiting_for_person(workspace, LedgerReader(workspace))], "waiting.notifications"
+        [one["what"] for one in list_items_waiting_for_person(workspace, LedgerReader(workspace))], "waiting.notifications"
     )
     assert waits.data["receiver"] == "webhook" and waits.data["reason"].startswith("the webhook at 127.0.0.1 ")
     for _ in range(3):
@@ -193,7 +193,7 @@ def test_a_failing_receiver_gets_the_same_notification_again_and_delays_no_other
     ids = [json.loads(line)["id"] for line in told.read_text().splitlines()]
     assert sorted(set(ids)) == ids[-3:] == [message["id"] for message in hook.got]
     assert "waiting.notifications" not in codes(
-        one["what"] for one in list_waiting_for_person(workspace, LedgerReader(workspace))
+        one["what"] for one in list_items_waiting_for_person(workspace, LedgerReader(workspace))
     )
     hook.close()
     happens(ledger, ACTION_FAILED)
@@ -361,7 +361,7 @@ def test_after_a_restore_of_the_ledger_delivery_continues_by_time(
     (workspace.root / "notified.json").write_text('{"webhook": {"event": "7"}}')
     with refused("notifications.unread_positions", ConfigError, file=workspace.root / "notified.json"):
         Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
-    assert codes([list_waiting_for_person(workspace, LedgerReader(workspace))[-1]["what"]]) == [
+    assert codes([list_items_waiting_for_person(workspace, LedgerReader(workspace))[-1]["what"]]) == [
         "waiting.unread_positions"
     ]
 

@@ -28,7 +28,7 @@ from factory.ledger.ledger import (
     verdicts,
 )
 from factory.show.pages import proposal_report
-from factory.show.pages.release_pictures import draw_pictures
+from factory.show.pages.release_pictures import draw_release_pictures
 from factory.show.pages.release_report import render_report
 from factory.show.pages.svg_charts import draw_bars, draw_curves, draw_intervals
 from tests.support.plants.release_scene import add_candidate, add_segment, add_shard, add_verdict, write_metrics
@@ -193,7 +193,7 @@ def test_pictures_show_the_95_percent_interval_of_each_bits_per_byte_value(
         for number, nats in enumerate((10.0, 12.0, 14.0, 16.0)):
             item = {"task": "bpb", "item": f"s{number}:1", "domain": "code", "cluster": f"s{number}", "value": nats}
             tx.execute(eval_items.insert().values(evaluation=1, weight=10.0, **item))
-    made = draw_pictures(ledger, candidate)
+    made = draw_release_pictures(ledger, candidate)
     assert set(made) == {"bits_per_byte.svg", "loss.svg"}, "nothing to gain over"
     for svg in made.values():
         assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"

@@ -39,9 +39,9 @@ def make(step: int) -> Checkpoint:
 
 
 def test_a_saved_checkpoint_is_loaded_unchanged(tmp_path: Path) -> None:
-    path = checkpoints.save(tmp_path, make(12))
+    path = checkpoints.save_checkpoint(tmp_path, make(12))
     assert path.name == "step-00000012" and sorted(p.name for p in tmp_path.iterdir()) == [path.name]
-    loaded, made = checkpoints.load(path), make(12)
+    loaded, made = checkpoints.load_checkpoint(path), make(12)
     assert loaded.state == made.state
     for ours, theirs in ((made.model, loaded.model), (made.optimizer, loaded.optimizer)):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
@@ -53,23 +53,23 @@ def test_tensors_that_many_ranks_saved_can_be_read_in_any_region(tmp_path: Path)
     whole = {"a": torch.arange(20.0).view(5, 4), "b": torch.arange(6, dtype=torch.bfloat16), "c": torch.tensor(7)}
     parts = [{"a": Region((5, 4), (0, 0), (3, 4)), "b": Region((6,), (2,), (4,))}]
     parts.append({"a": Region((5, 4), (3, 0), (2, 4)), "b": Region((6,), (0,), (2,))})
-    assert Region.region_of_tensor(whole["a"]) == Region((5, 4), (0, 0), (5, 4)) and Region.region_of_tensor(
+    assert Region.from_tensor(whole["a"]) == Region((5, 4), (0, 0), (5, 4)) and Region.from_tensor(
         whole["c"]
     ) == Region((), (), ())
     for rank in (1, 0):  # the first waits for the others
-        held = {name: parts[rank][name].view_of(tensor) for name, tensor in whole.items() if name in parts[rank]}
+        held = {name: parts[rank][name].view_in_whole_tensor(tensor) for name, tensor in whole.items() if name in parts[rank]}
         held |= {} if rank else {"c": whole["c"]}
         state = None if rank else {"step": 4}
         path = checkpoints.save_rank_share(tmp_path, 4, {"model": held, "optimizer": {}}, parts[rank], state, rank, 2)
     assert (
         not checkpoints.find_checkpoint_fault(path)
-        and checkpoints.load(path).step == checkpoints.read_manifest(path)["step"] == 4
+        and checkpoints.load_checkpoint(path).step == checkpoints.read_manifest(path)["step"] == 4
     )
     for wanted in ({}, *parts, {"a": Region((5, 4), (2, 1), (2, 2))}, {"a": Region((5, 4), (4, 3), (1, 1))}):
         found = checkpoints.read_tensors(path, "model", wanted)
         assert found.keys() == whole.keys()
         for name, tensor in whole.items():
-            expected = wanted[name].view_of(tensor) if name in wanted else tensor
+            expected = wanted[name].view_in_whole_tensor(tensor) if name in wanted else tensor
             assert torch.equal(found[name], expected) and found[name].dtype == tensor.dtype, (wanted, name)
     with refused("trainer.other_shape", CheckpointError, tensor="a", wanted="[4, 5]", found="[5, 4]"):
         checkpoints.read_tensors(path, "model", {"a": Region((4, 5), (0, 0), (4, 5))})
@@ -94,12 +94,12 @@ def test_tensors_that_many_ranks_saved_can_be_read_in_any_region(tmp_path: Path)
 def test_a_checkpoint_counts_as_undamaged_if_file_handles_run_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = checkpoints.save(tmp_path, make(12))
+    path = checkpoints.save_checkpoint(tmp_path, make(12))
     for read in (
-        checkpoints.load,
+        checkpoints.load_checkpoint,
         checkpoints.find_checkpoint_fault,
         checkpoints.read_manifest,
-        checkpoints.read_state,
+        checkpoints.read_checkpoint_state,
     ):
         with few_handles(), pytest.raises(OSError) as raised:
             read(path)
@@ -120,7 +120,7 @@ def test_a_checkpoint_counts_as_undamaged_if_file_handles_run_out(
 def test_loading_finds_a_flipped_bit_or_a_truncated_file_anywhere(
     tmp_path: Path, seed: int, name: str, torn: bool
 ) -> None:
-    path = checkpoints.save(tmp_path, make(3))
+    path = checkpoints.save_checkpoint(tmp_path, make(3))
     blob = bytearray((path / name).read_bytes())
     at = random.Random(seed).randrange(len(blob))
     before = json.loads((path / "manifest.json").read_bytes())
@@ -130,7 +130,7 @@ def test_loading_finds_a_flipped_bit_or_a_truncated_file_anywhere(
         blob[at] ^= 1 << random.Random(seed).randrange(8)
     (path / name).write_bytes(blob)
     try:
-        checkpoints.load(path)
+        checkpoints.load_checkpoint(path)
     except CheckpointError as error:
         assert str(path) in str(error)
     else:  # a flip in the manifest's white space or step: the hashes are untouched
@@ -144,7 +144,7 @@ def test_a_run_starts_from_the_newest_good_checkpoint_and_renames_bad_ones(
     alone, own = Ranks(0, 1, torch.device("cpu")), tmp_path / "checkpoints"
     assert find_start_checkpoint(tmp_path, spec, alone) == (None, [])
     for step in (1, 2, 3):
-        checkpoints.save(own, make(step))
+        checkpoints.save_checkpoint(own, make(step))
     (own / "step-00000003" / "state.json").unlink()
     found, skipped = find_start_checkpoint(tmp_path, spec, alone)
     assert found == own / "step-00000002"
@@ -159,26 +159,26 @@ def test_a_writer_keeps_the_newest_checkpoints_unchanged_by_later_steps(tmp_path
     for step in range(1, 5):
         writer.wait_until_copied()
         weight += 1
-        writer.submit(step, {"model": {"w": weight}, "optimizer": {}}, {}, {"step": step})
-    assert writer.wait() == tmp_path / "step-00000004"
+        writer.begin_save(step, {"model": {"w": weight}, "optimizer": {}}, {}, {"step": step})
+    assert writer.wait_for_last_save() == tmp_path / "step-00000004"
     writer.close()
     assert [step for step, _ in checkpoints.list_checkpoints(tmp_path)] == [3, 4]
-    assert float(checkpoints.load(tmp_path / "step-00000003").model["w"][0]) == 3
+    assert float(checkpoints.load_checkpoint(tmp_path / "step-00000003").model["w"][0]) == 3
 
 
 def test_a_save_to_a_full_disk_leaves_older_checkpoints_good_and_no_files(tmp_path: Path) -> None:
-    checkpoints.save(tmp_path, make(1))
+    checkpoints.save_checkpoint(tmp_path, make(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     big = Checkpoint({"w": torch.zeros(1 << 16)}, {}, {"step": 2})
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(OSError) as full:
-            checkpoints.save(tmp_path, big)
+            checkpoints.save_checkpoint(tmp_path, big)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert full.value.errno == errno.EFBIG
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
-    assert checkpoints.load(tmp_path / "step-00000001").step == 1
+    assert checkpoints.load_checkpoint(tmp_path / "step-00000001").step == 1
 
 
 def test_a_save_killed_anywhere_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
@@ -205,4 +205,4 @@ def test_a_save_killed_anywhere_leaves_only_whole_checkpoints(tmp_path: Path) ->
         named = checkpoints.list_checkpoints(folder)
         assert named
         for step, path in named:
-            assert float(checkpoints.load(path).model["w"][0]) == step
+            assert float(checkpoints.load_checkpoint(path).model["w"][0]) == step

@@ -39,7 +39,7 @@ def test_transformers_and_the_judge_load_an_export_and_give_the_same_logits(
     )
     assert type(theirs).__name__ == architecture
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    loaded = checkpoints.load(checkpoint)
+    loaded = checkpoints.load_checkpoint(checkpoint)
     shape = Recipe.parse(loaded.state["recipe"]).model
     ours = Decoder(shape, bind_ops({}), torch.float32)
     ours.load_state_dict(loaded.model)
@@ -70,7 +70,7 @@ def test_an_export_in_bf16_keeps_the_routers_bias_in_fp32(tmp_path: Path, make_s
     found = load_file(tmp_path / "out" / "model.safetensors")
     biases = {name for name in found if "bias" in name}
     assert biases and {name for name, tensor in found.items() if tensor.dtype != torch.bfloat16} == biases
-    bias = checkpoints.load(checkpoint).model["blocks.1.router_bias"]
+    bias = checkpoints.load_checkpoint(checkpoint).model["blocks.1.router_bias"]
     assert torch.equal(found["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(theirs.model.layers[1].mlp.gate.e_score_correction_bias, bias)

@@ -82,7 +82,7 @@ def test_a_change_of_function_with_equal_shapes_is_refused_unless_the_recipe_nam
     accepting = recipe_with(**(first | change), accept_changes=names)
     named = write_spec(tmp_path / "named", plan, accepting, **start)
     assert train_here(named)[0] == 0
-    last = checkpoints.read_state(Path(result(named)["checkpoint"]))
+    last = checkpoints.read_checkpoint_state(Path(result(named)["checkpoint"]))
     assert last["recipe"]["accept_changes"] == names, "and stands in what was made of it"
     on = {"first_step": 4, "last_step": 5, "initial_checkpoint": result(named)["checkpoint"]}
     assert train_here(write_spec(tmp_path / "on", plan, recipe_with(**(first | change)), **on))[0] == 0
@@ -115,9 +115,9 @@ def test_keys_of_training_may_change_without_accept_changes(tmp_path: Path, plan
 
 def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path, plan: DataPlan) -> None:
     """Such a checkpoint was made by hand. Planning compares the recipe in the ledger instead."""
-    made = checkpoints.load(Path(trained(tmp_path, plan, **PLAIN)))
+    made = checkpoints.load_checkpoint(Path(trained(tmp_path, plan, **PLAIN)))
     bare = checkpoints.Checkpoint(made.model, made.optimizer, {k: v for k, v in made.state.items() if k != "recipe"})
-    start = {"first_step": 2, "last_step": 4, "initial_checkpoint": str(checkpoints.save(tmp_path / "bare", bare))}
+    start = {"first_step": 2, "last_step": 4, "initial_checkpoint": str(checkpoints.save_checkpoint(tmp_path / "bare", bare))}
     assert train_here(write_spec(tmp_path / "on", plan, recipe_with(**PLAIN, model__rope_theta=5e5), **start)) == (
         0,
         "",
@@ -129,7 +129,7 @@ def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path,
         (made.model | {"zz.other": made.model[taken]}, "checkpoint has the tensor zz.other"),
         ({name: tensor for name, tensor in made.model.items() if name != taken}, f"recipe has the tensor {taken}"),
     ):
-        path = checkpoints.save(tmp_path / words, checkpoints.Checkpoint(changed, bare.optimizer, bare.state))
+        path = checkpoints.save_checkpoint(tmp_path / words, checkpoints.Checkpoint(changed, bare.optimizer, bare.state))
         other = start | {"initial_checkpoint": str(path)}
         code, errors = train_here(write_spec(tmp_path / words, plan, recipe_with(**PLAIN), **other))
         assert code == 2 and "error[trainer.other_model]" in errors and f"only the {words}" in errors

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.messages import refused
 from tests.support.trainer.segments import TINY, MakeShard, make_documents, plan_of
-from trainer.batch import PADDING, Batch, make_batch, prefetch
-from trainer.contract.data.data_order import DataOrder, decode_pending, document_keys_at, encode_pending
+from trainer.batch import PADDING, Batch, make_batch, prefetch_batches
+from trainer.contract.data.data_order import DataOrder, decode_pending_pieces, list_document_keys_at_step, encode_pending_pieces
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import DocumentPiece
 from trainer.contract.data.packing import STRATEGIES
@@ -40,7 +40,7 @@ def drain(order: DataOrder) -> list[list[tuple]]:
     steps = []
     while True:
         try:
-            rows = order.next_rows()
+            rows = order.draw_next_rows()
         except DataPlanError:
             return steps
         steps.append([(p.stream, p.document, p.start) for row in rows for p in row])
@@ -78,13 +78,13 @@ def test_a_reshuffled_order_continues_from_the_same_state_with_whole_pieces(
     plan = changing_plan(make_shard)
     order = open_order(plan, context=16, packing=packing)
     for _ in range(5):
-        order.next_rows()
+        order.draw_next_rows()
     state = order.state_dict()
     other = open_order(plan.model_copy(update={"reshuffled": 1}), state, context=16, packing=packing)
     again = open_order(plan, other.state_dict(), context=16, packing=packing)
     assert [p.place for p in order.pending] == [p.place for p in other.pending] == [p.place for p in again.pending]
     for changed in (other, again):
-        assert all(p == changed.streams[p.stream].piece_at(p.place) for p in changed.pending)
+        assert all(p == changed.streams[p.stream].find_piece_at(p.place) for p in changed.pending)
     cut = [p for p in order.pending if p.start % 16]
     assert bool(cut) == bool(state["begun"]) and "reshuffled" not in state, "older code reads it"
     if packing == "truncate-and-concatenate":
@@ -133,7 +133,7 @@ def test_an_order_uses_every_position_once_an_epoch_wherever_it_is_stopped(
                 plan, json.loads(json.dumps(order.state_dict())), context=context, rows=rows, packing=packing
             )
         try:
-            batch = order.next_rows()
+            batch = order.draw_next_rows()
         except DataPlanError:
             break
         assert all(0 < sum(piece.positions for piece in row) <= context for row in batch)
@@ -162,14 +162,14 @@ def test_batches_hold_neighbouring_tokens_of_one_document_and_its_mask(make_shar
         for b, row in enumerate(batch.rows):
             at = 0
             for number, piece in enumerate(row):
-                document = held[order.streams[piece.stream].key(piece.document)]
+                document = held[order.streams[piece.stream].look_up_document_key(piece.document)]
                 first = document["start"] + piece.start
                 place = np.s_[b, at : at + piece.positions]
                 inputs = np.asarray(shard.tokens[first : first + piece.positions], np.int64)
                 targets = np.asarray(shard.tokens[first + 1 : first + 1 + piece.positions], np.int64)
                 assert batch.tokens_BT[place].tolist() == inputs.tolist()
                 assert batch.targets_BT[place].tolist() == targets.tolist()
-                mask = shard.loss_mask(first + 1, first + 1 + piece.positions)
+                mask = shard.read_loss_mask(first + 1, first + 1 + piece.positions)
                 assert (batch.weights_BT[place] > 0).tolist() == mask.tolist()
                 assert batch.positions_BT[place].tolist() == list(range(piece.positions))
                 assert set(batch.documents_BT[place].tolist()) == {number}
@@ -213,7 +213,7 @@ def test_a_stream_of_several_blocks_has_each_piece_once_an_epoch(make_shard: Mak
     assert stream.pieces == len(every) > 2 * BLOCK and stream.pieces % BLOCK
     orders = []
     for epoch in (0, 1, 0):
-        pieces = [stream.piece_at(epoch * stream.pieces + place) for place in range(stream.pieces)]
+        pieces = [stream.find_piece_at(epoch * stream.pieces + place) for place in range(stream.pieces)]
         assert sorted((p.document, p.start, p.positions) for p in pieces) == every
         orders.append([(p.document, p.start) for p in pieces])
         some = {0, 7, len(lengths) - 1}
@@ -254,8 +254,8 @@ def test_the_first_batches_of_each_shipped_recipe_never_change(tmp_path: Path, n
     batch = recipe.batch.model_copy(update={"sequences": min(recipe.batch.sequences, 32)})
     order = DataOrder(plan, context=context, batch=batch, vocab_size=recipe.model.vocab_size)
     drawn = [
-        [order.streams[p.stream].key(p.document), p.start, p.positions]
-        for _ in range(3) for row in order.next_rows() for p in row
+        [order.streams[p.stream].look_up_document_key(p.document), p.start, p.positions]
+        for _ in range(3) for row in order.draw_next_rows() for p in row
     ]  # fmt: skip
     assert hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16] == GOLDEN.get(name), drawn[:3]
 
@@ -265,7 +265,7 @@ def test_mixture_weights_are_shares_of_supervised_tokens(make_shard: MakeShard) 
     order = open_order(plan_of(make_shard(counts={"code": 600, "docs": 600, "chat": 600}), weights=weights), rows=16)
     seen: Counter[str] = Counter()
     for _ in range(60):
-        for row in order.next_rows():
+        for row in order.draw_next_rows():
             for piece in row:
                 seen[piece.stream.split("/")[0]] += piece.supervised
     for domain, weight in weights.items():
@@ -276,14 +276,14 @@ def test_a_phase_changes_the_mixture_weights_at_its_step(make_shard: MakeShard) 
     shard = make_shard(counts={"code": 900, "docs": 900})
     phases = [{"from_step": 30, "weights": {"docs": 1.0}}]
     order = open_order(plan_of(shard, weights={"code": 1.0}, phases=phases), rows=8)
-    domains = [{p.stream.split("/")[0] for row in order.next_rows() for p in row} for _ in range(75)]
+    domains = [{p.stream.split("/")[0] for row in order.draw_next_rows() for p in row} for _ in range(75)]
     assert all(found == {"code"} for found in domains[:30])
     assert all(found == {"docs"} for found in domains[55:])  # what was drawn before waits its turn
 
 
 def test_the_weight_of_a_star_is_shared_among_the_domains_that_are_not_named(make_shard: MakeShard) -> None:
     order = open_order(plan_of(make_shard(), weights={"code": 0.5, "*": 0.5}))
-    shares = order.current_stream_shares()
+    shares = order.compute_current_stream_shares()
     assert shares["code/0"] == pytest.approx(0.5)
     size = {name: stream.supervised_tokens for name, stream in order.streams.items()}
     assert shares["docs/0"] / shares["chat/0"] == pytest.approx(size["docs/0"] / size["chat/0"])
@@ -292,7 +292,7 @@ def test_the_weight_of_a_star_is_shared_among_the_domains_that_are_not_named(mak
 def test_a_new_generation_joins_with_replay_and_the_old_streams_continue(make_shard: MakeShard) -> None:
     old, new = make_shard(1, {"code": 500}), make_shard(2, {"code": 500})
     order = open_order(plan_of(old, weights={"code": 1.0}))
-    before = [(p.stream, p.document, p.start) for _ in range(20) for row in order.next_rows() for p in row]
+    before = [(p.stream, p.document, p.start) for _ in range(20) for row in order.draw_next_rows() for p in row]
     both = plan_of(old, new, generations=[0, 1], weights={"code": 1.0}, replay=0.25)
     joined = open_order(both, json.loads(json.dumps(order.state_dict())))
     began = joined.state_dict()[
@@ -304,7 +304,7 @@ def test_a_new_generation_joins_with_replay_and_the_old_streams_continue(make_sh
     seen: Counter[str] = Counter()
     after = []
     for step in range(40):
-        for row in joined.next_rows():
+        for row in joined.draw_next_rows():
             for piece in row:
                 if step >= 10:  # what was drawn before the join comes first
                     seen[piece.stream] += piece.supervised
@@ -316,7 +316,7 @@ def test_a_new_generation_joins_with_replay_and_the_old_streams_continue(make_sh
 def test_a_domain_without_new_data_continues_with_the_old_data(make_shard: MakeShard) -> None:
     old, new = make_shard(1, {"code": 50, "docs": 50}), make_shard(2, {"code": 50})
     order = open_order(plan_of(old, new, generations=[0, 1], weights={"code": 0.5, "docs": 0.5}, replay=0.2))
-    assert order.current_stream_shares() == pytest.approx({"docs/0": 0.5, "code/0": 0.1, "code/1": 0.4})
+    assert order.compute_current_stream_shares() == pytest.approx({"docs/0": 0.5, "code/0": 0.1, "code/1": 0.4})
 
 
 @pytest.mark.parametrize("longest", [20, 90, 700])
@@ -331,8 +331,8 @@ def test_batches_use_99_percent_of_their_positions(make_shard: MakeShard, longes
 def test_the_documents_of_a_past_step_can_be_found(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     order = open_order(plan)
-    named = [sorted({order.streams[p.stream].key(p.document) for r in order.next_rows() for p in r}) for _ in range(9)]
-    assert document_keys_at(open_order(plan), 6) == named[6]
+    named = [sorted({order.streams[p.stream].look_up_document_key(p.document) for r in order.draw_next_rows() for p in r}) for _ in range(9)]
+    assert list_document_keys_at_step(open_order(plan), 6) == named[6]
 
 
 @every_packing
@@ -349,7 +349,7 @@ def test_the_state_is_a_few_hundred_bytes_a_stream_and_does_not_grow(tmp_path: P
     order = open_order(plan_of(shard, max_epochs=10), context=256, rows=16, packing=packing)
     sizes = []
     for _ in range(400):
-        order.next_rows()
+        order.draw_next_rows()
         sizes.append(len(json.dumps(order.state_dict())))
     assert max(sizes) <= 600 * len(order.streams)
     assert max(sizes[200:]) <= 1.1 * max(sizes[:200])
@@ -365,26 +365,26 @@ def test_encoded_pending_pieces_are_decoded_to_the_same_places(streams: list[str
     for name in streams:
         at[name] += data.draw(st.integers(1, 3) | st.integers(1, 10**9))
         pieces.append(DocumentPiece(name, at[name] - 1, 0, 0, 1, 1, 0, 0))
-    encoded = encode_pending(pieces, at)
-    assert decode_pending(encoded, at) == [(piece.stream, piece.place) for piece in pieces]
+    encoded = encode_pending_pieces(pieces, at)
+    assert decode_pending_pieces(encoded, at) == [(piece.stream, piece.place) for piece in pieces]
 
 
 def test_a_copy_of_an_order_does_not_move_the_original(make_shard: MakeShard) -> None:
     order = open_order(plan_of(make_shard()))
-    order.next_rows()
+    order.draw_next_rows()
     before = order.state_dict()
     twin = order.copy_at_step()
-    walked = [twin.next_rows() for _ in range(5)]
+    walked = [twin.draw_next_rows() for _ in range(5)]
     assert order.state_dict() == before
-    assert [order.next_rows() for _ in range(5)] == walked
+    assert [order.draw_next_rows() for _ in range(5)] == walked
 
 
 def test_an_order_ends_when_every_epoch_is_used_up(make_shard: MakeShard) -> None:
     order = open_order(plan_of(make_shard(), max_epochs=2))
-    capacity = order.positions_left() // (8 * 32)
+    capacity = order.estimate_positions_left() // (8 * 32)
     assert capacity * 0.9 <= len(drain(order)) <= capacity
     with refused("data_order.data_ends", DataPlanError, epochs=2):
-        order.next_rows()
+        order.draw_next_rows()
 
 
 def test_a_plan_or_state_that_does_not_fit_is_refused_by_key(make_shard: MakeShard) -> None:
@@ -419,20 +419,20 @@ def test_prefetch_gives_the_same_batches_and_raises_the_threads_errors(make_shar
     plain = open_order(plan)
     for last in (1, 5, 6):  # none is lost to the thread's head start
         steps = []
-        for batch in prefetch(plain, last):
+        for batch in prefetch_batches(plain, last):
             steps.append(batch.step)
         assert steps == list(range(steps[0], last))
     plain, ahead = open_order(plan), open_order(plan)
-    for batch in prefetch(ahead, 5):
+    for batch in prefetch_batches(ahead, 5):
         assert torch.equal(batch.tokens_BT, make_batch(plain).tokens_BT)
     assert ahead.step == plain.step == 5
     with refused("data_order.data_ends", DataPlanError):
-        list(prefetch(open_order(plan), 10_000))
+        list(prefetch_batches(open_order(plan), 10_000))
 
 
 def test_prefetch_closed_early_ends_its_thread(make_shard: MakeShard) -> None:
     order = open_order(plan_of(make_shard()))
-    batches = prefetch(order, 40, ahead=2)
+    batches = prefetch_batches(order, 40, ahead=2)
     assert next(batches).step == 0
     batches.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]

@@ -35,12 +35,12 @@ MATHS_LATER = plan({"code": 0.6, "chat": 0.4}, (100, {"code": 0.5, "maths": 0.5}
 def test_domains_without_documents_are_left_out(
     held: set[str], first: int, last: int, weights: dict[str, float], phases: list[int], left_out: list[str]
 ) -> None:
-    kept, names = MATHS_LATER.without_missing_domains(held, first, last)
+    kept, names = MATHS_LATER.copy_without_missing_domains(held, first, last)
     assert kept.weights == weights and [p.from_step for p in kept.phases] == phases and names == left_out
     kept.refuse_missing_domains(held)
     for step in range(first, last, 10):
-        asked = {d: w for d, w in MATHS_LATER.weights_at(step).items() if d in held}
-        assert kept.weights_at(step) == asked
+        asked = {d: w for d, w in MATHS_LATER.find_weights_at_step(step).items() if d in held}
+        assert kept.find_weights_at_step(step) == asked
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ def test_domains_without_documents_are_left_out(
 )
 def test_a_mixture_without_documents_is_refused(held: set[str], first: int, last: int, key: str) -> None:
     with refused("data_plan.nothing_to_train_on", DataPlanError, key=key, held=sorted(held) or ["nothing"]):
-        MATHS_LATER.without_missing_domains(held, first, last)
+        MATHS_LATER.copy_without_missing_domains(held, first, last)
 
 
 def test_a_star_stands_for_every_domain_that_is_not_named() -> None:
     open_plan = plan({"code": 0.9, "*": 0.1})
-    assert open_plan.without_missing_domains({"wiki"}, 0, 10) == (plan({"*": 0.1}), ["code"])
-    assert open_plan.without_missing_domains({"code"}, 0, 10) == (open_plan, [])
+    assert open_plan.copy_without_missing_domains({"wiki"}, 0, 10) == (plan({"*": 0.1}), ["code"])
+    assert open_plan.copy_without_missing_domains({"code"}, 0, 10) == (open_plan, [])
     with refused("data_plan.nothing_to_train_on", DataPlanError, key="weights"):
-        plan({"code": 0.0, "*": 0.1}).without_missing_domains({"code"}, 0, 10)
+        plan({"code": 0.0, "*": 0.1}).copy_without_missing_domains({"code"}, 0, 10)
 
 
 def test_a_domain_without_weight_may_be_missing() -> None:
@@ -82,7 +82,7 @@ def test_a_plan_copies_every_key_of_a_recipes_mixture() -> None:
         mixture = MixtureRecipe.model_validate(raw | {"anneal_weights": annealed})
         for kind in ("trunk", "anneal"):
             own = kind == "anneal" and annealed is not None
-            made = DataPlan.make(mixture, kind, [("a", "p/a", 2), ("b", "p/b", 0, "c", {"docs": "0-3"})], seed=5)
+            made = DataPlan.make_for_segment(mixture, kind, [("a", "p/a", 2), ("b", "p/b", 0, "c", {"docs": "0-3"})], seed=5)
             assert json.loads(made.to_json()) == {
                 "token_shards": [
                     {"id": "a", "path": "p/a", "generation": 2},

@@ -19,7 +19,7 @@ from trainer.contract.data.token_shard import (
     write_token_shard,
 )
 from trainer.contract.errors import TokenShardError
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 
 SHARDS, OPEN_FILES = 400, 256
 
@@ -42,14 +42,14 @@ def test_a_segment_of_more_shards_than_open_files_is_trained(tmp_path: Path, mon
     folder = write_spec(tmp_path / "run", plan, recipe, last_step=2 * SHARDS // 32)  # every document twice
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     assert run_trainer(folder, preexec_fn=limit) == (0, "")
-    assert read_lines(folder / "metrics.jsonl")[-1]["supervised_tokens"] == SHARDS * (23 + 12)
+    assert read_json_lines(folder / "metrics.jsonl")[-1]["supervised_tokens"] == SHARDS * (23 + 12)
 
 
 def test_a_mapped_shard_holds_no_descriptor_and_cannot_be_written(tmp_path: Path) -> None:
     (shard,) = small_shards(tmp_path, 1)
     before = sorted(os.listdir("/proc/self/fd"))
     tokens = shard.tokens
-    assert len(tokens) == 24 and len(shard.documents) == 1 and shard.loss_mask(0, 24).all()
+    assert len(tokens) == 24 and len(shard.documents) == 1 and shard.read_loss_mask(0, 24).all()
     assert sorted(os.listdir("/proc/self/fd")) == before
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 1

@@ -17,7 +17,7 @@ from trainer.contract.data.packing import (
     choose_best_fitting_pieces,
     count_pieces,
     cut_piece,
-    fill_gaps,
+    fill_row_gaps,
     find_best_fit_rows,
 )
 
@@ -154,7 +154,7 @@ def test_best_fit_fills_the_gaps_between_short_documents_from_long_ones() -> Non
 @pytest.mark.parametrize(("crumb", "filled"), [(2, True), (3, False)])
 def test_a_gap_smaller_than_a_crumb_is_not_filled(crumb: int, filled: bool) -> None:
     rows = [[RowPart(0, 0, 6)]]
-    fill_gaps(rows, [6, 2], [1], context=8, crumb=crumb)
+    fill_row_gaps(rows, [6, 2], [1], context=8, crumb=crumb)
     assert rows == [[RowPart(0, 0, 6), *([RowPart(1, 0, 2)] if filled else [])]]
 
 
@@ -163,7 +163,7 @@ def test_fill_gaps_cuts_no_part_smaller_than_a_crumb(gaps: list[int], sizes: lis
     held = [size for size in sizes if size >= 2 * crumb]
     solid = len(held)
     rows = [[RowPart(solid, 0, CONTEXT - gap)] if gap < CONTEXT else [] for gap in gaps]
-    fill_gaps(rows, held, range(solid), CONTEXT, crumb)
+    fill_row_gaps(rows, held, range(solid), CONTEXT, crumb)
     parts = [part for row in rows for part in row if part.piece < solid]
     assert all(part.positions >= crumb for part in parts)
     for piece in range(solid):

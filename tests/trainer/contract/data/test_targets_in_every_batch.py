@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.trainer.segments import one_sided_chats, plan_of
 from trainer.batch import make_batch
-from trainer.contract.data.data_order import DataOrder, document_keys_at
+from trainer.contract.data.data_order import DataOrder, list_document_keys_at_step
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import READ_AT_ONCE, open_streams
 from trainer.contract.data.packing import STRATEGIES
@@ -70,15 +70,15 @@ def test_skipped_documents_are_the_same_after_a_resume(plan: DataPlan) -> None:
     order, seen = order_of(plan, "truncate-and-concatenate"), []
     for _ in range(60):
         state = json.loads(json.dumps(order.state_dict()))
-        rows = order.next_rows()
+        rows = order.draw_next_rows()
         seen.append((state, rows))
     assert order.passed_over > 0
     for step, (state, rows) in enumerate(seen):
-        assert order_of(plan, "truncate-and-concatenate", state).next_rows() == rows
+        assert order_of(plan, "truncate-and-concatenate", state).draw_next_rows() == rows
         resumed = order_of(plan, "truncate-and-concatenate", seen[0][0])
         if step % 20 == 19:
-            keys = {resumed.streams[p.stream].key(p.document) for row in rows for p in row}
-            assert document_keys_at(resumed, step) == sorted(keys)
+            keys = {resumed.streams[p.stream].look_up_document_key(p.document) for row in rows for p in row}
+            assert list_document_keys_at_step(resumed, step) == sorted(keys)
 
 
 @pytest.mark.parametrize("packing", STRATEGIES)
@@ -87,11 +87,11 @@ def test_the_positions_left_are_those_that_can_be_trained_on(plan: DataPlan, pac
     plan = plan.model_copy(update={"targets_in_every_batch": True})
     order = order_of(plan, packing)
     (stream,) = order.streams.values()
-    left, used = order.positions_left(), 0
-    assert stream.positions < 0.4 * (stream.length - 1).sum()
+    left, used = order.estimate_positions_left(), 0
+    assert stream.positions_per_epoch < 0.4 * (stream.length - 1).sum()
     while True:
         try:
-            used += sum(piece.positions for row in order.next_rows() for piece in row)
+            used += sum(piece.positions for row in order.draw_next_rows() for piece in row)
         except DataPlanError:
             break
     waiting = sum(piece.positions for piece in order.pending)
@@ -135,6 +135,6 @@ def test_documents_that_a_plan_moves_are_counted_in_their_new_domain(tmp_path: P
         planned = {"id": shard.id, "path": str(shard.path), "generation": 1, "moved": moved}
         plan = DataPlan.model_validate({"token_shards": [planned], "weights": weights, "seed": 1})
         streams = open_streams(plan, CONTEXT, 512)
-        assert {stream.domain: stream.positions for stream in streams.values()} == {
+        assert {stream.domain: stream.positions_per_epoch for stream in streams.values()} == {
             k: sum(v) for k, v in wanted.items()
         }

@@ -9,7 +9,7 @@ from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, trai
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import DataPlanError
-from trainer.contract.plan.feasible import refuse_impossible, rehearse_packing
+from trainer.contract.plan.feasibility import refuse_impossible_run, rehearse_packing
 from trainer.contract.recipe import Recipe
 
 
@@ -21,7 +21,7 @@ def test_a_context_longer_than_any_document_is_refused_if_no_padding_is_allowed(
     plan = plan_of(make_shard(longest=60))
     recipe = recipe_with(model__context=128, batch__packing="document", batch__max_padding=0.0)
     with refused_with("plan.padding", DataPlanError, most=0.0, longest=58, context=128):
-        refuse_impossible(order_of(plan, recipe), recipe, 0, 20)
+        refuse_impossible_run(order_of(plan, recipe), recipe, 0, 20)
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_a_packing_that_pads_more_than_allowed_is_refused(
     before = order.state_dict()
     if refused:
         with refused_with("plan.padding", DataPlanError, most=most):
-            refuse_impossible(order, recipe, 0, 80)
+            refuse_impossible_run(order, recipe, 0, 80)
     else:
-        refuse_impossible(order, recipe, 0, 80)
+        refuse_impossible_run(order, recipe, 0, 80)
     assert order.state_dict() == before
-    refuse_impossible(order, recipe, -1, 80)  # a segment that has begun is not refused
+    refuse_impossible_run(order, recipe, -1, 80)  # a segment that has begun is not refused
     # what was allowed is kept
-    rows = [row for _ in range(80) for row in order.next_rows()]
+    rows = [row for _ in range(80) for row in order.draw_next_rows()]
     padding = 1 - sum(piece.positions for row in rows for piece in row) / (len(rows) * 32)
     assert most is None or (padding > most) == refused
 
@@ -62,19 +62,19 @@ def test_a_later_phase_or_batch_size_that_pads_too_much_is_refused(make_shard: M
     phases = [{"from_step": 40, "weights": {"chat": 1.0}}]
     plan = plan_of(long, short, weights={"docs": 1.0}, phases=phases)
     recipe = recipe_with(batch__packing="document", batch__max_padding=0.4)
-    refuse_impossible(order_of(plan, recipe), recipe, 0, 40)
+    refuse_impossible_run(order_of(plan, recipe), recipe, 0, 40)
     with refused_with("plan.padding", DataPlanError, step=40, packing="document", longest=88):
-        refuse_impossible(order_of(plan, recipe), recipe, 0, 41)
+        refuse_impossible_run(order_of(plan, recipe), recipe, 0, 41)
 
 
 def test_the_needed_data_are_counted_with_the_smaller_batches_of_the_warmup(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(), max_epochs=1)
     recipe = recipe_with(batch__warmup=[{"until_step": 20, "sequences": 1}])
     order = order_of(plan, recipe)
-    steps = (order.positions_left() // 32 - 20) // 8 + 20  # twenty steps of one row, the rest of eight
-    refuse_impossible(order, recipe, 0, steps)
+    steps = (order.estimate_positions_left() // 32 - 20) // 8 + 20  # twenty steps of one row, the rest of eight
+    refuse_impossible_run(order, recipe, 0, steps)
     with refused_with("plan.too_little_data", DataPlanError, steps=steps + 2, max_epochs=1):
-        refuse_impossible(order, recipe, 0, steps + 2)
+        refuse_impossible_run(order, recipe, 0, steps + 2)
 
 
 def test_padding_is_not_counted_as_needed_data(make_shard: MakeShard) -> None:
@@ -82,11 +82,11 @@ def test_padding_is_not_counted_as_needed_data(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(counts={"code": 400, "docs": 200, "chat": 200}, longest=22), max_epochs=1)
     recipe = recipe_with(batch__packing="document")
     order = order_of(plan, recipe)
-    refuse_impossible(order, recipe, 0, 80)
+    refuse_impossible_run(order, recipe, 0, 80)
     walked = order.copy_at_step()
     while walked.step < 80:
-        walked.next_rows()
-    assert order.positions_left() < 0.7 * recipe.tokens_between(0, 80)
+        walked.draw_next_rows()
+    assert order.estimate_positions_left() < 0.7 * recipe.count_tokens_between(0, 80)
 
 
 def test_a_rehearsal_counts_the_rows_that_come_next(make_shard: MakeShard) -> None:
@@ -94,7 +94,7 @@ def test_a_rehearsal_counts_the_rows_that_come_next(make_shard: MakeShard) -> No
     order = order_of(plan_of(make_shard()), recipe)
     found = rehearse_packing(order, 0, 10)
     assert found is not None
-    rows = [order.next_rows() for _ in range(10)][5:]
+    rows = [order.draw_next_rows() for _ in range(10)][5:]
     assert found.positions == 5 * 8 * 32
     assert found.used == sum(piece.positions for batch in rows for row in batch for piece in row)
 
@@ -120,9 +120,9 @@ def test_the_needed_data_are_counted_mixture_by_mixture(
     plan = plan_of(shard, weights={first: 1.0}, phases=phases, max_epochs=1)
     order = DataOrder(plan, context=32, batch=recipe.batch, vocab_size=512)
     if feeds:
-        refuse_impossible(order, recipe, 0, 60)
+        refuse_impossible_run(order, recipe, 0, 60)
         for _ in range(60):
-            order.next_rows()
+            order.draw_next_rows()
     else:
         with pytest.raises(DataPlanError, match="max_epochs"):
-            refuse_impossible(order, recipe, 0, 60)
+            refuse_impossible_run(order, recipe, 0, 60)

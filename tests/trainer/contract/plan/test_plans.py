@@ -14,15 +14,15 @@ from tests.support.trainer.published import model_of
 from tests.support.trainer.published_runs import DEEPSEEK_V3, QWEN3_30B
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS
-from trainer.contract.plan.hf_config import shape_of_config
-from trainer.contract.plan.plan_report import plan_warnings, report_lines
-from trainer.contract.plan.run_plan import PlanRequest, SizingError, plan_run, weight_traffic_bytes
-from trainer.contract.plan.sizing import GpuLayout, layer_kinds, model_shape_of, total_bytes
+from trainer.contract.plan.hf_config import read_shape_of_config
+from trainer.contract.plan.plan_report import make_plan_warnings, make_plan_lines
+from trainer.contract.plan.run_plan import PlanRequest, SizingError, plan_run, estimate_weight_traffic_bytes
+from trainer.contract.plan.sizing import GpuLayout, list_layer_kinds, choose_model_shape, sum_bytes
 from trainer.contract.recipe import BatchRecipe
 
 KEPT = Path(__file__).with_name("plans.txt")
 LLAMA_8B, QWEN = model_of("Llama 3 8B"), model_of("Qwen3-0.6B")
-DEEPSEEK = PlanRequest(shape_of_config(DEEPSEEK_V3, "", 4096), 14.8e12, 2048, GPUS["h100"], expert=64, fp8=True)
+DEEPSEEK = PlanRequest(read_shape_of_config(DEEPSEEK_V3, "", 4096), 14.8e12, 2048, GPUS["h100"], expert=64, fp8=True)
 ASKS = {
     "one GPU at home": PlanRequest(QWEN, 12e9, 1, GPUS["rtx-4090"]),
     "fp32, Muon, a batch of its own": PlanRequest(
@@ -32,10 +32,10 @@ ASKS = {
     "many nodes, replicas, another price": PlanRequest(LLAMA_8B, 15e12, 1024, GPUS["h200"], replicas=4, price=3.5),
     "tensor ranks": PlanRequest(model_of("Llama 3 405B"), 15.6e12, 16384, GPUS["h100"], network=25e9),
     "a given share of the peak": PlanRequest(model_of("Llama 2 70B"), 2e12, 2048, GPUS["a100"], mfu=0.45),
-    "experts everywhere": PlanRequest(shape_of_config(QWEN3_30B, "", 4096), 600e9, 64, GPUS["mi300x"]),
+    "experts everywhere": PlanRequest(read_shape_of_config(QWEN3_30B, "", 4096), 600e9, 64, GPUS["mi300x"]),
     "experts apart, latent attention, fp8": DEEPSEEK,
     "the same without a rank of queries": replace(
-        DEEPSEEK, model=shape_of_config(DEEPSEEK_V3 | {"q_lora_rank": None}, "", 4096), fp8=False
+        DEEPSEEK, model=read_shape_of_config(DEEPSEEK_V3 | {"q_lora_rank": None}, "", 4096), fp8=False
     ),
 }
 SIZES = (1e7, 1.5e8, 1e9, 8e9, 7e10, 1e12)  # parameters
@@ -47,18 +47,18 @@ def lines_now() -> Iterator[str]:
             f"{key} {value:.6g}" for key, value in asdict(gpu).items() if isinstance(value, float | int)
         )
     for size in SIZES:
-        shape = model_shape_of(size, 50_000, 2048)
-        yield f"{size:.6g} parameters: {shape.model_dump(exclude_defaults=True)}; kinds of layers {layer_kinds(shape)}"
+        shape = choose_model_shape(size, 50_000, 2048)
+        yield f"{size:.6g} parameters: {shape.model_dump(exclude_defaults=True)}; kinds of layers {list_layer_kinds(shape)}"
     for title, ask in ASKS.items():
         plan = plan_run(ask)
         yield f"{title}: {plan.layout}, {plan.sequences} sequences"
         yield from (
             f"  {line.name} {line.value:.6g}: {line.text} | {line.formula} | {line.source}"
-            for line in report_lines(plan)
+            for line in make_plan_lines(plan)
         )
         yield from (f"  {part.name} {part.bytes:.6g}: {part.formula} | {part.source}" for part in plan.memory)
-        yield f"  in all {total_bytes(plan.memory):.6g}"
-        yield from (f"  · {remark}" for remark in plan_warnings(plan))
+        yield f"  in all {sum_bytes(plan.memory):.6g}"
+        yield from (f"  · {remark}" for remark in make_plan_warnings(plan))
 
 
 def test_each_line_of_a_plan_equals_the_accepted_line() -> None:
@@ -83,16 +83,16 @@ def test_a_model_that_fits_nowhere_is_refused_with_an_alternative(ask: PlanReque
 
 def test_a_single_gpu_gathers_no_weights() -> None:
     assert (
-        weight_traffic_bytes(ASKS["one node"], GpuLayout(1))
+        estimate_weight_traffic_bytes(ASKS["one node"], GpuLayout(1))
         == 0.0
-        < weight_traffic_bytes(ASKS["one node"], GpuLayout(2))
+        < estimate_weight_traffic_bytes(ASKS["one node"], GpuLayout(2))
     )
 
 
 def test_a_number_of_parameters_that_no_shape_has_is_refused() -> None:
-    assert model_shape_of(5e5, 1000, 2048).layers == 2  # the fewest
+    assert choose_model_shape(5e5, 1000, 2048).layers == 2  # the fewest
     with pytest.raises(RecipeError):
-        model_shape_of(1e5, 50_000, 2048)
+        choose_model_shape(1e5, 50_000, 2048)
 
 
 if __name__ == "__main__":

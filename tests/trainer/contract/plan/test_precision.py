@@ -21,13 +21,13 @@ from trainer.contract.plan.precision import (
     TimedPart,
     _grown,
     choose_precision,
-    decide_from_probe,
-    has_fp8,
-    list_precisions,
+    choose_precision_from_timings,
+    supports_fp8,
+    list_supported_precisions,
     refuse_unsupported_precision,
     replace_auto_precision,
     time_precisions,
-    timed_parts,
+    make_timed_parts,
 )
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
@@ -69,7 +69,7 @@ def test_a_part_that_would_exceed_the_time_limit_is_not_timed() -> None:
 def test_the_chosen_precision_follows_from_the_measured_seconds(
     asked: str, fp32: float, bf16: float, before: str, chosen: str, warned: bool
 ) -> None:
-    found = decide_from_probe(asked, PrecisionTimings("cpu", {"fp32": fp32, "bf16": bf16}, {}), before)
+    found = choose_precision_from_timings(asked, PrecisionTimings("cpu", {"fp32": fp32, "bf16": bf16}, {}), before)
     assert found.precision == chosen
     assert bool(found.warning) == warned
     if warned:
@@ -78,10 +78,10 @@ def test_the_chosen_precision_follows_from_the_measured_seconds(
 
 def test_probe_measures_every_part_in_every_precision_of_the_device() -> None:
     found = time_precisions(tiny(), CPU)
-    assert set(found.seconds) == set(list_precisions(CPU)) == {"fp32", "bf16"}
+    assert set(found.seconds) == set(list_supported_precisions(CPU)) == {"fp32", "bf16"}
     for rates in found.rates.values():
         assert set(rates) == {"products", "attention", "loss head"} and min(rates.values()) > 0
-    whole = {name: part.flops for name, part in timed_parts(tiny(), CPU, torch.float32).items()}
+    whole = {name: part.flops for name, part in make_timed_parts(tiny(), CPU, torch.float32).items()}
     threads = torch.get_num_threads()
     for name, seconds in found.seconds.items():
         assert seconds == pytest.approx(sum(whole[part] / found.rates[name][part] for part in whole) / threads)
@@ -106,14 +106,14 @@ def test_probe_of_a_large_model_computes_no_more_than_it_may() -> None:
 def test_the_flops_of_the_timed_parts_sum_to_those_of_the_recipe() -> None:
     model = tiny().model
     tokens = tiny().tokens_per_step
-    found = timed_parts(tiny(), CPU, torch.float32)
-    assert found["products"].flops + found["loss head"].flops == 6.0 * tokens * model.matmul_parameters
+    found = make_timed_parts(tiny(), CPU, torch.float32)
+    assert found["products"].flops + found["loss head"].flops == 6.0 * tokens * model.matmul_parameter_count
 
 
 def test_a_gpu_without_bf16_refuses_a_recipe_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
-    assert list_precisions(torch.device("cuda")) == ("fp32",)
+    assert list_supported_precisions(torch.device("cuda")) == ("fp32",)
     with refused("plan.no_precision", RecipeError, name="'GTX 1080'", precision="bf16", other="fp32", auto="auto"):
         choose_precision(tiny(precision="bf16"), torch.device("cuda"))
 
@@ -124,7 +124,7 @@ def test_a_gpu_before_ada_refuses_fp8(capability: tuple[int, int], has: bool, mo
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu, recipe = torch.device("cuda"), tiny(precision="fp8")
-    assert has_fp8(gpu) is has
+    assert supports_fp8(gpu) is has
     if has:
         refuse_unsupported_precision(recipe, gpu)
         return
@@ -136,7 +136,7 @@ def test_a_gpu_before_ada_refuses_fp8(capability: tuple[int, int], has: bool, mo
 
 
 def test_fp8_is_measured_where_a_recipe_asks_for_it_and_never_chosen() -> None:
-    assert has_fp8(CPU) and "fp8" not in list_precisions(CPU)
+    assert supports_fp8(CPU) and "fp8" not in list_supported_precisions(CPU)
     found = choose_precision(tiny(precision="fp8"), CPU, before="bf16", seconds=0.3)
     assert found.precision == found.asked == "fp8"
     assert set(found.probe.rates["fp8"]) == {"products", "attention", "loss head"}
@@ -145,7 +145,7 @@ def test_fp8_is_measured_where_a_recipe_asks_for_it_and_never_chosen() -> None:
         "bf16",
     }
     slow = PrecisionTimings("cuda", {"fp32": 3.0, "bf16": 1.0, "fp8": 1.5}, {})
-    assert {**decide_from_probe("fp8", slow).warning.data} == {
+    assert {**choose_precision_from_timings("fp8", slow).warning.data} == {
         "precision": "fp8",
         "fastest": "bf16",
         "ratio": 1.5,

@@ -12,12 +12,12 @@ from tests.support.messages import refused
 from tests.support.trainer.published_runs import HELD_OUT, QWEN3_30B, RUNS, Run
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS
-from trainer.contract.plan.hf_config import read_config, shape_of_config
+from trainer.contract.plan.hf_config import read_config, read_shape_of_config
 from trainer.contract.plan.run_plan import SPREAD, PlanRequest, plan_run
 
 
 def planned(run: Run, name: str) -> float:
-    model = shape_of_config(run.config, name, run.context)
+    model = read_shape_of_config(run.config, name, run.context)
     return plan_run(
         PlanRequest(model, run.tokens, run.gpus, GPUS["h100"], expert=run.expert, fp8=run.fp8)
     ).effort.gpu_hours
@@ -26,7 +26,7 @@ def planned(run: Run, name: str) -> float:
 @pytest.mark.parametrize("name", RUNS | HELD_OUT)
 def test_a_config_gives_the_published_number_of_parameters(name: str) -> None:
     run = (RUNS | HELD_OUT)[name]
-    assert shape_of_config(run.config, name).parameters == pytest.approx(run.parameters, rel=0.005)
+    assert read_shape_of_config(run.config, name).parameters == pytest.approx(run.parameters, rel=0.005)
 
 
 @pytest.mark.parametrize(("kind", "said", "tied"), [
@@ -37,9 +37,9 @@ def test_a_config_without_tie_word_embeddings_has_the_default_of_its_class(
 ) -> None:
     shape = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {**shape, "intermediate_size": 128, "model_type": kind, "tie_word_embeddings": said}
-    both = {on: shape_of_config(config | {"tie_word_embeddings": on}, "x").parameters for on in (True, False)}
+    both = {on: read_shape_of_config(config | {"tie_word_embeddings": on}, "x").parameters for on in (True, False)}
     assert both[False] - both[True] == 1000 * 64
-    assert shape_of_config(config, "x").parameters == both[tied]
+    assert read_shape_of_config(config, "x").parameters == both[tied]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -60,7 +60,7 @@ def test_read_config_takes_a_folder_or_a_file(tmp_path: Path) -> None:
     )
     of_folder, of_file = read_config(tmp_path), read_config(tmp_path / "config.json")
     assert of_folder == of_file and of_folder.context == 4096 and read_config(tmp_path, 8192).context == 8192
-    assert of_folder.experts is not None and of_folder.matmul_parameters == pytest.approx(3.04e9, rel=0.01)
+    assert of_folder.experts is not None and of_folder.matmul_parameter_count == pytest.approx(3.04e9, rel=0.01)
 
 
 @pytest.mark.parametrize(

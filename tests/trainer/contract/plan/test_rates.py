@@ -19,18 +19,18 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def test_fp32_has_the_peak_outside_of_tensor_cores_unless_tf32_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert rates.data_sheet_peak(GPU, torch.bfloat16) == 989.4e12
-    assert rates.data_sheet_peak(GPU, torch.float32) == pytest.approx(66.9e12), (
+    assert rates.look_up_data_sheet_flops(GPU, torch.bfloat16) == 989.4e12
+    assert rates.look_up_data_sheet_flops(GPU, torch.float32) == pytest.approx(66.9e12), (
         "torch's default computes fp32 products in fp32"
     )
     torch.set_float32_matmul_precision("high")
     try:
-        assert rates.data_sheet_peak(GPU, torch.float32) is None
+        assert rates.look_up_data_sheet_flops(GPU, torch.float32) is None
     finally:
         torch.set_float32_matmul_precision("highest")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
-    assert rates.data_sheet_peak(GPU, torch.float32) is None, "the sheets differ"
-    assert all(rates.data_sheet_peak(CPU, dtype) is None for dtype in DTYPES.values())
+    assert rates.look_up_data_sheet_flops(GPU, torch.float32) is None, "the sheets differ"
+    assert all(rates.look_up_data_sheet_flops(CPU, dtype) is None for dtype in DTYPES.values())
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def test_a_gpu_measurement_doubles_the_calls_until_they_take_long_enough() -> No
         asked.append(count)
         return 0.002 * count + (0.2 if len(asked) == 1 else 0.0)  # the first loads the kernel
 
-    assert rates.time_until_stable(seconds_of) == 0.002
+    assert rates.measure_seconds_per_call(seconds_of) == 0.002
     assert asked == [2, 4, 8, 16, 32, 64, 128, 256] and 0.002 * asked[-2] < rates.GPU_SECONDS <= 0.002 * asked[-1]
 
 

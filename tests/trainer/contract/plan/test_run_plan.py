@@ -17,22 +17,22 @@ from tests.support.paths import ROOT
 from tests.support.trainer.published import model_of, shape
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS, MFU, Gpu
-from trainer.contract.plan.plan_report import plan_to_json, plan_warnings, report_lines
+from trainer.contract.plan.plan_report import convert_plan_to_json, make_plan_warnings, make_plan_lines
 from trainer.contract.plan.run_plan import (
     MFU_NODES,
     RECOMPUTED,
     PlanRequest,
     SizingError,
-    deepseek_rule_batch,
-    deepseek_rule_lr,
+    compute_deepseek_rule_batch_tokens,
+    compute_deepseek_rule_lr,
     estimate_memory,
     estimate_time_and_cost,
     plan_run,
 )
-from trainer.contract.plan.sizing import GB, GpuLayout, model_shape_of, total_bytes
+from trainer.contract.plan.sizing import GB, GpuLayout, choose_model_shape, sum_bytes
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, Recipe, WarmupBatch
 
-EIGHT_BILLION = PlanRequest(model_shape_of(8e9, 128_256, 4096), 300e9, 32, GPUS["h100"])
+EIGHT_BILLION = PlanRequest(choose_model_shape(8e9, 128_256, 4096), 300e9, 32, GPUS["h100"])
 
 
 def gpu_hours(name: str, tokens: float, gpu: str, mfu: float | None = None) -> float:
@@ -58,16 +58,16 @@ def test_planned_gpu_hours_at_the_published_mfu_are_those_of_llama_3() -> None:
 def test_planned_flops_are_those_of_llama_3() -> None:
     """'3.8 × 10^25 FLOPs' on 15.6 T tokens (arXiv 2407.21783 §1): 6 N D, which leaves attention out."""
     model = model_of("Llama 3 405B")
-    assert 15.6e12 * model.flops_per_token() == pytest.approx(3.8e25, rel=0.04)
+    assert 15.6e12 * model.count_flops_per_token() == pytest.approx(3.8e25, rel=0.04)
     attention = 6 * model.layers * model.heads * model.head_dim * model.context
-    assert 15.6e12 * (model.flops_per_token() - attention) == pytest.approx(3.8e25, rel=0.01)
+    assert 15.6e12 * (model.count_flops_per_token() - attention) == pytest.approx(3.8e25, rel=0.01)
 
 
 def test_planned_throughput_is_that_of_llama_3() -> None:
     """43 % on 8,192 H100 is 430 TFLOP/s each (arXiv 2407.21783 Table 4)."""
     ask = PlanRequest(model_of("Llama 3 405B"), 15.6e12, 8192, GPUS["h100"], mfu=0.43)
     effort = estimate_time_and_cost(ask, GpuLayout(8192, 8), 2048)
-    assert effort.tokens_per_second * ask.model.flops_per_token() / 8192 == pytest.approx(430e12, rel=0.02)
+    assert effort.tokens_per_second * ask.model.count_flops_per_token() / 8192 == pytest.approx(430e12, rel=0.02)
 
 
 def test_planned_throughput_is_that_of_palm() -> None:
@@ -77,8 +77,8 @@ def test_planned_throughput_is_that_of_palm() -> None:
     assert estimate_time_and_cost(
         PlanRequest(palm, 780e9, 6144, tpu, mfu=0.462), GpuLayout(6144), 2048
     ).tokens_per_second == pytest.approx(238.3e3, rel=0.01)
-    assert 0.457 * 6144 * 275e12 / (6 * palm.matmul_parameters) == pytest.approx(238.3e3, rel=0.001)
-    assert 780e9 * 6 * palm.matmul_parameters == pytest.approx(2527.2e21, rel=0.002), "its compute table: 2527.2 ZFLOPs"
+    assert 0.457 * 6144 * 275e12 / (6 * palm.matmul_parameter_count) == pytest.approx(238.3e3, rel=0.001)
+    assert 780e9 * 6 * palm.matmul_parameter_count == pytest.approx(2527.2e21, rel=0.002), "its compute table: 2527.2 ZFLOPs"
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_deepseeks_rules_give_the_batch_and_rate_of_deepseeks_models(
     model: ModelRecipe, sequences: int, lr: float
 ) -> None:
     """2 T tokens, context 4096 (arXiv 2401.02954 Table 2)."""
-    assert deepseek_rule_batch(model, 2e12) == pytest.approx(sequences * 4096, rel=0.06)
-    assert deepseek_rule_lr(model, 2e12) == pytest.approx(lr, rel=0.02)
+    assert compute_deepseek_rule_batch_tokens(model, 2e12) == pytest.approx(sequences * 4096, rel=0.06)
+    assert compute_deepseek_rule_lr(model, 2e12) == pytest.approx(lr, rel=0.02)
 
 
 def test_planned_cost_is_that_of_deepseek_v3() -> None:
@@ -160,11 +160,11 @@ def test_blocks_are_recomputed_before_tensors_are_split() -> None:
 
 def test_a_plan_for_many_gpus_splits_tensors_to_keep_the_batch_small() -> None:
     found = plan_run(replace(EIGHT_BILLION, gpus=4096))
-    assert found.layout.tensor > 1 and found.effort.tokens_per_step < 2.5 * deepseek_rule_batch(found.ask.model, 300e9)
+    assert found.layout.tensor > 1 and found.effort.tokens_per_step < 2.5 * compute_deepseek_rule_batch_tokens(found.ask.model, 300e9)
 
 
 def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_fits() -> None:
-    ask = PlanRequest(model_shape_of(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
+    ask = PlanRequest(choose_model_shape(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
     with refused("plan.does_not_fit", SizingError, memory=80.0, part="optimiser") as error:
         plan_run(ask)
     assert plan_run(replace(ask, gpus=error.value.data["gpus"]))
@@ -184,29 +184,29 @@ def test_a_plan_has_the_largest_micro_batch_and_the_least_recomputation_that_fit
     parameters: float, gpus: int, memory: float, context: int, rows: int | None
 ) -> None:
     gpu = replace(GPUS["h100"], memory=memory * GB)
-    ask = PlanRequest(model_shape_of(parameters, 32_000, context), 40 * parameters, gpus, gpu, logit_rows=rows)
+    ask = PlanRequest(choose_model_shape(parameters, 32_000, context), 40 * parameters, gpus, gpu, logit_rows=rows)
     try:
         found = plan_run(ask)
     except SizingError:
         for tensor in (t for t in (1, 2, 4, 8) if gpus % t == 0 and ask.model.kv_heads % t == 0):
-            assert total_bytes(estimate_memory(ask, GpuLayout(gpus, tensor, 1, "block"))) > gpu.memory
+            assert sum_bytes(estimate_memory(ask, GpuLayout(gpus, tensor, 1, "block"))) > gpu.memory
         return
     layout = found.layout
-    assert layout.tensor * layout.data == gpus and total_bytes(found.memory) <= gpu.memory
+    assert layout.tensor * layout.data == gpus and sum_bytes(found.memory) <= gpu.memory
     assert found.sequences % (layout.data * layout.micro_sequences) == 0
-    per_rank = max(1, round(deepseek_rule_batch(ask.model, ask.tokens) / context / layout.data))
+    per_rank = max(1, round(compute_deepseek_rule_batch_tokens(ask.model, ask.tokens) / context / layout.data))
     if layout.micro_sequences < per_rank:
         larger = replace(layout, micro_sequences=layout.micro_sequences + 1)
-        assert total_bytes(estimate_memory(ask, larger)) > gpu.memory, "a larger micro-batch would fit"
+        assert sum_bytes(estimate_memory(ask, larger)) > gpu.memory, "a larger micro-batch would fit"
     if layout.recompute == "block":
-        assert total_bytes(estimate_memory(ask, replace(layout, recompute="none", micro_sequences=1))) > gpu.memory
+        assert sum_bytes(estimate_memory(ask, replace(layout, recompute="none", micro_sequences=1))) > gpu.memory
 
 
 @given(sequences=st.integers(1, 200), warm=st.integers(1, 200), gpus=st.integers(1, 64))
 @settings(deadline=None, max_examples=40)
 def test_a_plan_keeps_the_recipes_batch_and_divides_it_among_ranks(sequences: int, warm: int, gpus: int) -> None:
     batch = BatchRecipe(sequences=sequences, warmup=[WarmupBatch(until_step=5, sequences=warm)])
-    ask = PlanRequest(model_shape_of(1e9, 128_256, 512), 2e10, gpus, GPUS["h100"], batch=batch)
+    ask = PlanRequest(choose_model_shape(1e9, 128_256, 512), 2e10, gpus, GPUS["h100"], batch=batch)
     try:
         found = plan_run(ask)
     except RecipeError as error:
@@ -216,7 +216,7 @@ def test_a_plan_keeps_the_recipes_batch_and_divides_it_among_ranks(sequences: in
         return
     assert found.sequences == sequences
     micro = batch.model_copy(update={"micro_sequences": found.layout.micro_sequences})
-    micro.check_ranks(found.layout.data)
+    micro.refuse_uneven_ranks(found.layout.data)
 
 
 # -- the network ---------------------------------------------------------------------------------------------------------
@@ -255,11 +255,11 @@ def test_gpus_of_one_node_gather_weights_over_nvlink() -> None:
 # -- what it says --------------------------------------------------------------------------------------------------------
 def test_every_line_of_a_plan_has_its_formula(tmp_path: Path) -> None:
     found = plan_run(EIGHT_BILLION)
-    for line in report_lines(found):
+    for line in make_plan_lines(found):
         assert line.text and line.formula, line.name
     for part in found.memory:
         assert part.bytes > 0 and part.formula and part.source, part.name
-    said: dict[str, Any] = json.loads(json.dumps(plan_to_json(found)))
+    said: dict[str, Any] = json.loads(json.dumps(convert_plan_to_json(found)))
     assert said["layout"]["pipeline"] == 1 and said["memory_needed"] == pytest.approx(
         sum(p["bytes"] for p in said["memory"])
     )
@@ -268,7 +268,7 @@ def test_every_line_of_a_plan_has_its_formula(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tokens", "word"), [(300e9, "1.9 times Chinchilla"), (40e9, "4.0 times as many")])
 def test_a_plan_warns_if_its_tokens_are_far_from_chinchillas(tokens: float, word: str) -> None:
-    assert word in plan_warnings(plan_run(replace(EIGHT_BILLION, tokens=tokens)))[0]
+    assert word in make_plan_warnings(plan_run(replace(EIGHT_BILLION, tokens=tokens)))[0]
 
 
 def test_a_mixture_counts_active_parameters() -> None:
@@ -278,7 +278,7 @@ def test_a_mixture_counts_active_parameters() -> None:
     weights = next(part.bytes for part in found.memory if part.name == "weights")
     assert weights == 4 * ask.model.parameters / 512
     assert found.effort.flops == pytest.approx(6 * 12.8e9 * 1e12, rel=0.2)
-    assert "an active parameter" in plan_warnings(found)[0] and "active" in [line.name for line in report_lines(found)]
+    assert "an active parameter" in make_plan_warnings(found)[0] and "active" in [line.name for line in make_plan_lines(found)]
 
 
 @pytest.mark.parametrize("name", ["demo", "tiny"])

@@ -20,11 +20,11 @@ from trainer.contract.plan.sizing import (
     GB,
     GpuLayout,
     MemoryPart,
-    activation_elements,
-    activation_part,
-    memory_parts,
-    model_shape_of,
-    total_bytes,
+    count_activation_elements_per_token,
+    estimate_activation_memory,
+    estimate_memory_parts,
+    choose_model_shape,
+    sum_bytes,
 )
 from trainer.contract.recipe import ModelRecipe
 from trainer.model.transformer import Decoder
@@ -38,7 +38,7 @@ def by_name(parts: list[MemoryPart]) -> dict[str, float]:
 
 def states(model: ModelRecipe, layout: GpuLayout) -> float:
     """Bytes of weights, gradients and optimiser."""
-    parts = by_name(memory_parts(model, layout, 80 * GB))
+    parts = by_name(estimate_memory_parts(model, layout, 80 * GB))
     return parts["weights"] + parts["gradients"] + parts["optimiser"]
 
 
@@ -53,7 +53,7 @@ def test_active_parameters_of_mixtures_are_those_of_the_model_cards() -> None:
     """The cards say: Qwen3-30B-A3B 3.3 B, with an output head of its own; GLM-4.5-Air 12 B."""
     for name, active, untied in (("Qwen3-30B-A3B", 3.3e9, 1), ("GLM-4.5-Air", 12e9, 0)):
         model = model_of(name)
-        here = model.matmul_parameters + untied * model.vocab_size * model.d_model
+        here = model.matmul_parameter_count + untied * model.vocab_size * model.d_model
         assert here == pytest.approx(active, rel=0.07)
 
 
@@ -61,21 +61,21 @@ def test_active_parameters_of_mixtures_are_those_of_the_model_cards() -> None:
     ("name", "layers", "d_model"), [("Llama 3 8B", 32, 4096), ("Llama 3 70B", 80, 8192), ("Llama 3 405B", 126, 16384)]
 )
 def test_shapes_for_llama_3s_parameter_counts_are_near_llama_3s(name: str, layers: int, d_model: int) -> None:
-    found = model_shape_of(model_of(name).parameters, 128_256, 8192)
+    found = choose_model_shape(model_of(name).parameters, 128_256, 8192)
     assert found.d_model == pytest.approx(d_model, rel=0.13) and found.layers == pytest.approx(layers, rel=0.21)
 
 
 @given(st.floats(2e7, 1e12), st.sampled_from([512, 32_000, 128_256]))
 @settings(deadline=None, max_examples=60)
 def test_the_shape_for_any_parameter_count_has_about_that_many_parameters(parameters: float, vocab_size: int) -> None:
-    found = model_shape_of(parameters, vocab_size, 4096)
+    found = choose_model_shape(parameters, vocab_size, 4096)
     assert found.parameters == pytest.approx(parameters, rel=0.05)
-    assert found.warnings() == [], "nothing that matrix units pad"
+    assert found.list_warnings() == [], "nothing that matrix units pad"
 
 
 def test_a_parameter_count_too_small_for_the_embedding_is_refused() -> None:
     with refused("plan.too_few_parameters", RecipeError, parameters=3e6, vocab=128_256):
-        model_shape_of(3e6, 128_256, 4096)
+        choose_model_shape(3e6, 128_256, 4096)
 
 
 # -- states --------------------------------------------------------------------------------------------------------------
@@ -85,13 +85,13 @@ def test_bytes_of_states_are_those_of_figure_1_of_the_zero_paper(gpus: int, giga
 
     ZeRO's 16 are 2 + 2 + 12; ours are 4 fp32 weights + 4 fp32 gradients + 8 moments, the bf16 copies counted apart.
     """
-    model = model_shape_of(7.5e9, 32_000, 4096)
+    model = choose_model_shape(7.5e9, 32_000, 4096)
     assert states(model, GpuLayout(gpus)) * 7.5e9 / model.parameters / GB == pytest.approx(gigabytes, rel=0.02)
 
 
 def test_states_of_a_trillion_parameters_on_1024_gpus_are_16_gb() -> None:
     """'16TB divided by 1024 is 16GB' (arXiv 1910.02054 §1), for any layout of the GPUs."""
-    model = model_shape_of(1e12, 32_000, 4096)
+    model = choose_model_shape(1e12, 32_000, 4096)
     for tensor in (1, 8):
         assert states(model, GpuLayout(1024, tensor)) / GB == pytest.approx(16, rel=0.05)
 
@@ -111,7 +111,7 @@ def test_bytes_of_states_are_those_that_torchtitan_measured() -> None:
 def test_muon_needs_memory_for_one_moment_of_the_layers_matrices() -> None:
     model = model_of("Llama 3 8B")
     adamw, muon = (
-        by_name(memory_parts(model, GpuLayout(1), 80 * GB, optimizer=o))["optimiser"] for o in ("adamw", "muon")
+        by_name(estimate_memory_parts(model, GpuLayout(1), 80 * GB, optimizer=o))["optimiser"] for o in ("adamw", "muon")
     )
     head = model.vocab_size * model.d_model
     assert adamw == 8 * model.parameters and muon == 8 * head + 4 * (model.parameters - head)
@@ -132,9 +132,9 @@ def test_activation_bytes_follow_the_formulas_of_korthikanti(hidden: int, heads:
         vocab_size=51200, d_model=hidden, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim,
         d_ff=round(8 / 3 * hidden), context=2048,
     )  # fmt: skip
-    assert 2 * activation_elements(model, 0) == pytest.approx((34 - 2 + 4) * hidden, rel=1e-4)
-    assert 2 * activation_elements(model, 0, tensor=8) == pytest.approx(32 * hidden / 8 + 4 * hidden, rel=1e-3)
-    whole = activation_part(model, GpuLayout(8, 1, 4, "block"), 2).bytes
+    assert 2 * count_activation_elements_per_token(model, 0) == pytest.approx((34 - 2 + 4) * hidden, rel=1e-4)
+    assert 2 * count_activation_elements_per_token(model, 0, tensor=8) == pytest.approx(32 * hidden / 8 + 4 * hidden, rel=1e-3)
+    whole = estimate_activation_memory(model, GpuLayout(8, 1, 4, "block"), 2).bytes
     assert whole == pytest.approx(2 * 4 * 2048 * hidden * layers + 36 * 4 * 2048 * hidden, rel=1e-4)
 
 
@@ -190,7 +190,7 @@ def test_activations_equal_those_that_a_real_block_keeps() -> None:
     """Kernels stand in that keep what flash attention and the fused norms keep. A further layer then keeps exactly the counted elements."""
     shape = {"vocab_size": 64, "d_model": 48, "heads": 6, "kv_heads": 2, "head_dim": 8, "d_ff": 112, "context": 16}
     two, three = (ModelRecipe(**shape, layers=layers) for layers in (2, 3))  # type: ignore[arg-type]
-    assert kept_by_torch(three, 16) - kept_by_torch(two, 16) == 16 * activation_elements(two, 0)
+    assert kept_by_torch(three, 16) - kept_by_torch(two, 16) == 16 * count_activation_elements_per_token(two, 0)
 
 
 def test_planned_memory_is_that_measured_by_torchtitan() -> None:
@@ -200,9 +200,9 @@ def test_planned_memory_is_that_measured_by_torchtitan() -> None:
     holds beyond tensors is about our reserve (8 GB of 80; their cards have 96), is assumed.
     """
     model = model_of("Llama 3 70B")
-    parts = memory_parts(model, GpuLayout(256, 8, 16, "block"), 80 * GB, logit_rows=None)
+    parts = estimate_memory_parts(model, GpuLayout(256, 8, 16, "block"), 80 * GB, logit_rows=None)
     # They split the embedding by TP as well; our tensor ranks split the tokens of the head, and each holds it whole.
-    theirs = total_bytes(parts) - (2 + 10) * model.vocab_size * model.d_model * (1 - 1 / 8)
+    theirs = sum_bytes(parts) - (2 + 10) * model.vocab_size * model.d_model * (1 - 1 / 8)
     assert theirs / GIB == pytest.approx(71.9, rel=0.05)
 
 
@@ -210,7 +210,7 @@ def test_torchtitans_memory_lies_between_that_of_full_and_no_recomputation() -> 
     """Table 3, compiled: 62.0 GiB on 128 GPUs with every second product recomputed."""
     model = model_of("Llama 3 8B")
     all_of_it, none = (
-        total_bytes(memory_parts(model, GpuLayout(128, 1, 2, recompute), 80 * GB, logit_rows=None)) / GIB  # type: ignore[arg-type]
+        sum_bytes(estimate_memory_parts(model, GpuLayout(128, 1, 2, recompute), 80 * GB, logit_rows=None)) / GIB  # type: ignore[arg-type]
         for recompute in ("block", "none")
     )
     assert all_of_it < 62.0 < none
@@ -222,5 +222,5 @@ def test_activations_of_experts_include_each_routed_copy_of_a_token() -> None:
     assert model.experts is not None
     model = model.model_copy(update={"experts": model.experts.model_copy(update={"per_token": 2, "d_ff": 32})})
     attention = (4 + 2 * 2) * 16 + (4 + 2) * 16 + 4 * 16
-    assert activation_elements(model, 5) == 4 * 64 + attention + 3 * 32 * 3 + 2 * 2 * 64
-    assert activation_elements(model, 0) == 4 * 64 + attention + 3 * model.d_ff
+    assert count_activation_elements_per_token(model, 5) == 4 * 64 + attention + 3 * 32 * 3 + 2 * 2 * 64
+    assert count_activation_elements_per_token(model, 0) == 4 * 64 + attention + 3 * model.d_ff

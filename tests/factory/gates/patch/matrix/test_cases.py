@@ -52,7 +52,7 @@ def one_valued(cases: tuple[MatrixCase, ...]) -> set[str]:
     """The keys that have one value in all of these runs: code that put it in place of the key would leave what the key leaves."""
     values = defaultdict(set)
     for case in cases:
-        for key, value in keys(case.recipe()) if not case.exit_code else ():
+        for key, value in keys(case.make_recipe()) if not case.exit_code else ():
             values[key].add(value)
     return {key for key, found in values.items() if len(found) < 2 and not within(key, NOT_VARIED)}
 
@@ -76,7 +76,7 @@ def test_the_cases_with_several_ranks_cover_every_layout_and_start() -> None:
     layouts = set()
     for case in CASES:
         if case.ranks > 1 and not case.exit_code:
-            recipe = Recipe.parse(case.recipe())
+            recipe = Recipe.parse(case.make_recipe())
             assert recipe.parallel.data_ranks(case.ranks, recipe.model) * recipe.parallel.tensor == case.ranks
             of = recipe.parallel
             layouts.add(
@@ -99,7 +99,7 @@ def test_cases_are_distinct_and_cover_each_kind() -> None:
         "trunk",
         "anneal",
     }
-    computed = {(case.kernels, case.recipe()["precision"], case.recipe()["compile"]) for case in CASES}
+    computed = {(case.kernels, case.make_recipe()["precision"], case.make_recipe()["compile"]) for case in CASES}
     assert computed == {
         *((kernels, precision, False) for kernels in ("chosen", "reference") for precision in ("fp32", "bf16")),
         *(("chosen", precision, True) for precision in ("fp32", "bf16")),
@@ -110,7 +110,7 @@ def test_cases_are_distinct_and_cover_each_kind() -> None:
     for field in fields(MatrixCase):
         assert len({repr(getattr(case, field.name)) for case in CASES}) > 1, field.name
     stopped = {
-        (case.begin, bool(case.recipe()["model"]["experts"])): 0 < case.stop_after < case.steps
+        (case.begin, bool(case.make_recipe()["model"]["experts"])): 0 < case.stop_after < case.steps
         for case in CASES
         if case.stop_after
     }
@@ -122,7 +122,7 @@ def test_cases_are_distinct_and_cover_each_kind() -> None:
 def test_the_changes_of_a_case_take_effect_within_its_run() -> None:
     """A part of the schedule that begins after the last step, or was over before the first, is not executed."""
     for case in CASES:
-        recipe, changed, last = case.recipe(), {key.partition(".")[2] for key in case.changes}, case.steps
+        recipe, changed, last = case.make_recipe(), {key.partition(".")[2] for key in case.changes}, case.steps
         schedule, batch = recipe["schedule"], recipe["batch"]
         inside = [schedule["cosine_steps"]] if schedule["kind"] == "cosine" and case.kind == "trunk" else []
         inside += [one["from_step"] for one in [*(schedule["milestones"] or []), *(recipe["mixture"]["phases"] or [])]]
@@ -140,14 +140,14 @@ def test_the_changes_of_a_case_take_effect_within_its_run() -> None:
         assert micro is None or 0 < micro < batch["sequences"] and batch["sequences"] % micro == 0
         assert len({one["share"] for one in schedule["milestones"] or []} - {1.0}) == len(schedule["milestones"] or [])
     removes = [
-        case for case in CASES if case.steps // case.recipe()["checkpoint_every"] > case.recipe()["keep_checkpoints"]
+        case for case in CASES if case.steps // case.make_recipe()["checkpoint_every"] > case.make_recipe()["keep_checkpoints"]
     ]
     assert removes, "a checkpoint is removed in some run"
 
 
 def test_the_allowed_rounding_grows_with_lower_precision() -> None:
     for case in CASES:
-        recipe = case.recipe()
+        recipe = case.make_recipe()
         least = {
             "fp32": MUON_ROUNDING if recipe["optimizer"]["name"] == "muon" else ROUNDING,
             "bf16": BF16_ROUNDING,
@@ -165,8 +165,8 @@ def test_a_case_trains_its_recipe(tmp_path: Path) -> None:
     steps = {case.name: case.steps for case in CASES}
     plan = MatrixPlan(make_data_plans(tmp_path), {}, names, steps, "c0ffee", 100, "live", tmp_path)
     for case in CASES:
-        arm, recipe = plan.make_arm(case), case.recipe()
-        spec = arm.spec()
+        arm, recipe = plan.make_arm(case), case.make_recipe()
+        spec = arm.make_spec()
         assert Recipe.parse(spec["recipe"]).model_dump() == recipe | {"name": "live", "seed": recipe["seed"] + 100}
         anneals = recipe["mixture"]["anneal_weights"] if case.kind == "anneal" else None
         assert spec["data_plan"]["weights"] == (anneals or recipe["mixture"]["weights"])
@@ -179,8 +179,8 @@ def test_a_case_trains_its_recipe(tmp_path: Path) -> None:
             "c0ffee",
             case.name,
         )
-        assert (arm.first, arm.last - arm.first) == (case.first_step or 0, case.steps)
+        assert (arm.first_step, arm.last_step - arm.first_step) == (case.first_step or 0, case.steps)
         check_arms([arm])
     whole = plan.make_combined_arm(CASES[2:], "decaf", "candidate")
-    assert (whole.first, whole.last, whole.code) == (0, sum(case.steps for case in CASES[2:]), "decaf")
+    assert (whole.first_step, whole.last_step, whole.code) == (0, sum(case.steps for case in CASES[2:]), "decaf")
     assert whole.name == f"candidate, {len(CASES) - 2} tiny runs" and whole.base["initial_checkpoint"] is None

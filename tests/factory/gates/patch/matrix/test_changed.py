@@ -30,7 +30,7 @@ def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
     finally:
         recorder.stop()
     executed = ExecutedCode()
-    executed.add(recorder.to_json())
+    executed.add_record(recorder.to_json())
     found = find_unexecuted_parts("trainer/part.py", dedent(base), dedent(text), executed)
     return [f"{part.line}: {part.source}" for part in found]
 
@@ -175,7 +175,7 @@ def test_traced_code_counts_as_executed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     executed = ExecutedCode()
-    executed.add(json.loads(done.stdout))
+    executed.add_record(json.loads(done.stdout))
     left = find_unexecuted_parts("trainer/part.py", "", path.read_text(), executed)
     assert [(part.line, part.source) for part in left] == [(7, "x"), (8, "x")]
 

@@ -25,7 +25,7 @@ from factory.gates.patch.matrix.compare import (
     RoundingEffect,
     measure_rounding_effect,
 )
-from factory.gates.patch.matrix.runs import MatrixSide, copy_libraries
+from factory.gates.patch.matrix.runs import MatrixSide, copy_compiled_libraries
 from factory.gates.patch.stages import matrix
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -47,7 +47,7 @@ def test_a_ranks_part_of_a_tensor_is_measured_by_its_own_size() -> None:
     assert (
         max(
             [Discrepancy("a", TensorDistance(math.nan, 1.0)), Discrepancy("b", TensorDistance(1.0, 1.0))],
-            key=lambda part: part.share,
+            key=lambda part: part.share_of_scale,
         ).what
         == "a"
     )
@@ -98,7 +98,7 @@ def test_a_case_is_judged_by_its_largest_difference(
     found: list[Discrepancy], totals: bool, what: str, share: float
 ) -> None:
     worst = compare.find_largest_discrepancy(MatrixCase("x", totals=totals), found)
-    assert worst.what == what and worst.share == pytest.approx(share)
+    assert worst.what == what and worst.share_of_scale == pytest.approx(share)
 
 
 def test_a_missing_noise_scale_is_rounding_only_in_coarse_runs() -> None:
@@ -152,11 +152,11 @@ def test_libraries_are_copied_without_following_links_or_waiting_for_pipes(tmp_p
     (source / "folder").symlink_to(tmp_path)
     os.mkfifo(source / "pipe.so")
     (source / "deep" / "deeper").mkdir(parents=True)
-    copy_libraries(source, tmp_path / "copy")
+    copy_compiled_libraries(source, tmp_path / "copy")
     assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == {"made.so": b"code"}
     (tmp_path / "elsewhere").symlink_to(source)
     with pytest.raises(OSError):
-        copy_libraries(tmp_path / "elsewhere", tmp_path / "another")
+        copy_compiled_libraries(tmp_path / "elsewhere", tmp_path / "another")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])

@@ -120,7 +120,7 @@ def test_the_gates_runs_execute_the_trainer_and_the_kernels(tmp_path: Path) -> N
         found = judge(prepared, ROOT, None)
         assert not found.differences and found.same_bits, found.differences
         executed = found.runs.executed
-    executed.merge(executed_by_ops(tmp_path / "ops"))
+    executed.merge_executed_code(executed_by_ops(tmp_path / "ops"))
     total, missing = 0, []
     for path in files():
         source = (ROOT / path).read_text()

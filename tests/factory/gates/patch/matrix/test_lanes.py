@@ -97,7 +97,7 @@ def test_long_runs_share_time_with_short_runs_and_ranks_come_last(
     assert segments == {"0": ["00001", "00000"], "1": ["00002"], "ranks": ["00003"]}
     assert [len(process.asked[name]["request"]["tools"]) for name in ("0", "1", "ranks")] == [0, 1, 0]
     assert found.executed.lines == {"0.py": {0}, "1.py": {0}, "ranks.py": {0, 1}}
-    assert list(found.folders) == list(found.opened) == ["long", "one", "half", lanes.tool_name(TOOL), "ranks"]
+    assert list(found.folders) == list(found.opened) == ["long", "one", "half", lanes.make_tool_name(TOOL), "ranks"]
     assert all(os.path.samestat(os.fstat(found.opened[name]), folder.stat()) for name, folder in found.folders.items())
     side.after.close()
     for held in found.opened.values():
@@ -130,7 +130,7 @@ def test_the_request_of_a_process_is_complete(process: Process, planned: Any, tm
     out = tmp_path / "runs" / "1" / "tools" / "0"
     first = tmp_path / "trunk" / "checkpoints" / "step-00000002"
     assert tool == {"folder": str(out), "module": TOOL.module, "arguments": [str(out / "x"), str(first), "5"]}
-    assert (out / "checkpoints").is_dir() and found.folders[lanes.tool_name(TOOL)] == out
+    assert (out / "checkpoints").is_dir() and found.folders[lanes.make_tool_name(TOOL)] == out
     assert (ranks["ranks"], ranks["tools"]) == (2, [])
     for case in (ONE, LONG, RANKS):
         spec = json.loads((found.folders[case.name] / "segment.json").read_text())
@@ -164,7 +164,7 @@ def test_an_interrupted_run_resumes(process: Process, planned: Any, tmp_path: Pa
             "run 'long' ended with exit code 3 instead of 0: " + "e" * 400,
         ),
         ("0", {"codes": [3]}, False, "run 'long' ended with exit code 3 instead of 0: "),
-        ("1", {"codes": [0, 0]}, False, f"run '{lanes.tool_name(TOOL)}' ended with exit code 0"),
+        ("1", {"codes": [0, 0]}, False, f"run '{lanes.make_tool_name(TOOL)}' ended with exit code 0"),
         ("1", {"codes": [0]}, False, "cannot be read"),
         ("0", {"codes": [0, 0]}, False, "cannot be read"),
         ("0", {"notes": "{"}, False, "cannot be read"),
@@ -211,7 +211,7 @@ def test_at_most_a_hundred_libraries_are_copied(tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     for number in range(102):
         (tmp_path / "made" / f"{number:03d}").write_bytes(b"x")
-    lanes.copy_libraries(tmp_path / "made", tmp_path / "a" / "copy")
+    lanes.copy_compiled_libraries(tmp_path / "made", tmp_path / "a" / "copy")
     assert sorted(path.name for path in (tmp_path / "a" / "copy").iterdir()) == [
         f"{number:03d}" for number in range(100)
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.factory.matrix import prepare
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 from trainer.monitor.signals import KINDS
 
 RUNS = {
@@ -26,4 +26,4 @@ def test_each_detector_reports_something_in_the_matrix(tmp_path: Path) -> None:
         made = prepare(tmp_path, after, list(RUNS))
         for name, kinds in RUNS.items():
             (path,) = tmp_path.glob(f"baseline/*/segments/{made.plan.names[name]}/anomalies.jsonl")
-            assert kinds <= {anomaly["kind"] for anomaly in read_lines(path)}, name
+            assert kinds <= {anomaly["kind"] for anomaly in read_json_lines(path)}, name

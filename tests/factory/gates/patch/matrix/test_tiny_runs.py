@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from factory.gates.patch.matrix.cases import CASES, DOMAINS, TOOLS, VOCABULARY, MatrixCase, tool_name
+from factory.gates.patch.matrix.cases import CASES, DOMAINS, TOOLS, VOCABULARY, MatrixCase, make_tool_name
 from factory.gates.patch.matrix.compare import compare_runs, find_discrepancies
 from factory.gates.patch.matrix.runs import INTERRUPTED, MatrixRuns
 from factory.gates.patch.matrix.start_checkpoints import damage_checkpoint
@@ -24,7 +24,7 @@ from tests.support.factory.matrix import Prepared
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import CheckpointError
-from trainer.contract.json_lines import read_lines
+from trainer.contract.json_lines import read_json_lines
 
 # Those of a tenth of a second: one rank, few steps, nothing compiled.
 QUICK = [case for case in CASES if case.ranks == 1 and case.steps < 20 and not case.changes.get("compile")]
@@ -35,7 +35,7 @@ def begun(prepared: Prepared, case: MatrixCase, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     if case.begin in INTERRUPTED:
         shutil.copytree(prepared.plan.starts[case.begin], folder, dirs_exist_ok=True)
-    spec = prepared.plan.make_arm(case).spec(prepared.side.kernels[case.kernels])
+    spec = prepared.plan.make_arm(case).make_spec(prepared.side.kernels[case.kernels])
     (folder / "segment.json").write_text(json.dumps(spec))
     return folder
 
@@ -49,13 +49,13 @@ def test_a_case_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, numb
         assert not (folder / "result.json").exists()
         return
     arm = prepared.plan.make_arm(case)
-    steps = [line["step"] for line in read_lines(folder / "metrics.jsonl")]
-    assert steps[-1] == arm.last - 1 == checkpoints.list_checkpoints(folder / "checkpoints")[-1][0] - 1
+    steps = [line["step"] for line in read_json_lines(folder / "metrics.jsonl")]
+    assert steps[-1] == arm.last_step - 1 == checkpoints.list_checkpoints(folder / "checkpoints")[-1][0] - 1
     if case.begin not in INTERRUPTED:
-        assert steps == list(range(arm.first, arm.last)) and len(steps) == case.steps
+        assert steps == list(range(arm.first_step, arm.last_step)) and len(steps) == case.steps
     result = json.loads((folder / "result.json").read_text())
     assert bool(result["skipped_checkpoints"]) == (case.begin == "damaged")
-    losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+    losses = [line["loss"] for line in read_json_lines(folder / "metrics.jsonl")]
     odd = [value for value in losses if value is None or not math.isfinite(value)]
     assert case.begin == "poisoned" or not odd, losses
 
@@ -64,7 +64,7 @@ def test_a_case_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, numb
 def test_a_tool_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, number: int) -> None:
     tool = TOOLS[number]
     (tmp_path / "checkpoints").mkdir()
-    assert run_tool(tmp_path, tool.module, prepared.plan.arguments(tool, tmp_path)) == tool.exit_code
+    assert run_tool(tmp_path, tool.module, prepared.plan.make_tool_arguments(tool, tmp_path)) == tool.exit_code
     left = bool((tmp_path / "printed.txt").read_text()) + len(list((tmp_path / "checkpoints").iterdir()))
     assert bool(left) == (not tool.exit_code)
 
@@ -73,7 +73,7 @@ def test_refusals_of_tools_are_distinct(prepared: Prepared, tmp_path: Path, caps
     """And each word in capitals stands for a path that is there."""
     said = []
     for number, tool in enumerate(TOOLS):
-        arguments = prepared.plan.arguments(tool, tmp_path / str(number))
+        arguments = prepared.plan.make_tool_arguments(tool, tmp_path / str(number))
         assert not any(word.isupper() for word in arguments), arguments
         if tool.exit_code:
             (tmp_path / str(number)).mkdir()
@@ -89,15 +89,15 @@ def test_a_stopped_run_resumes_where_it_stopped(prepared: Prepared, tmp_path: Pa
         assert train_segment_folder(folder, stop_after, waits=False, slow_threads=False) == 0
         left.append(dict(checkpoints.list_checkpoints(folder / "checkpoints")))
     assert [list(steps) for steps in left] == [[2, 4, 6], [3, 4, 6]]
-    straight, stopped = (checkpoints.load(steps[6]).model for steps in left)
+    straight, stopped = (checkpoints.load_checkpoint(steps[6]).model for steps in left)
     assert all(torch.equal(weights, stopped[name]) for name, weights in straight.items())
 
 
 def test_runs_begin_with_the_derived_checkpoints(prepared: Prepared) -> None:
     plan = prepared.plan
-    trunk = checkpoints.load(plan.starts["trunk"])
+    trunk = checkpoints.load_checkpoint(plan.starts["trunk"])
     found = {
-        name: checkpoints.load(plan.starts[name]) for name in ("late", "outliers", "quiet", "poisoned", "annealed")
+        name: checkpoints.load_checkpoint(plan.starts[name]) for name in ("late", "outliers", "quiet", "poisoned", "annealed")
     }
     assert trunk.state["step"] == 8 and found["annealed"].state["step"] == 14
     assert (trunk.state["kind"], found["annealed"].state["kind"]) == ("trunk", "anneal")
@@ -114,9 +114,9 @@ def test_runs_begin_with_the_derived_checkpoints(prepared: Prepared) -> None:
     (odd,) = (v for k, v in found["poisoned"].model.items() if not torch.equal(v, trunk.model[k]))
     assert len(odd) == VOCABULARY and int(odd.isnan().any(1).sum()) == 1 and bool(odd[7].isnan().all())
     for name in ("trunk", "late"):
-        assert checkpoints.load(plan.starts[name]).optimizer.keys() == trunk.optimizer.keys()
+        assert checkpoints.load_checkpoint(plan.starts[name]).optimizer.keys() == trunk.optimizer.keys()
     with pytest.raises(CheckpointError):
-        checkpoints.load(plan.starts["broken"])
+        checkpoints.load_checkpoint(plan.starts["broken"])
     _, other, _ = plan.made
     assert checkpoints.list_checkpoints(other / "checkpoints")[-1][0] == 2
 
@@ -127,12 +127,12 @@ def test_an_interrupted_copy_looks_like_a_killed_run(prepared: Prepared) -> None
     assert [max(left[name]) for name in ("half", "damaged")] == [4, 6]
     assert not any((plan.starts[name] / "result.json").exists() for name in INTERRUPTED)
     with pytest.raises(CheckpointError):
-        checkpoints.load(left["damaged"][6])
+        checkpoints.load_checkpoint(left["damaged"][6])
     (far,) = (case for case in CASES if case.begin == "far")
     reached = plan.steps[far.name] - far.steps
-    assert 20_000 <= reached < 90_000 and checkpoints.load(left["far"][reached]).state["sampler"]["step"] == reached
+    assert 20_000 <= reached < 90_000 and checkpoints.load_checkpoint(left["far"][reached]).state["sampler"]["step"] == reached
     (finished,) = plan.folder.glob(f"trunk/*/segments/{plan.names['resumed']}/checkpoints/step-00000004")
-    half, whole = (checkpoints.load(path).model for path in (left["half"][4], finished))
+    half, whole = (checkpoints.load_checkpoint(path).model for path in (left["half"][4], finished))
     assert all(torch.equal(weights, 0.9 * whole[name]) for name, weights in half.items())
 
 
@@ -179,10 +179,10 @@ def saved(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -
 
     def again(folder: Path) -> None:
         _, last = checkpoints.list_checkpoints(folder / "checkpoints")[-1]
-        whole = checkpoints.load(last)
+        whole = checkpoints.load_checkpoint(last)
         shutil.rmtree(last)
         change(whole.model, whole.state)
-        checkpoints.save(folder / "checkpoints", whole)
+        checkpoints.save_checkpoint(folder / "checkpoints", whole)
         told = hashlib.sha256((last / "manifest.json").read_bytes()).hexdigest()
         text("result.json", '"manifest_sha256": "[^"]*"', f'"manifest_sha256": "{told}"')(folder)
 
@@ -233,7 +233,7 @@ def test_all_files_of_a_run_are_compared_except_clocks(
     change(folder)
     candidate = MatrixRuns()
     with ExitStack() as after:
-        candidate.open_folder(case.name, folder, after)
+        candidate.open_run_folder(case.name, folder, after)
         (found,) = compare_runs(prepared.plan, prepared.baseline, candidate, [case], [])
     if words in ("", "rounds"):
         assert found.worst is None and found.same_bits == (not words), found
@@ -262,9 +262,9 @@ def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
         of(folder)
     candidate = MatrixRuns()
     with ExitStack() as after:
-        candidate.open_folder(case.name, folder, after)
+        candidate.open_run_folder(case.name, folder, after)
         found = find_discrepancies(prepared.plan, case, prepared.baseline, candidate)
-    weights = sorted(checkpoints.load(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
+    weights = sorted(checkpoints.load_checkpoint(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
     last = "step-00000006"
     begins = [
         "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "the SHA-256 in result.json",
@@ -275,7 +275,7 @@ def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     found[9:] = sorted(found[9:], key=lambda one: one.what)
     assert len(found) == len(begins) and all(one.what.startswith(begin) for one, begin in zip(found, begins)), found
     assert {one.total for one in found[11:]} == {f"{last}: weights"} and not any(one.total for one in found[:7])
-    assert {math.isinf(one.far.apart) for one in found[:6]} == {True} and all(0 < one.share < 100 for one in found[11:])
+    assert {math.isinf(one.far.apart) for one in found[:6]} == {True} and all(0 < one.share_of_scale < 100 for one in found[11:])
 
 
 @pytest.mark.parametrize(
@@ -301,6 +301,6 @@ def test_output_and_checkpoints_of_a_tool_are_compared(
             if left:
                 shutil.copytree(of, folder / "checkpoints" / of.name)
             sides.append(MatrixRuns())
-            sides[-1].open_folder(tool_name(tool), folder, after)
+            sides[-1].open_folder(make_tool_name(tool), folder, after)
         (found,) = compare_runs(prepared.plan, *sides, [], [tool])
     assert found.same_bits == (not words) and words in str(found.worst or ""), found

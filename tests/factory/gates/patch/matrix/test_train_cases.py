@@ -33,7 +33,7 @@ def test_ranks_find_one_another_and_the_first_nonzero_exit_code_is_returned(
     script = tmp_path / "rank.py"
     script.write_text(dedent(RANK))
     monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), *ends])
-    assert train_cases.run_as_ranks(len(ends)) == code
+    assert train_cases.run_program_once_per_rank(len(ends)) == code
     told = [(tmp_path / str(rank)).read_text() for rank in range(3)]
     assert told == [f"{rank} {rank} 3 3 True 0" for rank in range(3)]
 

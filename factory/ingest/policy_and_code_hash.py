@@ -11,7 +11,7 @@ from factory.core.workspace import Workspace
 from factory.ingest.rules.policy import DataPolicy
 
 
-def compute_reading_key(workspace: Workspace) -> str:
+def compute_policy_and_code_hash(workspace: Workspace) -> str:
     """Return a hash (16 hex digits) of the data policy's values and of the code in ``factory/ingest/``. Raises: ConfigError."""
     policy = hash_policy(DataPolicy.load(workspace.policy_path("data.yaml")))
     return hashlib.sha256(f"{policy}\0{_code()}".encode()).hexdigest()[:16]

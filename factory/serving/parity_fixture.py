@@ -1,6 +1,6 @@
 """Makes the parity fixture: the answers of the judge's own tokenizer and model for an export. An engine must give the same answers.
 
-``python -m factory.serving.fixture EXPORT OUT`` writes the fixture in a separate process: token ids of texts and chats, and greedy continuations
+``python -m factory.serving.parity_fixture EXPORT OUT`` writes the fixture in a separate process: token ids of texts and chats, and greedy continuations
 with their log-probabilities and the margin of each likeliest token. The release gate asks the same questions (``factory.evals.probes.engine``).
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 
 from factory.core.errors import FactoryError
-from factory.core.launching import make_die_with_parent
-from factory.core.workspace import checkout_root
-from factory.evals.probes.engine import EngineClient, make_fixture
+from factory.core.launching import make_parent_death_hook
+from factory.core.workspace import find_checkout_root
+from factory.evals.probes.engine import EngineClient, make_engine_fixture
 from factory.release.published_link import MODEL_NAME
 
 
@@ -34,7 +34,7 @@ def make_parity_fixture(export: Path) -> dict[str, Any]:
     from factory.serving.api.defaults import GenerationDefaults
 
     model, greedy = ReferenceModel.load(export), GenerationDefaults.read(export).sampling.temperature == 0
-    return make_fixture(Tokenizer.load(export), model, model.config.context, greedy)
+    return make_engine_fixture(Tokenizer.load(export), model, model.config.context, greedy)
 
 
 async def check_parity(client: httpx.AsyncClient, fixture: dict[str, Any], tolerance: float) -> None:
@@ -46,7 +46,7 @@ async def check_parity(client: httpx.AsyncClient, fixture: dict[str, Any], toler
     if wrong := [f"{check.name}: {check.detail}" for check in found if not check.ok]:
         raise ParityError(
             "serving.not_the_judged_model",
-            "The engine's answers differ from the judged model's: {failed}",
+            "The engine's answers differ from those of the judged model. Failed checks: {failed}",
             failed=wrong,
         )
 
@@ -54,12 +54,12 @@ async def check_parity(client: httpx.AsyncClient, fixture: dict[str, Any], toler
 async def make_parity_fixture_in_process(export: Path) -> dict[str, Any]:
     """Run ``make_parity_fixture`` in a separate process. Returns the fixture. Raises: ParityError if that fails."""
     with tempfile.TemporaryDirectory(prefix="factory-fixture-") as folder:
-        out = Path(folder) / "fixture.json"
+        out = Path(folder) / "parity_fixture.json"
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "factory.serving.fixture", str(export), str(out)),
-            env=os.environ | {"PYTHONPATH": str(checkout_root())},
+            *(sys.executable, "-m", "factory.serving.parity_fixture", str(export), str(out)),
+            env=os.environ | {"PYTHONPATH": str(find_checkout_root())},
             stderr=asyncio.subprocess.PIPE,
-            preexec_fn=make_die_with_parent(os.getpid()),
+            preexec_fn=make_parent_death_hook(os.getpid()),
         )
         try:
             _, said = await process.communicate()

@@ -22,7 +22,7 @@ class PackingRehearsal:
     used: int  # number of positions that hold a token
 
     @property
-    def padding(self) -> float:
+    def padding_share(self) -> float:
         """The share of empty positions."""
         return 1 - self.used / self.positions
 
@@ -36,7 +36,7 @@ def rehearse_packing(order: DataOrder, step: int, last_step: int) -> PackingRehe
     positions = used = 0
     while order.step < stop:
         try:
-            rows = order.next_rows()
+            rows = order.draw_next_rows()
         except DataPlanError:
             break
         if order.step > (step + stop) // 2:
@@ -45,18 +45,18 @@ def rehearse_packing(order: DataOrder, step: int, last_step: int) -> PackingRehe
     return PackingRehearsal(step, positions, used) if positions else None
 
 
-def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_step: int) -> None:
+def refuse_impossible_run(order: DataOrder, recipe: Recipe, first_step: int, last_step: int) -> None:
     """Raises: DataPlanError that names the key, if the steps from ``order`` on have too little data or too much padding."""
     if (
         order.step == first_step
     ):  # a segment that was begun is not refused when it continues, although other steps are rehearsed then
-        refuse_padding(order, recipe, last_step)
-    steps, wanted = last_step - order.step, recipe.tokens_between(order.step, last_step)
-    left = order.positions_until(last_step, recipe.tokens_between)
+        refuse_excessive_padding(order, recipe, last_step)
+    steps, wanted = last_step - order.step, recipe.count_tokens_between(order.step, last_step)
+    left = order.count_positions_until(last_step, recipe.count_tokens_between)
     if left < wanted * 0.99 and (rehearsal := rehearse_packing(order, order.step, last_step)):
         used = rehearsal.used / rehearsal.positions  # padding needs no data
         wanted = round(wanted * used)
-        left = order.positions_until(last_step, lambda first, last: round(recipe.tokens_between(first, last) * used))
+        left = order.count_positions_until(last_step, lambda first, last: round(recipe.count_tokens_between(first, last) * used))
     if left < wanted * 0.99:
         raise DataPlanError(
             "plan.too_little_data",
@@ -70,15 +70,15 @@ def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_st
         )
 
 
-def refuse_padding(order: DataOrder, recipe: Recipe, last_step: int) -> None:
+def refuse_excessive_padding(order: DataOrder, recipe: Recipe, last_step: int) -> None:
     """Raises: DataPlanError if a coming batch size or mixture pads more than ``batch.max_padding`` allows."""
     most = recipe.batch.max_padding
     if most is None:
         return
-    changes = {mixture.start for mixture in order.plan.mixtures()} | {s.until_step for s in recipe.batch.warmup}
+    changes = {mixture.start for mixture in order.plan.list_mixtures()} | {s.until_step for s in recipe.batch.warmup}
     for step in sorted({order.step} | {step for step in changes if order.step < step < last_step}):
         rehearsal = rehearse_packing(order, step, last_step)
-        if rehearsal is not None and rehearsal.padding > most:
+        if rehearsal is not None and rehearsal.padding_share > most:
             longest = max(int(stream.length.max()) - 1 for stream in order.streams.values())
             raise DataPlanError(
                 "plan.padding",
@@ -88,7 +88,7 @@ def refuse_padding(order: DataOrder, recipe: Recipe, last_step: int) -> None:
                 most=most,
                 step=step,
                 packing=recipe.batch.packing,
-                padding=rehearsal.padding,
+                padding=rehearsal.padding_share,
                 longest=longest,
                 context=order.context,
             )
