@@ -164,7 +164,13 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
     return [
         *waiting,
         Shot("releases", pages["releases"], "factory-lm", 700),
-        Shot("segment", at + place(Subject("segment", segment.id)).make_page_link("/model-metrics"), "loss", 900, charts=3),
+        Shot(
+            "segment",
+            at + place(Subject("segment", segment.id)).make_page_link("/model-metrics"),
+            "loss",
+            900,
+            charts=3,
+        ),
         Shot("version", version, "what decides", 1440),
         Shot("tags", version, "what decides", 860, prepare=TO_TAGS),
         Shot("beside", at + mine.make_comparison_link(theirs), "Run details", 860, prepare=FOLD_PLOTS),

@@ -2,7 +2,7 @@
 
 No line of such a part runs in these tests, so the table says of each what covers it instead. A part is found by what decides that it
 runs: ``torch.cuda``, ``.is_cuda``, a comparison with ``"cuda"`` or ``"cpu"``, ``devices=("cuda",)`` of an implementation, ``needs_triton``
-or ``triton_implementation``.
+or ``make_triton_implementation``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def decides(node: ast.AST) -> bool:
         return of_torch or node.attr in ("is_cuda", "needs_triton")
     if isinstance(node, ast.Compare):
         return any(isinstance(side, ast.Constant) and side.value in DEVICES for side in (node.left, *node.comparators))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "triton_implementation":
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "make_triton_implementation":
         return True
     if isinstance(node, ast.keyword):
         cuda_alone = node.arg == "devices" and isinstance(node.value, ast.Tuple) and "cuda" in ast.unparse(node.value)
@@ -114,7 +114,7 @@ def test_each_row_says_what_covers_it() -> None:
         ("FAST = Implementation('fast', f, '', devices=('cuda',))", {"m:FAST"}),
         ("ANY = Implementation('any', f, '', devices=('cpu', 'cuda'))", set()),
         ("T = Implementation('triton', f, '', needs_triton=True)", {"m:T"}),
-        ("T = triton_implementation('kernels.op.triton', 'op')", {"m:T"}),
+        ("T = make_triton_implementation('kernels.op.triton', 'op')", {"m:T"}),
         ("if torch.cuda.is_available():\n    x = 1", {"m:(module)"}),
         ("def f():\n    'runs on \"cuda\"'\n    return name('cuda'), other.cuda", set()),
     ],

@@ -82,7 +82,9 @@ def copy_to_device(device: torch.device, tensors: dict[str, Tensor]) -> dict[str
             whole = make_tensor_in_block(held, torch.uint8, 0, torch.Size([held.nbytes()]), (1,))
             blocks[held.data_ptr()] = whole.to(device, non_blocking=True)
         block = blocks[held.data_ptr()].untyped_storage()
-        moved[name] = make_tensor_in_block(block, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        moved[name] = make_tensor_in_block(
+            block, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        )
     return moved
 
 

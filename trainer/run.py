@@ -25,7 +25,7 @@ from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES, refuse_unsupported_precision
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.cuda_graphs import GraphCapture, CudaGraphCapture, GraphReplayer, decide_use_of_graphs
+from trainer.cuda_graphs import CudaGraphCapture, GraphCapture, GraphReplayer, decide_use_of_graphs
 from trainer.model.transformer import Decoder
 from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate, copy_numbers_to_host
 from trainer.monitor.metrics import device_name, measure_peak_memory_bytes
@@ -34,7 +34,7 @@ from trainer.monitor.signals import InstabilitySignals, LayerInputs
 from trainer.monitor.stability import StabilityDetector, ThroughputDetector, decide_clip_and_skip
 from trainer.optim.optimizer import Optimizer, compute_sums_of_squares
 from trainer.optim.schedule import compute_lr_share
-from trainer.parallel.ranks import Ranks, is_first_rank_with_part, get_local_part
+from trainer.parallel.ranks import Ranks, get_local_part, is_first_rank_with_part
 from trainer.parallel.replicas import find_differing_tensors
 
 
@@ -148,7 +148,9 @@ class SegmentRun:
     def launch_step(self, batch: Batch) -> None:
         """Launch one step without waiting for the device. A batch without targets changes no weight."""
         recipe, spec = self.recipe, self.spec
-        lr = recipe.optimizer.lr * compute_lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
+        lr = recipe.optimizer.lr * compute_lr_share(
+            recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm
+        )
         self.signals.begin_step(self.monitor.find_layer_to_measure(batch.step))
         sums, load = self._backward(batch)
         gradients = self.optimizer.gradients()
@@ -336,8 +338,8 @@ class SegmentRun:
         return {"model": model, "optimizer": optimizer}, regions
 
     def count_checkpoint_bytes(self) -> int:
-        """Bytes of host memory that a copy of ``collect_checkpoint_contents`` takes once every parameter has its moments. (Before the first step AdamW has
-        none.)"""
+        """Bytes of host memory that a copy of ``collect_checkpoint_contents`` takes once every parameter has its moments. (Before the first step
+        AdamW has none.)"""
         moments = {"adamw": 2, "muon": 1}
         held: list[Tensor] = []
         for row in self.optimizer.table:

@@ -188,7 +188,8 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
 
 
 def write_result(folder: Path, run: SegmentRun, differing: list[str], speed: SpeedMeter) -> None:
-    """Write result.json atomically. The file exists only if the segment is done. ``differing``: what ``SegmentRun.find_differing_replicas`` returned."""
+    """Write result.json atomically. The file exists only if the segment is done. ``differing``: what ``SegmentRun.find_differing_replicas``
+    returned."""
     path = folder / "checkpoints" / checkpoints.format_checkpoint_name(run.spec.last_step)
     every = read_json_lines(folder / "metrics.jsonl")
     lines = every[-LAST_STEPS:]

@@ -19,7 +19,10 @@ def _known(agent: str) -> str:
     if agent not in AGENTS:
         raise ValueError(
             Message(
-                "agents.no_agent", "there is no agent {agent!r}{near}", agent=agent, near=make_known_words_hint(agent, AGENTS)
+                "agents.no_agent",
+                "there is no agent {agent!r}{near}",
+                agent=agent,
+                near=make_known_words_hint(agent, AGENTS),
             )
         )
     return agent

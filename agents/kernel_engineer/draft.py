@@ -101,5 +101,8 @@ def _read(workbench: Workbench, path: str, count: int) -> str:
         return workbench.read(path)
     except UnreadableFileError as error:
         raise DraftError(
-            "kernel_engineer.unreadable", "edit {number}: {problem}", number=count, problem=fold_to_one_line(str(error), 200)
+            "kernel_engineer.unreadable",
+            "edit {number}: {problem}",
+            number=count,
+            problem=fold_to_one_line(str(error), 200),
         ) from None

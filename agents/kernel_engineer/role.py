@@ -32,7 +32,7 @@ class KernelEngineer:
         if self.asked:
             aims = [find_named_target(self.asked, found, self.profile)]
         else:
-            aims = select_worthwhile_targets(found, self.workbench.history)
+            aims = select_worthwhile_targets(found, self.workbench.list_earlier_proposals)
         if not aims:
             return Message(
                 "kernel_engineer.no_target", "No target in the profile promises a gain that is large enough to measure."

@@ -110,12 +110,14 @@ class EvidenceReader:
         return quote_as_data("roofline", "\n".join(words))
 
     def describe_earlier_proposals(self) -> str:
-        return tools.quote_earlier_proposals(self.workbench.history(self.target.name))
+        return tools.quote_earlier_proposals(self.workbench.list_earlier_proposals(self.target.name))
 
     def collect_evidence(self) -> str:
         """The evidence in the first message to the model."""
         own = self.target.op or self.target.name.partition(":")[2]
-        return "\n\n".join((self.describe_roofline(), self.describe_line_profile(own), self.describe_earlier_proposals()))
+        return "\n\n".join(
+            (self.describe_roofline(), self.describe_line_profile(own), self.describe_earlier_proposals())
+        )
 
 
 def _row(line: Mapping[str, Any]) -> str:

@@ -13,7 +13,13 @@ from itertools import combinations
 
 from agents.line_profiler.capture import Line, RecordedOperation
 from agents.line_profiler.lines import read_source_lines
-from agents.line_profiler.profile_schema import DataFlowEdge, FusionCandidate, ProfiledLine, StreamCandidate, format_line_name
+from agents.line_profiler.profile_schema import (
+    DataFlowEdge,
+    FusionCandidate,
+    ProfiledLine,
+    StreamCandidate,
+    format_line_name,
+)
 
 LEAST_GAIN = 1e-3  # share of the step: smaller candidates are not listed
 MOST_LISTED = 20
@@ -38,7 +44,9 @@ def find_data_flow_edges(events: Sequence[RecordedOperation], callers: Callers) 
         writer |= dict.fromkeys(event.writes, event.line)
     conditions = {line: _conditions_above(line, callers) for edge in walked for line in edge}
     return [
-        DataFlowEdge(format_line_name(*source), format_line_name(*target), bool(conditions[target] - conditions[source]), moved)
+        DataFlowEdge(
+            format_line_name(*source), format_line_name(*target), bool(conditions[target] - conditions[source]), moved
+        )
         for (source, target), moved in walked.items()
     ]
 

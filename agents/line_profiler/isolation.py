@@ -197,5 +197,7 @@ def _indices(signature: OperationSignature, spec: TensorSpec, device: torch.devi
     if any(name in signature.operation_name for name in BY_DIMENSION):
         dimension = next(leaf for leaf in signature.leaves if isinstance(leaf, int))
     below = indexed[dimension] if indexed else 1
-    storage = torch.arange(spec.storage_element_count, device=device) * 7919 % max(1, below)  # a prime: neighbours lie apart
+    storage = (
+        torch.arange(spec.storage_element_count, device=device) * 7919 % max(1, below)
+    )  # a prime: neighbours lie apart
     return storage.to(spec.dtype).as_strided(spec.shape, spec.stride)

@@ -151,7 +151,9 @@ class Profile:
     isolation: IsolationStatistics | None  # None if no operation was measured outside the step
     lines: tuple[ProfiledLine, ...]  # hottest first
     ops: tuple[ProfiledOp, ...]
-    edges: tuple[DataFlowEdge, ...]  # of the forward pass and the optimiser, in the order in which they are first walked
+    edges: tuple[
+        DataFlowEdge, ...
+    ]  # of the forward pass and the optimiser, in the order in which they are first walked
     fusion_candidates: tuple[FusionCandidate, ...]  # largest gain first
     stream_candidates: tuple[StreamCandidate, ...]
 

@@ -22,18 +22,18 @@ from agents.line_profiler.capture import ROOT, Line, OperationRecorder, Recorded
 from agents.line_profiler.graph import find_data_flow_edges, find_fusion_candidates, find_stream_candidates
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, IsolatedTime, time_operations_alone
 from agents.line_profiler.lines import PeakRates, summarise_data_loader_lines, summarise_lines, summarise_ops
-from agents.line_profiler.profile_schema import FORMAT, TorchProfilerComparison, IsolationStatistics, Profile
+from agents.line_profiler.profile_schema import FORMAT, IsolationStatistics, Profile, TorchProfilerComparison
 from agents.line_profiler.signature import OperationSignature, Samples
 from agents.line_profiler.stopwatch import (
     TimedOperation,
-    replace_recorded_times,
+    add_up_seconds,
     is_fastest_time_confirmed,
     make_clock,
     make_progress_reporter,
     measure_stopwatch_overhead,
-    time_operations,
-    add_up_seconds,
     pause_garbage_collection,
+    replace_recorded_times,
+    time_operations,
 )
 from agents.line_profiler.workload import make_segment_run, shrink_recipe
 from kernels.contract.choice import split_implementation_names
@@ -41,7 +41,7 @@ from kernels.contract.message import Message
 from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
-from trainer.contract.plan.precision import DTYPES, replace_auto_precision, choose_this_device
+from trainer.contract.plan.precision import DTYPES, choose_this_device, replace_auto_precision
 from trainer.contract.plan.rates import measure_matmul_rate, measure_memory_rate
 from trainer.contract.recipe import Recipe
 from trainer.run import SegmentRun

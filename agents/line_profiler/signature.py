@@ -51,7 +51,9 @@ class OperationSignature:
     @property
     def tensor_bytes(self) -> int:
         """Memory that its tensor arguments take."""
-        return sum(spec.storage_element_count * spec.dtype.itemsize for spec in self.tensor_arguments if spec.same_as < 0)
+        return sum(
+            spec.storage_element_count * spec.dtype.itemsize for spec in self.tensor_arguments if spec.same_as < 0
+        )
 
     def __hash__(self) -> int:
         return hash((self.func, self.leaves))

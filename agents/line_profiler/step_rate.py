@@ -21,7 +21,7 @@ from kernels.contract.op import KernelError
 from kernels.contract.precision import allow_bf16_matmul
 from trainer.batch import make_batch
 from trainer.contract.errors import TrainerError
-from trainer.contract.plan.precision import DTYPES, replace_auto_precision, choose_this_device
+from trainer.contract.plan.precision import DTYPES, choose_this_device, replace_auto_precision
 from trainer.contract.recipe import Recipe
 
 STEPS, SECONDS = 8, 6.0

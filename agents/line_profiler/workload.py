@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
-from trainer.contract.plan.precision import replace_auto_precision, choose_this_device
+from trainer.contract.plan.precision import choose_this_device, replace_auto_precision
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks

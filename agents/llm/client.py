@@ -115,4 +115,7 @@ class LlmClient:
 
 def _most(request: Request, reply: Reply) -> Usage:
     """The largest possible usage of a reply, for an endpoint that reports none."""
-    return Usage(request.worst_case_usage.input_tokens, min(request.reply_tokens, len(json.dumps(reply.make_assistant_message()))))
+    return Usage(
+        request.worst_case_usage.input_tokens,
+        min(request.reply_tokens, len(json.dumps(reply.make_assistant_message()))),
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from agents.core.proposal import Edit, Proposal, format_gain
-from agents.core.untrusted import shorten_text, fold_to_one_line
+from agents.core.untrusted import fold_to_one_line, shorten_text
 from agents.core.workbench import Workbench
 from agents.llm.client import LlmClient
 from agents.llm.exchange import ChatMessage
@@ -180,7 +180,7 @@ class _Loop:
                     gain=format_gain(draft.target, draft.predicted_gain),
                 )
             )
-            before = [a for a in run.workbench.history(draft.target) if a.patch_id == draft.patch_id]
+            before = [a for a in run.workbench.list_earlier_proposals(draft.target) if a.patch_id == draft.patch_id]
             if any(attempt.outcome == "reject" for attempt in before):
                 problem = Message("loop.rejected_before", "The gate rejected the same patch before.")
             else:

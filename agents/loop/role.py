@@ -82,7 +82,9 @@ def parse_arguments(arguments: str) -> dict[str, Any]:
 
 def read_title_and_hypothesis(raw: dict[str, Any]) -> tuple[str, str]:
     """(title, hypothesis), each of one line and not empty."""
-    title, hypothesis = (fold_to_one_line(read_text(raw, key), limit) for key, limit in (("title", 80), ("hypothesis", 2000)))
+    title, hypothesis = (
+        fold_to_one_line(read_text(raw, key), limit) for key, limit in (("title", 80), ("hypothesis", 2000))
+    )
     if not title or not hypothesis:
         raise DraftError("loop.empty", "title and hypothesis must not be empty.")
     return title, hypothesis

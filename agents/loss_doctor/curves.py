@@ -204,7 +204,7 @@ def find_anomaly_onset(lines: Sequence[StepMetrics], step: int, reach: int = 16,
     before = {point.step: point for point in lines}
     while step - 1 in before and reach and earlier:
         point = before[step - 1]
-        high = lambda key, u, p=point: (p.value(key) or 0.0) > u.center + deviations * u.deviation
+        high = lambda key, u, p=point: (p.look_up_quantity(key) or 0.0) > u.center + deviations * u.deviation
         if not any(high(key, u) for key, u in usual.items()):
             break
         step, reach = step - 1, reach - 1

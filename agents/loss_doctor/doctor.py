@@ -24,8 +24,8 @@ from agents.loss_doctor.arms import (
     ReplayArm,
     ReplayBench,
     ReplayBudgetSpentError,
-    make_arms_against_large_steps,
     make_arm_without_accumulation,
+    make_arms_against_large_steps,
 )
 from agents.loss_doctor.causes import (
     BAD_DATA,
@@ -42,10 +42,10 @@ from agents.loss_doctor.curves import StepMetrics
 from agents.loss_doctor.suspects import (
     find_documents_typical_of_shards,
     find_odd_documents,
+    find_smallest_masked_set,
     find_suspect_documents,
     has_learnt_odd_documents,
     rank_documents,
-    find_smallest_masked_set,
 )
 from kernels.contract.message import Message
 

@@ -50,7 +50,9 @@ def rank_documents(scores: Sequence[DocumentScore]) -> list[str]:
     ['bad', 'calm', 'fair']
     """
     window = [score for score in scores if score.in_window]
-    return [score.key for score in sorted(window, key=lambda score: (-find_largest_deviation(score, window), score.key))]
+    return [
+        score.key for score in sorted(window, key=lambda score: (-find_largest_deviation(score, window), score.key))
+    ]
 
 
 def find_odd_documents(scores: Sequence[DocumentScore]) -> list[str]:
@@ -68,7 +70,9 @@ def find_odd_documents(scores: Sequence[DocumentScore]) -> list[str]:
 
 
 def _strange(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
-    return not before or (find_largest_deviation(score, before) > STANDS_OUT and not has_similar_documents(score, before))
+    return not before or (
+        find_largest_deviation(score, before) > STANDS_OUT and not has_similar_documents(score, before)
+    )
 
 
 def select_earlier_samples(scores: Sequence[DocumentScore]) -> list[DocumentScore]:

@@ -102,7 +102,9 @@ def suggest_rate_changes(course: TrainingRecord, tried: RejectedDirections) -> I
                 "the warm-up is not over, and the run had {anomalies:,|anomaly|anomalies} so far",
                 anomalies=course.trouble,
             )
-            yield RecipeChange(("schedule", "warmup_steps"), warm, new_warm, course.predict_gain_from_token_worth(1.05), reason)
+            yield RecipeChange(
+                ("schedule", "warmup_steps"), warm, new_warm, course.predict_gain_from_token_worth(1.05), reason
+            )
 
 
 def suggest_mixture_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
@@ -156,7 +158,9 @@ def suggest_batch_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
             step=course.supervised,
             fewer=1 - 1 / speed,
         )
-        yield RecipeChange(("batch", "sequences"), sequences, sequences // 2, course.predict_gain_from_token_worth(speed), why)
+        yield RecipeChange(
+            ("batch", "sequences"), sequences, sequences // 2, course.predict_gain_from_token_worth(speed), why
+        )
 
 
 def suggest_schedule_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
@@ -172,7 +176,9 @@ def suggest_schedule_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
             enough=LONG_ENOUGH,
         )
         new = math.ceil(1.5 * rule.anneal_steps)
-        yield RecipeChange(("schedule", "anneal_steps"), rule.anneal_steps, new, course.predict_gain_from_token_worth(1.03), why)
+        yield RecipeChange(
+            ("schedule", "anneal_steps"), rule.anneal_steps, new, course.predict_gain_from_token_worth(1.03), why
+        )
     if rule.shape != "1-sqrt":
         why = Message(
             "recipe_scout.shape",
@@ -200,7 +206,9 @@ def suggest_regulariser_changes(course: TrainingRecord) -> Iterator[RecipeChange
             anomalies=course.trouble,
         )
         new = 10 * stability.z_loss or 1e-4
-        yield RecipeChange(("stability", "z_loss"), stability.z_loss, new, course.predict_gain_from_token_worth(1.03), why)
+        yield RecipeChange(
+            ("stability", "z_loss"), stability.z_loss, new, course.predict_gain_from_token_worth(1.03), why
+        )
     elif course.z_share > 0.01 and stability.z_loss:
         why = Message(
             "recipe_scout.weaker_z_loss",
@@ -208,7 +216,11 @@ def suggest_regulariser_changes(course: TrainingRecord) -> Iterator[RecipeChange
             share=course.z_share,
         )
         yield RecipeChange(
-            ("stability", "z_loss"), stability.z_loss, stability.z_loss / 10, course.predict_gain_from_token_worth(1.03), why
+            ("stability", "z_loss"),
+            stability.z_loss,
+            stability.z_loss / 10,
+            course.predict_gain_from_token_worth(1.03),
+            why,
         )
     for factor in (2.0, 0.5):
         why = Message(

@@ -30,7 +30,9 @@ counts, not steps: half the batch gets twice the steps."""
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 
-def make_task_message(course: TrainingRecord, keys: Sequence[str], required_key: str, evidence: str, rounds: int) -> str:
+def make_task_message(
+    course: TrainingRecord, keys: Sequence[str], required_key: str, evidence: str, rounds: int
+) -> str:
     """The first message: what may be changed, how long it is judged, and the evidence."""
     wanted = f"One of the changed keys must be {required_key}.\n" if required_key else ""
     return (

@@ -13,7 +13,7 @@ from typing import Any
 from agents.core.proposal import QUALITY, Edit, Proposal, format_gain
 from agents.core.untrusted import fold_to_one_line, quote_as_data
 from agents.core.workbench import Workbench
-from agents.core.yaml_edit import Scalar, change_recipe_value, format_yaml_value, flatten_recipe
+from agents.core.yaml_edit import Scalar, change_recipe_value, flatten_recipe, format_yaml_value
 from agents.loop import tools
 from agents.loop.role import (
     AgentTask,
@@ -69,7 +69,14 @@ class RecipeScout:
         recipe = tools.describe_agent_written_lines(self.workbench, course.path, 1, lines) + quote_as_data(
             course.path, text, 40_000
         )
-        evidence = "\n\n".join((recipe, self.describe_training_record(), self.describe_suggested_changes(), self.describe_earlier_proposals()))
+        evidence = "\n\n".join(
+            (
+                recipe,
+                self.describe_training_record(),
+                self.describe_suggested_changes(),
+                self.describe_earlier_proposals(),
+            )
+        )
         about = Message(
             "recipe_scout.aim",
             "recipe {recipe} at step {step}: each time the number of trained tokens grows by a factor of e (2.72), the "
@@ -103,7 +110,7 @@ class RecipeScout:
 
     def describe_suggested_changes(self) -> str:
         rate_tried = find_rejected_directions(
-            self.course.recipe.optimizer.lr, self.workbench.history(f"{QUALITY}:optimizer.lr")
+            self.course.recipe.optimizer.lr, self.workbench.list_earlier_proposals(f"{QUALITY}:optimizer.lr")
         )
         found = [c for c in suggest_changes(self.course, rate_tried) if self.course.may_change(c.key)][:MOST_IDEAS]
         words = [
@@ -119,7 +126,7 @@ class RecipeScout:
         return quote_as_data("ideas of simple rules", "\n".join(words) or "nothing")
 
     def describe_earlier_proposals(self) -> str:
-        return tools.quote_earlier_proposals(self.workbench.history(f"{QUALITY}:"))
+        return tools.quote_earlier_proposals(self.workbench.list_earlier_proposals(f"{QUALITY}:"))
 
 
 def read_change(arguments: str, course: TrainingRecord, recipe: str, required: str) -> Proposal:

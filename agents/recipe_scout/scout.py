@@ -21,10 +21,12 @@ DISCOURAGED = 0.5  # factor on a prediction for each rejection on its key
 def propose_change(course: TrainingRecord, workbench: Workbench) -> Proposal | None:
     """The most promising change as a proposal, or None if no change is predicted to gain what the gate asks for."""
     text = workbench.read(course.path)
-    rate_tried = find_rejected_directions(course.recipe.optimizer.lr, workbench.history(f"{QUALITY}:optimizer.lr"))
+    rate_tried = find_rejected_directions(
+        course.recipe.optimizer.lr, workbench.list_earlier_proposals(f"{QUALITY}:optimizer.lr")
+    )
     ranked = []
     for change in suggest_changes(course, rate_tried):
-        history = workbench.history(f"{QUALITY}:{change.key}")
+        history = workbench.list_earlier_proposals(f"{QUALITY}:{change.key}")
         rejected = sum(attempt.outcome == REFUSED for attempt in history)
         worth = change.gain * DISCOURAGED**rejected
         if worth < course.least_gain or not course.may_change(change.key) or _waits(change, history):

@@ -64,14 +64,16 @@ def propose_implementations(profile: Mapping[str, Any], workbench: Workbench, co
     for proposal in sorted([*drafts, *filter(None, knobs)], key=lambda p: -p.predicted_gain):
         if proposal.predicted_gain < LEAST_GAIN or len(best) == count:
             break
-        tried = workbench.history(proposal.target)
+        tried = workbench.list_earlier_proposals(proposal.target)
         refused = [attempt.patch_id for attempt in tried if attempt.outcome in REFUSED]
         if proposal.patch_id not in refused and not any(attempt.closed for attempt in tried):
             best.setdefault(proposal.target, proposal)
     return list(best.values())
 
 
-def measure_candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOST_MEASURED) -> list[MeasuredCandidate]:
+def measure_candidates(
+    profile: Mapping[str, Any], workbench: Workbench, most: int = MOST_MEASURED
+) -> list[MeasuredCandidate]:
     """Measure up to ``most`` implementations of the hottest ops; those that cannot be measured are left out."""
     step = profile["recipe_step_s"] or profile["eager_step_s"]
     found: list[MeasuredCandidate] = []
@@ -100,7 +102,13 @@ def measure_candidates(profile: Mapping[str, Any], workbench: Workbench, most: i
             share = min(share, 0.9)
             found.append(
                 MeasuredCandidate(
-                    op["op"], op["implementation"], name, about, share, measured, compute_amdahl_speedup(share, measured.ratio)
+                    op["op"],
+                    op["implementation"],
+                    name,
+                    about,
+                    share,
+                    measured,
+                    compute_amdahl_speedup(share, measured.ratio),
                 )
             )
     return found

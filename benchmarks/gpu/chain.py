@@ -128,7 +128,10 @@ def distance(ours: Path, theirs: Path) -> tuple[int, int, float]:
     """(tensors equal to the bit, tensors, the largest relative distance) of two segments' last checkpoints."""
     from trainer.contract.checkpoint import format as checkpoints
 
-    a, b = (checkpoints.load_checkpoint(checkpoints.list_checkpoints(folder / "checkpoints")[-1][1]) for folder in (ours, theirs))
+    a, b = (
+        checkpoints.load_checkpoint(checkpoints.list_checkpoints(folder / "checkpoints")[-1][1])
+        for folder in (ours, theirs)
+    )
     pairs = [(a.model[name], b.model[name]) for name in b.model]
     pairs += [(a.optimizer[name], b.optimizer[name]) for name in b.optimizer]
     equal = sum(torch.equal(x, y) for x, y in pairs)
@@ -224,7 +227,7 @@ def sandbox(context: Context) -> None:
     recipe = small_recipe(context.settings)
     steps = DRY_STEPS if context.settings.dry else STEPS
     made = segment(folder / "segment", recipe, folder / "shards", steps)
-    nodes = devices.list_gpu_device_files(every=True)
+    nodes = devices.list_gpu_device_files(all_gpus=True)
     context.number("device files in the sandbox", len(nodes), "", note=" ".join(nodes))
     libraries = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).is_dir()]
 

@@ -21,7 +21,7 @@ from benchmarks.gpu.right import ORDER, compile_every_shape, interpreter_is_too_
 from benchmarks.gpu.rivals import WHOLE_ROWS, Rival, Unavailable, disagreement, rivals
 from benchmarks.gpu.worker import Context, poisoned, short
 from benchmarks.support.waits import waits
-from kernels.contract.choice import split_implementation_names, find_untuned_implementation
+from kernels.contract.choice import find_untuned_implementation, split_implementation_names
 from kernels.contract.machine import describe_this_machine
 from kernels.contract.op import Inputs, Op, OracleCase, Shape
 from kernels.contract.oracle import compare_with_fp64, compute_outputs_and_gradients
@@ -192,7 +192,8 @@ def always_tried(rival: Rival, op: Op) -> bool:
     """Is it what ``auto`` runs here, or eager? All others are compared with these two, so they are timed even if they did not compile in time."""
     return (
         rival.name == "eager"
-        or rival.implementation == split_implementation_names(find_untuned_implementation(op.name, describe_this_machine().name))[0]
+        or rival.implementation
+        == split_implementation_names(find_untuned_implementation(op.name, describe_this_machine().name))[0]
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kernels.contract.choice import CAPABILITY, UNTUNED, split_implementation_names, find_untuned_implementation
+from kernels.contract.choice import CAPABILITY, UNTUNED, find_untuned_implementation, split_implementation_names
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError
 from trainer.contract.json_lines import read_json_lines
-from trainer.contract.plan.precision import DTYPES, replace_auto_precision, choose_this_device
+from trainer.contract.plan.precision import DTYPES, choose_this_device, replace_auto_precision
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import compute_lr_share
@@ -219,7 +219,9 @@ class Theirs:
         keep_freed_memory()  # as our trainer does: without it, a step waits for the kernel's zeroed pages
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
-        self.model = Qwen3ForCausalLM(Qwen3Config(**make_hf_config(recipe.model, "float32"), attn_implementation="sdpa"))
+        self.model = Qwen3ForCausalLM(
+            Qwen3Config(**make_hf_config(recipe.model, "float32"), attn_implementation="sdpa")
+        )
         if start is not None:
             missing = self.model.load_state_dict(dict(start), strict=False).missing_keys
             assert missing == ["lm_head.weight"], missing  # which is the embedding

@@ -39,7 +39,12 @@ from factory.evals.statistics import CLOZE, run_holm_step_down
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import make_evidence_of_evaluations
-from factory.gates.release.guards import compute_guard_floors, compute_detectable_gain, list_guard_names, list_unreliable_guards
+from factory.gates.release.guards import (
+    compute_detectable_gain,
+    compute_guard_floors,
+    list_guard_names,
+    list_unreliable_guards,
+)
 from factory.gates.release.held_out_gaps import TASK
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, judge
 from factory.gates.release.policy import ReleasePolicy

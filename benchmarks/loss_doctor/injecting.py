@@ -64,7 +64,9 @@ def injected(fault: Fault, live: bool, code: Path, spec: Mapping[str, Any], seed
         now["step"] = batch.step
         state = run.optimizer.state_tensors()
         now["updates"] = int(next((value for key, value in state.items() if key.startswith("step.")), torch.zeros(())))
-        now["documents"] = frozenset(stream.look_up_document_key(number) for stream, number in pieces if number not in stream.masked)
+        now["documents"] = frozenset(
+            stream.look_up_document_key(number) for stream, number in pieces if number not in stream.masked
+        )
         launch_of(run, batch)
 
     def gradients(optimizer: Optimizer) -> dict[str, torch.Tensor]:

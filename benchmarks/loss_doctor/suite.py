@@ -200,7 +200,8 @@ def diagnose_span(ran: Ran, root: Path, lines: list[StepMetrics], span: EpisodeS
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, kernels=ran.chosen, device="cpu", lines=lines, rungs=rungs, code=ran.code,
         previous_code=CODE if ran.code == FAULTY else None, previous_commit="1" * 40,
         generation_begins=FIRST if fault.joins is not None and recent else None,
-        where=span.where, previous_weights=find_previous_domain_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset, span.last),
+        where=span.where,
+        previous_weights=find_previous_domain_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset, span.last),
         changed_recipe_keys=find_changed_recipe_keys(spec["recipe"], before["recipe"]) if recent else {},
         end=every[max(every)] if max(every) > span.last else None, environment_changed="torch 1 → 2" if fault.dependency else "",
     )  # fmt: skip
@@ -252,7 +253,9 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     commit()
     held = (
-        [Tried.of_json(line) for line in read_json_lines(asked.results)] if asked.results and asked.results.exists() else []
+        [Tried.of_json(line) for line in read_json_lines(asked.results)]
+        if asked.results and asked.results.exists()
+        else []
     )
     known = {(tried.fault, tried.seed): tried for tried in held}
     every: list[Tried] = []

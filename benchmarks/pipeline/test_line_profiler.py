@@ -2,7 +2,7 @@
 
 ``python -m pytest benchmarks/pipeline/test_line_profiler.py -s``. The sum of the lines against the step that nobody watched, and
 their operations against torch.profiler's on the same batch, both in one process. What the stopwatch costs is measured on
-another run (``stopwatch.stopwatch_overhead``). Of the tiny recipe's step, 860 operations in 7 ms, it is as much as the step itself, and
+another run (``stopwatch.measure_stopwatch_overhead``). Of the tiny recipe's step, 860 operations in 7 ms, it is as much as the step itself, and
 torch.profiler's own cost is large too: only the lines are held there.
 """
 

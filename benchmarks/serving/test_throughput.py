@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from factory.serving.native.batch import DecodingJob, DecodingBatch
+from factory.serving.native.batch import DecodingBatch, DecodingJob
 from factory.serving.native.decoder import CachedDecoder
 from tests.support.factory.exports import save_export, tiny_model
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from kernels.contract.machine import choose_fast_precision, describe_this_machine
-from trainer.contract.plan.precision import DTYPES, replace_auto_precision, choose_this_device
+from trainer.contract.plan.precision import DTYPES, choose_this_device, replace_auto_precision
 from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]

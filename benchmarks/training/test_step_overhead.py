@@ -109,7 +109,9 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
     looks = [block._forward_pre_hooks for block in run.model.blocks]
     for held in looks:
         held.update({number: clock.around("signals.look", look) for number, look in held.items()})
-    monkeypatch.setattr(trainer.run, "peak_memory_bytes", clock.around("memory", trainer.run.measure_peak_memory_bytes))
+    monkeypatch.setattr(
+        trainer.run, "measure_peak_memory_bytes", clock.around("memory", trainer.run.measure_peak_memory_bytes)
+    )
     metrics = MetricsFile(tmp_path / "metrics.jsonl", 0)
     kinds = {"full": full_step(run, metrics, clock), "bare": bare_step(run)}
     batches = prefetch_batches(run.order, steps)

@@ -84,7 +84,9 @@ def theirs(recipe: Recipe, batches: list[Batch], how: str) -> Step:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
         apply_liger_kernel_to_qwen3()
-    model = Qwen3ForCausalLM(Qwen3Config(**make_hf_config(recipe.model, "float32"), attn_implementation="sdpa")).to(device)
+    model = Qwen3ForCausalLM(Qwen3Config(**make_hf_config(recipe.model, "float32"), attn_implementation="sdpa")).to(
+        device
+    )
     run = torch.compile(model) if how == "compiled" else model
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     inputs = []
@@ -173,7 +175,9 @@ def test_training_step_compared_with_transformers(tmp_path: Path) -> None:
     device = torch.device("cuda" if CUDA else "cpu")
     memory = {name: peak_memory(name) for name in ("ours", best)}
     size = f"{recipe.model.parameters / 1e6:.1f} M parameters"
-    print(f"\n{recipe.name}: {size}, {recipe.tokens_per_step} tokens a step, {recipe.precision}, {describe_this_machine()}")
+    print(
+        f"\n{recipe.name}: {size}, {recipe.tokens_per_step} tokens a step, {recipe.precision}, {describe_this_machine()}"
+    )
     for name, tokens in rates.items():
         peak = f"   {memory[name] >> 20} MiB" if name in memory else ""
         label = name if name == "ours" else f"transformers {name}"

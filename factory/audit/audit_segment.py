@@ -14,7 +14,7 @@ from typing import Any
 
 from factory.audit.audit_windows import AuditWindow, count_audit_tries
 from factory.audit.judge import compute_allowed_distance_share, find_differences, judge_audit
-from factory.audit.kept_checkpoints import get_audit_folder, keep_window_checkpoints, get_window_checkpoint_folder
+from factory.audit.kept_checkpoints import get_audit_folder, get_window_checkpoint_folder, keep_window_checkpoints
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AUDIT
 from factory.code_loop.reverting import AUDITED
@@ -27,9 +27,9 @@ from factory.core.path_removal import remove_path
 from factory.core.policy_file import hash_policy
 from factory.core.workspace import Workspace
 from factory.gates.patch.checkpoint_difference import (
+    compute_squared_moment_distances,
     compute_weight_drift,
     find_checkpoint_difference,
-    compute_squared_moment_distances,
 )
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record_event
@@ -45,7 +45,7 @@ from factory.training.segment_folder import make_segment_spec
 from kernels.contract.choice import resolve_auto_in_text
 from kernels.contract.files import replace_non_finite
 from kernels.contract.message import CodedError, Message
-from trainer.contract.checkpoint.format import Checkpoint, Tensors, load_checkpoint, hash_manifest
+from trainer.contract.checkpoint.format import Checkpoint, Tensors, hash_manifest, load_checkpoint
 from trainer.contract.errors import TrainerError
 
 
@@ -194,7 +194,9 @@ class _Measured:
         share = compute_allowed_distance_share(self.policy, self.claims | {"steps": window.step_count})
         away: dict[str, float] = {}
         if shorter is not None:
-            away = compute_squared_moment_distances(remove_layout_keys(shorter), remove_layout_keys(base.final_checkpoint))
+            away = compute_squared_moment_distances(
+                remove_layout_keys(shorter), remove_layout_keys(base.final_checkpoint)
+            )
             found |= {
                 "drift": compute_weight_drift(live.final_checkpoint.model, base.final_checkpoint.model, self.origin),
                 "control_drift": compute_weight_drift(
@@ -367,7 +369,9 @@ def read_whole_trace(trace: RunTrace) -> RunTrace:
         bool(tensor.isfinite().all()) for tensor in trace.final_checkpoint.model.values() if tensor.is_floating_point()
     ):
         raise UntrustedFileError(
-            "audit.not_finite", "the weights of {checkpoint} are not finite", checkpoint=trace.final_checkpoint_path.name
+            "audit.not_finite",
+            "the weights of {checkpoint} are not finite",
+            checkpoint=trace.final_checkpoint_path.name,
         )
     assert trace.metric_lines_by_step is not None and trace.anomalies is not None
     return trace

@@ -64,7 +64,9 @@ def draw_audit_window(plant: Plant, row: SegmentRow) -> AuditWindow | None:
     windows = list_possible_windows(row)
     if not patches or not windows:
         return None
-    chosen, share = choose_patches_to_audit([patch.number for patch in patches], count_agreeing_audits_by_patch(plant.ledger), policy)
+    chosen, share = choose_patches_to_audit(
+        [patch.number for patch in patches], count_agreeing_audits_by_patch(plant.ledger), policy
+    )
     first, last = secrets.choice(windows) if secrets.SystemRandom().random() < share else (0, 0)
     return record_audit_window(plant.ledger, row.id, AuditWindow(first, last, tuple(chosen)))
 
@@ -124,7 +126,9 @@ def list_merged_agent_patches(plant: Plant, commit: str) -> list[ProposalRow]:
         and row.agent != REVALIDATOR
         and row.commit
         and repository.is_ancestor(code, commit, row.commit)
-        and any(c.path.startswith(TRAINING_FILES) for c in repository.read_file_changes(code, row.base_commit, row.commit))
+        and any(
+            c.path.startswith(TRAINING_FILES) for c in repository.read_file_changes(code, row.base_commit, row.commit)
+        )
     ]
     return sorted(found, key=lambda row: order.get(str(Subject("proposal", row.number)), -1))
 
@@ -162,7 +166,10 @@ def list_audits(ledger: SqlReader) -> list[dict[str, Any]]:
     )
     found = []
     for subject in map(Subject.parse, subjects):
-        window, verdict = AuditWindow.find_for_segment(ledger, subject.number), VerdictRow.find_newest(ledger, AUDIT, subject)
+        window, verdict = (
+            AuditWindow.find_for_segment(ledger, subject.number),
+            VerdictRow.find_newest(ledger, AUDIT, subject),
+        )
         if window is not None and window.step_count:
             judged = verdict.read_with_evidence(ledger) if verdict else None
             found.append({"segment": subject.number, **vars(window), "verdict": judged})

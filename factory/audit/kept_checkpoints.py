@@ -255,7 +255,9 @@ def update_kept_checkpoints(source: Path, target: Path, every: int) -> bool:
                 continue  # removed, not complete, or the disk is full: the ladder lacks this checkpoint
     for step in held - set(wanted):
         with suppress(OSError):
-            aside = target / f".{format_checkpoint_name(step)}"  # a half-removed checkpoint must not have a checkpoint's name
+            aside = (
+                target / f".{format_checkpoint_name(step)}"
+            )  # a half-removed checkpoint must not have a checkpoint's name
             os.rename(target / format_checkpoint_name(step), aside)
             remove_path(aside)
     return False

@@ -14,10 +14,10 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import (
     BundleError,
     BundleFolder,
-    make_missing_file_message,
     escape_unprintable,
-    make_too_large_message,
     find_first_json_difference,
+    make_missing_file_message,
+    make_too_large_message,
     parse_json_object,
 )
 from factory.core.exports import hash_export_files

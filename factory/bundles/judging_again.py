@@ -30,7 +30,11 @@ from factory.evals.tasks import EvalItem, compute_bits_per_byte_by_domain
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.gate import make_evidence_of_evaluations
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.recorded_verdict import compute_evidence_sha256, read_stored_evidence, rejudge_stored_evidence
+from factory.gates.release.recorded_verdict import (
+    compute_evidence_sha256,
+    read_stored_evidence,
+    rejudge_stored_evidence,
+)
 from factory.tasks.comparing import TaskEvidence, compute_metric_gains, compute_metric_scores
 from kernels.contract.files import replace_non_finite
 from kernels.contract.message import Message

@@ -88,7 +88,9 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
                 file=layout.PROVENANCE,
             )
         ]
-    found = [find_first_json_difference(stored.get("subject"), list_model_subjects(folder.file_hashes), place="subject")]
+    found = [
+        find_first_json_difference(stored.get("subject"), list_model_subjects(folder.file_hashes), place="subject")
+    ]
     try:
         predicate = stored["predicate"]
         build = predicate["buildDefinition"]

@@ -66,7 +66,10 @@ class VerdictComparison:
     @property
     def is_same_judge(self) -> bool:
         """Whether this version of the judge gave the recorded verdict."""
-        return self.recorded_judge_version is not None and self.recorded_judge_version.sha256 == compute_judge_version().sha256
+        return (
+            self.recorded_judge_version is not None
+            and self.recorded_judge_version.sha256 == compute_judge_version().sha256
+        )
 
     @cached_property
     def reasons_not_repeated(self) -> tuple[str, ...]:

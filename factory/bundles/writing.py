@@ -170,7 +170,9 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         _write(aside, layout.PUBLIC_KEY, public.decode())
         shards = files[layout.SHARDS]
         _write(
-            aside, layout.PROVENANCE, build_provenance_statement(plant.ledger, release, BundleFolder.open(aside).file_hashes, shards)
+            aside,
+            layout.PROVENANCE,
+            build_provenance_statement(plant.ledger, release, BundleFolder.open(aside).file_hashes, shards),
         )
         folder = BundleFolder.open(aside)
         for path in layout.GENERATED:

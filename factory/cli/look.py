@@ -28,7 +28,7 @@ def status(
 ) -> None:
     """Show the factory's state and everything that waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
     from factory.core.time_formats import convert_moments_to_iso
-    from factory.status.status import read_status_facts, format_status_lines
+    from factory.status.status import format_status_lines, read_status_facts
 
     workspace = Workspace.open(where)
     while True:
@@ -77,7 +77,9 @@ def log(
 
     workspace = Workspace.open(where)
     show = (lambda entry: json.dumps(entry, ensure_ascii=False)) if as_json else daemon_log.format_log_entry
-    for entry in daemon_log.follow_log_entries(workspace, lines) if follow else daemon_log.read_log_entries(workspace, lines):
+    for entry in (
+        daemon_log.follow_log_entries(workspace, lines) if follow else daemon_log.read_log_entries(workspace, lines)
+    ):
         print(show(entry), flush=True)
 
 

@@ -137,7 +137,12 @@ def clean_up(
     The daemon does this after each segment.
     """
     from factory.core.workspace import MODEL_LOOP
-    from factory.retention.cleaning import CleaningResult, describe_cleaning, list_retention_decisions, remove_unneeded_folders
+    from factory.retention.cleaning import (
+        CleaningResult,
+        describe_cleaning,
+        list_retention_decisions,
+        remove_unneeded_folders,
+    )
     from factory.show.unshown_items import show_unshown_items
 
     if dry_run:

@@ -223,7 +223,7 @@ def _show(plan: RunPlan) -> None:
     from rich.table import Table
 
     from factory.core.console import make_table_console
-    from trainer.contract.plan.plan_report import make_plan_warnings, make_plan_lines
+    from trainer.contract.plan.plan_report import make_plan_lines, make_plan_warnings
     from trainer.contract.plan.sizing import GB, sum_bytes
 
     console = make_table_console()

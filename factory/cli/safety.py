@@ -86,7 +86,9 @@ def restore(
         return
     for line in done:
         terminal.line(f"  {line}")
-    terminal.line(Message("safety.restored", "  The ledger is restored. {start}", start=describe_next_training_start(where)))
+    terminal.line(
+        Message("safety.restored", "  The ledger is restored. {start}", start=describe_next_training_start(where))
+    )
 
 
 @app.command()

@@ -26,7 +26,12 @@ from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_yaml_value
 from factory.code_loop.revalidating import AUDIT, record_validated_conditions
 from factory.code_loop.reverting import propose_revert_again
-from factory.code_loop.submitting import PROPOSED, remove_remains_and_get_live_commit, run_under_code_loop_lock, submit_proposal
+from factory.code_loop.submitting import (
+    PROPOSED,
+    remove_remains_and_get_live_commit,
+    run_under_code_loop_lock,
+    submit_proposal,
+)
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
@@ -150,7 +155,9 @@ def settle_waiting_proposals(plant: Plant, find_decision: Callable[[int], str | 
             by=by,
         )
         settled += (
-            run_under_code_loop_lock(plant, act, "decision_refused", Subject("proposal", number), words, word=word, by=by)
+            run_under_code_loop_lock(
+                plant, act, "decision_refused", Subject("proposal", number), words, word=word, by=by
+            )
             is not None
         )
     return settled
@@ -205,7 +212,9 @@ def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
 def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
     """If a merged patch undoes a proposal, mark that proposal as reverted. Otherwise record the conditions under which the patch was judged."""
     kind, _, number = row.target.partition(":")
-    undone = ProposalRow.find_first(ledger, "WHERE number = :number", number=int(number)) if kind == UNDO_TARGET else None
+    undone = (
+        ProposalRow.find_first(ledger, "WHERE number = :number", number=int(number)) if kind == UNDO_TARGET else None
+    )
     if undone is not None and undone.state == "approved":
         _become(ledger, undone, "reverted")
     elif start := find_training_start(ledger):

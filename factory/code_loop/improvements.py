@@ -145,7 +145,9 @@ def format_improvement_facts(found: Mapping[str, Any], running: bool) -> list[st
 def format_stage_name(stage: Mapping[str, Any]) -> str:
     """Return the name of a stage, as text.
 
-    >>> format_stage_name({"stage": "judge", "proposal": 3}), format_stage_name({"stage": "propose", "agent": "search"}), format_stage_name({"stage": "profile"})
+    >>> (format_stage_name({"stage": "judge", "proposal": 3}),
+    ...  format_stage_name({"stage": "propose", "agent": "search"}),
+    ...  format_stage_name({"stage": "profile"}))
     ('judge proposal 3', 'propose by search', 'profile')
     """
     if stage["stage"] == "propose":

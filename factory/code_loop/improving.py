@@ -2,8 +2,8 @@
 
     profile ─► propose (one agent, one proposal) ─► judge ─► merge, where ``approval: automatic`` lets the verdict decide
 
-The next stage follows from the ledger and the policy alone (``choose_next_stage``, a pure function). After a kill in a stage, the next call begins that
-stage again; an agent that is a language model continues from its checkpoint. A *situation* is the live commit, the recipe, the machine and
+The next stage follows from the ledger and the policy alone (``choose_next_stage``, a pure function). After a kill in a stage, the next call begins
+that stage again; an agent that is a language model continues from its checkpoint. A *situation* is the live commit, the recipe, the machine and
 agents.yaml. Each agent works until it finds nothing more in the present situation. It does not return to a target that was judged there.
 """
 
@@ -33,17 +33,17 @@ from factory.code_loop.improvements import (
     BegunStage,
     BudgetUse,
     compute_budget_use,
-    read_newest_stages,
     format_stage_name,
+    read_newest_stages,
 )
 from factory.code_loop.profiling import QUICK, profile_live_code
 from factory.code_loop.proposing import AGENTS, make_workbench
 from factory.code_loop.submitting import (
     LOCK,
     WRITTEN,
-    mark_stale_proposals_as_failed,
     judge_proposal,
     mark_as_failed,
+    mark_stale_proposals_as_failed,
     require_isolation,
     write_branch,
 )

@@ -226,7 +226,9 @@ def find_recipe(name: str, workspace: Workspace | None) -> Path:
     given = Path(name)
     if given.is_file():
         return given.resolve()
-    folders = [root / "policies" / "recipes" for root in ([workspace.root] if workspace else []) + [find_checkout_root()]]
+    folders = [
+        root / "policies" / "recipes" for root in ([workspace.root] if workspace else []) + [find_checkout_root()]
+    ]
     for folder in folders:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"

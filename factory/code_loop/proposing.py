@@ -214,7 +214,9 @@ def read_scout_input(bench: LiveWorkbench) -> TrainingRecord | str:
     kinds = Counter(row["kind"] for row in plant.ledger.select_rows(found))
     tokens_bytes = sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts)
     steps = policy.runs.steps + policy.runs.tail_steps
-    return make_training_record(recipe, path, lines, dict(kinds), tokens_bytes, steps, policy.runs.min_gain, policy.allows_change_of_key)
+    return make_training_record(
+        recipe, path, lines, dict(kinds), tokens_bytes, steps, policy.runs.min_gain, policy.allows_change_of_key
+    )
 
 
 def _with_model(

@@ -32,7 +32,12 @@ from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.core.path_removal import remove_path
-from factory.gates.patch.changed_ops import ChangedOp, find_changed_ops, find_sections_of_other_devices, find_unknown_ops
+from factory.gates.patch.changed_ops import (
+    ChangedOp,
+    find_changed_ops,
+    find_sections_of_other_devices,
+    find_unknown_ops,
+)
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import find_source_problems as source_problems
 from factory.gates.patch.stages.oracle import run_quick_check
@@ -123,7 +128,9 @@ class LiveWorkbench:
                 if self.proposals_by_commit
                 else []
             )
-            for row, group in itertools.groupby(enumerate(changed, 1), lambda line: self.proposals_by_commit.get(line[1])):
+            for row, group in itertools.groupby(
+                enumerate(changed, 1), lambda line: self.proposals_by_commit.get(line[1])
+            ):
                 numbers = [number for number, _ in group]
                 if row is not None:
                     found.append(AgentWrittenLines(numbers[0], numbers[-1], row.agent, row.number))
@@ -195,7 +202,9 @@ class LiveWorkbench:
         done = sandbox.run_in_sandbox(
             command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits
         )
-        broken = Message("code_loop.no_import", "the changed files cannot be imported: {why}", why=done.describe_ending())
+        broken = Message(
+            "code_loop.no_import", "the changed files cannot be imported: {why}", why=done.describe_ending()
+        )
         problems = () if done.ok else (broken,)
         return QuickCheck("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
 

@@ -143,7 +143,9 @@ class Workspace:
         try:
             return self.policy_path(name)
         except ConfigError:
-            known = {p.stem for d in (self.root, find_checkout_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
+            known = {
+                p.stem for d in (self.root, find_checkout_root()) for p in (d / "policies" / "recipes").glob("*.yaml")
+            }
             where = self.root / "factory.yaml"
             raise ConfigError(
                 "workspace.no_recipe",

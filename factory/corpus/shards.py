@@ -9,7 +9,13 @@ from typing import Any
 
 from factory.core.progress import Progress
 from factory.corpus.chat import make_chats
-from factory.corpus.pages import describe_module, join_into_pages, read_help_topics, render_reference_entry, split_long_text
+from factory.corpus.pages import (
+    describe_module,
+    join_into_pages,
+    read_help_topics,
+    render_reference_entry,
+    split_long_text,
+)
 from factory.corpus.standard_library import LibraryModule, list_source_files, read_module
 from kernels.contract.files import write_atomically
 

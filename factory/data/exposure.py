@@ -17,7 +17,7 @@ from factory.data.metrics import read_metrics
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import replace_erased_token_shards
 from factory.ledger.rows import SegmentRow, SqlReader
-from factory.training.planning import read_last_checkpoint, read_data_plan
+from factory.training.planning import read_data_plan, read_last_checkpoint
 from trainer.contract.checkpoint.format import list_checkpoints, read_checkpoint_state
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
@@ -98,7 +98,10 @@ class DocumentExposure:
                 for piece in (piece for one in rows for piece in one):
                     stream = walk.streams[piece.stream]
                     if piece.document in stream.masked:
-                        yield ExposureStep(row.id, step, piece.place // stream.pieces), stream.look_up_document_key(piece.document)
+                        yield (
+                            ExposureStep(row.id, step, piece.place // stream.pieces),
+                            stream.look_up_document_key(piece.document),
+                        )
 
     def list_documents_in_plan(self, segment: SegmentRow) -> list[str]:
         """Return the keys of the documents that are in a segment's plan and carry loss there."""

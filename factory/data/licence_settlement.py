@@ -127,7 +127,9 @@ def settle_licence(
                 licence=licence,
                 near=suggest_name(licence, claimed),
             )
-    aside = {one.key: [claim.key for claim in one.claims if normalise_licence_name(claim.license) != known] for one in about}
+    aside = {
+        one.key: [claim.key for claim in one.claims if normalise_licence_name(claim.license) != known] for one in about
+    }
     with ledger.begin() as tx:
         record_event(
             tx,

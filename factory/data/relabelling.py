@@ -230,7 +230,9 @@ def _selected(ledger: Ledger, chosen: DocumentFilter) -> list[dict[str, Any]]:
         )
     if chosen.shard:
         listed = ledger.read("SELECT name, sha256 FROM shards WHERE state = 'ingested'")
-        names = _known(chosen.shard, "shard", [*listed, *({"name": get_original_file_name(row["name"])} for row in listed)])
+        names = _known(
+            chosen.shard, "shard", [*listed, *({"name": get_original_file_name(row["name"])} for row in listed)]
+        )
         where.append(
             c.shard.in_([row["sha256"] for row in listed if {row["name"], get_original_file_name(row["name"])} & names])
         )

@@ -43,7 +43,8 @@ def count_synthetic_documents(ledger: Ledger, used: Collection[str]) -> list[Syn
             found[maker] = count + row["documents"], tokens + row["supervised_tokens"]
     weights = {row.number: row.export_sha256 for row in ReleaseRow.select(ledger)} if found else {}
     listed = [
-        SyntheticDocumentCount(maker, find_release_of_writing_model(maker, weights), *counts) for maker, counts in found.items()
+        SyntheticDocumentCount(maker, find_release_of_writing_model(maker, weights), *counts)
+        for maker, counts in found.items()
     ]
     return sorted(listed, key=lambda one: (-one.supervised_tokens, one.maker))
 

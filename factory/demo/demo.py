@@ -123,7 +123,9 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     terminal.line(f"  {describe_precision(found)}")
     shape = demo_size.guess_first_shape(minutes, _predicted(raw, found))
     for attempt in range(3):
-        measured = _step_rate(workspace, terminal, shape.apply_to_recipe(raw) | {"precision": found["precision"]}, str(shape))
+        measured = _step_rate(
+            workspace, terminal, shape.apply_to_recipe(raw) | {"precision": found["precision"]}, str(shape)
+        )
         terminal.line(
             Message(
                 "demo.measured",
@@ -200,7 +202,9 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[DemoShape, fl
     threads = torch.get_num_threads() if found["probe"]["device"] == "cpu" else 1
     predicted = {}
     for shape in LADDER:
-        made = make_timed_parts(Recipe.parse(shape.apply_to_recipe(raw)), torch.device("cpu"), DTYPES[found["precision"]])
+        made = make_timed_parts(
+            Recipe.parse(shape.apply_to_recipe(raw)), torch.device("cpu"), DTYPES[found["precision"]]
+        )
         predicted[shape] = sum(part.flops / rates[name] for name, part in made.items()) / threads
     return predicted
 

@@ -209,7 +209,8 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 bench.before = policy.previous_python
             found = diagnose_anomaly(bench)
             keys = next(
-                (dict(arm.recipe) for arm in make_arms_against_large_steps(bench.case()) if arm.name == found.remedy), {}
+                (dict(arm.recipe) for arm in make_arms_against_large_steps(bench.case()) if arm.name == found.remedy),
+                {},
             )
             why = " ".join([found.why, *(f"({note})" for note in notes)])
         except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
@@ -406,7 +407,8 @@ def _episode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.get_device_kind(), lines=lines, rungs=sound, code=code,
         kernels=dict(segment.computing["kernels"]) if segment.computing else {},
         previous_code=previous, previous_commit=commit or "", generation_begins=begins, where=span.where, one_rank=count_ranks(plant.workspace) > 1,
-        previous_weights=find_previous_domain_weights(spec["data_plan"], read_data_plan(plant.ledger, parent) if parent and recent else None, span.onset,
+        previous_weights=find_previous_domain_weights(spec["data_plan"], read_data_plan(plant.ledger,
+        parent) if parent and recent else None, span.onset,
         span.last),
         changed_recipe_keys=find_changed_recipe_keys(segment.recipe_json, parent.recipe_json) if parent and recent else {},
         end=after[-1] if after else None, environment_changed=describe_changed_environment(segment.computing, parent.computing if parent else None),

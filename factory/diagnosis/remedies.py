@@ -154,7 +154,9 @@ def reject_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
     )
 
 
-def change_document_fates(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | None, detail: str | None) -> None:
+def change_document_fates(
+    tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | None, detail: str | None
+) -> None:
     """Give documents another fate, with its reason. The maker of a synthetic document stays recorded."""
     c = documents.c
     for start in range(0, len(keys), 500):
@@ -162,7 +164,9 @@ def change_document_fates(tx: sa.Connection, keys: Sequence[str], fate: str, rul
         written = tx.execute(sa.select(c.key, c.detail).where(these, c.detail.startswith(SYNTHETIC_PREFIX))).all()
         tx.execute(documents.update().where(these).values(fate=fate, rule=rule, detail=detail))
         for key, before in written:
-            tx.execute(documents.update().where(c.key == key).values(detail=keep_author_model_in_detail(before, detail)))
+            tx.execute(
+                documents.update().where(c.key == key).values(detail=keep_author_model_in_detail(before, detail))
+            )
 
 
 def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:

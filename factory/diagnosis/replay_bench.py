@@ -94,7 +94,9 @@ class AnomalyEpisode:
     def measure_live_symptom(self) -> Symptom:
         quantity = choose_quantity_of_anomaly(self.kind, self.where)
         before = [p for p in self.lines if p.step < self.onset and p.look_up_quantity(quantity) is not None]
-        return Symptom.from_live_run(self.kind, before[-USUAL_STEPS:], self.select_points_in_window(self.lines), self.where)
+        return Symptom.from_live_run(
+            self.kind, before[-USUAL_STEPS:], self.select_points_in_window(self.lines), self.where
+        )
 
     def select_points_in_window(self, points: Sequence[StepMetrics]) -> list[StepMetrics]:
         return [point for point in points if self.onset <= point.step <= self.last]
@@ -313,7 +315,11 @@ def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentS
         if (key, True) not in pieces:
             pieces[key, False].append(piece)
     joined = find_newest_streams(order)
-    every = [order.streams[piece.stream].read_piece_tokens(piece).astype(np.int64) for parts in pieces.values() for piece in parts]
+    every = [
+        order.streams[piece.stream].read_piece_tokens(piece).astype(np.int64)
+        for parts in pieces.values()
+        for piece in parts
+    ]
     counts = np.bincount(np.concatenate(every), minlength=int(episode.spec["recipe"]["model"]["vocab_size"])) + 1.0
     nats_of = -np.log(counts / counts.sum())
     found = []
@@ -385,7 +391,9 @@ def write_checkpoint_with_older_weights(older: Path, newest: Path, parent: Path)
     if not target.exists():
         tensors = checkpoints.load_checkpoint(older)
         parent.mkdir(parents=True, exist_ok=True)
-        checkpoints.save_checkpoint(parent, Checkpoint(tensors.model, tensors.optimizer, checkpoints.read_checkpoint_state(newest)))
+        checkpoints.save_checkpoint(
+            parent, Checkpoint(tensors.model, tensors.optimizer, checkpoints.read_checkpoint_state(newest))
+        )
     return target
 
 

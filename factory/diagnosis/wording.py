@@ -13,7 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.core.untrusted import shorten_text, fold_to_one_line
+from agents.core.untrusted import fold_to_one_line, shorten_text
 from agents.llm.exchange import LlmError
 from agents.loop.role import DraftError
 from agents.loss_doctor.curves import StepMetrics
@@ -142,7 +142,9 @@ def make_diagnosis_facts(
                 farthest=farthest,
             )
     shown = tuple((f"{d['id']} of domain {d['domain']}, {d['source']}", str(d["text"])) for d in documents)
-    return DiagnosisFacts(tuple(detail["causes"]), {k: fold_to_one_line(v, LONGEST) for k, v in facts.items()}, arms, shown)
+    return DiagnosisFacts(
+        tuple(detail["causes"]), {k: fold_to_one_line(v, LONGEST) for k, v in facts.items()}, arms, shown
+    )
 
 
 def _requests(ledger: Ledger, asked: str) -> int:

@@ -2,7 +2,7 @@
 
     table     the list; a duty's place in the list is its rank
     duty      the classes: a duty (``Duty``), the state that it looks at (``DutyState``), one errand (``DutyTask``)
-    runner    the loop that does the duties (``run_pass``: one pass; ``run_daemon``: the daemon)
+    runner    the loop that does the duties (``run_duty_pass``: one pass; ``run_daemon``: the daemon)
     back_off  failures: a failed errand rests, twice as long each time, is reported once, and other errands continue
     listing   ``factory duties``: the list, with the due, resting and held duties, and when each was last done
 

@@ -100,7 +100,7 @@ class RetryingDutyTaskRunner(DutyTaskRunner):
         return self.backoff.list_failures_by_key()
 
     def try_task(self, key: str, act: Callable[[], object]) -> bool:
-        """Do an errand, as ``DutyTaskAttempts.try_task`` does.
+        """Do an errand, as ``DutyTaskRunner.try_task`` does.
 
         Raises: any error that a fault of the machine causes, because other errands would fail too.
         """

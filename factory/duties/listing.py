@@ -28,7 +28,9 @@ NAME = "duties.json"  # in logs/: {"done": {duty: {"errand", "at"}}, "rests": {e
 MOST_SHOWN = 5  # errands of a duty
 
 
-def write_duty_status_file(workspace: Workspace, rests: Mapping[str, FailureWait], done: DutyTask | None = None) -> None:
+def write_duty_status_file(
+    workspace: Workspace, rests: Mapping[str, FailureWait], done: DutyTask | None = None
+) -> None:
     """Write the rests and the finished errand to a file for people. If the disk is full, nothing is written and no error is raised."""
     before, now = read_duty_status_file(workspace), time.time()
     known = before["rests"]

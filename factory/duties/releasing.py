@@ -12,7 +12,7 @@ from factory.ledger.anomalies import list_rewound_segments_of_lineage
 from factory.ledger.decisions import find_decision, was_export_rejected
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, SqlReader, VerdictRow
-from factory.release.approvals import describe_waiting_candidate, is_release_automatic, is_decision_by_person_needed
+from factory.release.approvals import describe_waiting_candidate, is_decision_by_person_needed, is_release_automatic
 from factory.release.releases import OutOfDateVerdictError, release_candidate
 from factory.training.exporting import export_candidate
 from kernels.contract.message import Message

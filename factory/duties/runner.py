@@ -27,7 +27,7 @@ from factory.repairs.repairing import call_and_repair_on_failure
 from factory.retention.low_disk import is_workspace_disk_full, make_room_on_disk, must_training_wait_for_disk_space
 from factory.retrying.requests import PausedError, list_open_requests, record_finished_request
 from factory.retrying.trainer_deaths import explain_parked_segment
-from factory.training.certifying import NotCertifiedError, make_certificate_instructions, find_newest_code_verdict
+from factory.training.certifying import NotCertifiedError, find_newest_code_verdict, make_certificate_instructions
 from kernels.contract.message import Message
 
 MOST_REPEATS = 3  # of one errand in a row
@@ -99,7 +99,11 @@ def run_duty_pass(
         low = must_training_wait_for_disk_space(plant)
         with plant.ledger.snapshot() as db:
             look = replace(
-                nothing, db=db, low_on_disk=low, resting=attempts.list_waiting_tasks(), failing=attempts.list_failing_tasks()
+                nothing,
+                db=db,
+                low_on_disk=low,
+                resting=attempts.list_waiting_tasks(),
+                failing=attempts.list_failing_tasks(),
             )
             errands = find_next_duty_tasks(look)
             over = not errands or bool(errands[-1].duty.each)

@@ -32,7 +32,7 @@ from factory.data.removing import mark_releases_trained_on_removed_documents
 from factory.data.selecting import DocumentSelection
 from factory.ingest.filing import remove_originals
 from factory.ingest.reading.file_kinds import detect_kind
-from factory.ledger.file_events import SHARD_FILED, read_filed_shards, list_sources_of_shard
+from factory.ledger.file_events import SHARD_FILED, list_sources_of_shard, read_filed_shards
 from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger, documents, held_out, record_event, shards, token_shards
 from factory.ledger.plant import Plant
@@ -212,7 +212,9 @@ def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
         if aside is not None and raw is not None:
             rename_into_place(aside, raw)
         said += remove_originals(plant, sha256)
-        former = list_former_token_shard_names(plant.ledger, sha256)  # also of an earlier run that was killed at this point
+        former = list_former_token_shard_names(
+            plant.ledger, sha256
+        )  # also of an earlier run that was killed at this point
         for number, old_path, new in made:
             for path in {old_path, *(plant.workspace.shards / name for name in (number, *former))} - {new.path}:
                 remove_path(path)

@@ -121,7 +121,7 @@ def _training_text(
         if taken >= limit:
             return
         text, token_of_byte = token_bytes.find_bytes_of_ids(shard.tokens[start : start + length].astype(np.int64))
-        counted = shard.loss_mask(start, start + length)[token_of_byte]
+        counted = shard.read_loss_mask(start, start + length)[token_of_byte]
         taken += int(counted.sum())
         yield text, counted
 

@@ -27,7 +27,12 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Subject
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.export import convert_tensors, choose_export_dtype, make_generation_config, make_hf_config
+from trainer.contract.checkpoint.export import (
+    choose_export_dtype,
+    convert_tensors,
+    make_generation_config,
+    make_hf_config,
+)
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 

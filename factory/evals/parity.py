@@ -31,9 +31,9 @@ from factory.evals.probes.engine_process import (
     NATIVE,
     VLLM,
     VLLM_PROGRAM,
+    find_vllm_obstacle,
     make_engine_detail,
     start_engine,
-    find_vllm_obstacle,
 )
 from factory.evals.probes.server import ProbeAnswer, run_transformers_probe
 from factory.evals.reference_model import ReferenceModel
@@ -242,7 +242,9 @@ def _packing(case: ParityCase) -> ProbeCheck:
                     shard, start, length = places[key]
                     first, after = start + piece.start, start + piece.start + piece.positions + 1
                     ids, mask = shard.tokens[first:after], shard.read_loss_mask(first + 1, after)
-                    same = np.array_equal(stream.read_piece_tokens(piece), ids) and np.all(stream.read_target_mask(piece) == mask)
+                    same = np.array_equal(stream.read_piece_tokens(piece), ids) and np.all(
+                        stream.read_target_mask(piece) == mask
+                    )
                     if not same or after > start + length or sum(part.positions for part in row) > context:
                         other = Message(
                             "parity.other_row",

@@ -67,7 +67,8 @@ class RequiredBound:
 class ScoredGuard:
     """The properties of a guard on items scored from 0 to 1 that no candidate can change.
 
-    ``variance``: the variance of the champion's item values (``compute_smoothed_variance``). The difference of two equally good models on an item has the
+    ``variance``: the variance of the champion's item values (``compute_smoothed_variance``). The difference of two equally good models on an item
+    has the
     variance 2 · variance · (1 − ρ). For right and wrong, this is the share of items that change, 2p(1 − p)(1 − ρ). ``level``: the level of Holm's
     last step.
 
@@ -196,7 +197,8 @@ def compute_probability_to_pass_all(
     guards: Mapping[str, RequiredBound] | None = None,
     guard_set_aside: str = "",
 ) -> float:
-    """Return the probability that a candidate with the true gain ``gain`` passes all bounds. The arguments are as in ``find_smallest_detectable_gain``."""
+    """Return the probability that a candidate with the true gain ``gain`` passes all bounds. The arguments are as in
+    ``find_smallest_detectable_gain``."""
     steps = assign_holm_levels(guards or {}, gain)
     bounds = *needed, *(guard for name, guard in steps.items() if name != guard_set_aside)
     return math.prod(one.compute_pass_probability(gain) for one in bounds)
@@ -219,7 +221,9 @@ def find_smallest_detectable_gain(
     ...  find_smallest_detectable_gain([RequiredBound(target, 0.025), RequiredBound(target, 0.05, 0.01, moves=False)]))
     (0.0281, None)
     """
-    enough = lambda gain: compute_probability_to_pass_all(gain, needed, guards, guard_set_aside) >= POWER + other_failure_probability
+    enough = lambda gain: (
+        compute_probability_to_pass_all(gain, needed, guards, guard_set_aside) >= POWER + other_failure_probability
+    )
     low, high = 0.0, MOST
     if not enough(high):
         return None

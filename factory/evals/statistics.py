@@ -166,7 +166,8 @@ def compute_alpha_at_look(alpha: float, look: int) -> float:
 
     All looks together never spend more than ``alpha``.
 
-    >>> [round(compute_alpha_at_look(0.05, look), 4) for look in (1, 2, 3, 10)], round(sum(compute_alpha_at_look(0.05, k) for k in range(1, 10_000)), 4)
+    >>> ([round(compute_alpha_at_look(0.05, look), 4) for look in (1, 2, 3, 10)],
+    ...  round(sum(compute_alpha_at_look(0.05, k) for k in range(1, 10_000)), 4))
     ([0.025, 0.0083, 0.0042, 0.0005], 0.05)
     """
     return alpha / (look * (look + 1))

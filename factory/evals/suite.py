@@ -89,7 +89,11 @@ class SourceCap:
         for one in documents:
             of[one.cluster].append(one)
         sizes = {cluster: [min(self.document_bytes, one.bytes) for one in mine] for cluster, mine in of.items()}
-        return {one.key for cluster, count in cap_documents_by_source(self.share, sizes).items() for one in of[cluster][:count]}
+        return {
+            one.key
+            for cluster, count in cap_documents_by_source(self.share, sizes).items()
+            for one in of[cluster][:count]
+        }
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,9 @@ def build_cloze_items(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) ->
     found = []
     for domain in suite.domains:
         pieces = [
-            piece for document in suite.list_documents_of_domain(domain) if (piece := _piece(document, tokenizer, policy))
+            piece
+            for document in suite.list_documents_of_domain(domain)
+            if (piece := _piece(document, tokenizer, policy))
         ]
         for index, (document, context, true) in enumerate(pieces[: policy.cloze_items_per_domain]):
             others: list[str] = []

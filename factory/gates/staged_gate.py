@@ -130,7 +130,9 @@ class StagedGate(Generic[Policy]):
             with case.progress.task(f"gate: {name}"):
                 result = _run(stage, name, case)
             case = replace(case, handed_on={**case.handed_on, name: result.handed_on})
-            found[name] = convert_to_stored_evidence(result.evidence) | {"stage_seconds": round(time.monotonic() - began, 2)}
+            found[name] = convert_to_stored_evidence(result.evidence) | {
+                "stage_seconds": round(time.monotonic() - began, 2)
+            }
             state = found[name]["state"]
             case.progress.line(
                 Message(

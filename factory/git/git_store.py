@@ -248,7 +248,9 @@ def hash_files_as_blobs(repository: Path, files: Sequence[Path]) -> list[str]:
     return read_git_line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
 
 
-def write_tree_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path, *, flushed: bool = False) -> None:
+def write_tree_files(
+    repository: Path, entries: dict[str, tuple[str, str]], folder: Path, *, flushed: bool = False
+) -> None:
     """Write a tree's regular files as stored. Links and submodules are not written. ``flushed``: flush the files' contents, but not the folders.
 
     Raises: RepositoryError for a file that the repository has lost; OSError.

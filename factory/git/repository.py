@@ -24,8 +24,8 @@ from factory.git.git_store import (
     encode_text,
     hash_files_as_blobs,
     make_commit,
-    read_tree_entries,
     read_git_line,
+    read_tree_entries,
     run_git,
     write_tree_files,
 )

@@ -36,10 +36,10 @@ from factory.ingest.document import BadRow, Row
 from factory.ingest.document_index import PARAMETERS, DocumentIndex
 from factory.ingest.filing import ASKED, make_stored_file_name
 from factory.ingest.hash_index import write_hashes
+from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading.rows import UNREADABLE_ROW_RULES
 from factory.ingest.reading.streams import make_unreadable_file_error
-from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
 from factory.ingest.rules.licence_claims import CONFLICT_EVENT
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.row_counts import RowCounts, find_missing_columns, refuse_missing_columns
@@ -134,11 +134,20 @@ def ingest_shard(
                 raise found
             _copy_to_quarantine(plant.workspace, path, sha256)
         else:
-            compared = ledger_rows.collect_document_hashes(found.rows, found.decided, found.finished) if found.decided else ()
+            compared = (
+                ledger_rows.collect_document_hashes(found.rows, found.decided, found.finished) if found.decided else ()
+            )
             write_hashes(plant.workspace.root, f"shard:{sha256[:16]}", compared)
         with plant.ledger.begin() as tx:
             _store(
-                tx, plant.ledger, path, before.st_size, sha256, found, parameters, compute_policy_and_code_hash(plant.workspace)
+                tx,
+                plant.ledger,
+                path,
+                before.st_size,
+                sha256,
+                found,
+                parameters,
+                compute_policy_and_code_hash(plant.workspace),
             )
     except OSError as error:
         _refuse_changed(path, before)  # a changed file may be the cause
@@ -174,7 +183,16 @@ def quarantine_shard(plant: Plant, path: Path, sha256: str, problem: ShardProble
     """Record a file that is unusable as a whole, copy it to the quarantine, and return its report."""
     _copy_to_quarantine(plant.workspace, path, sha256)
     with plant.ledger.begin() as tx:
-        _store(tx, plant.ledger, path, path.stat().st_size, sha256, problem, "", compute_policy_and_code_hash(plant.workspace))
+        _store(
+            tx,
+            plant.ledger,
+            path,
+            path.stat().st_size,
+            sha256,
+            problem,
+            "",
+            compute_policy_and_code_hash(plant.workspace),
+        )
     stored = read_shard_report(plant.ledger, sha256)
     assert stored
     return stored
@@ -218,7 +236,8 @@ def _run(
     try:
         with plant.progress.task(f"{path.name}: read, filter, hash") as task:
             for one in pool.map(
-                analyse_chunk, ((job, *chunk) for chunk in split_rows_into_chunks(read_rows(path, policy.limits), policy))
+                analyse_chunk,
+                ((job, *chunk) for chunk in split_rows_into_chunks(read_rows(path, policy.limits), policy)),
             ):
                 analysed.append(one)
                 told.add_counts(one.row_counts)

@@ -18,7 +18,7 @@ from factory.ingest.rules.licence_names import normalise_licence_name
 from factory.ingest.rules.policy import DataPolicy, LicenceRules
 from factory.ingest.rules.word_hashes import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, shards
-from factory.ledger.removals import REMOVED_FATE, list_removed_labels, list_removals
+from factory.ledger.removals import REMOVED_FATE, list_removals, list_removed_labels
 from kernels.contract.message import Message
 
 _AT_ONCE = 5000  # values in one IN (…) of a query

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.ingest.reading.file_kinds import detect_kind
 from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
-from factory.ledger.file_events import SHARD_FILED, list_shards_made_from, read_filed_shards, list_sources_of_shard
+from factory.ingest.reading.file_kinds import detect_kind
+from factory.ledger.file_events import SHARD_FILED, list_shards_made_from, list_sources_of_shard, read_filed_shards
 from factory.ledger.ledger import Ledger, record_event, shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import list_former_file_hashes, read_erased_shards

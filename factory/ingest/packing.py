@@ -29,19 +29,19 @@ import pyarrow as pa
 from factory.core.errors import InputError
 from factory.ingest.chain import (
     ShardReport,
-    find_unreadable_rows_problem,
     find_finished_report,
+    find_unreadable_rows_problem,
     ingest_shard,
     quarantine_shard,
     read_shard_report,
 )
 from factory.ingest.document import Row
 from factory.ingest.filing import move_ingested_file
+from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
 from factory.ingest.readers import RawRow, ShardProblem, exceeds_one_shard, is_ingested_without_conversion, read_rows
 from factory.ingest.reading.columns import list_dataset_files
 from factory.ingest.reading.rows import BadRow, add_path, format_row_as_line
 from factory.ingest.reading.streams import make_unreadable_file_error
-from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
 from factory.ingest.shapes.row_counts import RowCounts, find_missing_columns
 from factory.ingest.worker import count_row_columns, read_row
@@ -151,7 +151,9 @@ class _LeftOut:
 
 def is_cut_into_parts(path: Path, limits: ShardLimits) -> bool:
     """Return whether a file is cut into parts, or converted to JSON lines, before it is ingested. Raises: OSError."""
-    return path.stat().st_size > 0 and (not is_ingested_without_conversion(path, limits) or exceeds_one_shard(path, limits))
+    return path.stat().st_size > 0 and (
+        not is_ingested_without_conversion(path, limits) or exceeds_one_shard(path, limits)
+    )
 
 
 def ingest_file_group(

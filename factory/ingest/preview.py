@@ -66,7 +66,9 @@ class Preview:
         for row, content in self.shown:
             names = {"domain": row.domain, "source": row.source, "licence": row.license, "group": row.group_key}
             identity = f", id {row.id}" if row.id != row.key else ""
-            named = ", ".join(f"{name} {fold_to_one_line(value, 60) if value else '–'}" for name, value in names.items())
+            named = ", ".join(
+                f"{name} {fold_to_one_line(value, 60) if value else '–'}" for name, value in names.items()
+            )
             yield f"  row {row.number}: {named}{fold_to_one_line(identity, 60)}"
             yield from (f"    {line}" for line in _words(content))
 

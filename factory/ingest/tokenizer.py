@@ -46,7 +46,7 @@ from factory.ingest.chat_template import (
     TEMPLATE_WITHOUT_CALLS_AND_BOS,
 )
 from factory.ingest.document import Content
-from factory.ingest.shapes.chats import make_turn, has_loss
+from factory.ingest.shapes.chats import has_loss, make_turn
 from factory.ingest.tokenizer_probes import PROBES
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message

@@ -38,10 +38,10 @@ from factory.ingest.document import (
     Row,
     hash_content,
     join_texts,
+    make_comparison_text,
     normalise_content,
     parse_document,
     parse_json,
-    make_comparison_text,
 )
 from factory.ingest.reading.rows import BadRow, RawRow, RowOrigin, pop_row_origin
 from factory.ingest.rules import contamination, filters, held_out_split, near_duplicates, personal_data
@@ -264,7 +264,9 @@ def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, to
         return FinishedDocument(task.place, dropped=("no_round_trip", lossy))
     if task.held_out:
         return FinishedDocument(task.place, tokens, mask, content=content)
-    sampled = winnow_hashes(contamination.hash_ngrams(hash_words(make_comparison_text(content)), rules.ngram), rules.sample_window)
+    sampled = winnow_hashes(
+        contamination.hash_ngrams(hash_words(make_comparison_text(content)), rules.ngram), rules.sample_window
+    )
     return FinishedDocument(task.place, tokens, mask, sampled, trimmed)
 
 

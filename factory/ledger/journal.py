@@ -66,7 +66,8 @@ def list_backups(root: Path) -> list[Path]:
 def list_backup_folders(root: Path) -> list[Path]:
     """Return all backup folders, oldest first. Damaged backups are included, because their journals may be intact."""
     return sorted(
-        (path for path in (root / BACKUPS_FOLDER).glob("2*") if BACKUP_NAME.fullmatch(path.name)), key=make_backup_sort_key
+        (path for path in (root / BACKUPS_FOLDER).glob("2*") if BACKUP_NAME.fullmatch(path.name)),
+        key=make_backup_sort_key,
     )
 
 

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
 from factory.core.faults import find_fault_in
-from factory.ledger.engine import ROW_NUMBER, NulSafeText, check_ledger_exists, make_engine, get_sqlite_file
+from factory.ledger.engine import ROW_NUMBER, NulSafeText, check_ledger_exists, get_sqlite_file, make_engine
 from factory.ledger.journal import append_to_newest_backup, create_triggers
 from factory.ledger.rows import Subject
 from factory.ledger.snapshot import Snapshot

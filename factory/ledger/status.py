@@ -296,7 +296,11 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
                     segment=row["segment"],
                     causes=" or ".join(row["causes"]),
                     state=row["how"] or row["state"].replace("diagnosed", "open"),
-                    command=f"; for details: 'factory anomalies show {row['id']}'" if open_ else "",
+                    command=Message(
+                        "ledger.anomaly_command", "; for details: 'factory anomalies show {number}'", number=row["id"]
+                    )
+                    if open_
+                    else "",
                 )
             )
     for mark in facts["marked_releases"]:
@@ -328,9 +332,9 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
                     segment=audit["segment"],
                     first=audit["first"],
                     last=audit["last"],
-                    state="the repetition without agents' patches DIFFERS"
+                    state=Message("ledger.audit_differs", "the repetition without agents' patches DIFFERS")
                     if outcome == "reject"
-                    else "the audit could not compare the steps",
+                    else Message("ledger.audit_not_compared", "the audit could not compare the steps"),
                     why=audit["verdict"]["reasons"][0],
                 )
             )

@@ -91,7 +91,9 @@ def explain_why_recipe_is_too_large(recipe: Recipe, machine: Hardware, preset_gp
         )
     there = min(machine.gpus, default=machine.memory)
     try:
-        size = estimate_memory_per_device(recipe, machine.ranks, there, 2 if machine.gpus and recipe.precision != "fp32" else 4)
+        size = estimate_memory_per_device(
+            recipe, machine.ranks, there, 2 if machine.gpus and recipe.precision != "fp32" else 4
+        )
     except RecipeError as error:
         return Message(
             "presets.not_shareable",

@@ -56,7 +56,9 @@ def record_rejection(plant: Plant, verdict_id: int, by: str, why: str) -> None:
     verdict = get_promoting_verdict(plant.ledger, verdict_id)
     with plant.workspace.hold_lock("release", PATIENCE):
         check_verdict_newest(plant.ledger, verdict)
-        if released := ReleaseRow.find_first(plant.ledger, "WHERE candidate = :candidate", candidate=verdict.subject_number):
+        if released := ReleaseRow.find_first(
+            plant.ledger, "WHERE candidate = :candidate", candidate=verdict.subject_number
+        ):
             raise InputError(
                 "approvals.already_released",
                 "candidate {candidate} was already released as release {release}. "

@@ -1,7 +1,7 @@
 """Releases a candidate in recoverable steps, a saga: ``decided`` → ``published`` (DESIGN §5).
 
-Each step is idempotent, and is recorded when it is done. After a kill, ``finish_interrupted_releases`` or a second ``release_candidate`` continues from the
-recorded state. The newest ``promoted`` or ``rolled_back`` event in the ledger decides which release is champion. The served link follows
+Each step is idempotent, and is recorded when it is done. After a kill, ``finish_interrupted_releases`` or a second ``release_candidate`` continues
+from the recorded state. The newest ``promoted`` or ``rolled_back`` event in the ledger decides which release is champion. The served link follows
 the ledger. The factory repairs the link if a person or a crash changed it. MLflow's alias follows too (``factory.show``); no release waits for it.
 
 Before a release is published, its export is hashed again and compared with the hashes in the verdict and in a person's approval. A verdict is out
@@ -23,14 +23,14 @@ from factory.ledger.ledger import Ledger, record_event, releases
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow, find_champion
 from factory.ledger.snapshot import Snapshot
-from factory.ledger.writing import insert_row, find_next_key
+from factory.ledger.writing import find_next_key, insert_row
 from factory.release import published_link
 from factory.release.approvals import find_approver, record_approval
 from factory.release.checks import (
     OutOfDateVerdictError,
     check_champion_unchanged,
-    check_export_unchanged,
     check_export_is_judged_one,
+    check_export_unchanged,
     check_not_rewound,
     check_training_unchanged,
     check_verdict_current,

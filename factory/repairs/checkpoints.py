@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from factory.audit.kept_checkpoints import get_audit_folder, copy_checkpoint, get_kept_checkpoints_folder
+from factory.audit.kept_checkpoints import copy_checkpoint, get_audit_folder, get_kept_checkpoints_folder
 from factory.core.errors import FactoryError, InputError
 from factory.core.exports import hash_export_folder
 from factory.core.faults import is_temporary_read_failure
@@ -29,10 +29,10 @@ from factory.training.training import run_trainer
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import (
-    format_checkpoint_name,
     find_checkpoint_fault,
-    list_checkpoints,
+    format_checkpoint_name,
     hash_manifest,
+    list_checkpoints,
     mark_checkpoint_as_bad,
     read_manifest,
 )

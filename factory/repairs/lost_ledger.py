@@ -42,11 +42,11 @@ from factory.ledger.engine import get_sqlite_file
 from factory.ledger.journal import (
     BACKUPS_FOLDER,
     NAME,
-    make_backup_sort_key,
     describe_journal_damage,
+    get_primary_key_name,
     list_backup_folders,
     list_backups,
-    get_primary_key_name,
+    make_backup_sort_key,
     read_batches,
 )
 from factory.ledger.ledger import Ledger, data_plans, meta, metadata, record_event, segments, tokenizers
@@ -56,7 +56,7 @@ from factory.ledger.version import SCHEMA_VERSION
 from factory.ledger.writing import insert_row
 from factory.repairs.checkpoints import find_checkpoint_damage
 from factory.training.planning import read_last_checkpoint
-from factory.training.segment_folder import PLANNED, move_to_set_aside_folder, read_folder_owner, hash_segment_plan
+from factory.training.segment_folder import PLANNED, hash_segment_plan, move_to_set_aside_folder, read_folder_owner
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 

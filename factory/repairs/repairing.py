@@ -33,7 +33,7 @@ from factory.repairs.token_shards import (
     rebuild_token_shard,
     restore_tokenizer,
 )
-from factory.training.planning import read_last_checkpoint, read_data_plan
+from factory.training.planning import read_data_plan, read_last_checkpoint
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
 

@@ -375,7 +375,9 @@ def _again(
     plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, trained: Collection[str]
 ) -> Iterator[tuple[Row, npt.NDArray[np.uint32], Hashes, FinishedDocument]]:
     """Yield (row, signature, n-grams, finished document) for each readable row of a shard. Rows with a key in ``trained`` are tokenised."""
-    job = IngestJob(policy, folder / "spool", shard[:16], name, not has_template_with_tool_calls(plant.workspace.tokenizer))
+    job = IngestJob(
+        policy, folder / "spool", shard[:16], name, not has_template_with_tool_calls(plant.workspace.tokenizer)
+    )
     known = _held_out_then(plant, shard, policy.decontamination.ngram)
     with plant.progress.task(f"{name}: tokenise again", total=len(trained)) as task:
         for chunk in split_rows_into_chunks(read_rows(folder / name, policy.limits), policy):

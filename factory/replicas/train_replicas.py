@@ -91,7 +91,9 @@ def find_replicas_folder(workspace: Workspace) -> Path:
 
 
 def make_replica_runner(plant: Plant, anneal: int) -> ArmRunner:
-    return ArmRunner(plant, find_replicas_folder(plant.workspace) / f"{anneal:05d}", "replica", Subject("segment", anneal))
+    return ArmRunner(
+        plant, find_replicas_folder(plant.workspace) / f"{anneal:05d}", "replica", Subject("segment", anneal)
+    )
 
 
 def make_replica_arm(plant: Plant, row: SegmentRow, number: int) -> Arm:

@@ -59,7 +59,9 @@ def measure_checkpoint_distance(
     a: Checkpoint, b: Checkpoint, start_a: Tensors | None = None, start_b: Tensors | None = None
 ) -> CheckpointDistance:
     """Return the distance of ``b`` from ``a``, in fp64. ``start_a``: the weights from which ``a`` began; ``start_b``: those of ``b``, if others."""
-    return CheckpointDistance(measure_tensor_distances(a.model, b.model, start_a, start_b), measure_tensor_distances(a.optimizer, b.optimizer))
+    return CheckpointDistance(
+        measure_tensor_distances(a.model, b.model, start_a, start_b), measure_tensor_distances(a.optimizer, b.optimizer)
+    )
 
 
 def measure_tensor_distances(
@@ -136,7 +138,9 @@ def sum_distances(parts: Iterable[TensorDistance]) -> TensorDistance:
     TensorDistance(apart=5.0, size=1.0)
     """
     held = list(parts)
-    return TensorDistance(compute_norm_from_part_norms(one.apart for one in held), compute_norm_from_part_norms(one.size for one in held))
+    return TensorDistance(
+        compute_norm_from_part_norms(one.apart for one in held), compute_norm_from_part_norms(one.size for one in held)
+    )
 
 
 def compute_norm_from_part_norms(parts: Iterable[float]) -> float:
@@ -212,7 +216,9 @@ def compute_relative_differences(values: Sequence[float | None], others: Sequenc
     found = []
     for at, value in enumerate(values):
         other = others[at] if at < len(others) else None
-        found.append(math.inf if value is None or other is None else compute_relative_size(abs(value - other), abs(value)))
+        found.append(
+            math.inf if value is None or other is None else compute_relative_size(abs(value - other), abs(value))
+        )
     return found
 
 

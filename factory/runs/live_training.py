@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core import devices
-from factory.core.errors import SegmentError, PersonNeededError
+from factory.core.errors import PersonNeededError, SegmentError
 from factory.core.faults import is_machine_fault, is_temporary_read_failure
 from factory.core.launching import (
     EXIT_DISK_FULL,
@@ -42,11 +42,17 @@ from factory.retrying.trainer_deaths import (
 )
 from factory.retrying.watchdog import UsualDurations, Watchdog
 from factory.runs.arm import Arm, Spec
-from factory.runs.live_code import LiveCode, list_paths_read_by_trainer, start_trainer, stop_trainer, wait_for_process_end
+from factory.runs.live_code import (
+    LiveCode,
+    list_paths_read_by_trainer,
+    start_trainer,
+    stop_trainer,
+    wait_for_process_end,
+)
 from factory.runs.trainer_folder import (
     check_disk_space,
-    lock_trainer_folder,
     estimate_max_checkpoint_bytes,
+    lock_trainer_folder,
     remove_links_and_pipes,
     write_spec,
 )

@@ -148,7 +148,11 @@ class _Trainer:
         there, seconds = self._wait_for(arm.opened, left), time.monotonic() - began
         if not there:
             return self._failed(arm.path, seconds)
-        cpu = cpu_clock.compute_cpu_seconds_between(used, cpu_clock.read_cpu_seconds(self._inits[0])) if not shown else None
+        cpu = (
+            cpu_clock.compute_cpu_seconds_between(used, cpu_clock.read_cpu_seconds(self._inits[0]))
+            if not shown
+            else None
+        )
         if goes_on:
             self._enough.set()
             self._process.result()

@@ -22,7 +22,7 @@ from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap, sandbox
 from factory.sandbox.linked_mounts import make_linked_mounts
 from factory.sandbox.pipes import StartPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
-from factory.sandbox.view import make_cache_variables, make_sandbox_environment, list_writable_system_paths
+from factory.sandbox.view import list_writable_system_paths, make_cache_variables, make_sandbox_environment
 from trainer.contract import stopping
 
 # Prefixes of environment variables that may change how code computes and contain no secrets. No other variables are passed on.

@@ -38,8 +38,8 @@ from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import seccomp_filter as sandbox_filter
 from factory.sandbox.linked_mounts import make_linked_mounts
 from factory.sandbox.pipes import StartPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
-from factory.sandbox.usage import measure_free_disk_bytes, measure_deleted_files, measure_folder, read_process_tree
-from factory.sandbox.view import LAUNCHER_INSIDE, make_sandbox_environment, list_writable_system_paths
+from factory.sandbox.usage import measure_deleted_files, measure_folder, measure_free_disk_bytes, read_process_tree
+from factory.sandbox.view import LAUNCHER_INSIDE, list_writable_system_paths, make_sandbox_environment
 from kernels.contract.message import Message
 
 WATCH_SECONDS = 0.1

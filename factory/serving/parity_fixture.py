@@ -1,6 +1,7 @@
 """Makes the parity fixture: the answers of the judge's own tokenizer and model for an export. An engine must give the same answers.
 
-``python -m factory.serving.parity_fixture EXPORT OUT`` writes the fixture in a separate process: token ids of texts and chats, and greedy continuations
+``python -m factory.serving.parity_fixture EXPORT OUT`` writes the fixture in a separate process: token ids of texts and chats, and greedy
+continuations
 with their log-probabilities and the margin of each likeliest token. The release gate asks the same questions (``factory.evals.probes.engine``).
 """
 

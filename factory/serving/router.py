@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from factory.release.published_link import MODEL_NAME
-from factory.serving.api.disconnects import ClientDisconnectedError, cancel_if_gone
+from factory.serving.api.disconnects import ClientDisconnectedError, cancel_if_client_disconnects
 from factory.serving.api.errors import ApiError
 from factory.serving.engines import Engine
 from factory.serving.supervisor import EngineSupervisor, NoEngineServesError
@@ -81,10 +81,12 @@ class _Router:
         path, tried = request.url.path, 0
         while True:
             async with AsyncExitStack() as held:
-                engine = await cancel_if_gone(request, held.enter_async_context(self.supervisor.use_engine()))
+                engine = await cancel_if_client_disconnects(
+                    request, held.enter_async_context(self.supervisor.use_engine())
+                )
                 adapted = engine.kind.adapt(path, body, engine.champion.export)
                 try:
-                    answer = await cancel_if_gone(request, self._ask(engine, path, adapted, held))
+                    answer = await cancel_if_client_disconnects(request, self._ask(engine, path, adapted, held))
                     if answer is not None:
                         return self._passed_on(answer, engine, began, held.pop_all())
                 except httpx.TransportError:

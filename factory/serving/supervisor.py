@@ -93,7 +93,7 @@ class EngineSupervisor:
     # -- for the router -------------------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
     async def use_engine(self) -> AsyncIterator[Engine]:
-        """Yield an engine for a request, and do not stop it before the block ends. Waits while an engine starts. Raises: UnavailableError."""
+        """Yield an engine for a request, and do not stop it before the block ends. Waits while an engine starts. Raises: NoEngineServesError."""
         engine = await self._pick()
         engine.in_flight += 1
         try:
@@ -257,7 +257,11 @@ class EngineSupervisor:
                 self.metrics.add_to_counter("factory_serve_failures_total", stage=stage)
             if engine:
                 self.engines.remove(engine)
-                ended = await engine.wait_for_end() if isinstance(error, (httpx.HTTPError, parity_fixture.ParityError)) else ""
+                ended = (
+                    await engine.wait_for_end()
+                    if isinstance(error, (httpx.HTTPError, parity_fixture.ParityError))
+                    else ""
+                )
                 await asyncio.shield(engine.stop())
                 if ended:
                     raise EngineError(ended) from error
@@ -324,7 +328,9 @@ class EngineSupervisor:
     async def _fixture(self, champion: Champion) -> dict[str, Any]:
         """The parity fixture of an export. It is made once, in another process. Raises: ParityError."""
         if champion.export_sha256 not in self._fixtures:
-            self._fixtures = {champion.export_sha256: await parity_fixture.make_parity_fixture_in_process(champion.export)}
+            self._fixtures = {
+                champion.export_sha256: await parity_fixture.make_parity_fixture_in_process(champion.export)
+            }
         return self._fixtures[champion.export_sha256]
 
     async def _passed(self, stage: str, engine: Engine) -> None:

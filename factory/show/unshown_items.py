@@ -198,9 +198,7 @@ def _unshown_profiles(plant: Plant, db: SqlReader) -> list[int]:
 
 def _unshown_arms(plant: Plant, db: SqlReader) -> list[RunRow]:
     rows = [
-        row
-        for row in map(correct_run_state, RunRow.select(db, "ORDER BY started_at, id"))
-        if row.state != "running"
+        row for row in map(correct_run_state, RunRow.select(db, "ORDER BY started_at, id")) if row.state != "running"
     ]
     return _untold(db, ARM_SHOWN, {f"arm:{row.id}": (row, {"state": row.state, "at": row.started_at}) for row in rows})
 

@@ -21,10 +21,10 @@ from factory.status.daemon_state import read_current_segment_facts, read_daemon_
 from factory.status.waiting import (
     ACTION_FAILED,
     PASS_FAILED,
-    list_open_verdicts,
-    list_items_waiting_for_person,
-    read_waiting_facts,
     format_waiting_lines,
+    list_items_waiting_for_person,
+    list_open_verdicts,
+    read_waiting_facts,
 )
 from kernels.contract.message import Message
 
@@ -50,7 +50,9 @@ def read_status_facts(workspace: Workspace) -> dict[str, Any]:
             "releasable": read_newest_report(workspace, db),
             "disk": read_disk_facts(workspace, db, now),
             "spend": read_spending_facts(db, now),
-            "improve": improvements.read_improvement_facts(db, improvements.read_unchecked_improve_policy(workspace), now),
+            "improve": improvements.read_improvement_facts(
+                db, improvements.read_unchecked_improve_policy(workspace), now
+            ),
         }
     )
 
@@ -112,7 +114,9 @@ def format_status_lines(found: dict[str, Any]) -> list[str]:
             Message("status.for_you", "waits     for you: {what} → {command}", what=one["what"], command=one["command"])
         )
     lines += _releasable_lines(found)
-    lines += format_waiting_lines(found | {"parked": None, "paused": None})  # these two wait for a person, as shown above
+    lines += format_waiting_lines(
+        found | {"parked": None, "paused": None}
+    )  # these two wait for a person, as shown above
     lines += improvements.format_improvement_facts(found["improve"], found["daemon"]["running"])
     lines += [_disk_line(found), *_spend_lines(found)]
     return lines + rest

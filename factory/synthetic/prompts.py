@@ -126,7 +126,7 @@ def choose_licence(prompt: Prompt, named_licence: str | None, policy: LicenceRul
     The stricter of both licences counts, so the licence is never laxer than that of the opening. If the document of the opening has no licence, the
     result has none.
 
-    >>> policy = Licences(known={"MIT": {"train": True, "release": True}})
+    >>> policy = LicenceRules(known={"MIT": {"train": True, "release": True}})
     >>> mine, nobodys = Prompt({"text": "a"}, "text"), Prompt({"text": "a"}, "text", opening_of="k")
     >>> choose_licence(mine, "MIT", policy), choose_licence(nobodys, "MIT", policy), choose_licence(nobodys, None, policy)
     ('MIT', None, None)

@@ -53,7 +53,12 @@ def generate_and_check(
         right[item.key] += found.right
     rows = [
         EvalItem(
-            f"{task.name}/pass@{k}", item.key, task.name, item.cluster, estimate_pass_at_k(file.samples, right[item.key], k), 1.0
+            f"{task.name}/pass@{k}",
+            item.key,
+            task.name,
+            item.cluster,
+            estimate_pass_at_k(file.samples, right[item.key], k),
+            1.0,
         )
         for item in task.items
         for k in sorted(set(file.pass_at))

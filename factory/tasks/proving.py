@@ -222,7 +222,8 @@ def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, na
 def make_programs_without_answer(item: CodeItem) -> Iterator[tuple[str, str]]:
     """(description, program) of programs without an answer: no text, nothing after the prompt, functions that return None or raise.
 
-    >>> dict(make_programs_without_answer(CodeItem(id=1, prompt="def f(x):\\n", tests="assert f(1) == 2", solution="    return x + 1\\n")))["returns None"]
+    >>> dict(make_programs_without_answer(CodeItem(id=1, prompt="def f(x):\\n", tests="assert f(1) == 2",
+    ...     solution="    return x + 1\\n")))["returns None"]
     'def f(x):\\n    return None\\n'
     """
     found = {"": "is empty", item.make_program_of_reply(""): "ends with its prompt"}

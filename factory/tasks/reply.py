@@ -12,7 +12,9 @@ from factory.evals.reply_code import extract_fenced_code
 def choose_default_stop_texts(template: str) -> tuple[str, ...]:
     """The default stop texts: the words before the question in the prompt's template. Empty if there are no such words.
 
-    >>> choose_default_stop_texts("Problem: {question}\\nSolution:"), choose_default_stop_texts("Solve it.\\nQ: {question}\\nA:"), choose_default_stop_texts("{question}\\nAnswer:")
+    >>> (choose_default_stop_texts("Problem: {question}\\nSolution:"),
+    ...  choose_default_stop_texts("Solve it.\\nQ: {question}\\nA:"),
+    ...  choose_default_stop_texts("{question}\\nAnswer:"))
     (('Problem:',), ('\\nQ:',), ())
     """
     before, _, _ = template.partition("{question}")

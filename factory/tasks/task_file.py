@@ -28,8 +28,8 @@ from factory.core.workspace import Workspace, load_yaml
 from factory.ingest.rules.task_folder import SUFFIXES, get_data_suffix, list_item_files, list_unreadable_files
 from factory.ingest.rules.task_items import ItemFile, read_items
 from factory.tasks.file_rules import refuse_examples_among_items, refuse_repeated_records, replace_answers_by_places
-from factory.tasks.items import TaskError, TaskItem, parse_published_items, parse_items, make_unreadable_file_message
-from factory.tasks.lm_eval_file import LmEvalFile, refuse_invalid_records, read_lm_eval_file
+from factory.tasks.items import TaskError, TaskItem, make_unreadable_file_message, parse_items, parse_published_items
+from factory.tasks.lm_eval_file import LmEvalFile, read_lm_eval_file, refuse_invalid_records
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.published.benchmarks import (
     ASKED,
@@ -37,8 +37,8 @@ from factory.tasks.published.benchmarks import (
     TRAINED,
     PublishedError,
     convert_records,
-    recognise_benchmark,
     parse_subject_and_split,
+    recognise_benchmark,
 )
 from factory.tasks.published.form import Benchmark
 from factory.tasks.reply import choose_default_stop_texts
@@ -331,7 +331,9 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
                 file=path,
             )
         examples = (
-            replace_answers_by_places(parse_items(ours.kind, shown.records, str(shown.path)), str(shown.path)) if shown else []
+            replace_answers_by_places(parse_items(ours.kind, shown.records, str(shown.path)), str(shown.path))
+            if shown
+            else []
         )
     except (ConfigError, InputError) as error:
         raise TaskError(error.message) from error

@@ -37,8 +37,13 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.stored_paths import make_paths_absolute
 from factory.runs.live_code import LiveCode
 from factory.runs.trainer_folder import remove_links_and_pipes
-from factory.training.planning import insert_planned_segment, find_last_finished_segment
-from factory.training.segment_folder import claim_segment_folder, mark_segment_failed, raise_trainer_failure, record_segment_done
+from factory.training.planning import find_last_finished_segment, insert_planned_segment
+from factory.training.segment_folder import (
+    claim_segment_folder,
+    mark_segment_failed,
+    raise_trainer_failure,
+    record_segment_done,
+)
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -82,7 +87,7 @@ def list_averageable_checkpoints(ledger: Ledger, segment: SegmentRow) -> list[So
 
     An anneal has its own checkpoints only. A trunk segment also has those of earlier trunk segments with the same recipe.
     """
-    from trainer.contract.checkpoint.format import list_checkpoints, hash_manifest
+    from trainer.contract.checkpoint.format import hash_manifest, list_checkpoints
 
     found: dict[Path, SourceCheckpoint] = {}
     row = segment
@@ -198,7 +203,9 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
         arguments = [str(folder / "checkpoints"), *paths, "--weights", weights]
-        made = code.run_python("-m", "trainer.tools.average", *arguments, writable=[folder], readonly=list(map(Path, paths)))
+        made = code.run_python(
+            "-m", "trainer.tools.average", *arguments, writable=[folder], readonly=list(map(Path, paths))
+        )
         remove_links_and_pipes(folder, plant.progress)
         _succeeded(plant, row, made)
     path = folder / "checkpoints" / format_checkpoint_name(row.last_step)

@@ -309,7 +309,9 @@ def _least(noise: float, scale: float, name: str) -> float:
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 def _worst_first(found: Iterable[RunDifference]) -> list[RunDifference]:
-    by_share: Callable[[RunDifference], float] = lambda m: math.inf if math.isnan(m.multiple_of_noise) else m.multiple_of_noise
+    by_share: Callable[[RunDifference], float] = lambda m: (
+        math.inf if math.isnan(m.multiple_of_noise) else m.multiple_of_noise
+    )
     return sorted(found, key=by_share, reverse=True)
 
 

@@ -23,7 +23,7 @@ from factory.ledger.removals import replace_erased_token_shards
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm, Spec
 from factory.runs.arm_runner import ArmRunner
-from factory.runs.distance import Tensors, sum_distances, measure_tensor_distances, measure_tensor_norms
+from factory.runs.distance import Tensors, measure_tensor_distances, measure_tensor_norms, sum_distances
 from factory.runs.live_code import LiveCode
 from factory.runs.trace import RunTrace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
@@ -60,7 +60,9 @@ def gather_certificate_evidence(
         changed = files + compute_settings.describe_compute_changes(parent, row)
         if not changed:
             return evidence
-        sides = {name: LiveCode.check_out_commit(plant, side.code_commit) for name, side in (("old", parent), ("new", row))}
+        sides = {
+            name: LiveCode.check_out_commit(plant, side.code_commit) for name, side in (("old", parent), ("new", row))
+        }
     except RepositoryError as error:
         if isinstance(error, CheckoutError) or is_machine_fault_unrelated_to_files(error):
             raise
@@ -145,7 +147,12 @@ def make_certificate_arms(
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
 def compare_certificate_runs(
-    evidence: CertificateEvidence, start: Path, old: RunTrace, old_again: RunTrace, other_seeds: Sequence[RunTrace], new: RunTrace
+    evidence: CertificateEvidence,
+    start: Path,
+    old: RunTrace,
+    old_again: RunTrace,
+    other_seeds: Sequence[RunTrace],
+    new: RunTrace,
 ) -> CertificateEvidence:
     """Add the numbers of each run and the distances between weights. Holds the weights of three runs in memory.
 
@@ -195,4 +202,6 @@ def _read(trace: RunTrace, origin: Tensors) -> tuple[JudgedRunNumbers, dict[str,
                 "the weights are not finite, or their names or shapes differ from those of the checkpoint",
             )
         )
-    return JudgedRunNumbers(trace.collect_metric_series(SERIES), moved, measure_tensor_norms(left.optimizer)), left.model
+    return JudgedRunNumbers(
+        trace.collect_metric_series(SERIES), moved, measure_tensor_norms(left.optimizer)
+    ), left.model

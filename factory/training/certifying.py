@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.computing.compute_settings import describe_compute_changes
-from factory.core.errors import InputError, SegmentError, PersonNeededError
+from factory.core.errors import InputError, PersonNeededError, SegmentError
 from factory.core.path_removal import remove_path
 from factory.core.policy_file import hash_policy
 from factory.core.workspace import Workspace
@@ -157,7 +157,8 @@ def _certify(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: Certific
 
 
 def _verdict(
-    plant: Plant, row: SegmentRow, gate: str, judged: str, policy: str, against: str | None, measure: Callable[[], tuple[CodeJudgement, dict[str, Any]]]
+    plant: Plant, row: SegmentRow, gate: str, judged: str, policy: str, against: str | None,
+    measure: Callable[[], tuple[CodeJudgement, dict[str, Any]]]
 ) -> VerdictRow:  # fmt: skip
     """The newest verdict on the same ``judged`` hash that is not 'hold'; without one, the verdict of ``measure``.
 

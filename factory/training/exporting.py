@@ -14,7 +14,7 @@ from factory.core.progress import SILENT
 from factory.ledger.ledger import candidates, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
-from factory.ledger.writing import insert_row, find_next_key
+from factory.ledger.writing import find_next_key, insert_row
 from factory.runs.live_code import LiveCode
 from factory.runs.trainer_folder import remove_links_and_pipes
 from factory.training.planning import read_last_checkpoint

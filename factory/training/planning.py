@@ -30,8 +30,13 @@ from factory.ledger.removals import REMOVED, REMOVED_FATE, list_removals, replac
 from factory.ledger.rows import SegmentRow, SqlReader, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.stored_paths import to_stored_path, to_stored_paths
-from factory.ledger.writing import insert_row, find_next_key
-from factory.retrying.requests import OVERRIDDEN, find_newest_decision_event, refuse_newer_decision, refuse_rewound_segment
+from factory.ledger.writing import find_next_key, insert_row
+from factory.retrying.requests import (
+    OVERRIDDEN,
+    find_newest_decision_event,
+    refuse_newer_decision,
+    refuse_rewound_segment,
+)
 from factory.retrying.trainer_deaths import refuse_while_parked
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError

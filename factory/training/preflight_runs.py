@@ -21,13 +21,13 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm
 from factory.runs.arm_runner import ArmRunner
 from factory.runs.distance import (
-    measure_checkpoint_distance,
-    find_different_weights,
     compute_relative_differences,
+    find_different_weights,
+    measure_checkpoint_distance,
     save_perturbed_checkpoint,
 )
 from factory.runs.live_code import LiveCode
-from factory.runs.trace import Series, RunTrace, read_checkpoint
+from factory.runs.trace import RunTrace, Series, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import PreflightPolicy
 from factory.training.certificate_runs import make_unreadable_run_message
@@ -88,7 +88,9 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
         if done.code:
             unfinished = [arm for arm in arms if not (flight.runs.find_arm_folder(arm) / "result.json").exists()]
             return replace(found, failed={(unfinished or arms)[0].name: done.line})
-    found = compare_preflight_runs(found, flight.ways, flight.checkpoint_before_branches, flight.make_start_checkpoint, flight.make_trace)
+    found = compare_preflight_runs(
+        found, flight.ways, flight.checkpoint_before_branches, flight.make_start_checkpoint, flight.make_trace
+    )
     return replace(found, seconds=time.monotonic() - began)
 
 
@@ -175,7 +177,8 @@ class PreflightRuns:
     def make_trace(self, name: str) -> RunTrace:
         """The trace of a run from step ``LEAD_STEPS`` on, where the runs separate."""
         return replace(
-            self.runs.open_arm_trace(self.make_arm(name)), first=0 if name.startswith(INITIAL_WEIGHTS_PREFIX) else LEAD_STEPS
+            self.runs.open_arm_trace(self.make_arm(name)),
+            first=0 if name.startswith(INITIAL_WEIGHTS_PREFIX) else LEAD_STEPS,
         )
 
     @cached_property
@@ -219,7 +222,10 @@ def compare_preflight_runs(
             values = read_metric_series(other)
             shares = {name: compute_relative_differences(series[name], values[name]) for name in SERIES}
             apart[run] = StraightRunDistance(
-                shares, measure_checkpoint_distance(straight.final_checkpoint, other.final_checkpoint, begun, left).list_tensor_shares_of_size()
+                shares,
+                measure_checkpoint_distance(
+                    straight.final_checkpoint, other.final_checkpoint, begun, left
+                ).list_tensor_shares_of_size(),
             )
         born: dict[str, list[str]] = {}
         if ranks:

@@ -25,12 +25,12 @@ from factory.retrying.trainer_deaths import (
     TrainerDiedError,
     TrainerFailure,
     classify_trainer_ending,
-    format_segment_start,
     find_newest_checkpoint_step,
+    format_segment_start,
     record_trainer_death,
 )
 from factory.runs.trainer_folder import check_disk_space
-from factory.training.planning import read_last_checkpoint, read_data_plan
+from factory.training.planning import read_data_plan, read_last_checkpoint
 from kernels.contract.files import rename_into_place, sync_folder, write_atomically
 from kernels.contract.message import Message
 
@@ -46,7 +46,7 @@ KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a
 
 
 def make_segment_spec(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
-    """The content of segment.json. ``kernels`` is None here; ``compute_settings.write_kernels`` returns its value."""
+    """The content of segment.json. ``kernels`` is None here; ``compute_settings.write_kernels_file`` returns its value."""
     parent = SegmentRow.get(ledger, row.parent) if row.parent else None
     spec = {
         "kind": row.kind, "recipe": row.recipe_json, "data_plan": read_data_plan(ledger, row), "first_step": row.first_step,
@@ -64,7 +64,11 @@ def claim_segment_folder(plant: Plant, row: SegmentRow) -> Path:
     A folder with the mark of another plan or ledger is moved to ``set-aside/`` and never used.
     """
     folder = Path(row.folder)
-    if folder.is_dir() and any(folder.iterdir()) and not is_owner_of_segment_folder(read_folder_owner(folder), plant.ledger, row):
+    if (
+        folder.is_dir()
+        and any(folder.iterdir())
+        and not is_owner_of_segment_folder(read_folder_owner(folder), plant.ledger, row)
+    ):
         away = move_to_set_aside_folder(plant.workspace.root, folder)
         plant.progress.line(
             Message(
@@ -134,7 +138,9 @@ def raise_trainer_failure(
     if code == EXIT_DISK_FULL and why is None:
         check_disk_space(Path(row.folder), row.recipe_json, f"segment {row.id}", line)
     refuse_rewound_segment(plant.ledger, row.id)
-    ending = why or classify_trainer_ending(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
+    ending = why or classify_trainer_ending(
+        code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before
+    )
     policy = RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))
     row = record_trainer_death(plant.ledger, row, ending, code, policy.tries, park_now=code == 2)
     if row.state == "failed":

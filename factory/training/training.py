@@ -22,11 +22,28 @@ from factory.retrying.policy import RetryPolicy
 from factory.retrying.requests import refuse_rewound_segment, refuse_while_paused
 from factory.retrying.trainer_deaths import HUNG, REFUSED, TrainerFailure, count_oom_kills
 from factory.retrying.watchdog import Watchdog, find_usual_durations, record_duration_of_first_step
-from factory.runs.live_code import LiveCode, list_paths_read_by_trainer, start_trainer, stop_trainer, wait_for_process_end
+from factory.runs.live_code import (
+    LiveCode,
+    list_paths_read_by_trainer,
+    start_trainer,
+    stop_trainer,
+    wait_for_process_end,
+)
 from factory.runs.live_training import ignore_machine_faults
-from factory.runs.trainer_folder import check_disk_space, lock_trainer_folder, read_result, remove_links_and_pipes, write_spec
+from factory.runs.trainer_folder import (
+    check_disk_space,
+    lock_trainer_folder,
+    read_result,
+    remove_links_and_pipes,
+    write_spec,
+)
 from factory.sandbox.live_sandbox import RunningCommand
-from factory.training.segment_folder import claim_segment_folder, raise_trainer_failure, record_segment_done, make_segment_spec
+from factory.training.segment_folder import (
+    claim_segment_folder,
+    make_segment_spec,
+    raise_trainer_failure,
+    record_segment_done,
+)
 from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0

@@ -43,7 +43,10 @@ def tune_kernels_if_untuned(workspace: Workspace, progress: Progress) -> None:
     try:
         text = (_live_code(workspace) / KERNELS).read_text("utf-8")
         automatic_here = list_auto_ops(read_device_section(text, devices.get_device_kind()))
-        if automatic_here and find_tuning(workspace, describe_this_machine(), choose_next_trunk_precision(workspace)).choice is None:
+        if (
+            automatic_here
+            and find_tuning(workspace, describe_this_machine(), choose_next_trunk_precision(workspace)).choice is None
+        ):
             tune_kernels(workspace, progress)
     except FactoryError as error:
         progress.line(Message("training.not_tuned", "  The kernels are not tuned: {error}", error=error))
@@ -103,7 +106,9 @@ def choose_next_trunk_precision(workspace: Workspace) -> str:
     """The precision in which the kernels of the next trunk segment will compute."""
     recipe = load_recipe(workspace)
     last = find_trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
-    return find_precision_of_values(measure_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
+    return find_precision_of_values(
+        measure_precision(recipe, last.recipe_json["precision"] if last else "")["precision"]
+    )
 
 
 def _live_code(workspace: Workspace) -> Path:

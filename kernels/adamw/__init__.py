@@ -18,8 +18,8 @@ from kernels.contract.op import (
     Inputs,
     Shape,
     compile_lazily,
-    make_op,
     draw_normal_tensor,
+    make_op,
     make_triton_implementation,
 )
 
@@ -141,8 +141,13 @@ def list_test_tensor_sizes(shape: Shape) -> list[tuple[int, ...]]:
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Inputs as after three updates, with moments as from gradients of size 0.1."""
-    made = [[draw_normal_tensor(generator, size, device, dtype, 0.1) for size in list_test_tensor_sizes(shape)] for _ in range(3)]
-    exp_avg_sqs = [draw_normal_tensor(generator, size, device, dtype, 0.03).square() for size in list_test_tensor_sizes(shape)]
+    made = [
+        [draw_normal_tensor(generator, size, device, dtype, 0.1) for size in list_test_tensor_sizes(shape)]
+        for _ in range(3)
+    ]
+    exp_avg_sqs = [
+        draw_normal_tensor(generator, size, device, dtype, 0.03).square() for size in list_test_tensor_sizes(shape)
+    ]
     steps = [torch.tensor(3.0, device=device) for _ in exp_avg_sqs]
     scalars = torch.tensor(1.7, device=device), torch.tensor(0.0, device=device)
     return *made, exp_avg_sqs, steps, *scalars, *SETTINGS
@@ -154,7 +159,9 @@ COMPILED = Implementation(
 FUSED = Implementation(
     "fused", fused_adamw, description="torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it"
 )
-TRITON = make_triton_implementation("kernels.adamw.triton", function="adamw", about="one Triton kernel over all tensors")
+TRITON = make_triton_implementation(
+    "kernels.adamw.triton", function="adamw", about="one Triton kernel over all tensors"
+)
 OP = make_op(
     "adamw",
     reference,

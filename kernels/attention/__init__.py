@@ -17,13 +17,13 @@ from kernels.contract.message import Message
 from kernels.contract.op import (
     Cost,
     Implementation,
-    LazilyImportedFunction,
     Inputs,
+    LazilyImportedFunction,
     Shape,
     compile_lazily,
+    draw_normal_tensor,
     make_compiled_implementation,
     make_op,
-    draw_normal_tensor,
 )
 
 

@@ -43,7 +43,9 @@ def run_attention(function: str, inputs: list[Tensor], document_BT: Tensor, outp
     # The lower 32 bits distinguish the documents of a row: otherwise a row would have to hold 2³² documents.
     document_BT = document_BT.to(torch.int32).contiguous()
     strides = torch.tensor([x.stride()[:3] for x in inputs])
-    call_cpp_function("attention", function, *inputs[:3], document_BT, *inputs[3:], *outputs, strides, B, T, H, G, K, K**-0.5)
+    call_cpp_function(
+        "attention", function, *inputs[:3], document_BT, *inputs[3:], *outputs, strides, B, T, H, G, K, K**-0.5
+    )
 
 
 def make_rows_dense(x: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from typing import Any
 import yaml
 
 AUTO = "auto"
-Choice = dict[str, str]  # op → implementation, or several names in order of preference (see ``split_implementation_names``)
+Choice = dict[
+    str, str
+]  # op → implementation, or several names in order of preference (see ``split_implementation_names``)
 
 PLAIN = {"adamw": "fused"}  # plain implementations other than the reference: AdamW's is torch's own kernel
 

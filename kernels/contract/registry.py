@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from kernels.contract import machine
-from kernels.contract.choice import AUTO, Choice, split_implementation_names, replace_auto
+from kernels.contract.choice import AUTO, Choice, replace_auto, split_implementation_names
 from kernels.contract.message import Message
-from kernels.contract.op import CASES, Cost, Implementation, KernelError, Op, OracleCase, Shape, make_unreadable_file_error
+from kernels.contract.op import (
+    CASES,
+    Cost,
+    Implementation,
+    KernelError,
+    Op,
+    OracleCase,
+    Shape,
+    make_unreadable_file_error,
+)
 from kernels.contract.oracle import compare_with_fp64, compute_outputs_and_gradients
 from kernels.contract.strict_yaml import read_yaml
 
@@ -107,7 +116,7 @@ def find_op(name: str) -> Op:
 def load_choice(path: Path | str, device: str = "cpu", tuned: Mapping[str, str] | None = None) -> Choice:
     """Read ``kernels.yaml``, which has a map of ops to implementations for each device class. Returns the map for ``device``, with every op.
 
-    An op that the file does not name gets its reference. ``auto`` becomes the op's entry in ``tuned``, else ``untuned_implementation``.
+    An op that the file does not name gets its reference. ``auto`` becomes the op's entry in ``tuned``, else ``find_untuned_implementation``.
     Raises: KernelError that names the file and the key, and lists the allowed values.
     """
     kind = torch.device(device).type
@@ -210,7 +219,9 @@ def find_implementation_failure(
             if found.ok:
                 return None
             return Message(
-                "kernels.wrong_results", "its results on this machine are wrong ({tensors})", tensors=found.describe_failures()
+                "kernels.wrong_results",
+                "its results on this machine are wrong ({tensors})",
+                tensors=found.describe_failures(),
             )
         compute_outputs_and_gradients(op, function, op.inputs(CASES[0], device=device_class, dtype=dtype), seed=0)
     except Exception as error:  # compilers raise what they like

@@ -22,7 +22,7 @@ import yaml
 
 from kernels.contract import machine
 from kernels.contract.bench import BenchSetting, Comparison, compare_implementations
-from kernels.contract.choice import Choice, split_implementation_names, find_untuned_implementation
+from kernels.contract.choice import Choice, find_untuned_implementation, split_implementation_names
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.op import CASES, Implementation, KernelError, Op
@@ -99,7 +99,8 @@ def tune(
         timed.append(one)
         say(_progress(one))
     choice |= {
-        op.name: choose_fastest_implementation([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted
+        op.name: choose_fastest_implementation([one for one in timed if one.op == op.name], choice[op.name])
+        for op in wanted
     }
     return TuningResult(setting, choice, timed)
 
@@ -131,7 +132,8 @@ def choose_fastest_implementation(timed: Sequence[TimedImplementation], plain: s
     if shown:
         return max(shown, key=lambda one: one.ratio or 0.0).implementation
     slower = any(
-        one.implementation == split_implementation_names(plain)[0] and one.high is not None and one.high < 1 for one in timed
+        one.implementation == split_implementation_names(plain)[0] and one.high is not None and one.high < 1
+        for one in timed
     )
     return "reference" if slower else plain
 

@@ -21,9 +21,9 @@ from kernels.contract.op import (
     Inputs,
     Shape,
     compile_lazily,
+    draw_normal_tensor,
     make_compiled_implementation,
     make_op,
-    draw_normal_tensor,
     make_triton_implementation,
 )
 from kernels.linear_cross_entropy import chunks
@@ -129,7 +129,9 @@ def chunked_op(
         if fuse:
             for tensor in (logits, targets, weights):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        term, nll, dlogits = (rows_compiled if fuse else compute_loss_rows_eagerly)(logits, targets, weights, z_loss, gradients)
+        term, nll, dlogits = (rows_compiled if fuse else compute_loss_rows_eagerly)(
+            logits, targets, weights, z_loss, gradients
+        )
         loss += term.sum()
         nll_N[index[:real]] = nll[:real]
         if gradients:
@@ -143,7 +145,9 @@ def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     in_fp32: chunks.ChunkSize = lambda x, weight: -1  # a CPU keeps its sum over chunks in fp32 for any number of tokens
-    return chunks.make_fake_outputs(chunks.find_gpu_chunk_tokens if x.is_cuda else in_fp32, x, weight, weights, gradients)
+    return chunks.make_fake_outputs(
+        chunks.find_gpu_chunk_tokens if x.is_cuda else in_fp32, x, weight, weights, gradients
+    )
 
 
 def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels.linear_cross_entropy.chunks import (
-    find_gpu_chunk_tokens,
     compute_in_chunks,
     count_flops,
+    find_gpu_chunk_tokens,
     make_fake_outputs,
     save_inputs,
     scale_saved_gradients,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rows_in_triton import BACKWARD, divide_rows_among_programs, choose_tile_settings
+from kernels.rows_in_triton import BACKWARD, choose_tile_settings, divide_rows_among_programs
 
 
 @triton.jit

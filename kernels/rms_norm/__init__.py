@@ -9,9 +9,9 @@ from kernels.contract.op import (
     Cost,
     Inputs,
     Shape,
+    draw_normal_tensor,
     make_compiled_implementation,
     make_op,
-    draw_normal_tensor,
     make_triton_implementation,
 )
 

@@ -11,9 +11,9 @@ from kernels.contract.op import (
     Implementation,
     Inputs,
     Shape,
+    draw_normal_tensor,
     make_compiled_implementation,
     make_op,
-    draw_normal_tensor,
     make_triton_implementation,
 )
 from kernels.native import NAMES, make_fallback_for_other_dtypes

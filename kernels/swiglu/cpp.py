@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.native import NAMES, view_as_rows, call_cpp_function, define_cpu_op
+from kernels.native import NAMES, call_cpp_function, define_cpu_op, view_as_rows
 from kernels.swiglu.autograd import register_gradient
 
 
@@ -16,7 +16,9 @@ from kernels.swiglu.autograd import register_gradient
 def forward_op(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
     out_XF = torch.empty(gate_XF.shape, dtype=gate_XF.dtype)
     gate, up = view_as_rows(gate_XF), view_as_rows(up_XF)
-    call_cpp_function("swiglu", f"swiglu_{NAMES[gate.dtype]}", gate, up, out_XF, *gate.shape, gate.stride(0), up.stride(0))
+    call_cpp_function(
+        "swiglu", f"swiglu_{NAMES[gate.dtype]}", gate, up, out_XF, *gate.shape, gate.stride(0), up.stride(0)
+    )
     return out_XF
 
 

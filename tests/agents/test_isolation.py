@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from agents.line_profiler.capture import OperationRecorder
-from agents.line_profiler.isolation import ITERATIONS, IsolatedTime, make_operation_inputs, time_operation_alone, time_operations_alone
+from agents.line_profiler.isolation import (
+    ITERATIONS,
+    IsolatedTime,
+    make_operation_inputs,
+    time_operation_alone,
+    time_operations_alone,
+)
 from agents.line_profiler.signature import copy_nonrandom_inputs, make_operation_signature
 
 CPU = torch.device("cpu")
@@ -18,7 +24,9 @@ aten = torch.ops.aten
 
 def fresh(func: Any, *args: Any, **kwargs: Any) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
-    return make_operation_inputs(make_operation_signature(func, args, kwargs), copy_nonrandom_inputs(args, kwargs), CPU, generator)
+    return make_operation_inputs(
+        make_operation_signature(func, args, kwargs), copy_nonrandom_inputs(args, kwargs), CPU, generator
+    )
 
 
 def test_tensors_keep_shape_stride_and_dtype_and_get_new_floats() -> None:

@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 
 from agents.line_profiler.capture import Line, RecordedOperation
-from agents.line_profiler.graph import find_conditions_of_lines, find_data_flow_edges, find_fusion_candidates, find_stream_candidates
+from agents.line_profiler.graph import (
+    find_conditions_of_lines,
+    find_data_flow_edges,
+    find_fusion_candidates,
+    find_stream_candidates,
+)
 from agents.line_profiler.lines import PeakRates, summarise_lines
 
 MB = 1e6

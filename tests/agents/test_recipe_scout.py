@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from agents.core.proposal import Proposal, format_gain
 from agents.core.workbench import AgentWrittenLines, EarlierProposal, QuickCheck, UnreadableFileError
-from agents.core.yaml_edit import change_recipe_value, set_yaml_value, flatten_recipe
+from agents.core.yaml_edit import change_recipe_value, flatten_recipe, set_yaml_value
 from agents.loop.role import AgentTask, DraftError, TargetError
 from agents.recipe_scout.changes import RejectedDirections, suggest_changes
 from agents.recipe_scout.role import RecipeScout, read_change
-from agents.recipe_scout.scout import propose_change, find_rejected_directions
+from agents.recipe_scout.scout import find_rejected_directions, propose_change
 from agents.recipe_scout.training_record import LEAST_SLOPE, TrainingRecord, fit_log_step_slope, make_training_record
 from kernels.contract.strict_yaml import read_yaml
 from tests.support.messages import refused

@@ -15,10 +15,10 @@ from agents.line_profiler.capture import RecordedOperation
 from agents.line_profiler.session import RepeatedStepTimings
 from agents.line_profiler.stopwatch import (
     TimedOperation,
-    replace_recorded_times,
-    measure_stopwatch_overhead,
-    time_operations,
     add_up_seconds,
+    measure_stopwatch_overhead,
+    replace_recorded_times,
+    time_operations,
 )
 
 ADD, MUL = "aten.add.Tensor", "aten.mul.Tensor"
@@ -63,11 +63,11 @@ def test_with_a_devices_clock_a_crossing_is_subtracted_only_from_gaps() -> None:
     log: list[str] = []
 
     class Device(stopwatch.HostClock):
-        def mark(self) -> int:
+        def record_mark(self) -> int:
             log.append("mark")
             return log.count("mark")
 
-        def seconds(self, marks: Sequence[int]) -> list[float]:
+        def convert_marks_to_seconds(self, marks: Sequence[int]) -> list[float]:
             log.append("read")
             return [0.0, 5.0, 8.0, 8.5, 11.5, 20.0][: len(marks)]
 

@@ -14,7 +14,7 @@ from agents.line_profiler.isolation import time_operation_alone
 from agents.line_profiler.lines import PeakRates
 from agents.line_profiler.sweep.shapes import SHAPES, make_one_layer_model
 from agents.line_profiler.sweep.slices import LayerSlice, record_slice_operations
-from agents.line_profiler.sweep.sweep import SweepResult, measure_slices, parse_slices, make_sweep_table
+from agents.line_profiler.sweep.sweep import SweepResult, make_sweep_table, measure_slices, parse_slices
 from agents.line_profiler.sweep.sweep_items import (
     SweepLimits,
     collect_distinct_operations,
@@ -79,7 +79,11 @@ def test_operations_of_experts_run_on_made_up_indices() -> None:
     seen = set()
     for event in record_slice_operations(LayerSlice("375b", 1, 16)):
         signature = event.signature
-        if signature is None or not any(name in signature.operation_name for name in names) or signature.tensor_bytes > 1e8:
+        if (
+            signature is None
+            or not any(name in signature.operation_name for name in names)
+            or signature.tensor_bytes > 1e8
+        ):
             continue
         found = time_operation_alone(signature, (None,) * len(signature.leaves), torch.device("cpu"), 0.05)
         assert found.why_not == "" and found.iterations >= 3, str(signature)

@@ -174,7 +174,9 @@ def test_a_commit_from_elsewhere_is_checked_like_a_proposal(target: Path, tmp_pa
         subprocess.run(["git", "-C", clone, "add", "-A"], check=True)
     subprocess.run(["git", "-C", clone, *identity, "commit", "-qm", "evil"], check=True)
     changes = repository.read_file_changes(clone, base, repository.get_live_commit(clone))
-    assert len(changes) == 1 and patch_scope.find_scope_problems(AGENTS, changes, repository.read_file_modes(clone, base))
+    assert len(changes) == 1 and patch_scope.find_scope_problems(
+        AGENTS, changes, repository.read_file_modes(clone, base)
+    )
 
 
 def test_hooks_filters_and_attributes_of_the_repository_never_run(target: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ SELDOM_EXECUTED: dict[str, Edits] = {
         SCHEDULE, [('"linear": lambda done: 1 - done', '"linear": lambda done: 1 - done / 2')],
         "anneal, linear, with a mixture of its own"),
     "an anneal that is right for the matrix's own recipe": (
-        SCHEDULE, [("anneal_share(schedule, step, first, last)\n", "anneal_share(schedule, step, first, last) ** (recipe.name == 'run')\n")], "anneal"),
+        SCHEDULE, [("compute_anneal_lr_share(schedule, step, first, last)\n", "compute_anneal_lr_share(schedule, step, first, last) ** (recipe.name == 'run')\n")], "anneal"),
     "warm-up lost": (SCHEDULE, [("min(1.0, (step + 1) / schedule.warmup_steps)", "1.0")], "first steps"),
     "re-warm lost": (
         SCHEDULE, [("if step - first + 1 >= schedule.rewarmup_steps:", "if step >= first:"),
@@ -44,7 +44,7 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "a resume that begins anew": (
         SEGMENT, [("            return path, skipped\n", "            return None, skipped\n")], "resumed"),
     "a damaged checkpoint is trusted": (
-        SEGMENT, [("        fault = find_fault_by_ranks(path, ranks)\n", "        fault = ''\n")], "newest checkpoint damaged"),
+        SEGMENT, [("        fault = find_checkpoint_fault_on_any_rank(path, ranks)\n", "        fault = ''\n")], "newest checkpoint damaged"),
     "the data begin again after a resume": (
         RUN, [('state=state["sampler"] if state is not None and not restarts else None', "state=None")], "next generation"),
     "an outlier is not skipped": (
@@ -74,7 +74,7 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "Muon without decay": (MUON, [("[1 - rate * decay[name] for", "[1.0 for")], "Muon"),
     "experts balanced the wrong way": (EXPERTS, [("rate * (load_E.mean() - load_E).sign()", "rate * (load_E - load_E.mean()).sign()")], "experts"),
     "ranks that do not add up their losses": (
-        RUN, [("        self.ranks.sum_(message)\n", "        message.mul_(self.ranks.size)\n")], "two ranks, split weights"),
+        RUN, [("        self.ranks.sum_over_ranks_in_place(message)\n", "        message.mul_(self.ranks.size)\n")], "two ranks, split weights"),
     "half of the rows of a micro-batch": (
         RUN, [(BACKWARD, "        (loss * (1.0 + (self.sums.loss > 0))).backward()\n")], "micro-batches, batch warm-up"),
     "averages that forget the weights": (

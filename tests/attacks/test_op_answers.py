@@ -29,7 +29,10 @@ RECIPE = Recipe.load(find_checkout_root() / "policies" / "recipes" / "tiny.yaml"
 RIGHT = "\n\ndef right(gate, up):\n    return F.silu(gate) * up\n\n\n"
 
 # -- what ops are tested with ------------------------------------------------------------------------------------------------
-BODY, DRAWN = "    return F.silu(gate_XF) * up_XF\n", "normal_tensor(generator, size, device, dtype), normal_tensor("
+BODY, DRAWN = (
+    "    return F.silu(gate_XF) * up_XF\n",
+    "draw_normal_tensor(generator, size, device, dtype), draw_normal_tensor(",
+)
 REDEFINED = {
     "a reference that is wrong": (BODY, BODY.replace("up_XF\n", "up_XF * 1.001\n"), "patch.test_reference"),
     "a reference in fp32": (
@@ -42,7 +45,11 @@ REDEFINED = {
         f"    if gate_XF.dtype == torch.float32:\n        gate_XF = gate_XF.bfloat16().float()\n{BODY}",
         "patch.test_accuracy",
     ),
-    "inputs of zero": (DRAWN, f"{DRAWN.removesuffix('normal_tensor(')}0 * normal_tensor(", "patch.test_inputs"),
+    "inputs of zero": (
+        DRAWN,
+        f"{DRAWN.removesuffix('draw_normal_tensor(')}0 * draw_normal_tensor(",
+        "patch.test_inputs",
+    ),
     "no gradients": ("gradients=(0, 1)", "gradients=()", "patch.test_model"),
     "no tests": ("OP = make_op(", "raise SystemExit\nOP = make_op(", "patch.no_tests"),
     "a link to the inputs as they were": (
@@ -132,7 +139,7 @@ def test_a_process_that_ends_early_fails_and_one_that_never_ends_gives_no_answer
     op = candidate / "kernels" / "swiglu" / "__init__.py"
     extra = "\n\nfast = right\n" if "def fast" not in source else ""
     op.write_text(op.read_text().replace("\nOP = make_op(", f"{RIGHT}{source}{extra}\nOP = make_op(").replace(
-        "(compiled_implementation(reference),", '(Implementation("fast", fast, ""),'))  # fmt: skip
+        "(make_compiled_implementation(reference),", '(Implementation("fast", fast, ""),'))  # fmt: skip
     brief = TimeLimits(times=1, least_seconds=1, again=1.5)  # as long as approved code took, then half as long again
     policy = SHIPPED.oracle.model_copy(update={"patience": brief} if state == "missing" else {})
     ops = [ChangedOp("swiglu", "reference", "fast")]

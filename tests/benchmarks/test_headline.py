@@ -61,7 +61,9 @@ def test_both_models_see_the_same_tokens(task: models.Task, ours: models.Trained
 
 
 def test_both_models_train_with_the_same_rates(task: models.Task, ours: models.Trained) -> None:
-    lines = [line for kind in ("trunk", "anneal") for line in read_json_lines(ours.export.parent / kind / "metrics.jsonl")]
+    lines = [
+        line for kind in ("trunk", "anneal") for line in read_json_lines(ours.export.parent / kind / "metrics.jsonl")
+    ]
     rates = [lr for _, lr in task.batches()]
     assert [line["lr"] for line in lines] == rates
     assert rates[-1] < max(rates), "the last steps anneal"

@@ -196,7 +196,7 @@ MUTANTS = (
     ),
     Mutant(
         "factory/audit/kept_checkpoints.py",
-        "os.rename(target / checkpoint_name(step), aside)",
+        "os.rename(target / format_checkpoint_name(step), aside)",
         "tests/factory/audit/test_audit_keeping.py::test_a_checkpoint_removed_from_the_ladder_is_whole_or_gone",
     ),
     Mutant(

@@ -27,7 +27,12 @@ from factory.gates.release.replica_noise import (
 from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, SqlReader
-from factory.replicas.train_replicas import make_replica_arm, make_replica_runner, find_replicas_folder, train_next_replica
+from factory.replicas.train_replicas import (
+    find_replicas_folder,
+    make_replica_arm,
+    make_replica_runner,
+    train_next_replica,
+)
 from factory.retention.needs import RetentionNeeds
 from factory.runs.arm import Arm
 from factory.runs.arm_runner import ArmRunner, list_runs
@@ -56,7 +61,9 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
 
 def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[ArmRunner, list[Arm]]:
     plant = Plant(workspace, ledger)
-    return make_replica_runner(plant, 2), [make_replica_arm(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
+    return make_replica_runner(plant, 2), [
+        make_replica_arm(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)
+    ]
 
 
 TABLES = ("segments", "candidates", "checkpoints", "evaluations", "data_plans")
@@ -102,7 +109,9 @@ def test_a_replica_trains_an_anneal_again_on_other_documents_and_is_measured(pla
         assert tuple(spec[key] for key in ("first_step", "last_step", "recipe", "initial_checkpoint")) == of_anneal
         assert spec["data_plan"].get("reshuffled", 0) == number
         weights.append(
-            load_file(place / "checkpoints" / checkpoints.format_checkpoint_name(anneal.last_step) / "model.safetensors")
+            load_file(
+                place / "checkpoints" / checkpoints.format_checkpoint_name(anneal.last_step) / "model.safetensors"
+            )
         )
     assert all(any((a[name] != b[name]).any() for name in a) for a, b in pairwise(weights))
     found = find_newest_replica_measurement(ledger)

@@ -52,7 +52,9 @@ class Slow:
 
     def start(self, *words: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
         """(the factory's process while its trainer is within a slow step, all processes that it started)."""
-        write_folder_owner(self.ledger, SegmentRow.get(self.ledger, self.segment))  # makes the folder, which is this segment's
+        write_folder_owner(
+            self.ledger, SegmentRow.get(self.ledger, self.segment)
+        )  # makes the folder, which is this segment's
         for old in self.folder.glob("slow-*"):
             old.unlink()
         self.mark.touch()
@@ -186,13 +188,13 @@ STUBBORN = """
 import signal, subprocess, sys, time
 from factory.core import stop_signals
 BEFORE
-end_if_stopped = stop_signals.handle_signals()
+end_if_stopped = stop_signals.install_stop_signal_handlers()
 try:
     words = ["sh", "-c", "sleep 300 & echo begun; wait"]
     subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
     print("ready", flush=True)
     time.sleep(300)
-except stop_signals.StopRequested:
+except stop_signals.StopInterrupt:
     if sys.argv[1] == "orderly":
         end_if_stopped()
 finally:

@@ -102,7 +102,9 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert text[0].split()[:3] == ["op", "kernel", "width"] and len(text) == 3
     assert main(["--target", "90", "--op", "swiglu", "--width", "1024", "--json"]) == 0
     found = [CompiledKernel(**row) for row in json.loads(capsys.readouterr().out)]
-    assert [row.kernel for row in found] == ["forward_kernel", "backward_kernel"] and all(row.is_within_limits for row in found)
+    assert [row.kernel for row in found] == ["forward_kernel", "backward_kernel"] and all(
+        row.is_within_limits for row in found
+    )
     assert main(["--op", "swish"]) == 2
     assert "error[kernels.no_op]" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -25,7 +25,11 @@ def test_auto_is_replaced_by_tuning_and_a_name_is_kept() -> None:
 
 
 def test_untuned_auto_is_the_reference_and_the_fused_optimiser() -> None:
-    assert replace_auto(read_device_section(TEXT, "cpu")) == {"attention": "reference", "adamw": "fused", "swiglu": "native"}
+    assert replace_auto(read_device_section(TEXT, "cpu")) == {
+        "attention": "reference",
+        "adamw": "fused",
+        "swiglu": "native",
+    }
 
 
 def test_resolved_text_keeps_one_device_and_the_fallback() -> None:

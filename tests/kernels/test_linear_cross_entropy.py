@@ -53,7 +53,9 @@ def test_chunks_have_few_shapes_however_many_tokens_carry_loss(tokens: int, monk
     """oneDNN keeps code for each shape. With a new shape at each step, memory grew by 1.7 MiB a step, up to 600 MiB."""
     shapes: set[torch.Size] = set()
     rows = head.compute_loss_rows_eagerly
-    monkeypatch.setattr(head, "rows_eager", lambda logits, *rest: shapes.add(logits.shape) or rows(logits, *rest))
+    monkeypatch.setattr(
+        head, "compute_loss_rows_eagerly", lambda logits, *rest: shapes.add(logits.shape) or rows(logits, *rest)
+    )
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, 16, generator=generator, requires_grad=True) for size in (tokens, 24))
     targets = torch.randint(24, (tokens,), generator=generator)

@@ -12,8 +12,8 @@ import pytest
 from kernels.contract import machine
 
 SAY = (
-    "import json; from kernels.contract.machine import has_fast_bf16, this_machine; "
-    "print(json.dumps(this_machine('cpu').to_json() | {'bf16': has_fast_bf16()}))"
+    "import json; from kernels.contract.machine import has_fast_bf16, describe_this_machine; "
+    "print(json.dumps(describe_this_machine('cpu').to_json() | {'bf16': has_fast_bf16()}))"
 )
 
 

@@ -85,7 +85,7 @@ ROWS = """
 import torch
 from kernels import rows_in_triton
 from kernels.contract.registry import OPS
-from kernels.rows_in_triton import share_out_rows, tile_settings
+from kernels.rows_in_triton import divide_rows_among_programs, choose_tile_settings
 generator = torch.Generator().manual_seed(0)
 draw = lambda *size: torch.randn(size, generator=generator)
 wide = lambda *size: draw(*size[:-1], 2 * size[-1] + 3)[..., 1 : size[-1] + 1]  # a part of a joined product
@@ -122,7 +122,7 @@ for B, T, heads, K in ((1, 1, 1, 2), (2, 5, 3, 22), (1, 7, 6, 80), (3, 4, 1, 64)
 card = torch.device("cpu")
 for rows in (0, 1, 15, 16, 17, 4096, 16384, 100_003):
     for columns in (1, 64, 1000, 1024, 4096, 8192, 65536):
-        found, settings = share_out_rows(rows, columns, 4 * columns, card), tile_settings(columns)
+        found, settings = divide_rows_among_programs(rows, columns, 4 * columns, card), choose_tile_settings(columns)
         assert found.rows_each % found.settings["ROWS"] == 0 and settings["BLOCK"] >= columns
         assert (found.programs - 1) * found.rows_each < rows <= found.programs * found.rows_each or rows == 0 == found.programs
         assert found.programs <= rows_in_triton.MULTIPROCESSORS * (16 // found.settings["num_warps"])
@@ -221,7 +221,7 @@ logits[6] *= 1e4
 targets, weights = torch.full((8,), 3), torch.full((8,), 0.5)
 wide = logits.double()
 exact = torch.logsumexp(wide, 1)
-terms, nll, gradient = fused.loss_rows(logits, targets, weights, 0.0, True)
+terms, nll, gradient = fused.compute_loss_rows(logits, targets, weights, 0.0, True)
 torch.testing.assert_close(nll.double(), exact - wide[:, 3], rtol=1e-6, atol=1e-5, equal_nan=True)
 dlogits = 0.5 * (wide.softmax(1) - torch.nn.functional.one_hot(targets, logits.shape[1]))
 for row in (2, 3, 5, 6, 7):
@@ -238,17 +238,17 @@ OPTIMISER = """
 import torch
 from kernels import adamw, newton_schulz
 from kernels.adamw.triton import BLOCK, adamw as update
-from kernels.newton_schulz.triton import LARGE, SMALL, newton_schulz as orthogonalise, symmetric_product
+from kernels.newton_schulz.triton import LARGE, SMALL, newton_schulz as orthogonalise, multiply_by_own_transpose
 generator = torch.Generator().manual_seed(0)
 
 for tile, columns in ((SMALL, 70), (LARGE, 128)):  # tiles beside the diagonal; a rest of rows, and of columns in small ones
     a = torch.randn(2, 2 * tile["BLOCK"] + 9, columns, generator=generator)
-    gram = symmetric_product(a)
+    gram = multiply_by_own_transpose(a)
     torch.testing.assert_close(gram, a @ a.mT, rtol=1e-4, atol=1e-4)
     mine = torch.arange(gram.shape[-1]) // tile["BLOCK"]
     beside = mine[:, None] != mine  # within a tile of the diagonal, products of the interpreter round as its BLAS does
     assert torch.equal(gram[:, beside], gram.mT[:, beside]), "each tile is stored twice"
-    torch.testing.assert_close(symmetric_product(gram, 0.5, -2.0), 0.5 * gram @ gram - 2 * gram, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(multiply_by_own_transpose(gram, 0.5, -2.0), 0.5 * gram @ gram - 2 * gram, rtol=1e-4, atol=1e-2)
 for shape in ((150, 200), (200, 150), (3, 150, 70)):
     matrices = torch.randn(shape, generator=generator)
     mine, theirs = orthogonalise(matrices, 5).double(), newton_schulz.reference(matrices, 5).double()

@@ -19,7 +19,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
 from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.show.mlflow.runs import MlflowTracking
-from factory.training.planning import read_last_checkpoint, read_data_plan
+from factory.training.planning import read_data_plan, read_last_checkpoint
 from tests.night.daemon import Night
 from tests.support.git import git
 from trainer.__main__ import main as train

@@ -53,7 +53,9 @@ def test_a_pinning_error_in_the_thread_reaches_the_consumer(make_shard: MakeShar
     else:
         with pytest.raises(RuntimeError, match="pin|NVIDIA"):  # torch 2.13, the CUDA build of 2.11
             next(batches)
-    assert not any(t.is_pinned() for batch in prefetch_batches(order_of(make_shard), 2) for t in tensors_of(batch).values())
+    assert not any(
+        t.is_pinned() for batch in prefetch_batches(order_of(make_shard), 2) for t in tensors_of(batch).values()
+    )
 
 
 @pytest.mark.gpu

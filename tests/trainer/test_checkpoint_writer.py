@@ -120,7 +120,10 @@ def test_memory_is_not_written_again_while_the_disk_still_reads_it(
     second.join()
     writer.wait_for_last_save()
     writer.close()
-    found = [float(checkpoints.load_checkpoint(path).model["w"].unique()) for _, path in checkpoints.list_checkpoints(tmp_path)]
+    found = [
+        float(checkpoints.load_checkpoint(path).model["w"].unique())
+        for _, path in checkpoints.list_checkpoints(tmp_path)
+    ]
     assert found == [1.0, 2.0]
 
 
@@ -149,7 +152,10 @@ def test_checkpoint_bytes_before_the_first_step_is_the_size_of_every_checkpoint(
     writer.wait_for_last_save()
     writer.close()
     contents, _ = run.collect_checkpoint_contents()
-    assert count_host_bytes(tensor for _, _, tensor in iterate_checkpoint_tensors(contents)) == size and written[0] == written[1]
+    assert (
+        count_host_bytes(tensor for _, _, tensor in iterate_checkpoint_tensors(contents)) == size
+        and written[0] == written[1]
+    )
 
 
 @pytest.mark.parametrize("code", [0, 801])

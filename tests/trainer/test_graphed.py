@@ -76,7 +76,7 @@ def test_a_segment_with_graphs_leaves_the_same_files(
     plain, replayed = (write_spec(tmp_path / name, plan, recipe, last_step=20) for name in ("plain", "replayed"))
     assert train_here(plain) == (0, "")
     runs: list[SegmentRun] = []
-    monkeypatch.setattr("trainer.run.uses_graphs", lambda *_: True)
+    monkeypatch.setattr("trainer.run.decide_use_of_graphs", lambda *_: True)
     monkeypatch.setattr("trainer.run.CudaGraphCapture", Called)
     save = SegmentRun.save
 

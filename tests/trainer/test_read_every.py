@@ -83,7 +83,9 @@ def test_a_run_with_read_every_four_trains_the_same_as_with_one(tmp_path: Path, 
     assert_alike(often, seldom)
     lines = read_json_lines(seldom / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(23)) and any("noise_scale" in line for line in lines)
-    assert all(set(line) == set(other) for line, other in zip(lines, read_json_lines(often / "metrics.jsonl"), strict=True))
+    assert all(
+        set(line) == set(other) for line, other in zip(lines, read_json_lines(often / "metrics.jsonl"), strict=True)
+    )
     state = lambda folder: checkpoints.read_checkpoint_state(Path(result(folder)["checkpoint"]))["detector"]
     assert "limit" in state(seldom) and "limit" not in state(often)
 
@@ -180,7 +182,11 @@ def test_anomalies_name_their_own_step_and_documents(tmp_path: Path, plan: DataP
     assert train_here(first) == (0, "")
     good = checkpoints.load_checkpoint(Path(result(first)["checkpoint"]))
     good.model["final_norm"][0] = float("nan")
-    start = {"first_step": 4, "last_step": 10, "initial_checkpoint": str(checkpoints.save_checkpoint(tmp_path / "bad", good))}
+    start = {
+        "first_step": 4,
+        "last_step": 10,
+        "initial_checkpoint": str(checkpoints.save_checkpoint(tmp_path / "bad", good)),
+    }
     found = {}
     for every in (1, 5):
         folder = write_spec(tmp_path / f"every-{every}", plan, recipe_with(stability__read_every=every), **start)

@@ -50,7 +50,9 @@ def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shar
     assert [line["step"] for line in lines] == list(range(40, 46))
     assert all(a["lr"] > b["lr"] for a, b in zip(lines, lines[1:], strict=False))
     assert result(anneal)["tokens"] == lines[-1]["tokens"] - done["tokens"]
-    usual_rates = lambda folder: checkpoints.read_checkpoint_state(Path(result(folder)["checkpoint"]))["throughput"]["usual"]
+    usual_rates = lambda folder: checkpoints.read_checkpoint_state(Path(result(folder)["checkpoint"]))["throughput"][
+        "usual"
+    ]
     assert usual_rates(trunk) and usual_rates(anneal)[: len(usual_rates(trunk))] == usual_rates(trunk)
     # finished: nothing is done again
     before = (anneal / "result.json").stat().st_mtime_ns

@@ -46,7 +46,9 @@ def route_tokens(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int
     return TokenRouting(experts_Nk, chosen_Nk / (chosen_Nk.sum(-1, keepdim=True) + LEAST_SUM), logits_NE)
 
 
-def compute_expert_outputs(x_ND: Tensor, routing: TokenRouting, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor, ops: Ops) -> Tensor:
+def compute_expert_outputs(
+    x_ND: Tensor, routing: TokenRouting, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor, ops: Ops
+) -> Tensor:
     """The outputs of the experts, [N, D]: for each token, the sum over its experts of weight · down(swiglu(gate, up)).
 
     Tokens are sorted by expert, so that each expert is one matrix product, and are then put back in place. No sum depends on the order in

@@ -127,7 +127,9 @@ class Block(nn.Module):
         if self.experts.shared:
             y_BTD = y_BTD + self.apply_mlp(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
-        return y_BTD, torch.cat((routing.z_loss(holds_N)[None], routing.count_tokens_per_expert(holds_N))) / self.tensor.size
+        return y_BTD, torch.cat(
+            (routing.z_loss(holds_N)[None], routing.count_tokens_per_expert(holds_N))
+        ) / self.tensor.size
 
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """h matrixᵀ for each of the matrices. With ``join_matrices`` it is one product with the joined matrices."""

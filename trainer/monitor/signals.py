@@ -1,6 +1,6 @@
 """Measures signs of trouble in layers, ranks and routers, which the loss shows late or never.
 
-- One layer in turn, every fourth step (``Monitor.layer_at``): the largest magnitude in its input, its largest attention logit, and the size
+- One layer in turn, every fourth step (``UpdateMonitor.find_layer_to_measure``): the largest magnitude in its input, its largest attention logit, and the size
   of its update divided by the learning rate.
 - Each rank's own gradient norm, before gradients are summed over ranks. FSDP sums the gradients of weights within the backward pass.
   Therefore the norm is taken of the gradient at the first layer's input, which depends on the backward passes of all layers.

@@ -69,7 +69,9 @@ class Muon:
         self.recipe, self.orthogonalise = recipe, newton_schulz
         self.parameters = parameters
         self.momentum = {name: torch.zeros_like(get_local_part(parameter)) for name, parameter in parameters.items()}
-        self.stacks = group_parameters_for_stacking({name: tuple(parameter.shape) for name, parameter in parameters.items()})
+        self.stacks = group_parameters_for_stacking(
+            {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        )
 
     @torch.no_grad()
     def step(

@@ -30,7 +30,9 @@ class ParameterUpdateRule:
     weight_decay: float
 
 
-def make_update_rule_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> list[ParameterUpdateRule]:
+def make_update_rule_table(
+    model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0
+) -> list[ParameterUpdateRule]:
     """One row for each trainable parameter: the optimiser that updates it, its share of the learning rate, and its weight decay.
 
     Only the matrices inside the layers decay, and only they can be updated by Muon. For them and the router, whose products sum over the width, the
@@ -116,7 +118,9 @@ class Optimizer:
         """
         recipe = self.recipe
         for (lr_share, weight_decay), group in self.groups.items():
-            gradients = {name: get_local_part(grad) for name in group if (grad := self.parameters[name].grad) is not None}
+            gradients = {
+                name: get_local_part(grad) for name in group if (grad := self.parameters[name].grad) is not None
+            }
             states = [self._state_of(name) for name in gradients]
             self.adamw(
                 [get_local_part(self.parameters[name]) for name in gradients],

@@ -17,13 +17,13 @@ from trainer.parallel.ranks import Ranks
 def shard_parameters(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, dtype: torch.dtype) -> None:
     """Split the parameters of a model over the mesh. The model is on the meta device: its parameters get values later.
 
-    ``model.split_dimension(name)`` returns the dimension along which *tensor* ranks split a parameter, or None if each rank has all of it.
+    ``model.find_split_dimension(name)`` returns the dimension along which *tensor* ranks split a parameter, or None if each rank has all of it.
     """
     assert ranks.mesh is not None
     tensor_mesh = ranks.mesh["tensor"]
     if tensor_mesh.size() > 1:
         for name, parameter in list(model.named_parameters()):
-            dimension = model.split_dimension(name)  # type: ignore[operator]
+            dimension = model.find_split_dimension(name)  # type: ignore[operator]
             placement: Placement = Replicate() if dimension is None else Shard(dimension)
             owner_name, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner_name), key, nn.Parameter(_split(parameter, tensor_mesh, placement)))

@@ -20,7 +20,7 @@ def find_differing_tensors(parts: Mapping[str, tuple[Region, Tensor]], ranks: Ra
     comparison can show that another copy diverged. With one rank there are no copies to compare:
 
     >>> weight = torch.zeros(2, 3)
-    >>> find_differing_tensors({"weight": (Region.region_of_tensor(weight), weight)}, Ranks(0, 1, weight.device))
+    >>> find_differing_tensors({"weight": (Region.from_tensor(weight), weight)}, Ranks(0, 1, weight.device))
     []
     """
     if ranks.size == 1:

@@ -61,9 +61,7 @@ def average_checkpoints(sources: Sequence[Path], weights: Sequence[float] | None
         refuse_different_model(path, sources[0], loaded, first, sums)
         for name, tensor in loaded.model.items():
             sums[name].add_(tensor.double(), alpha=weight)
-        used.append(
-            {"manifest_sha256": checkpoints.hash_manifest(path), "step": loaded.step, "weight": weight / total}
-        )
+        used.append({"manifest_sha256": checkpoints.hash_manifest(path), "step": loaded.step, "weight": weight / total})
         if newest is None or loaded.step > newest.step:
             newest = loaded
     assert newest is not None

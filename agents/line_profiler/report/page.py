@@ -10,8 +10,8 @@ from typing import Any
 from agents.core.pages import render_page
 from agents.line_profiler.lines import read_source_lines
 from agents.line_profiler.profile_schema import Profile, ProfiledLine
-from agents.line_profiler.report.drawing import draw_graph, draw_roofline, choose_heat_colour
-from agents.line_profiler.report.summary_text import write_profile_summary, shorten_lines
+from agents.line_profiler.report.drawing import choose_heat_colour, draw_graph, draw_roofline
+from agents.line_profiler.report.summary_text import shorten_lines, write_profile_summary
 
 AROUND = 3  # lines of source shown above and below one that was timed
 OPEN = 0.05  # files with at least this share of the step are unfolded

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agents.line_profiler.profile_schema import Profile
-from agents.line_profiler.report.summary_text import write_profile_summary, shorten_lines
+from agents.line_profiler.report.summary_text import shorten_lines, write_profile_summary
 from kernels.contract.message import Message
 
 

@@ -33,9 +33,9 @@ from agents.line_profiler.sweep.sweep_items import (
     SweepItem,
     SweepLimits,
     SweepTask,
-    make_attention_shape_key,
-    compile_attention_kernel,
     collect_distinct_operations,
+    compile_attention_kernel,
+    make_attention_shape_key,
     mark_measurable_items,
     measure_sweep_item,
 )
@@ -176,7 +176,9 @@ def measure_slices(
 
 
 def _key(item: SweepItem) -> object:
-    return make_attention_shape_key(item.of) if item.index < 0 else record_slice_operations(item.of)[item.index].signature
+    return (
+        make_attention_shape_key(item.of) if item.index < 0 else record_slice_operations(item.of)[item.index].signature
+    )
 
 
 def _swept(item: SweepItem, result: tuple[IsolatedTime, float] | UnmeasuredItem | None) -> SweepItemResult:
@@ -292,11 +294,15 @@ def main(arguments: list[str] | None = None) -> int:
         memory = chosen.memory_gb * 1e9 if chosen.memory_gb else MEMORY_SHARE * read_free_memory_bytes() / workers
         limits = SweepLimits(memory, chosen.item_seconds, chosen.budget, max(1, torch.get_num_threads() // workers))
         start: Callable[[], Workers] = lambda: (
-            RayActors(measure_sweep_item, workers, chosen.ray) if chosen.ray else ProcessWorkers(measure_sweep_item, workers)
+            RayActors(measure_sweep_item, workers, chosen.ray)
+            if chosen.ray
+            else ProcessWorkers(measure_sweep_item, workers)
         )
         kernels = load_choice(chosen.kernels, "cuda" if torch.cuda.is_available() else "cpu")
         report = lambda said: print(f"profile: {said}", file=sys.stderr, flush=True)
-        found = measure_slices(slices, limits, start, workers, split_implementation_names(kernels[ATTENTION])[0], report)
+        found = measure_slices(
+            slices, limits, start, workers, split_implementation_names(kernels[ATTENTION])[0], report
+        )
         chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "sweep.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     except (SweepError, KernelError, OSError) as error:

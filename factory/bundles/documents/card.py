@@ -97,8 +97,12 @@ def _synthetic(facts: BundleFacts, total: int) -> str:
     if not facts.synthetic_tokens:
         return ""
     share = lambda count: f"{count / max(1, total):.1%}"
-    rows = [[maker, count, share(count)] for maker, count in sorted(facts.synthetic_tokens.items(), key=lambda one: -one[1])]
-    words = f"Models wrote {share(sum(facts.synthetic_tokens.values()))} of the supervised tokens, as the documents say:"
+    rows = [
+        [maker, count, share(count)] for maker, count in sorted(facts.synthetic_tokens.items(), key=lambda one: -one[1])
+    ]
+    words = (
+        f"Models wrote {share(sum(facts.synthetic_tokens.values()))} of the supervised tokens, as the documents say:"
+    )
     return f"{words}\n\n{_table(['written by', 'supervised tokens', 'share'], rows)}\n"
 
 

@@ -115,7 +115,9 @@ class _Graph:
 
     def _licences(self, model: str, data: str) -> None:
         """Add one declared and one concluded licence for the model, and the same for the data."""
-        names = sorted({to_spdx_expression(name) for name in self.facts.sum_column_by_licence("documents")} - {NO_ASSERTION})
+        names = sorted(
+            {to_spdx_expression(name) for name in self.facts.sum_column_by_licence("documents")} - {NO_ASSERTION}
+        )
         known = len(names) == len({to_spdx_expression(name) for name in self.facts.sum_column_by_licence("documents")})
         together = " AND ".join(names) if names and known else NO_ASSERTION
         texts = {}

@@ -17,7 +17,7 @@ def take_lock_or_ask_daemon(stack: ExitStack, plant: Plant, errands: Sequence[st
     """Take the model loop's lock into ``stack`` and return ''. If a daemon holds the lock, ask the daemon to do the errands, and return a line
     for the person.
 
-    ``errands``: actions of the daemon, such as 'judge 3'. ``how``: their options, which ``factory.retrying.requests.open_requests`` returns.
+    ``errands``: actions of the daemon, such as 'judge 3'. ``how``: their options, which ``factory.retrying.requests.list_open_requests`` returns.
     Raises: WorkspaceError if another command holds the lock.
     """
     from factory.retrying.requests import request_actions

@@ -62,7 +62,12 @@ def compare(
     """
     from factory.comparing.curve_comparison import compare_curves as compare_curves
     from factory.comparing.curve_files import read_curve_file, read_segment_curves
-    from factory.comparing.page import convert_comparison_to_json, format_comparison, find_earliest_divergence, render_comparison
+    from factory.comparing.page import (
+        convert_comparison_to_json,
+        find_earliest_divergence,
+        format_comparison,
+        render_comparison,
+    )
     from factory.ledger.rows import SegmentRow
     from factory.training.planning import find_last_finished_segment
     from kernels.contract.files import replace_non_finite, write_atomically

@@ -29,7 +29,7 @@ def list_data(
     ] = 20,
 ) -> None:
     """List documents and tokens by shard, domain, source and licence, the removals, and what would hold back a release of a model."""
-    from factory.data.listing import format_data_list, collect_data_facts
+    from factory.data.listing import collect_data_facts, format_data_list
     from factory.releasable.report import format_report, format_summary, make_report
 
     found = collect_data_facts(plant.ledger, most)
@@ -65,7 +65,7 @@ def remove_data(
     puts the documents back, unless their text was erased.
     """
     from factory.data.removing import apply_removal, plan_removal
-    from factory.data.selecting import list_removable_fates, select_documents_by_name, select_documents_by_label
+    from factory.data.selecting import list_removable_fates, select_documents_by_label, select_documents_by_name
 
     given = {"key": document, "source": source, "license": licence}
     chosen = [(column, names) for column, names in given.items() if names]

@@ -94,7 +94,9 @@ def generate(
     if inbox:
         say.print_line(f"  inbox: {made.inbox}")
     else:
-        say.print_line(Message("generate.not_in_inbox", "  To train on this shard, run the same command with '--inbox'."))
+        say.print_line(
+            Message("generate.not_in_inbox", "  To train on this shard, run the same command with '--inbox'.")
+        )
 
 
 ENDS = {

@@ -137,7 +137,7 @@ def _preview(workspace: Workspace, found: GatheredFiles, say: AnswerPrinter) -> 
         except (ShardProblem, InputError) as error:
             broken[pack.name] = str(error)
             continue
-        for line in shown[-1].lines():
+        for line in shown[-1].format_lines():
             say.print_line(f"  {line}")
     stored = Message(
         "ingest.previewed",

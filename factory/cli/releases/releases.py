@@ -168,7 +168,9 @@ def diff_releases(plant: Plant, say: AnswerPrinter, one: ReleaseName, other: Rel
     for word, names in (("added", data["added"]), ("left out", data["left_out"])):
         say.print_line(f"  data {word}: {', '.join(names) or 'nothing'}")
     same = code["commits"][0] == code["commits"][1]
-    say.print_line(f"  code       {code['commits'][0][:12]}" + (", the same" if same else f" → {code['commits'][1][:12]}"))
+    say.print_line(
+        f"  code       {code['commits'][0][:12]}" + (", the same" if same else f" → {code['commits'][1][:12]}")
+    )
     for line in code["between"][:SHOWN_COMMITS]:
         say.print_line(f"             {line}")
     if len(code["between"]) > SHOWN_COMMITS:

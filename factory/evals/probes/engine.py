@@ -1,7 +1,7 @@
 """Compares a serving engine's answers over HTTP with the judge's own tokenizer and model.
 
-``make_engine_fixture`` gives the judge's answers as JSON values. If the log-probabilities of the two likeliest tokens are too close, either token is right,
-and the comparison of that continuation ends before it.
+``make_engine_fixture`` gives the judge's answers as JSON values. If the log-probabilities of the two likeliest tokens are too close, either token
+is right, and the comparison of that continuation ends before it.
 """
 
 from __future__ import annotations

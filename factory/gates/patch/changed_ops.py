@@ -12,7 +12,7 @@ from factory.core import devices
 from factory.core.errors import suggest_name
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.stage_interface import PatchCase, make_not_needed_evidence
-from kernels.contract.choice import EVERY_OP, UNTUNED, read_device_section, split_implementation_names, replace_auto
+from kernels.contract.choice import EVERY_OP, UNTUNED, read_device_section, replace_auto, split_implementation_names
 from kernels.contract.message import Message
 
 NO_OP = make_not_needed_evidence(Message("patch.no_op", "The patch changes no op."))

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import torch
 
 from factory.runs.distance import (
-    find_value_differences,
     compute_relative_size,
+    find_value_differences,
+    measure_tensor_distances,
     sum_distances,
     sum_moment_distances_by_kind,
-    measure_tensor_distances,
 )
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
@@ -45,7 +45,9 @@ def compute_squared_moment_distances(one: Checkpoint | None, other: Checkpoint |
     assert one is not None and other is not None
     return {
         kind: found.apart**2
-        for kind, found in sum_moment_distances_by_kind(measure_tensor_distances(other.optimizer, one.optimizer)).items()
+        for kind, found in sum_moment_distances_by_kind(
+            measure_tensor_distances(other.optimizer, one.optimizer)
+        ).items()
     }
 
 
@@ -64,7 +66,8 @@ def find_checkpoint_difference(
         return _different_state(other)
     for key in ROUNDED_STATE_KEYS:
         if any(
-            far.share_of_size > ROUNDED for _, far in find_value_differences(baseline.state.get(key), candidate.state.get(key))
+            far.share_of_size > ROUNDED
+            for _, far in find_value_differences(baseline.state.get(key), candidate.state.get(key))
         ):
             return _different_state([key])
     if _without_computing(candidate.state.get("recipe")) != _without_computing(baseline.state.get("recipe")):

@@ -12,7 +12,13 @@ from factory.evals.export_config import parse_config
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import select_held_out_documents
-from factory.evals.tasks import EvalItem, ScoredText, compute_bits_per_byte_by_domain, encode_documents, score_bits_per_byte
+from factory.evals.tasks import (
+    EvalItem,
+    ScoredText,
+    compute_bits_per_byte_by_domain,
+    encode_documents,
+    score_bits_per_byte,
+)
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.plant import Plant
@@ -40,7 +46,9 @@ def read_held_out_texts(
 def make_reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceModel:
     """Return the judge's own model with these weights. ``weights``: the trainer's name → tensor."""
     shape = Recipe.parse(recipe).model
-    return ReferenceModel(parse_config(make_hf_config(shape, "float32"), "recipe"), rename_tensors_for_hf(weights, shape))
+    return ReferenceModel(
+        parse_config(make_hf_config(shape, "float32"), "recipe"), rename_tensors_for_hf(weights, shape)
+    )
 
 
 def score_weights(

@@ -15,7 +15,12 @@ from typing import Any
 
 from factory.gates.patch.policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
-from factory.gates.stage_interface import make_no_evidence_message, read_reasons, make_stage_failed_message, make_tries_unknown_message
+from factory.gates.stage_interface import (
+    make_no_evidence_message,
+    make_stage_failed_message,
+    make_tries_unknown_message,
+    read_reasons,
+)
 from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "oracle", "exploits", "isolated", "matrix", "training", "evals")
@@ -309,7 +314,11 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
             return Verdict(HOLD, (few,))
         mean = sum(known) / len(known)
         deviation = math.sqrt(sum((x - mean) ** 2 for x in known) / (len(known) - 1))
-        reach = compute_t_quantile(1 - (1 - policy.confidence) / len(gains), len(known) - 1) * deviation / math.sqrt(len(known))
+        reach = (
+            compute_t_quantile(1 - (1 - policy.confidence) / len(gains), len(known) - 1)
+            * deviation
+            / math.sqrt(len(known))
+        )
         change = Message(
             "patch.domain_change",
             "in {domain}, bits per byte change by {change:+.4f} (upper bound {most:+.4f}, measured on {documents} documents)",
@@ -352,7 +361,9 @@ def compute_step_gain(policy: TrainingPolicy, baseline: object, candidate: objec
     degrees = len(a) + len(b) - 2
     mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
     variance = (sum((x - mean_a) ** 2 for x in a) + sum((x - mean_b) ** 2 for x in b)) / degrees
-    reach = compute_t_quantile(1 - (1 - policy.confidence) / tries, degrees) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
+    reach = compute_t_quantile(1 - (1 - policy.confidence) / tries, degrees) * math.sqrt(
+        variance * (1 / len(a) + 1 / len(b))
+    )
     found = mean_a - mean_b
     bounds = [min(max(x, -700.0), 700.0) for x in (found, found - reach, found + reach, max(a) - min(a))]
     return StepGain(*map(math.exp, bounds))

@@ -29,13 +29,18 @@ from agents.core.untrusted import fold_to_one_line
 from factory.core import devices
 from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode
 from factory.gates.patch.policy import OraclePolicy
-from factory.gates.stage_interface import StageEvidence, make_failed_evidence, make_missing_evidence, make_passed_evidence
+from factory.gates.stage_interface import (
+    StageEvidence,
+    make_failed_evidence,
+    make_missing_evidence,
+    make_passed_evidence,
+)
 from factory.gates.time_limits import (
     TimeLimits,
     make_baseline_stopped_message,
     make_out_of_time_evidence,
-    run_with_limits,
     make_stopped_message,
+    run_with_limits,
 )
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
@@ -139,7 +144,9 @@ def run_op_jobs(
     with contextlib.ExitStack() as opened:
         made = run_driver(["make", request, given], [baseline, request], given, baseline, policy.wall_seconds)
         if not made.ok:
-            why = Message("patch.no_inputs", "The test inputs could not be made: {problem}", problem=made.describe_ending())
+            why = Message(
+                "patch.no_inputs", "The test inputs could not be made: {problem}", problem=made.describe_ending()
+            )
             if made.timed_out:
                 why = make_baseline_stopped_message("test inputs", policy.wall_seconds, "oracle.wall_seconds")
             yield OpAnswers(
@@ -307,7 +314,9 @@ def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: P
     request = work / "request-again.json"
     asked = {"device": devices.get_device_kind(), "jobs": [jobs[number] for number in numbers]}
     request.write_text(json.dumps(asked | make_recorder_request(answers.instructions)))
-    limits = patience.compute_attempt_limits(answers.baseline_seconds)  # the time of all jobs is enough for some of them
+    limits = patience.compute_attempt_limits(
+        answers.baseline_seconds
+    )  # the time of all jobs is enough for some of them
     with contextlib.ExitStack() as opened:
 
         def attempt(number: int, limit: float) -> tuple[sandbox.SandboxResult, list[int]]:

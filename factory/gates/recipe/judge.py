@@ -23,7 +23,12 @@ from typing import Any
 from factory.gates.patch.judge import compute_t_quantile
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
-from factory.gates.stage_interface import make_no_evidence_message, read_reasons, make_stage_failed_message, make_tries_unknown_message
+from factory.gates.stage_interface import (
+    make_no_evidence_message,
+    make_stage_failed_message,
+    make_tries_unknown_message,
+    read_reasons,
+)
 from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "runs")

@@ -12,7 +12,13 @@ from factory.core.launching import check_ranks_fit
 from factory.gates.patch.source_rules import find_source_problems
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import Changes, find_unused_recipes, read_recipe_changes
-from factory.gates.stage_interface import PatchCase, StageResult, make_failed_evidence, make_missing_evidence, make_passed_evidence
+from factory.gates.stage_interface import (
+    PatchCase,
+    StageResult,
+    make_failed_evidence,
+    make_missing_evidence,
+    make_passed_evidence,
+)
 from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 

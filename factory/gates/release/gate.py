@@ -19,13 +19,18 @@ from factory.evals.statistics import compare_items
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
-from factory.gates.release.held_out_gaps import TASK, compare_gains_inside_and_outside, count_sealed_looks, find_fresh_documents
+from factory.gates.release.held_out_gaps import (
+    TASK,
+    compare_gains_inside_and_outside,
+    count_sealed_looks,
+    find_fresh_documents,
+)
 from factory.gates.release.judge import PROMOTE, judge
 from factory.gates.release.judge_version import compute_judge_version
 from factory.gates.release.overfitting import find_gain_on_dev_half_only
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.recorded_verdict import compute_evidence_sha256
-from factory.gates.release.release_line import GATE, find_comparison_number, compute_guard_losses_since_best_release
+from factory.gates.release.release_line import GATE, compute_guard_losses_since_best_release, find_comparison_number
 from factory.gates.release.replica_noise import find_newest_replica_noise
 from factory.gates.release.reward_hacking import add_dev_rise_evidence
 from factory.gates.release.trained_licences import list_token_shards_of_lineage
@@ -201,7 +206,10 @@ def _record(
         if alone := find_gain_on_dev_half_only(policy, evidence):
             _note(tx, CandidateRow.get(ledger, candidate_id).segment, subject, number, alone)
         record_event(
-            tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome, "judge": compute_judge_version().to_json()}
+            tx,
+            "judged",
+            subject,
+            {"verdict": number, "outcome": verdict.outcome, "judge": compute_judge_version().to_json()},
         )
     return number
 

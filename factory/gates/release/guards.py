@@ -20,9 +20,9 @@ from factory.evals.power import (
     RequiredBound,
     ScoredGuard,
     assign_holm_levels,
+    compute_variance_of_share,
     find_groups_factor_to_detect,
     find_smallest_detectable_gain,
-    compute_variance_of_share,
 )
 from factory.evals.statistics import CLOZE, Gain, compute_alpha_at_look
 from factory.gates.release.evidence import ReleaseEvidence, read_finite_number
@@ -265,5 +265,6 @@ nothing.
         "release.aside",
         "{guard} is not used as a guard, because with {items} items it would stop {held:.0f} of 100 models that are as good as the champion. "
         "At most {most:.0f} are allowed. {size} {still}",
-        guard=name, items=known.items, held=100 * (1 - known.pass_rate_of_equal_models), most=100 * MOST_FAILED, size=size, still=known.effect_when_set_aside,
+        guard=name, items=known.items, held=100 * (1 - known.pass_rate_of_equal_models), most=100 * MOST_FAILED, size=size,
+        still=known.effect_when_set_aside,
     )  # fmt: skip

@@ -13,13 +13,13 @@ from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain, compute_alpha_at_look, run_holm_step_down
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence, read_finite_number
 from factory.gates.release.guards import (
-    make_cloze_guard,
     compute_guard_floors,
     count_groups_to_show_no_loss,
-    make_detectable_gain_message,
     has_enough_groups,
     list_guard_names,
     list_unreliable_guards,
+    make_cloze_guard,
+    make_detectable_gain_message,
     make_promotion_bounds,
     make_set_aside_guard_message,
 )
@@ -28,10 +28,10 @@ from factory.gates.release.judge_messages import (
     make_allowed_loss_message,
     make_change_message,
     make_data_order_message,
-    make_remedy_to_ingest_documents,
-    make_remedy_to_add_groups,
     make_noise_message,
     make_not_measured_reason,
+    make_remedy_to_add_groups,
+    make_remedy_to_ingest_documents,
     make_remedy_to_train_longer,
     make_unguarded_domains_message,
 )  # fmt: skip

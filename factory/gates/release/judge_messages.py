@@ -72,7 +72,11 @@ def make_change_message(
     """'code: 1.920 → 1.840 bits per byte (change −0.080, 95 % interval from −0.100 to −0.060)'. A loss that falls is a negative change."""
     before, after = levels or (None, None)
     change, low, high = (
-        (read_finite_number(gain.gain), gain.compute_confidence_bound(0.025), gain.compute_confidence_bound(0.025, above=True))
+        (
+            read_finite_number(gain.gain),
+            gain.compute_confidence_bound(0.025),
+            gain.compute_confidence_bound(0.025, above=True),
+        )
         if gain
         else (None, None, None)
     )
@@ -206,7 +210,9 @@ documents of these domains, but no sealed document of these domains is held out.
 with such documents (held_out.least in data.yaml). Or remove the documents of the domain: 'factory data remove'.
     """
     shares = {
-        name: read_finite_number(share) or 0.0 for name, share in evidence.trained_on.items() if name not in evidence.domains
+        name: read_finite_number(share) or 0.0
+        for name, share in evidence.trained_on.items()
+        if name not in evidence.domains
     }
     known = sorted((-share, name) for name, share in shares.items() if share > 0)
     if not known:

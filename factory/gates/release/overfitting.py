@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from factory.gates.release.evidence import ReleaseEvidence, read_finite_number
-from factory.gates.release.judge_messages import make_remedy_to_train_another_candidate, make_remedy_to_ingest_documents
+from factory.gates.release.judge_messages import make_remedy_to_ingest_documents, make_remedy_to_train_another_candidate
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message
@@ -70,7 +70,9 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
         gap, on_fresh = evidence.fresh_gap, evidence.on_fresh
         high = gap.compute_confidence_bound(rules.alpha / 2, above=True) if gap else None
         least, new = (
-            (on_fresh.compute_confidence_bound(rules.alpha / 2), read_finite_number(on_fresh.gain)) if on_fresh else (None, None)
+            (on_fresh.compute_confidence_bound(rules.alpha / 2), read_finite_number(on_fresh.gain))
+            if on_fresh
+            else (None, None)
         )
         if gap is None or high is None or gap.gain is None or new is None or least is None:
             missing.append(

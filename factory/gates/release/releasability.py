@@ -22,11 +22,11 @@ from factory.evals.power import RequiredBound, ScoredGuard, compute_variance_of_
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence, read_finite_number
 from factory.gates.release.guards import (
-    make_cloze_guard,
+    compute_detectable_gain,
     compute_guard_floors,
     count_groups_to_show_no_loss,
-    compute_detectable_gain,
     list_unreliable_guards,
+    make_cloze_guard,
 )
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.release_line import GATE
@@ -159,7 +159,9 @@ def _spread(stored: Any) -> float | None:
 
 
 def _scored(name: str, known: ScoredGuard, is_aside: bool) -> GuardRequirement:
-    return GuardRequirement(name, "aside" if is_aside else "stands", known.items, known.find_items_needed(), known.pass_rate_of_equal_models)
+    return GuardRequirement(
+        name, "aside" if is_aside else "stands", known.items, known.find_items_needed(), known.pass_rate_of_equal_models
+    )
 
 
 def _assumed(policy: ReleasePolicy, sizes: SuiteSizes) -> ReleaseEvidence:

@@ -25,7 +25,9 @@ def find_comparison_number(ledger: Ledger, champion_id: int, candidate_id: int, 
     return looked.index(mine) + 1 if mine in looked else len(looked) + 1
 
 
-def compute_guard_losses_since_best_release(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> dict[str, float]:
+def compute_guard_losses_since_best_release(
+    ledger: Ledger, champion_id: int, guards: Iterable[str]
+) -> dict[str, float]:
     """Return guard → the champion's loss since the best release that it descends from, as the verdicts measured it.
 
     Each release was compared with the champion before it on the same items, so the gains add up, and small losses cannot accumulate unseen. A

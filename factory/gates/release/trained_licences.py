@@ -101,7 +101,7 @@ def list_token_shards(ledger: Ledger) -> set[str]:
 def compute_unreleasable_shares(policy: LicenceRules, tokens: Mapping[str, int]) -> dict[str, float]:
     """Return licence → share of the tokens, largest first, for the licences that do not allow a release under ``policy``.
 
-    >>> compute_unreleasable_shares(Licences(), {"": 25, "unheard of": 75})
+    >>> compute_unreleasable_shares(LicenceRules(), {"": 25, "unheard of": 75})
     {'unheard of': 0.75, 'no licence': 0.25}
     """
     total = sum(tokens.values())

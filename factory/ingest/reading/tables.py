@@ -18,7 +18,13 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, make_duplicate_column_error, make_row_too_long_error
+from factory.ingest.reading.rows import (
+    BadRow,
+    RawRow,
+    ShardProblem,
+    make_duplicate_column_error,
+    make_row_too_long_error,
+)
 from factory.ingest.reading.streams import ByteStream, ReadableFile, read_blocks
 from kernels.contract.message import Message
 

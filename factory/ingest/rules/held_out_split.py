@@ -321,9 +321,7 @@ def _in_order(units: Iterable[_Unit]) -> list[_Unit]:
     return sorted(units, key=lambda unit: (hash_draw_unit(unit.unit), unit.name))
 
 
-def _by(
-    ones: Iterable[HeldOutCandidate], name: Callable[[HeldOutCandidate], str]
-) -> dict[str, list[HeldOutCandidate]]:
+def _by(ones: Iterable[HeldOutCandidate], name: Callable[[HeldOutCandidate], str]) -> dict[str, list[HeldOutCandidate]]:
     """Return the documents by name, in the order of the names."""
     found: dict[str, list[HeldOutCandidate]] = {}
     for one in sorted(ones, key=lambda one: (name(one), one.number)):

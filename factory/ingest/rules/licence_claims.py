@@ -111,5 +111,7 @@ def list_rows_with_set_aside_claims(db: SqlReader) -> set[str]:
 def find_relicensed_documents(db: SqlReader, policy: LicenceRules) -> Mapping[str, LicenceConflict]:
     """Return, by key, the conflicts of the documents that are judged by another licence than the one in their own row."""
     return {
-        one.key: one for one in find_licence_conflicts(db) if one.find_effective_licence(policy) != one.claims[0].license
+        one.key: one
+        for one in find_licence_conflicts(db)
+        if one.find_effective_licence(policy) != one.claims[0].license
     }

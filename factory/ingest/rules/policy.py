@@ -98,7 +98,8 @@ class LicenceRules(StrictPolicy):
 
     def find_licence(self, name: str | None) -> LicencePermissions:
         """
-        >>> policy = LicenceRules(known={"MIT": LicencePermissions(train=True, release=True), "proprietary": LicencePermissions(train=False, release=False)})
+        >>> allowed, refused = LicencePermissions(train=True, release=True), LicencePermissions(train=False, release=False)
+        >>> policy = LicenceRules(known={"MIT": allowed, "proprietary": refused})
         >>> [policy.find_licence(name).release for name in ("mit ", "MIT OR GPL-3.0-only", "MIT AND GPL-3.0-only", "(MIT)")]
         [True, True, False, True]
         >>> [policy.find_licence(name).train for name in ("Proprietary", "proprietary AND MIT", "MIT OR Proprietary", "unheard of", " ")]
@@ -110,17 +111,22 @@ class LicenceRules(StrictPolicy):
             return exact
         known: dict[str, LicencePermissions] = {}
         for other, licence in self.known.items():  # if two spellings of one name are listed, the stricter counts
-            known[normalise_licence_name(other)] = _strictest([licence, known.get(normalise_licence_name(other), licence)])
+            known[normalise_licence_name(other)] = _strictest(
+                [licence, known.get(normalise_licence_name(other), licence)]
+            )
         return LicenceEvaluator(known, self.default, _strictest, _laxest).evaluate(name)
 
     def is_listed(self, name: str) -> bool:
         """Return whether every name of an expression is listed.
 
-        >>> policy = LicenceRules(known={"MIT": LicencePermissions(train=True, release=True), "public domain": LicencePermissions(train=True, release=True)})
+        >>> allowed = LicencePermissions(train=True, release=True)
+        >>> policy = LicenceRules(known={"MIT": allowed, "public domain": allowed})
         >>> [policy.is_listed(name) for name in ("mit license", "Public-Domain", "MIT OR Unlicense", "Unlicense", "")]
         [True, True, False, False, False]
         """
-        return LicenceEvaluator(dict.fromkeys(map(normalise_licence_name, self.known), True), False, all, all).evaluate(name)
+        return LicenceEvaluator(dict.fromkeys(map(normalise_licence_name, self.known), True), False, all, all).evaluate(
+            name
+        )
 
 
 def _strictest(licences: Sequence[LicencePermissions]) -> LicencePermissions:

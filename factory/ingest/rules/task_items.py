@@ -1,7 +1,7 @@
 """Reads the items of evaluation tasks: every string in every data file of ``policies/tasks/``.
 
 Items need no schema. Ingest therefore keeps the items of any task file out of training data as soon as the file is in the folder, even if no task
-uses it yet. The tasks read their items with this module too, so that both see the same records. ``task_folder.list_unread_files`` names the files
+uses it yet. The tasks read their items with this module too, so that both see the same records. ``task_folder.list_unreadable_files`` names the files
 that cannot be read.
 """
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from factory.serving.native.batch import DecodingJob, DecodingBatch, ComputedToken
+from factory.serving.native.batch import ComputedToken, DecodingBatch, DecodingJob
 from kernels.contract.message import Message
 
 TokenListener = Callable[

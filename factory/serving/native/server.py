@@ -25,7 +25,7 @@ from factory.core.errors import FactoryError
 from factory.core.exports import hash_export_folder
 from factory.evals.token_bytes import TokenBytes
 from factory.release.published_link import MODEL_NAME
-from factory.serving.api.disconnects import ClientDisconnectedError, cancel_if_gone
+from factory.serving.api.disconnects import ClientDisconnectedError, cancel_if_client_disconnects
 from factory.serving.api.errors import ApiError
 from factory.serving.api.request import (
     CompletionRequest,
@@ -35,7 +35,7 @@ from factory.serving.api.request import (
     tokenize_chat,
     tokenize_prompts,
 )
-from factory.serving.native.batch import DecodingJob, DecodingBatch, ComputedToken
+from factory.serving.native.batch import ComputedToken, DecodingBatch, DecodingJob
 from factory.serving.native.decoder import CachedDecoder
 from factory.serving.native.engine_loop import NOT_FINITE, EngineLoop
 from factory.serving.native.replies import ChoiceReply, CompletionReply
@@ -145,9 +145,9 @@ def make_application(engine: NativeEngine) -> Starlette:
             ask = engine.read_request(await request.body(), chat)
             reply = engine.make_reply(ask)
             if not ask.stream:
-                return JSONResponse(await cancel_if_gone(request, _finish(engine, ask, reply)))
+                return JSONResponse(await cancel_if_client_disconnects(request, _finish(engine, ask, reply)))
             tokens = engine.generate_tokens(ask, reply)
-            first = await cancel_if_gone(
+            first = await cancel_if_client_disconnects(
                 request, anext(tokens)
             )  # a failure before the first token gives an HTTP status, not an event
             return StreamingResponse(_events(ask, reply, first, tokens), media_type="text/event-stream")
@@ -156,7 +156,9 @@ def make_application(engine: NativeEngine) -> Starlette:
 
     async def health(request: Request) -> Response:
         problem = engine.loop.health_problem
-        return JSONResponse({"ok": not problem, "problem": problem, **engine.loop.metric_counts}, 503 if problem else 200)
+        return JSONResponse(
+            {"ok": not problem, "problem": problem, **engine.loop.metric_counts}, 503 if problem else 200
+        )
 
     async def tokenize(request: Request) -> Response:
         ids = engine.tokenize(await request.body())

@@ -16,7 +16,12 @@ from factory.ledger.decisions import APPROVED, REFUSED, REJECTED, list_undecided
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow
 from factory.ledger.writing import record_event_once
-from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, is_decision_by_person_needed, record_rejection
+from factory.release.approvals import (
+    APPROVAL_TAG,
+    describe_waiting_candidate,
+    is_decision_by_person_needed,
+    record_rejection,
+)
 from factory.release.checks import get_newest_verdict
 from factory.release.releases import release_candidate
 from factory.show.mlflow.outages import TrackingError, show_unless_outage

@@ -103,7 +103,9 @@ def make_mlflow_server_options(names: Sequence[HostName], port: int) -> list[str
     if not names:
         return []
     hosts = [*OF_THIS_MACHINE, *ANY_PORT, *(host for name in names for host in name.list_host_headers(port))]
-    origins = [origin for name in names for origin in name.list_origin_headers(port)]  # MLflow adds those of OF_THIS_MACHINE
+    origins = [
+        origin for name in names for origin in name.list_origin_headers(port)
+    ]  # MLflow adds those of OF_THIS_MACHINE
     return [
         "--allowed-hosts",
         ",".join(dict.fromkeys(hosts)),

@@ -17,9 +17,9 @@ from factory.show.mlflow.registry import (
     SHOWN,
     describe_removed_data,
     find_candidate_version,
+    find_newest_bundle_folder,
     is_version_complete,
     mark_version_complete,
-    find_newest_bundle_folder,
     read_aliases,
     register_version,
 )

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from factory.core.workspace import PATIENCE, Workspace
-from factory.show.mlflow.host_names import make_mlflow_server_options, choose_server_names
+from factory.show.mlflow.host_names import choose_server_names, make_mlflow_server_options
 from factory.show.mlflow.outages import TrackingError as TrackingError
-from factory.show.mlflow.outages import note_server_failure, refuse_during_outage, make_repair_advice
+from factory.show.mlflow.outages import make_repair_advice, note_server_failure, refuse_during_outage
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

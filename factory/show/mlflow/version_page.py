@@ -101,7 +101,8 @@ def _links(segment: SegmentRow, verdict: VerdictRow, places: VersionLinks) -> li
         f"[comparison with {verdict.against.replace(':', ' ')}]({own.make_comparison_link(champion)})"
         if champion and verdict.against
         else "",
-        (f"[{made}]({training.make_page_link('/model-metrics')})" if training else made) + f", code `{segment.code_commit[:12]}`",
+        (f"[{made}]({training.make_page_link('/model-metrics')})" if training else made)
+        + f", code `{segment.code_commit[:12]}`",
     ]
     if places.release:
         links.append(f"bundle `{places.bundle or f'factory release --bundle {places.release}'}`")

@@ -16,7 +16,12 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.release.approvals import describe_waiting_candidate, is_decision_by_person_needed
-from factory.retrying.trainer_deaths import FAILED, SEGMENT_STUMBLED, describe_parked_segment, format_commands_for_parked_segment
+from factory.retrying.trainer_deaths import (
+    FAILED,
+    SEGMENT_STUMBLED,
+    describe_parked_segment,
+    format_commands_for_parked_segment,
+)
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 from kernels.contract.message import Message
 

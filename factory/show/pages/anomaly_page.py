@@ -22,7 +22,7 @@ def diagnosis_page_path(plant: Plant, detail: Mapping[str, Any]) -> Path:
 
 
 def write_diagnosis_page(plant: Plant, detail: Mapping[str, Any]) -> Path:
-    """Write the page of a diagnosis and return its path. ``detail``: the diagnosis, as ``newest_details_by_anomaly`` returns it.
+    """Write the page of a diagnosis and return its path. ``detail``: the diagnosis, as ``read_newest_details_by_anomaly`` returns it.
 
     A diagnosis from before December 2026 has no curves in the ledger, so its existing page is kept.
     """

@@ -29,7 +29,8 @@ def summarise_candidate(
 
 def _compared(found: ChampionComparison) -> dict[str, str]:
     gains = {
-        name: compute_gain_with_interval(stored) for name, stored in sorted(dict_or_empty(found.evidence.get("guards")).items())
+        name: compute_gain_with_interval(stored)
+        for name, stored in sorted(dict_or_empty(found.evidence.get("guards")).items())
     }
     named = lambda wanted: "; ".join(
         _change(found, name) for name, gain in gains.items() if gain and wanted(gain["shows"])

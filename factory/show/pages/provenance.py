@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from factory.data.exposure import DocumentExposure, ExposureStep, UnknownExposureError, list_contributing_segments
 from factory.data.selecting import find_document_keys
-from factory.data.synthetic import count_synthetic_documents, count_documents_written_by_release
+from factory.data.synthetic import count_documents_written_by_release, count_synthetic_documents
 from factory.gates.release.trained_licences import count_tokens_by_licence
 from factory.ingest.document import read_author_model
 from factory.ingest.rules.licence_claims import find_licence_conflicts

@@ -95,7 +95,10 @@ def read_release_details(plant: Plant, name: str) -> Facts:
             "champion": is_champion,
             "reasons": verdict.reasons if verdict else [],
             "measured": {TARGET: compute_gain_with_interval(evidence.get(TARGET))}
-            | {guard: compute_gain_with_interval(found) for guard, found in sorted((evidence.get("guards") or {}).items())},
+            | {
+                guard: compute_gain_with_interval(found)
+                for guard, found in sorted((evidence.get("guards") or {}).items())
+            },
             "bits_per_byte": evidence.get("bits_per_byte") or {},
             "champion_bits_per_byte": evidence.get("champion_bits_per_byte") or {},
             "decision": decision and vars(decision),
@@ -134,7 +137,10 @@ def compare_releases(plant: Plant, one: str, other: str) -> Facts:
     """The difference from ``one`` to ``other``: gains by domain with intervals, recipe keys, data, commits. Raises: InputError."""
     (a, _), (b, _) = find_release_or_candidate(plant.ledger, one), find_release_or_candidate(plant.ledger, other)
     first, second = SegmentRow.get(plant.ledger, a.segment), SegmentRow.get(plant.ledger, b.segment)
-    before, after = read_training_data_of_segment(plant.ledger, first.id), read_training_data_of_segment(plant.ledger, second.id)
+    before, after = (
+        read_training_data_of_segment(plant.ledger, first.id),
+        read_training_data_of_segment(plant.ledger, second.id),
+    )
     keys = [flatten_keys(segment.recipe_json) for segment in (first, second)]
     recipes = {key: [one.get(key) for one in keys] for key in sorted({*keys[0], *keys[1]})}
     named = lambda facts: {shard["id"]: shard["name"] for shard in facts["shards"]}

@@ -50,7 +50,11 @@ def render_report(ledger: Ledger, candidate_id: int) -> str:
     verdict = VerdictRow.find_newest(ledger, "release", Subject("candidate", candidate_id))
     release = ReleaseRow.find_first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
     compared = ChampionComparison.read_newest(ledger, candidate_id)
-    evaluation, summary, champion = compared.evaluation, compared.candidate_evaluation_summary, compared.champion_summary
+    evaluation, summary, champion = (
+        compared.evaluation,
+        compared.candidate_evaluation_summary,
+        compared.champion_summary,
+    )
     lineage = SegmentRow.read_lineage(ledger, candidate.segment)
     trained, quarantined = _data(ledger, lineage[-1])
     against = verdict.against if verdict else None

@@ -110,7 +110,10 @@ def convert_records(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], 
 def parse_subject_and_split(stem: str) -> tuple[str, str]:
     """(subject, split) from a file's name without its suffix. Each is empty if the name does not have it.
 
-    >>> parse_subject_and_split("anatomy_test"), parse_subject_and_split("ARC-Easy-Dev"), parse_subject_and_split("test-00000-of-00001"), parse_subject_and_split("HumanEval")
+    >>> (parse_subject_and_split("anatomy_test"),
+    ...  parse_subject_and_split("ARC-Easy-Dev"),
+    ...  parse_subject_and_split("test-00000-of-00001"),
+    ...  parse_subject_and_split("HumanEval"))
     (('anatomy', 'test'), ('ARC-Easy', 'dev'), ('', 'test'), ('HumanEval', ''))
     """
     stem = _PIECE.sub("", stem)

@@ -84,7 +84,9 @@ def trace(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "anomalies.jsonl").write_text("".join(json.dumps(line) + "\n" for line in anomalies))
     state = {"step": 8, "recipe": {"parallel": {}}, "skipped": ["x"]}
-    save_checkpoint(folder / "checkpoints", Checkpoint({"w": torch.full((3,), weights)}, {"exp_avg.w": torch.ones(3)}, state))
+    save_checkpoint(
+        folder / "checkpoints", Checkpoint({"w": torch.full((3,), weights)}, {"exp_avg.w": torch.ones(3)}, state)
+    )
     return read_whole_trace(RunTrace(folder, 5, 8, ends=False))
 
 

@@ -20,9 +20,9 @@ from factory.audit.audit_windows import AuditWindow, record_audit_window
 from factory.audit.kept_checkpoints import (
     choose_steps_to_keep,
     copy_checkpoint,
+    get_window_checkpoint_folder,
     keep_window_checkpoints,
     update_kept_checkpoints,
-    get_window_checkpoint_folder,
 )
 from factory.core.path_removal import remove_path
 from factory.ledger.ledger import checkpoints, data_plans, segments
@@ -129,7 +129,9 @@ def test_the_whole_segment_is_audited_if_checkpoints_of_the_window_are_missing(t
     made(kept_at, 25)
     with few_handles(), pytest.raises(OSError):
         keep_now()
-    assert AuditWindow.find_for_segment(plant.ledger, 2) == drawn, "a window is not given up because no file handle was left"
+    assert AuditWindow.find_for_segment(plant.ledger, 2) == drawn, (
+        "a window is not given up because no file handle was left"
+    )
     shutil.rmtree(kept_at)
     made(kept_at, 33)
     changed_bytes(made(kept_at, 25))

@@ -15,7 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from factory.audit.audit_segment import audit_segment
-from factory.audit.audit_windows import AuditWindow, count_agreeing_audits_by_patch, find_due_audits, record_audit_window
+from factory.audit.audit_windows import (
+    AuditWindow,
+    count_agreeing_audits_by_patch,
+    find_due_audits,
+    record_audit_window,
+)
 from factory.audit.kept_checkpoints import get_audit_folder
 from factory.audit.policy import AuditPolicy
 from factory.cli.app import app
@@ -199,7 +204,10 @@ def test_a_killed_audit_continues_and_a_timed_out_audit_is_tried_again(site: Sit
     site.policy(wall_seconds=0.01, again_after_seconds=0.001)
     verdict = site.audited(segment)
     assert verdict.outcome == "hold" and "wall limit" in verdict.reasons[0], verdict
-    assert propose_reverts_of_blamed_patches(Plant(workspace, ledger)) == [] and ProposalRow.get(ledger, 1).state == "approved"
+    assert (
+        propose_reverts_of_blamed_patches(Plant(workspace, ledger)) == []
+        and ProposalRow.get(ledger, 1).state == "approved"
+    )
     assert find_due_audits(ledger, AuditPolicy(again_after_seconds=1e-9)) == [segment]
     site.policy()
     words = [sys.executable, "-c", DIES, str(workspace.root), str(segment)]

@@ -92,7 +92,9 @@ def test_documents_of_a_damaged_shard_are_not_put_into_a_bundle(released: Filled
     tokens.write_bytes(bytes([before[0] ^ 1]) + before[1:])
     (tmp_path / ".out.0123456789ab.part").mkdir()  # of a bundle whose writing was killed
     with pytest.raises(InputError, match=r"tokens.bin is damaged.*check --repair"):
-        write_release_bundle(Plant(released.workspace, released.ledger), 2, BundleOptions(out=tmp_path / "out", data=True))
+        write_release_bundle(
+            Plant(released.workspace, released.ledger), 2, BundleOptions(out=tmp_path / "out", data=True)
+        )
     tokens.write_bytes(before)
     assert list(tmp_path.iterdir()) == []
 

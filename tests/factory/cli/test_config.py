@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from factory.cli.app import app
 from factory.cli.config import NAMES, _schemas
-from factory.cli.policy_sources import read_field_docs, list_settings
+from factory.cli.policy_sources import list_settings, read_field_docs
 from factory.core.errors import FactoryError
 from factory.core.policy_file import hash_policy
 from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_root

@@ -145,7 +145,11 @@ def test_the_daemon_does_not_start_if_its_port_is_taken(workspace: Workspace, le
         (workspace.root / "factory.yaml").write_text(f"metrics_port: {taken.getsockname()[1]}\n")
         error = command_here("run", home=workspace).exception
     assert error is not None
-    refused("The factory cannot listen on port … (metrics_port in …/factory.yaml)", print_error_and_get_exit_code(error), str(error))
+    refused(
+        "The factory cannot listen on port … (metrics_port in …/factory.yaml)",
+        print_error_and_get_exit_code(error),
+        str(error),
+    )
 
 
 @pytest.mark.parametrize(("number", "says"), [("ENOSPC", "the disk is full"), ("EROFS", "writing is not permitted")])

@@ -21,7 +21,14 @@ from rich.console import Console
 from agents.core.proposal import Edit, Proposal
 from agents.kernel_engineer.draft import AGENT
 from factory.code_loop import proposing, submitting
-from factory.code_loop.agent_runs import IMPROVE, AgentOptions, AgentRun, AgentRuns, NoModelReplyError, find_agent_checkpoint_database
+from factory.code_loop.agent_runs import (
+    IMPROVE,
+    AgentOptions,
+    AgentRun,
+    AgentRuns,
+    NoModelReplyError,
+    find_agent_checkpoint_database,
+)
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.console import Terminal
 from factory.core.devices import run_in_parallel
@@ -187,7 +194,9 @@ def test_a_dirty_checkout_and_a_detached_head_are_refused(made: Made) -> None:
 
 def test_the_search_proposer_takes_no_endpoint_and_no_target(made: Made) -> None:
     with refused("code_loop.search_options", InputError):
-        proposing.make_proposals(Plant(made.workspace, made.ledger), agent="search", options=AgentOptions(target="swiglu"))
+        proposing.make_proposals(
+            Plant(made.workspace, made.ledger), agent="search", options=AgentOptions(target="swiglu")
+        )
 
 
 def test_asking_for_a_target_abandons_unfinished_runs_for_other_targets(made: Made) -> None:

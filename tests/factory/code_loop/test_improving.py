@@ -27,12 +27,21 @@ from factory.code_loop.improvements import (
     ENDED,
     BudgetUse,
     compute_budget_use,
-    read_improvement_facts,
     format_improvement_facts,
+    read_improvement_facts,
     read_newest_stages,
     read_unchecked_improve_policy,
 )
-from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, choose_next_stage, choose_next_stages
+from factory.code_loop.improving import (
+    JUDGE,
+    MERGE,
+    PROFILE,
+    PROPOSE,
+    LoopStage,
+    LoopState,
+    choose_next_stage,
+    choose_next_stages,
+)
 from factory.code_loop.proposing import AGENTS
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import ConfigError
@@ -346,7 +355,7 @@ def test_a_stage_that_was_killed_is_done_again_by_the_next_pass(
                 "draft": (submitting.repository, "apply_proposal"),
                 "written": (improving, "write_branch"),
                 "gate": (submitting, "_decide"),
-                "verdict": (submitting, "record_judged"),
+                "verdict": (submitting, "record_proposal_as_judged"),
             }[point]
             real = getattr(place, name)
 

@@ -85,8 +85,12 @@ def test_a_machine_that_is_too_busy_holds_a_patch_in_every_stage(stage: str, mad
 
 def test_a_patch_is_judged_again_only_if_a_time_limit_was_the_only_reason() -> None:
     passed, late = {"state": "passed"}, make_out_of_time_evidence("too late")
-    assert was_held_by_time_limit_only({"stages": {"scope": passed, "oracle": {"state": "not needed"}, "training": late}})
-    assert not was_held_by_time_limit_only({"stages": {"scope": passed, "oracle": {"state": "failed"}, "training": late}})
+    assert was_held_by_time_limit_only(
+        {"stages": {"scope": passed, "oracle": {"state": "not needed"}, "training": late}}
+    )
+    assert not was_held_by_time_limit_only(
+        {"stages": {"scope": passed, "oracle": {"state": "failed"}, "training": late}}
+    )
     assert not was_held_by_time_limit_only({"stages": {"scope": passed, "training": {"state": "missing"}}})
     assert not was_held_by_time_limit_only({"stages": {"scope": passed}}) and not was_held_by_time_limit_only({})
     every: list[type[StrictPolicy]] = [PatchPolicy, RecipePolicy]
@@ -141,7 +145,10 @@ def test_a_patch_with_code_for_another_device_waits_for_a_daemon_on_that_device(
     mixed = [*parts, UnexecutedPart("kernels/swiglu/cpp.py", 3, "x")]
     assert "waits_for" not in matrix._unexecuted(mixed) and "waits" not in matrix._reasons(mixed)[0]
     plant, policy = PatchPlant(tmp_path), PatchPolicy()
-    held(plant, {"stages": {"matrix": make_missing_evidence(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"})
+    held(
+        plant,
+        {"stages": {"matrix": make_missing_evidence(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"},
+    )
     assert find_proposals_to_judge_again(plant.ledger, policy) == []
     monkeypatch.setattr(devices, "device_kind", lambda: elsewhere)  # the workspace is opened on another machine
     assert [row.number for row in find_proposals_to_judge_again(plant.ledger, policy)] == [1]

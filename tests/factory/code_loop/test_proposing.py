@@ -101,9 +101,9 @@ def test_a_patch_with_a_forbidden_import_is_rejected_and_keeps_its_branch(made: 
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert "Verdict: reject" in message and "imports socket" in message
     assert row["branch"] == f"factory/search/{number}-try-b-it-b" and made.left_behind() == []
-    known = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_training_start(made.ledger)).list_earlier_proposals(
-        row["target"]
-    )  # type: ignore[arg-type]
+    known = LiveWorkbench(
+        Plant(made.workspace, made.ledger), made.base, find_training_start(made.ledger)
+    ).list_earlier_proposals(row["target"])  # type: ignore[arg-type]
     assert known[-1].outcome == "reject" and known[-1].patch_id == drafted(text="import socket\n").patch_id
 
 

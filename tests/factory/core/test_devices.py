@@ -52,13 +52,13 @@ TWO = """
 import torch
 torch.cuda.device_count = lambda: 2
 from factory.core import devices
-seen = [devices.device_environment()]
+seen = [devices.make_device_environment()]
 with devices.hold_device():
-    seen.append(devices.device_environment())
-    devices.run_in_parallel([lambda: seen.append(devices.device_environment())] * 2)
+    seen.append(devices.make_device_environment())
+    devices.run_in_parallel([lambda: seen.append(devices.make_device_environment())] * 2)
     def other():
         with devices.hold_device():
-            seen.append(devices.device_environment())
+            seen.append(devices.make_device_environment())
     devices.run_in_parallel([other] * 2)
 print(seen)
 """

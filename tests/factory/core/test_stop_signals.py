@@ -97,7 +97,7 @@ def lose():
     thing = Dying() if how == "del" else Thing()
     kept = weakref.ref(thing, strike) if how == "weakref" else None
     del thing
-end_if_stopped = stop_signals.handle_signals()
+end_if_stopped = stop_signals.install_stop_signal_handlers()
 try:
     lose()
     pause = 0.001
@@ -105,7 +105,7 @@ try:
         lose()  # the repeated signal arrives here
     time.sleep(5)
     print("not told")
-except stop_signals.StopRequested:
+except stop_signals.StopInterrupt:
     print("unwound")
     sys.stdout.flush()
     end_if_stopped()
@@ -124,7 +124,7 @@ def test_a_signal_in_a_callback_that_drops_exceptions_is_not_lost(how: str, numb
 FAILS_IN_A_CALLBACK = """
 import sys
 from factory.core import stop_signals
-stop_signals.handle_signals()
+stop_signals.install_stop_signal_handlers()
 class Dying:
     def __del__(self):
         raise ValueError("a bug")
@@ -142,21 +142,21 @@ import sys
 from pathlib import Path
 from factory.core import stop_signals
 from factory.evals.probes.engine_process import NATIVE, start_engine
-end_if_stopped = stop_signals.handle_signals()
+end_if_stopped = stop_signals.install_stop_signal_handlers()
 try:
     with start_engine(NATIVE, Path("/nowhere")) as engine:
         engine.run_checks({}, 600)
-except stop_signals.StopRequested:
+except stop_signals.StopInterrupt:
     end_if_stopped()
 """
 PROBING = """
 import sys
 from factory.core import stop_signals
-from factory.evals.probes.server import run_probe
-end_if_stopped = stop_signals.handle_signals()
+from factory.evals.probes.server import run_transformers_probe
+end_if_stopped = stop_signals.install_stop_signal_handlers()
 try:
-    run_probe({"memory_mib": 8000}, 600)
-except stop_signals.StopRequested:
+    run_transformers_probe({"memory_mib": 8000}, 600)
+except stop_signals.StopInterrupt:
     end_if_stopped()
 """
 

@@ -141,7 +141,8 @@ def test_the_remaining_data_can_be_put_into_a_bundle(copied: Copy) -> None:
     workspace, ledger = copied()
     names = {row["license"] for row in ledger.read("SELECT license FROM documents WHERE license IS NOT NULL")}
     rules = LicenceRules(
-        known=dict.fromkeys(names, LicencePermissions(train=True, release=True)), missing=LicencePermissions(train=True, release=True)
+        known=dict.fromkeys(names, LicencePermissions(train=True, release=True)),
+        missing=LicencePermissions(train=True, release=True),
     )
     newest = SegmentRow.select(ledger, "WHERE state = 'done' ORDER BY id")[-1].id
     tokenizer = Tokenizer.load(workspace.tokenizer)
@@ -179,7 +180,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     "at",
     [
-        "rewrite_without_rows",
+        "rewrite_shard_without_rows",
         "write_token_shard",
         "rename_into_place",
         "remove_path",

@@ -69,7 +69,7 @@ def test_only_steps_between_checkpoints_that_drew_the_document_are_replayed(
     rare = min(expected[2], key=lambda key: (sum(len(by.get(key, ())) for by in expected.values()), key))
     made = []
     real = DataOrder.draw_next_rows
-    monkeypatch.setattr(DataOrder, "next_rows", lambda self: made.append(self.step) or real(self))
+    monkeypatch.setattr(DataOrder, "draw_next_rows", lambda self: made.append(self.step) or real(self))
     mine = {number: {rare: by[rare]} for number, by in expected.items() if rare in by}
     assert steps(ledger, {rare: every[rare]}) == mine
     whole = SegmentRow.get(ledger, 3).last_step

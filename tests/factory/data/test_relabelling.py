@@ -31,7 +31,7 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import insert_row
 from factory.repairs.lost_ledger import restore_ledger
 from factory.repairs.token_shards import rebuild_token_shard
-from factory.training.planning import read_last_checkpoint, plan_trunk, read_data_plan
+from factory.training.planning import plan_trunk, read_data_plan, read_last_checkpoint
 from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import prose, use_policy
 from tests.support.messages import codes, refused, the
@@ -284,9 +284,9 @@ def test_later_segments_have_the_new_domain_and_older_ones_are_replayed_unchange
         "SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL AND domain = 'docs' ORDER BY key"
     )
     part = trained[::2]
-    exposure = lambda: DocumentExposure(ledger, {row["key"]: row["token_shard"] for row in trained}).list_steps_by_document(
-        SegmentRow.get(ledger, 2)
-    )
+    exposure = lambda: DocumentExposure(
+        ledger, {row["key"]: row["token_shard"] for row in trained}
+    ).list_steps_by_document(SegmentRow.get(ledger, 2))
     before, plan = exposure(), read_data_plan(ledger, SegmentRow.get(ledger, 2))
     said = do((workspace, ledger), DocumentFilter(document=[row["key"] for row in part]), NewLabels(domain="law"))
     assert codes(said)[-1] == "data.order_begins_anew"

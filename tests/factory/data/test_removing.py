@@ -20,7 +20,7 @@ from factory.data.removing import (
     undo_removal,
 )
 from factory.data.retraining_cost import estimate_retraining_cost
-from factory.data.selecting import list_removable_fates, select_documents_by_name, select_documents_by_label
+from factory.data.selecting import list_removable_fates, select_documents_by_label, select_documents_by_name
 from factory.diagnosis.remedies import quarantine_documents, rewind_segment
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
@@ -70,7 +70,9 @@ def trained_once(ledger: Ledger) -> str:
     rows = ledger.read("SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL")
     exposure = DocumentExposure(ledger, {row["key"]: row["token_shard"] for row in rows})
     seen = {number: set(exposure.list_steps_by_document(SegmentRow.get(ledger, number))) for number in (1, 2, 3)}
-    return next(key for key in sorted(seen[2] - seen[1] - seen[3]) if len(read_document_provenance(ledger, key)[0]["seen"]) == 1)
+    return next(
+        key for key in sorted(seen[2] - seen[1] - seen[3]) if len(read_document_provenance(ledger, key)[0]["seen"]) == 1
+    )
 
 
 def test_a_removal_masks_the_document_marks_releases_and_estimates_the_cost(copied: Copy) -> None:

@@ -78,7 +78,9 @@ def test_the_time_of_a_shard_ends_at_the_first_verdict_on_a_candidate_trained_on
 
 def test_the_last_screen_shows_speed_quality_delay_and_cost(plant: FilledPlant) -> None:
     speed, quality, delay, cost = numbers(plant)
-    share = 2000.0 * Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model.count_flops_per_token() / (2 * PRODUCTS)
+    share = (
+        2000.0 * Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model.count_flops_per_token() / (2 * PRODUCTS)
+    )
     assert "2,000 tokens/s in fp32" in speed and f" {share:.0%} of the speed" in speed
     own = read_status(plant.workspace)["candidates"][1]["summary"]["bpb"]
     for domain, bits in own.items():

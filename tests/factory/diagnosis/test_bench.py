@@ -17,7 +17,12 @@ from agents.loss_doctor.curves import read_step_metrics
 from agents.loss_doctor.doctor import diagnose_anomaly
 from agents.loss_doctor.suspects import find_documents_typical_of_shards, find_suspect_documents
 from factory.audit.kept_checkpoints import NEWEST, choose_steps_to_keep, update_kept_checkpoints
-from factory.diagnosis.replay_bench import AnomalyEpisode, EpisodeReplayBench, write_checkpoint_with_older_weights, has_zero_optimizer_moments
+from factory.diagnosis.replay_bench import (
+    AnomalyEpisode,
+    EpisodeReplayBench,
+    has_zero_optimizer_moments,
+    write_checkpoint_with_older_weights,
+)
 from factory.runs.arm import Arm
 from factory.runs.live_training import prepare_arm_folder
 from factory.runs.sandboxed_training import ArmRunEnd

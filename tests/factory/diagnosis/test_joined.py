@@ -7,7 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from factory.diagnosis.diagnosing import RecordedAnomaly, find_changed_recipe_keys, find_episodes, find_previous_domain_weights
+from factory.diagnosis.diagnosing import (
+    RecordedAnomaly,
+    find_changed_recipe_keys,
+    find_episodes,
+    find_previous_domain_weights,
+)
 from factory.diagnosis.new_documents import compare_new_documents
 from tests.support.trainer.segments import plan_of, recipe_with
 from trainer.contract.data.data_order import DataOrder

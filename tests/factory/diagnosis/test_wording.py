@@ -149,9 +149,9 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
         ("rate × 0.1", "gone"), ("loss", "3.25 before the anomaly, 9.5 at the largest deviation"),
     ]  # fmt: skip
     # It named other causes, documents and another remedy: nothing of the record is another.
-    assert ledger_but_words(ledger) == before and read_newest_details_by_anomaly(ledger, DIAGNOSED)[number]["causes"] == [
-        "rate"
-    ]
+    assert ledger_but_words(ledger) == before and read_newest_details_by_anomaly(ledger, DIAGNOSED)[number][
+        "causes"
+    ] == ["rate"]
     for shown in (page_of(workspace, ledger, number), show(workspace, number)):
         assert said["claims"][0]["says"] in shown and said["claims"][0]["says"].startswith("With a tenth of the rate")
         assert "--agent recipe-scout --target optimizer.lr" in shown and "optimizer.lr 0.001" in shown
@@ -259,7 +259,10 @@ def test_after_a_kill_the_model_is_asked_once_more(made: tuple[Workspace, Ledger
 def test_after_two_kills_the_model_is_never_asked_again(made: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = made
     number = diagnosed(workspace, ledger)
-    event, commit = read_newest_details_by_anomaly(ledger, DIAGNOSED)[number]["event"], SegmentRow.get(ledger, 1).code_commit
+    event, commit = (
+        read_newest_details_by_anomaly(ledger, DIAGNOSED)[number]["event"],
+        SegmentRow.get(ledger, 1).code_commit,
+    )
     left = {"agent": "loss-doctor", "asked": f"diagnosis:{event}", "base_commit": commit, "profile": 0}
     with ledger.begin() as tx:  # as two killed processes leave it
         agent_runs.create(tx, checkfirst=True)

@@ -116,7 +116,7 @@ def test_a_candidate_that_is_rewound_at_the_last_moment_is_not_released(
     with ledger.begin() as tx:
         tx.execute(verdicts.update().values(outcome="promote"))
     monkeypatch.setattr(
-        releases, "check_judged_export", lambda *_: rewind_here(workspace, 1)
+        releases, "check_export_is_judged_one", lambda *_: rewind_here(workspace, 1)
     )  # the last before it is decided
     with pytest.raises(InputError, match="segment 1 .* was rewound"):
         release_candidate(Plant(workspace, ledger), 1, approved_by="ann")

@@ -287,5 +287,7 @@ def test_only_a_recurring_duty_may_repeat_the_same_subject_many_times(
     taken: list[object] = []
     due = lambda look: [workspace.inbox / "new.jsonl"] if len(taken) < 6 else []
     duty = Duty("take", "", due, lambda plant, path: taken.append(path), recurs=recurs)
-    run_duty_pass(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=RetryingDutyTaskRunner(Plant(workspace, ledger)))
+    run_duty_pass(
+        Plant(workspace, ledger, Listener()), duties=(duty,), attempts=RetryingDutyTaskRunner(Plant(workspace, ledger))
+    )
     assert len(taken) == times

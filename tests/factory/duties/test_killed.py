@@ -61,7 +61,9 @@ def changed(plant: Plant) -> None:
 def taken_out(plant: Plant) -> None:
     keys = plant.ledger.read("SELECT key FROM documents WHERE fate = 'train' AND domain = 'docs' ORDER BY key LIMIT 2")
     chosen = plan_removal(
-        plant.ledger, select_documents_by_name(plant.ledger, [row["key"] for row in keys], list_removable_fates(True)), True
+        plant.ledger,
+        select_documents_by_name(plant.ledger, [row["key"] for row in keys], list_removable_fates(True)),
+        True,
     )
     apply_removal(plant.ledger, chosen, "ann", "law", erase=True)
 

@@ -58,9 +58,12 @@ def test_the_note_of_the_daemon_is_written_only_when_its_content_changes(workspa
     write_duty_status_file(workspace, backoff.list_failures_by_key())
     assert read_duty_status_file(workspace)["rests"]["judge 3"]["failures"] == 2
     backoff.record_success("judge 3")
-    write_duty_status_file(workspace, backoff.list_failures_by_key(), DutyTask(Duty("judge", "", always_due, always_due), 3))
+    write_duty_status_file(
+        workspace, backoff.list_failures_by_key(), DutyTask(Duty("judge", "", always_due, always_due), 3)
+    )
     assert (
-        read_duty_status_file(workspace)["rests"] == {} and read_duty_status_file(workspace)["done"]["judge"]["errand"] == "judge 3"
+        read_duty_status_file(workspace)["rests"] == {}
+        and read_duty_status_file(workspace)["done"]["judge"]["errand"] == "judge 3"
     )
     (workspace.logs / NAME).write_text("[")
     assert read_duty_status_file(workspace) == {"done": {}, "rests": {}}

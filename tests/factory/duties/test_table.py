@@ -216,7 +216,9 @@ def test_the_due_duty_follows_the_ledger(workspace: Workspace, ledger: Ledger, t
     second = shard(1 + 1, enough) | {"generation": 1}
     assert seen() == "plan_trunk"
     listed = [(str(s["id"]), str(s["path"]), 1) for s in (first, second)]
-    plan, left_out = DataPlan.make_for_segment(recipe.mixture, "trunk", listed, recipe.seed).copy_without_missing_domains({"code"}, 0, 5)
+    plan, left_out = DataPlan.make_for_segment(
+        recipe.mixture, "trunk", listed, recipe.seed
+    ).copy_without_missing_domains({"code"}, 0, 5)
     assert left_out == ["chat", "docs"]
     put(data_plans, id="p", plan=json.loads(plan.to_json()), created_at=next(now))
     segment(1, "trunk", None)

@@ -213,7 +213,7 @@ def test_each_error_of_the_trainer_fails_its_own_check(
     tokens, mask = DocumentStream.read_piece_tokens, DocumentStream.read_target_mask
     for attribute, slipped in {
         "tokens": lambda self, piece: tokens(self, piece)[::-1],
-        "target_mask": lambda self, piece: ~np.broadcast_to(mask(self, piece), (piece.positions,)),
+        "read_target_mask": lambda self, piece: ~np.broadcast_to(mask(self, piece), (piece.positions,)),
     }.items():
         with monkeypatch.context() as patched:
             patched.setattr(DocumentStream, attribute, slipped)

@@ -17,9 +17,9 @@ from factory.evals.probes.engine import EngineClient, make_engine_fixture
 from factory.evals.reference_model import ReferenceModel
 from factory.ledger.rows import CandidateRow
 from factory.serving.api.defaults import SamplingSettings
+from factory.serving.native.server import NativeEngine, make_application
 from factory.serving.parity_fixture import ParityError
 from factory.serving.parity_fixture import check_parity as check_engine
-from factory.serving.native.server import NativeEngine, make_application
 from tests.support.factory.export_breaks import (
     other_weights,
 )

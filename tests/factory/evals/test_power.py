@@ -61,7 +61,8 @@ def test_the_detectable_gain_is_detected_in_80_percent_of_heavy_tailed_draws(sou
 def test_no_gain_is_detectable_with_a_guard_that_is_too_uncertain() -> None:
     cloze = Gain(0.0, 0.1, 40, 40.0)
     assert (
-        find_smallest_detectable_gain([RequiredBound(MANY, 0.025), RequiredBound(cloze, 0.0125, -0.15, moves=False)]) is None
+        find_smallest_detectable_gain([RequiredBound(MANY, 0.025), RequiredBound(cloze, 0.0125, -0.15, moves=False)])
+        is None
     )
     assert find_smallest_detectable_gain([RequiredBound(MANY, 0.025), RequiredBound(Gain(), 0.05)]) is None, (
         "what was not measured"

@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from factory.evals.statistics import CLOZE, Gain, compare_items, subtract_gains, run_holm_step_down
+from factory.evals.statistics import CLOZE, Gain, compare_items, run_holm_step_down, subtract_gains
 from factory.evals.tasks import EvalItem
 
 
@@ -60,7 +60,9 @@ def test_the_interval_of_many_documents_is_that_of_the_normal_distribution() -> 
     z = NormalDist().inv_cdf(0.975)
     assert target.error == pytest.approx(error, rel=0.01)
     assert target.compute_confidence_bound(0.025) == pytest.approx(target.gain - z * error, abs=0.02 * error)
-    assert target.compute_confidence_bound(0.025, above=True) == pytest.approx(target.gain + z * error, abs=0.02 * error)
+    assert target.compute_confidence_bound(0.025, above=True) == pytest.approx(
+        target.gain + z * error, abs=0.02 * error
+    )
 
 
 def test_a_cluster_counts_once_however_many_items_it_has() -> None:
@@ -96,7 +98,9 @@ def test_one_source_has_no_confidence_bound() -> None:
     one = [EvalItem("bpb", f"{i}", "code", "only", 100.0, 100.0) for i in range(5)]
     target, _ = compare_items(one, one, {})
     assert target.compute_confidence_bound(0.05) is None
-    assert Gain().compute_confidence_bound(0.05) is None and Gain(0.1, 0.0, 2, 2.0).compute_confidence_bound(0.0) is None
+    assert (
+        Gain().compute_confidence_bound(0.05) is None and Gain(0.1, 0.0, 2, 2.0).compute_confidence_bound(0.0) is None
+    )
 
 
 def test_a_difference_from_one_source_has_no_error() -> None:
@@ -110,15 +114,9 @@ def test_a_difference_from_one_source_has_no_error() -> None:
         assert found.gain == pytest.approx(gain) and found.clusters in (10, 2)
     two = subtract_gains(many, Gain(0.1, 0.04, 2, 2.0))
     assert two.error == pytest.approx(0.05) and two.effective == pytest.approx(1 + 0.05**4 / (0.03**4 / 8 + 0.04**4))
-    assert subtract_gains(Gain(0.3, 0.0, 9, 9.0), Gain(0.1, 0.0, 3, 2.5)) == Gain(
-        pytest.approx(0.2), 0.0, 12, 10.5
-    )
+    assert subtract_gains(Gain(0.3, 0.0, 9, 9.0), Gain(0.1, 0.0, 3, 2.5)) == Gain(pytest.approx(0.2), 0.0, 12, 10.5)
     for part in ({"gain": None}, {"error": math.nan}, {"effective": math.inf}):
-        assert (
-            subtract_gains(many, replace(many, **part))
-            == subtract_gains(replace(many, **part), many)
-            == Gain()
-        )
+        assert subtract_gains(many, replace(many, **part)) == subtract_gains(replace(many, **part), many) == Gain()
 
 
 def test_holm_equals_its_textbook_form_on_p_values() -> None:

@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.data.removing import apply_removal, plan_removal
-from factory.data.selecting import list_removable_fates, select_documents_by_name, select_documents_by_label
+from factory.data.selecting import list_removable_fates, select_documents_by_label, select_documents_by_name
 from factory.evals.policy import EvalPolicy
-from factory.evals.suite import HeldOutDocument, SourceCap, build_suite, cap_documents_by_source, select_held_out_documents
+from factory.evals.suite import (
+    HeldOutDocument,
+    SourceCap,
+    build_suite,
+    cap_documents_by_source,
+    select_held_out_documents,
+)
 from factory.ingest.rules.held_out_split import goes_to_sealed_half_on_tie
 from factory.ledger.ledger import Ledger, documents, held_out, shards
 
@@ -111,4 +117,6 @@ def test_a_domain_with_too_few_documents_leaves_the_suite_when_they_are_removed(
     )
     assert apply_removal(ledger, plan_removal(ledger, chosen), "ann").documents == 3
     after = build_suite(ledger, EvalPolicy(), "t")
-    assert after.domains == ["docs"] and after.list_documents_of_domain("docs") == suite.list_documents_of_domain("docs")
+    assert after.domains == ["docs"] and after.list_documents_of_domain("docs") == suite.list_documents_of_domain(
+        "docs"
+    )

@@ -15,7 +15,13 @@ from factory.evals.baselines import ByteNgramModel, _chunks
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import HeldOutDocument
-from factory.evals.tasks import ScoredText, extract_code, has_valid_python, list_overlapping_windows, score_bits_per_byte
+from factory.evals.tasks import (
+    ScoredText,
+    extract_code,
+    has_valid_python,
+    list_overlapping_windows,
+    score_bits_per_byte,
+)
 from tests.support.factory.exports import CONTEXT, VOCAB, save_export, tiny_model
 
 

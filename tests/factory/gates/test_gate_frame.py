@@ -23,9 +23,9 @@ from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import (
     find_unused_recipes,
     flatten_settings,
+    get_used_recipe_path,
     read_recipe_changes,
     select_result_changing_keys,
-    get_used_recipe_path,
 )
 from factory.gates.release.judge import Verdict
 from factory.gates.stage_interface import (
@@ -39,7 +39,7 @@ from factory.gates.stage_interface import (
     make_passed_evidence,
     read_reasons,
 )  # fmt: skip
-from factory.gates.staged_gate import StagedGate, get_gate_folder, convert_to_stored_evidence
+from factory.gates.staged_gate import StagedGate, convert_to_stored_evidence, get_gate_folder
 from factory.gates.training_start import TrainingStart, find_training_start
 from factory.git import repository
 from factory.git.repository import AppliedPatch
@@ -140,7 +140,9 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, AppliedPatch]) 
     assert case.handed_on == {"stage1": "handed", "stage2": None} and of[0].seen[0].handed_on == {}
     assert (case.subject.number, str(case.subject), case.tries, case.policy) == (811, "proposal:811", 3, gate.policy)
     assert (
-        case.candidate == patch.worktree and case.changed_paths == [SCHEDULE] and case.start == find_training_start(made.ledger)
+        case.candidate == patch.worktree
+        and case.changed_paths == [SCHEDULE]
+        and case.start == find_training_start(made.ledger)
     )
     assert case.baseline.name == f"live-{patch.base[:12]}" and case.work == get_gate_folder(patch.worktree)
     assert (case.read_base_file(SCHEDULE) or b"") + b"# x\n" == case.changes[0].content
@@ -185,7 +187,9 @@ def test_only_faults_of_the_machine_end_a_gate(applied: tuple[Made, AppliedPatch
         expected = expect("gates.stage_error", stage="stage2", kind="OverflowError", error="nobody thought of it")
         assert tells(found["reasons"], expected)
     assert (
-        of[0].closed == ["stage2 True", "stage1 True"] and not get_gate_folder(patch.worktree).exists() and not of[2].seen
+        of[0].closed == ["stage2 True", "stage1 True"]
+        and not get_gate_folder(patch.worktree).exists()
+        and not of[2].seen
     )
 
 
@@ -218,7 +222,8 @@ def test_evidence_has_a_state_and_reasons() -> None:
         assert make_evidence(say("a"), say("b"), x=1) == {"state": state, "reasons": ["a", "b"], "x": 1}
     assert make_not_needed_evidence(say("a")) == {"state": "not needed", "reasons": ["a"]}
     assert (
-        codes(read_reasons(convert_to_stored_evidence(make_passed_evidence(say("a"))))) == ["gates.test"] and read_reasons({}) == []
+        codes(read_reasons(convert_to_stored_evidence(make_passed_evidence(say("a"))))) == ["gates.test"]
+        and read_reasons({}) == []
     )
     assert NO_START["state"] == NOTHING_HELD_OUT["state"] == "missing"
 

@@ -109,7 +109,8 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     row = judged(
         made,
         proposal(
-            "chunked loss", ("policies/kernels.yaml", set_yaml_value(policy, ("cpu", "linear_cross_entropy"), "chunked"))
+            "chunked loss",
+            ("policies/kernels.yaml", set_yaml_value(policy, ("cpu", "linear_cross_entropy"), "chunked")),
         ),
     )
     stages = row["evidence"]["stages"]

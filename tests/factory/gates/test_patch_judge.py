@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_ind
 
 from factory.core.workspace import find_checkout_root
-from factory.gates.patch.judge import STAGES, compute_step_gain, judge_patch, find_smaller_gain, compute_t_quantile
+from factory.gates.patch.judge import STAGES, compute_step_gain, compute_t_quantile, find_smaller_gain, judge_patch
 from factory.gates.patch.policy import PatchPolicy
 from kernels.contract.message import Message
 from tests.support.gates.patch_evidence import evidence

@@ -17,9 +17,9 @@ from factory.gates.patch.step_timing import (
     RunSeconds,
     compute_baseline_noise,
     compute_long_run_gain,
+    compute_quick_start_gain,
     estimate_cpu_overhead,
     find_timing_problem,
-    compute_quick_start_gain,
     make_step_seconds_evidence,
 )
 from tests.support.gates.patch_evidence import evidence
@@ -143,7 +143,10 @@ def test_long_runs_limit_the_gain_that_a_quick_start_can_hide() -> None:
         "ratio": 2.0,
         "hideable": 1.0,
     }  # the start is one step
-    assert compute_quick_start_gain(3.0, 10.0, 10) == pytest.approx(10 / 8) and compute_quick_start_gain(0.5, 10.0, 10) == 1.0
+    assert (
+        compute_quick_start_gain(3.0, 10.0, 10) == pytest.approx(10 / 8)
+        and compute_quick_start_gain(0.5, 10.0, 10) == 1.0
+    )
     assert compute_long_run_gain(11.0, 1.0, 11, 1.0)["ratio"] == pytest.approx(10_000)
     assert estimate_cpu_overhead(SHORT, [3.0, 4.0, 9.0], 5.1) == pytest.approx(4.0 - 1.1 * 10 / 11)
 

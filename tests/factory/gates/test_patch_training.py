@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from factory.gates.patch.checkpoint_difference import find_checkpoint_difference, compute_squared_moment_distances
+from factory.gates.patch.checkpoint_difference import compute_squared_moment_distances, find_checkpoint_difference
 from factory.gates.patch.held_out_scores import make_reference_model
 from factory.runs.arm import make_recipe_for_one_rank
 from factory.runs.trace import read_live_checkpoint
@@ -62,7 +62,9 @@ def test_a_recipe_for_many_ranks_is_changed_to_one_rank_for_the_sandbox() -> Non
     found = Recipe.parse(make_recipe_for_one_rank(many))
     assert found.parallel.data_ranks(1, found.model) == 1 and found.parallel.recompute == "block"
     assert found.model_copy(update={"parallel": parsed.parallel}) == parsed
-    assert Recipe.parse(make_recipe_for_one_rank({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
+    assert (
+        Recipe.parse(make_recipe_for_one_rank({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
+    )
 
 
 # -- the rest of a checkpoint ----------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from factory.gates.time_limits import (
     TimeLimits,
     find_only_missing_stage,
     make_out_of_time_evidence,
-    run_with_limits,
     make_stopped_message,
+    run_with_limits,
     was_held_by_time_limit_only,
 )
 from factory.gates.training_start import TrainingStart
@@ -96,13 +96,21 @@ GOOD, LATE, LOST = {"state": "passed"}, make_out_of_time_evidence(say("late"), x
 def test_a_patch_is_judged_again_only_where_time_alone_held_it(stages: list[Any], alone: Any, late: bool) -> None:
     evidence = {"stages": {str(number): stage for number, stage in enumerate(stages)}}
     assert find_only_missing_stage(evidence) == alone and was_held_by_time_limit_only(evidence) == late
-    assert find_only_missing_stage({}) == find_only_missing_stage({"stages": None}) == {} and not was_held_by_time_limit_only({})
+    assert find_only_missing_stage({}) == find_only_missing_stage(
+        {"stages": None}
+    ) == {} and not was_held_by_time_limit_only({})
     assert LATE == {"state": "missing", "reasons": ["late"], "out_of_time": True, "x": 1}
-    assert TimeLimits().compute_attempt_limits(1e6) == (5e6,) and TimeLimits().compute_attempt_limits(0.0) == (300.0, 900.0)
+    assert TimeLimits().compute_attempt_limits(1e6) == (5e6,) and TimeLimits().compute_attempt_limits(0.0) == (
+        300.0,
+        900.0,
+    )
 
 
 def test_cpu_seconds_never_run_out_before_wall_seconds() -> None:
-    assert SandboxLimits(wall_seconds=1000).cpu_seconds_per_process >= 1000 and SandboxLimits(wall_seconds=1000, cpu_seconds=7).cpu_seconds_per_process == 7
+    assert (
+        SandboxLimits(wall_seconds=1000).cpu_seconds_per_process >= 1000
+        and SandboxLimits(wall_seconds=1000, cpu_seconds=7).cpu_seconds_per_process == 7
+    )
 
 
 # -- the training stage, on a clock that the test tells -------------------------------------------------------------------
@@ -285,7 +293,9 @@ def test_a_gain_is_measured_again_with_the_candidate_first(
     assert ("long" in found) == new_code and "long" not in found["again"]
     again = found["again"]["state"]
     assert (
-        found["state"] == again and found["again"]["device"] == devices.get_device_kind() and found["new_code"] == new_code
+        found["state"] == again
+        and found["again"]["device"] == devices.get_device_kind()
+        and found["new_code"] == new_code
     )
     said = found["reasons"][0]
     assert said.code == ("patch.trained_twice" if again == "passed" else "patch.second_time")

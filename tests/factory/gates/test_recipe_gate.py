@@ -197,7 +197,9 @@ def test_an_unknown_target_key_is_refused_before_any_request(made: Made, monkeyp
     with pytest.raises(InputError, match="no endpoint"):
         proposing._scout(bench, AgentOptions(model="m"), 1, submitting.submit_proposal)
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-    assert needs_language_model(made.workspace, AgentOptions()) and not needs_language_model(made.workspace, AgentOptions("none"))
+    assert needs_language_model(made.workspace, AgentOptions()) and not needs_language_model(
+        made.workspace, AgentOptions("none")
+    )
     with pytest.raises(InputError, match="--endpoint none cannot be used"):
         proposing._scout(bench, AgentOptions("none", model="m"), 1, submitting.submit_proposal)
     assert server.requests == [] and made.left_behind() == []
@@ -324,7 +326,11 @@ def test_a_rate_that_is_too_low_is_found_by_the_scout_and_its_change_is_merged(m
     assert found.verdict["outcome"] == "promote", found.verdict["reasons"]
     diff = git(made.target, "diff", base, found.row["commit"]).splitlines()
     assert [line for line in diff if re.match(r"[+-] ", line)] == [f"-  {LOW}", "+  lr: 0.0006"]
-    assert approvals.merge_promoted_proposal(Plant(made.workspace, made.ledger), number, "ada") == made.base == found.row["commit"]
+    assert (
+        approvals.merge_promoted_proposal(Plant(made.workspace, made.ledger), number, "ada")
+        == made.base
+        == found.row["commit"]
+    )
     assert planning.load_recipe(made.workspace).optimizer.lr == 6e-4
     assert list_changed_training_files(made.target, base, made.base) == []  # nothing that training reads as code
     assert number not in [

@@ -269,7 +269,11 @@ def test_no_odd_evidence_promotes(stages: dict[str, Any]) -> None:
 
 
 def test_the_policy_says_which_keys_may_change() -> None:
-    assert POLICY.allows_change_of_key("optimizer.lr") and POLICY.allows_change_of_key("mixture.weights.code") and POLICY.allows_change_of_key("mixture.weights")
+    assert (
+        POLICY.allows_change_of_key("optimizer.lr")
+        and POLICY.allows_change_of_key("mixture.weights.code")
+        and POLICY.allows_change_of_key("mixture.weights")
+    )
     closed = (
         "model.d_model",
         "seed",

@@ -17,7 +17,7 @@ from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import judge_candidate
 from factory.gates.release.overfitting import find_gain_on_dev_half_only
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.release_line import find_comparison_number, compute_guard_losses_since_best_release
+from factory.gates.release.release_line import compute_guard_losses_since_best_release, find_comparison_number
 from factory.gates.release.reward_hacking import JudgedCandidate, add_dev_rise_evidence, compute_gain_between_candidates
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, list_anomalies
 from factory.ledger.ledger import Ledger, eval_items, releases, verdicts
@@ -55,11 +55,7 @@ def test_each_pair_of_candidate_and_suite_counts_as_one_comparison(workspace: Wo
     assert find_comparison_number(ledger, first, second, "a") == 1
     judged(ledger, second, "a", first)
     assert find_comparison_number(ledger, first, second, "a") == 1  # the same look, judged again
-    assert (
-        find_comparison_number(ledger, first, second, "b")
-        == find_comparison_number(ledger, first, third, "a")
-        == 2
-    )
+    assert find_comparison_number(ledger, first, second, "b") == find_comparison_number(ledger, first, third, "a") == 2
     judged(ledger, third, "b", first)
     judged(ledger, third, "b", first)  # by another policy
     assert (
@@ -114,7 +110,9 @@ def test_small_gains_on_the_dev_half_alone_are_added_up_and_noticed(workspace: W
         gap = Gain(-0.01 * number, 0.003, 80, 80.0)
         before = ReleaseEvidence(on_dev=dev, on_sealed=sealed, halves_gap=gap)
         seen = add_dev_rise_evidence(ledger, candidate, line[0], before)
-        found.append((seen.watched, seen.rise_since, bool(find_gain_on_dev_half_only(policy, replace(seen, halves_gap=None)))))
+        found.append(
+            (seen.watched, seen.rise_since, bool(find_gain_on_dev_half_only(policy, replace(seen, halves_gap=None))))
+        )
         verdict = judged(ledger, candidate, "a", line[0])
         evidence = {"on_dev": vars(dev), "on_sealed": vars(sealed), "halves_gap": vars(gap)}
         with ledger.begin() as tx:
@@ -140,7 +138,9 @@ def test_gains_along_the_line_of_champions_add_up_with_their_errors() -> None:
     assert still == Gain(0.05, 0.0, 5, math.inf), "no spread at all"
     assert compute_gain_between_candidates(line[3], line[2], line)["on_dev"] == Gain(), "no common champion is known"
     few = [*line[:2], at(4, 3, 0.05, 0.002, 1, 1.0)]
-    assert compute_gain_between_candidates(few[0], few[2], few)["on_dev"] == Gain(), "one group has no spread that is known"
+    assert compute_gain_between_candidates(few[0], few[2], few)["on_dev"] == Gain(), (
+        "one group has no spread that is known"
+    )
 
 
 def test_a_candidate_fitted_to_the_dev_half_is_held_and_recorded_as_an_anomaly(tmp_path: Path) -> None:

@@ -193,7 +193,10 @@ def test_executable_files_keep_their_mode(target: Path, tmp_path: Path) -> None:
 
 
 def test_a_branch_name_has_only_safe_characters() -> None:
-    assert repository.make_branch_name("search", 3, "Attention: grouped rows!") == "factory/search/3-attention-grouped-rows"
+    assert (
+        repository.make_branch_name("search", 3, "Attention: grouped rows!")
+        == "factory/search/3-attention-grouped-rows"
+    )
     assert repository.make_branch_name("../x", 3, "$(rm -rf /)\n") == "factory/x/3-rm-rf"
     assert repository.make_branch_name("", 3, "…") == "factory/agent/3-patch"
 

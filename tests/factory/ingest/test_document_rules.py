@@ -67,7 +67,10 @@ def test_each_rule_drops_a_text_beyond_its_limit_and_keeps_one_on_it(
 def test_a_limit_of_zero_does_not_turn_a_rule_off() -> None:
     nothing = RULES.model_copy(update={"max_encoded": 0.0, "max_repeated_lines": 0.0})
     assert filters.check_encoded_data("QUJD" * 20, nothing) and filters.check_repeated_lines("a\na\nb\nc", nothing)
-    assert filters.check_encoded_data("words", nothing) is None and filters.check_repeated_lines("a\nb\nc\nd", nothing) is None
+    assert (
+        filters.check_encoded_data("words", nothing) is None
+        and filters.check_repeated_lines("a\nb\nc\nd", nothing) is None
+    )
 
 
 def test_every_rule_has_a_test_case_and_the_first_broken_rule_is_named() -> None:
@@ -200,7 +203,9 @@ def test_a_document_matches_the_most_similar_one_at_or_above_the_threshold() -> 
     signed = near_duplicates.compute_signatures([np.arange(i, i + 100, dtype=np.uint64) for i in (0, 1, 4, 0)])
     nearest = near_duplicates.estimate_similarity(signed[0], signed[1])
     for threshold, found in ((nearest, (1, nearest)), (np.nextafter(nearest, 2), None)):
-        near = near_duplicates.NearDuplicateSearch(signed[:3], threshold, lambda _: near_duplicates.StoredBandMatches({}, {}))
+        near = near_duplicates.NearDuplicateSearch(
+            signed[:3], threshold, lambda _: near_duplicates.StoredBandMatches({}, {})
+        )
         near.add_document(1)
         near.add_document(2)
         assert near.find_most_similar(0) == found

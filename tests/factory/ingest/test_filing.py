@@ -138,7 +138,9 @@ def test_a_quarantined_file_is_tried_again_after_the_policy_changed(workspace: W
     put(workspace, b"nothing\n" * 30 + rows(0, 17))
     one_pass(workspace, ledger)
     assert tries(ledger) == 1
-    shipped = (find_checkout_root() / "policies" / "data.yaml").read_text().replace("vocab_size: 4096", "vocab_size: 400")
+    shipped = (
+        (find_checkout_root() / "policies" / "data.yaml").read_text().replace("vocab_size: 4096", "vocab_size: 400")
+    )
     use_policy(workspace, shipped + "\nlimits:\n  max_bad_rows: 0.9\n")
     one_pass(workspace, ledger)
     assert trained_on(ledger) == exactly(17) and quarantined(ledger) == []

@@ -110,7 +110,7 @@ def test_too_few_file_handles_do_not_count_as_a_fault_of_the_file(
         with few_handles():
             return hashed(path)
 
-    monkeypatch.setattr(chain, "file_sha256", with_none_left)
+    monkeypatch.setattr(chain, "hash_file", with_none_left)
     with pytest.raises(chain.InputError, match="Too many open files") as raised:
         one_pass(workspace, ledger)
     assert find_fault_in(raised.value) == NO_FILE_HANDLES and path.exists() and not read_held_files(ledger)

@@ -181,7 +181,12 @@ def test_a_killed_ingest_of_a_large_file_continues_at_the_next_part(
     after = {row["name"]: row["ingested_at"] for row in ledger.select_rows(sa.select(shards))}
     assert {name: after[name] for name in before} == before and len(after) == 4
     assert trained_on(ledger) == exactly(30) and [report.rows for report in reports] == [8, 6]
-    assert [part["part"] for part in list_shards_made_from(ledger, FileGroup.of_file(path).compute_sha256())] == [1, 2, 3, 4]
+    assert [part["part"] for part in list_shards_made_from(ledger, FileGroup.of_file(path).compute_sha256())] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     assert [one.name for one in ingest_path(Plant(workspace, ledger), path, workers=0)] == list(after)
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from factory.ingest.rules import held_out_split
 from factory.ingest.rules.held_out_split import (
     HALVES,
-    HeldOutCandidate,
     EarlierHeldOutCounts,
     HeldOutAssignment,
+    HeldOutCandidate,
     HeldOutTarget,
     assign_held_out_documents,
 )

@@ -13,7 +13,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow, find_champion
 from factory.ledger.status import read_status
-from factory.ledger.writing import insert_row, find_next_key, record_verdict
+from factory.ledger.writing import find_next_key, insert_row, record_verdict
 from tests.support.factory.errands import due_of
 from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate, add_shard
@@ -40,7 +40,13 @@ def ledger(workspace: Workspace) -> Ledger:
         tx.execute(segments.update().values(recipe_json={"precision": "fp32"}))
         one = record_verdict(tx, "release", Subject("candidate", first), against=None, outcome="promote", **verdict)
         number = insert_row(
-            tx, releases, number=find_next_key(tx, releases), candidate=first, verdict=one, state="published", created_at=1.0
+            tx,
+            releases,
+            number=find_next_key(tx, releases),
+            candidate=first,
+            verdict=one,
+            state="published",
+            created_at=1.0,
         )
         record_event(tx, "promoted", Subject("release", number))
         against = Subject("candidate", first)

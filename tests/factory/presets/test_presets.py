@@ -7,7 +7,13 @@ import re
 import pytest
 import torch
 
-from factory.presets.presets import PRESETS, Hardware, explain_why_recipe_is_too_large, find_largest_fitting_preset, estimate_memory_per_device
+from factory.presets.presets import (
+    PRESETS,
+    Hardware,
+    estimate_memory_per_device,
+    explain_why_recipe_is_too_large,
+    find_largest_fitting_preset,
+)
 from kernels.contract.message import Message
 from kernels.contract.registry import bind_ops
 from tests.support.paths import ROOT
@@ -28,7 +34,9 @@ def machine(gpus: int, gigabytes: float) -> Hardware:
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_presets_recipe_has_the_stated_size_and_can_be_exported(name: str) -> None:
     recipe = Recipe.load(RECIPES / f"{name}.yaml")
-    assert recipe.model.parameters == WEIGHTS[name] and recipe.model.list_warnings() == [] and recipe.precision == "auto"
+    assert (
+        recipe.model.parameters == WEIGHTS[name] and recipe.model.list_warnings() == [] and recipe.precision == "auto"
+    )
     with torch.device("meta"):
         model = Decoder(recipe.model, bind_ops({}, "cpu", torch.float32), torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) == WEIGHTS[name]

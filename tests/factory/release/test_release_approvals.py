@@ -235,7 +235,9 @@ def test_a_decision_is_answered_while_the_main_thread_works(
     database = workspace.root / "mlflow.db"
     away = database.rename(database.with_name("away.db"))
     database.write_bytes(b"no database " * 100)
-    with run_in_background(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.answer_and_announce_decisions):
+    with run_in_background(
+        Plant(workspace, ledger, said), "answering approvals", 0.05, answers.answer_and_announce_decisions
+    ):
         until(lambda: said.about("Training and releases continue") and said.about("candidate 1 waits for approval"))
         away.rename(database)
         person.client.set_model_version_tag(MODEL, version, "approval", "approved")

@@ -28,7 +28,7 @@ from factory.repairs.examining import examine_workspace_files
 from factory.repairs.repairing import call_and_repair_on_failure, repair_segment_inputs
 from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
 from factory.training.exporting import write_export
-from factory.training.planning import read_last_checkpoint, plan_anneal, plan_trunk
+from factory.training.planning import plan_anneal, plan_trunk, read_last_checkpoint
 from tests.support.factory.command import factory
 from tests.support.failing.limits import few_handles
 from tests.support.file_hashes import file_hashes
@@ -137,13 +137,18 @@ def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.M
     assert not repair_segment_inputs(Plant(workspace, ledger, said), first, hash_all=False) and set(hashed) == {
         one.name for one in folders
     }
-    assert not repair_segment_inputs(Plant(workspace, ledger, said), first, hash_all=False) and len(hashed) == len(folders)
+    assert not repair_segment_inputs(Plant(workspace, ledger, said), first, hash_all=False) and len(hashed) == len(
+        folders
+    )
     before = file_hashes(folders[0])
     flip(folders[0] / "tokens.bin")
     train_segment(Plant(workspace, ledger, said), first)
     assert f"token shard {folders[0].name} is repaired" in said.text and file_hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
-    assert not repair_segment_inputs(Plant(workspace, ledger, said), first, hash_all=False) and len(hashed) == len(folders) + 1
+    assert (
+        not repair_segment_inputs(Plant(workspace, ledger, said), first, hash_all=False)
+        and len(hashed) == len(folders) + 1
+    )
 
 
 def test_a_changed_export_is_made_again_and_the_failed_action_is_repeated(copied: Copy) -> None:

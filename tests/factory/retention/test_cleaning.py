@@ -296,7 +296,9 @@ def test_only_an_error_of_the_workspaces_own_disk_counts_as_a_full_disk(
         )
     monkeypatch.undo()
     workspace.root.rename(tmp_path / "away")
-    assert not is_workspace_disk_full(workspace, full) and not is_workspace_disk_full(workspace, FileNotFoundError("it is away"))
+    assert not is_workspace_disk_full(workspace, full) and not is_workspace_disk_full(
+        workspace, FileNotFoundError("it is away")
+    )
 
 
 def test_a_dry_run_changes_nothing_and_lists_the_reasons(tmp_path: Path, code: Path) -> None:
@@ -328,7 +330,10 @@ def test_cleaning_keeps_the_worktrees_of_a_running_code_loop(tmp_path: Path, cod
     with workspace.hold_lock("code-loop"):
         cleaned = remove_unneeded_folders(Plant(workspace, ledger))
         assert not any(one.is_removed for one in cleaned.choices if one.folder.kind in ("worktree", "compiled"))
-    assert any(one.folder.kind == "worktree" for one in remove_unneeded_folders(Plant(workspace, ledger)).list_removal_decisions())
+    assert any(
+        one.folder.kind == "worktree"
+        for one in remove_unneeded_folders(Plant(workspace, ledger)).list_removal_decisions()
+    )
 
 
 def test_cleaning_keeps_checkpoints_from_which_training_continues(tmp_path: Path, code: Path) -> None:

@@ -16,8 +16,8 @@ from factory.retention.disk import (
     KEPT_BYTES,
     SAMPLES_FILE,
     estimate_hours_until_floor,
-    record_free_space_sample,
     read_free_space_samples,
+    record_free_space_sample,
 )
 from factory.retention.low_disk import must_training_wait_for_disk_space
 from tests.support.messages import codes, the
@@ -40,7 +40,9 @@ def test_training_waits_below_the_floor_and_prints_one_line(plant: tuple[Workspa
     set_floor(workspace, 0)
     assert not must_training_wait_for_disk_space(Plant(workspace, ledger, said)) and said.lines == []
     set_floor(workspace, 1 << 60)
-    assert must_training_wait_for_disk_space(Plant(workspace, ledger, said)) and must_training_wait_for_disk_space(Plant(workspace, ledger, said))
+    assert must_training_wait_for_disk_space(Plant(workspace, ledger, said)) and must_training_wait_for_disk_space(
+        Plant(workspace, ledger, said)
+    )
     (line,) = said.lines
     data = the([line], "low_disk.training_waits").data
     assert data["floor_gb"] == (1 << 60) / 1e9 and data["folder"] == workspace.root

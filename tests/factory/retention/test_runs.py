@@ -39,7 +39,11 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
         runs.append(tracking.ensure_segment_run(parent))
         tracking.client.log_metric(runs[-1], "loss", 3.0, step=1)
     history.candidate(parent)
-    gone = [one for one in remove_unneeded_folders(Plant(workspace, ledger)).list_removal_decisions() if one.folder.kind == "run"]
+    gone = [
+        one
+        for one in remove_unneeded_folders(Plant(workspace, ledger)).list_removal_decisions()
+        if one.folder.kind == "run"
+    ]
     assert [one.folder.path.name for one in gone] == runs[:2]
     show_unshown_items(Plant(workspace, ledger))
     data = the([gone[0].reason], "choosing.age").data
@@ -49,7 +53,9 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
             tracking.client.get_run(run)
     with closing(sqlite3.connect(workspace.root / "mlflow.db")) as store:
         assert {row[0] for row in store.execute("SELECT run_uuid FROM metrics")} == set(runs[2:])
-    assert all(one.folder.kind != "run" for one in remove_unneeded_folders(Plant(workspace, ledger)).list_removal_decisions())
+    assert all(
+        one.folder.kind != "run" for one in remove_unneeded_folders(Plant(workspace, ledger)).list_removal_decisions()
+    )
     tracking.delete_runs(runs[:1])  # after a kill behind MLflow's removal the factory removes them again
     assert len(SegmentRow.select(ledger)) == 4
 

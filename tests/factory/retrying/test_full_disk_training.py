@@ -18,7 +18,7 @@ from factory.duties.training import train_segment
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import read_last_checkpoint, plan_trunk
+from factory.training.planning import plan_trunk, read_last_checkpoint
 from tests.support.factory.code_loop import make_target
 from tests.support.failing.deaths import make_mortal, strike
 from tests.support.failing.nights import Listener, enough, fill, run_until, small_disk

@@ -103,10 +103,13 @@ def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> No
     assert classify_trainer_ending(75, "", table.format(-11), None).says == "ended with signal SIGSEGV"
     digits = "9" * 5000  # more than Python makes a number of
     assert (
-        classify_trainer_ending(75, "", table.format(digits) + f"Signal {digits} (SIGX) received by PID 1", None).kind == KILLED
+        classify_trainer_ending(75, "", table.format(digits) + f"Signal {digits} (SIGX) received by PID 1", None).kind
+        == KILLED
     )
     assert (
-        classify_trainer_ending(1, "", table.format(f"-{digits}") + f"Signal {digits} (SIGX) received by PID 1", None).kind
+        classify_trainer_ending(
+            1, "", table.format(f"-{digits}") + f"Signal {digits} (SIGX) received by PID 1", None
+        ).kind
         == REFUSED
     )
     assert (

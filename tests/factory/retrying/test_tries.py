@@ -16,8 +16,8 @@ from factory.retrying import trainer_deaths
 from factory.retrying.trainer_deaths import (
     abandon_segment,
     classify_trainer_ending,
-    find_parked_segment,
     find_newest_checkpoint_step,
+    find_parked_segment,
     record_trainer_death,
     refuse_while_parked,
     request_retry,

@@ -63,7 +63,11 @@ def test_an_arm_resumes_from_a_start_within_the_segment_and_begins_at_one_at_its
     found = replace(arm, start=within)
     assert (found.first_step, found.resumed_checkpoint, found.make_spec()["initial_checkpoint"]) == (4, within, None)
     found = replace(arm, start=begins)
-    assert (found.first_step, found.resumed_checkpoint, found.make_spec()["initial_checkpoint"]) == (2, None, str(begins))
+    assert (found.first_step, found.resumed_checkpoint, found.make_spec()["initial_checkpoint"]) == (
+        2,
+        None,
+        str(begins),
+    )
 
 
 @pytest.mark.parametrize(

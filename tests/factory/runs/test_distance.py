@@ -11,16 +11,16 @@ import torch
 
 from factory.runs.distance import (
     TensorDistance,
-    measure_checkpoint_distance,
     find_different_weights,
     find_unmatched_tensor,
     find_value_differences,
     have_same_bits,
+    measure_checkpoint_distance,
+    measure_tensor_distances,
+    measure_tensor_norms,
     save_perturbed_checkpoint,
     sum_distances,
     sum_moment_distances_by_kind,
-    measure_tensor_distances,
-    measure_tensor_norms,
 )
 from trainer.contract.checkpoint.format import Checkpoint, load_checkpoint, save_checkpoint
 
@@ -41,7 +41,9 @@ def test_weights_are_compared_by_their_change_since_the_start_and_moments_direct
     assert found.weights["a"].apart == pytest.approx(np.linalg.norm((b - d) - (a - c)), rel=1e-12)
     assert found.weights["a"].size == pytest.approx(np.linalg.norm(a - c), rel=1e-12)
     m, n = (x.optimizer["exp_avg.a"].double().numpy() for x in (one, two))
-    assert found.list_tensor_shares_of_size()["exp_avg.a"] == pytest.approx(np.linalg.norm(n - m) / np.linalg.norm(m), rel=1e-12)
+    assert found.list_tensor_shares_of_size()["exp_avg.a"] == pytest.approx(
+        np.linalg.norm(n - m) / np.linalg.norm(m), rel=1e-12
+    )
     assert "rng" not in found.moments
     whole = sum_distances(measure_tensor_distances(one.model, two.model).values())
     both = [np.concatenate([x.model[n].double().numpy().ravel() for n in "ab"]) for x in (one, two)]
@@ -130,5 +132,7 @@ def test_recorded_values_that_differ_have_the_expected_distances(
     """A value that is not a finite number is never a small difference. Of clocks only the type counts."""
     sides = ({"loss": value, "time": time} for value, time in ((one, 5.0), (other, 7.0)))
     told = list(find_value_differences(*sides, {"time"}, "x"))
-    assert [(what[: len(name)], far.share) for (what, far), (name, _) in zip(told, found, strict=True)] == found
-    assert [far.share_of_size for _, far in find_value_differences({"time": 5.0}, {"time": "fast"}, {"time"})] == [math.inf]
+    assert [(what[: len(name)], far.share_of_size) for (what, far), (name, _) in zip(told, found, strict=True)] == found
+    assert [far.share_of_size for _, far in find_value_differences({"time": 5.0}, {"time": "fast"}, {"time"})] == [
+        math.inf
+    ]

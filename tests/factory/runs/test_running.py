@@ -108,9 +108,9 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     assert len(started) == 1 and done.code == 2 and "gone" in done.line
     assert runs.train_with_live_code(code, [arm, again, low], "three arms").code == 0 and len(started) == 1
     straight = runs.open_arm_trace(arm)
-    assert have_same_bits(straight.final_checkpoint, runs.open_arm_trace(again).final_checkpoint) and not have_same_bits(
-        straight.final_checkpoint, runs.open_arm_trace(low).final_checkpoint
-    )
+    assert have_same_bits(
+        straight.final_checkpoint, runs.open_arm_trace(again).final_checkpoint
+    ) and not have_same_bits(straight.final_checkpoint, runs.open_arm_trace(low).final_checkpoint)
     assert have_same_bits(straight.final_checkpoint, here(tmp_path / "here", arm).final_checkpoint), (
         "as a process of its own"
     )
@@ -121,9 +121,9 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     assert len(started) == 1, "what was trained is not trained again"
     resumed = replace(arm, name="resumed", start=straight.final_checkpoint_path.with_name(format_checkpoint_name(2)))
     assert runs.train_with_live_code(code, [resumed], "one more").code == 0 and len(started) == 2
-    assert have_same_bits(straight.final_checkpoint, runs.open_arm_trace(resumed).final_checkpoint) and runs.open_arm_trace(
-        resumed
-    ).metric_lines_by_step.keys() == {2, 3}
+    assert have_same_bits(
+        straight.final_checkpoint, runs.open_arm_trace(resumed).final_checkpoint
+    ) and runs.open_arm_trace(resumed).metric_lines_by_step.keys() == {2, 3}
     rows = {run["arm"]["name"]: run for run in list_runs(runs.plant.ledger)}
     assert {name: run["state"] for name, run in rows.items()} == dict.fromkeys(
         ("straight", "again", "low rate", "resumed"), "done"
@@ -141,7 +141,7 @@ def test_arms_run_in_parallel_if_there_are_several_devices(
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for _ in range(2):
         free.put("")  # the CPU, twice
-    monkeypatch.setattr(devices, "device_names", lambda: ["", ""])
+    monkeypatch.setattr(devices, "list_device_names", lambda: ["", ""])
     monkeypatch.setattr(devices, "_free", lambda: free)
     started = counted(monkeypatch, live_training, "start_trainer")
     arms = [replace(arm, name=f"seed {seed}", seed=seed) for seed in range(3)]
@@ -157,7 +157,7 @@ def test_the_row_of_a_stopped_arm_says_that_it_was_stopped(
     def stopped(*_: object) -> None:
         raise SegmentError("stopped by a person")
 
-    monkeypatch.setattr("factory.runs.arm_runner.train_live", stopped)
+    monkeypatch.setattr("factory.runs.arm_runner.train_arms_with_live_code", stopped)
     with pytest.raises(SegmentError):
         runs.train_with_live_code(code, [arm], "straight")
     row = RunRow.get(runs.plant.ledger, arm.key)
@@ -197,7 +197,10 @@ def test_a_pause_stops_the_arms_and_they_continue_afterwards(
         assert "ada paused training" in format_run(list_runs(ledger)[0])
     monkeypatch.undo()
     resume_daemon(ledger, "ada")
-    assert runs.train_with_live_code(code, [arm], "straight").code == 0 and runs.open_arm_trace(arm).final_checkpoint.step == STEPS
+    assert (
+        runs.train_with_live_code(code, [arm], "straight").code == 0
+        and runs.open_arm_trace(arm).final_checkpoint.step == STEPS
+    )
 
 
 def test_a_run_whose_process_is_gone_is_shown_as_stopped(runs: ArmRunner, arm: Arm) -> None:

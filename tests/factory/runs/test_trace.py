@@ -39,9 +39,15 @@ def test_reading_a_checkpoint_follows_no_link_and_waits_for_no_pipe(
     tmp_path: Path, where: str, spoil: Callable[[Path], None]
 ) -> None:
     folder = tmp_path / "run"
-    path = checkpoints.save_checkpoint(folder / "checkpoints", Checkpoint({"w": torch.ones(2)}, {}, {"step": 4, "recipe": {}}))
+    path = checkpoints.save_checkpoint(
+        folder / "checkpoints", Checkpoint({"w": torch.ones(2)}, {}, {"step": 4, "recipe": {}})
+    )
     trace = RunTrace(folder, 0, 4, ends=False)
-    assert path == trace.final_checkpoint_path and trace.final_checkpoint_hash and trace.final_checkpoint.state["step"] == 4
+    assert (
+        path == trace.final_checkpoint_path
+        and trace.final_checkpoint_hash
+        and trace.final_checkpoint.state["step"] == 4
+    )
     spoil(folder / where)
     trace = RunTrace(folder, 0, 4, ends=False)
     for read in (lambda: trace.final_checkpoint_hash, lambda: trace.final_checkpoint):

@@ -263,7 +263,7 @@ def test_nothing_runs_when_the_limits_could_not_be_set(
         inits.append(init)
         raise failure
 
-    monkeypatch.setattr(sandbox_cgroup, "move_into_group", put)
+    monkeypatch.setattr(sandbox_cgroup, "move_sandbox_into_group", put)
     monkeypatch.setattr(sandbox_cgroup, "_make", lambda parent, tasks: tmp_path)
     with pytest.raises(type(failure)):
         inside(tmp_path, "open('ran', 'w')")
@@ -277,7 +277,7 @@ def test_an_interrupt_at_any_moment_ends_all_processes(tmp_path: Path) -> None:
     import sys
     from pathlib import Path
     from factory.sandbox import bubblewrap, seccomp_filter, sandbox, view
-    bubblewrap.choose_bubblewrap(), seccomp_filter.assemble_filter(), view.interpreter_paths()
+    bubblewrap.choose_bubblewrap(), seccomp_filter.assemble_filter(), view.list_interpreter_paths()
     print(flush=True)
     sys.stdin.readline()
     sandbox.run_in_sandbox(["/bin/sleep", "{{}}"], output=Path({str(tmp_path / "out")!r}))

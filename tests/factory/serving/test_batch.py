@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from factory.evals.reference_model import ReferenceModel
 from factory.serving.api.defaults import SamplingSettings
 from factory.serving.native import batch as batches
-from factory.serving.native.batch import DecodingJob, DecodingBatch, ComputedToken
+from factory.serving.native.batch import ComputedToken, DecodingBatch, DecodingJob
 from factory.serving.native.decoder import CachedDecoder
 from factory.serving.native.engine_loop import EngineLoop
 from tests.support.factory.exports import CONTEXT, FAMILIES, VOCAB, save_export, tiny_model
@@ -45,7 +45,9 @@ def alone(kind: str, prompt: tuple[int, ...], count: int) -> list[tuple[int, flo
     return found
 
 
-def run(batch: DecodingBatch, arrivals: list[tuple[int, DecodingJob]], leave: dict[int, int]) -> dict[int, list[ComputedToken]]:
+def run(
+    batch: DecodingBatch, arrivals: list[tuple[int, DecodingJob]], leave: dict[int, int]
+) -> dict[int, list[ComputedToken]]:
     """``arrivals``: (step, job); ``leave``: a job's key and the tokens after which it is cancelled."""
     written: dict[int, list[ComputedToken]] = {job.key: [] for _, job in arrivals}
     number = 0
@@ -111,7 +113,11 @@ def test_one_step_processes_prompts_and_single_tokens_in_one_forward_pass(monkey
         return logits(tokens, starts, cache)
 
     monkeypatch.setattr(decoder, "logits", counting)
-    run(DecodingBatch(decoder, 10_000), [(0, DecodingJob(1, [5, 6, 7], 4)), (0, DecodingJob(2, [8, 9], 3)), (2, DecodingJob(3, [4] * 6, 1))], {})
+    run(
+        DecodingBatch(decoder, 10_000),
+        [(0, DecodingJob(1, [5, 6, 7], 4)), (0, DecodingJob(2, [8, 9], 3)), (2, DecodingJob(3, [4] * 6, 1))],
+        {},
+    )
     assert passes == [[3, 2], [1, 1], [1, 1, 6], [1]]
 
 

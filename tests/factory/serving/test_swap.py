@@ -411,7 +411,9 @@ def test_an_unexpected_error_is_reported_and_tried_again(
 
     monkeypatch.setattr(supervisor.Engine, "start", start)
     assert champion is not None
-    router_supervisor = supervisor.EngineSupervisor(make_native_engine_kind(), lambda: champion, said.append, workspace.logs)
+    router_supervisor = supervisor.EngineSupervisor(
+        make_native_engine_kind(), lambda: champion, said.append, workspace.logs
+    )
     attempt = supervisor._Attempt(champion)
     asyncio.run(router_supervisor._attempt(attempt, mends=False))
     (message,) = said

@@ -38,7 +38,7 @@ from factory.ledger.rows import Subject
 from factory.retention.disk import EVERY_SECONDS, SAMPLES_FILE
 from factory.status.daemon_state import read_daemon_facts
 from factory.status.metrics import format_prometheus_text, serve_metrics
-from factory.status.status import read_status_facts, format_status_lines
+from factory.status.status import format_status_lines, read_status_facts
 from factory.status.waiting import list_items_waiting_for_person
 from kernels.contract.message import Message
 from tests.support.factory.command import factory
@@ -256,7 +256,9 @@ def test_the_champion_follows_the_order_of_events_even_if_the_clock_was_set_back
         put(ledger, releases, number=number, candidate=number, verdict=number, state="published", created_at=at)
         with ledger.begin() as tx:
             record_event(tx, "promoted", Subject("release", number), {"candidate": number})
-    assert read_status_facts(workspace)["champion"]["number"] == 2 and "champion  release 2, released 20" in shown(workspace)
+    assert read_status_facts(workspace)["champion"]["number"] == 2 and "champion  release 2, released 20" in shown(
+        workspace
+    )
     assert not [one for one in list_items_waiting_for_person(workspace, ledger) if "candidate" in one["what"]]
 
 

@@ -100,7 +100,9 @@ def test_log_probabilities_equal_those_of_lm_eval(plant: FilledPlant, export: Pa
     asked = [(text, {"until": [")", "\n\n"], "max_gen_toks": 40}) for text in ("def f(", "import", long)]
     drawn = theirs.generate_until(ask("generate_until", asked), disable_tqdm=True)
     assert (
-        answer_lm_eval_request({"kind": "generate_until", "requests": [list(one) for one in asked]}, ours, lambda n: None)
+        answer_lm_eval_request(
+            {"kind": "generate_until", "requests": [list(one) for one in asked]}, ours, lambda n: None
+        )
         == drawn
     )
     assert any(drawn)
@@ -113,7 +115,7 @@ def test_choices_with_equal_highest_log_probability_share_the_point(plant: Fille
     task = load_task(write_task(plant.workspace, "ties", items, format=format), POLICY)
 
     class Same:
-        def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Any) -> list[ContinuationScore]:
+        def score_continuations(self, pairs: Sequence[tuple[str, str]], advance: Any) -> list[ContinuationScore]:
             return [ContinuationScore(self.values[at % 4], False) for at in range(len(pairs))]
 
         def __init__(self, *values: float) -> None:

@@ -14,7 +14,7 @@ from factory.ledger.ledger import events
 from factory.tasks.items import CodeItem, TaskError
 from factory.tasks.measuring import measure_task
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.proving import EVENT, make_programs_without_answer, is_proven, prove_task
+from factory.tasks.proving import EVENT, is_proven, make_programs_without_answer, prove_task
 from factory.tasks.task_file import load_task
 from tests.support.factory.exports import FilledPlant
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task

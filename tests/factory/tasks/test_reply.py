@@ -7,7 +7,7 @@ import pytest
 from factory.evals.reply_code import extract_fenced_code
 from factory.evals.tasks import has_valid_python
 from factory.tasks.exact_answer import extract_answer
-from factory.tasks.reply import cut_after_first_answer, choose_default_stop_texts, extract_program
+from factory.tasks.reply import choose_default_stop_texts, cut_after_first_answer, extract_program
 from factory.tasks.task_file import TaskFile
 
 PROBLEM = "Problem: {question}\nSolution:"

@@ -164,10 +164,14 @@ def test_the_protocol_depends_on_all_keys_and_examples_but_not_on_items(workspac
     first = load_task(write_task(workspace, "asked", choice_items()), POLICY)
     write_task(workspace, "shown", choice_items(15)[12:])
     fewer = load_task(write_task(workspace, "asked", choice_items()[:9]), POLICY)
-    assert first.protocol_sha256 == fewer.protocol_sha256 and first.make_evaluation_identity("t") != fewer.make_evaluation_identity("t")
+    assert first.protocol_sha256 == fewer.protocol_sha256 and first.make_evaluation_identity(
+        "t"
+    ) != fewer.make_evaluation_identity("t")
     for changed in ({"format": "letter"}, {"prompt": "Q: {question}"}, {"shots": 1, "examples": "shown.jsonl"}):
         other = load_task(write_task(workspace, "asked", choice_items(), **changed), POLICY)
-        assert other.protocol_sha256 != first.protocol_sha256 and other.make_evaluation_identity("t") != first.make_evaluation_identity("t")
+        assert other.protocol_sha256 != first.protocol_sha256 and other.make_evaluation_identity(
+            "t"
+        ) != first.make_evaluation_identity("t")
     assert first.make_evaluation_identity("t") != first.make_evaluation_identity("another tokenizer")
 
 

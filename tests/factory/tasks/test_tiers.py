@@ -14,7 +14,7 @@ from factory.ledger.ledger import eval_items, evaluations, record_event, release
 from factory.ledger.rows import VerdictRow
 from factory.tasks.policy import TaskSettings, TasksPolicy
 from factory.tasks.task_file import load_task_by_name
-from factory.tasks.tiers import measure_due_tasks, read_baseline, measure_new_baseline
+from factory.tasks.tiers import measure_due_tasks, measure_new_baseline, read_baseline
 from tests.support.factory.exports import FilledPlant, measured_alone, save_export, tiny_model, trained
 from tests.support.factory.task_files import choice_items, write_policy, write_task
 from tests.support.messages import says

@@ -27,10 +27,10 @@ from factory.show.pages.provenance import read_release_provenance
 from factory.training import averaging
 from factory.training.averaging import (
     choose_checkpoints_to_average,
+    compute_averaging_weights,
     list_averageable_checkpoints,
     load_held_out_loss,
     plan_average,
-    compute_averaging_weights,
 )
 from factory.training.exporting import export_candidate
 from factory.training.training import run_segment

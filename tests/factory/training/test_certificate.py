@@ -150,7 +150,9 @@ def test_the_noise_equals_numpys_root_mean_square_over_pairs_of_seeds() -> None:
     assert found["length of the update"].noise == pytest.approx(
         np.sqrt(((lengths[[0, 0, 1]] - lengths[[1, 2, 2]]) ** 2).mean())
     )
-    assert found["weights"] == RunDifference("weights", 0.1, 0.5, 0.0) and found["weights"].multiple_of_noise == pytest.approx(0.2)
+    assert found["weights"] == RunDifference("weights", 0.1, 0.5, 0.0) and found[
+        "weights"
+    ].multiple_of_noise == pytest.approx(0.2)
 
 
 NAMES = [m.name for m in compute_run_differences(evidence())]

@@ -24,8 +24,8 @@ from factory.training.certifying import (
     NotCertifiedError,
     accept_code,
     ensure_certified,
-    list_certificates,
     find_newest_code_verdict,
+    list_certificates,
 )
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
@@ -121,7 +121,9 @@ def started(site: Site, number: int) -> bool:
 
 
 def test_a_change_of_docs_needs_no_runs(site: Site) -> None:
-    assert find_newest_code_verdict(site.ledger, 1) is None and SegmentRow.get(site.ledger, 1).state == "done"  # the first
+    assert (
+        find_newest_code_verdict(site.ledger, 1) is None and SegmentRow.get(site.ledger, 1).state == "done"
+    )  # the first
     site.edit("docs/notes.md", "", "# Notes\n")
     number = site.plan()
     verdict = site.certify(number)

@@ -233,8 +233,8 @@ FORGOTTEN = (
 )
 SEEDS = (
     "trainer/model/transformer.py",
-    "Region.region_of_tensor(parameter).view_of(self._drawn(name, parameter.shape, seed))",
-    "self._drawn(name, local_part(parameter).shape, seed)",
+    "Region.from_tensor(parameter).view_in_whole_tensor(self._drawn(name, parameter.shape, seed))",
+    "self._drawn(name, get_local_part(parameter).shape, seed)",
 )
 CLIPPING = (
     "trainer/run.py",

@@ -20,7 +20,12 @@ from factory.training.planning import load_recipe
 from kernels.contract.bench import BenchSetting
 from kernels.contract.machine import describe_this_machine
 from kernels.contract.registry import OPS
-from kernels.contract.tune import TimedImplementation, choose_fastest_implementation, list_training_ops, list_in_timing_order
+from kernels.contract.tune import (
+    TimedImplementation,
+    choose_fastest_implementation,
+    list_in_timing_order,
+    list_training_ops,
+)
 from tests.support.messages import codes, refused
 
 MACHINE = describe_this_machine("cpu")

@@ -25,7 +25,9 @@ def checkpoint_of(seed: int, folder: Path) -> Path:
     """Of a model that the trainer made, moved a little, so that no norm is one."""
     torch.manual_seed(seed)
     model = {k: v + 0.1 * torch.randn_like(v) for k, v in make_model(RECIPE).state_dict().items()}
-    return save_checkpoint(folder, Checkpoint(model, {"step.x": torch.zeros(1)}, {"step": 1, "recipe": RECIPE.model_dump()}))
+    return save_checkpoint(
+        folder, Checkpoint(model, {"step.x": torch.zeros(1)}, {"step": 1, "recipe": RECIPE.model_dump()})
+    )
 
 
 Break = Callable[[Path], None]

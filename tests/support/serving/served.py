@@ -26,7 +26,7 @@ from factory.ledger.rows import Subject
 from factory.serving.champion import read_champion
 from factory.serving.engines import EngineKind, make_native_engine_kind
 from factory.serving.router import make_application
-from factory.serving.supervisor import StageCallback, EngineSupervisor
+from factory.serving.supervisor import EngineSupervisor, StageCallback
 from tests.support.factory.exports import VOCAB, corpus, save_export, tiny_model
 from tests.support.plants.release_scene import add_segment, add_verdict
 

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.errors import EXIT_FULL, EXIT_STOPPED, EXIT_WRONG, RecipeError, StoppedBySignalError, run_for_exit_code
+from trainer.contract.errors import (
+    EXIT_FULL,
+    EXIT_STOPPED,
+    EXIT_WRONG,
+    RecipeError,
+    StoppedBySignalError,
+    run_for_exit_code,
+)
 
 
 def raising(error: Exception) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.contract.choice import UNTUNED, split_implementation_names, find_untuned_implementation
+from kernels.contract.choice import UNTUNED, find_untuned_implementation, split_implementation_names
 from kernels.contract.op import LazilyImportedFunction
 from kernels.contract.registry import OPS, Ops, find_implementation, return_documents_unchanged
 from tests.support.paths import ROOT
@@ -79,7 +79,9 @@ def test_every_default_implementation_exists_and_runs_on_its_device_class() -> N
             for op, choice in row.items():
                 for name in split_implementation_names(choice):
                     find_implementation(op, name, device)
-    assert find_untuned_implementation("attention", "cuda-sm120-x") == find_untuned_implementation("attention", "cuda-sm100-x")
+    assert find_untuned_implementation("attention", "cuda-sm120-x") == find_untuned_implementation(
+        "attention", "cuda-sm100-x"
+    )
     assert find_untuned_implementation("attention", "cuda-sm75-tesla-t4") == "reference"
 
 

@@ -153,7 +153,9 @@ def rows() -> tuple[Tensor, Tensor, Tensor]:
 def test_only_the_layers_products_are_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[list[tuple[int, ...]]] = []
     products = fp8.apply_fp8_linears
-    monkeypatch.setattr(fp8, "fp8_linears", lambda x, m: taken.append([tuple(w.shape) for w in m]) or products(x, m))
+    monkeypatch.setattr(
+        fp8, "apply_fp8_linears", lambda x, m: taken.append([tuple(w.shape) for w in m]) or products(x, m)
+    )
     model = make_model(recipe_with(model__experts=EXPERTS), torch.bfloat16)
     model.logits(*rows())
     assert taken == []

@@ -20,7 +20,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend
 
 def kinds(folder: Path) -> list[tuple[int, str]]:
     # how fast this machine is at the moment is not what is tested
-    return [(a["step"], a["kind"]) for a in read_json_lines(folder / "anomalies.jsonl") if a["kind"] != "throughput_drop"]
+    return [
+        (a["step"], a["kind"]) for a in read_json_lines(folder / "anomalies.jsonl") if a["kind"] != "throughput_drop"
+    ]
 
 
 def shard_of(folder: Path, documents: list[TokenizedDocument]) -> TokenShard:

@@ -194,6 +194,8 @@ def test_the_state_survives_json_and_an_older_checkpoint_without_it_can_be_conti
     assert train_here(first) == (0, "")
     loaded = checkpoints.load_checkpoint(Path(result(first)["checkpoint"]))
     state = {key: value for key, value in loaded.state.items() if key != "signals"}
-    older = checkpoints.save_checkpoint(tmp_path / "older", checkpoints.Checkpoint(loaded.model, loaded.optimizer, state))
+    older = checkpoints.save_checkpoint(
+        tmp_path / "older", checkpoints.Checkpoint(loaded.model, loaded.optimizer, state)
+    )
     on = write_spec(tmp_path / "on", plan, first_step=4, last_step=6, initial_checkpoint=str(older))
     assert train_here(on) == (0, "")

@@ -112,7 +112,9 @@ def test_orthogonalising_matrices_together_gives_the_same_as_each_alone() -> Non
 def test_a_stack_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     many: dict[str, tuple[int, ...]] = {str(i): (8, 4) for i in range(130)}
     assert [len(names) for names in group_parameters_for_stacking(many)] == [64, 64, 2]
-    assert group_parameters_for_stacking({"a": (65, 8, 4), "b": (8, 4), "c": (63, 8, 4)}) == [["a"], ["b", "c"]], "never parted"
+    assert group_parameters_for_stacking({"a": (65, 8, 4), "b": (8, 4), "c": (63, 8, 4)}) == [["a"], ["b", "c"]], (
+        "never parted"
+    )
     monkeypatch.setattr("trainer.optim.muon.ELEMENTS", 100)
     assert group_parameters_for_stacking({"a": (8, 4), "b": (8, 4), "c": (8, 4), "d": (4, 8), "e": (8, 4)}) == [
         ["a", "b", "c"],

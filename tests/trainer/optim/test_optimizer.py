@@ -8,7 +8,7 @@ import torch
 from tests.support.trainer.models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.monitor.stability import decide_clip_and_skip
-from trainer.optim.optimizer import Optimizer, format_update_rule_table, make_update_rule_table, compute_sums_of_squares
+from trainer.optim.optimizer import Optimizer, compute_sums_of_squares, format_update_rule_table, make_update_rule_table
 
 
 def test_every_parameter_is_in_one_group_and_only_matrices_decay() -> None:

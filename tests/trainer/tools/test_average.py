@@ -97,7 +97,10 @@ def test_averages_are_summed_in_double_precision(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], said: str
 ) -> None:
-    paths = [checkpoints.save_checkpoint(tmp_path / "0", made(1)), checkpoints.save_checkpoint(tmp_path / "1", made(2, **changes))]
+    paths = [
+        checkpoints.save_checkpoint(tmp_path / "0", made(1)),
+        checkpoints.save_checkpoint(tmp_path / "1", made(2, **changes)),
+    ]
     assert main([str(tmp_path / "out"), *map(str, paths)]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in said.split(" | ")) and error.count("\n") == 1

@@ -28,7 +28,7 @@ step. A row's pieces are shown as (domain, document, first token, positions):
     >>> keywords = {"context": 8, "batch": BatchRecipe(sequences=2, packing="token-budget"), "vocab_size": 64}
     >>> order = DataOrder(plan, **keywords)
     >>> def shown(rows):
-    ...     return [[(stream_domain(p.stream), p.document, p.start, p.positions) for p in row] for row in rows]
+    ...     return [[(parse_stream_domain(p.stream), p.document, p.start, p.positions) for p in row] for row in rows]
     >>> shown(order.draw_next_rows())
     [[('docs', 3, 0, 8)], [('code', 9, 0, 3), ('code', 5, 0, 3)]]
     >>> state = order.state_dict()
@@ -118,7 +118,7 @@ class DataOrder:
                 )
 
     def draw_next_rows(self) -> list[Row]:
-        """The rows of the next step's global batch: ``batch.sequences_at(step)`` of them, none empty.
+        """The rows of the next step's global batch: ``batch.count_sequences_at(step)`` of them, none empty.
 
         With ``plan.targets_in_every_batch`` each batch has a token that carries loss. A packing that cuts can leave a row with only a question,
         from which nothing is learned. If all rows are like that, they are passed over, and the next rows take their place.
@@ -163,7 +163,10 @@ class DataOrder:
     def compute_current_stream_shares(self) -> dict[str, float]:
         """The share of the supervised tokens that each stream should have at this step. Streams without a share are left out."""
         if self._shares[0] != self.step:
-            self._shares = self.step, compute_stream_shares(self.plan, self.streams, self.plan.find_weights_at_step(self.step))
+            self._shares = (
+                self.step,
+                compute_stream_shares(self.plan, self.streams, self.plan.find_weights_at_step(self.step)),
+            )
         return self._shares[1]
 
     def estimate_positions_left(self) -> int:

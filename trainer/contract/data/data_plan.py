@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from kernels.contract.message import Message
 from trainer.contract.errors import DataPlanError, make_known_words_hint
-from trainer.contract.recipe import MixtureRecipe, MixturePhase, Positive, Share
+from trainer.contract.recipe import MixturePhase, MixtureRecipe, Positive, Share
 from trainer.contract.strict import StrictSchema, make_not_json_error, parse
 
 LATER_KEYS = ("masked", "reshuffled", "targets_in_every_batch")  # keys of a plan that the first plans did not have
@@ -185,7 +185,8 @@ class DataPlan(StrictSchema):
         """The plan with these documents, by their keys, masked as well: they carry no loss.
 
         >>> plan = DataPlan(token_shards=[PlannedShard(id="a", path="a", generation=0)], weights={"*": 1.0})
-        >>> plan.copy_with_masked_documents(["b:2", "b:1"]).copy_with_masked_documents(["b:1"]).masked, plan.copy_with_masked_documents([]).id == plan.id
+        >>> (plan.copy_with_masked_documents(["b:2", "b:1"]).copy_with_masked_documents(["b:1"]).masked,
+        ...  plan.copy_with_masked_documents([]).id == plan.id)
         (['b:1', 'b:2'], True)
         """
         return self.model_copy(update={"masked": sorted({*self.masked, *documents})})

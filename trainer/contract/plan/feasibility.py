@@ -56,7 +56,9 @@ def refuse_impossible_run(order: DataOrder, recipe: Recipe, first_step: int, las
     if left < wanted * 0.99 and (rehearsal := rehearse_packing(order, order.step, last_step)):
         used = rehearsal.used / rehearsal.positions  # padding needs no data
         wanted = round(wanted * used)
-        left = order.count_positions_until(last_step, lambda first, last: round(recipe.count_tokens_between(first, last) * used))
+        left = order.count_positions_until(
+            last_step, lambda first, last: round(recipe.count_tokens_between(first, last) * used)
+        )
     if left < wanted * 0.99:
         raise DataPlanError(
             "plan.too_little_data",

@@ -14,10 +14,10 @@ from trainer.contract.plan.run_plan import (
     PRICE,
     SPREAD,
     RunPlan,
-    count_active_parameters,
     compute_deepseek_rule_batch_tokens,
     compute_deepseek_rule_flops,
     compute_deepseek_rule_lr,
+    count_active_parameters,
     estimate_memory,
     plan_run,
 )
@@ -67,7 +67,9 @@ def _model_lines(plan: RunPlan) -> list[PlanLine]:
             shared=e.shared,
         )
         found.append(
-            PlanLine("active", count_active_parameters(model), f"{count_active_parameters(model) / 1e9:.4g} B", how, source)
+            PlanLine(
+                "active", count_active_parameters(model), f"{count_active_parameters(model) / 1e9:.4g} B", how, source
+            )
         )
     return found
 

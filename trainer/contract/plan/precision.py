@@ -144,7 +144,9 @@ def choose_precision(
     """
     refuse_unsupported_precision(recipe, device)
     found = time_precisions(recipe, device, seconds)
-    return choose_precision_from_timings(recipe.precision, found, before if before in list_supported_precisions(device) else "")
+    return choose_precision_from_timings(
+        recipe.precision, found, before if before in list_supported_precisions(device) else ""
+    )
 
 
 def choose_precision_from_timings(asked: str, timings: PrecisionTimings, before: str = "") -> ChosenPrecision:
@@ -221,7 +223,9 @@ def limit_to_one_thread(device: torch.device) -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-def make_timed_parts(recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8: bool = False) -> dict[str, TimedPart]:
+def make_timed_parts(
+    recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8: bool = False
+) -> dict[str, TimedPart]:
     """The parts of a step that are timed. Their FLOPs count forward and backward: three products for each product of the forward pass.
     ``in_fp8``: the products of the layers run in fp8. The time that quantising takes is not measured."""
     model, rows = recipe.model, recipe.batch.micro_sequences or recipe.batch.sequences

@@ -22,8 +22,8 @@ from trainer.contract.plan.sizing import (
     RESERVE,
     GpuLayout,
     MemoryPart,
-    estimate_memory_parts,
     count_routed_expert_parameters,
+    estimate_memory_parts,
     sum_bytes,
 )
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, ParallelRecipe
@@ -248,9 +248,9 @@ def _what_would_fit(request: PlanRequest, possible: list[int]) -> Message:
 def estimate_mfu(request: PlanRequest) -> float:
     """The MFU to expect on these GPUs, from published runs on one node or on many nodes.
 
-    >>> from trainer.contract.plan.sizing import model_shape_of
+    >>> from trainer.contract.plan.sizing import choose_model_shape
     >>> from trainer.contract.plan.gpus import GPUS
-    >>> asks = [PlanRequest(model_shape_of(size, 128_256, 4096), 1e12, gpus, GPUS["h100"]) for size, gpus in ((8e9, 8), (8e9, 256), (70e9, 1024))]
+    >>> asks = [PlanRequest(choose_model_shape(size, 128_256, 4096), 1e12, gpus, GPUS["h100"]) for size, gpus in ((8e9, 8), (8e9, 256), (70e9, 1024))]
     >>> [round(estimate_mfu(request), 2) for request in asks]
     [0.4, 0.22, 0.29]
     """
@@ -311,7 +311,10 @@ def estimate_time_and_cost(request: PlanRequest, layout: GpuLayout, sequences: i
     # Of one micro-batch, by one GPU's share of its tokens.
     tokens = layout.micro_sequences * model.context / layout.tensor
     computing = tokens * model.count_flops_per_token() / (request.gpu.peak_flops * mfu)
-    moved, exchange = estimate_weight_traffic_bytes(request, layout), estimate_expert_traffic_bytes_per_token(request, layout)
+    moved, exchange = (
+        estimate_weight_traffic_bytes(request, layout),
+        estimate_expert_traffic_bytes_per_token(request, layout),
+    )
     sent = tokens * exchange / there
     # If a token's experts lie on few nodes: "nearly full computation-communication overlap" (arXiv 2412.19437 §2.1.2); otherwise computing waits.
     hidden = getattr(model, "expert_nodes", None) is not None

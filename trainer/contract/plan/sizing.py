@@ -152,7 +152,9 @@ def list_layer_kinds(model: ModelRecipe) -> list[tuple[int, int]]:
 def estimate_activation_memory(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> MemoryPart:
     """The memory of the activations of one micro-batch, which the forward pass keeps for the backward pass."""
     tokens = layout.micro_sequences * model.context
-    kept = [(n, count_activation_elements_per_token(model, layer, layout.tensor)) for n, layer in list_layer_kinds(model)]
+    kept = [
+        (n, count_activation_elements_per_token(model, layer, layout.tensor)) for n, layer in list_layer_kinds(model)
+    ]
     if layout.recompute == "block":
         most = max(each for _, each in kept)
         elements = model.layers * model.d_model / layout.tensor + most

@@ -29,9 +29,17 @@ import numpy as np
 import torch
 
 from factory.core.faults import is_machine_fault_unrelated_to_files
-from factory.gates.patch.matrix.cases import CASES, MUON_ROUNDING, ROUNDING, TOOLS, MatrixCase, MatrixTool, make_tool_name
+from factory.gates.patch.matrix.cases import (
+    CASES,
+    MUON_ROUNDING,
+    ROUNDING,
+    TOOLS,
+    MatrixCase,
+    MatrixTool,
+    make_tool_name,
+)
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, run_cases
-from factory.runs.distance import TensorDistance, find_value_differences, sum_distances, measure_tensor_distance
+from factory.runs.distance import TensorDistance, find_value_differences, measure_tensor_distance, sum_distances
 from factory.runs.trace import read_step_lines_in_open_folder
 from factory.runs.untrusted_files import UntrustedFileError, parse_tensors, read_bytes, read_object
 from kernels.contract.message import Message
@@ -118,7 +126,8 @@ def compare_runs(
         found.append((name, parts, _worst(parts), ROUNDING))
     return [
         CaseComparison(
-            not parts, CaseDifference(name, worst.what, worst.share, allowed) if worst.share > allowed else None
+            not parts,
+            CaseDifference(name, worst.what, worst.share_of_scale, allowed) if worst.share_of_scale > allowed else None,
         )
         for name, parts, worst, allowed in found
     ]
@@ -328,7 +337,9 @@ def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | 
     where = ours.isfinite()
     begun = start.get(key) if start is not None else None
     whole = begun is not None and begun.shape == ours.shape  # otherwise the tensor is a rank's part of a weight
-    return measure_tensor_distance(ours[where], theirs[where], *([begun[where]] * 2 if begun is not None and whole else []))
+    return measure_tensor_distance(
+        ours[where], theirs[where], *([begun[where]] * 2 if begun is not None and whole else [])
+    )
 
 
 def _weighed(parts: Sequence[Discrepancy], allowed: float) -> Iterator[Discrepancy]:
@@ -434,6 +445,8 @@ class _Twins:
         twins = run_cases(self.plan, replace(self.side, folder=folder, disturbed=self.runs), cases)
         self.problem = twins.failed
         for case in cases if not self.problem else ():
-            share = find_largest_discrepancy(case, find_discrepancies(self.plan, case, self.baseline, twins)).share_of_scale
+            share = find_largest_discrepancy(
+                case, find_discrepancies(self.plan, case, self.baseline, twins)
+            ).share_of_scale
             was = self.worst[case.name]
             self.worst[case.name] = replace(was, allowed=max(was.allowed, MARGIN * share))

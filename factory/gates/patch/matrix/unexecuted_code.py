@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from factory.gates.patch.execution_recorder import ExecutedCode, name_code_object, iterate_code_objects
+from factory.gates.patch.execution_recorder import ExecutedCode, iterate_code_objects, name_code_object
 
 # Instructions that the compiler adds and that stand for no part of the source.
 SILENT = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.gates.patch.judge import StepGain, judge_patch, find_smaller_gain
+from factory.gates.patch.judge import StepGain, find_smaller_gain, judge_patch
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import evals, exploits, isolated, matrix, oracle, scope, static, training
 from factory.gates.stage_interface import Stage

@@ -52,7 +52,9 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     # Only approved code runs, so its compiled files may be used.
     work = case.workspace.root / "cache" / f"workbench{devices.get_device_folder_suffix()}"
     recipe = make_gate_recipe(case, case.start, case.baseline)
-    return StageResult(time_switched_ops(case.policy.isolated, find_changed_ops_of_patch(case), recipe, case.baseline, work))
+    return StageResult(
+        time_switched_ops(case.policy.isolated, find_changed_ops_of_patch(case), recipe, case.baseline, work)
+    )
 
 
 def time_switched_ops(
@@ -61,7 +63,9 @@ def time_switched_ops(
     """Return the evidence on the ops that the patch switches to another implementation. Raises: IsolationError."""
     switched = [op for op in ops if op.before != op.after]
     if not switched:
-        return make_not_needed_evidence(Message("patch.no_switch", "The patch switches no op to another implementation."))
+        return make_not_needed_evidence(
+            Message("patch.no_switch", "The patch switches no op to another implementation.")
+        )
     work.mkdir(parents=True, exist_ok=True)
     recipe_path = work.with_name(f"{work.name}-recipe.yaml")  # outside the folder that the timed code can write
     recipe_path.write_text(yaml.safe_dump(recipe))

@@ -29,7 +29,12 @@ from factory.gates.stage_interface import (
     make_not_needed_evidence,
     make_passed_evidence,
 )
-from factory.gates.time_limits import make_baseline_stopped_message, make_out_of_time_evidence, run_with_limits, make_stopped_message
+from factory.gates.time_limits import (
+    make_baseline_stopped_message,
+    make_out_of_time_evidence,
+    make_stopped_message,
+    run_with_limits,
+)
 from factory.git import repository
 from factory.runs.arm_runner import ArmRunner
 from kernels.contract.message import Message
@@ -209,7 +214,9 @@ def find_unexecuted_changes(case: PatchCase[PatchPolicy], executed: ExecutedCode
 def _approved_failed(policy: MatrixPolicy, side: MatrixRuns) -> StageResult:
     if side.out_of_time:
         return StageResult(
-            make_out_of_time_evidence(make_baseline_stopped_message("tiny runs", policy.wall_seconds, "matrix.wall_seconds"))
+            make_out_of_time_evidence(
+                make_baseline_stopped_message("tiny runs", policy.wall_seconds, "matrix.wall_seconds")
+            )
         )
     return StageResult(
         make_missing_evidence(

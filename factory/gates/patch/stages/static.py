@@ -9,11 +9,21 @@ A separate file, because each stage of the gate is one file.
 from __future__ import annotations
 
 from factory.computing.tuned_kernels import KERNELS
-from factory.gates.patch.changed_ops import find_changed_sections_of_kernels_file, find_sections_of_other_devices, find_unknown_ops
+from factory.gates.patch.changed_ops import (
+    find_changed_sections_of_kernels_file,
+    find_sections_of_other_devices,
+    find_unknown_ops,
+)
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import find_source_problems
 from factory.gates.recipe_changes import RECIPES, find_unused_recipes, read_recipe_changes, select_result_changing_keys
-from factory.gates.stage_interface import PatchCase, StageResult, make_failed_evidence, make_missing_evidence, make_passed_evidence
+from factory.gates.stage_interface import (
+    PatchCase,
+    StageResult,
+    make_failed_evidence,
+    make_missing_evidence,
+    make_passed_evidence,
+)
 from factory.git.scope import FileChange
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError

@@ -30,11 +30,16 @@ from typing import Any
 from factory.core import devices
 from factory.core.path_removal import remove_path
 from factory.gates.patch.checkpoint_difference import (
+    compute_squared_moment_distances,
     compute_weight_drift,
     find_checkpoint_difference,
-    compute_squared_moment_distances,
 )
-from factory.gates.patch.judge import CPU_CLOCKS, are_training_results_different, judge_measurement, make_training_difference_message
+from factory.gates.patch.judge import (
+    CPU_CLOCKS,
+    are_training_results_different,
+    judge_measurement,
+    make_training_difference_message,
+)
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.step_timing import (
     BRIEF_RUN_STEPS,
@@ -56,7 +61,12 @@ from factory.gates.stage_interface import (
     make_failed_evidence,
     make_missing_evidence,
 )
-from factory.gates.time_limits import make_baseline_stopped_message, make_out_of_time_evidence, run_with_limits, make_stopped_message
+from factory.gates.time_limits import (
+    make_baseline_stopped_message,
+    make_out_of_time_evidence,
+    make_stopped_message,
+    run_with_limits,
+)
 from factory.gates.training_start import TrainingStart
 from factory.runs.arm import Arm, make_recipe_for_one_rank
 from factory.runs.arm_runner import ArmRunner
@@ -135,7 +145,9 @@ def compare_training(
     ``new_code``: the candidate has code that was not approved before, so long runs must show its gain too. ``tries``: the number of tries on this
     target, this one included.
     """
-    compiled = devices.get_compiled_code_folder(runs.plant.workspace.root, start.commit)  # by approved code during training
+    compiled = devices.get_compiled_code_folder(
+        runs.plant.workspace.root, start.commit
+    )  # by approved code during training
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     comparison = _Comparison(
         runs, policy, start, {BASELINE: baseline, CANDIDATE: candidate}, new_code, compiled, origin
@@ -296,7 +308,9 @@ class _Comparison:
         title = Message("patch.training_task", "timing training steps of baseline and candidate")
         with self.runs.plant.progress.task(title, 2 * self.policy.pairs) as task:
             for number, (name, planned) in enumerate(plan.sessions):
-                faster = number >= 2 and runs[BASELINE].sum_timed_seconds(half) > runs[CANDIDATE].sum_timed_seconds(half)
+                faster = number >= 2 and runs[BASELINE].sum_timed_seconds(half) > runs[CANDIDATE].sum_timed_seconds(
+                    half
+                )
                 long = [plan.long] if self.new_code and faster and not self.repeated_s else []
                 before_s = (runs[BASELINE].session_s or [self.repeated_s])[
                     -1
@@ -315,7 +329,9 @@ class _Comparison:
                 if number == 1:  # the first two sessions are enough to show a difference
                     found, _ = self._weights(plan, runs)
                     if are_training_results_different(self.policy, found):
-                        raise _EndedEarly(make_failed_evidence(make_training_difference_message(self.policy, found), **found))
+                        raise _EndedEarly(
+                            make_failed_evidence(make_training_difference_message(self.policy, found), **found)
+                        )
 
     def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
         """Run a session of one side. Returns the session and its folder. A session of the candidate that a limit stopped is run again with a longer
@@ -339,11 +355,15 @@ class _Comparison:
         session, folder = run_with_limits(limits, attempt, lambda ended: ended[0].out_of_time)
         if session.out_of_time and name == BASELINE:
             raise _EndedEarly(
-                make_out_of_time_evidence(make_baseline_stopped_message("training session", limits[0], "training.wall_seconds"))
+                make_out_of_time_evidence(
+                    make_baseline_stopped_message("training session", limits[0], "training.wall_seconds")
+                )
             )
         if session.out_of_time:
             raise _EndedEarly(
-                make_out_of_time_evidence(make_stopped_message("training session", limits, before_s, "training.patience"))
+                make_out_of_time_evidence(
+                    make_stopped_message("training session", limits, before_s, "training.patience")
+                )
             )
         if session.failed:
             says = (
@@ -371,7 +391,8 @@ class _Comparison:
         }  # fmt: skip
         kernels, title = start.resolve_kernels(side.code), f"{name}, {len(runs)} runs, the longest"
         arms = [
-            Arm(title, base | {"last_step": start.step + run.steps}, side.commit, run.make_early_save_keys(start.step), seed=run.seed, kernels=kernels)
+            Arm(title, base | {"last_step": start.step + run.steps}, side.commit, run.make_early_save_keys(start.step),
+            seed=run.seed, kernels=kernels)
             for run in runs
         ]  # fmt: skip
         whole = [number for number, run in enumerate(runs) if run.whole]

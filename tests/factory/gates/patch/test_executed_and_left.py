@@ -17,16 +17,16 @@ import torch
 
 from factory.evals.tasks import EvalItem, compute_bits_per_byte_by_domain
 from factory.gates.patch.checkpoint_difference import (
+    compute_squared_moment_distances,
     compute_weight_drift,
     find_checkpoint_difference,
-    compute_squared_moment_distances,
 )
 from factory.gates.patch.execution_recorder import (
     RECORDER_FILE,
     ExecutedCode,
     ExecutionRecorder,
-    name_code_object,
     iterate_code_objects,
+    name_code_object,
 )
 from factory.gates.patch.held_out_scores import (
     compute_gains_by_document,

@@ -91,7 +91,7 @@ def test_the_runs_of_a_patch_are_compared_with_the_baselines(
     bars = Bars()
     plant, number = Plant(made.workspace, made.ledger, bars), 700 + len(list_runs(made.ledger))
     monkeypatch.setattr(
-        matrix, "make_plan", lambda *_: (prepared.plan, MatrixRuns())
+        matrix, "make_matrix_plan", lambda *_: (prepared.plan, MatrixRuns())
     )  # one for all: it takes the longest
     monkeypatch.setattr(matrix, "CASES", CASES[:1])
     monkeypatch.setattr(matrix, "TOOLS", [tool for tool in TOOLS if tool.arguments == ("TRUNK", "5")])
@@ -221,7 +221,7 @@ def test_only_python_files_that_remain_must_be_executed() -> None:
         FileChange("trainer/a.py", b"# \xfe\nx = 1\ny = 2\n"), FileChange("trainer/b.py", b"z = 3\n"), FileChange("trainer/c.py", None),
         FileChange("policies/kernels.yaml", b"cpu: {}\n"),
     ]  # fmt: skip
-    case: Any = SimpleNamespace(changes=changes, base_bytes=base.get)
+    case: Any = SimpleNamespace(changes=changes, read_base_file=base.get)
     assert [str(part) for part in matrix.find_unexecuted_changes(case, ExecutedCode())] == [
         "trainer/a.py:3: 2",
         "trainer/b.py:1: 3",
@@ -268,7 +268,7 @@ def drawn(
     monkeypatch: pytest.MonkeyPatch, plant: Plant, folder: Path, start: TrainingStart | None, **ends: MatrixRuns
 ) -> Any:
     sides = Sides({name.strip("_"): runs for name, runs in ends.items()})
-    monkeypatch.setattr(matrix, "make_plan", sides.plan)
+    monkeypatch.setattr(matrix, "make_matrix_plan", sides.plan)
     monkeypatch.setattr(matrix, "run_cases", sides.run)
     for side, choice in (("base", "auto"), ("patch", "native")):
         (folder / side / "policies").mkdir(parents=True)
@@ -398,7 +398,9 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     path, text = "trainer/a.py", "x = 1\ny = 2\n"
     code = compile(text, path, "exec")
     at = lambda line: {
-        (name_code_object(code), i.offset) for i in dis.get_instructions(code) if i.positions and i.positions.lineno == line
+        (name_code_object(code), i.offset)
+        for i in dis.get_instructions(code)
+        if i.positions and i.positions.lineno == line
     }
     same, far = (
         compare.CaseComparison(True, None),
@@ -415,7 +417,7 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     case: Any = SimpleNamespace(
         paths=[path],
         changes=[FileChange(path, text.encode())],
-        base_bytes=lambda _: None,
+        read_base_file=lambda _: None,
         work=tmp_path,
         progress=SILENT,
         handed_on={},

@@ -18,7 +18,7 @@ import pytest
 
 from factory.ingest.document import parse_json
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
-from factory.ingest.reading.rows import BadRow, add_path, pop_row_origin, format_row_as_line
+from factory.ingest.reading.rows import BadRow, add_path, format_row_as_line, pop_row_origin
 from factory.ingest.reading.streams import BLOCK
 from factory.ingest.rules.policy import ShardLimits
 from tests.support.messages import codes, refused

@@ -32,7 +32,9 @@ def test_the_password_is_made_once_and_only_its_owner_can_read_it(workspace: Wor
     again, _ = create_mlflow_login(workspace, "ada")
     assert first == again and len(first["MLFLOW_AUTH_ADMIN_PASSWORD"]) >= 32
     assert password.stat().st_mode & 0o777 == 0o600 and password.parent.stat().st_mode & 0o777 == 0o700
-    assert first["MLFLOW_AUTH_ADMIN_PASSWORD"] not in " ".join(make_mlflow_ui_command(workspace, 5000, "0.0.0.0", first)[0])
+    assert first["MLFLOW_AUTH_ADMIN_PASSWORD"] not in " ".join(
+        make_mlflow_ui_command(workspace, 5000, "0.0.0.0", first)[0]
+    )
 
 
 @pytest.mark.slow("starts MLflow's server, which loads for half a minute on a busy machine")

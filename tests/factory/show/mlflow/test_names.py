@@ -11,7 +11,12 @@ from mlflow.server.security_utils import is_allowed_host_header, should_block_co
 from factory.cli import look
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.show.mlflow.host_names import HostName, make_mlflow_server_options, list_names_of_this_machine, choose_server_names
+from factory.show.mlflow.host_names import (
+    HostName,
+    choose_server_names,
+    list_names_of_this_machine,
+    make_mlflow_server_options,
+)
 from factory.show.mlflow.runs import CANDIDATES
 from factory.show.mlflow.store import open_client
 from tests.support.factory.command import factory
@@ -68,7 +73,9 @@ def test_an_invalid_host_name_is_refused(name: str) -> None:
 
 
 def test_the_default_names_are_those_of_this_machine_unless_the_server_is_on_loopback() -> None:
-    assert all(make_mlflow_server_options(choose_server_names(host), PORT) == [] for host in ("127.0.0.1", "localhost", "::1"))
+    assert all(
+        make_mlflow_server_options(choose_server_names(host), PORT) == [] for host in ("127.0.0.1", "localhost", "::1")
+    )
     addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
     outside = [a for a in addresses if a.count(".") == 3 and not a.startswith("127.")]
     for host in ("0.0.0.0", "::"):
@@ -78,7 +85,8 @@ def test_the_default_names_are_those_of_this_machine_unless_the_server_is_on_loo
         } and host not in list_names_of_this_machine(host)
         assert not {"127.0.0.1", "::1"} & set(list_names_of_this_machine(host))
     assert (
-        list_names_of_this_machine("10.1.2.3")[0] == "10.1.2.3" and list_names_of_this_machine("gpu-box.lan")[0] == "gpu-box.lan"
+        list_names_of_this_machine("10.1.2.3")[0] == "10.1.2.3"
+        and list_names_of_this_machine("gpu-box.lan")[0] == "gpu-box.lan"
     )
 
 

@@ -176,7 +176,8 @@ def test_a_failing_receiver_gets_the_same_notification_again_and_delays_no_other
     assert codes(failures)[:2] == ["notifications.receiver_failed", "notifications.slow"]
     assert failures[0].data["reason"].endswith("500") and failures[1].data["seconds"] == 1.0
     waits = the(
-        [one["what"] for one in list_items_waiting_for_person(workspace, LedgerReader(workspace))], "waiting.notifications"
+        [one["what"] for one in list_items_waiting_for_person(workspace, LedgerReader(workspace))],
+        "waiting.notifications",
     )
     assert waits.data["receiver"] == "webhook" and waits.data["reason"].startswith("the webhook at 127.0.0.1 ")
     for _ in range(3):

@@ -57,7 +57,11 @@ def test_tensors_that_many_ranks_saved_can_be_read_in_any_region(tmp_path: Path)
         whole["c"]
     ) == Region((), (), ())
     for rank in (1, 0):  # the first waits for the others
-        held = {name: parts[rank][name].view_in_whole_tensor(tensor) for name, tensor in whole.items() if name in parts[rank]}
+        held = {
+            name: parts[rank][name].view_in_whole_tensor(tensor)
+            for name, tensor in whole.items()
+            if name in parts[rank]
+        }
         held |= {} if rank else {"c": whole["c"]}
         state = None if rank else {"step": 4}
         path = checkpoints.save_rank_share(tmp_path, 4, {"model": held, "optimizer": {}}, parts[rank], state, rank, 2)

@@ -117,7 +117,11 @@ def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path,
     """Such a checkpoint was made by hand. Planning compares the recipe in the ledger instead."""
     made = checkpoints.load_checkpoint(Path(trained(tmp_path, plan, **PLAIN)))
     bare = checkpoints.Checkpoint(made.model, made.optimizer, {k: v for k, v in made.state.items() if k != "recipe"})
-    start = {"first_step": 2, "last_step": 4, "initial_checkpoint": str(checkpoints.save_checkpoint(tmp_path / "bare", bare))}
+    start = {
+        "first_step": 2,
+        "last_step": 4,
+        "initial_checkpoint": str(checkpoints.save_checkpoint(tmp_path / "bare", bare)),
+    }
     assert train_here(write_spec(tmp_path / "on", plan, recipe_with(**PLAIN, model__rope_theta=5e5), **start)) == (
         0,
         "",
@@ -129,7 +133,9 @@ def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path,
         (made.model | {"zz.other": made.model[taken]}, "checkpoint has the tensor zz.other"),
         ({name: tensor for name, tensor in made.model.items() if name != taken}, f"recipe has the tensor {taken}"),
     ):
-        path = checkpoints.save_checkpoint(tmp_path / words, checkpoints.Checkpoint(changed, bare.optimizer, bare.state))
+        path = checkpoints.save_checkpoint(
+            tmp_path / words, checkpoints.Checkpoint(changed, bare.optimizer, bare.state)
+        )
         other = start | {"initial_checkpoint": str(path)}
         code, errors = train_here(write_spec(tmp_path / words, plan, recipe_with(**PLAIN), **other))
         assert code == 2 and "error[trainer.other_model]" in errors and f"only the {words}" in errors

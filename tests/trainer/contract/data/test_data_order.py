@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from tests.support.messages import refused
 from tests.support.trainer.segments import TINY, MakeShard, make_documents, plan_of
 from trainer.batch import PADDING, Batch, make_batch, prefetch_batches
-from trainer.contract.data.data_order import DataOrder, decode_pending_pieces, list_document_keys_at_step, encode_pending_pieces
+from trainer.contract.data.data_order import (
+    DataOrder,
+    decode_pending_pieces,
+    encode_pending_pieces,
+    list_document_keys_at_step,
+)
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import DocumentPiece
 from trainer.contract.data.packing import STRATEGIES
@@ -331,7 +336,10 @@ def test_batches_use_99_percent_of_their_positions(make_shard: MakeShard, longes
 def test_the_documents_of_a_past_step_can_be_found(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     order = open_order(plan)
-    named = [sorted({order.streams[p.stream].look_up_document_key(p.document) for r in order.draw_next_rows() for p in r}) for _ in range(9)]
+    named = [
+        sorted({order.streams[p.stream].look_up_document_key(p.document) for r in order.draw_next_rows() for p in r})
+        for _ in range(9)
+    ]
     assert list_document_keys_at_step(open_order(plan), 6) == named[6]
 
 

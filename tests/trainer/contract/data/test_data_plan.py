@@ -82,7 +82,9 @@ def test_a_plan_copies_every_key_of_a_recipes_mixture() -> None:
         mixture = MixtureRecipe.model_validate(raw | {"anneal_weights": annealed})
         for kind in ("trunk", "anneal"):
             own = kind == "anneal" and annealed is not None
-            made = DataPlan.make_for_segment(mixture, kind, [("a", "p/a", 2), ("b", "p/b", 0, "c", {"docs": "0-3"})], seed=5)
+            made = DataPlan.make_for_segment(
+                mixture, kind, [("a", "p/a", 2), ("b", "p/b", 0, "c", {"docs": "0-3"})], seed=5
+            )
             assert json.loads(made.to_json()) == {
                 "token_shards": [
                     {"id": "a", "path": "p/a", "generation": 2},

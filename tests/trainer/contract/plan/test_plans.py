@@ -15,9 +15,9 @@ from tests.support.trainer.published_runs import DEEPSEEK_V3, QWEN3_30B
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS
 from trainer.contract.plan.hf_config import read_shape_of_config
-from trainer.contract.plan.plan_report import make_plan_warnings, make_plan_lines
-from trainer.contract.plan.run_plan import PlanRequest, SizingError, plan_run, estimate_weight_traffic_bytes
-from trainer.contract.plan.sizing import GpuLayout, list_layer_kinds, choose_model_shape, sum_bytes
+from trainer.contract.plan.plan_report import make_plan_lines, make_plan_warnings
+from trainer.contract.plan.run_plan import PlanRequest, SizingError, estimate_weight_traffic_bytes, plan_run
+from trainer.contract.plan.sizing import GpuLayout, choose_model_shape, list_layer_kinds, sum_bytes
 from trainer.contract.recipe import BatchRecipe
 
 KEPT = Path(__file__).with_name("plans.txt")

@@ -22,12 +22,12 @@ from trainer.contract.plan.precision import (
     _grown,
     choose_precision,
     choose_precision_from_timings,
-    supports_fp8,
     list_supported_precisions,
+    make_timed_parts,
     refuse_unsupported_precision,
     replace_auto_precision,
+    supports_fp8,
     time_precisions,
-    make_timed_parts,
 )
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe

@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from tests.support.trainer.published import model_of, shape
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS, MFU, Gpu
-from trainer.contract.plan.plan_report import convert_plan_to_json, make_plan_warnings, make_plan_lines
+from trainer.contract.plan.plan_report import convert_plan_to_json, make_plan_lines, make_plan_warnings
 from trainer.contract.plan.run_plan import (
     MFU_NODES,
     RECOMPUTED,
@@ -78,7 +78,9 @@ def test_planned_throughput_is_that_of_palm() -> None:
         PlanRequest(palm, 780e9, 6144, tpu, mfu=0.462), GpuLayout(6144), 2048
     ).tokens_per_second == pytest.approx(238.3e3, rel=0.01)
     assert 0.457 * 6144 * 275e12 / (6 * palm.matmul_parameter_count) == pytest.approx(238.3e3, rel=0.001)
-    assert 780e9 * 6 * palm.matmul_parameter_count == pytest.approx(2527.2e21, rel=0.002), "its compute table: 2527.2 ZFLOPs"
+    assert 780e9 * 6 * palm.matmul_parameter_count == pytest.approx(2527.2e21, rel=0.002), (
+        "its compute table: 2527.2 ZFLOPs"
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,9 @@ def test_blocks_are_recomputed_before_tensors_are_split() -> None:
 
 def test_a_plan_for_many_gpus_splits_tensors_to_keep_the_batch_small() -> None:
     found = plan_run(replace(EIGHT_BILLION, gpus=4096))
-    assert found.layout.tensor > 1 and found.effort.tokens_per_step < 2.5 * compute_deepseek_rule_batch_tokens(found.ask.model, 300e9)
+    assert found.layout.tensor > 1 and found.effort.tokens_per_step < 2.5 * compute_deepseek_rule_batch_tokens(
+        found.ask.model, 300e9
+    )
 
 
 def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_fits() -> None:
@@ -278,7 +282,9 @@ def test_a_mixture_counts_active_parameters() -> None:
     weights = next(part.bytes for part in found.memory if part.name == "weights")
     assert weights == 4 * ask.model.parameters / 512
     assert found.effort.flops == pytest.approx(6 * 12.8e9 * 1e12, rel=0.2)
-    assert "an active parameter" in make_plan_warnings(found)[0] and "active" in [line.name for line in make_plan_lines(found)]
+    assert "an active parameter" in make_plan_warnings(found)[0] and "active" in [
+        line.name for line in make_plan_lines(found)
+    ]
 
 
 @pytest.mark.parametrize("name", ["demo", "tiny"])

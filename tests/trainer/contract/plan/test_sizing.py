@@ -20,10 +20,10 @@ from trainer.contract.plan.sizing import (
     GB,
     GpuLayout,
     MemoryPart,
+    choose_model_shape,
     count_activation_elements_per_token,
     estimate_activation_memory,
     estimate_memory_parts,
-    choose_model_shape,
     sum_bytes,
 )
 from trainer.contract.recipe import ModelRecipe
@@ -111,7 +111,8 @@ def test_bytes_of_states_are_those_that_torchtitan_measured() -> None:
 def test_muon_needs_memory_for_one_moment_of_the_layers_matrices() -> None:
     model = model_of("Llama 3 8B")
     adamw, muon = (
-        by_name(estimate_memory_parts(model, GpuLayout(1), 80 * GB, optimizer=o))["optimiser"] for o in ("adamw", "muon")
+        by_name(estimate_memory_parts(model, GpuLayout(1), 80 * GB, optimizer=o))["optimiser"]
+        for o in ("adamw", "muon")
     )
     head = model.vocab_size * model.d_model
     assert adamw == 8 * model.parameters and muon == 8 * head + 4 * (model.parameters - head)
@@ -133,7 +134,9 @@ def test_activation_bytes_follow_the_formulas_of_korthikanti(hidden: int, heads:
         d_ff=round(8 / 3 * hidden), context=2048,
     )  # fmt: skip
     assert 2 * count_activation_elements_per_token(model, 0) == pytest.approx((34 - 2 + 4) * hidden, rel=1e-4)
-    assert 2 * count_activation_elements_per_token(model, 0, tensor=8) == pytest.approx(32 * hidden / 8 + 4 * hidden, rel=1e-3)
+    assert 2 * count_activation_elements_per_token(model, 0, tensor=8) == pytest.approx(
+        32 * hidden / 8 + 4 * hidden, rel=1e-3
+    )
     whole = estimate_activation_memory(model, GpuLayout(8, 1, 4, "block"), 2).bytes
     assert whole == pytest.approx(2 * 4 * 2048 * hidden * layers + 36 * 4 * 2048 * hidden, rel=1e-4)
 

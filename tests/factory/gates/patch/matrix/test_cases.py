@@ -140,7 +140,9 @@ def test_the_changes_of_a_case_take_effect_within_its_run() -> None:
         assert micro is None or 0 < micro < batch["sequences"] and batch["sequences"] % micro == 0
         assert len({one["share"] for one in schedule["milestones"] or []} - {1.0}) == len(schedule["milestones"] or [])
     removes = [
-        case for case in CASES if case.steps // case.make_recipe()["checkpoint_every"] > case.make_recipe()["keep_checkpoints"]
+        case
+        for case in CASES
+        if case.steps // case.make_recipe()["checkpoint_every"] > case.make_recipe()["keep_checkpoints"]
     ]
     assert removes, "a checkpoint is removed in some run"
 

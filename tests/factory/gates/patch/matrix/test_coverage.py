@@ -61,7 +61,7 @@ NOT_HERE = {
         "chunks.on_gpu",
         "chunks.in_chunks",
         "chunks.scale",
-        "term, nll, dlogits = rows_eager(",
+        "term, nll, dlogits = compute_loss_rows_eagerly(",
     ),
     "kernels/linear_cross_entropy/chunks.py": (
         "(3 if gradients else 1)",

@@ -97,7 +97,8 @@ def test_runs_begin_with_the_derived_checkpoints(prepared: Prepared) -> None:
     plan = prepared.plan
     trunk = checkpoints.load_checkpoint(plan.starts["trunk"])
     found = {
-        name: checkpoints.load_checkpoint(plan.starts[name]) for name in ("late", "outliers", "quiet", "poisoned", "annealed")
+        name: checkpoints.load_checkpoint(plan.starts[name])
+        for name in ("late", "outliers", "quiet", "poisoned", "annealed")
     }
     assert trunk.state["step"] == 8 and found["annealed"].state["step"] == 14
     assert (trunk.state["kind"], found["annealed"].state["kind"]) == ("trunk", "anneal")
@@ -130,7 +131,10 @@ def test_an_interrupted_copy_looks_like_a_killed_run(prepared: Prepared) -> None
         checkpoints.load_checkpoint(left["damaged"][6])
     (far,) = (case for case in CASES if case.begin == "far")
     reached = plan.steps[far.name] - far.steps
-    assert 20_000 <= reached < 90_000 and checkpoints.load_checkpoint(left["far"][reached]).state["sampler"]["step"] == reached
+    assert (
+        20_000 <= reached < 90_000
+        and checkpoints.load_checkpoint(left["far"][reached]).state["sampler"]["step"] == reached
+    )
     (finished,) = plan.folder.glob(f"trunk/*/segments/{plan.names['resumed']}/checkpoints/step-00000004")
     half, whole = (checkpoints.load_checkpoint(path).model for path in (left["half"][4], finished))
     assert all(torch.equal(weights, 0.9 * whole[name]) for name, weights in half.items())
@@ -264,7 +268,9 @@ def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     with ExitStack() as after:
         candidate.open_run_folder(case.name, folder, after)
         found = find_discrepancies(prepared.plan, case, prepared.baseline, candidate)
-    weights = sorted(checkpoints.load_checkpoint(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
+    weights = sorted(
+        checkpoints.load_checkpoint(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model
+    )
     last = "step-00000006"
     begins = [
         "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "the SHA-256 in result.json",
@@ -275,7 +281,9 @@ def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     found[9:] = sorted(found[9:], key=lambda one: one.what)
     assert len(found) == len(begins) and all(one.what.startswith(begin) for one, begin in zip(found, begins)), found
     assert {one.total for one in found[11:]} == {f"{last}: weights"} and not any(one.total for one in found[:7])
-    assert {math.isinf(one.far.apart) for one in found[:6]} == {True} and all(0 < one.share_of_scale < 100 for one in found[11:])
+    assert {math.isinf(one.far.apart) for one in found[:6]} == {True} and all(
+        0 < one.share_of_scale < 100 for one in found[11:]
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,6 +309,6 @@ def test_output_and_checkpoints_of_a_tool_are_compared(
             if left:
                 shutil.copytree(of, folder / "checkpoints" / of.name)
             sides.append(MatrixRuns())
-            sides[-1].open_folder(make_tool_name(tool), folder, after)
+            sides[-1].open_run_folder(make_tool_name(tool), folder, after)
         (found,) = compare_runs(prepared.plan, *sides, [], [tool])
     assert found.same_bits == (not words) and words in str(found.worst or ""), found
