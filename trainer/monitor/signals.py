@@ -1,7 +1,7 @@
 """Measures signs of trouble in layers, ranks and routers, which the loss shows late or never.
 
-- One layer in turn, every fourth step (``UpdateMonitor.find_layer_to_measure``): the largest magnitude in its input, its largest attention logit, and the size
-  of its update divided by the learning rate.
+- One layer in turn, every fourth step (``UpdateMonitor.find_layer_to_measure``): the largest magnitude in its input, its largest attention
+  logit, and the size of its update divided by the learning rate.
 - Each rank's own gradient norm, before gradients are summed over ranks. FSDP sums the gradients of weights within the backward pass.
   Therefore the norm is taken of the gradient at the first layer's input, which depends on the backward passes of all layers.
 - The balance of each expert layer: how evenly its tokens are spread over the experts.
