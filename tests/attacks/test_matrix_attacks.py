@@ -53,8 +53,8 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "a loss that is not finite is learnt from": (
         STABILITY, [("skip = torch.where(sound, 0.0, 1.0)", "skip = torch.zeros(())")], "a loss that is not finite"),
     "NaN times zero in the weights": (
-        ADAMW, [("    torch._foreach_add_(steps, 1.0)\n    with with_dense",
-                 "    torch._foreach_add_(steps, 1.0)\n    for x, g in zip(weights, gradients):\n        x.add_(g * (1 - skip), alpha=0.0)\n    with with_dense")],
+        ADAMW, [("    torch._foreach_add_(steps, 1.0)\n    with swap_in_dense",
+                 "    torch._foreach_add_(steps, 1.0)\n    for x, g in zip(weights, gradients):\n        x.add_(g * (1 - skip), alpha=0.0)\n    with swap_in_dense")],
         "a loss that is not finite"),
     "every 32nd step that is split has doubled gradients": (
         RUN, [(GRADIENTS, GRADIENTS + "        for gradient in gradients.values():\n            gradient.mul_(1.0 + (batch.step % 32 == 31))\n")], "a long run"),

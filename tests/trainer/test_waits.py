@@ -123,7 +123,7 @@ def test_a_step_waits_for_the_device_once(
         batch = make_batch(run.order)
         with counted(monkeypatch) as found:
             record = run.train_step(batch)
-        assert found == ["tolist in trainer/monitor/hook.py copy_to_host"]
+        assert found == ["tolist in trainer/monitor/hook.py copy_numbers_to_host"]
         measured.append((any(key.startswith("update_ratio/") for key in record), run._rows_at_once(batch)[1]))
     assert {turn for turn, _ in measured} == {True, False}
     assert "batch__micro_sequences" in changes or {split for _, split in measured} == {True, False}

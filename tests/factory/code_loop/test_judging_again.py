@@ -150,7 +150,7 @@ def test_a_patch_with_code_for_another_device_waits_for_a_daemon_on_that_device(
         {"stages": {"matrix": make_missing_evidence(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"},
     )
     assert find_proposals_to_judge_again(plant.ledger, policy) == []
-    monkeypatch.setattr(devices, "device_kind", lambda: elsewhere)  # the workspace is opened on another machine
+    monkeypatch.setattr(devices, "get_device_kind", lambda: elsewhere)  # the workspace is opened on another machine
     assert [row.number for row in find_proposals_to_judge_again(plant.ledger, policy)] == [1]
     given_verdict(monkeypatch, "hold")
     assert judge_held_patches_again(plant) == [2]

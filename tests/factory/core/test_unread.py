@@ -67,7 +67,7 @@ def of_a_replica(root: Path) -> Callable[[], object]:
     result = f'{{"last_step": 4, "checkpoint": "{path}", "manifest_sha256": "", "loss": 1.0, "steps": 4}}'
     (root / "result.json").write_text(result)
 
-    runs, arm = SimpleNamespace(folder=lambda arm: root), SimpleNamespace(last=4)
+    runs, arm = SimpleNamespace(find_arm_folder=lambda arm: root), SimpleNamespace(last_step=4)
     return lambda: train_replicas._fault(cast(Any, runs), cast(Any, arm))
 
 

@@ -76,7 +76,7 @@ def test_untrusted_code_carries_no_state_from_one_arm_to_the_next(
     (tmp_path / "code" / "trainer" / "__main__.py").write_text(KEEPS)
     base = {"kind": "trunk", "recipe": {}, "data_plan": {"token_shards": []}, "first_step": 0, "last_step": 4}
     runs = ArmRunner(Plant(workspace, ledger), workspace.root / "diagnosed", "diagnosis", Subject("anomaly", 1))
-    episode = cast(AnomalyEpisode, SimpleNamespace(code_folder=lambda arm: tmp_path / "code"))
+    episode = cast(AnomalyEpisode, SimpleNamespace(choose_code_folder=lambda arm: tmp_path / "code"))
     trainers = diagnosing._Trainers(runs, episode, PATIENCE_S)
     for repeat in (0, 1):
         ended = trainers(Arm(f"arm {repeat}", base | {"initial_checkpoint": None}, "c0ffee", repeat=repeat))

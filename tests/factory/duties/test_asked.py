@@ -138,11 +138,11 @@ def test_the_daemon_does_each_request_to_judge_diagnose_or_audit_once(restored: 
     with at_work(workspace) as process:
         said = factory("evaluate", "1", *home)
         asked = "The running daemon does this in its next pass"
-        told = f"{asked}: judge 1 ({workspace.root} is in use: process {process} holds model-loop.lock)"
+        told = f"{asked}: judge 1. This command cannot do it now, because {workspace.root} is in use: process {process} holds model-loop.lock"
         assert (said.returncode, said.stdout) == (0, f"  {told}\n")
         as_json = json.loads(command_here("evaluate", "--json", home=workspace).stdout)
         assert (as_json["candidate"], as_json["says"]["text"]) == (1, told)
-        assert f"{asked}: diagnose 1 (" in factory("diagnose", "1", "--steps", "7", *home).stdout
+        assert f"{asked}: diagnose 1. " in factory("diagnose", "1", "--steps", "7", *home).stdout
         assert f"{asked}: audit 1 (" in command_here("audit", "--segment", "1", home=workspace).stdout
         assert factory("diagnose", "9", *home).returncode == 2
     wanted = list_open_requests(ledger)

@@ -212,7 +212,7 @@ def test_each_error_of_the_trainer_fails_its_own_check(
             assert {name for name, ok in found.items() if not ok} == {name}, found
     tokens, mask = DocumentStream.read_piece_tokens, DocumentStream.read_target_mask
     for attribute, slipped in {
-        "tokens": lambda self, piece: tokens(self, piece)[::-1],
+        "read_piece_tokens": lambda self, piece: tokens(self, piece)[::-1],
         "read_target_mask": lambda self, piece: ~np.broadcast_to(mask(self, piece), (piece.positions,)),
     }.items():
         with monkeypatch.context() as patched:

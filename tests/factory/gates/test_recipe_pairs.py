@@ -313,7 +313,7 @@ def case_of(folder: Path, start: TrainingStart | None, new: Recipe, changes: Any
 
     told: list[Any] = []
     return SimpleNamespace(
-        start=start, paths=[TINY], handed_on={"static": changes}, baseline=folder / "base", candidate=folder / "patch", told=told,
+        start=start, changed_paths=[TINY], handed_on={"static": changes}, baseline=folder / "base", candidate=folder / "patch", told=told,
         policy=RecipePolicy(changes=["optimizer.lr"], runs=POLICY), plant="plant", work=folder / "work", subject="proposal:1",
         workspace=SimpleNamespace(root=folder), progress=SimpleNamespace(task=task), applied=SimpleNamespace(base="b" * 40),
     )  # fmt: skip

@@ -96,7 +96,7 @@ def test_a_result_that_arrives_just_after_the_timeout_is_used(tmp_path: Path) ->
 
     class Dog:
         restart_clock = staticmethod(lambda: None)
-        check = staticmethod(lambda done: "")
+        find_hang = staticmethod(lambda done: "")
 
     assert WorkerPool._result(cast(Any, None), Late(), cast(Any, Dog()), 0) == 3
 

@@ -112,7 +112,7 @@ def test_one_step_processes_prompts_and_single_tokens_in_one_forward_pass(monkey
         passes.append([len(row) for row in tokens])
         return logits(tokens, starts, cache)
 
-    monkeypatch.setattr(decoder, "logits", counting)
+    monkeypatch.setattr(decoder, "compute_logits", counting)
     run(
         DecodingBatch(decoder, 10_000),
         [(0, DecodingJob(1, [5, 6, 7], 4)), (0, DecodingJob(2, [8, 9], 3)), (2, DecodingJob(3, [4] * 6, 1))],

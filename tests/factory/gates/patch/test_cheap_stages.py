@@ -168,7 +168,7 @@ class Told:
     def __init__(self, state: str) -> None:
         self.state, self.jobs = state, list[dict[str, Any]]()
 
-    def evidence(self, numbers: list[int], right: Message, *, last: bool) -> dict[str, Any]:
+    def make_evidence(self, numbers: list[int], right: Message, *, last: bool) -> dict[str, Any]:
         return {"state": self.state, "reasons": [right], "checks": len(numbers), "last": last}
 
 

@@ -162,7 +162,7 @@ def test_undecided_runs_are_repeated_on_new_data_at_most_three_times(
 
     monkeypatch.setattr(matrix, "measure_rounding_effect", measure)
     case: Any = SimpleNamespace(
-        paths=["kernels/a.py", "kernels/a.yaml"], changes=[], work=tmp_path, progress=SILENT, handed_on={}
+        changed_paths=["kernels/a.py", "kernels/a.yaml"], changes=[], work=tmp_path, progress=SILENT, handed_on={}
     )
     found = matrix.run(case).evidence
     assert found["state"] == state and drawn == asked and next(told, None) is None, found
@@ -279,7 +279,7 @@ def drawn(
     after = ExitStack()
     case: Any = SimpleNamespace(
         baseline=folder / "base", candidate=folder / "patch", applied=SimpleNamespace(base="b" * 40, commit="c" * 40), plant=plant,
-        subject=Subject("proposal", 7), workspace=plant.workspace, paths=["trainer/a.py", "a.yaml"], start=start, progress=Bars(),
+        subject=Subject("proposal", 7), workspace=plant.workspace, changed_paths=["trainer/a.py", "a.yaml"], start=start, progress=Bars(),
         policy=PatchPolicy(matrix=policy), after_stages=after,
     )  # fmt: skip
     return matrix._draw(case, folder / "work", CASES[:2], TOOLS[:1]), sides.asked, case
@@ -388,7 +388,7 @@ def test_only_patches_of_ops_and_declared_patches_may_change_rounding(
         repository, "read_commit_message", lambda at, commit: message if (at, commit) == ("code", "c") else "rounding"
     )
     case: Any = SimpleNamespace(
-        paths=paths, workspace=SimpleNamespace(repository="code"), applied=SimpleNamespace(commit="c")
+        changed_paths=paths, workspace=SimpleNamespace(repository="code"), applied=SimpleNamespace(commit="c")
     )
     assert matrix.may_round_differently(case) == may
 
@@ -415,7 +415,7 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(matrix, "compare_runs", lambda *_: compared)
     monkeypatch.setattr(matrix, "may_round_differently", lambda case: False)
     case: Any = SimpleNamespace(
-        paths=[path],
+        changed_paths=[path],
         changes=[FileChange(path, text.encode())],
         read_base_file=lambda _: None,
         work=tmp_path,

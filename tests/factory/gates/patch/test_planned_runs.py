@@ -91,7 +91,7 @@ def test_each_side_trains_with_the_step_settings_of_its_own_code(
     assert trunk["stability"]["noise_scale_every"]
     case: Any = SimpleNamespace(
         policy=PatchPolicy(training=TrainingPolicy(sequences=sequences)),
-        workspace=SimpleNamespace(config=SimpleNamespace(recipe="tiny")), paths=paths,
+        workspace=SimpleNamespace(config=SimpleNamespace(recipe="tiny")), changed_paths=paths,
     )  # fmt: skip
     found = make_gate_recipe(case, TrainingStart(tmp_path, 6, trunk, {}), tmp_path)
     assert found["compile"] == compiled and (found["batch"]["sequences"], found["batch"]["micro_sequences"]) == batch
@@ -132,7 +132,7 @@ def test_the_stage_adds_some_steps_to_the_policys_for_both_sides(
     sides = {"baseline": tmp_path / "base", "candidate": tmp_path / "patch"}
     case: Any = SimpleNamespace(
         **sides, start=TrainingStart(tmp_path, 6, {}, {}), work=tmp_path / "work", applied=SimpleNamespace(base="b", commit="c"), tries=3,
-        paths=paths, policy=PatchPolicy(training=TrainingPolicy(steps=11)), plant="plant", subject="subject",
+        changed_paths=paths, policy=PatchPolicy(training=TrainingPolicy(steps=11)), plant="plant", subject="subject",
     )  # fmt: skip
     for _ in range(60):
         result = training.run(case)

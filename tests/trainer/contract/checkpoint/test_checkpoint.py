@@ -192,7 +192,7 @@ def test_a_save_killed_anywhere_leaves_only_whole_checkpoints(tmp_path: Path) ->
         "step = 0\n"
         "while True:\n"
         "    step += 1\n"
-        "    save(Path(sys.argv[1]), Checkpoint({'w': torch.full((1 << 18,), float(step))}, {}, {'step': step}))\n"
+        "    save_checkpoint(Path(sys.argv[1]), Checkpoint({'w': torch.full((1 << 18,), float(step))}, {}, {'step': step}))\n"
         "    print(step, flush=True)\n"
     )
     chance = random.Random(5)

@@ -21,7 +21,7 @@ def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
     """A checkpoint after a few real steps, so that not all norms are one and not all biases of the router are zero."""
     write_spec(folder, plan_of(make_shard()), recipe_with(**changes), last_step=10)
     code, said = train_here(folder)
-    assert code == 0 and all(line.startswith("recipe: ") for line in said.splitlines()), said
+    assert code == 0 and all(line.startswith("warning about the recipe: ") for line in said.splitlines()), said
     return Path(json.loads((folder / "result.json").read_text())["checkpoint"])
 
 
