@@ -403,7 +403,10 @@ def find_metrics_difference(live: RunTrace, base: RunTrace, tolerance: float) ->
                 continue
             if key not in ours:
                 return Message(
-                    "audit.key_missing", "The live run's metrics.jsonl lacks {key} of step {step}.", key=key, step=step
+                    "audit.key_missing",
+                    "In the live run's metrics.jsonl, the line of step {step} lacks {key}.",
+                    key=key,
+                    step=step,
                 )
             other = ours[key]
             learnt = key.partition("/")[0] in LEARNT

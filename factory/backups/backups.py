@@ -79,7 +79,7 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
     )
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise InputError(
-            "backups.not_empty", "{folder} is not empty: name another folder for the backup", folder=target
+            "backups.not_empty", "{folder} is not empty. Choose another folder for the backup", folder=target
         )
     aside = target.with_name(f".backup-{target.name}")
     try:
@@ -102,7 +102,7 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
     except OSError as error:
         raise FactoryError(
             "backups.not_made",
-            "no backup was made: {why} ({file})",
+            "no backup was made: {file}: {why}",
             why=error.strerror,
             file=str(error.filename),
         ) from error

@@ -103,7 +103,8 @@ def _policy(verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
     if hash_policy(policy) != verdict.policy_sha256:
         raise InputError(
             "gathering.no_policy",
-            "The policy of verdict {verdict} (sha256 {policy_sha256:.12}…) was not recorded. No bundle was made. Make a bundle of a later release",
+            "No bundle was made, because the policy of verdict {verdict} (sha256 {policy_sha256:.12}…) was not recorded. "
+            "Make a bundle of a later release",
             verdict=verdict.id, policy_sha256=verdict.policy_sha256,
         )  # fmt: skip
     return policy

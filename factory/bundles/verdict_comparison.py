@@ -164,8 +164,8 @@ class VerdictComparison:
             )  # fmt: skip
         return Message(
             "verdict_comparison.other_words",
-            "In a new judgement, {outcome}. All numbers are the same as recorded. {judges}. The text of "
-            "{differing} of {reasons} reasons differs from the recorded text, which is allowed. Recorded: {first}",
+            "In a new judgement, {outcome}. All numbers are the same as recorded. {judges}. In "
+            "{differing} of {reasons} reasons, the text differs from the recorded text. Other texts are allowed. Recorded: {first}",
             outcome=outcome,
             judges=self._judges(),
             differing=len(self.reasons_not_repeated),

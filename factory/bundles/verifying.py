@@ -162,7 +162,7 @@ def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[ProbeChec
     if public_key is None:
         own = Message(
             "verifying.own_key",
-            "The bundle was signed with the key in its own folder: {signer}. To check who signed the bundle, name "
+            "The bundle was signed with the key in its own folder: {signer}. To check who signed the bundle, give "
             "the publisher's key with '--public-key'",
             signer=signer,
         )

@@ -120,7 +120,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
     out = (options.out or plant.workspace.root / BUNDLES / f"release-{number:05d}").absolute()
     if out.is_symlink() or out.exists():
         raise InputError(
-            "writing.exists", "{folder} exists already. Remove it, or name another folder with '--out'", folder=out
+            "writing.exists", "{folder} exists already. Remove it, or choose another folder with '--out'", folder=out
         )
     if release.state != PUBLISHED:
         raise InputError(
@@ -129,7 +129,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenB
         )  # fmt: skip
     if spoiled := list_rewound_segments_of_lineage(plant.ledger, release.segment):
         raise InputError(
-            "writing.rewound", "Release {release} gets no bundle, because segment {segment} of its training was rewound",
+            "writing.rewound", "No bundle was made of release {release}, because segment {segment} of its training was rewound",
             release=number, segment=spoiled[0],
         )  # fmt: skip
     check_export_unchanged(plant.ledger, release.candidate)

@@ -51,7 +51,12 @@ def resume(plant: Plant, say: AnswerPrinter) -> None:
     from factory.retrying import requests
 
     ended = requests.resume_daemon(plant.ledger, get_current_user())
-    said = Message("operate.resumed", "  The pause of {what} that {by} began is over.", what=ended.what, by=ended.by)
+    said = Message(
+        "operate.resumed",
+        "  The pause that {by} began is over. The daemon resumes {what}.",
+        what=ended.what,
+        by=ended.by,
+    )
     say({"resumed": vars(ended)}, said)
 
 

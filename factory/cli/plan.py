@@ -133,7 +133,7 @@ def plan(
         if wanted < count_active_parameters(ask.model):
             raise InputError(
                 "plan.few_tokens",
-                "--tokens: {tokens:,.0f} tokens for {parameters:,} parameters are too few. The scaling rules need one token per parameter.",
+                "--tokens: {tokens:,.0f} tokens for {parameters:,} parameters are too few. The scaling rules need at least one token per parameter.",
                 tokens=wanted,
                 parameters=count_active_parameters(ask.model),
             )
@@ -250,7 +250,7 @@ def _show(plan: RunPlan) -> None:
         f"{whole / GB:.2f} GB",
         Message(
             "plan.memory_left",
-            "uses {share:.0%} of {total:g} GB and leaves {left:.2f} GB free",
+            "all parts use {share:.0%} of {total:g} GB and leave {left:.2f} GB free",
             share=whole / there,
             total=there / GB,
             left=(there - whole) / GB,

@@ -28,11 +28,11 @@ class PolicySetting:
     about: str
 
 
-def list_settings(policy: BaseModel, raw: object, source: str, above: str = "") -> Iterator[PolicySetting]:
+def list_settings(policy: BaseModel, raw: object, source: str, key_prefix: str = "") -> Iterator[PolicySetting]:
     """Yield every key of a loaded policy. ``raw``: the parsed file. ``source``: the source of the keys that the file sets."""
     about = read_field_docs(type(policy))
     for name in type(policy).model_fields:
-        yield from _value(f"{above}{name}", getattr(policy, name), _given(raw, name), source, about.get(name, ""))
+        yield from _value(f"{key_prefix}{name}", getattr(policy, name), _given(raw, name), source, about.get(name, ""))
 
 
 def _value(key: str, value: Any, given: object, source: str, about: str) -> Iterator[PolicySetting]:

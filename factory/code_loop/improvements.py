@@ -111,14 +111,15 @@ def format_improvement_facts(found: Mapping[str, Any], running: bool) -> list[st
     from factory.core.time_formats import format_local_time
 
     begun, last, spent = found["begun"], found["last"], found["used"]
-    doing: str = ""
+    doing = ""
     if begun and running:
-        doing = Message(
+        now = Message(
             "code_loop.now",
-            "; now: {stage} (since {since})",
+            "now: {stage} (since {since})",
             stage=format_stage_name(begun),
             since=format_local_time(begun["at"]),
         )
+        doing = f"; {now}"
     first = Message("code_loop.improve", "improve   {when}{now}", when=found["when"], now=doing)
     if last is None:
         return [first]

@@ -111,7 +111,7 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Sub
     drafts = search_proposer.propose_implementations(profiled, replace(bench, count=count), count)
     if not drafts:
         why = Message(
-            "code_loop.nothing_faster", "no change was found that is faster, when measured, than the present choice"
+            "code_loop.nothing_faster", "the search measured no change that is faster than the present choice"
         )
         print_why_nothing_proposed(bench.plant, why)
     return run_in_parallel([partial(submit, bench.plant, drafted, bench.base) for drafted in drafts])

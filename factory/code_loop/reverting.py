@@ -110,7 +110,8 @@ def propose_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     found = (
         Message(
             "code_loop.doctor_blames",
-            "the loss doctor blames the undone patch for an anomaly of segment {segment}",
+            "the loss doctor blames proposal {proposal} for an anomaly of segment {segment}",
+            proposal=row.number,
             segment=why.subject_number,
         )
         if blamed

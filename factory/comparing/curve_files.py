@@ -256,7 +256,7 @@ def _curves(
                     unit=other,
                 )
                 if other
-                else Message("curve_files.name_column", "Name the column: '--step-column NAME'")
+                else Message("curve_files.name_column", "Give the column's name: '--step-column NAME'")
             )
             raise InputError(
                 "curve_files.no_x_column",

@@ -105,20 +105,20 @@ def convert_comparison_to_json(
 
 
 def render_comparison(
-    comparisons: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, said: Sequence[str], unit: str
+    comparisons: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, lines: Sequence[str], unit: str
 ) -> str:
     """Return the comparison as one self-contained HTML page."""
     drawn = []
     for one in comparisons:
         marks = [(one.first.x, "they diverge")] if one.first else []
-        lines = {"ours": [(x, a) for x, a, _ in one.grid], "theirs": [(x, b) for x, _, b in one.grid]}
+        curves = {"ours": [(x, a) for x, a, _ in one.grid], "theirs": [(x, b) for x, _, b in one.grid]}
         apart = {"ours minus theirs": [(x, a - b) for x, a, b in one.grid if math.isfinite(a) and math.isfinite(b)]}
         drawn.append(
-            {"name": one.metric, "curves": draw_curves(lines, marks=marks), "apart": draw_curves(apart, marks=marks)}
+            {"name": one.metric, "curves": draw_curves(curves, marks=marks), "apart": draw_curves(apart, marks=marks)}
         )
     head = {"Ours": ours.name, "Theirs": theirs.name, "Compared by": f"{unit}s"}
     return render_page(
-        TEMPLATE, said=list(said), metrics=drawn, head=head, parted=find_earliest_divergence(comparisons) is not None
+        TEMPLATE, said=list(lines), metrics=drawn, head=head, parted=find_earliest_divergence(comparisons) is not None
     )
 
 

@@ -75,11 +75,11 @@ class BundleFacts:
         """The supervised tokens of synthetic documents, by the model that wrote them. Empty in a bundle of an older factory."""
         return dict(self.licences.get("synthetic") or {})
 
-    def sum_column_by_licence(self, value: str) -> dict[str, int]:
+    def sum_column_by_licence(self, column: str) -> dict[str, int]:
         """Return the sum of a column of the token shards' rows, by licence."""
         found: Counter[str] = Counter()
         for row in self.shards:
-            found[row["license"]] += row[value]
+            found[row["license"]] += row[column]
         return dict(sorted(found.items()))
 
 

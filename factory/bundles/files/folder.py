@@ -65,7 +65,7 @@ class BundleFolder:
                         if entry.is_symlink():
                             raise BundleError(
                                 "bundles.link",
-                                "{path} is a link. A bundle holds only plain files",
+                                "{path} is a link. A bundle may contain only plain files",
                                 path=escape_unprintable(name),
                             )
                         if entry.is_dir(follow_symlinks=False):

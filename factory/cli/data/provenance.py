@@ -71,7 +71,7 @@ def _document_lines(found: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 Message(
                     "provenance.claims",
-                    "  licence   the strictest licence of these claims counts. To see all claims: 'factory data claims'",
+                    "  licence   the strictest of these claims counts. To see all claims: 'factory data claims'",
                 )
             )
         if taken := row["removal"]:
@@ -98,7 +98,7 @@ def _document_lines(found: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 Message(
                     "provenance.not_trained_on",
-                    "  segments  no segment was trained on this document yet. The data plans of these segments have it: {segments}",
+                    "  steps     none yet. The document is in the data plans of these segments: {segments}",
                     segments=_numbers(row["segments"]),
                 )
             )

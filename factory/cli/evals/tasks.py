@@ -107,7 +107,7 @@ def check(
                 "tasks.contaminated",
                 "  {hits} of {items} items are in training data that was ingested before the task. The first of "
                 "these items is in document {document}. If more than {most:.0%} of a task's items are in training "
-                "data, the gate holds every candidate (contaminated_max in tasks.yaml).",
+                "data, every candidate gets the verdict 'hold' (contaminated_max in tasks.yaml).",
                 hits=len(hits),
                 items=found["items"],
                 document=hits[0][1],

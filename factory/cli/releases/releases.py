@@ -112,7 +112,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             Message(
                 "releases.overridden",
-                "  overridden by {person}, although the gate held the candidate: {reason}",
+                "  {person} overrode the gate's verdict 'hold': {reason}",
                 person=found["override"]["by"],
                 reason=found["override"]["why"],
             )

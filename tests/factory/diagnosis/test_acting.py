@@ -290,7 +290,7 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_
         return
     (opened,) = propose_reverts_of_blamed_patches(Plant(workspace, ledger))
     row = ProposalRow.get(ledger, opened)
-    assert row.target == "undo:1" and row.outcome == "promote" and "blames the undone patch" in (row.reasons or [""])[0]
+    assert row.target == "undo:1" and row.outcome == "promote" and "blames proposal 1" in (row.reasons or [""])[0]
     words = "In a language model's words: It stays with older weights. [older weights: there]"
     assert row.hypothesis.endswith(words) and words in git(workspace.repository, "log", "-1", "--format=%B", row.branch)
     assert propose_reverts_of_blamed_patches(Plant(workspace, ledger)) == []

@@ -300,7 +300,7 @@ def test_the_command_overrides_a_hold(workspace: Workspace, scene: Ledger, monke
     done = run("override", "2", "--reason", WHY, "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["release"] == 2
     person = json.loads(done.stdout)["overridden_by"]
-    assert f"overridden by {person}, although" in run("show", "2").stdout and WHY in run("show", "2").stdout
+    assert f"{person} overrode the gate" in run("show", "2").stdout and WHY in run("show", "2").stdout
     assert "though held, by" in run("list").stdout
     monkeypatch.setenv("USER", "bob")
     again = run("override", "2", "--reason", "mine")
