@@ -89,8 +89,8 @@ def find_checkpoint_difference(
         if off > max_drift:
             return Message(
                 "patch.optimiser_apart",
-                "the optimiser's values of {kind} differ from the baseline's by {share:.2g} times the difference that leaving out steps causes, and "
-                "at most {most:g} times this difference is allowed",
+                "the optimiser's values of {kind} differ too much from the baseline's. The difference is {share:.2g} times the effect of leaving out "
+                "steps, and at most {most:g} times is allowed",
                 kind=kind, share=off, most=max_drift,
             )  # fmt: skip
     return None
