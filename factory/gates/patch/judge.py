@@ -119,7 +119,7 @@ def judge_measurement(
     result = compute_wall_clock_gain(policy, found, tries)
     if result is None:
         return Verdict(
-            HOLD, (Message("patch.not_timed", "The whole training step was not timed, or was timed too few times."),)
+            HOLD, (Message("patch.not_timed", "The whole training step was timed too rarely or not at all."),)
         )
     times = Message(
         "patch.wall_gain",
@@ -370,15 +370,15 @@ def compute_step_gain(policy: TrainingPolicy, baseline: object, candidate: objec
     return StepGain(*map(math.exp, bounds))
 
 
-def compute_t_quantile(share: float, degrees: int) -> float:
-    """Return the value below which ``share`` of Student's t distribution with ``degrees`` degrees of freedom lies.
+def compute_t_quantile(share: float, degrees_of_freedom: int) -> float:
+    """Return the value below which ``share`` of Student's t distribution with ``degrees_of_freedom`` degrees of freedom lies.
 
     >>> round(compute_t_quantile(0.975, 1), 3), round(compute_t_quantile(0.975, 30), 3)
     (12.706, 2.042)
     """
     from scipy.stats import t  # the import takes half a second, so only a verdict imports it
 
-    return float(t.ppf(share, degrees))
+    return float(t.ppf(share, degrees_of_freedom))
 
 
 def _logs(seconds: object) -> list[float] | None:
