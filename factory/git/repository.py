@@ -79,8 +79,8 @@ def get_live_commit(repository: Path) -> str:
     if not top or Path(top).resolve() != repository.resolve():
         raise RepositoryError(
             "git.no_checkout",
-            "{repository} is not a git checkout (perhaps an unpacked archive), but the factory trains and "
-            "patches commits. Clone the repository, or run 'git init && git add -A && git commit -m base' in "
+            "{repository} is not a git checkout (perhaps an unpacked archive). The factory needs a checkout "
+            "with commits. Clone the repository, or run 'git init && git add -A && git commit -m base' in "
             "this folder",
             repository=repository,
         )

@@ -276,7 +276,7 @@ def _one(policy: AgentsPolicy, change: FileChange) -> Iterable[Message]:
     if not policy.is_readable(change.path):
         yield Message(
             "scope.not_patchable",
-            "patches may not change this file, but only {scope}",
+            "this file is outside the paths that patches may change ({scope})",
             scope=[rule.paths for rule in policy.scope],
         )
     if change.mode not in ("100644", "100755") or (change.old_mode or "100644") not in ("100644", "100755"):

@@ -364,7 +364,7 @@ def _identify(path: Path) -> tuple[os.stat_result, str]:
     try:
         if not path.is_file():
             if path.is_dir():
-                raise InputError("ingest.folder", "{path} is a folder: name the files in it", path=path)
+                raise InputError("ingest.folder", "{path} is a folder: give the paths of the files in it", path=path)
             raise InputError("ingest.no_file", "{path}: no such file", path=path)
         return path.stat(), hash_file(path)
     except OSError as error:

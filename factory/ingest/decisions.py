@@ -232,8 +232,8 @@ def _hold_out(
             why = row.detail or (special if row.spells_special_token else limit)
             group = Message(
                 "ingest.of_held_out_group",
-                "the group {group!r} of the document is held out, so the document is not trained on. The document itself is not held "
-                "out: {why}",
+                "other documents of the group {group!r} are held out, so no model trains on this document. It cannot join them: "
+                "{why}",
                 group=row.group,
                 why=why,
             )

@@ -52,12 +52,15 @@ def compute_squared_moment_distances(one: Checkpoint | None, other: Checkpoint |
 
 
 def find_checkpoint_difference(
-    candidate: Checkpoint | None, baseline: Checkpoint | None, skip_distances: Mapping[str, float], max_drift: float
+    candidate: Checkpoint | None,
+    baseline: Checkpoint | None,
+    distances_of_left_out_steps: Mapping[str, float],
+    max_drift: float,
 ) -> Message | None:
     """Return a difference between the checkpoints that would change a run that continues from them. None: they are alike.
 
-    Moments are compared by kind, because the sizes of kinds are unrelated. ``skip_distances``: kind → the squared distance that skipped steps
-    cause. A kind may differ by ``max_drift`` times that distance.
+    Moments are compared by kind, because the sizes of kinds are unrelated. ``distances_of_left_out_steps``: kind → the squared distance that
+    left-out steps cause. A kind may differ by ``max_drift`` times that distance.
     """
     assert candidate is not None and baseline is not None
     if lost := sorted(baseline.state.keys() - candidate.state.keys()):
@@ -85,12 +88,12 @@ def find_checkpoint_difference(
                 "patch.optimiser_step", "the optimiser's tensor {tensor} differs from the baseline's", tensor=name
             )
     for kind, square in sorted(compute_squared_moment_distances(candidate, baseline).items()):
-        off = compute_relative_size(square, skip_distances.get(kind, 0.0)) ** 0.5
+        off = compute_relative_size(square, distances_of_left_out_steps.get(kind, 0.0)) ** 0.5
         if off > max_drift:
             return Message(
                 "patch.optimiser_apart",
-                "the optimiser's values of {kind} differ from the baseline's by {share:.2g} times the difference that leaving out steps causes, and "
-                "at most {most:g} times this difference is allowed",
+                "the optimiser's values of {kind} differ too much from the baseline's. The difference is {share:.2g} times the effect of leaving out "
+                "steps, and at most {most:g} times is allowed",
                 kind=kind, share=off, most=max_drift,
             )  # fmt: skip
     return None

@@ -119,12 +119,13 @@ def judge_measurement(
     result = compute_wall_clock_gain(policy, found, tries)
     if result is None:
         return Verdict(
-            HOLD, (Message("patch.not_timed", "The whole training step was not timed, or was timed too few times."),)
+            HOLD, (Message("patch.not_timed", "The whole training step was timed too rarely or not at all."),)
         )
     times = Message(
         "patch.wall_gain",
         "By the wall clock, the candidate's step is {ratio:.3f}× as fast as the baseline's (lower bound {lower:.3f}×, noise floor "
-        "{noise:.3f}×). The distance of the candidate's weights from the baseline's is {drift:.3f} of the distance that training moved them.",
+        "{noise:.3f}×). The distance between the candidate's and the baseline's weights is {drift:.3f} times the distance that the weights moved in "
+        "training.",
         ratio=result.ratio, lower=result.lower, noise=result.noise, drift=drift,
     )  # fmt: skip
     needed = max(policy.min_gain, result.noise)
@@ -240,9 +241,9 @@ def make_training_difference_message(policy: TrainingPolicy, found: Mapping[str,
     steps, drift, control = found.get("steps", policy.steps), found["drift"], found["control_drift"]
     return Message(
         "patch.training_differs",
-        "The training results differ: after {steps} steps, the distance of the candidate's weights from the baseline's is {drift:.3f} of the "
-        "distance that training moved them. At most {allowed:.3f} is allowed: {share:g} times the distance that results from leaving out {skipped} "
-        "of {steps} steps.",
+        "The training results differ too much. After {steps} steps, the distance between the candidate's and the baseline's weights is {drift:.3f} "
+        "times the distance that the weights moved. At most {allowed:.3f} times is allowed. This limit is {share:g} times the effect of leaving out "
+        "{skipped} of {steps} steps.",
         steps=steps, drift=drift, allowed=policy.max_drift * control, share=policy.max_drift, skipped=policy.count_steps_worth_min_gain(steps),
     )  # fmt: skip
 
@@ -264,8 +265,8 @@ def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: 
     if drift > policy.max_drift * control:
         away = Message(
             "patch.long_differs",
-            "The training results differ: after {steps} steps, the distance of the candidate's weights from the baseline's is {drift:.3f} of "
-            "the distance that training moved them. At most {allowed:.3f} is allowed.",
+            "The training results differ too much. After {steps} steps, the distance between the candidate's and the baseline's weights is "
+            "{drift:.3f} times the distance that the weights moved. At most {allowed:.3f} times is allowed.",
             steps=steps, drift=drift, allowed=policy.max_drift * control,
         )  # fmt: skip
         return Verdict(REJECT, (away, times))
@@ -308,7 +309,7 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
         if len(known) < 2 or len(known) < len(numbers):
             few = Message(
                 "patch.few_documents",
-                "{domain}: too few documents are held out to score weights. Ingest more documents: 'factory ingest PATH'.",
+                "{domain} has too few held-out documents to score weights. Ingest more documents: 'factory ingest PATH'.",
                 domain=domain,
             )
             return Verdict(HOLD, (few,))
@@ -369,15 +370,15 @@ def compute_step_gain(policy: TrainingPolicy, baseline: object, candidate: objec
     return StepGain(*map(math.exp, bounds))
 
 
-def compute_t_quantile(share: float, degrees: int) -> float:
-    """Return the value below which ``share`` of Student's t distribution with ``degrees`` degrees of freedom lies.
+def compute_t_quantile(share: float, degrees_of_freedom: int) -> float:
+    """Return the value below which ``share`` of Student's t distribution with ``degrees_of_freedom`` degrees of freedom lies.
 
     >>> round(compute_t_quantile(0.975, 1), 3), round(compute_t_quantile(0.975, 30), 3)
     (12.706, 2.042)
     """
     from scipy.stats import t  # the import takes half a second, so only a verdict imports it
 
-    return float(t.ppf(share, degrees))
+    return float(t.ppf(share, degrees_of_freedom))
 
 
 def _logs(seconds: object) -> list[float] | None:

@@ -390,7 +390,7 @@ def _test_differs(given: Path, inputs: int, truth: int, number: int, again: int)
     mine = read_tensors(truth, (f"exact-{again}.safetensors",), exact.stat().st_size + spare)
     theirs = load_file(exact)
     if mine.keys() != theirs.keys() or not all(_same_truth(mine[name], x) for name, x in theirs.items()):
-        return [Message("patch.test_reference", "the patch makes the op's reference compute something else")]
+        return [Message("patch.test_reference", "the patch changes the results of the op's reference")]
     path = given / "truth" / f"eager-{number}.safetensors"
     mine = read_tensors(truth, (f"eager-{again}.safetensors",), path.stat().st_size + spare)
     wrong, _ = find_wrong_results(mine, theirs, load_file(path))

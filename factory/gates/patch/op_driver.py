@@ -80,7 +80,7 @@ def make_inputs_and_truth(jobs: list[dict[str, Any]], folder: Path) -> None:
         (out / f"given-{number}.json").write_text(json.dumps(words))
 
 
-def answer_jobs(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
+def answer_jobs(jobs: list[dict[str, Any]], inputs_folder: Path, out: Path) -> None:
     load_choice(Path("policies/kernels.yaml"), DEVICE.type)  # raises ConfigError
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # answers that wait for the op's last call
@@ -88,8 +88,8 @@ def answer_jobs(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
     for number, job in enumerate(jobs):
         if any(job[key] != jobs[number - 1][key] for key in ("op", "implementation")):
             _look_again(waiting, storages, out)
-        words = json.loads((given / f"given-{number}.json").read_text())
-        loaded = load_file(given / f"given-{number}.safetensors")
+        words = json.loads((inputs_folder / f"given-{number}.json").read_text())
+        loaded = load_file(inputs_folder / f"given-{number}.safetensors")
         inputs, upstream = _read(words, {name: x.to(DEVICE) for name, x in loaded.items()})
         shared = job.get("storage") is not None
         if shared:
@@ -122,17 +122,17 @@ def call_op(
     function: Any,
     inputs: list[Any],
     gradients: Sequence[int],
-    copied: Sequence[int],
+    copied_positions: Sequence[int],
     upstream: list[Tensor],
     outputs: Sequence[int],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Call an op. Returns two dicts by name: copies of outputs and gradients, made when the call returned, and the returned tensors themselves.
 
-    ``copied``: positions of the arguments of which the op gets copies. ``outputs``: positions of the arguments that the op writes in place as its
-    outputs. Raises: TypeError for results that are not plain tensors, because a subclass may delay its work.
+    ``copied_positions``: positions of the arguments of which the op gets copies. ``outputs``: positions of the arguments that the op writes in place
+    as its outputs. Raises: TypeError for results that are not plain tensors, because a subclass may delay its work.
     """
     arguments = list(inputs)
-    for position in copied:
+    for position in copied_positions:
         arguments[position] = tree_map_only(Tensor, _copy, arguments[position])
     for position in gradients:
         if not arguments[position].requires_grad:

@@ -51,15 +51,15 @@ ADVICE = {
         "patch.advice_setattr",
         "Write the attribute's name out, as in setattr(x, 'name', value), and set it only on an object of the same file",
     ),
-    "uses open": Message("patch.advice_open", "Let trainer/contract read and write files"),
+    "uses open": Message("patch.advice_open", "Read and write files only through the functions of trainer/contract"),
     "catches ": Message(
         "patch.advice_catches",
-        "Name the expected exceptions, or raise the exception again at the end of the handler. Otherwise a failing kernel could fall back to "
+        "Catch only the expected exceptions, or raise the exception again at the end of the handler. Otherwise a failing kernel could fall back to "
         "the reference without a trace",
     ),
     "changes ": Message("patch.advice_changes", "Pass the value as an argument to the code that needs it"),
     "uses the module ": Message(
-        "patch.advice_hands_on", "Name the function or class that the code needs, as in torch.x"
+        "patch.advice_hands_on", "Use only a function or class of the module, as in torch.x, and not the module itself"
     ),
     "uses contextlib.suppress": Message(
         "patch.advice_suppress", "Catch the expected exceptions by name with 'except', and handle them"
@@ -143,7 +143,7 @@ def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]
                     line,
                     Message(
                         "patch.relative_import",
-                        "the code imports by a relative name (write 'from {name}' as 'from trainer.…')",
+                        "the code imports with 'from {name}' (write an absolute import: 'from trainer.…')",
                         name=f"{'.' * node.level}{node.module or ''}",
                     ),
                 )

@@ -57,10 +57,10 @@ def make_step_seconds_evidence(policy: TrainingPolicy, runs: RunSeconds) -> dict
     }
 
 
-def estimate_cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: float) -> float:
+def estimate_cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], double_length_run: float) -> float:
     """Return the CPU seconds of a baseline run before its second step, estimated from runs of ``policy.steps`` and a run of twice the steps."""
     usual = statistics.median(baseline)
-    return max(0.0, usual - (twice - usual) * (policy.steps - 1) / policy.steps)
+    return max(0.0, usual - (double_length_run - usual) * (policy.steps - 1) / policy.steps)
 
 
 def find_timing_problem(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> Message | None:
@@ -96,10 +96,10 @@ def compute_long_run_gain(baseline: float, candidate: float, steps: int, overhea
     }
 
 
-def compute_quick_start_gain(overhead: float, steps_alone: float, steps: int) -> float:
-    """Return the gain of the baseline over itself if its start took no longer than one step. ``steps_alone``: the seconds of ``steps`` steps."""
-    avoidable = max(0.0, overhead - steps_alone / steps)
-    return steps_alone / max(steps_alone - avoidable, steps_alone / 1e6)
+def compute_quick_start_gain(overhead: float, seconds_of_steps: float, steps: int) -> float:
+    """Return the gain of the baseline over itself if its start took no longer than one step. ``seconds_of_steps``: the seconds of ``steps`` steps."""
+    avoidable = max(0.0, overhead - seconds_of_steps / steps)
+    return seconds_of_steps / max(seconds_of_steps - avoidable, seconds_of_steps / 1e6)
 
 
 def _too_short(policy: TrainingPolicy, overhead: float) -> Message:

@@ -49,14 +49,14 @@ def train_timed_session(
     arms: Sequence[Arm],
     origin: Tensors,
     wall_seconds: float,
-    whole: Collection[int],
-    early: Mapping[int, int],
+    runs_with_whole_checkpoint: Collection[int],
+    early_steps: Mapping[int, int],
 ) -> PatchSession:
     """Train ``arms`` one after the other in one sandboxed trainer. The first run is the warm-up.
 
-    Every run must leave a checkpoint from which training can continue. ``whole``: the numbers of the runs whose whole checkpoint is returned.
-    ``early``: number of a run → an earlier step; the weights after this step are returned too. Raises: IsolationError; OSError for a fault of the
-    machine.
+    Every run must leave a checkpoint from which training can continue. ``runs_with_whole_checkpoint``: the numbers of the runs whose
+    whole checkpoint is returned. ``early_steps``: number of a run → an earlier step; the weights after this step are returned too. Raises:
+    IsolationError; OSError for a fault of the machine.
     """
     first = 1 + secrets.randbelow(90_000)  # the folders have names like those of live segments
     named = {folder / "segments" / f"{first + number:05d}-trunk": arm for number, arm in enumerate(arms)}
@@ -69,12 +69,12 @@ def train_timed_session(
                 try:  # read everything of each run, so that code cannot know which runs are compared
                     left = read_live_checkpoint(ended.opened, arm.last_step, origin, folder.parent)
                     before = {}
-                    if number in early:
-                        before = read_live_checkpoint(ended.opened, early[number], origin, folder.parent).model
+                    if number in early_steps:
+                        before = read_live_checkpoint(ended.opened, early_steps[number], origin, folder.parent).model
                 except UntrustedFileError as error:
                     session.failed = error.message
                     break
-                rest = left if number in whole else None
+                rest = left if number in runs_with_whole_checkpoint else None
                 session.runs.append(TimedRun(ended.seconds, left.model, rest, before, ended.cpu))
         if session.failed:
             session.failed = Message(

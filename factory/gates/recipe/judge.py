@@ -88,8 +88,8 @@ def _decide(policy: RunsPolicy, result: RecipeComparison, same_cost: bool) -> Ve
     target, needed = result.target, max(policy.min_gain, result.noise)
     shown = Message(
         "recipe.gain",
-        "The gain is {gain:+.4f} bits per byte on held-out documents (lower bound {lower:+.4f}). With other seeds, the mean of {seeds} runs "
-        "changes by {noise:.4f}.",
+        "The gain is {gain:+.4f} bits per byte on held-out documents (lower bound {lower:+.4f}). Other seeds change the mean of {seeds} runs "
+        "by about {noise:.4f}.",
         gain=target.mean, lower=target.lower, seeds=policy.seeds, noise=result.noise,
     )  # fmt: skip
     if target.mean < -needed:

@@ -211,14 +211,15 @@ def choose_run_lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidat
     return {"baseline": RunLengths(policy.steps, policy.tail_steps), "candidate": RunLengths(steps - tail, tail)}
 
 
-def make_run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str, Any]:
-    """Return the recipe for the sandbox's single rank, in the trunk's precision. The anneal ends at rate zero, except with ``own_floor``.
+def make_run_recipe(recipe: Recipe, keep_final_lr: bool, precision: str) -> dict[str, Any]:
+    """Return the recipe for the sandbox's single rank, in the trunk's precision. The anneal ends at rate zero, except with ``keep_final_lr``.
 
-    ``own_floor``: the patch changes ``schedule.final_lr_share``, so the anneal ends at the recipe's own rate.
+    ``keep_final_lr``: the patch changes ``schedule.final_lr_share``, so the anneal ends at the recipe's own rate.
     """
     keys = {"checkpoint_every": NEVER, "keep_checkpoints": 1, "precision": precision, "stability.noise_scale_every": 0}
     return copy_with_changed_keys(
-        make_recipe_for_one_rank(recipe.model_dump()), keys | ({} if own_floor else {"schedule.final_lr_share": 0.0})
+        make_recipe_for_one_rank(recipe.model_dump()),
+        keys | ({} if keep_final_lr else {"schedule.final_lr_share": 0.0}),
     )
 
 

@@ -196,7 +196,7 @@ def make_detectable_gain_message(
     A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison number 1 with this champion, at a \
 significance level of 2.50%, on 38 document groups of equal size. Of 100 models that are as good as the champion, 89 pass the cloze guard.
     >>> print(make_detectable_gain_message(None, RequiredBound(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
-    No gain is large enough to be detected with a probability of 80%: even a gain of 8 bits per byte passes the bound of the target with a \
+    No gain, however large, would be detected with a probability of 80%: even a gain of 8 bits per byte passes the bound of the target with a \
 probability of only 45%. This is comparison number 1 with this champion, at a significance level of 2.50%, on 2 document groups of equal size.
     """
     comparison = Message(
@@ -207,7 +207,7 @@ probability of only 45%. This is comparison number 1 with this champion, at a si
     if gain is None:
         return Message(
             "release.detects_no_gain",
-            "No gain is large enough to be detected with a probability of {power:.0%}: {why}. {comparison}",
+            "No gain, however large, would be detected with a probability of {power:.0%}: {why}. {comparison}",
             power=POWER, why=_why_none(target, guards), comparison=comparison,
         )  # fmt: skip
     detected = Message(
@@ -259,7 +259,11 @@ nothing.
     size = (
         Message("release.items_needed", "About {needed} items are needed.", needed=needed)
         if needed
-        else Message("release.no_items_enough", "No number of items is enough for the margin of this guard.")
+        else Message(
+            "release.no_items_enough",
+            "The margin of {guard} is so narrow that more items would not be enough.",
+            guard=name,
+        )
     )
     return Message(
         "release.aside",

@@ -79,8 +79,8 @@ def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> JudgeFindings:
     if looks is not None and looks >= policy.sealed_looks_max:
         spent = Message(
             "release.sealed_spent",
-            "{looks:.0f} candidates have already read the sealed half of the held-out documents, and at most {most:.0f} are allowed "
-            "(sealed_looks_max in gates/release.yaml). Nothing was measured. New shards bring held-out documents that no candidate has read.",
+            "{looks:.0f} earlier candidates were scored on the sealed half of the held-out documents. At most {most:.0f} are allowed "
+            "(sealed_looks_max in gates/release.yaml), so this candidate was not measured. New shards bring held-out documents that are unused.",
             looks=looks, most=policy.sealed_looks_max,
         )  # fmt: skip
         return JudgeFindings(missing=[Reason(spent, make_remedy_to_ingest_documents())])
@@ -88,7 +88,8 @@ def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> JudgeFindings:
     if looks is None or looks < 0:
         found.missing.append(
             make_reason(
-                "release.looks_unknown", "The number of candidates that have read the sealed half is not known."
+                "release.looks_unknown",
+                "The number of earlier candidates that were scored on the sealed half is not known.",
             )
         )
     found.missing += [*_basics(policy, evidence), *make_training_reasons(policy, evidence)]
@@ -259,8 +260,8 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     if disputed := read_finite_number(evidence.disputed):
         found.append(
             make_reason("release.licences_disputed",
-                    "For {share:.1%} of the supervised tokens, another shard names a licence that allows the release. The strictest licence counts "
-                    "until a person settles which licence is right.",
+                    "{share:.1%} of the supervised tokens are from documents with disputed licences: one shard names a licence that forbids the "
+                    "release, and another shard names one that allows it. The strictest licence counts until a person settles which is right.",
                     share=disputed, remedy=Message(
                     "release.remedy_licences_disputed",
                     "settle which licence is right: 'factory data settle LICENCE --document ID'. 'factory data claims' lists the documents.",
@@ -518,8 +519,7 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
     if name == CLOZE:
         return Message(
             "release.remedy_cloze",
-            "continue training: 'factory run'. The candidate answers fewer cloze items right than the champion, or so few more that a loss is "
-            "still possible.",
+            "continue training: 'factory run'. The candidate must answer enough cloze items right to exclude a loss.",
         )
     needed, groups = count_groups_to_show_no_loss(guard, alpha, floor), read_finite_number(guard.effective) or 0.0
     fell = Message(
@@ -532,7 +532,7 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
         return fell
     about = Message(
         "release.about_groups",
-        "about {needed} instead of {groups:.0f} equally large document groups",
+        "about {needed} equally large document groups (now {groups:.0f})",
         needed=needed,
         groups=groups,
     )

@@ -178,14 +178,14 @@ def make_noise_message(evidence: ReleaseEvidence) -> Message:
     """Return the message about the noise that widens the guards' margins: that of the measurement, and that of the data order.
 
     >>> print(make_noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}, replicas=3, replica_noise={"code": 0.0042})))
-    Noise of the measurement, bits per byte: code 0.0005. Noise from the data order, measured in 3 trainings: code 0.0042.
+    The noise of the measurement, in bits per byte: code 0.0005. Noise from the data order, measured in 3 trainings: code 0.0042.
     >>> print(make_noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005})))
-    Noise of the measurement, bits per byte: code 0.0005. The noise from the data order is not known, because no replicas were measured yet.
+    The noise of the measurement, in bits per byte: code 0.0005. The noise from the data order is not known, because no replicas were measured yet.
     """
     floor, order = dict(evidence.noise_floor), dict(evidence.replica_noise)
     measurement = Message(
         "release.noise_of_measurement",
-        "Noise of the measurement, bits per byte: {named}.",
+        "The noise of the measurement, in bits per byte: {named}.",
         named=_each(evidence.domains, floor), noise_floor=floor,
     )  # fmt: skip
     if not isinstance(evidence.replicas, int) or evidence.replicas < 2:

@@ -31,16 +31,16 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
         missing.insert(
             0,
             make_reason("release.sealed_seen",
-                    "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. Both halves are drawn "
-                    "alike, so the candidate was trained on sealed documents.",
+                    "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. An honest "
+                    "model gains equally on both, so the candidate was trained on sealed documents.",
                     sealed=sealed, dev=dev, remedy=make_remedy_to_train_another_candidate()),
         )  # fmt: skip
     elif high < -rules.halves_margin:
         missing.insert(
             0,
             make_reason("release.dev_fitted",
-                    "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. Both halves are drawn "
-                    "alike, so the candidate was fitted to the dev half.",
+                    "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. An honest "
+                    "model gains equally on both, so the candidate was fitted to the dev half.",
                     sealed=sealed, dev=dev, remedy=make_remedy_to_train_another_candidate()),
         )  # fmt: skip
     if evidence.watched is None:

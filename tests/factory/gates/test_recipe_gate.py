@@ -246,7 +246,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_the_data_that_follows(made: Made
         schedule={"final_lr_share": 0.5}, mixture={"weights": {"code": 1.0}, "anneal_weights": {"docs": 1.0}}
     )
     size = choose_run_lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
-    raw = make_run_recipe(other, own_floor=False, precision="fp32")
+    raw = make_run_recipe(other, keep_final_lr=False, precision="fp32")
     held = {"code", "docs", "chat"}
     side = RecipeSide("candidate", other, raw, size, held, "c" * 40, "")
     trunk, tail = (arm.make_spec() for arm in side.make_arms(start, 7, Path("/run")).values())

@@ -110,7 +110,7 @@ def test_impossible_runs_are_refused(keys: dict[str, Any], code: str, data: dict
 
 def test_a_run_keeps_only_its_last_checkpoint() -> None:
     of = recipe(stability__noise_scale_every=3, checkpoint_every=2, keep_checkpoints=4, schedule__final_lr_share=0.3)
-    raw = stage.make_run_recipe(of, own_floor=False, precision="bf16")
+    raw = stage.make_run_recipe(of, keep_final_lr=False, precision="bf16")
     changes = {
         "checkpoint_every": stage.NEVER,
         "keep_checkpoints": 1,

@@ -92,7 +92,7 @@ class CaseDifference:
             )
         return Message(
             "patch.run_apart",
-            "run '{run}': {what} differs from the baseline's by {share:.2g} of its size, and rounding explains at most {allowed:g} of its size",
+            "run '{run}': {what} differs from the baseline's by {share:.2g} of its size, but rounding can cause at most {allowed:g}",
             run=self.case, what=self.what, share=self.share, allowed=self.allowed,
         )  # fmt: skip
 
@@ -275,7 +275,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
             yield Discrepancy(
                 Message(
                     "patch.other_tensors",
-                    "{checkpoint}: only one side, candidate or baseline, has these tensors in {file}: {tensors}",
+                    "{checkpoint}: {file} has other tensors in the candidate's run than in the baseline's run. Only one of the two has {tensors}",
                     checkpoint=name, file=file, tensors=sorted(ours.keys() ^ theirs.keys())[:3],
                 )
             )  # fmt: skip

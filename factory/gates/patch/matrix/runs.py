@@ -68,11 +68,11 @@ class MatrixRuns:
     out_of_time: bool = False
     seconds: float = 0.0
 
-    def open_run_folder(self, name: str, folder: Path, after: ExitStack) -> None:
+    def open_run_folder(self, name: str, folder: Path, exit_stack: ExitStack) -> None:
         """Open the folder of a run, before the run."""
         self.folders[name] = folder
         self.opened[name] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        after.callback(os.close, self.opened[name])
+        exit_stack.callback(os.close, self.opened[name])
 
     def add_runs(self, part: MatrixRuns) -> None:
         self.folders |= part.folders

@@ -119,8 +119,8 @@ def time_switched_ops(
         ):  # for a difference within the noise, the timing of the whole step decides
             reason = Message(
                 "patch.slower_alone",
-                "{op}, timed by itself: the new implementation ({after}) is {ratio:.2f}× as fast as the old one ({before}). At least {least:.2f}× "
-                "is needed. In three of four pairs of runs, the ratio is below {high:.2f}×.",
+                "{op}, timed by itself: the new implementation ({after}) is {ratio:.2f}× as fast as the old one ({before}), but at least "
+                "{least:.2f}× is needed. Three quarters of the pairs of runs gave less than {high:.2f}×.",
                 op=op.op, after=op.after, before=op.before, ratio=changed["ratio"], high=changed["ratio_high"], least=policy.min_ratio,
             )  # fmt: skip
             return make_failed_evidence(reason, ops=found)

@@ -251,7 +251,7 @@ def _reasons(left_out: Sequence[UnexecutedPart]) -> list[Message]:
         Message(
             "patch.waits_for_device",
             "No run of the gate executed some parts of the patch, so the gate did not judge them. The patch waits until a daemon of this workspace "
-            "runs on {device}. That daemon judges the patch again. To have the rest judged here, leave these parts out:",
+            "runs on {device}. That daemon judges the patch again. To have the rest of the patch judged on this machine, leave these parts out:",
             device=device,
         )
         if device

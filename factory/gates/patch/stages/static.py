@@ -69,7 +69,12 @@ def _settings(case: PatchCase[PatchPolicy], change: FileChange) -> list[Message]
     except TrainerError as error:
         return [Message("patch.wrong_recipe", "{error}", error=error.message)]
     found = [
-        Message("patch.computes_other", "{path}: {key} changes the result of a step.", path=change.path, key=key)
+        Message(
+            "patch.computes_other",
+            "{path}: a change of {key} changes the result of a training step.",
+            path=change.path,
+            key=key,
+        )
         for key in keys
     ]
     only_recipes = Message(
