@@ -103,7 +103,7 @@ def remove_originals(plant: Plant, shard: str) -> list[str]:
             said.append(
                 Message(
                     "ingest.original_deleted",
-                    "the factory also deleted {file}, the file from which the shard was made",
+                    "the shard was made from {file}. The factory deleted this file too",
                     file=one["name"],
                 )
             )
@@ -185,7 +185,7 @@ def return_quarantined_files(plant: Plant) -> None:
             plant.progress.line(
                 Message(
                     "ingest.asked_again",
-                    "  {file} was quarantined. A person asked to ingest the file again, so the factory tries it again",
+                    "  {file} was quarantined. A person asked for another try, so the factory ingests the file again",
                     file=back.name,
                 )
                 if asked

@@ -305,7 +305,8 @@ def ingest_path(
         plant.progress.line(
             Message(
                 "ingest.erased_shard",
-                "  the factory deleted {file}, because the same content was ingested earlier and a person then erased text of it",
+                "  the factory deleted {file}. The same content was ingested earlier, and a person then erased a part of "
+                "that content",
                 file=make_printable_name(path),
             )
         )
@@ -509,9 +510,9 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
         parts.append(
             Message(
                 "ingest.strictest_licence",
-                "if a text came under several licences, the strictest counts and may hold releases back (a missing licence counts as "
-                "a strict one). To list the texts: 'factory data claims'. To say which licence is right: 'factory data settle "
-                "LICENCE --shard {shard}'",
+                "if a text came under several licences, the strictest licence counts and may block releases. A missing "
+                "licence counts as strict. To list the texts: 'factory data claims'. To say which licence is right: 'factory "
+                "data settle LICENCE --shard {shard}'",
                 shard=shlex.quote(get_original_file_name(name)),
             )
         )

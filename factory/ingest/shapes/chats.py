@@ -372,7 +372,7 @@ def _weighs_nothing(place: int, role: str, message: dict[str, Any], notes: Readi
             raise BadRow("bad_schema", odd)
         nothing = nothing or value is False
     if nothing:
-        notes.messages.add(Message("shapes.weight_0", "answers of weight 0 carry no loss"))
+        notes.messages.add(Message("shapes.weight_0", "answers with weight 0 carry no loss"))
     return nothing
 
 
