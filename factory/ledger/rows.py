@@ -69,16 +69,16 @@ class LedgerRow:
     hint: ClassVar[str] = ""  # a sentence of an error, which says how the first row is made
 
     @classmethod
-    def select(cls, db: SqlReader, which: str = "", **parameters: object) -> list[Self]:
-        """Return the rows that ``which`` (WHERE …, ORDER BY …) selects. Without ``which``, return all rows, ordered by key."""
+    def select(cls, db: SqlReader, clauses: str = "", **parameters: object) -> list[Self]:
+        """Return the rows that ``clauses`` (WHERE …, ORDER BY …) selects. Without ``clauses``, return all rows, ordered by key."""
         columns = ", ".join(f'"{field.name}"' for field in fields(cls))
-        sql = f"SELECT {columns} FROM {cls.source} {which or f'ORDER BY {cls.key}'}"
+        sql = f"SELECT {columns} FROM {cls.source} {clauses or f'ORDER BY {cls.key}'}"
         return [cls(**row) for row in db.read(sql, **parameters)]
 
     @classmethod
-    def find_first(cls, db: SqlReader, which: str, **parameters: object) -> Self | None:
-        """Return the first row that ``which`` selects, or None."""
-        return next(iter(cls.select(db, f"{which} LIMIT 1", **parameters)), None)
+    def find_first(cls, db: SqlReader, clauses: str, **parameters: object) -> Self | None:
+        """Return the first row that ``clauses`` selects, or None."""
+        return next(iter(cls.select(db, f"{clauses} LIMIT 1", **parameters)), None)
 
     @classmethod
     def get(cls, db: SqlReader, key: int | str) -> Self:
