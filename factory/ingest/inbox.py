@@ -73,8 +73,8 @@ class InboxFile:
 
 
 def list_complete_files(plant: Plant, settle_seconds: float = SETTLE_SECONDS) -> Iterator[Path]:
-    """Yield the files of the inbox that can be ingested, sorted by name. Such a file is regular, complete and unchanged for ``settle_seconds`` seconds. It
-    is not hidden, not named as partial, and was not refused before."""
+    """Yield the files of the inbox that can be ingested, sorted by name. Such a file is regular and complete, and did not change for
+    ``settle_seconds``. It is not hidden, not named as partial, and was not refused before."""
     return (file.path for file in _look(plant, settle_seconds) if not file.why)
 
 

@@ -149,6 +149,6 @@ READERS: dict[str, Reader] = {  # by suffix, ignoring a suffix such as .gz
     **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
     **dict.fromkeys((".warc", ".wet"), read_warc),
     ".ipynb": read_notebook,
-    ".zip": functools.partial(read_zip, read=read_source_rows),
-    ".tar": functools.partial(read_tar, read=read_source_rows),
+    ".zip": functools.partial(read_zip, read_member=read_source_rows),
+    ".tar": functools.partial(read_tar, read_member=read_source_rows),
 }
