@@ -219,8 +219,8 @@ def _computing(
     lines = [f"{kernel} (there are: {', '.join(OPS[kernel.op].implementations)})" for kernel in found]
     head = Message(
         "machine_check.kernels",
-        "on {device}, a training step of the recipe {recipe} in {precision} uses these kernels ('fallback' in kernels.yaml "
-        "is {fallback}):",
+        "for the recipe {recipe}, a training step in {precision} on {device} uses these kernels ('fallback' in kernels.yaml is "
+        "{fallback}):",
         recipe=recipe.name,
         precision=setting.precision,
         device=device,
