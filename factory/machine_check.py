@@ -124,8 +124,8 @@ def _gpu(number: int) -> str:
     peak = look_up_data_sheet_flops(device, DTYPES[name])
     return Message(
         "machine_check.gpu",
-        "GPU {number} is {name} with capability {capability} and {memory:.0f} GiB. A measurement in {precision} reached {products:.0f} TFLOP/s "
-        "for matrix products (the data sheet's peak: {peak}) and {copies:.2f} TB/s for copies",
+        "GPU {number} is {name} with capability {capability} and {memory:.0f} GiB. In {precision}, matrix products reached "
+        "{products:.0f} TFLOP/s (the data sheet's peak: {peak}). Copies reached {copies:.2f} TB/s",
         number=number,
         name=facts.name,
         capability=f"{facts.major}.{facts.minor}",
@@ -157,7 +157,8 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
     lines: list[str] = [
         Message(
             "machine_check.precision",
-            "this machine is {machine}. The recipe {recipe} asks for the precision {asked}, so training is in {precision}",
+            "this machine is {machine}. The recipe {recipe} asks for the precision {asked}. On this machine, training uses "
+            "the precision {precision}",
             machine=str(describe_this_machine()),
             recipe=recipe.name,
             asked=found["asked"],
@@ -169,7 +170,8 @@ def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
         lines.append(
             Message(
                 "machine_check.step_time",
-                "in {precision}, the timed parts of a step take {milliseconds:.0f} ms. Their rates in GFLOP/s{each}: {rates}",
+                "in {precision}, the measured parts of a training step take {milliseconds:.0f} ms together. The "
+                "GFLOP/s{each} in each part: {rates}",
                 precision=name,
                 milliseconds=value * 1e3,
                 each=each,
@@ -217,7 +219,8 @@ def _computing(
     lines = [f"{kernel} (there are: {', '.join(OPS[kernel.op].implementations)})" for kernel in found]
     head = Message(
         "machine_check.kernels",
-        "for the recipe {recipe}, these kernels compute a step in {precision} on {device} (kernels.yaml has 'fallback: {fallback}'):",
+        "for the recipe {recipe}, a training step in {precision} on {device} uses these kernels ('fallback' in kernels.yaml is "
+        "{fallback}):",
         recipe=recipe.name,
         precision=setting.precision,
         device=device,
@@ -325,7 +328,7 @@ def _policies(workspace: Workspace) -> CheckResult:
     release = ReleasePolicy.load(workspace.policy_path("gates/release.yaml"))
     return True, Message(
         "machine_check.policies",
-        "the recipe {recipe}, data.yaml and gates/release.yaml are valid. The approval of releases is {approval}",
+        "the recipe {recipe}, data.yaml and gates/release.yaml are valid. Releases get {approval} approval",
         recipe=recipe.name,
         approval=release.approval,
     )
@@ -396,7 +399,8 @@ def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Ch
         faults = found.faults
         said = Message(
             "machine_check.sound",
-            "{count:,|is|are} in the ledger and on disk, and the factory checked the hashes of {hashed:,}",
+            "{count:,|entry is|entries are} in the ledger and on disk. The factory checked the hashes of "
+            "{hashed:,|entry|entries}",
             count=found.count,
             hashed=found.hashed,
         )

@@ -76,7 +76,7 @@ def run_demo(
         terminal.print_heading(Message("demo.step_ingest", "2  Ingest the first shards"))
         _arrive(plant, first)
         ingesting = time.monotonic()
-        for path in list_complete_files(plant, settle=0.0):
+        for path in list_complete_files(plant, settle_seconds=0.0):
             ingest_and_move(plant, path)
         if not workspace.repository.exists():
             terminal.print_heading(

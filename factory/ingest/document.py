@@ -294,7 +294,7 @@ def _better_domain(domain: str) -> Message:
     if domain in _RESERVED:
         return Message(
             "ingest.reserved_domain",
-            "the release gate uses the name {name!r} for a measure. Write '{name}-text' instead",
+            "the release gate uses the name {name!r} for a measure. Name the domain '{name}-text', for example",
             name=domain,
         )
     return Message(

@@ -77,13 +77,13 @@ def move_ingested_file(plant: Plant, path: Path, sha256: str, state: str) -> Non
         shutil.move(place, plant.workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")
 
 
-def move_original_file(plant: Plant, path: Path, reported: Container[str]) -> None:
+def move_original_file(plant: Plant, path: Path, reported_sha256s: Container[str]) -> None:
     """Move a file that was cut into shards out of the inbox. The shards hold its rows, so nothing reads the original again.
 
     The original is deleted if text of its shards was erased. It is quarantined if it could not be read to its end: then its own SHA-256 is in
-    ``reported``, the SHA-256 of all reports."""
+    ``reported_sha256s``, the SHA-256 of all reports."""
     sha256 = hash_file(path)
-    if sha256 in reported:
+    if sha256 in reported_sha256s:
         move_ingested_file(plant, path, sha256, "quarantined")
         return
     if {part["shard"] for part in list_shards_made_from(plant.ledger, sha256)} & set(read_erased_shards(plant.ledger)):
@@ -103,7 +103,7 @@ def remove_originals(plant: Plant, shard: str) -> list[str]:
             said.append(
                 Message(
                     "ingest.original_deleted",
-                    "the factory also deleted {file}, the file from which the shard was made",
+                    "the shard was made from {file}. The factory deleted this file too",
                     file=one["name"],
                 )
             )
@@ -185,7 +185,7 @@ def return_quarantined_files(plant: Plant) -> None:
             plant.progress.line(
                 Message(
                     "ingest.asked_again",
-                    "  {file} was quarantined. A person asked to ingest the file again, so the factory tries it again",
+                    "  {file} was quarantined. A person asked for another try, so the factory ingests the file again",
                     file=back.name,
                 )
                 if asked

@@ -111,7 +111,7 @@ def read_hashes(root: Path, subject: str) -> pa.Table:
     raise WorkspaceError(
         "ingest.no_hashes",
         "{path}: {why}. Ingest needs this file to compare new documents with old ones. Put the file back. Or stop 'factory "
-        "run' and run 'factory check --repair', which makes the file again from its raw shard",
+        "run' and run 'factory check --repair', which makes the file again from the raw shard",
         path=path,
         why=why,
     )

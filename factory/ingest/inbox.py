@@ -72,18 +72,18 @@ class InboxFile:
         return make_printable_name(self.path)
 
 
-def list_complete_files(plant: Plant, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
-    """Yield the files of the inbox that can be ingested, sorted by name. Such a file is regular, complete and unchanged for ``settle`` seconds. It
-    is not hidden, not named as partial, and was not refused before."""
-    return (file.path for file in _look(plant, settle) if not file.why)
+def list_complete_files(plant: Plant, settle_seconds: float = SETTLE_SECONDS) -> Iterator[Path]:
+    """Yield the files of the inbox that can be ingested, sorted by name. Such a file is regular and complete, and did not change for
+    ``settle_seconds``. It is not hidden, not named as partial, and was not refused before."""
+    return (file.path for file in _look(plant, settle_seconds) if not file.why)
 
 
-def update_inbox(plant: Plant, settle: float = SETTLE_SECONDS) -> None:
+def update_inbox(plant: Plant, settle_seconds: float = SETTLE_SECONDS) -> None:
     """Return changed files, and quarantined files that may be readable now, to the inbox. Print once for each waiting file why it waits."""
     return_changed_files(plant)
     return_quarantined_files(plant)
-    for file in _look(plant, settle):
-        if file.why and (_hold(plant, file) or settle == 0):
+    for file in _look(plant, settle_seconds):
+        if file.why and (_hold(plant, file) or settle_seconds == 0):
             plant.progress.line(
                 Message("ingest.waits", "  {file} waits in the inbox: {why}", file=file.name, why=file.why)
             )
@@ -305,7 +305,8 @@ def ingest_path(
         plant.progress.line(
             Message(
                 "ingest.erased_shard",
-                "  the factory deleted {file}, because the same content was ingested earlier and a person then erased text of it",
+                "  the factory deleted {file}. The same content was ingested earlier, and a person then erased a part of "
+                "that content",
                 file=make_printable_name(path),
             )
         )
@@ -342,7 +343,7 @@ def _readable(path: Path, progress: Progress) -> Path:
     return target
 
 
-def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
+def _look(plant: Plant, settle_seconds: float) -> Iterator[InboxFile]:
     """Yield the files, folders and links in the inbox, sorted by name. Hidden and partial files, and files that changed a moment ago, are left
     out."""
     plant.workspace.inbox.mkdir(exist_ok=True)
@@ -368,7 +369,7 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
                 yield InboxFile(path, stamp, known["why"])
             elif len(stamp) == 1:
                 yield InboxFile(path, stamp, _no_file(path))
-            elif settle == 0 or abs(time.time() - stamp[1] / 1e9) >= settle:
+            elif settle_seconds == 0 or abs(time.time() - stamp[1] / 1e9) >= settle_seconds:
                 yield InboxFile(path, stamp, _incomplete(path, stamp))
         except FileNotFoundError:
             continue
@@ -509,9 +510,9 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
         parts.append(
             Message(
                 "ingest.strictest_licence",
-                "if a text came under several licences, the strictest counts and may hold releases back (a missing licence counts as "
-                "a strict one). To list the texts: 'factory data claims'. To say which licence is right: 'factory data settle "
-                "LICENCE --shard {shard}'",
+                "if a text came under several licences, the strictest licence counts and may block releases. A missing "
+                "licence counts as strict. To list the texts: 'factory data claims'. To say which licence is right: 'factory "
+                "data settle LICENCE --shard {shard}'",
                 shard=shlex.quote(get_original_file_name(name)),
             )
         )

@@ -95,9 +95,11 @@ def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_s
     )  # fmt: skip
 
 
-def write_held_out_rows(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str, FinishedDocument]) -> None:
+def write_held_out_rows(
+    tx: sa.Connection, rows: Iterable[Row], finished_documents: Mapping[str, FinishedDocument]
+) -> None:
     """Write the contents of the held-out documents."""
-    held = ((row, finished[row.key].content) for row in rows if row.fate == "held_out")
+    held = ((row, finished_documents[row.key].content) for row in rows if row.fate == "held_out")
     _insert(
         tx,
         held_out,
@@ -115,15 +117,21 @@ def write_held_out_rows(tx: sa.Connection, rows: Iterable[Row], finished: Mappin
 
 
 def collect_document_hashes(
-    rows: Sequence[Row], decided: ShardDecisions, finished: Mapping[str, FinishedDocument]
+    rows: Sequence[Row], decisions: ShardDecisions, finished_documents: Mapping[str, FinishedDocument]
 ) -> Iterator[HashedDocument]:
     """Yield the hashes with which later shards are compared, for each kept document and each text whose licence does not allow training. Such a
     text gets only a signature, by which copies of it are found."""
-    barring = (row for row in rows if row.rule == "licence" and row.key in decided.numbers)
+    barring = (row for row in rows if row.rule == "licence" and row.key in decisions.numbers)
     for row in (*(row for row in rows if row.fate != "dropped"), *barring):
         is_held = row.fate == "held_out"
-        grams = decided.held_out[row.key] if is_held else finished[row.key].sampled if row.fate == "train" else NO_GRAMS
-        yield HashedDocument(row.key, decided.signatures[decided.numbers[row.key]], grams, is_held)
+        grams = (
+            decisions.held_out[row.key]
+            if is_held
+            else finished_documents[row.key].sampled
+            if row.fate == "train"
+            else NO_GRAMS
+        )
+        yield HashedDocument(row.key, decisions.signatures[decisions.numbers[row.key]], grams, is_held)
 
 
 def _detail(row: Row) -> str | None:

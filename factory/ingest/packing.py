@@ -202,7 +202,8 @@ def ingest_file_group(
             plant.progress.line(
                 Message(
                     "ingest.continues",
-                    "  {pack}: {parts:,|part|parts} with {rows:,|row|rows} were ingested before. Ingest continues after these rows",
+                    "  {pack}: {parts:,|part is|parts are} ingested already, with {rows:,|row|rows}. Ingest continues after "
+                    "these rows",
                     pack=group.name,
                     parts=len(done),
                     rows=skip,
@@ -255,7 +256,7 @@ def ingest_file_group(
             rows = sum(part["rows"] for part in done) + sum(one.rows for one in reports)
             problem = ShardProblem(
                 "ingest.partly",
-                "{why}. The {before:,} rows before the error were ingested, as {parts:,|shard|shards}",
+                "{why}. {before:,|row|rows} before the error became {parts:,|shard|shards}",
                 why=problem.message,
                 before=rows,
                 parts=len(stored),

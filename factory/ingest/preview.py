@@ -59,7 +59,8 @@ class Preview:
         else:
             yield Message(
                 "ingest.preview_of_part",
-                "{file}: only the first {rows:,|row was|rows were} read; {train:,} would become documents, and {dropped:,} would be dropped",
+                "{file}: only a first part ({rows:,|row|rows}) was read; {train:,} would become documents, and {dropped:,} "
+                "would be dropped",
                 **known,
             )
         yield from (f"  {line}" for line in describe_rows(self.counts))

@@ -48,9 +48,9 @@ def _nothing(path: str, why: Message) -> None: ...
 
 
 def read_rows(
-    path: Path, limits: ShardLimits, left_out: LeftOutCallback = _nothing, name: str = ""
+    path: Path, limits: ShardLimits, on_left_out: LeftOutCallback = _nothing, name: str = ""
 ) -> Iterator[RawRow]:
-    """Yield the rows of a shard, in order. ``path`` may be the folder of a Hugging Face data set. ``left_out`` is called for each member of an
+    """Yield the rows of a shard, in order. ``path`` may be the folder of a Hugging Face data set. ``on_left_out`` is called for each member of an
     archive that is not read. ``name`` is the source of the rows, if it is not the file's name.
 
     Raises: ShardProblem; InputError if a fault of the machine prevents reading the file.
@@ -60,14 +60,14 @@ def read_rows(
             raise ShardProblem(
                 "ingest.not_a_dataset", "the folder is not a data set that Hugging Face's save_to_disk wrote"
             )
-        yield from read_dataset(path, limits, left_out)
+        yield from read_dataset(path, limits, on_left_out)
         return
     compression = detect_kind(path.name)[1]
     if path.stat().st_size == 0:
         raise ShardProblem("ingest.empty_file", "the file is empty")
     opens = functools.partial(open_file, path, compression, limits)
     source = ReadableFile(
-        name or path.name, opens, limits, path.stat().st_size, left_out, None if compression else path
+        name or path.name, opens, limits, path.stat().st_size, on_left_out, None if compression else path
     )
     yield from read_source_rows(source)
 
@@ -149,6 +149,6 @@ READERS: dict[str, Reader] = {  # by suffix, ignoring a suffix such as .gz
     **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
     **dict.fromkeys((".warc", ".wet"), read_warc),
     ".ipynb": read_notebook,
-    ".zip": functools.partial(read_zip, read=read_source_rows),
-    ".tar": functools.partial(read_tar, read=read_source_rows),
+    ".zip": functools.partial(read_zip, read_member=read_source_rows),
+    ".tar": functools.partial(read_tar, read_member=read_source_rows),
 }

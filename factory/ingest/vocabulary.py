@@ -79,8 +79,8 @@ def load_or_train_tokenizer(
         if not any(sample):  # without any text, even a small vocabulary is impossible
             raise TooLittleTextError(
                 "ingest.all_held_out",
-                "the tokenizer is trained once, on training documents, and all documents so far are held out. Ingest this file together with "
-                "more documents",
+                "there is no text to train the tokenizer on, because all documents so far are held out. Ingest this file "
+                "together with more documents",
             )
         bar.advance(note=f"{sum(map(len, sample)) / 1e6:.1f} MB of {len(others) + 1} shards")
         # If there are no worker processes, the library may start threads of its own.
@@ -91,9 +91,10 @@ def load_or_train_tokenizer(
             if sum(map(len, sample)) < _ENOUGH and not is_small_vocabulary_allowed(plant.ledger):
                 raise TooLittleTextError(
                     "ingest.little_text",
-                    "the tokenizer is trained only once, and the text is too little to train it. {characters:,} characters give {made:,} "
-                    "of the {wanted:,} tokens that tokenizer.vocab_size in policies/data.yaml asks for. {enough:,} characters are enough. "
-                    "Ingest this file together with more text, or accept the small vocabulary: 'factory ingest --small-vocabulary'",
+                    "there is too little text to train the tokenizer, which is trained only once. tokenizer.vocab_size in "
+                    "policies/data.yaml asks for {wanted:,} tokens. The {characters:,} characters of text give only {made:,} "
+                    "tokens. {enough:,} characters are enough. Ingest this file together with more text, or accept the small "
+                    "vocabulary: 'factory ingest --small-vocabulary'",
                     characters=sum(map(len, sample)),
                     made=made.vocab_size,
                     wanted=policy.tokenizer.vocab_size,

@@ -240,7 +240,7 @@ def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, to
     trimmed = 0
     if task.cuts:
         if "messages" in content:
-            chat = Message("ingest.contaminated_chat", "the chat shares words with a held-out document")
+            chat = Message("ingest.contaminated_chat", "a passage of the chat is also in a held-out document")
             return FinishedDocument(task.place, dropped=("contaminated", chat))
         shorter = contamination.cut_spans(content["text"], task.cuts, rules.margin, rules.max_trimmed)
         if shorter is None:
@@ -260,7 +260,7 @@ def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, to
         rendered = "".join(f"{m['role']}\n{m['content']}\n" for m in content["messages"])
         back = tokenizer.decode(tokens) == rendered
     if not back:
-        lossy = Message("ingest.no_round_trip", "the tokenizer does not decode the document to the same text")
+        lossy = Message("ingest.no_round_trip", "encoding and decoding by the tokenizer changes the text")
         return FinishedDocument(task.place, dropped=("no_round_trip", lossy))
     if task.held_out:
         return FinishedDocument(task.place, tokens, mask, content=content)

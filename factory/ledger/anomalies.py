@@ -117,16 +117,17 @@ def describe_explanation(diagnosis: Mapping[str, Any], explanation: Mapping[str,
     if dropped:
         return Message(
             "anomalies.words_with_dropped",
-            "The language model {model} wrote this explanation. The model explains a cause that the factory found, and decides "
-            "nothing. The factory left out {dropped} of {count} sentences, because they disagreed with the record.",
+            "The language model {model} wrote this explanation. The factory found the cause. The model only explains the "
+            "cause and decides nothing. The factory left out {dropped} of {count} sentences, because they disagreed with the "
+            "record.",
             model=explanation["model"],
             dropped=dropped,
             count=count,
         )
     return Message(
         "anomalies.words_whole",
-        "The language model {model} wrote this explanation. The model explains a cause that the factory found, and decides "
-        "nothing. All {count:,|sentence|sentences} agree with the names, outcomes and numbers of the record.",
+        "The language model {model} wrote this explanation. The factory found the cause. The model only explains the cause "
+        "and decides nothing. All {count:,|sentence|sentences} agree with the names, outcomes and numbers of the record.",
         model=explanation["model"],
         count=count,
     )
@@ -145,8 +146,8 @@ def draft_learning_rate_proposal(diagnosis: Mapping[str, Any]) -> Message | str:
     written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in tamed.items()}
     return Message(
         "anomalies.draft",
-        "The remedy '{remedy}' corresponds to a recipe with {values}. To have the factory propose and judge such a recipe, "
-        "run 'factory propose --agent recipe-scout --target {key}'",
+        "The remedy '{remedy}' means a recipe with {values}. To let the factory propose and judge such a recipe, run "
+        "'factory propose --agent recipe-scout --target {key}'",
         values=[f"{key} {value}" for key, value in written.items()],
         remedy=diagnosis["remedy"],
         key=next(iter(tamed)),

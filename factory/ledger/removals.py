@@ -146,7 +146,7 @@ def list_releases_with_removed_data(db: SqlReader) -> list[dict[str, Any]]:
     return found
 
 
-def describe_removed_training_data(mark: Mapping[str, Any]) -> Message:
+def describe_removed_training_data(affected_release: Mapping[str, Any]) -> Message:
     """Describe one item of ``list_releases_with_removed_data``.
 
     >>> print(describe_removed_training_data({"release": 1, "documents": 2, "removal": 3, "exact": True}))
@@ -155,11 +155,11 @@ def describe_removed_training_data(mark: Mapping[str, Any]) -> Message:
     release 1 may have been trained on 2 documents that the factory quarantined later
     """
     known = {
-        "release": mark["release"],
-        "documents": mark["documents"],
-        "how": "was" if mark["exact"] else "may have been",
+        "release": affected_release["release"],
+        "documents": affected_release["documents"],
+        "how": "was" if affected_release["exact"] else "may have been",
     }
-    if mark["removal"] is None:
+    if affected_release["removal"] is None:
         return Message(
             "removals.trained_on_quarantined",
             "release {release} {how} trained on {documents:,|document|documents} that the factory quarantined later",
@@ -169,6 +169,6 @@ def describe_removed_training_data(mark: Mapping[str, Any]) -> Message:
         "removals.trained_on_removed",
         "release {release} {how} trained on {documents:,|document|documents} that the factory removed later "
         "(removal {removal})",
-        removal=mark["removal"],
+        removal=affected_release["removal"],
         **known,
     )

@@ -66,19 +66,19 @@ class LedgerRow:
     noun: ClassVar[str]
     source: ClassVar[str]  # the name of a table, or a select with an alias
     key: ClassVar[str] = "id"
-    hint: ClassVar[str] = ""  # the end of an error's text, which says how the first row is made
+    hint: ClassVar[str] = ""  # a sentence of an error, which says how the first row is made
 
     @classmethod
-    def select(cls, db: SqlReader, which: str = "", **parameters: object) -> list[Self]:
-        """Return the rows that ``which`` (WHERE …, ORDER BY …) selects. Without ``which``, return all rows, ordered by key."""
+    def select(cls, db: SqlReader, clauses: str = "", **parameters: object) -> list[Self]:
+        """Return the rows that ``clauses`` (WHERE …, ORDER BY …) selects. Without ``clauses``, return all rows, ordered by key."""
         columns = ", ".join(f'"{field.name}"' for field in fields(cls))
-        sql = f"SELECT {columns} FROM {cls.source} {which or f'ORDER BY {cls.key}'}"
+        sql = f"SELECT {columns} FROM {cls.source} {clauses or f'ORDER BY {cls.key}'}"
         return [cls(**row) for row in db.read(sql, **parameters)]
 
     @classmethod
-    def find_first(cls, db: SqlReader, which: str, **parameters: object) -> Self | None:
-        """Return the first row that ``which`` selects, or None."""
-        return next(iter(cls.select(db, f"{which} LIMIT 1", **parameters)), None)
+    def find_first(cls, db: SqlReader, clauses: str, **parameters: object) -> Self | None:
+        """Return the first row that ``clauses`` selects, or None."""
+        return next(iter(cls.select(db, f"{clauses} LIMIT 1", **parameters)), None)
 
     @classmethod
     def get(cls, db: SqlReader, key: int | str) -> Self:
@@ -94,9 +94,16 @@ class LedgerRow:
                     key=key,
                     known=known,
                 )
+            if not cls.hint:
+                raise InputError(
+                    "rows.no_rows_yet",
+                    "there is no {noun} {key}, because the ledger has no {noun} yet",
+                    noun=cls.noun,
+                    key=key,
+                )
             raise InputError(
                 "rows.no_rows",
-                "there is no {noun} {key}, because the ledger has no {noun} yet{how}",
+                "there is no {noun} {key}, because the ledger has no {noun} yet. {how}",
                 noun=cls.noun,
                 key=key,
                 how=cls.hint,
@@ -144,9 +151,7 @@ class SegmentRow(LedgerRow):
 @dataclass(frozen=True)
 class RunRow(LedgerRow):
     noun, source = "run", "runs"
-    hint = Message(
-        "rows.how_runs", ". The factory makes runs for certificates, preflights, audits, diagnoses and gates"
-    )
+    hint = Message("rows.how_runs", "The factory makes runs for certificates, preflights, audits, diagnoses and gates")
 
     id: str
     purpose: str
@@ -162,7 +167,7 @@ class RunRow(LedgerRow):
 @dataclass(frozen=True)
 class CandidateRow(LedgerRow):
     noun, source = "candidate", "candidates"
-    hint = Message("rows.how_candidates", ". 'factory run' makes candidates as soon as the ledger has shards")
+    hint = Message("rows.how_candidates", "'factory run' makes candidates as soon as the ledger has shards")
 
     id: int
     segment: int
@@ -258,7 +263,7 @@ class ProposalRow(LedgerRow):
         "(SELECT p.*, v.outcome, v.reasons, v.gate, v.subject_sha256 AS judged_sha256 FROM proposals p "
         "LEFT JOIN verdicts v ON v.id = p.verdict) AS proposals"
     )
-    hint = ": run 'factory propose'"
+    hint = Message("rows.how_proposals", "To make a proposal, run 'factory propose'")
 
     number: int
     agent: str

@@ -277,8 +277,8 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
             lines.append(
                 Message(
                     "ledger.dev_alone",
-                    "anomaly {number} {kind}: the candidate of segment {segment} gains only on the dev half of the "
-                    "held-out documents. The release gate holds the candidate back, and the gate's verdict has the numbers",
+                    "anomaly {number} {kind}: the candidate of segment {segment} gains only on the dev half of the held-out "
+                    "documents. The release gate blocks the candidate. The numbers are in the verdict of the gate",
                     number=row["id"],
                     kind=row["kind"],
                     segment=row["segment"],
@@ -316,8 +316,8 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
     lines = [
         Message(
             "ledger.audits",
-            "audits    {agree} of {windows:,|window of steps agrees|windows of steps agree} with a repetition of the training "
-            "without agents' patches; {waiting:,|window is|windows are} not audited yet",
+            "audits    an audit repeats the training of a window of steps without agents' patches. In {agree} of "
+            "{windows:,|window|windows}, the repetition agrees; {waiting:,|window is|windows are} not audited yet",
             agree=outcomes.count("promote"),
             windows=len(audits),
             waiting=outcomes.count("waiting"),

@@ -15,7 +15,8 @@ GONE = Message(
 )
 SERVER_ADVICE = Message(
     "version.no_tables",
-    "Check that the ledger's server runs. Restore a lost ledger from a backup of 'pg_dump'. In an empty workspace run 'factory init'",
+    "Check that the ledger's server runs. If the ledger is lost, restore it from a backup that 'pg_dump' made. If the "
+    "workspace is empty, run 'factory init'",
 )
 
 

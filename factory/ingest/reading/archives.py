@@ -28,7 +28,7 @@ from kernels.contract.message import Message
 ReadMember = Callable[[ReadableFile], Iterator[RawRow]]  # raises ShardProblem for a member that cannot be read
 
 
-def read_zip(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
+def read_zip(source: ReadableFile, read_member: ReadMember) -> Iterator[RawRow]:
     budget = DecompressionBudget(source.size, source.limits)
     try:
         with open_seekable(source) as file, zipfile.ZipFile(file) as archive:
@@ -44,7 +44,7 @@ def read_zip(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
                 else:
                     opens = lambda info=info: _opened(archive, info, budget)
                     yield from _member(
-                        ReadableFile(name, opens, source.limits, info.file_size, source.left_out), source, read
+                        ReadableFile(name, opens, source.limits, info.file_size, source.left_out), source, read_member
                     )
     except BROKEN as error:
         raise_if_machine_fault(source.name, error)
@@ -62,7 +62,7 @@ def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Decompressi
         ) from error
 
 
-def read_tar(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
+def read_tar(source: ReadableFile, read_member: ReadMember) -> Iterator[RawRow]:
     with source.open() as stream:
         budget = DecompressionBudget(source.size, source.limits)
         try:
@@ -78,7 +78,7 @@ def read_tar(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
                     inner = lambda content=content, name=name: decompress(content, detect_kind(name)[1])
                     opens = lambda inner=inner, name=name: ByteStream(inner(), name, budget)
                     yield from _member(
-                        ReadableFile(name, opens, source.limits, info.size, source.left_out), source, read
+                        ReadableFile(name, opens, source.limits, info.size, source.left_out), source, read_member
                     )
         except BROKEN as error:
             raise_if_machine_fault(source.name, error)

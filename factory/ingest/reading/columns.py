@@ -144,12 +144,12 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def read_dataset(folder: Path, limits: ShardLimits, left_out: LeftOutCallback) -> Iterator[RawRow]:
+def read_dataset(folder: Path, limits: ShardLimits, on_left_out: LeftOutCallback) -> Iterator[RawRow]:
     """Yield the rows of a data set on disk. Each row names its file."""
     for file in list_dataset_files(folder):
         name = str(file.relative_to(folder))
         opens = functools.partial(open_file, file, "", limits)
-        source = ReadableFile(name, opens, limits, file.stat().st_size, left_out, file)
+        source = ReadableFile(name, opens, limits, file.stat().st_size, on_left_out, file)
         for row in read_arrow(source):
             yield add_path(row, name)
 

@@ -123,7 +123,7 @@ class _Scan:
                 if not self.array or sign != b"]" or self.closed:
                     raise ShardProblem(
                         "reading.json_unopened",
-                        "the file is not JSON: the {sign!r} after {values:,|value|values} closes no open bracket",
+                        "the file is not JSON: the {sign!r} after {values:,|value|values} has no opening bracket",
                         values=self.count,
                         sign=sign.decode(),
                     )

@@ -123,7 +123,11 @@ def check_generated_notice(text: str, rules: DomainRules) -> Message | None:
     head = "\n".join(text[:4000].split("\n")[:_HEAD_LINES])
     found = _GENERATED.search(head)
     return (
-        Message("filters.generated", "the file is generated: its first lines contain {words!r}", words=found.group(0))
+        Message(
+            "filters.generated",
+            "a program generated this file: the first lines contain {words!r}",
+            words=found.group(0),
+        )
         if found
         else None
     )

@@ -344,8 +344,8 @@ accept the single documents: 'factory data relabel --domain reviews --group docu
         lines.append(
             Message(
                 "held_out_split.lacking",
-                "{domain}: {lacking:,} of {documents:,} documents have no {key}. Each of these documents is a group of its own "
-                "('group: {kind}')",
+                "{domain}: {lacking:,} of {documents:,} documents have no {key}. 'group: {kind}' makes each of them a group "
+                "of its own",
                 domain=domain,
                 lacking=group_counts["lacking"],
                 documents=group_counts["documents"],
@@ -358,10 +358,11 @@ accept the single documents: 'factory data relabel --domain reviews --group docu
         lines.append(
             Message(
                 "held_out_split.single_documents",
-                "{domain}: 'group: {kind}' puts {documents:,|document|documents} into {groups:,|group|groups}. That is too few to hold out "
-                "whole groups in both halves. Instead, the factory holds out {parts:,|single document|single documents}, and the "
-                "release gate treats each held-out document as independent. Ingest documents of more groups, or accept the single "
-                "documents: 'factory data relabel --domain {domain} --group document'",
+                "{domain}: 'group: {kind}' puts {documents:,|document|documents} into {groups:,|group|groups}. The held-out "
+                "documents have two halves, and both need whole groups. The groups are too few for this. Instead, the "
+                "factory holds out {parts:,|single document|single documents}, and the release gate treats each held-out "
+                "document as independent. Ingest documents of more groups, or accept the single documents: 'factory data "
+                "relabel --domain {domain} --group document'",
                 parts=group_counts["parts"],
                 **known,
             )

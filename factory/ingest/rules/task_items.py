@@ -105,14 +105,15 @@ def _numbered(folder: Path) -> ItemFile:
         if below:
             raise InputError(
                 "task_items.folder_below",
-                "{folder} must contain only numbered files (0.json, 1.json …). Name the folder {below} instead, which contains only "
-                "such files",
+                "{folder} must contain only numbered files (0.json, 1.json …). Use the folder {below} instead: it contains "
+                "only such files",
                 folder=folder,
                 below=below,
             )
         raise InputError(
             "task_items.folder",
-            "{folder} must contain only numbered files (0.json, 1.json …, one record each). Name a file in the folder instead",
+            "{folder} must contain only numbered files (0.json, 1.json …, one record each). Give the path of one file in the "
+            "folder instead",
             folder=folder,
         )
     records: list[dict[str, Any]] = []

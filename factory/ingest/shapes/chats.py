@@ -90,22 +90,22 @@ def has_loss(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def make_turn(role: str, content: str, learned: bool) -> Turn:
-    """Return a turn that is decoded from its tokens. ``learned`` says whether the end of the turn has loss.
+def make_turn(role: str, content: str, carries_loss: bool) -> Turn:
+    """Return a turn that is decoded from its tokens. ``carries_loss`` says whether the end of the turn has loss.
 
     >>> make_turn("assistant", "a", False), make_turn("user", "a", False)
     ({'role': 'assistant', 'content': 'a', 'weight': 0}, {'role': 'user', 'content': 'a'})
     """
     turn: Turn = {"role": role, "content": content}
-    return turn | {"weight": 0} if role == "assistant" and not learned else turn
+    return turn | {"weight": 0} if role == "assistant" and not carries_loss else turn
 
 
-def read_turns(messages: Any, ignore: Collection[str], notes: ReadingNotes) -> list[Turn]:
+def read_turns(messages: Any, ignored_fields: Collection[str], notes: ReadingNotes) -> list[Turn]:
     """Read a list of messages as turns. Fields that cannot be shown are added to ``notes.refused_fields``. Raises: BadRow 'bad_schema'."""
     if not isinstance(messages, list | tuple) or not messages:
         raise BadRow("bad_schema", Message("shapes.messages_type", "'messages' is not a list of messages"))
     awaited: list[DocumentToolCall] = []  # calls of the previous turn, whose results must follow in the same order
-    return [_turn(place, message, ignore, notes, awaited) for place, message in enumerate(messages)]
+    return [_turn(place, message, ignored_fields, notes, awaited) for place, message in enumerate(messages)]
 
 
 def raise_for_refused_fields(notes: ReadingNotes) -> None:
@@ -372,7 +372,7 @@ def _weighs_nothing(place: int, role: str, message: dict[str, Any], notes: Readi
             raise BadRow("bad_schema", odd)
         nothing = nothing or value is False
     if nothing:
-        notes.messages.add(Message("shapes.weight_0", "answers of weight 0 carry no loss"))
+        notes.messages.add(Message("shapes.weight_0", "answers with weight 0 carry no loss"))
     return nothing
 
 

@@ -81,8 +81,8 @@ def refuse_missing_columns(row_counts: RowCounts, mappings: list[FieldMapping], 
     for place, name, path in find_missing_columns(row_counts, mappings):
         raise InputError(
             "shapes.no_row_has_column",
-            "{file}: no row has the column {column!r}, which data.yaml names in fields.{place}.{key} (for files {pattern!r}){near}. Nothing was "
-            "stored",
+            "{file}: no row has the column {column!r}, so nothing was stored. In data.yaml, fields.{place}.{key} asks "
+            "for this column (for files {pattern!r}){near}",
             file=file,
             column=path,
             place=place,
@@ -123,24 +123,24 @@ def _held_back(name: str, held: dict[str, Any]) -> Message:
     if held["why"] == "missing":
         return Message(
             "shapes.licence_missing",
-            "{documents:,|training document has|training documents have} no licence, which holds releases back. To set the licence "
-            "of these documents: 'factory data relabel --shard NAME --license none --to-license MIT'. For later files, write "
-            "'license: =MIT' under 'fields' in data.yaml",
+            "{documents:,|training document has|training documents have} no licence. This blocks releases. To set the "
+            "licence of these documents: 'factory data relabel --shard NAME --license none --to-license MIT'. For later "
+            "files, write 'license: =MIT' under 'fields' in data.yaml",
             documents=documents,
         )
     if held["why"] == "listed":
         return Message(
             "shapes.licence_not_released",
-            "{documents:,|training document is|training documents are} under {licence!r}, which holds releases back ('release: false' under "
-            "licences in data.yaml)",
+            "{documents:,|training document is|training documents are} under {licence!r}. This licence blocks releases "
+            "('release: false' under licences in data.yaml)",
             documents=documents,
             licence=name,
         )
     return Message(
         "shapes.licence_unlisted",
-        "{documents:,|training document is|training documents are} under {licence!r}, which holds releases back, because "
-        "data.yaml does not list this licence. To allow releases, add this line under licences.known: {licence!r}: {{train: "
-        "true, release: true}}",
+        "{documents:,|training document is|training documents are} under {licence!r}. data.yaml does not list this licence, "
+        "and this blocks releases. To allow releases, add this line under licences.known: {licence!r}: {{train: true, "
+        "release: true}}",
         documents=documents,
         licence=name,
     )

@@ -171,9 +171,7 @@ def _preference(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes
     chosen, prompt = row["chosen"], row.get("prompt")
     if isinstance(chosen, str):
         if prompt is None:
-            alone = Message(
-                "shapes.chosen_without_prompt", "'chosen' is a text, but the row has no 'prompt' that it answers"
-            )
+            alone = Message("shapes.chosen_without_prompt", "'chosen' is only an answer, and the row has no 'prompt'")
             raise BadRow("bad_schema", alone)
         return _with_row_system(row, _pair(prompt, chosen, ignore, notes), used)
     whole = read_turns(chosen, ignore, notes)

@@ -143,7 +143,7 @@ def _tool(where: str, item: Any) -> OfferedTool:
     ):
         beside = Message(
             "shapes.beside_function",
-            "{where}: the chat template shows only the function of a tool, not the key {key!r}",
+            "{where}: the tool has the key {key!r}, but the chat template can show only the tool's function",
             where=where,
             key=strange[0][:40],
         )
@@ -155,12 +155,14 @@ def _tool(where: str, item: Any) -> OfferedTool:
 
 def _call(where: str, item: Any) -> DocumentToolCall:
     """Read one call. Raises: BadRow for an item that is not a call, and for a call with a key that the chat template cannot show."""
-    function = _function(item, where, Message("shapes.unnamed_call", "{where}: a call names no function", where=where))
+    function = _function(
+        item, where, Message("shapes.unnamed_call", "{where}: a call has no function name", where=where)
+    )
     known = {"id", "type", "index", "function", "name", "arguments"}
     if strange := sorted(str(key) for one in (item, function) for key in one if key not in known and one[key]):
         other = Message(
             "shapes.call_key",
-            "{where}: the chat template shows only the name and the arguments of a call, not the key {key!r}",
+            "{where}: the call has the key {key!r}, but the chat template can show only the name and the arguments of a call",
             where=where,
             key=strange[0][:40],
         )

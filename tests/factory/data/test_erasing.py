@@ -118,7 +118,7 @@ def test_an_erasure_leaves_no_text_and_training_continues(copied: Copy) -> None:
     for check in ("token shards", "raw shards", "orphans"):
         assert CHECKS[check](Plant(workspace, ledger), True).faults == []
     os.utime(workspace.shards / "raw" / name)  # copied from another disk, say
-    update_inbox(Plant(workspace, ledger), settle=0)
+    update_inbox(Plant(workspace, ledger), settle_seconds=0)
     assert list(workspace.inbox.iterdir()) == [], "the shard that was made again is not taken for a new one"
     number = plan_trunk(Plant(workspace, ledger), 5)
     run_segment(Plant(workspace, ledger), number)  # its cursors count in the shard that was replaced
@@ -208,7 +208,7 @@ def test_an_erasure_killed_anywhere_is_finished_by_the_next_pass(
     with pytest.raises(Killed):
         finish_pending_removals(Plant(workspace, ledger))
     monkeypatch.setattr(erasing, name, real)
-    update_inbox(Plant(workspace, ledger), settle=0)  # the daemon's pass looks at filed shards too
+    update_inbox(Plant(workspace, ledger), settle_seconds=0)  # the daemon's pass looks at filed shards too
     assert list(workspace.inbox.iterdir()) == []
     finish_pending_removals(Plant(workspace, ledger))
     ended = state(workspace, ledger)
@@ -233,7 +233,7 @@ def test_a_kill_in_a_second_erasure_leaves_no_text_of_the_first(copied: Copy, mo
                 with pytest.raises(Killed):
                     finish_pending_removals(Plant(workspace, ledger))
                 monkeypatch.setattr(erasing, name, real)
-                update_inbox(Plant(workspace, ledger), settle=0)
+                update_inbox(Plant(workspace, ledger), settle_seconds=0)
                 assert list(workspace.inbox.iterdir()) == []
         said = finish_pending_removals(Plant(workspace, ledger))[-1:]
         assert the(said, "erasing.done").data["rows"] == 1
