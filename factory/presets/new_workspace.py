@@ -176,7 +176,8 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
     if (wanted := asked.preset or asked.recipe) not in ("", there):
         raise InputError(
             "presets.other_recipe",
-            "{workspace} is already a workspace with recipe {recipe}. Give a new folder for {wanted}, or change 'recipe' in its factory.yaml.",
+            "{workspace} is already a workspace with recipe {recipe}. Give a new folder for {wanted}, or change 'recipe' in the factory.yaml of "
+            "this workspace.",
             workspace=workspace.root,
             recipe=there,
             wanted=wanted,
@@ -185,7 +186,7 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
         raise InputError(
             "presets.other_repository",
             "--repository {wanted}: {workspace} is already a workspace with repository {repository}. Give a new "
-            "folder for the workspace, or change 'repository' in its factory.yaml.",
+            "folder for the workspace, or change 'repository' in the factory.yaml of this workspace.",
             wanted=repository,
             workspace=workspace.root,
             repository=workspace.repository,

@@ -97,7 +97,7 @@ def explain_why_recipe_is_too_large(recipe: Recipe, machine: Hardware, preset_gp
     except RecipeError as error:
         return Message(
             "presets.not_shareable",
-            "This machine has {machine}. These devices cannot share a step of the recipe: {reason}.",
+            "This machine has {machine}. The recipe's training step cannot be split among these devices: {reason}.",
             machine=str(machine),
             reason=error,
         )

@@ -96,7 +96,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         if why := replay_checkpoint(plant, row.parent):
             return Message(
                 "checkpoints.parent_lost",
-                "the checkpoint of the parent, segment {parent}, cannot be made again: {why}",
+                "the segment starts from the checkpoint of segment {parent}, which cannot be made again: {why}",
                 parent=row.parent,
                 why=why,
             )
@@ -112,7 +112,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
             plant.progress.line(
                 Message(
                     "checkpoints.copied",
-                    "  the checkpoint of segment {segment}, step {step}, is restored from another copy of it",
+                    "  the checkpoint of segment {segment}, step {step}, is restored from another copy",
                     segment=number,
                     step=start,
                 )
