@@ -143,7 +143,7 @@ class WorkInvalidatedError(PersonNeededError):
 
 
 def refuse_rewound_segment(db: SqlReader, segment: int) -> None:
-    """Raises: RewoundError when the segment was rewound."""
+    """Raises: WorkInvalidatedError when the segment was rewound."""
     if SegmentRow.get(db, segment).state == "rewound":
         raise WorkInvalidatedError(
             "retrying.rewound",
