@@ -32,13 +32,13 @@ LARGEST = 1 << 28  # most bytes of a tokenizer.json
 
 
 @contextmanager
-def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
-    """Load a person's tokenizer.json (``given``: the file or its folder) into a temporary folder. The folder exists during the ``with`` block.
+def open_tokenizer(file_or_folder: Path) -> Iterator[Tokenizer]:
+    """Load a person's tokenizer.json into a temporary folder. The folder exists during the ``with`` block.
 
     Raises: InputError if this factory would give other ids than the tokenizer itself (``Tokenizer.find_encoding_difference``), or if the ids
     have gaps.
     """
-    path = given / "tokenizer.json" if given.is_dir() else given
+    path = file_or_folder / "tokenizer.json" if file_or_folder.is_dir() else file_or_folder
     try:
         if path.stat().st_size > LARGEST:
             raise InputError(
@@ -176,7 +176,8 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
     if (wanted := asked.preset or asked.recipe) not in ("", there):
         raise InputError(
             "presets.other_recipe",
-            "{workspace} is already a workspace with recipe {recipe}. Give a new folder for {wanted}, or change 'recipe' in its factory.yaml.",
+            "{workspace} is already a workspace with recipe {recipe}. Give a new folder for {wanted}, or change 'recipe' in the factory.yaml of "
+            "this workspace.",
             workspace=workspace.root,
             recipe=there,
             wanted=wanted,
@@ -185,7 +186,7 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
         raise InputError(
             "presets.other_repository",
             "--repository {wanted}: {workspace} is already a workspace with repository {repository}. Give a new "
-            "folder for the workspace, or change 'repository' in its factory.yaml.",
+            "folder for the workspace, or change 'repository' in the factory.yaml of this workspace.",
             wanted=repository,
             workspace=workspace.root,
             repository=workspace.repository,

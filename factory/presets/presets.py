@@ -62,10 +62,10 @@ class Hardware:
         return f"no GPU and {self.memory / GB:.0f} GB RAM"
 
 
-def estimate_memory_per_device(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> float:
+def estimate_memory_per_device(recipe: Recipe, ranks: int, device_bytes: float, itemsize: int) -> float:
     """Return the bytes that each of ``ranks`` devices needs. The layout is the recipe's own (``trainer.contract.plan.sizing``).
 
-    ``memory``: the bytes of one device. All logits of a micro-batch are in memory at one time. Raises: RecipeError if ``ranks`` devices cannot
+    ``device_bytes``: the memory of one device. All logits of a micro-batch are in memory at one time. Raises: RecipeError if ``ranks`` devices cannot
     share a step of the recipe.
     """
     data = recipe.parallel.data_ranks(ranks, recipe.model)
@@ -73,7 +73,7 @@ def estimate_memory_per_device(recipe: Recipe, ranks: int, memory: float, itemsi
     micro = recipe.batch.micro_sequences or recipe.batch.sequences // data
     layout = GpuLayout(ranks, recipe.parallel.tensor, micro, recipe.parallel.recompute, recipe.parallel.replicas)
     parts = estimate_memory_parts(
-        recipe.model, layout, memory, optimizer=recipe.optimizer.name, itemsize=itemsize, logit_rows=None
+        recipe.model, layout, device_bytes, optimizer=recipe.optimizer.name, itemsize=itemsize, logit_rows=None
     )
     return sum_bytes(parts)
 
@@ -97,7 +97,7 @@ def explain_why_recipe_is_too_large(recipe: Recipe, machine: Hardware, preset_gp
     except RecipeError as error:
         return Message(
             "presets.not_shareable",
-            "This machine has {machine}. These devices cannot share a step of the recipe: {reason}.",
+            "This machine has {machine}. The recipe's training step cannot be split among these devices: {reason}.",
             machine=str(machine),
             reason=error,
         )

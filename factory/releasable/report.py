@@ -145,8 +145,8 @@ def _held_out(plant: Plant) -> Iterator[ReportLine]:
     if found.gain is not None:
         text = Message(
             "releasable.gain",
-            "The gate would detect a gain of {gain:.3f} bits per byte in every domain in 80 of 100 cases. This estimate uses the {spread} "
-            "spread between document groups.",
+            "If a model gains {gain:.3f} bits per byte in every domain, the gate detects this gain in 80 of 100 cases. The estimate uses "
+            "the {spread} spread between document groups.",
             gain=found.gain,
             spread="measured" if known else "assumed",
         )
@@ -177,8 +177,8 @@ def _domain_line(
         weak = Message(
             "releasable.weak_guard",
             "the sealed half has {groups:,|document group|document groups}, and the dev half has {dev_groups:,}. The gate needs "
-            "{needed:,} in the sealed half. The guard would pass only {passed:.0%} of equally good models. With about {wanted:,} groups, the guard "
-            "would pass 80%.",
+            "{needed:,} groups in the sealed half. But with so few groups, the guard of this domain would pass only {passed:.0%} of equally good "
+            "models. With about {wanted:,} groups, this guard would pass 80%.",
             **halves,
             needed=policy.clusters_min,
             passed=guard.passed,
@@ -219,7 +219,9 @@ def _domain_line(
 def _small(guard: GuardRequirement, name: str, todo: str) -> ReportLine:
     if guard.state == "stands":
         return ReportLine(
-            name, True, Message("releasable.guards", "its {items:,} items are enough for a guard", items=guard.have)
+            name,
+            True,
+            Message("releasable.guards", "the task has enough items to be a guard ({items:,})", items=guard.have),
         )
     size = (
         Message("releasable.items_needed", "About {items:,} items are needed.", items=guard.needed)
@@ -244,13 +246,14 @@ def _larger(policy: TasksPolicy, guard: GuardRequirement) -> str:
     if command := policy.format_command_to_set(guard.name, "margin", guard.margin):
         return Message(
             "releasable.more_items_or_margin",
-            "Add items to the task. Or let the task guard only against a loss of more than {margin:.2f}: '{command}'",
+            "Add items to the task. Or allow a drop of the task's score by up to {margin:.2f}: '{command}'",
             margin=guard.margin,
             command=command,
         )
     return Message(
         "releasable.more_items_or_file",
-        "Add items to the task. Or change its margin in tasks.yaml, to guard only against a loss of more than {margin:.2f}.",
+        "Add items to the task. Or set the task's margin in tasks.yaml to {margin:.2f}. The guard then allows a drop of the score "
+        "by up to this margin.",
         margin=guard.margin,
     )
 

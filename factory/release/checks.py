@@ -84,7 +84,7 @@ def check_not_rewound(db: SqlReader, verdict: VerdictRow) -> None:
 
 
 def check_champion_unchanged(ledger: Ledger, verdict: VerdictRow) -> None:
-    """Raises: OutOfDateError when the champion has changed since the verdict."""
+    """Raises: OutOfDateVerdictError when the champion has changed since the verdict."""
     now = find_champion(ledger)
     subject = str(Subject("candidate", now.candidate)) if now else None
     if verdict.against != subject:
@@ -103,7 +103,7 @@ def check_champion_unchanged(ledger: Ledger, verdict: VerdictRow) -> None:
 def check_training_unchanged(plant: Plant, verdict: VerdictRow) -> None:
     """Check the present licences and anomalies of the training. People may have changed both since the verdict.
 
-    Raises: OutOfDateError if they would now hold back the candidate; ConfigError.
+    Raises: OutOfDateVerdictError if they would now hold back the candidate; ConfigError.
     """
     now = read_training_evidence(plant, verdict.subject_number)
     if now["releasable"] is None and verdict.read_evidence(plant.ledger).get("releasable") is None:

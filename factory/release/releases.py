@@ -234,7 +234,7 @@ class _Saga:
         self.plant, self.workspace, self.ledger = plant, plant.workspace, plant.ledger
 
     def check_begun(self, number: int) -> None:
-        """Check an interrupted release before it continues. A published release passes, because it is not undone. Raises: OutOfDateError."""
+        """Check an interrupted release before it continues. A published release passes, because it is not undone. Raises: OutOfDateVerdictError."""
         row = ReleaseRow.get(self.ledger, number)
         if row.state != PUBLISHED:
             check_training_unchanged(self.plant, VerdictRow.get(self.ledger, row.verdict))

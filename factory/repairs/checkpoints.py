@@ -69,26 +69,26 @@ def find_checkpoint_damage(row: dict[str, Any], deep: bool) -> str:
     return find_checkpoint_fault(path) if deep else ""
 
 
-def replay_checkpoint(plant: Plant, number: int) -> str:
+def replay_checkpoint(plant: Plant, segment: int) -> str:
     """Make the last checkpoint of a segment again. If the parent's checkpoint is damaged too, that is made first.
 
     Returns why this is impossible, or ''. The damaged checkpoint stays beside the new one as 'bad-step-…'.
     Raises: FactoryError when the trainer fails.
     """
-    row, recorded = SegmentRow.get(plant.ledger, number), read_last_checkpoint(plant.ledger, number)
+    row, recorded = SegmentRow.get(plant.ledger, segment), read_last_checkpoint(plant.ledger, segment)
     if row.kind == "average":
         return Message(
             "checkpoints.average",
             "segment {segment} is an average of checkpoints, so it has no training to replay. Stop 'factory run', "
             "then run 'factory average'",
-            segment=number,
+            segment=segment,
         )
     if row.parent and (fault := find_checkpoint_damage(read_last_checkpoint(plant.ledger, row.parent), deep=True)):
         plant.progress.line(
             Message(
                 "checkpoints.parent_damaged",
                 "  segment {segment} starts from segment {parent}, whose checkpoint is damaged too: {fault}",
-                segment=number,
+                segment=segment,
                 parent=row.parent,
                 fault=fault,
             )
@@ -96,7 +96,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         if why := replay_checkpoint(plant, row.parent):
             return Message(
                 "checkpoints.parent_lost",
-                "the checkpoint of the parent, segment {parent}, cannot be made again: {why}",
+                "the segment starts from the checkpoint of segment {parent}, which cannot be made again: {why}",
                 parent=row.parent,
                 why=why,
             )
@@ -112,19 +112,19 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
             plant.progress.line(
                 Message(
                     "checkpoints.copied",
-                    "  the checkpoint of segment {segment}, step {step}, is restored from another copy of it",
-                    segment=number,
+                    "  the checkpoint of segment {segment}, step {step}, is restored from another copy",
+                    segment=segment,
                     step=start,
                 )
             )
             with plant.ledger.begin() as tx:
-                record_event(tx, "checkpoint_put_back", Subject("segment", number), {"checkpoint": recorded["id"]})
+                record_event(tx, "checkpoint_put_back", Subject("segment", segment), {"checkpoint": recorded["id"]})
             return ""
         plant.progress.line(
             Message(
                 "checkpoints.replay",
                 "  the factory replays segment {segment} from step {first} to step {last}, to make its damaged checkpoint again",
-                segment=number,
+                segment=segment,
                 first=start,
                 last=row.last_step,
             )
@@ -134,9 +134,9 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
             raise FactoryError(
                 "checkpoints.replay_failed",
                 "the replay of segment {segment} {how} (log: {log})",
-                segment=number,
+                segment=segment,
                 how=hung.says if hung else f"ended with exit {code}",
-                log=plant.workspace.logs / f"segment-{number:05d}.log",
+                log=plant.workspace.logs / f"segment-{segment:05d}.log",
             )
         result = read_result(folder, row.last_step)
         exact = _same(place, Path(result["checkpoint"]), recorded["id"])
@@ -157,7 +157,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         Message(
             "checkpoints.replayed",
             "  the factory made the checkpoint of segment {segment} again. {comparison}",
-            segment=number,
+            segment=segment,
             comparison=said,
         )
     )
@@ -238,9 +238,9 @@ def find_export_damage(row: CandidateRow, deep: bool) -> str:
     return ""
 
 
-def remake_export(plant: Plant, number: int) -> str:
+def remake_export(plant: Plant, candidate: int) -> str:
     """Make a candidate's export again from its checkpoint. Returns why this is impossible, or ''. The damaged export is set aside."""
-    row = CandidateRow.get(plant.ledger, number)
+    row = CandidateRow.get(plant.ledger, candidate)
     fault = find_checkpoint_damage(read_last_checkpoint(plant.ledger, row.segment), deep=True)
     if fault and (why := replay_checkpoint(plant, row.segment)):
         return Message(
@@ -249,7 +249,7 @@ def remake_export(plant: Plant, number: int) -> str:
     place = Path(row.export_path)
     aside = plant.workspace.exports / f".again-{row.segment:05d}"
     remove_path(aside)
-    older = read_recorded_export(plant.ledger, number) is None
+    older = read_recorded_export(plant.ledger, candidate) is None
     write_export(plant, SegmentRow.get(plant.ledger, row.segment), aside, as_it_was=older)
     if hash_export_folder(aside) != row.export_sha256:
         shutil.rmtree(aside)
@@ -263,5 +263,5 @@ def remake_export(plant: Plant, number: int) -> str:
         move_to_set_aside_folder(plant.workspace.root, place)
     rename_into_place(aside, place)
     with plant.ledger.begin() as tx:
-        record_event(tx, "exported_again", Subject("candidate", number), {"export_sha256": row.export_sha256})
+        record_event(tx, "exported_again", Subject("candidate", candidate), {"export_sha256": row.export_sha256})
     return ""

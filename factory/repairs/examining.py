@@ -181,7 +181,7 @@ def _raw_shards(plant: Plant, deep: bool) -> ExaminationResult:
     rows = plant.ledger.read("SELECT sha256, path FROM shards WHERE state = 'ingested' ORDER BY ingested_at, sha256")
     remedy = Message(
         "examining.restore_raw_shard",
-        "copy the ingested file into {folder} again. Only a repair of its token shard needs this file",
+        "copy the ingested file into {folder} again. The factory needs this file only to repair the token shard that was made from it",
         folder=plant.workspace.shards / "raw",
     )
     return _look(plant, deep, "raw shards", rows, lambda row: row["sha256"], fault, remedy)
@@ -239,7 +239,7 @@ def _folders(plant: Plant, deep: bool) -> ExaminationResult:
             return ""
         return Message(
             "examining.other_owner",
-            "{path} is missing, or names another plan or another ledger",
+            "{path} is missing, or belongs to another plan or another ledger",
             path=folder / OWNER_FILE,
         )
 
@@ -261,7 +261,7 @@ def _served(plant: Plant, deep: bool) -> ExaminationResult:
         return ExaminationResult("served", 1, 1, [])
     what = Message(
         "examining.other_served",
-        "{path} does not lead to the export of the champion, release {release}",
+        "{path} does not point to the export of the champion, release {release}",
         path=plant.workspace.exports / "champion",
         release=best.number,
     )
@@ -280,8 +280,8 @@ def _orphans(plant: Plant, deep: bool) -> ExaminationResult:
     found += [path.parent for path in plant.workspace.shards.glob("*/manifest.json") if path.parent.name not in shards]
     remedy = Message(
         "examining.restore_orphans",
-        "stop 'factory run', then run 'factory restore', which enters known segments into the ledger and "
-        "sets other folders aside",
+        "stop 'factory run', then run 'factory restore', which adds a segment to the ledger if the segment's folder "
+        "records its plan, and sets the other folders aside",
     )
     faults = [
         Damage("orphans", path.name, Message("examining.orphan", "{path} is not in the ledger", path=path), remedy)

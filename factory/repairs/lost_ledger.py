@@ -185,7 +185,7 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
         if read_backup_info(base)["schema"] != SCHEMA_VERSION:
             raise InputError(
                 "lost_ledger.wrong_schema",
-                "{backup} has schema {schema}, but this factory reads schema {known}: name another backup",
+                "{backup} has schema {schema}, but this factory reads schema {known}. Give another backup",
                 backup=base,
                 schema=read_backup_info(base)["schema"],
                 known=SCHEMA_VERSION,
@@ -367,7 +367,7 @@ def _take_up(plant: Plant) -> list[str]:
     orphans += [path for path in whole if path.parent.name not in token_shards]
     for path in orphans:
         path = path.parent if path.name == "manifest.json" else path
-        said.append(_set_aside(plant, path, Message("lost_ledger.orphan", "the ledger does not name this folder")))
+        said.append(_set_aside(plant, path, Message("lost_ledger.orphan", "the ledger has no entry for this folder")))
     return said
 
 

@@ -112,13 +112,13 @@ REPAIRS: dict[str, Callable[[Plant, str], str]] = {
 }
 
 
-def repair_segment_inputs(plant: Plant, number: int, hash_all: bool = True) -> bool:
+def repair_segment_inputs(plant: Plant, segment: int, hash_all: bool = True) -> bool:
     """Hash all files that a segment reads, and repair those that are damaged. Returns whether any was damaged.
 
     Without ``hash_all``, only token shards that changed since they were last hashed are hashed. The trainer itself hashes its other inputs.
     Raises: FactoryError with the remedy if a repair fails.
     """
-    row, known = SegmentRow.get(plant.ledger, number), VerifiedShardRecord(plant.workspace)
+    row, known = SegmentRow.get(plant.ledger, segment), VerifiedShardRecord(plant.workspace)
     shards = {shard["id"]: Path(shard["path"]) for shard in read_data_plan(plant.ledger, row)["token_shards"]}
     looked = {name: path for name, path in shards.items() if hash_all or not known.is_unchanged(path)}
     damaged = []
@@ -138,15 +138,15 @@ def repair_segment_inputs(plant: Plant, number: int, hash_all: bool = True) -> b
     return mended
 
 
-def call_and_repair_on_failure(plant: Plant, act: Callable[[], T]) -> T:
-    """Call ``act``. If it fails, repair a damaged tokenizer, token shard, checkpoint or export, and call ``act`` again. Returns its result.
+def call_and_repair_on_failure(plant: Plant, action: Callable[[], T]) -> T:
+    """Call ``action``. If it fails, repair a damaged tokenizer, token shard, checkpoint or export, and call ``action`` again. Returns its result.
 
-    Raises: the error of ``act`` if no such file is damaged, or if the same damage occurs again.
+    Raises: the error of ``action`` if no such file is damaged, or if the same damage occurs again.
     """
     seen: set[Damage] = set()
     while True:
         try:
-            return act()
+            return action()
         except (FactoryError, TrainerError, OSError, ValueError) as error:
             if isinstance(error, WorkspaceError) or is_temporary_read_failure(error):
                 raise  # the workspace is in use, the ledger is damaged, or a fault of the machine prevents reading

@@ -111,11 +111,13 @@ def _of_segment(
                 False,
                 Message(
                     "choosing.new_ladder",
-                    "its segment is one of the newest, whose ladders are kept (ladders in policies/retention.yaml)",
+                    "its segment is recent, and the ladders of recent segments are kept (ladders in policies/retention.yaml)",
                 ),
             )
         return RetentionDecision(
-            what, True, Message("choosing.old_ladder", "its segment is not one of the newest, whose ladders are kept")
+            what,
+            True,
+            Message("choosing.old_ladder", "its segment is old, and only ladders of recent segments are kept"),
         )
     if what.kind == "log":
         return _by_age(what, days, policy.log_days, "log_days", ended)
@@ -134,11 +136,11 @@ def _of_segment(
     if row.id in trunk:
         why = Message(
             "choosing.new_trunk",
-            "its segment is one of the newest of the trunk, which are kept (trunk_segments in policies/retention.yaml)",
+            "its segment is recent, and recent segments of the trunk are kept (trunk_segments in policies/retention.yaml)",
         )
         return RetentionDecision(what, False, why)
     return RetentionDecision(
-        what, True, Message("choosing.old_trunk", "its segment is not one of the newest of the trunk, which are kept")
+        what, True, Message("choosing.old_trunk", "its segment is old, and only recent segments of the trunk are kept")
     )
 
 

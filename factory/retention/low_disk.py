@@ -59,8 +59,8 @@ def must_training_wait_for_disk_space(plant: Plant) -> bool:
                 Message(
                     "low_disk.training_waits",
                     "  training waits: {free_gb:.2f} GB are free on the disk of {folder}, and the floor is {floor_gb:.2f} GB (floor_bytes, "
-                    "floor_share in policies/retention.yaml). Free some space. The factory needs all files that it still keeps. To see why: "
-                    "'factory clean --dry-run'",
+                    "floor_share in policies/retention.yaml). Free some space. The factory cannot remove more files, because it needs the rest. "
+                    "To see why: 'factory clean --dry-run'",
                     free_gb=room.free / 1e9,
                     folder=plant.workspace.root,
                     floor_gb=floor / 1e9,

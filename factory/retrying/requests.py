@@ -143,7 +143,7 @@ class WorkInvalidatedError(PersonNeededError):
 
 
 def refuse_rewound_segment(db: SqlReader, segment: int) -> None:
-    """Raises: RewoundError when the segment was rewound."""
+    """Raises: WorkInvalidatedError when the segment was rewound."""
     if SegmentRow.get(db, segment).state == "rewound":
         raise WorkInvalidatedError(
             "retrying.rewound",
@@ -162,7 +162,7 @@ def find_newest_decision_event(db: SqlReader) -> int:
 
 
 def refuse_newer_decision(db: SqlReader, last_event: int) -> None:
-    """Raises: RewoundError when a decision is newer than ``last_event``, a result of ``find_newest_decision_event``."""
+    """Raises: WorkInvalidatedError when a decision is newer than ``last_event``, a result of ``find_newest_decision_event``."""
     if find_newest_decision_event(db) != last_event:
         raise WorkInvalidatedError(
             "retrying.plan_out_of_date",

@@ -97,7 +97,7 @@ def classify_trainer_ending(code: int, log_line: str, log: str, kills_before: in
                 OUT_OF_MEMORY,
                 Message(
                     "retrying.ended.oom_killer",
-                    "was killed by the kernel's OOM killer (SIGKILL): the machine or its control group has too little memory",
+                    "was killed by the kernel's OOM killer (SIGKILL): the machine or the process's control group has too little memory",
                 ),
             )
         return TrainerFailure(

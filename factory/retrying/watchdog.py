@@ -186,7 +186,7 @@ def kill_when_idle(process: int, seconds: float) -> Iterator[list[str]]:
                 said.append(
                     Message(
                         "retrying.tool_hung",
-                        "the factory killed the process, because it used no processor and wrote nothing for {idle} (hung_seconds)",
+                        "the factory killed the process, because for {idle} it used no CPU time and wrote nothing (the limit is hung_seconds)",
                         idle=format_duration(idle_seconds),
                         seconds=idle_seconds,
                     )  # fmt: skip

@@ -173,7 +173,7 @@ def find_value_differences(
             yield (
                 Message(
                     "runs.other_keys",
-                    "{where}: only the baseline or only the candidate has these keys: {keys}",
+                    "{where}: these keys are missing in the baseline or in the candidate: {keys}",
                     where=where,
                     keys=keys,
                 ),

@@ -180,7 +180,7 @@ def decide_live_code_isolation(plant: Plant) -> tuple[bool, str]:
         )  # fmt: skip
     return False, Message(
         "runs.until_merge",
-        "{why}. Once a patch of an agent is merged, live code no longer runs without the sandbox",
+        "{why}. Once a patch of an agent is merged, live code runs only in the sandbox",
         why=why,
     )
 

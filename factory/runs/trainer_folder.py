@@ -58,16 +58,16 @@ def lock_trainer_folder(folder: Path) -> Iterator[int]:
         yield descriptor
 
 
-def check_disk_space(folder: Path, recipe: Mapping[str, Any], title: str, line: str = "") -> None:
-    """Check that the disk has space for a checkpoint of the recipe. ``line``: a trainer's last line, which the error then repeats.
+def check_disk_space(folder: Path, recipe: Mapping[str, Any], title: str, last_line: str = "") -> None:
+    """Check that the disk has space for a checkpoint of the recipe. ``last_line``: a trainer's last line, which the error then repeats.
 
     Raises: DiskFullError if it has not.
     """
     size = estimate_max_checkpoint_bytes(recipe)
     if not has_room_for(folder, size):
         cause = (
-            Message.from_json(line)
-            if line
+            Message.from_json(last_line)
+            if last_line
             else Message("runs.checkpoint_size", "a checkpoint needs up to {size:.2f} GB", size=size / 1e9)
         )
         raise DiskFullError(

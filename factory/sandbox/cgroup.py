@@ -34,15 +34,15 @@ def make_task_group(max_tasks: int) -> Iterator[Path | None]:
             _clear(group.parent)
 
 
-def move_sandbox_into_group(group: Path, init: int) -> None:
+def move_sandbox_into_group(group: Path, init_pid: int) -> None:
     """Move the init of a sandbox and its child (the launcher, which waits) into the group. Processes that they start later begin in the group.
 
     Raises: IsolationError.
     """
     members = group / "cgroup.procs"
     try:
-        members.write_text(str(init))  # init first, so that a child that it starts now begins in the group
-        for child in _children(init):
+        members.write_text(str(init_pid))  # init first, so that a child that it starts now begins in the group
+        for child in _children(init_pid):
             members.write_text(child)
     except ProcessLookupError:
         pass  # the process ended at once; the caller's wait reports why

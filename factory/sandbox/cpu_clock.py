@@ -33,13 +33,13 @@ class UsedCpuSeconds:
     thread: float
 
 
-def read_cpu_seconds(init: int) -> CpuReading:
-    """Read the CPU seconds of ``init`` and all its descendants, and of ended children for which their parent called wait.
+def read_cpu_seconds(init_pid: int) -> CpuReading:
+    """Read the CPU seconds of ``init_pid`` and all its descendants, and of ended children for which their parent called wait.
 
     An ended child without a wait is not counted. Code can hide work in this way, so no decision about new code depends on this clock.
     """
     total, threads = 0.0, {}
-    for process in read_process_tree(init, ENOUGH)[0]:
+    for process in read_process_tree(init_pid, ENOUGH)[0]:
         try:
             total += time.clock_gettime((~process << 3) | PROCESS_CLOCK) + _waited_for(process)
             for thread in os.listdir(f"/proc/{process}/task"):

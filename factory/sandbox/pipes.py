@@ -110,15 +110,15 @@ def build_launcher_command(command: Sequence[str], rules: Mapping[str, object], 
     return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]
 
 
-def kill_sandbox_and_wait(events: StatusPipe) -> None:
+def kill_sandbox_and_wait(status_pipe: StatusPipe) -> None:
     """Kill a starting or running sandbox, and wait until all its processes have ended.
 
     It is not enough to kill bubblewrap: during its set-up its child does not yet die with it, and an interrupt inside Popen leaves no handle of
     bubblewrap. So this function waits for the child's process number, which bubblewrap writes at once, or for the end of the pipe. A launcher that
     reads no "." ends by itself.
     """
-    started = events.has_data() or select.select([events.descriptor], [], [], SETUP_SECONDS)[0]
-    if started and (init := events.wait_for_child()) is not None:
+    started = status_pipe.has_data() or select.select([status_pipe.descriptor], [], [], SETUP_SECONDS)[0]
+    if started and (init := status_pipe.wait_for_child()) is not None:
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(init)
             with os.fdopen(handle, "rb"):

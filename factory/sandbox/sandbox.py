@@ -355,7 +355,7 @@ def describe_sandbox() -> dict[str, str]:
         else Message("sandbox.no_landlock", "none. Only the read-only mounts protect files"),
         "memory": Message(
             "sandbox.memory",
-            "an rlimit for each process; the factory checks all processes of the sandbox ten times a second",
+            "an rlimit limits each process, and the factory checks the sum of all processes ten times a second",
         ),
         "processes": Message(
             "sandbox.processes",
@@ -364,7 +364,7 @@ def describe_sandbox() -> dict[str, str]:
         ),
         "output": Message(
             "sandbox.output",
-            "an rlimit for each file; the factory checks the size of the output folder and of deleted files",
+            "an rlimit limits each file, and the factory checks the size of the output folder and of deleted files",
         ),
     }
 

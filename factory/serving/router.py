@@ -59,7 +59,7 @@ class _Router:
                 given = request.headers.get("authorization", "").encode("latin-1")  # the bytes as sent
                 if self._key and not hmac.compare_digest(given, b"Bearer " + self._key):
                     wrong = Message(
-                        "serving.wrong_key", "This server needs its key in the header 'Authorization: Bearer KEY'."
+                        "serving.wrong_key", "Send the server's key in the header 'Authorization: Bearer KEY'."
                     )
                     raise ApiError(401, wrong, openai_code="invalid_api_key")
                 response = await handle(request)

@@ -130,7 +130,7 @@ def raise_trainer_failure(
     """Record how a segment's trainer ended, and raise the error. ``why``: the ending, if the caller knows it; otherwise the exit code and
     the log show it. ``kills_before``: the value of ``count_oom_kills`` when the trainer started.
 
-    Raises: TrainerDiedError; instead, DiskFullError if the trainer reports a full disk and the disk is full; RewoundError if the segment
+    Raises: TrainerDiedError; instead, DiskFullError if the trainer reports a full disk and the disk is full; WorkInvalidatedError if the segment
     was rewound.
     """
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"
@@ -173,7 +173,7 @@ def mark_segment_failed(ledger: Ledger, row: SegmentRow, why: str) -> None:
 def record_segment_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
     """Record that a segment is done, with its checkpoint and its anomalies, in one transaction.
 
-    Raises: SegmentError for files that contradict the result; RewoundError.
+    Raises: SegmentError for files that contradict the result; WorkInvalidatedError.
     """
     from trainer.contract.checkpoint.format import read_manifest
     from trainer.contract.errors import CheckpointError

@@ -69,7 +69,7 @@ def run_segment(
     changed), and True after the trainer failed (look at all files). After a repair the trainer runs again.
 
     Raises: NotCertifiedError if the code changed and no certificate allows it (nothing was started); PausedError while training is paused;
-    RewoundError if the segment was rewound meanwhile; SegmentError, naming the log, if the trainer fails. A segment whose trainer dies
+    WorkInvalidatedError if the segment was rewound meanwhile; SegmentError, naming the log, if the trainer fails. A segment whose trainer dies
     repeatedly without a new checkpoint is parked: its state is 'failed'.
     """
     row = SegmentRow.get(plant.ledger, number)
@@ -116,7 +116,7 @@ def run_trainer(
 ) -> tuple[int, TrainerFailure | None]:
     """Run a segment's trainer in ``folder``, from the newest checkpoint there; returns (exit code, the ending if the trainer hung, else None).
 
-    A trainer that hangs is killed. Raises: PausedError if a pause stopped the trainer; RewoundError if the segment was rewound.
+    A trainer that hangs is killed. Raises: PausedError if a pause stopped the trainer; WorkInvalidatedError if the segment was rewound.
     """
     code = LiveCode.check_out_commit(plant, row.code_commit)
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"

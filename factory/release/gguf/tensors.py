@@ -80,8 +80,8 @@ def check_model_is_convertible(config: ExportConfig, model_type: str) -> None:
         without = [layer for layer, has_rope in enumerate(config.rope_layers) if not has_rope]
         raise InputError(
             "gguf.other_rope_layers",
-            "smollm3: llama.cpp omits RoPE in every {step}th layer, and a GGUF file cannot change that. This model omits RoPE in "
-            "layers {without} (counted from 0) of {layers}. Only models with 'nope_every: {step}' can be converted",
+            "smollm3: llama.cpp omits RoPE in every {step}th layer, and a GGUF file cannot change that. This model has {layers} "
+            "layers and omits RoPE in these (counted from 0): {without}. Only models with 'nope_every: {step}' can be converted",
             step=SMOLLM3_STEP,
             without=without,
             layers=config.layers,

@@ -106,11 +106,13 @@ def write_export_gguf(
     _require_package()
     out = out.absolute()
     if out.is_symlink() or out.exists():
-        raise InputError("gguf.file_exists", "{file} exists already: name another file, or remove it", file=out)
+        raise InputError(
+            "gguf.file_exists", "{file} exists already. Give another file name, or remove this file", file=out
+        )
     if around := next((folder for folder in out.resolve().parents if (folder / WEIGHTS).exists()), None):
         raise InputError(
             "gguf.inside_export",
-            "{folder} is an export, and a new file would change its hash: name a file in another folder",
+            "{folder} is an export, and a new file in it would change the export's hash. Give a file name in another folder",
             folder=around,
         )
     config, model_type = read_config(export), str(read_json(export / "config.json")["model_type"])
@@ -322,7 +324,7 @@ def _unlike_qwen2(data: dict[str, Any]) -> str | None:
     patterns = [step["pattern"] for step in steps if step.get("type") == "Split"]
     if patterns != [{"Regex": SPLIT_PATTERN}] or [step["type"] for step in steps] != ["Split", "ByteLevel"]:
         return Message(
-            "gguf.other_pattern", "the tokenizer does not split text with Qwen2's pattern into byte-level pieces"
+            "gguf.other_pattern", "the tokenizer does not use Qwen2's pattern to split text into byte-level pieces"
         )
     if data["normalizer"] is not None:
         return Message("gguf.normalizer", "the tokenizer normalises text before it splits the text")

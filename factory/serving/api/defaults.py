@@ -55,7 +55,7 @@ class GenerationDefaults:
         if not isinstance(ids, list) or not ids or any(type(number) is not int or number < 0 for number in ids):
             raise ExportError(
                 "serving.default_stop_ids",
-                "{file}: eos_token_id must be token ids, not {value}.",
+                "{file}: eos_token_id must be a token id or a list of token ids, not {value}.",
                 file=where,
                 value=str(stop)[:40],
             )

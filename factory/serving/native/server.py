@@ -97,7 +97,7 @@ class NativeEngine:
 
                     key = self.loop.submit_job(listen, make)
                     if key is None:
-                        busy = Message("serving.too_many_requests", "Too many requests wait. Try again later.")
+                        busy = Message("serving.too_many_requests", "The queue of requests is full. Try again later.")
                         raise ApiError(503, Message.from_json(self.loop.problem or busy), openai_code="overloaded")
                     keys.append(key)
             left = len(reply.choices)
