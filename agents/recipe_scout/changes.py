@@ -74,14 +74,13 @@ def suggest_rate_changes(course: TrainingRecord, tried: RejectedDirections) -> I
         off = -math.log(2) if tried.higher else math.log(2)
         direction = Message(
             "recipe_scout.other_direction",
-            "; {rejected} was rejected before, so the best rate may lie in the other direction",
+            "The gate rejected {rejected} before, so the best rate may lie in the other direction. ",
             rejected="a higher rate" if tried.higher else "a lower rate",
         )
     why = Message(
         "recipe_scout.rate",
-        "DeepSeek's rule gives a learning rate of {rule:.2g} for this model and {tokens:.2g} tokens, and the "
-        "recipe has {rate:.2g}; the run had {anomalies:,|anomaly|anomalies} so far (each suggests a lower "
-        "rate){direction}",
+        "{direction}DeepSeek's rule gives a learning rate of {rule:.2g} for this model and {tokens:.2g} tokens. The "
+        "recipe has {rate:.2g}. The run had {anomalies:,|anomaly|anomalies} so far (an anomaly suggests a lower rate)",
         rule=rule,
         tokens=tokens,
         rate=rate,
@@ -133,9 +132,8 @@ def suggest_mixture_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
             before, after = shares[name]
             why = Message(
                 "recipe_scout.mixture",
-                "each time the number of trained tokens grows by a factor of e (2.72), the loss of each domain falls by "
-                "so many bits per byte: {slopes}; "
-                "the change moves the share of {domain} from {before:.0%} to {after:.0%} of the tokens",
+                "each time the number of trained tokens grows by a factor of e (2.72), the losses of the domains fall by "
+                "these numbers of bits per byte: {slopes}. The change moves the share of {domain} from {before:.0%} to {after:.0%} of the tokens",
                 slopes=slopes,
                 domain=name,
                 before=before,
@@ -152,8 +150,8 @@ def suggest_batch_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
         speed = (1 + share) / (1 + share / 2)
         why = Message(
             "recipe_scout.batch",
-            "the gradient noise scale is {scale:,.0f} supervised tokens, and a step has {step:,.0f}; with half the "
-            "batch, the same progress needs {fewer:.0%} fewer tokens",
+            "the gradient noise scale is {scale:,.0f} supervised tokens, and a step has {step:,.0f} supervised "
+            "tokens. With half the batch, the same progress needs {fewer:.0%} fewer tokens",
             scale=scale,
             step=course.supervised,
             fewer=1 - 1 / speed,

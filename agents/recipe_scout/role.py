@@ -116,7 +116,7 @@ class RecipeScout:
         words = [
             Message(
                 "recipe_scout.idea",
-                "{change}: predicted gain {gain}, because {why}",
+                "{change}: the predicted gain is {gain}. The reason: {why}",
                 change=c.title,
                 gain=format_gain(f"{QUALITY}:{c.key}", c.gain),
                 why=c.why,
@@ -167,7 +167,7 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
     if differing := {key for key in before | after if before.get(key) != after.get(key)} ^ set(new_values):
         raise DraftError(
             "recipe_scout.other_keys",
-            "These keys already have the proposed value, or would change although you did not name them: {keys}.",
+            "Each key that you name must get a new value, and no other key may change. These keys break the rule: {keys}.",
             keys=sorted(differing),
         )
     words_of_each = [
@@ -177,7 +177,7 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
     title = f"recipe {course.recipe.name}: {' and '.join(words_of_each)}{' together' if len(words_of_each) > 1 else ''}"
     words = Message(
         "recipe_scout.written_hypothesis",
-        "{hypothesis} Prediction: the change lowers the loss of the gate's runs on held-out documents by {gain:.4f} "
+        "{hypothesis} Prediction: in the gate's runs, the change lowers the loss on held-out documents by {gain:.4f} "
         "bits per byte (mean over domains, after each run's final anneal). {refuted}",
         hypothesis=hypothesis,
         gain=gain,

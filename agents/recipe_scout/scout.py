@@ -84,7 +84,7 @@ def _write(
     )
     hypothesis = Message(
         "recipe_scout.hypothesis",
-        "At step {step}: {why}. Prediction: {change} lowers the loss of the gate's runs on held-out documents by "
+        "At step {step}: {why}. Prediction: in the gate's runs, {change} lowers the loss on held-out documents by "
         "{gain:.4f} bits per byte (mean over domains, after each run's final anneal). {refuted}{earlier}",
         step=course.step,
         why=change.why,
