@@ -85,8 +85,8 @@ def refuse_excessive_padding(order: DataOrder, recipe: Recipe, last_step: int) -
             raise DataPlanError(
                 "plan.padding",
                 "batch.max_padding: from step {step} on, batch.packing ({packing}) leaves {padding:.2%} of the positions empty, but at most "
-                "{most:.2%} may be empty. The longest piece of a document has {longest} positions, and a row has {context} positions (model.context). "
-                "Shorten model.context, raise batch.max_padding, or set batch.packing to truncate-and-concatenate.",
+                "{most:.2%} may be empty. The longest piece of a document has {longest} positions, and a row has {context} positions "
+                "(model.context). Shorten model.context, raise batch.max_padding, or set batch.packing to truncate-and-concatenate.",
                 most=most,
                 step=step,
                 packing=recipe.batch.packing,
