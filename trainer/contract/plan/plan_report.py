@@ -228,7 +228,7 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     if effort.reached < 0.99 * effort.mfu:
         apart = Message(
             "plan.waits_for_network",
-            "; the GPUs reach only {reached:.2g} of the peak, because they wait for the network",
+            " (the GPUs reach only {reached:.2g} of the peak, because they wait for the network)",
             reached=effort.reached,
         )
     measured = ask.mfu is not None
