@@ -32,7 +32,8 @@ def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, trie
     if saved < 0 or work < 0 or saved + work == 0:
         raise DraftError(
             "kernel_engineer.saves_nothing",
-            "Say what the patch saves: bytes_saved or flops_saved must be above zero, and neither may be negative.",
+            "Say what the patch saves: at least one of bytes_saved and flops_saved must be above zero, and neither may be "
+            "negative.",
         )
     words = Message(
         "kernel_engineer.hypothesis",

@@ -99,16 +99,16 @@ def _measure(
     return time_repeatedly(call, first, began + budget_s)
 
 
-def time_repeatedly(call: Callable[[int], float], first: float, ends: float) -> IsolatedTime:
-    """Make warm-up calls, then timed calls; fewer if the time ``ends`` comes first. ``call(number)`` makes one call and returns its seconds.
+def time_repeatedly(call: Callable[[int], float], first_seconds: float, deadline: float) -> IsolatedTime:
+    """Make warm-up calls, then timed calls; fewer if the time ``deadline`` comes first. ``call(number)`` makes one call and returns its seconds.
 
-    ``first``: the seconds of one call that was made already.
+    ``first_seconds``: the seconds of one call that was made already.
     """
-    affordable = int(max(0.0, ends - time.perf_counter()) / max(1e-9, first))
+    affordable = int(max(0.0, deadline - time.perf_counter()) / max(1e-9, first_seconds))
     for number in range(min(WARMUP, max(LEAST_WARMUP, affordable // 10)) - 1):
         call(number + 1)
     times: list[float] = []
-    while len(times) < ITERATIONS and (len(times) < LEAST_ITERATIONS or time.perf_counter() < ends):
+    while len(times) < ITERATIONS and (len(times) < LEAST_ITERATIONS or time.perf_counter() < deadline):
         times.append(call(len(times)))
     quartiles = statistics.quantiles(times, n=4)
     return IsolatedTime(statistics.median(times), quartiles[2] - quartiles[0], len(times))

@@ -126,22 +126,22 @@ def add_up_seconds(laps: Sequence[TimedOperation]) -> float:
     return sum(lap.gap + lap.seconds + lap.after for lap in laps)
 
 
-def is_fastest_time_confirmed(times: Sequence[float], alike: float = ALIKE) -> bool:
+def is_fastest_time_confirmed(times: Sequence[float], largest_ratio: float = ALIKE) -> bool:
     """True if enough other times lie near the fastest."""
-    return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= alike * min(times)
+    return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= largest_ratio * min(times)
 
 
-def measure_stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
+def measure_stopwatch_overhead(step: Callable[[], object], repeats: int = 80) -> float:
     """Seconds that the stopwatch adds to an operation: the fastest step with it minus the fastest step without it, for each operation.
 
-    ``turns`` steps of each kind run. On a busy machine more run, until both fastest times are confirmed or ``SETTLING_S`` is over.
+    ``repeats`` steps of each kind run. On a busy machine more run, until both fastest times are confirmed or ``SETTLING_S`` is over.
     """
     plain: list[float] = []
     watched: list[float] = []
     operations = 1
     with pause_garbage_collection():
         ends = time.perf_counter() + SETTLING_S
-        while len(plain) < turns or (
+        while len(plain) < repeats or (
             time.perf_counter() < ends and not (is_fastest_time_confirmed(plain) and is_fastest_time_confirmed(watched))
         ):
             began = time.perf_counter()
@@ -154,15 +154,15 @@ def measure_stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> f
 
 
 def replace_recorded_times(
-    events: Sequence[RecordedOperation], laps: Sequence[TimedOperation], crossing_s: float, on_host: bool = True
+    events: Sequence[RecordedOperation], laps: Sequence[TimedOperation], overhead_s: float, on_host: bool = True
 ) -> list[RecordedOperation]:
-    """The events with the times of ``laps``, which are the same step's. Each lap is reduced by one crossing: first the gap before the operation,
-    then the operation's own time; the rest is taken from the next lap. The time after the last operation counts for that operation's line. If
-    not ``on_host``, the times are a device's, where a crossing lengthens only the gaps."""
+    """The events with the times of ``laps``, which are the same step's. Each lap is reduced by one crossing (``overhead_s``): first the gap
+    before the operation, then the operation's own time; the rest is taken from the next lap. The time after the last operation counts for that
+    operation's line. If not ``on_host``, the times are a device's, where a crossing lengthens only the gaps."""
     assert [event.operation for event in events] == [lap.operation for lap in laps], "not the same step"
     found, owed = [], 0.0
     for event, lap in zip(events, laps):
-        owed += crossing_s
+        owed += overhead_s
         host, owed = max(0.0, lap.gap - owed), max(0.0, owed - lap.gap)
         if on_host:
             seconds, owed = max(0.0, lap.seconds - owed), max(0.0, owed - lap.seconds)

@@ -38,7 +38,7 @@ class HttpEndpoint:
         if not policy.model:
             raise LlmError(
                 "llm.no_model",
-                "endpoint {url}: no model is named. Set llm.model in policies/agents.yaml, or give --model.",
+                "endpoint {url}: no model is set. Set llm.model in policies/agents.yaml, or give --model.",
                 url=url,
             )
         if not key and parts.hostname not in LOCAL:

@@ -28,15 +28,15 @@ READING = (
 )
 
 
-def answer_tool_call(known: Mapping[str, Callable[..., str]], name: str, arguments: str) -> str:
+def answer_tool_call(handlers: Mapping[str, Callable[..., str]], name: str, arguments: str) -> str:
     """The tool's answer, or the reason why the call cannot be answered."""
-    if name not in known:
-        return f"There is no tool {fold_to_one_line(name, 60)!r}; there are: {', '.join([*known, PROPOSE])}."
+    if name not in handlers:
+        return f"There is no tool {fold_to_one_line(name, 60)!r}; there are: {', '.join([*handlers, PROPOSE])}."
     try:
         given = json.loads(arguments or "{}")
         if not isinstance(given, dict):
             raise ValueError("expected an object")
-        return known[name](**given)
+        return handlers[name](**given)
     except (ValueError, TypeError, RecursionError) as error:
         return f"The arguments cannot be used: {fold_to_one_line(str(error), 200)}"
     except UnreadableFileError as error:
@@ -78,6 +78,6 @@ def quote_earlier_proposals(attempts: Iterable[EarlierProposal]) -> str:
     )
 
 
-def quote_problems(found: QuickCheck) -> str:
+def quote_problems(check: QuickCheck) -> str:
     """The problems that the quick check found, as data; '' if it found none."""
-    return "" if found.ok else quote_as_data(f"quick check, {found.stage}", "\n".join(found.problems), 6000)
+    return "" if check.ok else quote_as_data(f"quick check, {check.stage}", "\n".join(check.problems), 6000)

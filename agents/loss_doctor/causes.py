@@ -166,7 +166,7 @@ TABLE: tuple[CauseRule, ...] = (
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.order",
-            "the anomaly disappears if many of the step's documents are masked, and also with other documents of the same "
+            "the anomaly disappears if many of the step's documents are masked. It also disappears with other documents of the same "
             "shards: no single document is to blame",
         ),
     ),
@@ -180,7 +180,7 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION,),
         Message(
             "loss_doctor.learnt",
-            "the anomaly disappears if documents that resemble many others in the new shards are masked. By the segment's "
+            "the anomaly disappears if a kind of document that is common in the new shards is masked. By the segment's "
             "end, the model had learnt these documents",
         ),
     ),
@@ -189,8 +189,8 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, REPEATED),
         Message(
             "loss_doctor.too_many",
-            "the anomaly disappears if documents that each resemble earlier documents are masked: too many such documents "
-            "came at once",
+            "the anomaly disappears if some documents are masked. Earlier shards have similar documents, but here too many "
+            "of them came at once",
         ),
     ),
     (
@@ -198,8 +198,8 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION, BAD_DATA),
         Message(
             "loss_doctor.shards_kind",
-            "the anomaly disappears if documents that resemble many others in the new shards are masked: this kind of "
-            "document is to blame, not single documents",
+            "the anomaly disappears if a kind of document that is common in the new shards is masked: this kind is to "
+            "blame, not single documents",
         ),
     ),
     (
@@ -207,7 +207,7 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION, BAD_DATA),
         Message(
             "loss_doctor.same_shards",
-            "the anomaly disappears if many of the step's documents are masked, and other documents of the same shards cause "
+            "the anomaly disappears if many of the step's documents are masked. Other documents of the same shards cause "
             "the anomaly too: no single document is to blame",
         ),
     ),
@@ -216,8 +216,8 @@ TABLE: tuple[CauseRule, ...] = (
         (REPEATED,),
         Message(
             "loss_doctor.repeated",
-            "the loss is as usual if some documents are masked. The loss of these documents was not too low at an "
-            "older checkpoint, so the model has learnt them since then",
+            "the loss is no longer too low if some documents are masked. At an older checkpoint, these documents had a "
+            "usual loss, so the model has learnt them since then",
         ),
     ),
     (
@@ -242,8 +242,8 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, REPEATED),
         Message(
             "loss_doctor.always_too_easy",
-            "the anomaly disappears if some documents are masked. No second checkpoint shows whether the loss of these "
-            "documents was always too low",
+            "the anomaly disappears if some documents are masked. It is unknown whether the loss of these "
+            "documents was also too low at another checkpoint",
         ),
     ),
     (
@@ -251,8 +251,8 @@ TABLE: tuple[CauseRule, ...] = (
         (BAD_DATA, DATA_AND_STATE),
         Message(
             "loss_doctor.one_checkpoint",
-            "the anomaly disappears if some documents are masked. No second checkpoint shows whether these documents always "
-            "have this effect",
+            "the anomaly disappears if some documents are masked. It is unknown whether these documents have "
+            "the same effect at another checkpoint",
         ),
     ),
     (
@@ -310,8 +310,8 @@ TABLE: tuple[CauseRule, ...] = (
         (NEW_GENERATION,),
         Message(
             "loss_doctor.new_shards",
-            "the anomaly began when new shards joined, and no replay removed it. Either no document "
-            "stood out, or those that did no longer stand out at the segment's end",
+            "the anomaly began when new shards joined, and no replay removed it. No document "
+            "stands out, apart from those that the model had learnt by the segment's end",
         ),
     ),
     (

@@ -150,19 +150,23 @@ class Symptom:
         excess = self.find_largest_excess(window, self.usual)
         return self.is_present_in(window) is False and excess <= UNNOTICED * self.usual.deviation
 
-    def find_largest_difference(self, shown: Sequence[StepMetrics], without: Sequence[StepMetrics]) -> float:
-        """The largest excess of one replay over another at the same step, in the symptom's direction: the effect of what ``without`` leaves out.
+    def find_largest_difference(
+        self, full_replay: Sequence[StepMetrics], reduced_replay: Sequence[StepMetrics]
+    ) -> float:
+        """The largest excess of one replay over another at the same step, in the symptom's direction: the effect of what the reduced one leaves out.
 
         >>> spike = Symptom("loss_spike", "loss", False, UsualValue(2.0, 0.1), 3.0)
         >>> spike.find_largest_difference([StepMetrics(8, 6.0, 1.0), StepMetrics(9, 2.2, 1.0)], [StepMetrics(8, 3.5, 1.0), StepMetrics(9, 2.1, 1.0)])
         2.5
         """
         if self.kind == "non_finite":
-            odd, left = (math.isinf(self.find_largest_excess(window, self.usual)) for window in (shown, without))
+            odd, left = (
+                math.isinf(self.find_largest_excess(window, self.usual)) for window in (full_replay, reduced_replay)
+            )
             return math.inf if odd and not left else 0.0
-        other = {point.step: point.look_up_quantity(self.quantity) for point in without}
+        other = {point.step: point.look_up_quantity(self.quantity) for point in reduced_replay}
         sign = -1.0 if self.low else 1.0
-        both = [(point.look_up_quantity(self.quantity), other.get(point.step)) for point in shown]
+        both = [(point.look_up_quantity(self.quantity), other.get(point.step)) for point in full_replay]
         pairs = [(a, b) for a, b in both if a is not None and b is not None]
         return max(
             (sign * (a - b) if math.isfinite(a) else math.inf for a, b in pairs if math.isfinite(b)), default=0.0
@@ -190,22 +194,24 @@ def read_step_metrics(lines: Sequence[Mapping[str, Any]]) -> list[StepMetrics]:
     return [found[step] for step in sorted(found)]
 
 
-def find_anomaly_onset(lines: Sequence[StepMetrics], step: int, reach: int = 16, deviations: float = 4.0) -> int:
+def find_anomaly_onset(
+    lines: Sequence[StepMetrics], step: int, most_steps_back: int = 16, deviations: float = 4.0
+) -> int:
     """The step at which an anomaly began that was noticed at ``step``. Norms may climb before the loss does (BLOOM's did for five steps).
 
-    The search goes back over at most ``reach`` steps, as long as loss or gradient norm is ``deviations`` above its earlier usual value.
+    The search goes back over at most ``most_steps_back`` steps, as long as loss or gradient norm is ``deviations`` above its earlier usual value.
 
     >>> calm = [StepMetrics(s, 2.0, 0.5) for s in range(40)]
     >>> find_anomaly_onset([*calm, StepMetrics(40, 2.0, 3.0), StepMetrics(41, 2.0, 9.0), StepMetrics(42, 7.0, 30.0)], 42)
     40
     """
-    earlier = [point for point in lines if step - 3 * reach <= point.step < step - reach]
+    earlier = [point for point in lines if step - 3 * most_steps_back <= point.step < step - most_steps_back]
     usual = {key: UsualValue.from_values(list_quantity_values(earlier, key)) for key in ("loss", "grad_norm")}
     before = {point.step: point for point in lines}
-    while step - 1 in before and reach and earlier:
+    while step - 1 in before and most_steps_back and earlier:
         point = before[step - 1]
         high = lambda key, u, p=point: (p.look_up_quantity(key) or 0.0) > u.center + deviations * u.deviation
         if not any(high(key, u) for key, u in usual.items()):
             break
-        step, reach = step - 1, reach - 1
+        step, most_steps_back = step - 1, most_steps_back - 1
     return step

@@ -219,7 +219,7 @@ class _Consultation:
         if not self.findings.masked_clears and not (odd and self._cleared_without(odd)):
             self._learnt()
             if self.findings.low:
-                self._excused(find_suspect_documents(scores, excuse=False))
+                self._excused(find_suspect_documents(scores, skip_familiar=False))
             return
         if common & set(self.ranked) and not self.findings.low:
             self.triggers = sorted(self.ranked)
@@ -295,7 +295,9 @@ class _Consultation:
         if share >= ALIKE or noticed:
             return True
         # In between, the documents' own loss and gradient at that checkpoint decide, if they say the same of all documents.
-        odd = set(triggers) & set(find_suspect_documents(self.bench.score_documents_at("older weights"), most=1.0))
+        odd = set(triggers) & set(
+            find_suspect_documents(self.bench.score_documents_at("older weights"), most_share=1.0)
+        )
         return True if odd == set(triggers) else None if odd else False
 
     def _gone(self, masked: tuple[str, ...]) -> bool:
@@ -330,7 +332,7 @@ class _Consultation:
         return cleared
 
 
-def choose_cause_of_odd_documents(joined: NewShardsComparison) -> str:
+def choose_cause_of_odd_documents(comparison: NewShardsComparison) -> str:
     """The cause to which an oddity of the new documents points; '' if they are not odd.
 
     >>> choose_cause_of_odd_documents(NewShardsComparison("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
@@ -338,9 +340,9 @@ def choose_cause_of_odd_documents(joined: NewShardsComparison) -> str:
     >>> choose_cause_of_odd_documents(NewShardsComparison("chat", ("a",), "code", supervised=0.5, supervised_before=0.5))
     'mixture shift or wrong label'
     """
-    if abs(joined.supervised - joined.supervised_before) > OTHER_MASK or joined.begins_alike < 0.5:
+    if abs(comparison.supervised - comparison.supervised_before) > OTHER_MASK or comparison.begins_alike < 0.5:
         return LOSS_MASK
-    return SHARES if joined.reads_like != joined.domain else ""
+    return SHARES if comparison.reads_like != comparison.domain else ""
 
 
 def _named(masked: Sequence[str]) -> str:

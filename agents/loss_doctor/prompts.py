@@ -28,13 +28,15 @@ SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 
 def make_task_message(
-    causes: Sequence[str], others: Sequence[str], named: str, arms: str, documents: Sequence[tuple[str, str]]
+    causes: Sequence[str], forbidden_causes: Sequence[str], facts: str, arms: str, documents: Sequence[tuple[str, str]]
 ) -> str:
-    """The model's task, each part cut to a limit and marked as data. ``others``: causes that no sentence may name."""
+    """The model's task, each part cut to a limit and marked as data. ``forbidden_causes``: causes that no sentence may name."""
     parts = [
-        quote_as_data("facts", named),
+        quote_as_data("facts", facts),
         quote_as_data("arms: what the anomaly is in each", arms or "none was replayed"),
     ]
     parts += [quote_as_data(f"the beginning of a document, {name}", beginning, 1000) for name, beginning in documents]
-    parts.append(f"The cause is: {' or '.join(causes)}. Causes that no sentence may name: {', '.join(others)}.")
+    parts.append(
+        f"The cause is: {' or '.join(causes)}. Causes that no sentence may name: {', '.join(forbidden_causes)}."
+    )
     return "\n\n".join(parts)

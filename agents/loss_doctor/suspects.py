@@ -22,12 +22,14 @@ LEARNT = 0.75  # share of the odd documents that must have been learnt
 FAR_BETTER = 0.8  # of the loss of a predictor that knows only the tokens' frequencies
 
 
-def find_suspect_documents(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
-    """Keys of the window's documents that stand out, the worst first; at most the share ``most`` of the window.
+def find_suspect_documents(
+    scores: Sequence[DocumentScore], most_share: float = 0.5, skip_familiar: bool = True
+) -> list[str]:
+    """Keys of the window's documents that stand out, the worst first; at most the share ``most_share`` of the window.
 
     A document is compared with the window and the earlier samples. It stands out if its loss, or the norm of its own gradient, is too high or
     too low: a leaked or repeated document is too easy.
-    With ``excuse``, a document that is as odd as some earlier ones is left out: it is hard, not bad.
+    With ``skip_familiar``, a document that is as odd as some earlier ones is left out: it is hard, not bad.
 
     >>> calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(9)]
     >>> find_suspect_documents([*calm, DocumentScore("bad", 9.0, 30.0)])
@@ -36,11 +38,11 @@ def find_suspect_documents(scores: Sequence[DocumentScore], most: float = 0.5, e
     window = [score for score in scores if score.in_window]
     gone = {score.key: find_largest_deviation(score, [*window, *select_earlier_samples(scores)]) for score in window}
     before = select_earlier_samples(scores)
-    excused = {score.key for score in window if excuse and has_similar_documents(score, before)}
+    excused = {score.key for score in window if skip_familiar and has_similar_documents(score, before)}
     ranked = sorted(
         (key for key in gone if gone[key] > STANDS_OUT and key not in excused), key=lambda key: (-gone[key], key)
     )
-    return ranked[: max(1, int(most * len(window)))]
+    return ranked[: max(1, int(most_share * len(window)))]
 
 
 def rank_documents(scores: Sequence[DocumentScore]) -> list[str]:
@@ -131,10 +133,10 @@ def has_similar_documents(
     score: DocumentScore,
     among: Sequence[DocumentScore],
     before: Sequence[DocumentScore] | None = None,
-    share: float = LIKE_IT,
-    least: int = 2,
+    least_share: float = LIKE_IT,
+    least_number: int = 2,
 ) -> bool:
-    """True if a ``share`` of ``among``, and at least ``least``, are about as odd in the same direction, by loss and by gradient.
+    """True if a ``least_share`` of ``among``, and at least ``least_number``, are about as odd in the same direction, by loss and by gradient.
 
     The oddity is the distance from the usual values of ``before``, or of ``among`` if ``before`` is None.
 
@@ -147,7 +149,7 @@ def has_similar_documents(
         return False
     usual = among if before is None else before
     # The norm of a sum of n gradients grows as n if they are alike, as √n if they are not, and mostly in between.
-    return any(_peers(score, among, usual, power) >= max(least, share * len(among)) for power in POWERS)
+    return any(_peers(score, among, usual, power) >= max(least_number, least_share * len(among)) for power in POWERS)
 
 
 def _peers(score: DocumentScore, among: Sequence[DocumentScore], before: Sequence[DocumentScore], power: float) -> int:

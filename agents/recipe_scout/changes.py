@@ -49,24 +49,24 @@ class RejectedDirections:
     rejected: int = 0
 
 
-def suggest_changes(course: TrainingRecord, tried_rate: RejectedDirections) -> list[RecipeChange]:
+def suggest_changes(record: TrainingRecord, tried_rate: RejectedDirections) -> list[RecipeChange]:
     """Every change for which the record gives a reason, largest predicted gain first."""
     sources = (
-        suggest_rate_changes(course, tried_rate),
-        suggest_mixture_changes(course),
-        suggest_batch_changes(course),
-        suggest_schedule_changes(course),
-        suggest_regulariser_changes(course),
+        suggest_rate_changes(record, tried_rate),
+        suggest_mixture_changes(record),
+        suggest_batch_changes(record),
+        suggest_schedule_changes(record),
+        suggest_regulariser_changes(record),
     )
     return sorted((change for source in sources for change in source), key=lambda change: -change.gain)
 
 
-def suggest_rate_changes(course: TrainingRecord, tried: RejectedDirections) -> Iterator[RecipeChange]:
+def suggest_rate_changes(record: TrainingRecord, tried: RejectedDirections) -> Iterator[RecipeChange]:
     """Yield rates towards DeepSeek's rule (arXiv 2401.02954 §3.2), lower after anomalies, and away from a rejected direction."""
-    rate = course.recipe.optimizer.lr
-    tokens = course.tokens + course.judged_tokens
-    rule = compute_deepseek_rule_lr(course.recipe.model, tokens)
-    off = math.log(rule / rate) - 0.35 * min(course.trouble, 4)
+    rate = record.recipe.optimizer.lr
+    tokens = record.tokens + record.judged_tokens
+    rule = compute_deepseek_rule_lr(record.recipe.model, tokens)
+    off = math.log(rule / rate) - 0.35 * min(record.trouble, 4)
     direction = ""
     if tried.higher and tried.lower:
         return
@@ -74,46 +74,45 @@ def suggest_rate_changes(course: TrainingRecord, tried: RejectedDirections) -> I
         off = -math.log(2) if tried.higher else math.log(2)
         direction = Message(
             "recipe_scout.other_direction",
-            "; {rejected} was rejected before, so the best rate may lie in the other direction",
+            "The gate rejected {rejected} before, so the best rate may lie in the other direction. ",
             rejected="a higher rate" if tried.higher else "a lower rate",
         )
     why = Message(
         "recipe_scout.rate",
-        "DeepSeek's rule gives a learning rate of {rule:.2g} for this model and {tokens:.2g} tokens, and the "
-        "recipe has {rate:.2g}; the run had {anomalies:,|anomaly|anomalies} so far (each suggests a lower "
-        "rate){direction}",
+        "{direction}DeepSeek's rule gives a learning rate of {rule:.2g} for this model and {tokens:.2g} tokens. The "
+        "recipe has {rate:.2g}. The run had {anomalies:,|anomaly|anomalies} so far (an anomaly suggests a lower rate)",
         rule=rule,
         tokens=tokens,
         rate=rate,
-        anomalies=course.trouble,
+        anomalies=record.trouble,
         direction=direction,
     )
     for factor in STEPS_OF_RATE:
         move = math.copysign(math.log(factor), off)
         speed = math.exp(CURVATURE * (off**2 - (off - move) ** 2))
         new = float(f"{rate * math.exp(move):.3g}")
-        yield RecipeChange(("optimizer", "lr"), rate, new, course.predict_gain_from_token_worth(speed), why)
-    warm = course.recipe.schedule.warmup_steps
-    if warm > course.step:
-        new_warm = 2 * warm if course.trouble else max(1, warm // 2)
-        if new_warm <= course.recipe.schedule.trunk_steps.first:
+        yield RecipeChange(("optimizer", "lr"), rate, new, record.predict_gain_from_token_worth(speed), why)
+    warm = record.recipe.schedule.warmup_steps
+    if warm > record.step:
+        new_warm = 2 * warm if record.trouble else max(1, warm // 2)
+        if new_warm <= record.recipe.schedule.trunk_steps.first:
             reason = Message(
                 "recipe_scout.warm_up",
                 "the warm-up is not over, and the run had {anomalies:,|anomaly|anomalies} so far",
-                anomalies=course.trouble,
+                anomalies=record.trouble,
             )
             yield RecipeChange(
-                ("schedule", "warmup_steps"), warm, new_warm, course.predict_gain_from_token_worth(1.05), reason
+                ("schedule", "warmup_steps"), warm, new_warm, record.predict_gain_from_token_worth(1.05), reason
             )
 
 
-def suggest_mixture_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
+def suggest_mixture_changes(record: TrainingRecord) -> Iterator[RecipeChange]:
     """Yield each domain's weight times 1.5 and times 2/3. Each domain's loss follows its own slope in its own tokens.
 
     The shares of supervised tokens that are best for the mean over domains are proportional to the slopes.
     """
-    weights = course.recipe.mixture.weights
-    named = {name: weight for name, weight in weights.items() if weight > 0 and course.domain_slopes.get(name)}
+    weights = record.recipe.mixture.weights
+    named = {name: weight for name, weight in weights.items() if weight > 0 and record.domain_slopes.get(name)}
     if len(named) < 2:
         return
     for name, weight in named.items():
@@ -124,18 +123,17 @@ def suggest_mixture_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
             gain = (
                 OWN
                 * sum(
-                    course.domain_slopes[n] * math.log1p(course.judged_share_of_tokens * (after / before - 1))
+                    record.domain_slopes[n] * math.log1p(record.judged_share_of_tokens * (after / before - 1))
                     for n, (before, after) in shares.items()
                 )
                 / len(named)
             )
-            slopes = ", ".join(f"{n} {course.domain_slopes[n]:.3f}" for n in named)
+            slopes = ", ".join(f"{n} {record.domain_slopes[n]:.3f}" for n in named)
             before, after = shares[name]
             why = Message(
                 "recipe_scout.mixture",
-                "each time the number of trained tokens grows by a factor of e (2.72), the loss of each domain falls by "
-                "so many bits per byte: {slopes}; "
-                "the change moves the share of {domain} from {before:.0%} to {after:.0%} of the tokens",
+                "each time the number of trained tokens grows by a factor of e (2.72), the losses of the domains fall by "
+                "these numbers of bits per byte: {slopes}. The change moves the share of {domain} from {before:.0%} to {after:.0%} of the tokens",
                 slopes=slopes,
                 domain=name,
                 before=before,
@@ -144,28 +142,28 @@ def suggest_mixture_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
             yield RecipeChange(("mixture", "weights", name), weight, new, gain, why)
 
 
-def suggest_batch_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
+def suggest_batch_changes(record: TrainingRecord) -> Iterator[RecipeChange]:
     """Yield half the batch, if the noise scale was measured: the tokens needed grow as 1 + batch / scale (arXiv 1812.06162 §2.3)."""
-    sequences, scale = course.recipe.batch.sequences, course.noise_scale
-    if scale and course.supervised and sequences % 2 == 0 and not course.recipe.batch.warmup:
-        share = course.supervised / scale
+    sequences, scale = record.recipe.batch.sequences, record.noise_scale
+    if scale and record.supervised and sequences % 2 == 0 and not record.recipe.batch.warmup:
+        share = record.supervised / scale
         speed = (1 + share) / (1 + share / 2)
         why = Message(
             "recipe_scout.batch",
-            "the gradient noise scale is {scale:,.0f} supervised tokens, and a step has {step:,.0f}; with half the "
-            "batch, the same progress needs {fewer:.0%} fewer tokens",
+            "the gradient noise scale is {scale:,.0f} supervised tokens, and a step has {step:,.0f} supervised "
+            "tokens. With half the batch, the same progress needs {fewer:.0%} fewer tokens",
             scale=scale,
-            step=course.supervised,
+            step=record.supervised,
             fewer=1 - 1 / speed,
         )
         yield RecipeChange(
-            ("batch", "sequences"), sequences, sequences // 2, course.predict_gain_from_token_worth(speed), why
+            ("batch", "sequences"), sequences, sequences // 2, record.predict_gain_from_token_worth(speed), why
         )
 
 
-def suggest_schedule_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
+def suggest_schedule_changes(record: TrainingRecord) -> Iterator[RecipeChange]:
     """Yield a longer anneal if the anneal is short, and the shape 1 − sqrt."""
-    rule = course.recipe.schedule
+    rule = record.recipe.schedule
     share = rule.anneal_steps / (rule.anneal_steps + rule.trunk_steps.later)
     if share < LONG_ENOUGH:
         why = Message(
@@ -177,54 +175,54 @@ def suggest_schedule_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
         )
         new = math.ceil(1.5 * rule.anneal_steps)
         yield RecipeChange(
-            ("schedule", "anneal_steps"), rule.anneal_steps, new, course.predict_gain_from_token_worth(1.03), why
+            ("schedule", "anneal_steps"), rule.anneal_steps, new, record.predict_gain_from_token_worth(1.03), why
         )
     if rule.shape != "1-sqrt":
         why = Message(
             "recipe_scout.shape",
             "an anneal of the shape 1 − sqrt ends with a lower loss than other shapes (arXiv 2405.18392 §3)",
         )
-        yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", course.predict_gain_from_token_worth(1.03), why)
+        yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", record.predict_gain_from_token_worth(1.03), why)
 
 
-def suggest_regulariser_changes(course: TrainingRecord) -> Iterator[RecipeChange]:
+def suggest_regulariser_changes(record: TrainingRecord) -> Iterator[RecipeChange]:
     """Yield changes of clipping and z-loss if the record gives a reason, and of weight decay. The predicted gains are guesses."""
-    stability, decay = course.recipe.stability, course.recipe.optimizer.weight_decay
-    if course.clipped > 0.5 and not course.trouble:
+    stability, decay = record.recipe.stability, record.recipe.optimizer.weight_decay
+    if record.clipped > 0.5 and not record.trouble:
         why = Message(
             "recipe_scout.clipping",
             "the gradient is clipped in {clipped:.0%} of the steps, and the run had no anomaly, so a higher "
             "limit may be safe",
-            clipped=course.clipped,
+            clipped=record.clipped,
         )
-        gain = course.predict_gain_from_token_worth(1 + 0.1 * course.clipped)
+        gain = record.predict_gain_from_token_worth(1 + 0.1 * record.clipped)
         yield RecipeChange(("stability", "grad_clip"), stability.grad_clip, 2 * stability.grad_clip, gain, why)
-    if course.trouble:
+    if record.trouble:
         why = Message(
             "recipe_scout.stronger_z_loss",
             "the run had {anomalies:,|anomaly|anomalies} so far, and a stronger z-loss may avoid further anomalies",
-            anomalies=course.trouble,
+            anomalies=record.trouble,
         )
         new = 10 * stability.z_loss or 1e-4
         yield RecipeChange(
-            ("stability", "z_loss"), stability.z_loss, new, course.predict_gain_from_token_worth(1.03), why
+            ("stability", "z_loss"), stability.z_loss, new, record.predict_gain_from_token_worth(1.03), why
         )
-    elif course.z_share > 0.01 and stability.z_loss:
+    elif record.z_share > 0.01 and stability.z_loss:
         why = Message(
             "recipe_scout.weaker_z_loss",
             "the z-loss is {share:.1%} of the loss: a weaker z-loss leaves more of the gradient to the loss itself",
-            share=course.z_share,
+            share=record.z_share,
         )
         yield RecipeChange(
             ("stability", "z_loss"),
             stability.z_loss,
             stability.z_loss / 10,
-            course.predict_gain_from_token_worth(1.03),
+            record.predict_gain_from_token_worth(1.03),
             why,
         )
     for factor in (2.0, 0.5):
         why = Message(
             "recipe_scout.weight_decay", "no measurement tells which weight decay is best: only a trial can tell"
         )
-        gain = course.predict_gain_from_token_worth(1.01)
+        gain = record.predict_gain_from_token_worth(1.01)
         yield RecipeChange(("optimizer", "weight_decay"), decay, (decay or 0.05) * factor, gain, why)

@@ -31,13 +31,13 @@ SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 
 def make_task_message(
-    course: TrainingRecord, keys: Sequence[str], required_key: str, evidence: str, rounds: int
+    record: TrainingRecord, keys: Sequence[str], required_key: str, evidence: str, rounds: int
 ) -> str:
     """The first message: what may be changed, how long it is judged, and the evidence."""
     wanted = f"One of the changed keys must be {required_key}.\n" if required_key else ""
     return (
-        f"Recipe: {course.path}, at step {course.step} of its trunk, after {course.tokens:.3g} positions. Each of the gate's runs has about "
-        f"{course.judged_tokens:.3g} more. A mean gain below {course.least_gain:g} bits per byte is not kept: predict at least that.\n"
+        f"Recipe: {record.path}, at step {record.step} of its trunk, after {record.tokens:.3g} positions. Each of the gate's runs has about "
+        f"{record.judged_tokens:.3g} more. A mean gain below {record.least_gain:g} bits per byte is not kept: predict at least that.\n"
         f"{wanted}Keys that may be changed: {', '.join(keys)}.\nYou have {rounds} proposals.\n\n{evidence}"
     )
 
@@ -63,14 +63,14 @@ TOOLS = (
 )
 
 
-def format_training_record(course: TrainingRecord) -> list[str]:
+def format_training_record(record: TrainingRecord) -> list[str]:
     """The trunk's course as the model reads it."""
-    slopes = ", ".join(f"{name} {slope:.3f}" for name, slope in course.domain_slopes.items())
-    scale = f"{course.noise_scale:,.0f}" if course.noise_scale else "not measured"
+    slopes = ", ".join(f"{name} {slope:.3f}" for name, slope in record.domain_slopes.items())
+    scale = f"{record.noise_scale:,.0f}" if record.noise_scale else "not measured"
     return [
-        f"bits per byte that the loss falls by for e times the tokens: {course.slope:.3f}; by domain: {slopes}",
-        f"gradient noise scale: {scale} supervised tokens; a step has {course.supervised:,.0f}",
-        f"{course.clipped:.0%} of the later steps were clipped; the z-loss is {course.z_share:.2%} of the loss",
-        f"anomalies that a lower rate may avoid: {course.trouble}",
-        *course.sample,
+        f"bits per byte that the loss falls by for e times the tokens: {record.slope:.3f}; by domain: {slopes}",
+        f"gradient noise scale: {scale} supervised tokens; a step has {record.supervised:,.0f}",
+        f"{record.clipped:.0%} of the later steps were clipped; the z-loss is {record.z_share:.2%} of the loss",
+        f"anomalies that a lower rate may avoid: {record.trouble}",
+        *record.sample,
     ]

@@ -45,13 +45,13 @@ class RecipeScout:
     system = prompts.SYSTEM
     tools: Sequence[JsonObject] = prompts.TOOLS
 
-    def __init__(self, course: TrainingRecord, workbench: Workbench, asked: str = "") -> None:
-        self.course, self.workbench, self.asked = course, workbench, asked
+    def __init__(self, record: TrainingRecord, workbench: Workbench, asked: str = "") -> None:
+        self.record, self.workbench, self.asked = record, workbench, asked
 
     def choose_task(self, rounds: int) -> AgentTask | str:
         """The recipe with its record. Raises: TargetError if ``asked`` is a key that may not be changed, or that no recipe has."""
-        course = self.course
-        keys = [key for key in flatten_recipe(course.recipe) if course.may_change(key)]
+        record = self.record
+        keys = [key for key in flatten_recipe(record.recipe) if record.may_change(key)]
         if self.asked and self.asked not in keys:
             near = difflib.get_close_matches(self.asked, keys, n=1)
             raise TargetError(
@@ -64,10 +64,10 @@ class RecipeScout:
             return Message(
                 "recipe_scout.no_key", "The policy of the recipe gate does not allow any key of the recipe to change."
             )
-        text = self.workbench.read(course.path)
+        text = self.workbench.read(record.path)
         lines = len(text.splitlines())
-        recipe = tools.describe_agent_written_lines(self.workbench, course.path, 1, lines) + quote_as_data(
-            course.path, text, 40_000
+        recipe = tools.describe_agent_written_lines(self.workbench, record.path, 1, lines) + quote_as_data(
+            record.path, text, 40_000
         )
         evidence = "\n\n".join(
             (
@@ -81,11 +81,11 @@ class RecipeScout:
             "recipe_scout.aim",
             "recipe {recipe} at step {step}: each time the number of trained tokens grows by a factor of e (2.72), the "
             "loss falls by {slope:.3f} bits per byte",
-            recipe=course.recipe.name,
-            step=course.step,
-            slope=course.slope,
+            recipe=record.recipe.name,
+            step=record.step,
+            slope=record.slope,
         )
-        return AgentTask(prompts.make_task_message(course, keys, self.asked, evidence, rounds), about, {})
+        return AgentTask(prompts.make_task_message(record, keys, self.asked, evidence, rounds), about, {})
 
     def answer_tool_call(self, facts: JsonObject, tool: str, arguments: str) -> str:
         known: dict[str, Callable[..., str]] = {
@@ -99,24 +99,24 @@ class RecipeScout:
 
     def make_proposal(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
         """Raises: DraftError."""
-        return read_change(arguments, self.course, self.workbench.read(self.course.path), self.asked)
+        return read_change(arguments, self.record, self.workbench.read(self.record.path), self.asked)
 
     def check_proposal(self, facts: JsonObject, draft: Proposal) -> str:
         """The problems that the stages scope and static find; '' if none."""
         return tools.quote_problems(self.workbench.check(draft.edits))
 
     def describe_training_record(self) -> str:
-        return quote_as_data("record of the trunk", "\n".join(prompts.format_training_record(self.course)))
+        return quote_as_data("record of the trunk", "\n".join(prompts.format_training_record(self.record)))
 
     def describe_suggested_changes(self) -> str:
         rate_tried = find_rejected_directions(
-            self.course.recipe.optimizer.lr, self.workbench.list_earlier_proposals(f"{QUALITY}:optimizer.lr")
+            self.record.recipe.optimizer.lr, self.workbench.list_earlier_proposals(f"{QUALITY}:optimizer.lr")
         )
-        found = [c for c in suggest_changes(self.course, rate_tried) if self.course.may_change(c.key)][:MOST_IDEAS]
+        found = [c for c in suggest_changes(self.record, rate_tried) if self.record.may_change(c.key)][:MOST_IDEAS]
         words = [
             Message(
                 "recipe_scout.idea",
-                "{change}: predicted gain {gain}, because {why}",
+                "{change}: predicted gain {gain}. The reason: {why}",
                 change=c.title,
                 gain=format_gain(f"{QUALITY}:{c.key}", c.gain),
                 why=c.why,
@@ -129,7 +129,7 @@ class RecipeScout:
         return tools.quote_earlier_proposals(self.workbench.list_earlier_proposals(f"{QUALITY}:"))
 
 
-def read_change(arguments: str, course: TrainingRecord, recipe: str, required: str) -> Proposal:
+def read_change(arguments: str, record: TrainingRecord, recipe: str, required: str) -> Proposal:
     """The proposal that a call of ``propose`` makes. ``recipe``: the text to edit. ``required``: a key that must be changed, or ''.
 
     Raises: DraftError.
@@ -139,16 +139,16 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
     if not hypothesis:
         raise DraftError("recipe_scout.no_hypothesis", "hypothesis must not be empty.")
     gain = read_number(raw, "predicted_gain")
-    if not course.least_gain <= gain <= MOST_PREDICTED:
+    if not record.least_gain <= gain <= MOST_PREDICTED:
         raise DraftError(
             "recipe_scout.gain_out_of_range",
             "predicted_gain is {gain:g} bits per byte. It must lie between {least:g} and {most:g}.",
             gain=gain,
-            least=course.least_gain,
+            least=record.least_gain,
             most=MOST_PREDICTED,
         )
-    before = flatten_recipe(course.recipe)
-    new_values = _changes(raw.get("changes"), course)
+    before = flatten_recipe(record.recipe)
+    new_values = _changes(raw.get("changes"), record)
     if required and required not in new_values:
         raise DraftError("recipe_scout.required_key", "One of the changed keys must be {key}.", key=required)
     new = recipe
@@ -167,26 +167,26 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
     if differing := {key for key in before | after if before.get(key) != after.get(key)} ^ set(new_values):
         raise DraftError(
             "recipe_scout.other_keys",
-            "These keys already have the proposed value, or would change although you did not name them: {keys}.",
+            "Each key that you name must get a new value, and no other key may change. These keys break the rule: {keys}.",
             keys=sorted(differing),
         )
     words_of_each = [
         f"{key} {format_yaml_value(before[key]) if key in before else 'unset'} → {format_yaml_value(value)}"
         for key, value in new_values.items()
     ]
-    title = f"recipe {course.recipe.name}: {' and '.join(words_of_each)}{' together' if len(words_of_each) > 1 else ''}"
+    title = f"recipe {record.recipe.name}: {' and '.join(words_of_each)}{' together' if len(words_of_each) > 1 else ''}"
     words = Message(
         "recipe_scout.written_hypothesis",
-        "{hypothesis} Prediction: the change lowers the loss of the gate's runs on held-out documents by {gain:.4f} "
+        "{hypothesis} Prediction: in the gate's runs, the change lowers the loss on held-out documents by {gain:.4f} "
         "bits per byte (mean over domains, after each run's final anneal). {refuted}",
         hypothesis=hypothesis,
         gain=gain,
         refuted=describe_refuting_result(gain),
     )
-    return Proposal(AGENT, f"{QUALITY}:{'+'.join(sorted(new_values))}", title, words, gain, (Edit(course.path, new),))
+    return Proposal(AGENT, f"{QUALITY}:{'+'.join(sorted(new_values))}", title, words, gain, (Edit(record.path, new),))
 
 
-def _changes(raw: Any, course: TrainingRecord) -> dict[str, Scalar]:
+def _changes(raw: Any, record: TrainingRecord) -> dict[str, Scalar]:
     if not isinstance(raw, list) or not 1 <= len(raw) <= prompts.MOST_CHANGES:
         raise DraftError(
             "recipe_scout.no_changes", "changes must be a list of one to {most} changes.", most=prompts.MOST_CHANGES
@@ -196,7 +196,7 @@ def _changes(raw: Any, course: TrainingRecord) -> dict[str, Scalar]:
         if not isinstance(change, dict):
             raise DraftError("recipe_scout.not_a_change", "change {number} is not an object.", number=count)
         key, value = read_text(change, "key", f"change {count}: "), change.get("value")
-        if not course.may_change(key) or not all(WORD.fullmatch(part) for part in key.split(".")):
+        if not record.may_change(key) or not all(WORD.fullmatch(part) for part in key.split(".")):
             raise DraftError(
                 "recipe_scout.wrong_key",
                 "change {number}: {key} is not a key that may be changed.",

@@ -18,24 +18,24 @@ REFUSED = "reject"  # a proposal that was held for lack of evidence may be tried
 DISCOURAGED = 0.5  # factor on a prediction for each rejection on its key
 
 
-def propose_change(course: TrainingRecord, workbench: Workbench) -> Proposal | None:
+def propose_change(record: TrainingRecord, workbench: Workbench) -> Proposal | None:
     """The most promising change as a proposal, or None if no change is predicted to gain what the gate asks for."""
-    text = workbench.read(course.path)
+    text = workbench.read(record.path)
     rate_tried = find_rejected_directions(
-        course.recipe.optimizer.lr, workbench.list_earlier_proposals(f"{QUALITY}:optimizer.lr")
+        record.recipe.optimizer.lr, workbench.list_earlier_proposals(f"{QUALITY}:optimizer.lr")
     )
     ranked = []
-    for change in suggest_changes(course, rate_tried):
+    for change in suggest_changes(record, rate_tried):
         history = workbench.list_earlier_proposals(f"{QUALITY}:{change.key}")
         rejected = sum(attempt.outcome == REFUSED for attempt in history)
         worth = change.gain * DISCOURAGED**rejected
-        if worth < course.least_gain or not course.may_change(change.key) or _waits(change, history):
+        if worth < record.least_gain or not record.may_change(change.key) or _waits(change, history):
             continue
         try:
             new_text, _ = change_recipe_value(text, change.path, change.new)
         except RecipeError:
             continue  # an invalid value, such as a batch that its micro-batches do not divide
-        drafted = _write(course, change, worth, new_text, history)
+        drafted = _write(record, change, worth, new_text, history)
         if not any(attempt.patch_id == drafted.patch_id and attempt.outcome == REFUSED for attempt in history):
             ranked.append(drafted)
     return max(ranked, key=lambda proposal: proposal.predicted_gain, default=None)
@@ -65,7 +65,7 @@ def find_rejected_directions(value: float, history: Sequence[EarlierProposal]) -
 
 
 def _write(
-    course: TrainingRecord, change: RecipeChange, gain: float, text: str, history: Sequence[EarlierProposal]
+    record: TrainingRecord, change: RecipeChange, gain: float, text: str, history: Sequence[EarlierProposal]
 ) -> Proposal:
     before = [
         Message(
@@ -84,17 +84,17 @@ def _write(
     )
     hypothesis = Message(
         "recipe_scout.hypothesis",
-        "At step {step}: {why}. Prediction: {change} lowers the loss of the gate's runs on held-out documents by "
+        "At step {step}: {why}. Prediction: in the gate's runs, {change} lowers the loss on held-out documents by "
         "{gain:.4f} bits per byte (mean over domains, after each run's final anneal). {refuted}{earlier}",
-        step=course.step,
+        step=record.step,
         why=change.why,
         change=change.title,
         gain=gain,
         refuted=describe_refuting_result(gain),
         earlier=earlier,
     )
-    title = f"recipe {course.recipe.name}: {change.title}"
-    return Proposal(AGENT, f"{QUALITY}:{change.key}", title, hypothesis, gain, (Edit(course.path, text),))
+    title = f"recipe {record.recipe.name}: {change.title}"
+    return Proposal(AGENT, f"{QUALITY}:{change.key}", title, hypothesis, gain, (Edit(record.path, text),))
 
 
 def describe_refuting_result(gain: float) -> Message:

@@ -61,12 +61,12 @@ def run_segment(
     plant: Plant,
     number: int,
     follower: SegmentFollower | None = None,
-    mend: Callable[[bool], bool] = lambda every: False,
+    repair_inputs: Callable[[bool], bool] = lambda check_all: False,
 ) -> dict[str, Any]:
     """Run or resume a planned segment to its end; returns the content of result.json. An average is made by ``factory.training.averaging``.
 
-    ``mend(every)``: repairs the trainer's inputs, and returns True if any was damaged. ``every`` is False at the start (look at files that
-    changed), and True after the trainer failed (look at all files). After a repair the trainer runs again.
+    ``repair_inputs(check_all)``: repairs the trainer's inputs, and returns True if any was damaged. ``check_all`` is False at the start (look
+    at files that changed), and True after the trainer failed (look at all files). After a repair the trainer runs again.
 
     Raises: NotCertifiedError if the code changed and no certificate allows it (nothing was started); PausedError while training is paused;
     WorkInvalidatedError if the segment was rewound meanwhile; SegmentError, naming the log, if the trainer fails. A segment whose trainer dies
@@ -89,11 +89,11 @@ def run_segment(
     )  # the number of GPUs may differ from that at planning
     folder = claim_segment_folder(plant, row)
     ensure_certified(plant, row)
-    mend(not all(path.exists() for path in list_paths_read_by_trainer(make_segment_spec(plant.ledger, row))))
+    repair_inputs(not all(path.exists() for path in list_paths_read_by_trainer(make_segment_spec(plant.ledger, row))))
     while True:
         kills = count_oom_kills()
         code, hung = run_trainer(plant, row, folder, follower)
-        if hung or code in ENDED or not mend(True):
+        if hung or code in ENDED or not repair_inputs(True):
             break  # else an input was damaged and is repaired
     if hung or code != 0 or not (folder / "result.json").exists():
         raise_trainer_failure(plant, row, code, kills, hung)

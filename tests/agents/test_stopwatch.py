@@ -107,7 +107,7 @@ def test_a_crossing_is_the_time_that_the_stopwatch_adds(monkeypatch: pytest.Monk
         for _ in range(10):
             x + x
 
-    assert measure_stopwatch_overhead(step, turns=5) == pytest.approx(0.002)
+    assert measure_stopwatch_overhead(step, repeats=5) == pytest.approx(0.002)
 
 
 def test_the_fastest_step_is_confirmed_if_four_other_steps_are_near() -> None:

@@ -46,7 +46,7 @@ def write_profile_summary(profile: Profile) -> str:
             Message(
                 "line_profiler.alone",
                 "{operations} distinct operations were timed outside the step. {full} of them had {warmup} warm-ups "
-                "and {calls} timed calls each, and the others had fewer, because the time limit was {budget:.0f} s. "
+                "and {calls} timed calls each. The others had fewer, because the time limit was {budget:.0f} s. "
                 "{failed:,|operation|operations} could not be called outside the step.",
                 operations=alone.signatures,
                 full=alone.full,

@@ -139,7 +139,7 @@ def measure_slices(
         Message(
             "line_profiler.sweep",
             "{slices:,|slice|slices} (each is one layer at one batch size and sequence length) with {operations:,|distinct "
-            "operation|distinct operations}, of which {workers:,|worker measures|workers measure} {measured:,}",
+            "operation|distinct operations}; {workers:,|worker measures|workers measure} {measured:,} of the operations",
             slices=len(slices),
             operations=len(items),
             workers=workers,

@@ -192,7 +192,7 @@ def test_documents_reach_the_model_only_if_the_policy_allows_them(
         ([Answer(text="It is the rate.")], {}, "not JSON"),
         ([Answer(text="unasked")], {"per_diagnosis": {"tokens": 100, "usd": 1.0}}, "budget of this diagnosis"),
         ([Answer(text="unasked")], {"per_day": {"tokens": 100, "usd": 1.0}}, "budget of today"),
-        ([Answer(text="unasked")], {"model": ""}, "no model is named"),
+        ([Answer(text="unasked")], {"model": ""}, "no model is set"),
         ([Answer(text="unasked")], {"modle": "x"}, "did you mean 'model'"),
         ([Answer(text="unasked")], {"endpoint": "files:"}, "names no folder"),
     ],

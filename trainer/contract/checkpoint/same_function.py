@@ -55,11 +55,15 @@ def refuse_unaccepted_changes(
         old, new = find_function_changes(before, after)[left[0]]
         way: str = ""
         if set(left) <= set(ACCEPTABLE):
-            way = Message("trainer.accept_changes", ", or add 'accept_changes: [{keys}]' to the recipe", keys=left)
+            way = Message(
+                "trainer.accept_changes",
+                " To accept the change, add 'accept_changes: [{keys}]' to the recipe.",
+                keys=left,
+            )
         raise CheckpointError(
             "trainer.other_function",
             "recipe.model does not fit the checkpoint: {key} is {new} in the recipe, but {old} in {checkpoint}. With "
-            "this change, the weights would compute another function. Undo the change{way}.",
+            "this change, the weights would compute another function. Undo the change.{way}",
             key=left[0],
             new=new,
             old=old,

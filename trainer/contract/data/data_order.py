@@ -202,10 +202,10 @@ class DataOrder:
         epochs = self.plan.max_epochs + cursor.joined - cursor.place / stream.pieces
         return max(0, round(stream.positions_per_epoch * epochs))
 
-    def count_positions_until(self, last_step: int, positions: Callable[[int, int], int]) -> int:
+    def count_positions_until(self, last_step: int, count_wanted: Callable[[int, int], int]) -> int:
         """The number of positions that the data can fill in the steps to ``last_step``, mixture by mixture.
 
-        ``positions(first, last)``: the number of positions in the steps [first, last). If a domain runs out, the others of its mixture take its
+        ``count_wanted(first, last)``: the number of positions in the steps [first, last). If a domain runs out, the others of its mixture take its
         share. If all run out, the run ends.
         """
         left = {name: float(self._left(name)) for name in self.streams}
@@ -215,7 +215,7 @@ class DataOrder:
             first, last = max(self.step, mixture.start), min(last_step, mixture.stop)
             if first >= last:
                 continue
-            wanted = float(positions(first, int(last)))
+            wanted = float(count_wanted(first, int(last)))
             taken = min(wanted, spare)
             spare -= taken
             shares = compute_stream_shares(self.plan, self.streams, mixture.weights)
@@ -402,11 +402,11 @@ def compute_stream_shares(
     return {name: share / total for name, share in shares.items()} if total > 0 else {}
 
 
-def encode_pending_pieces(pending: list[DocumentPiece], places: Mapping[str, int]) -> str:
+def encode_pending_pieces(pending: list[DocumentPiece], stream_places: Mapping[str, int]) -> str:
     """Base64 of two varints for each piece, newest first: the number of its stream, and its distance before the stream's next waiting piece
     (or before the stream's position)."""
-    names = {name: number for number, name in enumerate(sorted(places))}
-    at = dict(places)
+    names = {name: number for number, name in enumerate(sorted(stream_places))}
+    at = dict(stream_places)
     found = bytearray()
     for piece in reversed(pending):
         found += _varint(names[piece.stream]) + _varint(at[piece.stream] - piece.place - 1)
@@ -414,9 +414,9 @@ def encode_pending_pieces(pending: list[DocumentPiece], places: Mapping[str, int
     return base64.b64encode(found).decode()
 
 
-def decode_pending_pieces(text: str, places: Mapping[str, int]) -> list[tuple[str, int]]:
+def decode_pending_pieces(text: str, stream_places: Mapping[str, int]) -> list[tuple[str, int]]:
     """(stream, place) of each piece, oldest first."""
-    names, at = sorted(places), dict(places)
+    names, at = sorted(stream_places), dict(stream_places)
     numbers = _varints(base64.b64decode(text))
     found = []
     for number in numbers:

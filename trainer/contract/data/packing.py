@@ -88,12 +88,16 @@ def cut_piece(tokens: int, context: int, piece: int) -> DocumentPart:
 # → (rows, the pieces that are left). Given ``enough`` pieces (below), a strategy makes exactly the wanted rows, none of them empty.
 
 
-def pack_one_per_row(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def pack_one_per_row(
+    lengths: Sequence[int], from_long_document: Sequence[bool], context: int, rows: int, step: int
+) -> Packed:
     """Put each piece into a row of its own, in the order drawn."""
     return _whole(lengths, ([i] for i in range(min(rows, len(lengths)))))
 
 
-def pack_next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def pack_next_fit(
+    lengths: Sequence[int], from_long_document: Sequence[bool], context: int, rows: int, step: int
+) -> Packed:
     """Put pieces into rows in the order drawn (next-fit). A piece that does not fit begins the next row."""
     found: list[list[int]] = []
     room = 0
@@ -108,14 +112,18 @@ def pack_next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
     return _whole(lengths, found)
 
 
-def pack_concatenated(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def pack_concatenated(
+    lengths: Sequence[int], from_long_document: Sequence[bool], context: int, rows: int, step: int
+) -> Packed:
     """Put pieces end to end in the order drawn. A piece that does not fit is cut, and its rest begins the next row."""
     found: Rows = [[] for _ in range(min(rows, -(-sum(lengths) // context)))]
     fill_row_gaps(found, lengths, range(len(lengths)), context)
     return found, _left(found, lengths)
 
 
-def pack_length_bucketed(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def pack_length_bucketed(
+    lengths: Sequence[int], from_long_document: Sequence[bool], context: int, rows: int, step: int
+) -> Packed:
     """Put the oldest piece and those nearest to it in length into rows by best-fit, until a piece finds no room.
 
     As in Dataset Decomposition (arXiv 2405.13226 §3.2), a batch holds sequences of one length bucket. There, documents
@@ -127,7 +135,9 @@ def pack_length_bucketed(lengths: Sequence[int], long: Sequence[bool], context: 
     return _whole(lengths, find_best_fit_rows(lengths, context, nearest, rows))
 
 
-def pack_best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def pack_best_fit(
+    lengths: Sequence[int], from_long_document: Sequence[bool], context: int, rows: int, step: int
+) -> Packed:
     """Choose the fullest rows of a best-fit-decreasing packing (arXiv 2404.10830), and fill their gaps from long documents.
 
     A piece of at least half a row may have no partner. If many pieces are so long, no packing of whole pieces fills the rows. But a document
@@ -135,7 +145,7 @@ def pack_best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
     the gaps. At the last of every ``OLDEST_EVERY`` steps one row is built around the oldest piece, which would otherwise wait as long as
     others fill rows better.
     """
-    crumb = max(1, context // SMALL_PIECES)
+    least_part = max(1, context // SMALL_PIECES)
     filled = lambda row: sum(lengths[i] for i in row)
     fullest_first = lambda row: (-filled(row), min(row))
     waiting = list(range(len(lengths)))
@@ -144,11 +154,11 @@ def pack_best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
         chosen.append(choose_best_fitting_pieces(lengths, context, 0, waiting[1 : PARTNERS + 1]))
         taken = set(chosen[0])
         waiting = [i for i in waiting if i not in taken]
-    liquid = [i for i in waiting if long[i] and 2 * lengths[i] >= context]
-    solid = [i for i in waiting if not (long[i] and 2 * lengths[i] >= context)]
+    liquid = [i for i in waiting if from_long_document[i] and 2 * lengths[i] >= context]
+    solid = [i for i in waiting if not (from_long_document[i] and 2 * lengths[i] >= context)]
     packed = find_best_fit_rows(lengths, context, sorted(solid, key=lambda i: (-lengths[i], i)))
     packed.sort(key=fullest_first)
-    full = [row for row in packed if filled(row) > context - crumb]
+    full = [row for row in packed if filled(row) > context - least_part]
     whole = sorted([*full, *([i] for i in liquid if lengths[i] == context)], key=fullest_first)[: rows - len(chosen)]
     if len(chosen) + len(whole) == rows:
         chosen += whole
@@ -165,15 +175,15 @@ def pack_best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
     taken = {i for row in chosen for i in row}
     found = [[RowPart(i, 0, lengths[i]) for i in row] for row in chosen] + [[] for _ in range(rows - len(chosen))]
     shortest_first = sorted((i for i in liquid if i not in taken), key=lambda i: (lengths[i], i))
-    fill_row_gaps(found, lengths, shortest_first, context, crumb)
+    fill_row_gaps(found, lengths, shortest_first, context, least_part)
     found = [row for row in found if row]
     return found, _left(found, lengths)
 
 
-def fill_row_gaps(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context: int, crumb: int = 1) -> None:
+def fill_row_gaps(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context: int, least_part: int = 1) -> None:
     """Fill the gaps of ``rows`` in place with pieces, one after the other, each cut where its row ends.
 
-    No gap of fewer than ``crumb`` positions is filled, and no part of a piece gets fewer.
+    No gap of fewer than ``least_part`` positions is filled, and no part of a piece gets fewer.
 
     >>> rows = [[RowPart(0, 0, 6)], [RowPart(1, 0, 5)]]
     >>> fill_row_gaps(rows, [6, 5, 4], [2], context=8)
@@ -183,11 +193,11 @@ def fill_row_gaps(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], con
     supply = [(piece, 0) for piece in reversed(pieces)]
     for row in rows:
         room = context - sum(part.positions for part in row)
-        while room >= crumb and supply:
+        while room >= least_part and supply:
             piece, start = supply.pop()
             rest = lengths[piece] - start
-            positions = rest if rest <= room else min(room, rest - crumb)
-            if positions < min(rest, crumb):
+            positions = rest if rest <= room else min(room, rest - least_part)
+            if positions < min(rest, least_part):
                 supply.append((piece, start))
                 break
             row.append(RowPart(piece, start, positions))

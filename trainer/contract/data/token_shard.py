@@ -180,7 +180,7 @@ class TokenShard:
         if mapped.size < count * np.dtype(dtype).itemsize:
             raise TokenShardError(
                 "token_shard.too_short",
-                "{file} has {found} bytes. These are too few for {tokens} tokens of {dtype}, the number in its manifest.",
+                "{file} is too short: it has {found} bytes, but its manifest says that it holds {tokens} tokens of type {dtype}.",
                 file=str(path),
                 found=mapped.size,
                 tokens=count,

@@ -84,9 +84,9 @@ def refuse_excessive_padding(order: DataOrder, recipe: Recipe, last_step: int) -
             longest = max(int(stream.length.max()) - 1 for stream in order.streams.values())
             raise DataPlanError(
                 "plan.padding",
-                "batch.max_padding ({most}) is exceeded from step {step} on: batch.packing ({packing}) leaves {padding:.2%} of the positions "
-                "empty. Pieces of documents (the longest has {longest} positions) do not fill rows of model.context ({context}) positions. "
-                "Shorten model.context, raise batch.max_padding, or set batch.packing to truncate-and-concatenate.",
+                "batch.max_padding: from step {step} on, batch.packing ({packing}) leaves {padding:.2%} of the positions empty, but at most "
+                "{most:.2%} may be empty. The longest piece of a document has {longest} positions, and a row has {context} positions "
+                "(model.context). Shorten model.context, raise batch.max_padding, or set batch.packing to truncate-and-concatenate.",
                 most=most,
                 step=step,
                 packing=recipe.batch.packing,

@@ -51,7 +51,7 @@ def _model_lines(plan: RunPlan) -> list[PlanLine]:
     shape = Message(
         "plan.shape",
         "{layers} layers of width {width:,}, {heads} heads, {kv_heads} heads for keys and values, d_ff {d_ff:,}, "
-        "{vocab:,} tokens in {embedding}",
+        "vocabulary of {vocab:,}, {embedding}",
         layers=model.layers, width=model.d_model, heads=model.heads, kv_heads=model.kv_heads, d_ff=model.d_ff, vocab=model.vocab_size,
         embedding="embedding and head" if has_untied_head(plan) else Message("plan.tied", "one tied embedding"),
     )  # fmt: skip
@@ -91,7 +91,7 @@ def _layout_lines(plan: RunPlan) -> list[PlanLine]:
     layout = plan.layout
     sharded = layout.fsdp_shards > 1
     tensor = (
-        Message("plan.no_tensor", "not needed: no matrix is split among GPUs")
+        Message("plan.no_tensor", "not needed, so no matrix is split among GPUs")
         if layout.tensor == 1
         else Message(
             "plan.least_tensor", "the smallest degree with which the run fits in memory and the batch is not too large"
@@ -112,7 +112,7 @@ def _layout_lines(plan: RunPlan) -> list[PlanLine]:
     )
     tensor_source = Message(
         "plan.tensor_source",
-        "parallel.tensor, which is at most {node}, the number of GPUs of a node; {source}",
+        "parallel.tensor is at most {node}, the number of GPUs of a node; {source}",
         node=NODE,
         source=KORTHIKANTI,
     )
@@ -155,8 +155,7 @@ def _batch_lines(plan: RunPlan) -> list[PlanLine]:
     if ask.batch is None:
         how = Message(
             "plan.batch_by_rule",
-            "0.2920 C^0.3271 = {tokens:,.0f} tokens, with C = {flops:.3g} FLOPs of the run; in whole micro-batches, "
-            "{sequences:,} sequences",
+            "0.2920 C^0.3271 = {tokens:,.0f} tokens, with C = {flops:.3g} FLOPs of the run; rounded to {sequences:,} sequences",
             tokens=compute_deepseek_rule_batch_tokens(model, ask.tokens),
             flops=flops,
             sequences=plan.sequences,
@@ -229,7 +228,7 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     if effort.reached < 0.99 * effort.mfu:
         apart = Message(
             "plan.waits_for_network",
-            "; the GPUs reach only {reached:.2g} of the peak, because they wait for the network",
+            " (the GPUs reach only {reached:.2g} of the peak, because they wait for the network)",
             reached=effort.reached,
         )
     measured = ask.mfu is not None
@@ -321,20 +320,20 @@ def make_plan_warnings(plan: RunPlan) -> list[str]:
     found: list[str] = [
         Message(
             "plan.over_chinchilla",
-            "The plan has {ratio:.1f} tokens {each}, {times:.1f} times Chinchilla's {rule} (arXiv 2203.15556). A "
+            "The plan has {ratio:.1f} tokens per {each}, {times:.1f} times the {rule} of Chinchilla (arXiv 2203.15556). A "
             "larger model would reach the same loss with less compute, but a smaller model is cheaper to serve.",
             ratio=ratio,
-            each="an active parameter" if model.experts else "a parameter",
+            each="active parameter" if model.experts else "parameter",
             times=ratio / CHINCHILLA,
             rule=CHINCHILLA,
         )
         if ratio >= CHINCHILLA
         else Message(
             "plan.under_chinchilla",
-            "The plan has {ratio:.1f} tokens {each}. Chinchilla's {rule} (arXiv 2203.15556) is {times:.1f} times as "
+            "The plan has {ratio:.1f} tokens per {each}. Chinchilla (arXiv 2203.15556) has {rule}, {times:.1f} times as "
             "many. A smaller model with more tokens would reach a lower loss with the same compute.",
             ratio=ratio,
-            each="an active parameter" if model.experts else "a parameter",
+            each="active parameter" if model.experts else "parameter",
             times=CHINCHILLA / ratio,
             rule=CHINCHILLA,
         )

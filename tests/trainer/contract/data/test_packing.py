@@ -154,7 +154,7 @@ def test_best_fit_fills_the_gaps_between_short_documents_from_long_ones() -> Non
 @pytest.mark.parametrize(("crumb", "filled"), [(2, True), (3, False)])
 def test_a_gap_smaller_than_a_crumb_is_not_filled(crumb: int, filled: bool) -> None:
     rows = [[RowPart(0, 0, 6)]]
-    fill_row_gaps(rows, [6, 2], [1], context=8, crumb=crumb)
+    fill_row_gaps(rows, [6, 2], [1], context=8, least_part=crumb)
     assert rows == [[RowPart(0, 0, 6), *([RowPart(1, 0, 2)] if filled else [])]]
 
 
