@@ -52,16 +52,16 @@ class BackwardLaunch:
 
 
 @functools.cache
-def choose_tile_settings(columns: int, a_thread: int = FORWARD) -> dict[str, int]:
-    """The settings of a tile: ROWS, BLOCK (the length of a row, rounded up to a power of two) and num_warps. ``a_thread``: elements of a thread.
+def choose_tile_settings(columns: int, elements_per_thread: int = FORWARD) -> dict[str, int]:
+    """The settings of a tile: ROWS, BLOCK (the length of a row, rounded up to a power of two) and num_warps.
 
     >>> choose_tile_settings(1000), choose_tile_settings(8192)
     ({'ROWS': 4, 'BLOCK': 1024, 'num_warps': 4}, {'ROWS': 1, 'BLOCK': 8192, 'num_warps': 8})
     """
     block = int(triton.next_power_of_2(columns))
     assert block <= WIDEST, columns
-    warps = min(max(block // (32 * a_thread), 4), WARPS)
-    return {"ROWS": max(1, warps * 32 * a_thread // block), "BLOCK": block, "num_warps": warps}
+    warps = min(max(block // (32 * elements_per_thread), 4), WARPS)
+    return {"ROWS": max(1, warps * 32 * elements_per_thread // block), "BLOCK": block, "num_warps": warps}
 
 
 @functools.cache

@@ -80,5 +80,5 @@ if __name__ == "__main__":
     for given in parse_segment_folders(sys.argv[1:])[
         :1
     ]:  # of several folders any will do: the process that started us looks into all
-        stopping.end_on_sigterm(before=functools.partial(write_exit_code, given, EXIT_STOPPED))
+        stopping.end_on_sigterm(before_exit=functools.partial(write_exit_code, given, EXIT_STOPPED))
     stopping.end_process(main(sys.argv[1:]))

@@ -154,7 +154,7 @@ class GraphReplayer(Generic[GraphOutput]):
             self._give_up(
                 Message(
                     "trainer.replay_differs",
-                    "a recorded graph gave other results than the same computation without a graph",
+                    "the results of a recorded graph differ from those of the same computation without a graph",
                 )
             )
         return left
@@ -209,7 +209,7 @@ def decide_use_of_graphs(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
     if recipe.cuda_graphs == "on" and ranks.size > 1 and ranks.is_leader:
         said = Message(
             "trainer.graphs_one_rank",
-            "'cuda_graphs: on' has no effect, because CUDA graphs need a run with one rank, and this run has {ranks} ranks",
+            "'cuda_graphs: on' has no effect in a run with {ranks} ranks: CUDA graphs are used only in a run with one rank",
             ranks=ranks.size,
         )
         print(said, file=sys.stderr, flush=True)

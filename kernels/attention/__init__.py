@@ -181,7 +181,7 @@ def find_varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
         return ""
     why = Message(
         "kernels.flash_heads",
-        "FlashAttention needs bf16 and heads of at most {most} elements, but here are {dtype} and heads of {head_dim} elements",
+        "FlashAttention does not support {dtype} with heads of {head_dim} elements (it needs bf16 and at most {most} elements)",
         most=MOST_HEAD_DIM,
         head_dim=shape.head_dim,
         dtype=str(dtype).removeprefix("torch."),

@@ -20,7 +20,7 @@ LEAST_HEAD_DIM = 16  # the smallest head that torch's template supports (torch 2
 make_blocks = compile_lazily(create_block_mask)  # the eager function writes the whole [B, T, T]
 
 
-def make_document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask | Tensor:
+def make_document_blocks(document_BT: Tensor, max_stretches: int = 0) -> BlockMask | Tensor:
     """The blocks of queries and keys in which some query may see some key. For a batch without rows, the documents themselves."""
     B, T = document_BT.shape
     if not B:

@@ -30,18 +30,19 @@ def mark_document_starts(document_BT: Tensor) -> Tensor:
     return first_BT
 
 
-def document_run_bounds(document_BT: Tensor, most: int) -> Tensor:
-    """The position of the first token of each stretch, if the rows are laid end to end, and last the end of the last row: int32 [most + 1].
+def document_run_bounds(document_BT: Tensor, max_stretches: int) -> Tensor:
+    """The position of the first token of each stretch, if the rows are laid end to end, and last the end of the last row.
 
-    ``most``: an upper bound of the number of stretches. With 0 they are counted, which waits for the device. Unused entries are empty stretches.
+    The result is int32 [max_stretches + 1]. ``max_stretches``: an upper bound of the number of stretches. With 0 they are counted, which waits for
+    the device. Unused entries are empty stretches.
 
     >>> document_run_bounds(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]), 5).tolist()
     [0, 2, 3, 4, 8, 8]
     """
-    most = most or int(mark_document_starts(document_BT).sum())
-    assert most <= MOST_STRETCHES, most
+    max_stretches = max_stretches or int(mark_document_starts(document_BT).sum())
+    assert max_stretches <= MOST_STRETCHES, max_stretches
     number_N = mark_document_starts(document_BT).flatten().cumsum(0)  # of the stretch that a token is in, from 1
-    wanted = torch.arange(1, most + 2, device=document_BT.device)
+    wanted = torch.arange(1, max_stretches + 2, device=document_BT.device)
     return torch.searchsorted(number_N, wanted).int()
 
 

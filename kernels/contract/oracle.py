@@ -56,8 +56,8 @@ class OracleResult:
         return "; ".join(
             Message(
                 "kernels.wrong_tensor",
-                "{tensor}: rms error {rms:.3g} (of the reference: {eager_rms:.3g}), largest error {largest:.3g} (of the reference: "
-                "{eager_largest:.3g}), finite wherever the reference is: {finite}",
+                "{tensor}: the rms error is {rms:.3g} (that of the reference is {eager_rms:.3g}), the largest error is {largest:.3g} "
+                "(that of the reference is {eager_largest:.3g}), finite wherever the reference is finite: {finite}",
                 tensor=t.name, rms=t.rms, eager_rms=t.eager_rms, largest=t.largest, eager_largest=t.eager_largest, finite=t.finite,
             )
             for t in self.tensors

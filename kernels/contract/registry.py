@@ -285,7 +285,7 @@ class ChosenImplementation:
         data = {"op": self.op, "chosen": self.chosen, "by": self.by, "why": self.why}
         if not self.by:
             return Message(
-                "kernels.not_replaced", "{op}: {chosen} cannot run on this machine, and kernels.yaml allows no replacement: {why}", **data
+                "kernels.not_replaced", "{op}: kernels.yaml allows no replacement for {chosen}. It cannot run on this machine: {why}", **data
             )  # fmt: skip
         if self.why:
             return Message("kernels.replaced", "{op}: {chosen} is replaced by {by}, because {why}", **data)
@@ -338,7 +338,7 @@ def bind_ops(
     if not dtype.is_floating_point:
         raise KernelError(
             "kernels.wrong_dtype",
-            "Kernels cannot train in {dtype}. Use torch.float32 or torch.bfloat16.",
+            "The kernels do not support training in {dtype}. Use torch.float32 or torch.bfloat16.",
             dtype=str(dtype),
         )
     device_class = torch.device(device).type
@@ -351,7 +351,7 @@ def bind_ops(
         if found is None and fallback == "fail":
             raise KernelError(
                 "kernels.none_works",
-                "No implementation that kernels.yaml chooses for {op} works: {problems}\n"
+                "None of the implementations of {op} in kernels.yaml works: {problems}\n"
                 "Choose another implementation ({known}), or set 'fallback: reference' in kernels.yaml.",
                 op=name,
                 problems=problems,

@@ -120,9 +120,9 @@ def list_in_timing_order(ops: Sequence[Op], setting: BenchSetting, device: str) 
     return [(op, implementation) for _, _, op, implementation in sorted(every, key=lambda one: one[:2])]
 
 
-def choose_fastest_implementation(timed: Sequence[TimedImplementation], plain: str) -> str:
-    """The implementation to run: the fastest of those that were faster than the reference in three of four pairs. If there is none, ``plain`` (the
-    untuned implementation), or the reference if ``plain`` was slower.
+def choose_fastest_implementation(timed: Sequence[TimedImplementation], untuned: str) -> str:
+    """The implementation to run: the fastest of those that were faster than the reference in three of four pairs. If there is none, ``untuned`` (the
+    implementation before tuning), or the reference if ``untuned`` was slower.
 
     >>> choose_fastest_implementation([TimedImplementation("swiglu", "native", 1.3, 1.2, 1.4, 0.01), TimedImplementation("swiglu",
     ...     "compiled", 1.5, 0.9, 2.1, 0.01)], "reference")
@@ -132,10 +132,10 @@ def choose_fastest_implementation(timed: Sequence[TimedImplementation], plain: s
     if shown:
         return max(shown, key=lambda one: one.ratio or 0.0).implementation
     slower = any(
-        one.implementation == split_implementation_names(plain)[0] and one.high is not None and one.high < 1
+        one.implementation == split_implementation_names(untuned)[0] and one.high is not None and one.high < 1
         for one in timed
     )
-    return "reference" if slower else plain
+    return "reference" if slower else untuned
 
 
 def count_min_flops_of_op(op: Op, setting: BenchSetting) -> float:
@@ -159,7 +159,7 @@ def _time(
             op.name,
             name,
             why=Message(
-                "kernels.other_computes", "another implementation would compute instead ({reason})", reason=reason
+                "kernels.other_computes", "another implementation would run in its place ({reason})", reason=reason
             ),
         )
     try:
@@ -199,7 +199,7 @@ def _progress(one: TimedImplementation) -> Message:
         )
     return Message(
         "kernels.timed",
-        "{op}: {implementation} takes {ms:.1f} ms, {ratio:.2f} times as fast as the reference",
+        "{op}: {implementation} takes {ms:.1f} ms and is {ratio:.2f} times as fast as the reference",
         op=one.op,
         implementation=one.implementation,
         ms=one.seconds * 1e3,

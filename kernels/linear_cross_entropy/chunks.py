@@ -54,7 +54,7 @@ def _memory(device: torch.device) -> int:
 
 
 def compute_in_chunks(
-    rows: RowsFunction,
+    compute_rows: RowsFunction,
     x_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
@@ -66,8 +66,8 @@ def compute_in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty.
 
-    ``rows`` does the pointwise work of a chunk. It returns (terms, nll, gradient by the logits). The gradient may overwrite the logits, which are a
-    view [C, V] whose rows begin at multiples of ``align`` elements. ``size``: tokens of a chunk. Nothing waits for the device.
+    ``compute_rows`` does the pointwise work of a chunk. It returns (terms, nll, gradient by the logits). The gradient may overwrite the logits,
+    which are a view [C, V] whose rows begin at multiples of ``align`` elements. ``size``: tokens of a chunk. Nothing waits for the device.
     """
     (N, D), V = x_ND.shape, weight_VD.shape[0]
     if weight_VD.shape != (V, D) or targets_N.shape != (N,) or weights_N.shape != (N,):
@@ -81,7 +81,7 @@ def compute_in_chunks(
     for first in range(0, N, size):
         part = slice(first, first + size)
         logits_CV = torch.mm(x_ND[part], weight_VD.t(), out=buffer[: min(size, N - first)])
-        terms_C, nll_C, dlogits_CV = rows(logits_CV, targets_N[part], weights_N[part], z_loss, gradients)
+        terms_C, nll_C, dlogits_CV = compute_rows(logits_CV, targets_N[part], weights_N[part], z_loss, gradients)
         losses.append(terms_C.sum())
         nlls.append(nll_C)
         if gradients:
@@ -115,15 +115,15 @@ def add_product(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
 
 
 def make_fake_outputs(
-    size: ChunkSize, x: Tensor, weight: Tensor, weights: Tensor, gradients: bool
+    choose_size: ChunkSize, x_ND: Tensor, weight_VD: Tensor, weights_N: Tensor, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors of the shapes that ``compute_in_chunks`` returns."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    of_weight = wide if gradients and size(x, weight) < x.shape[0] else weight.dtype
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    of_weight = wide if gradients and choose_size(x_ND, weight_VD) < x_ND.shape[0] else weight_VD.dtype
     # not by ``new_empty``, which a torch without CUDA lacks for a GPU's fake tensor
-    empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)
-    dx = empty(x.shape if gradients else (0,), x.dtype)
-    return empty((), wide), empty(x.shape[:1], wide), dx, empty(weight.shape if gradients else (0,), of_weight)
+    empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x_ND.device)
+    dx = empty(x_ND.shape if gradients else (0,), x_ND.dtype)
+    return empty((), wide), empty(x_ND.shape[:1], wide), dx, empty(weight_VD.shape if gradients else (0,), of_weight)
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

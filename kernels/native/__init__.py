@@ -56,13 +56,15 @@ def load_library(name: str) -> ctypes.CDLL:
     text = (SOURCES / name / f"{name}.cpp").read_text(encoding="utf-8")
     for header in HEADERS.glob("*.h"):  # headers are inserted into the text, so that the key depends on them
         text = text.replace(f'#include "{header.name}"', header.read_text(encoding="utf-8").replace("#pragma once", ""))
-    words = list_compiler_arguments()
-    key = hashlib.sha256("\0".join((text, *words, torch.__version__, read_processor_features())).encode()).hexdigest()
+    compiler_arguments = list_compiler_arguments()
+    key = hashlib.sha256(
+        "\0".join((text, *compiler_arguments, torch.__version__, read_processor_features())).encode()
+    ).hexdigest()
     target = find_cache_folder() / f"{name}-{key[:32]}.so"
     if not target.exists():
         with _alone(target.parent):
             if not target.exists():
-                compile_library(target, text, words)
+                compile_library(target, text, compiler_arguments)
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
@@ -126,7 +128,7 @@ def _own_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="factory-kernels-"))
 
 
-def compile_library(target: Path, text: str, words: list[str]) -> None:
+def compile_library(target: Path, text: str, compiler_arguments: list[str]) -> None:
     """Compile ``text`` in a temporary folder and rename the library to ``target``, so that two processes may compile at once. Raises: KernelError."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -140,7 +142,10 @@ def compile_library(target: Path, text: str, words: list[str]) -> None:
         source.write_text(text, encoding="utf-8")
         try:
             done = subprocess.run(
-                [compiler, str(source), "-o", str(made), *words], capture_output=True, text=True, errors="replace"
+                [compiler, str(source), "-o", str(made), *compiler_arguments],
+                capture_output=True,
+                text=True,
+                errors="replace",
             )
         except OSError as error:
             raise KernelError(
@@ -185,14 +190,14 @@ def call_cpp_function(name: str, function: str, *arguments: Tensor | int | float
     return code
 
 
-def make_fallback_for_other_dtypes(other: str) -> Callable[[Shape, torch.dtype], str]:
-    """A function for ``Implementation.fallback``. The C++ computes in the dtypes of ``NAMES``, the implementation ``other`` in all others."""
+def make_fallback_for_other_dtypes(fallback_name: str) -> Callable[[Shape, torch.dtype], str]:
+    """A function for ``Implementation.fallback``. The C++ computes in the dtypes of ``NAMES``. ``fallback_name`` computes in all others."""
 
     def say(shape: Shape, dtype: torch.dtype) -> str:
         if dtype in NAMES:
             return ""
         why = Message("kernels.cpp_dtype", "the C++ kernel computes in fp32 and bf16, not in {dtype}", dtype=str(dtype))
-        return f"{other}: {why}"
+        return f"{fallback_name}: {why}"
 
     return say
 

@@ -37,14 +37,14 @@ def is_stop_requested() -> bool:
     return bool(_asked)
 
 
-def end_on_sigterm(seconds: float = GRACE_SECONDS, before: Callable[[], None] = lambda: None) -> None:
+def end_on_sigterm(seconds: float = GRACE_SECONDS, before_exit: Callable[[], None] = lambda: None) -> None:
     """Handle SIGTERM from now on. The first SIGTERM makes ``is_stop_requested`` true. After ``seconds``, or at a second SIGTERM, all processes that
-    this process started are killed, ``before`` is called, and this process ends with exit code 75. Call it from the main thread."""
+    this process started are killed, ``before_exit`` is called, and this process ends with exit code 75. Call it from the main thread."""
 
     def end(number: int) -> NoReturn:
         try:
             kill_with_descendants(list_child_processes(os.getpid()))
-            before()
+            before_exit()
         finally:
             os._exit(EXIT_STOPPED)
 

@@ -26,7 +26,7 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         raise error(
             Message(
                 "strict.not_a_mapping",
-                "{where}: a mapping of keys to values is expected here, but this is of the type {found}",
+                "{where}: the value must be a mapping of keys to values, but its type is {found}",
                 where=where,
                 found=type(raw).__name__,
             )

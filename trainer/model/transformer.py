@@ -77,21 +77,21 @@ class Block(nn.Module):
             self.shared_down = empty(D, experts.shared * experts.d_ff)
 
     def forward(
-        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, seen: Any = None
+        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, prepared_documents: Any = None
     ) -> tuple[Tensor, Tensor | None]:
-        """``seen``: the documents as prepared for attention (``Ops.prepare_attention``); None: the op prepares them itself."""
-        seen = documents_BT if seen is None else seen
+        """``prepared_documents``: the documents as prepared for attention (``Ops.prepare_attention``); None: the op prepares them itself."""
+        prepared_documents = documents_BT if prepared_documents is None else prepared_documents
         if self.recompute and torch.is_grad_enabled():
-            return recompute(self.run, x_BSD, cos_BTK, sin_BTK, documents_BT, seen, use_reentrant=False)  # type: ignore[no-any-return]
-        return self.run(x_BSD, cos_BTK, sin_BTK, documents_BT, seen)
+            return recompute(self.run, x_BSD, cos_BTK, sin_BTK, documents_BT, prepared_documents, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.run(x_BSD, cos_BTK, sin_BTK, documents_BT, prepared_documents)
 
     def run(
-        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, seen: Any
+        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, prepared_documents: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The computation of the layer. ``Decoder.compile`` compiles this method and not ``forward``, which FSDP's hooks surround."""
         tensor, eps = self.tensor, self.shape.norm_eps
         h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self.weight(self.attention_norm), eps))
-        y_BSD = tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, seen))
+        y_BSD = tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, prepared_documents))
         x_BSD, h_BSD = self.ops.add_rms_norm(x_BSD, y_BSD, self.weight(self.mlp_norm), eps)
         h_BTD = tensor.gather(h_BSD)
         if self.experts is None:
@@ -99,7 +99,7 @@ class Block(nn.Module):
         y_BTD, extras = self.apply_experts(h_BTD, documents_BT)
         return x_BSD + tensor.scatter(y_BTD), extras
 
-    def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, seen: Any) -> Tensor:
+    def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, prepared_documents: Any) -> Tensor:
         shape, weight = self.shape, self.weight
         B, T, _ = h_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = (
@@ -110,7 +110,7 @@ class Block(nn.Module):
             k_BTGK = self.ops.qk_norm_rope(k_BTGK, weight(self.k_norm), cos_BTK, sin_BTK, shape.norm_eps)
         elif self.has_rope:
             q_BTHK, k_BTGK = apply_rope(q_BTHK, cos_BTK, sin_BTK), apply_rope(k_BTGK, cos_BTK, sin_BTK)
-        o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, seen)
+        o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, prepared_documents)
         return self.multiply(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
 
     def apply_mlp(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -255,10 +255,10 @@ class Decoder(nn.Module):
         if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
             x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
         cos_BTK, sin_BTK = make_rope_tables(positions_BT, self.shape, self.dtype)
-        seen = self.ops.prepare_attention(documents_BT, stretches)
+        prepared_documents = self.ops.prepare_attention(documents_BT, stretches)
         every_extras = []
         for block in self.blocks:
-            x_BSD, extras = block(x_BSD, cos_BTK, sin_BTK, documents_BT, seen)
+            x_BSD, extras = block(x_BSD, cos_BTK, sin_BTK, documents_BT, prepared_documents)
             if extras is not None:
                 every_extras.append(extras)
         return x_BSD, every_extras

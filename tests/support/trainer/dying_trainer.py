@@ -46,5 +46,5 @@ if __name__ == "__main__":
     Path(folder, f"life-{life}-{own}.json").write_text(json.dumps({"pid": os.getpid(), "found": found}))
     if life == "0" and own == rank:
         die_at(signal.Signals[name], int(step), int(calls))
-    stopping.end_on_sigterm(before=functools.partial(write_exit_code, Path(folder), EXIT_STOPPED))
+    stopping.end_on_sigterm(before_exit=functools.partial(write_exit_code, Path(folder), EXIT_STOPPED))
     sys.exit(main([folder]))

@@ -85,22 +85,22 @@ def look_up_data_sheet_flops(device: torch.device, dtype: torch.dtype) -> float 
     return {torch.bfloat16: gpu.peak_flops, torch.float32: fp32}.get(dtype)
 
 
-def choose_matrix_size(free: int, itemsize: int) -> int:
-    """Number of rows of the square matrices to multiply on a GPU. Three such matrices must fit into ``MEMORY_SHARE`` of the ``free`` bytes.
+def choose_matrix_size(free_bytes: int, itemsize: int) -> int:
+    """Number of rows of the square matrices to multiply on a GPU. Three such matrices must fit into ``MEMORY_SHARE`` of ``free_bytes``.
 
     >>> choose_matrix_size(80 << 30, 2), choose_matrix_size(1 << 29, 4)
     (8192, 4096)
     """
     size = GPU_SIZE
-    while size > LEAST_GPU_SIZE and 3 * size**2 * itemsize > MEMORY_SHARE * free:
+    while size > LEAST_GPU_SIZE and 3 * size**2 * itemsize > MEMORY_SHARE * free_bytes:
         size //= 2
     return size
 
 
-def measure_seconds_per_call(seconds_of: Callable[[int], float]) -> float:
-    """Seconds of one call. ``seconds_of(count)`` times ``count`` calls. The count doubles until they take ``GPU_SECONDS``. Earlier rounds warm up."""
+def measure_seconds_per_call(time_calls: Callable[[int], float]) -> float:
+    """Seconds of one call. ``time_calls(count)`` times ``count`` calls. The count doubles until they take ``GPU_SECONDS``. Earlier rounds warm up."""
     count = 2
-    while (seconds := seconds_of(count)) < GPU_SECONDS:
+    while (seconds := time_calls(count)) < GPU_SECONDS:
         count *= 2
     return seconds / count
 

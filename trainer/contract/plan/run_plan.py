@@ -134,9 +134,9 @@ def _search(request: PlanRequest) -> tuple[GpuLayout, int]:
         assert request.batch is not None, "one sequence a rank always divides"
         raise RecipeError(
             "plan.indivisible_batch",
-            "{gpus} GPUs cannot divide the batches of batch.sequences ({sequences}) and batch.warmup evenly, neither "
-            "as single GPUs nor in tensor-parallel groups of 2, 4 or {node} GPUs. (The size of a group must divide "
-            "model.kv_heads.) Change batch.sequences or the number of GPUs.",
+            "The batches of batch.sequences ({sequences}) and batch.warmup cannot be divided evenly among {gpus} GPUs. "
+            "Tensor-parallel groups of 2, 4 or {node} GPUs do not help. (The size of a group must divide model.kv_heads.) "
+            "Change batch.sequences or the number of GPUs.",
             sequences=request.batch.sequences,
             gpus=request.gpus,
             node=NODE,
@@ -231,8 +231,9 @@ def _what_would_fit(request: PlanRequest, possible: list[int]) -> Message:
         answers = [Message("plan.smaller_model", "use a smaller model or a shorter context")]
     return Message(
         "plan.does_not_fit",
-        "No layout fits. Even with tensor parallelism {tensor}, recomputed blocks and one sequence at a time, "
-        "each GPU needs {needed:.1f} GB but has {memory:.0f} GB. The largest part of this memory is {part} ({part_gb:.1f} GB). "
+        "The run does not fit into the memory of the GPUs in any layout. The layout that needs least has tensor parallelism "
+        "{tensor}, recomputed blocks and one sequence at a time. With it each GPU needs {needed:.1f} GB but has {memory:.0f} GB. "
+        "The largest part is {part} ({part_gb:.1f} GB). "
         "To make the run fit, {answers}.",
         tensor=tensor,
         needed=sum_bytes(parts) / GB,

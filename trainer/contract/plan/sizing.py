@@ -225,7 +225,7 @@ def estimate_memory_parts(
         )
         what = Message(
             "plan.fsdp",
-            "FSDP2 gathers two layers at a time, and keeps the gradient of one layer twice: rounded and in fp32",
+            "FSDP2 gathers two layers at a time. It keeps the gradient of one layer twice: rounded and in fp32",
         )
     else:
         copies = itemsize * P / t if itemsize < 4 else 0.0
@@ -260,7 +260,7 @@ def estimate_memory_parts(
             moments / pieces,
             Message(
                 "plan.optimiser",
-                "{bytes:.3g} bytes for the moments ({optimizer}, fp32) × {of_all}",
+                "{bytes:.3g} bytes of moments ({optimizer}, fp32) × {of_all}",
                 bytes=moments / P,
                 optimizer="AdamW" if optimizer == "adamw" else "Muon and AdamW",
                 of_all=of_all,

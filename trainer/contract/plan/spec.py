@@ -78,7 +78,7 @@ class SegmentSpec(StrictSchema):
             raise make_not_json_error(path, error, SpecError) from None
         if not isinstance(raw, dict):
             raise SpecError(
-                "plan.spec_not_a_mapping", "{file} must hold a JSON object with the keys of a segment.", file=str(path)
+                "plan.spec_not_a_mapping", "{file} must contain a JSON object that describes a segment.", file=str(path)
             )
         parts = dict(raw)
         if "recipe" in parts:
