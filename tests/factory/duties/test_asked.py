@@ -143,7 +143,7 @@ def test_the_daemon_does_each_request_to_judge_diagnose_or_audit_once(restored: 
         as_json = json.loads(command_here("evaluate", "--json", home=workspace).stdout)
         assert (as_json["candidate"], as_json["says"]["text"]) == (1, told)
         assert f"{asked}: diagnose 1. " in factory("diagnose", "1", "--steps", "7", *home).stdout
-        assert f"{asked}: audit 1 (" in command_here("audit", "--segment", "1", home=workspace).stdout
+        assert f"{asked}: audit 1. " in command_here("audit", "--segment", "1", home=workspace).stdout
         assert factory("diagnose", "9", *home).returncode == 2
     wanted = list_open_requests(ledger)
     assert list(wanted) == [f"judge {candidate}", f"diagnose {anomaly}", "audit 1"]
