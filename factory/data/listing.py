@@ -65,7 +65,7 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
             said.append(
                 Message(
                     "data.row",
-                    "{noun:<8} {name:<32} {documents:>9,} documents {tokens:>13,} tokens {supervised_tokens:>13,} carry loss{extra}",
+                    "{noun:<8} {name:<32} {documents:>9,} documents {tokens:>13,} tokens {supervised_tokens:>13,} supervised{extra}",
                     noun=noun,
                     name=name,
                     documents=row["documents"],
@@ -78,7 +78,7 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
         said.append(
             Message(
                 "data.licence_conflicts",
-                "licences: {documents:,|document|documents} came under several licences. Settled conflicts: {settled:,}. To list the "
+                "licences: {documents:,|document has|documents have} several licences. Settled conflicts: {settled:,}. To list the "
                 "conflicts: 'factory data claims'",
                 documents=count,
                 settled=found["licence_conflicts"]["settled"],

@@ -54,7 +54,7 @@ def run_demo(
         if not (root / MARK).exists():
             raise WorkspaceError(
                 "demo.other_files",
-                "{folder} has files that no demo made. Name another folder with --workspace.",
+                "{folder} has files that no demo made. Choose another folder with --workspace.",
                 folder=root,
             )
         if fresh:
@@ -157,7 +157,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     terminal.line(
         Message(
             "demo.expected",
-            "  Expected seconds of each part: {parts}",
+            "  Expected time of each part, in seconds: {parts}",
             parts=[f"{name} {seconds:.0f}" for name, seconds in size.seconds.items()],
         )
     )
@@ -224,7 +224,9 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     cache = str(devices.get_compiled_code_folder(workspace.root, MEASURING_COMMIT) / "inductor")
     began = time.monotonic()
     with terminal.task(
-        Message("demo.timing", "measure the time of a step with {shape} (the first step compiles)", shape=title)
+        Message(
+            "demo.timing", "measure the time of a step with {shape} (the first step includes compiling)", shape=title
+        )
     ):
         done = run_python(find_checkout_root(), *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
     if done.returncode:

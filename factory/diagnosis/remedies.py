@@ -124,8 +124,8 @@ def accept_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
     _close(ledger, number, "accepted", by)
     return Message(
         "diagnosis.accepted",
-        "The anomaly is closed. If the anomaly held back candidate N, judge the candidate again with 'factory "
-        "evaluate N'.",
+        "The anomaly is closed. If candidate N was held because of the anomaly, judge the candidate again with "
+        "'factory evaluate N'.",
     )
 
 
@@ -403,7 +403,7 @@ def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str
         record_exposed_releases(tx, saw)
     return Message(
         "diagnosis.quarantined_by_person", "{documents:,|document is|documents are} quarantined. From the next segment on, quarantined documents "
-        "carry no loss.{releases}", documents=len(keys), releases=format_exposed_releases(saw),
+        "do not count in the loss.{releases}", documents=len(keys), releases=format_exposed_releases(saw),
     )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def format_duty_list(found: list[dict[str, Any]]) -> list[str]:
     width = max(len(one["name"]) for one in found)
     title = Message(
         "duties.list",
-        "The daemon does the first duty that is due and does not wait. Then the daemon reads the list again from the start.",
+        "The daemon does the first duty that is due, and skips duties that wait. Then the daemon starts again at the top of the list.",
     )
     shown = [title, ""]
     for one in found:

@@ -22,8 +22,8 @@ UPDATE_INBOX = Duty(
     "update_inbox",
     Message(
         "duties.update_inbox",
-        "move back to the inbox each file that changed and each quarantined file that may be readable now, and report "
-        "which files wait and why",
+        "move files back to the inbox if they changed or if a quarantined file may be readable now, and report which files "
+        "wait and why",
     ),
     due=lambda look: (look.settle,),
     do=update_inbox,

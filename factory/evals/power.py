@@ -126,15 +126,15 @@ class ScoredGuard:
         if not self.is_loss_informative:
             return Message(
                 "power.only_rejects",
-                "With its present number of items, the guard never holds back a release. The guard can only reject a release: it does so if "
-                "the release's confidence bound shows a loss of more than {margin:.3f}.",
+                "Until there are more items, the guard never causes the verdict hold. The guard still causes the verdict reject if the "
+                "candidate's confidence bound shows a loss of more than {margin:.3f}.",
                 margin=self.margin,
             )  # fmt: skip
         return Message(
             "power.holds_measured_loss",
-            "With its present number of items, the guard holds back a release only if the measured loss is more than {margin:.3f}. By chance, "
-            "{chance:.0f} of 100 equally good models have such a measured loss. The guard rejects a release if the "
-            "release's confidence bound shows such a loss.",
+            "Until there are more items, the guard causes the verdict hold only if the measured loss is more than {margin:.3f}. By chance, "
+            "{chance:.0f} of 100 equally good models have such a measured loss. The guard still causes the verdict reject if the "
+            "candidate's confidence bound shows such a loss.",
             margin=self.margin, chance=100 * self.false_failure_rate,
         )  # fmt: skip
 

@@ -133,7 +133,11 @@ def _found(chat: Chat, got: Answered) -> str:
 def _same_ids(name: str, what: str, wrong: list[str], todo: Message) -> ProbeCheck:
     if not wrong:
         return ProbeCheck(
-            name, True, Message("chat_checks.same_ids", "transformers gives the trained ids for {what}", what=what)
+            name,
+            True,
+            Message(
+                "chat_checks.same_ids", "For {what}, transformers gives the ids that were used in training", what=what
+            ),
         )
     other = Message(
         "chat_checks.other_ids", "For {what}, transformers gives other ids than those used in training: {count:,} differ. First: " "{first}",
