@@ -13,10 +13,10 @@ from kernels.contract.message import Message
 GROUPS = {"domain": "d.domain", "source": "d.source", "license": "d.license"}
 
 
-def collect_data_facts(ledger: Ledger, most: int) -> dict[str, Any]:
+def collect_data_facts(ledger: Ledger, limit: int) -> dict[str, Any]:
     """Return the facts of ``factory data list``, as JSON-ready values.
 
-    The keys: ``shards``; ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by training tokens); ``licence_conflicts`` (numbers of
+    The keys: ``shards``; ``domain``, ``source`` and ``license`` (the ``limit`` largest of each, by training tokens); ``licence_conflicts`` (counts of
     documents); ``removals``.
     """
     sums = (
@@ -36,7 +36,7 @@ def collect_data_facts(ledger: Ledger, most: int) -> dict[str, Any]:
         found[name] = ledger.read(
             f"SELECT {column} AS name, {counts} FROM documents d WHERE d.fate <> 'dropped' GROUP BY {column} "
             "ORDER BY tokens DESC, name LIMIT :most",
-            most=most,
+            most=limit,
         )
     differing = find_licence_conflicts(ledger)
     found["licence_conflicts"] = {"documents": len(differing), "settled": sum(one.is_settled for one in differing)}

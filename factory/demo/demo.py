@@ -44,12 +44,12 @@ SMALL_CORPUS_MINUTES = 4.0  # with fewer minutes, the corpus is half of the libr
 
 
 def run_demo(
-    where: Path, terminal: Terminal, *, minutes: float = demo_size.DEFAULT_MINUTES, fresh: bool = False
+    folder: Path, terminal: Terminal, *, minutes: float = demo_size.DEFAULT_MINUTES, fresh: bool = False
 ) -> None:
     """Run the demo. Raises: InputError for minutes out of range; WorkspaceError when the folder has files that no demo made."""
     began = time.monotonic()
     demo_size.check_minutes(minutes)
-    root = where.expanduser().resolve()
+    root = folder.expanduser().resolve()
     if root.exists() and any(root.iterdir()):
         if not (root / MARK).exists():
             raise WorkspaceError(

@@ -215,7 +215,7 @@ def _weights(export: Path, made: ExpectedExport) -> ProbeCheck:
 
 def check_export_files(
     export: Path,
-    made_config: dict[str, Any] | None,
+    expected_config: dict[str, Any] | None,
     tokenizer_ids: list[int | None],
     stop_ids: list[int],
     bos: int | None,
@@ -225,7 +225,7 @@ def check_export_files(
     ``stop_ids``: the tokenizer's end and stop tokens. ``bos``: the first token of a document, if any.
     """
     parts: dict[str, Callable[[], ProbeCheck]] = {
-        "bos_eos": lambda: _bos_eos(export, made_config, tokenizer_ids, stop_ids, bos),
+        "bos_eos": lambda: _bos_eos(export, expected_config, tokenizer_ids, stop_ids, bos),
         "generation_config": lambda: _generation(export),
         "template": lambda: _template(export),
     }

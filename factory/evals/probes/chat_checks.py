@@ -57,9 +57,9 @@ class ProbeRequest:
         return {"texts": texts, "chats": [*CHATS, *self.chats], "waiting": waiting, "tools": TOOLS}
 
 
-def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any]) -> list[ProbeCheck]:
+def check_chats(tokenizer: Tokenizer, probe_request: ProbeRequest, answer: dict[str, Any]) -> list[ProbeCheck]:
     """Return all checks that compare ids."""
-    request = asked.to_json()
+    request = probe_request.to_json()
     ids_of_text = [tokenizer.encode_text_prompt(text).tolist() for text in request["texts"]]
     wrong_texts = [text for text, a, b in zip(request["texts"], answer["texts"], ids_of_text, strict=True) if a != b]
     spaced = [text for text in wrong_texts if text in SPACED_TEXTS]
