@@ -177,7 +177,7 @@ def calibrate(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
         false += promoted(honest)
         gaps += any(one.code in ("release.sealed_seen", "release.dev_fitted") for one in judge(POLICY, honest).reasons)
         seen += promoted(evidence_of(better_by(pair, SEEN, (TASK,)), 1, nothing))
-        low, high = target.compute_confidence_bound(0.025), target.compute_confidence_bound(0.025, above=True)
+        low, high = target.compute_confidence_bound(0.025), target.compute_confidence_bound(0.025, upper=True)
         assert low is not None and high is not None
         held += low <= 0 <= high
         bad = dict.fromkeys(DOMAINS, 0.2) | {"docs": -2 * POLICY.guards.bits_per_byte_margin}

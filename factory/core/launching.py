@@ -62,14 +62,14 @@ def check_ranks_fit(workspace: Workspace, recipe: Recipe) -> None:
         ) from error
 
 
-def build_launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None = None) -> list[str]:
+def build_launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), ranks: int | None = None) -> list[str]:
     """Return the part of the training command before ``-m trainer``: the launcher, torchrun or Python. torchrun makes a folder in ``logs``.
 
-    ``count``: the number of ranks to start on this machine, whatever ``factory.yaml`` says.
+    ``ranks``: the number of ranks to start on this machine, whatever ``factory.yaml`` says.
     Raises: ConfigError when ``launcher`` of ``factory.yaml`` is not a shell command, or is set without ``ranks``.
     """
     where = workspace.root / "factory.yaml"
-    if workspace.config.launcher and count is None:
+    if workspace.config.launcher and ranks is None:
         if not workspace.config.ranks:
             raise ConfigError(
                 "launching.no_ranks",
@@ -88,9 +88,9 @@ def build_launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), coun
                 why=str(error),
                 launcher=workspace.config.launcher,
             ) from error
-    count = count or count_ranks(workspace)
-    torchrun = (*TORCHRUN, f"--nproc-per-node={count}", f"--log-dir={logs}")
-    return [sys.executable, *(torchrun if count > 1 else ())]
+    ranks = ranks or count_ranks(workspace)
+    torchrun = (*TORCHRUN, f"--nproc-per-node={ranks}", f"--log-dir={logs}")
+    return [sys.executable, *(torchrun if ranks > 1 else ())]
 
 
 def remove_exit_code_files(folder: Path) -> None:

@@ -119,7 +119,7 @@ class Workspace:
         if not path.exists():
             raise ConfigError(
                 "workspace.no_policy",
-                "Policy {policy!r} does not exist: neither {own} nor {shipped} is a file",
+                "Policy {policy!r} does not exist. The factory looked for {own} and for {shipped}",
                 policy=name,
                 own=own,
                 shipped=path,
@@ -169,18 +169,20 @@ class Workspace:
         if (root / "factory.yaml").exists():
             return cls.open(root)
         if root.exists() and not root.is_dir():
-            raise WorkspaceError("workspace.is_a_file", "{folder} is a file: name a folder", folder=root)
+            raise WorkspaceError("workspace.is_a_file", "{folder} is a file. Choose a folder", folder=root)
         if left := list_factory_files(root):
             raise WorkspaceError(
                 "workspace.left_work",
-                "{folder} has data of an earlier factory ({found}), but no factory.yaml. Name an empty folder for a "
-                "new factory, or restore the earlier factory with 'factory restore --workspace {folder}'",
+                "{folder} has data of an earlier factory ({found}), but no factory.yaml. To restore the earlier factory, run "
+                "'factory restore --workspace {folder}'. For a new factory, choose an empty folder",
                 folder=root,
                 found=left,
             )
         if root.exists() and any(path.name not in (".demo", *FOLDERS) for path in root.iterdir()):
             raise WorkspaceError(
-                "workspace.not_empty", "{folder} is not empty and is not a workspace: name an empty folder", folder=root
+                "workspace.not_empty",
+                "{folder} is not empty and is not a workspace. Choose an empty folder",
+                folder=root,
             )
         config = config or WorkspaceConfig()
         try:

@@ -41,7 +41,7 @@ def write_bad_shard(path: Path, plant: Plant) -> Path:
     if not known or not secret:
         raise InputError(
             "corpus.nothing_ingested",
-            "{workspace} does not have both training documents and held-out documents yet: ingest the corpus first",
+            "{workspace} has no training documents or no held-out documents. Ingest the corpus first",
             workspace=plant.workspace.root,
         )
     good = list(_inventories(6 * _OF_EACH))

@@ -63,8 +63,7 @@ def format_licence_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.claims",
-                "{documents:,|document|documents} ({fates}) with {supervised_tokens:,} supervised tokens came under several licences: "
-                "{claims}",
+                "{documents:,|document has|documents have} several licences: {claims}. Supervised tokens: {supervised_tokens:,}. Fates: {fates}",
                 documents=group["documents"],
                 fates=[f"{count:,} {fate}" for fate, count in sorted(group["fates"].items())],
                 supervised_tokens=group["supervised_tokens"],
@@ -77,7 +76,7 @@ def format_licence_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
         said.append(
             Message(
                 "data.claims_count",
-                "  The licence {how} {licence}, which {allowed}. Documents: {keys}",
+                "  The licence {how} {licence} and {allowed}. Documents: {keys}",
                 how="is settled as" if group["settled"] else "that applies now is",
                 licence=group["counts_as"] or NO_LICENCE,
                 allowed=allowed,
@@ -89,10 +88,10 @@ def format_licence_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
             Message(
                 "data.strictest_counts",
                 "the strictest licence applies until you settle which licence is right: 'factory data settle LICENCE --shard NAME' or "
-                "'factory data settle LICENCE --document ID'. If the right answer is no licence, write 'none' as LICENCE",
+                "'factory data settle LICENCE --document ID'. If the documents have no licence, write 'none' as LICENCE",
             )
         )
-    return said or [Message("data.no_conflicts", "no text came under several licences")]
+    return said or [Message("data.no_conflicts", "no text has several licences")]
 
 
 def settle_licence(
@@ -122,7 +121,7 @@ def settle_licence(
         if known not in {normalise_licence_name(claim.license) for claim in one.claims}:
             raise InputError(
                 "data.unclaimed_licence",
-                "no shard has the text of document {key} under the licence {licence!r}{near}. Nothing was changed",
+                "no shard gives the text of document {key} the licence {licence!r}{near}. Nothing was changed",
                 key=one.key,
                 licence=licence,
                 near=suggest_name(licence, claimed),

@@ -13,10 +13,10 @@ from kernels.contract.message import Message
 GROUPS = {"domain": "d.domain", "source": "d.source", "license": "d.license"}
 
 
-def collect_data_facts(ledger: Ledger, most: int) -> dict[str, Any]:
+def collect_data_facts(ledger: Ledger, limit: int) -> dict[str, Any]:
     """Return the facts of ``factory data list``, as JSON-ready values.
 
-    The keys: ``shards``; ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by training tokens); ``licence_conflicts`` (numbers of
+    The keys: ``shards``; ``domain``, ``source`` and ``license`` (the ``limit`` largest of each, by training tokens); ``licence_conflicts`` (counts of
     documents); ``removals``.
     """
     sums = (
@@ -36,7 +36,7 @@ def collect_data_facts(ledger: Ledger, most: int) -> dict[str, Any]:
         found[name] = ledger.read(
             f"SELECT {column} AS name, {counts} FROM documents d WHERE d.fate <> 'dropped' GROUP BY {column} "
             "ORDER BY tokens DESC, name LIMIT :most",
-            most=most,
+            most=limit,
         )
     differing = find_licence_conflicts(ledger)
     found["licence_conflicts"] = {"documents": len(differing), "settled": sum(one.is_settled for one in differing)}
@@ -65,7 +65,7 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
             said.append(
                 Message(
                     "data.row",
-                    "{noun:<8} {name:<32} {documents:>9,} documents {tokens:>13,} tokens {supervised_tokens:>13,} carry loss{extra}",
+                    "{noun:<8} {name:<32} {documents:>9,} documents {tokens:>13,} tokens {supervised_tokens:>13,} supervised{extra}",
                     noun=noun,
                     name=name,
                     documents=row["documents"],
@@ -78,7 +78,7 @@ def format_data_list(found: dict[str, Any]) -> list[str]:
         said.append(
             Message(
                 "data.licence_conflicts",
-                "licences: {documents:,|document|documents} came under several licences. Settled conflicts: {settled:,}. To list the "
+                "licences: {documents:,|document has|documents have} several licences. Settled conflicts: {settled:,}. To list the "
                 "conflicts: 'factory data claims'",
                 documents=count,
                 settled=found["licence_conflicts"]["settled"],

@@ -515,8 +515,8 @@ def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found:
         said.append(
             Message(
                 "data.domain_without_weight",
-                "the recipe {recipe} gives the domain {domain} no weight. The factory does not train on the domain until "
-                "mixture.weights has its name",
+                "the recipe {recipe} gives the domain {domain} no weight. To train on the domain, give it a "
+                "weight under mixture.weights",
                 recipe=recipe.name,
                 domain=other,
             )
@@ -534,7 +534,7 @@ def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found:
     said.append(
         Message(
             "data.order_begins_anew",
-            "later segments have the documents in their new domain. The data order of the new domain and of the old domains starts "
+            "later segments read the documents in their new domain. In the new domain and in the old domains, the data order starts "
             "from the beginning",
         )
     )

@@ -284,7 +284,7 @@ def _nothing(selection: DocumentSelection, others: dict[str, str]) -> Message:
         )
     return Message(
         "data.nothing_used",
-        "no document of the {noun} {names} is training data or held out ({fates}). Nothing was changed",
+        "the documents of the {noun} {names} are neither training data nor held out ({fates}). Nothing was changed",
         noun=COLUMN_NOUNS[selection.column],
         names=selection.names,
         fates=[f"{count:,} {fate}" for fate, count in Counter(others.values()).items()],

@@ -46,14 +46,14 @@ class RetrainingCost:
             )
         if self.first_step is None:
             return Message(
-                "data.no_cost", "the trunk was never trained on the documents, so no training must be repeated"
+                "data.no_cost", "the trunk was never trained on the documents, so no training has to be repeated"
             )
         known = {"first_step": self.first_step, "segment": self.segment, "steps": self.steps, "until": self.until}
         if not self.checkpoint:
             return Message(
                 "data.cost_from_start",
-                "the trunk was first trained on one of the documents at step {first_step} (segment {segment}). Training again without "
-                "the documents takes {steps:,} steps from the beginning to step {until}, because no earlier checkpoint is left",
+                "the trunk was first trained on one of the documents at step {first_step} (segment {segment}). No earlier checkpoint is "
+                "left. Training again without the documents takes {steps:,} steps from the beginning to step {until}",
                 **known,
             )
         return Message(

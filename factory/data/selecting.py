@@ -98,7 +98,7 @@ def find_keys_of_unique_document(ledger: Ledger, name: str, *fitting: sa.ColumnE
         )
     raise InputError(
         "data.ambiguous_id",
-        "{documents} documents have the id {id!r}. Nothing was changed. Name the key of the document that you mean: {keys}",
+        "{documents} documents have the id {id!r}. Nothing was changed. Give one of these keys instead: {keys}",
         documents=len(one_of_each),
         id=name,
         keys="; ".join(listed),

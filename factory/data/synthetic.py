@@ -31,14 +31,14 @@ class SyntheticDocumentCount:
         return asdict(self)
 
 
-def count_synthetic_documents(ledger: Ledger, used: Collection[str]) -> list[SyntheticDocumentCount]:
+def count_synthetic_documents(ledger: Ledger, token_shard_ids: Collection[str]) -> list[SyntheticDocumentCount]:
     """Count the documents in these token shards that models wrote, for each maker, with the most tokens first.
 
     Removed and quarantined documents count too, because models were trained on them.
     """
     found: dict[str, tuple[int, int]] = {}
     for row in _rows(ledger):
-        if row["token_shard"] in used and (maker := read_author_model(row["detail"])):
+        if row["token_shard"] in token_shard_ids and (maker := read_author_model(row["detail"])):
             count, tokens = found.get(maker, (0, 0))
             found[maker] = count + row["documents"], tokens + row["supervised_tokens"]
     weights = {row.number: row.export_sha256 for row in ReleaseRow.select(ledger)} if found else {}

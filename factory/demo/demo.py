@@ -44,17 +44,17 @@ SMALL_CORPUS_MINUTES = 4.0  # with fewer minutes, the corpus is half of the libr
 
 
 def run_demo(
-    where: Path, terminal: Terminal, *, minutes: float = demo_size.DEFAULT_MINUTES, fresh: bool = False
+    folder: Path, terminal: Terminal, *, minutes: float = demo_size.DEFAULT_MINUTES, fresh: bool = False
 ) -> None:
     """Run the demo. Raises: InputError for minutes out of range; WorkspaceError when the folder has files that no demo made."""
     began = time.monotonic()
     demo_size.check_minutes(minutes)
-    root = where.expanduser().resolve()
+    root = folder.expanduser().resolve()
     if root.exists() and any(root.iterdir()):
         if not (root / MARK).exists():
             raise WorkspaceError(
                 "demo.other_files",
-                "{folder} has files that no demo made. Name another folder with --workspace.",
+                "{folder} has files that no demo made. Choose another folder with --workspace.",
                 folder=root,
             )
         if fresh:
@@ -157,7 +157,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     terminal.line(
         Message(
             "demo.expected",
-            "  Expected seconds of each part: {parts}",
+            "  Expected time of each part, in seconds: {parts}",
             parts=[f"{name} {seconds:.0f}" for name, seconds in size.seconds.items()],
         )
     )
@@ -224,7 +224,9 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     cache = str(devices.get_compiled_code_folder(workspace.root, MEASURING_COMMIT) / "inductor")
     began = time.monotonic()
     with terminal.task(
-        Message("demo.timing", "measure the time of a step with {shape} (the first step compiles)", shape=title)
+        Message(
+            "demo.timing", "measure the time of a step with {shape} (the first step includes compiling)", shape=title
+        )
     ):
         done = run_python(find_checkout_root(), *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
     if done.returncode:

@@ -116,7 +116,7 @@ def guess_next_shape(minutes: float, shape: DemoShape, step: float) -> DemoShape
     return shape
 
 
-def plan_demo(minutes: float, seen: DemoTimings) -> DemoPlan:
+def plan_demo(minutes: float, timings: DemoTimings) -> DemoPlan:
     """Return the steps and sizes that use the remaining minutes."""
     scale = min(1.0, minutes / DEFAULT_MINUTES)
     evals = {
@@ -129,22 +129,22 @@ def plan_demo(minutes: float, seen: DemoTimings) -> DemoPlan:
     hurried = minutes < 2 * DEFAULT_MINUTES
     patch = {"steps": 10, "pairs": 2 if hurried else 4, "tries": 2 if hurried else 3, "long": 8 if scale == 1 else 4}
     # Enough to compile and time at least two implementations. Without them, no patch can be proposed.
-    measure = round(max(40.0 * scale, 15.0 + 5 * seen.start), 1)
+    measure = round(max(40.0 * scale, 15.0 + 5 * timings.start), 1)
     judged = JUDGED_STEPS * (1.0 if patch["pairs"] == 4 else TWO_PAIRS_SHARE)
     # In starts of a program that imports torch, on two cores without a GPU. The work between the starts is small.
     fixed = {
-        "ingest of later shards": 0.5 * seen.ingest,
-        "starting segments": 8 * seen.start,
-        "evaluations and gates": 2 * (2 * seen.start + 10.0 * scale),
-        "profile": 4.5 * seen.start + 30 * seen.step,
+        "ingest of later shards": 0.5 * timings.ingest,
+        "starting segments": 8 * timings.start,
+        "evaluations and gates": 2 * (2 * timings.start + 10.0 * scale),
+        "profile": 4.5 * timings.start + 30 * timings.step,
         "timing implementations": measure,
-        "judging the proposal": 13 * seen.start + judged * seen.step + 10.0,
+        "judging the proposal": 13 * timings.start + judged * timings.step + 10.0,
     }
-    left = 60 * minutes - seen.spent - sum(fixed.values())
-    steps = left / seen.step
+    left = 60 * minutes - timings.spent - sum(fixed.values())
+    steps = left / timings.step
     found = {name: max(LEAST[name], int(share * steps)) for name, share in SHARES.items()}
-    training = (found["first"] + found["later"] + 2 * found["anneal"]) * seen.step
-    seconds = {"so far": seen.spent, "training": training, **fixed}
+    training = (found["first"] + found["later"] + 2 * found["anneal"]) * timings.step
+    seconds = {"so far": timings.spent, "training": training, **fixed}
     over = max(0.0, sum(seconds.values()) - 60 * minutes)
     improve = round((fixed["profile"] + measure) / 2, 1)
     return DemoPlan(

@@ -109,7 +109,7 @@ def _training(facts: dict[str, Any]) -> list[str]:
         domains = sorted(newest["bpb"])
         columns = "".join(f"{domain:>9}" for domain in domains)
         lines.append(
-            Message("summary.bits", "    held-out bits per byte {domains}    right cloze items", domains=columns)
+            Message("summary.bits", "    held-out bits per byte {domains}    correct cloze items", domains=columns)
         )
         baselines = newest.get("baselines") or {}
         for name in sorted({n for domain in domains for n in baselines.get(domain, {}) if n.endswith("gram")}):
@@ -218,7 +218,7 @@ def _numbers(db: SqlReader, facts: dict[str, Any], seconds: float) -> list[str]:
         lines.append(
             Message(
                 "summary.speed",
-                "    speed      training: {rate:,.0f} tokens/s in {precision} (segment {segment}){share}",
+                "    speed      training in segment {segment}: {rate:,.0f} tokens/s in {precision}{share}",
                 rate=_tokens_per_s(timed[-1]),
                 precision=timed[-1]["precision"],
                 segment=timed[-1]["id"],
@@ -235,7 +235,7 @@ def _numbers(db: SqlReader, facts: dict[str, Any], seconds: float) -> list[str]:
         lines.append(
             Message(
                 "summary.quality",
-                "    quality    held-out bits per byte of candidate {candidate} (byte trigram in brackets): {bits}",
+                "    quality    held-out bits per byte of candidate {candidate}, with those of a byte trigram model in brackets: {bits}",
                 candidate=measured[-1]["id"],
                 bits=" ".join(", ".join(pairs).split()),
             )
@@ -284,6 +284,6 @@ def _share_of_products(segment: SegmentRow, tokens_per_s: float) -> str:
     share = tokens_per_s * Recipe.parse(segment.recipe_json).model.count_flops_per_token() / (rate * threads)
     return Message(
         "summary.share",
-        ", which is {share:.0%} of the speed that this machine reaches in pure matrix products",
+        " ({share:.0%} of the speed of pure matrix products on this machine)",
         share=share,
     )

@@ -448,13 +448,13 @@ def find_previous_domain_weights(
     return then if then != now else None
 
 
-def describe_changed_environment(computing: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> str:
+def describe_changed_environment(after: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> str:
     """Describe the libraries that differ between a segment and its parent. Returns '' if none differs or if they were not recorded.
 
     >>> describe_changed_environment({"machine": {"torch": "2.13", "driver": "580"}}, {"machine": {"torch": "2.11", "driver": "580"}})
     'torch 2.11 → 2.13'
     """
-    now, then = ((found or {}).get("machine", {}) for found in (computing, before))
+    now, then = ((found or {}).get("machine", {}) for found in (after, before))
     keys = [key for key in ("torch", "triton", "driver") if key in now and key in then]
     return ", ".join(f"{key} {then[key]} → {now[key]}" for key in keys if now[key] != then[key])
 

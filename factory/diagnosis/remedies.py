@@ -56,18 +56,18 @@ ReleaseExposure = Mapping[
 KERNEL_FILES = ("kernels/", "policies/kernels.yaml")
 
 
-def apply_anomaly_policy(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
+def apply_anomaly_policy(ledger: Ledger, policy: AnomalyPolicy, number: int) -> Message:
     """Act on the diagnosis of an anomaly as the policy says. Returns a message."""
-    found = _diagnosis(ledger, lead)
+    found = _diagnosis(ledger, number)
     if tuple(found["causes"]) in HEALTHY and _at_once(found):
-        _close(ledger, lead, "healthy", "policy")
+        _close(ledger, number, "healthy", "policy")
         return Message("diagnosis.healthy", "Nothing is wrong, so the anomaly is closed.")
     if found["guilty"] and policy.quarantine == "automatic" and not _defended(ledger) & set(found["guilty"]):
-        return quarantine_and_rewind(ledger, lead, "policy")
+        return quarantine_and_rewind(ledger, number, "policy")
     if _override(found) and policy.rate == "automatic":
         spoiled = SegmentRow.get(ledger, found["segment"])
         if not has_recipe_override(ledger, spoiled.kind, spoiled.parent):
-            return override_and_rewind(ledger, lead, "policy")
+            return override_and_rewind(ledger, number, "policy")
     with ledger.begin() as tx:
         asked = {"anomalies": found["anomalies"], "diagnosis": found["event"]}
         record_event(tx, ASKED, Subject("anomaly", found["lead"]), asked)
@@ -124,8 +124,8 @@ def accept_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
     _close(ledger, number, "accepted", by)
     return Message(
         "diagnosis.accepted",
-        "The anomaly is closed. If the anomaly held back candidate N, judge the candidate again with 'factory "
-        "evaluate N'.",
+        "The anomaly is closed. If candidate N was held because of the anomaly, judge the candidate again with "
+        "'factory evaluate N'.",
     )
 
 
@@ -313,21 +313,23 @@ def find_exposed_releases(ledger: Ledger, keys: Sequence[str]) -> ReleaseExposur
     return find_releases_trained_on(ledger, exposure, {row.number: row.segment for row in ReleaseRow.select(ledger)})
 
 
-def record_exposed_releases(tx: sa.Connection, saw: ReleaseExposure, anomaly: int | None = None) -> None:
+def record_exposed_releases(tx: sa.Connection, exposed: ReleaseExposure, anomaly: int | None = None) -> None:
     """Record that releases were trained on documents that are quarantined now."""
-    for release, (keys, exact) in saw.items():
+    for release, (keys, exact) in exposed.items():
         record_event(
             tx, RELEASE_MARKED, Subject("release", release), {"anomaly": anomaly, "documents": keys, "exact": exact}
         )
 
 
-def format_exposed_releases(saw: ReleaseExposure) -> str:
+def format_exposed_releases(exposed: ReleaseExposure) -> str:
     """Return sentences that name the releases that were trained on some documents.
 
     >>> format_exposed_releases({1: (["a"], True), 2: (["a"], True), 3: (["a"], False)})
     ' Releases trained on these documents: 1, 2. Releases possibly trained on these documents: 3.'
     """
-    certain, possible = ([release for release, (_, exact) in saw.items() if exact is known] for known in (True, False))
+    certain, possible = (
+        [release for release, (_, exact) in exposed.items() if exact is known] for known in (True, False)
+    )
     said: list[str] = []
     if certain:
         said.append(
@@ -403,7 +405,7 @@ def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str
         record_exposed_releases(tx, saw)
     return Message(
         "diagnosis.quarantined_by_person", "{documents:,|document is|documents are} quarantined. From the next segment on, quarantined documents "
-        "carry no loss.{releases}", documents=len(keys), releases=format_exposed_releases(saw),
+        "do not count in the loss.{releases}", documents=len(keys), releases=format_exposed_releases(saw),
     )  # fmt: skip
 
 

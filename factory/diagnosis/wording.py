@@ -153,10 +153,10 @@ def _requests(ledger: Ledger, asked: str) -> int:
     return len(ledger.select_rows(sa.select(exchanges.c.id).where(exchanges.c.run.in_(runs))))
 
 
-def read_shown_documents(plant: Plant, keys: Sequence[str], most: int = DOCUMENTS) -> list[dict[str, Any]]:
-    """Return id, domain, source and first characters of at most ``most`` documents, as training saw them."""
+def read_shown_documents(plant: Plant, keys: Sequence[str], limit: int = DOCUMENTS) -> list[dict[str, Any]]:
+    """Return id, domain, source and first characters of at most ``limit`` documents, as training saw them."""
     found = []
-    for key in keys[:most]:
+    for key in keys[:limit]:
         joined = sa.select(documents, token_shards.c.path.label("folder"))
         row = plant.ledger.select_first(
             joined.join(token_shards, token_shards.c.id == documents.c.token_shard).where(documents.c.key == key)

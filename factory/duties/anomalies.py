@@ -14,10 +14,10 @@ from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
 
-def _undiagnosed(look: DutyState) -> list[int]:
-    policy = AnomalyPolicy.load(look.plant.workspace.policy_path("anomalies.yaml"))
+def _undiagnosed(state: DutyState) -> list[int]:
+    policy = AnomalyPolicy.load(state.plant.workspace.policy_path("anomalies.yaml"))
     found = (
-        find_next_undiagnosed_anomaly(look.db, policy.kinds, look.list_waiting_subjects("diagnose"))
+        find_next_undiagnosed_anomaly(state.db, policy.kinds, state.list_waiting_subjects("diagnose"))
         if policy.diagnose == "automatic"
         else None
     )
@@ -29,8 +29,8 @@ def _diagnose(plant: Plant, anomaly: int, replayed_steps: int | None = None) -> 
     diagnose_and_act(plant, anomaly, replayed_steps)
 
 
-def _unworded(look: DutyState) -> list[int]:
-    found = find_next_unexplained_episode(look.db, look.list_waiting_subjects("word"))
+def _unworded(state: DutyState) -> list[int]:
+    found = find_next_unexplained_episode(state.db, state.list_waiting_subjects("word"))
     return [] if found is None else [found]
 
 

@@ -58,7 +58,7 @@ class DutyState:
         return [int(key.removeprefix(f"{name} ")) for key in self.resting if key.startswith(f"{name} ")]
 
 
-def always_due(look: DutyState) -> Iterable[object]:
+def always_due(state: DutyState) -> Iterable[object]:
     """Return ``(None,)``: the ``due`` of a duty whose ``do`` finds out whether there is work."""
     return (None,)
 
@@ -82,22 +82,22 @@ class Duty:
     in_background: float = 0.0  # seconds between two turns in a thread of its own, also while the daemon is paused
     at_end: bool = False  # a background duty that is also done before 'factory run --once' ends
 
-    def find_reason_for_waiting(self, look: DutyState) -> str:
+    def find_reason_for_waiting(self, state: DutyState) -> str:
         """Return why the duty waits, whether or not it is due; empty if it does not wait."""
-        if not self.in_background and look.pause and (self.trains or look.pause.what == EVERYTHING):
-            return look.pause.message
-        if self.fills_disk and look.low_on_disk:
+        if not self.in_background and state.pause and (self.trains or state.pause.what == EVERYTHING):
+            return state.pause.message
+        if self.fills_disk and state.low_on_disk:
             return Message(
                 "duties.disk_low",
                 "the disk has less free space than policies/retention.yaml requires (floor_bytes, floor_share)",
             )
-        if (self.plans or self.when_idle) and look.open_segment is not None:
-            return Message("duties.segment_open", "segment {segment} is not done", segment=look.open_segment)
-        if self.plans and look.stuck_segment is not None:
+        if (self.plans or self.when_idle) and state.open_segment is not None:
+            return Message("duties.segment_open", "segment {segment} is not done", segment=state.open_segment)
+        if self.plans and state.stuck_segment is not None:
             return Message(
                 "duties.segment_stuck",
                 "segment {segment} waits for a person's decision (run 'factory status')",
-                segment=look.stuck_segment,
+                segment=state.stuck_segment,
             )
         return ""
 

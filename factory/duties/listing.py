@@ -29,17 +29,17 @@ MOST_SHOWN = 5  # errands of a duty
 
 
 def write_duty_status_file(
-    workspace: Workspace, rests: Mapping[str, FailureWait], done: DutyTask | None = None
+    workspace: Workspace, failure_waits: Mapping[str, FailureWait], finished: DutyTask | None = None
 ) -> None:
     """Write the rests and the finished errand to a file for people. If the disk is full, nothing is written and no error is raised."""
     before, now = read_duty_status_file(workspace), time.time()
     known = before["rests"]
     after = {
-        "done": before["done"] | ({done.duty.name: {"errand": str(done), "at": now}} if done else {}),
+        "done": before["done"] | ({finished.duty.name: {"errand": str(finished), "at": now}} if finished else {}),
         "rests": {
             key: known[key] if known.get(key, {}).get("failures") == rest.failures else
             {"until": now + rest.seconds, "failures": rest.failures}
-            for key, rest in rests.items()
+            for key, rest in failure_waits.items()
         },
     }  # fmt: skip
     if after != before:
@@ -65,15 +65,15 @@ def collect_duty_facts(plant: Plant) -> list[dict[str, Any]]:
     noted, now = read_duty_status_file(plant.workspace), time.time()
     errors = {one["what"]: one["error"] for one in list_failing_actions(plant.ledger)}
     with plant.ledger.snapshot() as db:
-        look = DutyState(plant, db, DUTIES, low_on_disk=find_low_disk(db) is not None, endless=True)
+        state = DutyState(plant, db, DUTIES, low_on_disk=find_low_disk(db) is not None, endless=True)
         return [
             {
                 "rank": rank,
                 "name": duty.name,
                 "does": str(duty.description),
                 "when": _when(duty),
-                "due": _due(duty, look),
-                "held": duty.find_reason_for_waiting(look),
+                "due": _due(duty, state),
+                "held": duty.find_reason_for_waiting(state),
                 "rests": {
                     key: rest | {"error": errors.get(key, "")}
                     for key, rest in noted["rests"].items()
@@ -91,11 +91,11 @@ def _when(duty: Duty) -> str:
     return {"pass": "once in each pass", "look": "before each later duty", "": "when it is due"}[duty.each]
 
 
-def _due(duty: Duty, look: DutyState) -> list[str]:
+def _due(duty: Duty, state: DutyState) -> list[str]:
     if duty.in_background or duty.each:
         return []
     try:
-        found = list(islice(duty.due(look), MOST_SHOWN))
+        found = list(islice(duty.due(state), MOST_SHOWN))
     except Exception as error:
         if find_fault_in(error):
             raise
@@ -112,7 +112,7 @@ def format_duty_list(found: list[dict[str, Any]]) -> list[str]:
     width = max(len(one["name"]) for one in found)
     title = Message(
         "duties.list",
-        "The daemon does the first duty that is due and does not wait. Then the daemon reads the list again from the start.",
+        "The daemon does the first duty that is due, and skips duties that wait. Then the daemon starts again at the top of the list.",
     )
     shown = [title, ""]
     for one in found:

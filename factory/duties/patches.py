@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from factory.code_loop.improving import LoopStage
 
 
-def _waiting(look: DutyState, overdue: bool = False) -> list[int]:
+def _waiting(state: DutyState, overdue: bool = False) -> list[int]:
     """Return the segments to audit now. With ``overdue``, only if so many segments wait for an audit that training must wait."""
-    policy = AuditPolicy.load(look.plant.workspace.policy_path("gates/audit.yaml"))
-    found = find_due_audits(look.db, policy)
+    policy = AuditPolicy.load(state.plant.workspace.policy_path("gates/audit.yaml"))
+    found = find_due_audits(state.db, policy)
     return found if not overdue or len(found) >= policy.most_waiting else []
 
 
@@ -35,14 +35,14 @@ def _audit(plant: Plant, segment: int) -> None:
     propose_reverts_of_blamed_patches(plant)
 
 
-def _improvement(look: DutyState) -> Iterable[object]:
+def _improvement(state: DutyState) -> Iterable[object]:
     from factory.code_loop.improvements import read_unchecked_improve_policy
 
-    if read_unchecked_improve_policy(look.plant.workspace).get("when", "off") == "off":
+    if read_unchecked_improve_policy(state.plant.workspace).get("when", "off") == "off":
         return ()  # before the heavy imports
     from factory.code_loop.improving import list_due_stages
 
-    return list_due_stages(look.plant, look.db)
+    return list_due_stages(state.plant, state.db)
 
 
 def _improve(plant: Plant, stage: LoopStage) -> None:
@@ -69,7 +69,7 @@ JUDGE_HELD_AGAIN = Duty(
 )  # fmt: skip
 OVERDUE_AUDIT = Duty(
     "audit", Message("duties.overdue_audit", "if too many segments wait for an audit, replay a window of a segment before more training"),
-    lambda look: _waiting(look, overdue=True), _audit, trains=True, fills_disk=True,
+    lambda state: _waiting(state, overdue=True), _audit, trains=True, fills_disk=True,
 )  # fmt: skip
 AUDIT = Duty(
     "audit", Message("duties.audit", "replay a window of a segment that was trained with a patch"), _waiting, _audit, trains=True, fills_disk=True,

@@ -27,28 +27,28 @@ def find_unexported_segments(db: SqlReader) -> list[int]:
     return [row.id for row in rows]
 
 
-def _unfinished(look: DutyState) -> list[int]:
+def _unfinished(state: DutyState) -> list[int]:
     """Return the releases that are not yet published."""
-    return [row.number for row in ReleaseRow.select(look.db, "WHERE state <> 'published' ORDER BY number")]
+    return [row.number for row in ReleaseRow.select(state.db, "WHERE state <> 'published' ORDER BY number")]
 
 
-def _unjudged(look: DutyState) -> list[int]:
+def _unjudged(state: DutyState) -> list[int]:
     judged = "(SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id)"
-    return [row.id for row in CandidateRow.select(look.db, f"WHERE NOT EXISTS {judged} ORDER BY id")]
+    return [row.id for row in CandidateRow.select(state.db, f"WHERE NOT EXISTS {judged} ORDER BY id")]
 
 
-def _promoted(look: DutyState) -> list[int]:
+def _promoted(state: DutyState) -> list[int]:
     """Return the newest verdict, if it promotes, is not released, and needs no approval under the policy."""
-    verdict = VerdictRow.find_first(look.db, "WHERE gate = 'release' ORDER BY id DESC")
+    verdict = VerdictRow.find_first(state.db, "WHERE gate = 'release' ORDER BY id DESC")
     if verdict is None or verdict.outcome != "promote":
         return []
-    if ReleaseRow.select(look.db, "WHERE verdict = :verdict", verdict=verdict.id):
+    if ReleaseRow.select(state.db, "WHERE verdict = :verdict", verdict=verdict.id):
         return []
     if list_rewound_segments_of_lineage(
-        look.db, CandidateRow.get(look.db, verdict.subject_number).segment
-    ) or was_export_rejected(look.db, verdict):
+        state.db, CandidateRow.get(state.db, verdict.subject_number).segment
+    ) or was_export_rejected(state.db, verdict):
         return []
-    return [verdict.id] if is_release_automatic(look.plant.workspace) else []
+    return [verdict.id] if is_release_automatic(state.plant.workspace) else []
 
 
 def _finish(plant: Plant, number: int) -> None:
@@ -90,7 +90,7 @@ FINISH_RELEASE = Duty(
 EXPORT = Duty(
     "export",
     Message("duties.export", "export an anneal or an average as a candidate"),
-    lambda look: find_unexported_segments(look.db),
+    lambda state: find_unexported_segments(state.db),
     export_candidate,
     fills_disk=True,
 )

@@ -15,15 +15,15 @@ from factory.retrying.requests import list_open_requests, record_finished_reques
 from kernels.contract.message import Message
 
 
-def _asked(look: DutyState) -> list[DutyTask]:
+def _asked(state: DutyState) -> list[DutyTask]:
     """Return the requested errands, oldest first. Those that start no trainer come before the others."""
-    return sorted(_errands(look), key=lambda errand: errand.duty.trains)
+    return sorted(_errands(state), key=lambda errand: errand.duty.trains)
 
 
-def _errands(look: DutyState) -> Iterator[DutyTask]:
-    for request, one in list_open_requests(look.db).items():
+def _errands(state: DutyState) -> Iterator[DutyTask]:
+    for request, one in list_open_requests(state.db).items():
         try:
-            yield DutyTask.parse(request, look.duties)
+            yield DutyTask.parse(request, state.duties)
         except InputError as error:
             yield DutyTask(Duty("refuse", "", always_due, partial(_refuse, str(error), one["event"])), request)
 

@@ -34,45 +34,45 @@ MOST_REPEATS = 3  # of one errand in a row
 REQUEST_KEYS = ("action", "by", "at", "event")  # keys of a request; its other keys are arguments of ``do``
 
 
-def find_next_duty_tasks(look: DutyState) -> list[DutyTask]:
+def find_next_duty_tasks(state: DutyState) -> list[DutyTask]:
     """Return the first errand that is due, not resting and not held, after the errands of "look" duties before it.
 
     Without such an errand, the daemon waits for files or for a person.
     """
     found: list[DutyTask] = []
-    for duty in look.duties:
+    for duty in state.duties:
         if duty.in_background or duty.each == "pass":
             continue
-        if errand := _first(duty, look):
+        if errand := _first(duty, state):
             found.append(errand)
             if not errand.duty.each:
                 break
     return found
 
 
-def _first(duty: Duty, look: DutyState) -> DutyTask | None:
+def _first(duty: Duty, state: DutyState) -> DutyTask | None:
     """Return the first errand of a duty, or None.
 
     If ``due`` fails, the result is an errand that calls ``due`` again. Its error is repaired or reported, and the errand rests.
     """
-    if look.resting & {duty.name, duty.due_check_key} or duty.find_reason_for_waiting(look):
+    if state.resting & {duty.name, duty.due_check_key} or duty.find_reason_for_waiting(state):
         return None
-    again = DutyTask(Duty(duty.due_check_key, duty.description, always_due, partial(_look_again, duty, replace(look))))
-    if duty.due_check_key in look.failing:
+    again = DutyTask(Duty(duty.due_check_key, duty.description, always_due, partial(_look_again, duty, replace(state))))
+    if duty.due_check_key in state.failing:
         return again
     try:
-        for subject in duty.due(look):
+        for subject in duty.due(state):
             errand = subject if isinstance(subject, DutyTask) else DutyTask(duty, subject)
-            if str(errand) not in look.resting and not errand.duty.find_reason_for_waiting(look):
+            if str(errand) not in state.resting and not errand.duty.find_reason_for_waiting(state):
                 return errand
     except Exception:
         return again
     return None
 
 
-def _look_again(duty: Duty, look: DutyState, plant: Plant, _: None) -> None:
+def _look_again(duty: Duty, state: DutyState, plant: Plant, _: None) -> None:
     with plant.ledger.snapshot() as db:
-        next(iter(duty.due(replace(look, db=db))), None)
+        next(iter(duty.due(replace(state, db=db))), None)
 
 
 def run_duty_pass(
@@ -90,24 +90,24 @@ def run_duty_pass(
     """
     attempts = attempts or DutyTaskRunner()
     nothing = DutyState(plant, plant.ledger, duties, settle=settle, endless=endless)
-    look = replace(nothing, resting=attempts.list_waiting_tasks(), failing=attempts.list_failing_tasks())
-    for errand in [errand for duty in duties if duty.each == "pass" and (errand := _first(duty, look))]:
+    state = replace(nothing, resting=attempts.list_waiting_tasks(), failing=attempts.list_failing_tasks())
+    for errand in [errand for duty in duties if duty.each == "pass" and (errand := _first(duty, state))]:
         attempts.try_task(str(errand), partial(errand.do, plant))
     done = repeats = 0
     previous = ""
     while True:
         low = must_training_wait_for_disk_space(plant)
         with plant.ledger.snapshot() as db:
-            look = replace(
+            state = replace(
                 nothing,
                 db=db,
                 low_on_disk=low,
                 resting=attempts.list_waiting_tasks(),
                 failing=attempts.list_failing_tasks(),
             )
-            errands = find_next_duty_tasks(look)
+            errands = find_next_duty_tasks(state)
             over = not errands or bool(errands[-1].duty.each)
-            why = _why_training_waits(look) if over else None
+            why = _why_training_waits(state) if over else None
         for errand in errands:
             if errand.duty.each:
                 attempts.try_task(str(errand), partial(errand.do, plant))
@@ -150,24 +150,24 @@ def _do(plant: Plant, errand: DutyTask, repeats: int) -> None:
         record_finished_request(plant.ledger, str(errand), wanted["event"])
 
 
-def _why_training_waits(look: DutyState) -> FactoryError | None:
+def _why_training_waits(state: DutyState) -> FactoryError | None:
     """Return the reason why training waits, as an error; None if training does not wait."""
-    if look.pause:
-        return PausedError(look.pause.message)
-    if look.stuck_segment is None:
+    if state.pause:
+        return PausedError(state.pause.message)
+    if state.stuck_segment is None:
         return None
-    row = SegmentRow.get(look.db, look.stuck_segment)
+    row = SegmentRow.get(state.db, state.stuck_segment)
     if row.state == "uncertified":
-        verdict = find_newest_code_verdict(look.plant.ledger, row.id)
+        verdict = find_newest_code_verdict(state.plant.ledger, row.id)
         return NotCertifiedError(
             "duties.not_certified", "Training waits, because the code of segment {segment} is not certified. {reason} {to_do}",
             segment=row.id, reason=verdict.reasons[0] if verdict else "", to_do=make_certificate_instructions(row.id),
         )  # fmt: skip
-    log = look.plant.workspace.logs / f"segment-{row.id:05d}.log"
+    log = state.plant.workspace.logs / f"segment-{row.id:05d}.log"
     return SegmentError(
         "duties.parked",
         "{parked} The log is {log}.",
-        parked=explain_parked_segment(look.db, row),
+        parked=explain_parked_segment(state.db, row),
         segment=row.id,
         log=log,
     )

@@ -65,38 +65,38 @@ def train_segment(plant: Plant, segment: int) -> None:
     )
 
 
-def _unannealed(look: DutyState) -> list[int]:
+def _unannealed(state: DutyState) -> list[int]:
     """Return the newest finished trunk segment, if it has no anneal."""
-    trunk = SegmentRow.find_first(look.db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
+    trunk = SegmentRow.find_first(state.db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
     if trunk is None:
         return []
     which = "WHERE kind = 'anneal' AND parent = :trunk AND state NOT IN ('uncertified', 'rewound', 'abandoned')"
-    return [] if SegmentRow.find_first(look.db, which, trunk=trunk.id) else [trunk.id]
+    return [] if SegmentRow.find_first(state.db, which, trunk=trunk.id) else [trunk.id]
 
 
-def _unmeasured(look: DutyState) -> list[int]:
+def _unmeasured(state: DutyState) -> list[int]:
     """Return the anneal whose noise over data orders is not measured yet, if its first checkpoint exists."""
-    workspace = look.plant.workspace
+    workspace = state.plant.workspace
     found = find_anneal_with_replica_work(
-        workspace, look.db, ReleasePolicy.load(workspace.policy_path("gates/release.yaml"))
+        workspace, state.db, ReleasePolicy.load(workspace.policy_path("gates/release.yaml"))
     )
     return [] if found is None else [found]
 
 
-def _trunk(look: DutyState) -> Iterable[None]:
+def _trunk(state: DutyState) -> Iterable[None]:
     """Return ``(None,)`` if there is enough data for the next trunk segment and a reason to plan it: new shards, or an endless run."""
-    if not look.db.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
+    if not state.db.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
         return ()
-    trunk = get_trunk_forecast(look)
-    return (None,) if trunk.steps and (trunk.new_shards or (look.endless and trunk.steps == trunk.wanted)) else ()
+    trunk = get_trunk_forecast(state)
+    return (None,) if trunk.steps and (trunk.new_shards or (state.endless and trunk.steps == trunk.wanted)) else ()
 
 
-def get_trunk_forecast(look: DutyState) -> TrunkForecast:
+def get_trunk_forecast(state: DutyState) -> TrunkForecast:
     """Return the result of ``forecast_trunk``. It is computed again only after an input has changed, because the computation opens every token shard.
 
     The result is recorded in the ledger, where ``factory status`` reads how many tokens are missing. Raises: ConfigError.
     """
-    plant, follows_from = look.plant, _follows_from(look)
+    plant, follows_from = state.plant, _follows_from(state)
     known = _computed.get(plant.workspace.root)
     if known is None or known[0] != follows_from:
         trunk = forecast_trunk(plant)
@@ -105,17 +105,17 @@ def get_trunk_forecast(look: DutyState) -> TrunkForecast:
     return known[1]
 
 
-def _follows_from(look: DutyState) -> Any:
+def _follows_from(state: DutyState) -> Any:
     """Return a value that changes when the token shards, the states of segments, the masked documents or the recipe change."""
-    shards = look.db.read("SELECT COUNT(*) AS n, MAX(created_at) AS newest FROM token_shards WHERE tokens > 0")
-    segments = look.db.read(
+    shards = state.db.read("SELECT COUNT(*) AS n, MAX(created_at) AS newest FROM token_shards WHERE tokens > 0")
+    segments = state.db.read(
         "SELECT state, COUNT(*) AS n, MAX(id) AS newest FROM segments GROUP BY state ORDER BY state"
     )
     kinds = ", ".join(
         f"'{kind}'" for kind in (DOCUMENTS_QUARANTINED, DOCUMENTS_FREED, CLOSED, REMOVED, RETURNED, SHARD_ERASED)
     )
-    masked = look.db.read(f"SELECT COUNT(*) AS n FROM events WHERE kind IN ({kinds})")
-    return shards, segments, masked, hashlib.sha256(look.plant.workspace.recipe_path().read_bytes()).hexdigest()
+    masked = state.db.read(f"SELECT COUNT(*) AS n FROM events WHERE kind IN ({kinds})")
+    return shards, segments, masked, hashlib.sha256(state.plant.workspace.recipe_path().read_bytes()).hexdigest()
 
 
 def _plan_trunk(plant: Plant, _: None) -> None:
@@ -124,7 +124,7 @@ def _plan_trunk(plant: Plant, _: None) -> None:
 
 
 TRAIN = Duty(
-    "train", Message("duties.train", "train a planned segment from its newest checkpoint"), lambda look: filter(None, [look.open_segment]),
+    "train", Message("duties.train", "train a planned segment from its newest checkpoint"), lambda state: filter(None, [state.open_segment]),
     train_segment,
     trains=True, fills_disk=True,
 )  # fmt: skip

@@ -22,17 +22,17 @@ UPDATE_INBOX = Duty(
     "update_inbox",
     Message(
         "duties.update_inbox",
-        "move back to the inbox each file that changed and each quarantined file that may be readable now, and report "
-        "which files wait and why",
+        "move files back to the inbox if they changed or if a quarantined file may be readable now, and report which files "
+        "wait and why",
     ),
-    due=lambda look: (look.settle,),
+    due=lambda state: (state.settle,),
     do=update_inbox,
     each="pass",
 )
 INGEST = Duty(
     "ingest",
     Message("duties.ingest", "ingest a file of the inbox"),
-    due=lambda look: list_complete_files(look.plant, look.settle),
+    due=lambda state: list_complete_files(state.plant, state.settle),
     do=ingest_inbox_file,
     recurs=True,
 )

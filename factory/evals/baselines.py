@@ -33,9 +33,9 @@ class ByteNgramModel:
     def __init__(self) -> None:
         self.trigrams = np.zeros(1 << 24, np.int32)
 
-    def add_document(self, text: Array, counted: Array) -> None:
-        """Count the bytes [N] of a document that ``counted`` [N] marks, each after its two previous bytes."""
-        self.trigrams += np.bincount(_contexts(text)[counted], minlength=1 << 24).astype(np.int32)
+    def add_document(self, text: Array, counted_mask: Array) -> None:
+        """Count the bytes [N] of a document that ``counted_mask`` [N] marks, each after its two previous bytes."""
+        self.trigrams += np.bincount(_contexts(text)[counted_mask], minlength=1 << 24).astype(np.int32)
 
     def finish_counting(self) -> None:
         """Compute the shorter models from the counts. Call it after the last ``add_document``."""
@@ -52,9 +52,9 @@ class ByteNgramModel:
         self.context_total = cube.sum(2, dtype=np.int64).ravel()
         self.context_kinds = (cube > 0).sum(2).ravel()
 
-    def measure_bits(self, text: Array, counted: Array) -> tuple[float, float]:
+    def measure_bits(self, text: Array, counted_mask: Array) -> tuple[float, float]:
         """Return the bits of the counted bytes under the bigram model and under the trigram model."""
-        code = _contexts(text)[counted]
+        code = _contexts(text)[counted_mask]
         bigram = self.bigram[(code >> 8) & 255, code & 255]
         total, kinds = self.context_total[code >> 8], self.context_kinds[code >> 8]
         trigram = np.where(total > 0, (self.trigrams[code] + kinds * bigram) / np.maximum(total + kinds, 1), bigram)

@@ -235,7 +235,7 @@ def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[st
         problems = [
             Message(
                 "evaluator.shifted_not_finite",
-                "When the windows over the documents are shifted, the loss is not finite. Domains: {domains}",
+                "The loss is not finite when the windows over the documents are shifted. Domains: {domains}",
                 domains=shifted,
             )
         ]

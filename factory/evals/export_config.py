@@ -136,7 +136,7 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
     architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if architecture is None or data.get("architectures") != [architecture.class_name]:
         raise ExportError(
-            "export_config.unknown_architecture", "{file}: the value {given} of 'architectures' with model_type {kind} is not supported. "
+            "export_config.unknown_architecture", "{file}: architectures {given} with model_type {kind} are not supported. "
                                                   "Supported: {known}",
             file=where, given=str(data.get("architectures"))[:80], kind=str(kind)[:40],
             known=[f"{one.class_name} ({name})" for name, one in ARCHITECTURES.items()],
@@ -179,9 +179,9 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
             )
         if fields["layers"] * experts.count > MOST_EXPERTS:
             raise ExportError(
-                "export_config.too_many_experts", "{file}: {layers:,} layers of {experts:,} experts each are too many: at most {limit:,} "
-                                                  "experts are allowed in all layers",
-                file=where, layers=fields["layers"], experts=experts.count, limit=MOST_EXPERTS,
+                "export_config.too_many_experts", "{file}: {layers:,} layers with {experts:,} experts each have {total:,} experts in "
+                                                  "total. At most {limit:,} are allowed",
+                file=where, layers=fields["layers"], experts=experts.count, total=fields["layers"] * experts.count, limit=MOST_EXPERTS,
             )  # fmt: skip
     return ExportConfig(
         **fields,

@@ -34,11 +34,13 @@ def read_config(folder: Path) -> ExportConfig:
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not path.is_file():
             raise ExportError(
-                "export_folder.special_file", "{file} is not a plain file. An export holds only plain files", file=path
+                "export_folder.special_file",
+                "{file} is not a plain file. An export may contain only plain files",
+                file=path,
             )
         if path.suffix not in ALLOWED_SUFFIXES:
             raise ExportError(
-                "export_folder.other_suffix", "{file}: an export holds only files with these suffixes: {suffixes}",
+                "export_folder.other_suffix", "{file}: an export may contain only files with these suffixes: {suffixes}",
                 file=path, suffixes=ALLOWED_SUFFIXES,
             )  # fmt: skip
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
@@ -46,7 +48,7 @@ def read_config(folder: Path) -> ExportConfig:
             found = [key for key in CODE_KEYS if key in read_json(folder / name)]
             if found:
                 raise ExportError(
-                    "export_folder.asks_for_code", "{file}: key {key} is not allowed. An export must not load code or quantisation",
+                    "export_folder.asks_for_code", "{file}: key {key} is not allowed. An export must not load code and must not be quantised",
                     file=folder / name, key=found[0],
                 )  # fmt: skip
     where = folder / "config.json"
@@ -128,7 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of at most 1 MiB. Raises: ExportError."""
     try:
         if path.stat().st_size > 1 << 20:
-            raise ExportError("export_folder.large_json", "{file} has more than 1 MiB", file=path)
+            raise ExportError("export_folder.large_json", "{file} is larger than 1 MiB", file=path)
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         if is_machine_fault_unrelated_to_files(error):

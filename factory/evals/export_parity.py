@@ -215,7 +215,7 @@ def _weights(export: Path, made: ExpectedExport) -> ProbeCheck:
 
 def check_export_files(
     export: Path,
-    made_config: dict[str, Any] | None,
+    expected_config: dict[str, Any] | None,
     tokenizer_ids: list[int | None],
     stop_ids: list[int],
     bos: int | None,
@@ -225,7 +225,7 @@ def check_export_files(
     ``stop_ids``: the tokenizer's end and stop tokens. ``bos``: the first token of a document, if any.
     """
     parts: dict[str, Callable[[], ProbeCheck]] = {
-        "bos_eos": lambda: _bos_eos(export, made_config, tokenizer_ids, stop_ids, bos),
+        "bos_eos": lambda: _bos_eos(export, expected_config, tokenizer_ids, stop_ids, bos),
         "generation_config": lambda: _generation(export),
         "template": lambda: _template(export),
     }
@@ -295,7 +295,7 @@ def _generation(export: Path) -> ProbeCheck:
     if wrong:
         todo = Message(
             "export_parity.generation_config",
-            "{file} must hold {config}",
+            "{file} must contain {config}",
             file=where.name,
             config=json.dumps(make_generation_config()),
         )
@@ -303,7 +303,7 @@ def _generation(export: Path) -> ProbeCheck:
     return ProbeCheck(
         "generation_config",
         True,
-        Message("export_parity.greedy", "With these defaults, transformers and vLLM decode greedily"),
+        Message("export_parity.greedy", "By default, transformers and vLLM decode the export greedily"),
     )
 
 
@@ -314,7 +314,7 @@ def _template(export: Path) -> ProbeCheck:
     same = text is not None and key in (None, text)
     if same:
         return ProbeCheck(
-            "template", True, Message("export_parity.same_template", "chat_template.jinja holds the only chat template")
+            "template", True, Message("export_parity.same_template", "chat_template.jinja is the only chat template")
         )
     other = Message(
         "export_parity.other_template",

@@ -248,7 +248,7 @@ def _packing(case: ParityCase) -> ProbeCheck:
                     if not same or after > start + length or sum(part.positions for part in row) > context:
                         other = Message(
                             "parity.other_row",
-                            "Packing strategy {strategy} gives a row whose ids or loss mask differ from document {document} at token {token}",
+                            "Packing strategy {strategy} gives a wrong row. Its ids or loss mask differ from document {document} at token {token}",
                             strategy=strategy, document=key, token=piece.start,
                         )  # fmt: skip
                         return ProbeCheck("packing", False, other)
@@ -316,8 +316,8 @@ def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) 
     wrong_there = sum(a != b or x != y for a, b, x, y in there)
     detail = Message(
         "parity.round_trip",
-        "{texts:,|text was|texts were} encoded and decoded. {here:,} changed with the factory's tokenizer, and {server:,} changed with "
-        "transformers",
+        "{texts:,|text was|texts were} encoded and decoded. The factory's tokenizer changed {here:,} of them, and transformers changed "
+        "{server:,}",
         texts=len(texts), here=wrong, server=wrong_there,
     )  # fmt: skip
     same = not wrong and not wrong_there

@@ -126,15 +126,15 @@ class ScoredGuard:
         if not self.is_loss_informative:
             return Message(
                 "power.only_rejects",
-                "With its present number of items, the guard never holds back a release. The guard can only reject a release: it does so if "
-                "the release's confidence bound shows a loss of more than {margin:.3f}.",
+                "Until there are more items, the guard never causes the verdict hold. The guard still causes the verdict reject if the "
+                "candidate's confidence bound shows a loss of more than {margin:.3f}.",
                 margin=self.margin,
             )  # fmt: skip
         return Message(
             "power.holds_measured_loss",
-            "With its present number of items, the guard holds back a release only if the measured loss is more than {margin:.3f}. By chance, "
-            "{chance:.0f} of 100 equally good models have such a measured loss. The guard rejects a release if the "
-            "release's confidence bound shows such a loss.",
+            "Until there are more items, the guard causes the verdict hold only if the measured loss is more than {margin:.3f}. By chance, "
+            "{chance:.0f} of 100 equally good models have such a measured loss. The guard still causes the verdict reject if the "
+            "candidate's confidence bound shows such a loss.",
             margin=self.margin, chance=100 * self.false_failure_rate,
         )  # fmt: skip
 
@@ -193,19 +193,19 @@ def assign_holm_levels(guards: Mapping[str, RequiredBound], gain: float) -> dict
 
 def compute_probability_to_pass_all(
     gain: float,
-    needed: Sequence[RequiredBound],
+    required_bounds: Sequence[RequiredBound],
     guards: Mapping[str, RequiredBound] | None = None,
     guard_set_aside: str = "",
 ) -> float:
     """Return the probability that a candidate with the true gain ``gain`` passes all bounds. The arguments are as in
     ``find_smallest_detectable_gain``."""
     steps = assign_holm_levels(guards or {}, gain)
-    bounds = *needed, *(guard for name, guard in steps.items() if name != guard_set_aside)
+    bounds = *required_bounds, *(guard for name, guard in steps.items() if name != guard_set_aside)
     return math.prod(one.compute_pass_probability(gain) for one in bounds)
 
 
 def find_smallest_detectable_gain(
-    needed: Sequence[RequiredBound],
+    required_bounds: Sequence[RequiredBound],
     other_failure_probability: float = 0.0,
     guards: Mapping[str, RequiredBound] | None = None,
     guard_set_aside: str = "",
@@ -222,7 +222,8 @@ def find_smallest_detectable_gain(
     (0.0281, None)
     """
     enough = lambda gain: (
-        compute_probability_to_pass_all(gain, needed, guards, guard_set_aside) >= POWER + other_failure_probability
+        compute_probability_to_pass_all(gain, required_bounds, guards, guard_set_aside)
+        >= POWER + other_failure_probability
     )
     low, high = 0.0, MOST
     if not enough(high):
@@ -235,7 +236,7 @@ def find_smallest_detectable_gain(
 
 def find_groups_factor_to_detect(
     gain: float,
-    needed: Sequence[RequiredBound],
+    required_bounds: Sequence[RequiredBound],
     other_failure_probability: float = 0.0,
     guards: Mapping[str, RequiredBound] | None = None,
     guard_set_aside: str = "",
@@ -252,7 +253,9 @@ def find_groups_factor_to_detect(
     def enough(times: float) -> bool:
         wider = {name: _with_groups(one, times) for name, one in (guards or {}).items()}
         return (
-            compute_probability_to_pass_all(gain, [_with_groups(one, times) for one in needed], wider, guard_set_aside)
+            compute_probability_to_pass_all(
+                gain, [_with_groups(one, times) for one in required_bounds], wider, guard_set_aside
+            )
             >= POWER + other_failure_probability
         )
 

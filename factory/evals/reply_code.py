@@ -8,10 +8,10 @@ import textwrap
 _OPENS = re.compile(r"^[ \t]*(?:[-*+>]\s+)?(`{3,}|~{3,})[ \t]*([^`]*)$")
 
 
-def extract_fenced_code(text: str, defines: str = "") -> str | None:
+def extract_fenced_code(text: str, defined_name: str = "") -> str | None:
     """Return the code in a reply's fences of backticks or tildes (CommonMark, §4.5); None if the reply has no fence.
 
-    If there are several fences, the first one that defines the name ``defines`` is used, else the first one for Python or without a language, else
+    If there are several fences, the first one that defines ``defined_name`` is used, else the first one for Python or without a language, else
     the first one. An unclosed fence holds the rest of the text. Fences may be indented or follow a list's mark; their code is moved to the margin.
 
     >>> extract_fenced_code("So:\\n```python3\\nx = 1\\n```\\nThat sets it."), extract_fenced_code("~~~\\nx = 1\\n~~~"), extract_fenced_code("x = 1")
@@ -32,9 +32,9 @@ def extract_fenced_code(text: str, defines: str = "") -> str | None:
         blocks.append((language, _code(held)))
     if not blocks:
         return None
-    if defines:
+    if defined_name:
         name = re.compile(
-            rf"^(?:(?:async\s+)?def|class)\s+{re.escape(defines)}\b|^{re.escape(defines)}\s*=", re.MULTILINE
+            rf"^(?:(?:async\s+)?def|class)\s+{re.escape(defined_name)}\b|^{re.escape(defined_name)}\s*=", re.MULTILINE
         )
         for _, code in blocks:
             if name.search(code):

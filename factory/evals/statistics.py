@@ -31,15 +31,15 @@ class Gain:
     clusters: int | None = None  # document groups
     effective: float | None = None  # effective number of clusters of equal size
 
-    def compute_confidence_bound(self, level: float, above: bool = False) -> float | None:
-        """Return the one-sided confidence bound below the gain, or above it. The true gain is beyond the bound with probability ``level``."""
+    def compute_confidence_bound(self, level: float, upper: bool = False) -> float | None:
+        """Return the one-sided lower confidence bound of the gain, or the upper one. The true gain is beyond it with probability ``level``."""
         if not (_finite(self.gain) and _finite(self.error) and _finite(self.effective)):
             return None
         assert self.gain is not None and self.error is not None and self.effective is not None
         if self.effective <= 1 or self.error < 0 or not 0 < level < 1:
             return None
         width = _quantile(1 - level, self.effective - 1) * self.error
-        return self.gain + width if above else self.gain - width
+        return self.gain + width if upper else self.gain - width
 
 
 def read_confidence_interval(stored: object) -> tuple[float, float, float] | None:
@@ -47,7 +47,7 @@ def read_confidence_interval(stored: object) -> tuple[float, float, float] | Non
     if not isinstance(stored, dict):
         return None
     gain = Gain(**{key: stored.get(key) for key in ("gain", "error", "clusters", "effective")})
-    low, high = gain.compute_confidence_bound(0.025), gain.compute_confidence_bound(0.025, above=True)
+    low, high = gain.compute_confidence_bound(0.025), gain.compute_confidence_bound(0.025, upper=True)
     return (gain.gain, low, high) if gain.gain is not None and low is not None and high is not None else None
 
 
@@ -147,7 +147,7 @@ def add_training_noise(gain: Gain, noise: float, runs: int) -> Gain:
     return Gain(gain.gain, math.sqrt(of_items + of_draws), gain.clusters, freedom + 1)
 
 
-def run_holm_step_down(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
+def run_holm_step_down(hypotheses: Sequence[str], is_shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
     """Return, for each hypothesis, whether it is shown at a joint level (Holm 1979, step down).
 
     Among k open hypotheses, those for which ``shown_at(name, k)`` is true at level alpha / k are shown. This repeats until no more are shown.
@@ -155,7 +155,7 @@ def run_holm_step_down(hypotheses: Sequence[str], shown_at: Callable[[str, int],
     shown = dict.fromkeys(hypotheses, False)
     while True:
         open_ = [name for name, done in shown.items() if not done]
-        passed = [name for name in open_ if shown_at(name, len(open_))]
+        passed = [name for name in open_ if is_shown_at(name, len(open_))]
         if not passed:
             return shown
         shown |= dict.fromkeys(passed, True)

@@ -168,7 +168,7 @@ def compute_bits_per_byte_by_domain(items: Sequence[EvalItem]) -> dict[str, floa
 def measure_noise_floor(
     model: ReferenceModel,
     texts: Sequence[ScoredText],
-    measured: Sequence[EvalItem],
+    scored_items: Sequence[EvalItem],
     policy: EvalPolicy,
     advance: Advance,
 ) -> dict[str, float]:
@@ -184,7 +184,7 @@ def measure_noise_floor(
     again = compute_bits_per_byte_by_domain(
         score_bits_per_byte(model, [texts[i] for i in chosen], policy, advance, shifted=True)
     )
-    before = compute_bits_per_byte_by_domain([measured[i] for i in chosen])
+    before = compute_bits_per_byte_by_domain([scored_items[i] for i in chosen])
     return {domain: abs(again[domain] - before[domain]) for domain in before}
 
 

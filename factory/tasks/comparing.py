@@ -142,7 +142,7 @@ def make_task_reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
     shown = run_holm_step_down([name for name in names if name not in apart], above)
     for name in names:
         gain, margin = evidence.gains[name], evidence.margins[name]
-        upper = gain.compute_confidence_bound(evidence.alpha / len(names), above=True)
+        upper = gain.compute_confidence_bound(evidence.alpha / len(names), upper=True)
         few = gain.clusters is None or gain.clusters < clusters_min
         if name in apart and few:
             facts.append(
@@ -172,7 +172,7 @@ def make_task_reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
                 )
             )
             continue
-        low, high = gain.compute_confidence_bound(0.025), gain.compute_confidence_bound(0.025, above=True)
+        low, high = gain.compute_confidence_bound(0.025), gain.compute_confidence_bound(0.025, upper=True)
         compared = Message(
             "comparing.compared", "Task {task}: the score differs by {gain:+.3f} from the champion's (95 % confidence interval: {low} " "to {high})",
             task=name, gain=gain.gain, low=_signed(low), high=_signed(high),

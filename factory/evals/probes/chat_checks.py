@@ -57,9 +57,9 @@ class ProbeRequest:
         return {"texts": texts, "chats": [*CHATS, *self.chats], "waiting": waiting, "tools": TOOLS}
 
 
-def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any]) -> list[ProbeCheck]:
+def check_chats(tokenizer: Tokenizer, probe_request: ProbeRequest, answer: dict[str, Any]) -> list[ProbeCheck]:
     """Return all checks that compare ids."""
-    request = asked.to_json()
+    request = probe_request.to_json()
     ids_of_text = [tokenizer.encode_text_prompt(text).tolist() for text in request["texts"]]
     wrong_texts = [text for text, a, b in zip(request["texts"], answer["texts"], ids_of_text, strict=True) if a != b]
     spaced = [text for text in wrong_texts if text in SPACED_TEXTS]
@@ -133,7 +133,11 @@ def _found(chat: Chat, got: Answered) -> str:
 def _same_ids(name: str, what: str, wrong: list[str], todo: Message) -> ProbeCheck:
     if not wrong:
         return ProbeCheck(
-            name, True, Message("chat_checks.same_ids", "transformers gives the trained ids for {what}", what=what)
+            name,
+            True,
+            Message(
+                "chat_checks.same_ids", "For {what}, transformers gives the ids that were used in training", what=what
+            ),
         )
     other = Message(
         "chat_checks.other_ids", "For {what}, transformers gives other ids than those used in training: {count:,} differ. First: " "{first}",

@@ -199,7 +199,7 @@ class EngineClient:
             not sure
         ):  # not the engine's fault, and other checks compare its weights, so a release does not wait for this check
             return Message(
-                "engine.no_sure_stop", "The check was skipped: none of {continuations:,} continuations is certain to contain a stop text",
+                "engine.no_sure_stop", "The check was skipped, because none of {continuations:,} continuations surely contains a stop text",
                 continuations=len(self._fixture["greedy"]),
             )  # fmt: skip
         return Message("engine.stopped", "{generations:,} generations ended at a stop text", generations=len(sure))
@@ -213,7 +213,7 @@ class EngineClient:
         if not tokens:
             raise NothingToCompareError(
                 "engine.no_sure_token",
-                "In {continuations:,} continuations, no token is the likeliest by more than {margin:g} nats. "
+                "In {continuations:,} continuations, the likeliest token never leads the second by more than {margin:g} nats. "
                 "Therefore the check cannot show whether the engine has the judge's weights",
                 continuations=len(self._fixture["greedy"]),
                 margin=2 * self._tolerance,

@@ -369,7 +369,7 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
     change = make_change_message(TARGET, target, None, None)
     level = compute_alpha_at_look(policy.target.alpha, look) if isinstance(look, int) and look > 0 else 0.0
     lower, upper = (
-        (target.compute_confidence_bound(level), target.compute_confidence_bound(policy.target.alpha / 2, above=True))
+        (target.compute_confidence_bound(level), target.compute_confidence_bound(policy.target.alpha / 2, upper=True))
         if target
         else (None, None)
     )
@@ -457,7 +457,7 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFindin
         if name == CLOZE:
             ours, theirs, unit = evidence.cloze, evidence.champion_cloze, "of cloze items right"
         change = make_change_message(name, guard, (read_finite_number(theirs), read_finite_number(ours)), unit)
-        upper = guard.compute_confidence_bound(alpha / len(every), above=True) if guard else None
+        upper = guard.compute_confidence_bound(alpha / len(every), upper=True) if guard else None
         few = not has_enough_groups(guard, policy.clusters_min)
         if name in apart:
             assert guard is not None and guard.clusters is not None, "else it stands"

@@ -75,7 +75,7 @@ def make_change_message(
         (
             read_finite_number(gain.gain),
             gain.compute_confidence_bound(0.025),
-            gain.compute_confidence_bound(0.025, above=True),
+            gain.compute_confidence_bound(0.025, upper=True),
         )
         if gain
         else (None, None, None)

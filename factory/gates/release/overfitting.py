@@ -14,7 +14,7 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
     rules = policy.memorising
     gap = evidence.halves_gap
     low, high = (
-        (gap.compute_confidence_bound(rules.alpha / 2), gap.compute_confidence_bound(rules.alpha / 2, above=True))
+        (gap.compute_confidence_bound(rules.alpha / 2), gap.compute_confidence_bound(rules.alpha / 2, upper=True))
         if gap
         else (None, None)
     )
@@ -68,7 +68,7 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
         )
     elif min(fresh, older) >= policy.documents_min:
         gap, on_fresh = evidence.fresh_gap, evidence.on_fresh
-        high = gap.compute_confidence_bound(rules.alpha / 2, above=True) if gap else None
+        high = gap.compute_confidence_bound(rules.alpha / 2, upper=True) if gap else None
         least, new = (
             (on_fresh.compute_confidence_bound(rules.alpha / 2), read_finite_number(on_fresh.gain))
             if on_fresh
@@ -101,7 +101,7 @@ def find_gain_on_dev_half_only(policy: ReleasePolicy, evidence: ReleaseEvidence)
         since = f"candidate {evidence.rise_since}"
         found.append((evidence.rise_gap, evidence.rise_dev, evidence.rise_sealed, evidence.watched or 1, since))
     for gap, dev, sealed, looks, since in found:
-        high = gap.compute_confidence_bound(rules.alpha / 2 / looks, above=True) if gap else None
+        high = gap.compute_confidence_bound(rules.alpha / 2 / looks, upper=True) if gap else None
         low = dev.compute_confidence_bound(rules.alpha / 2 / looks) if dev else None
         if high is None or low is None or dev is None or sealed is None or None in (dev.gain, sealed.gain):
             continue

@@ -81,7 +81,7 @@ def test_the_last_screen_shows_speed_quality_delay_and_cost(plant: FilledPlant) 
     share = (
         2000.0 * Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model.count_flops_per_token() / (2 * PRODUCTS)
     )
-    assert "2,000 tokens/s in fp32" in speed and f" {share:.0%} of the speed" in speed
+    assert "2,000 tokens/s in fp32" in speed and f"({share:.0%} of the speed" in speed
     own = read_status(plant.workspace)["candidates"][1]["summary"]["bpb"]
     for domain, bits in own.items():
         assert f"{domain} {bits:.3f} (3.500)" in quality

@@ -35,7 +35,7 @@ def test_gain_is_champion_minus_candidate_in_bits_per_byte_and_cloze_the_other_w
         guards[CLOZE].compute_confidence_bound(0.05 / 3)
         < guards[CLOZE].compute_confidence_bound(0.05)
         < 0.1
-        < guards[CLOZE].compute_confidence_bound(0.05, above=True)
+        < guards[CLOZE].compute_confidence_bound(0.05, upper=True)
     )
 
 
@@ -60,7 +60,7 @@ def test_the_interval_of_many_documents_is_that_of_the_normal_distribution() -> 
     z = NormalDist().inv_cdf(0.975)
     assert target.error == pytest.approx(error, rel=0.01)
     assert target.compute_confidence_bound(0.025) == pytest.approx(target.gain - z * error, abs=0.02 * error)
-    assert target.compute_confidence_bound(0.025, above=True) == pytest.approx(
+    assert target.compute_confidence_bound(0.025, upper=True) == pytest.approx(
         target.gain + z * error, abs=0.02 * error
     )
 
