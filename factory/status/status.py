@@ -194,7 +194,7 @@ def _releasable_lines(found: dict[str, Any]) -> list[str]:
         f"release   held by {line['name']}: {line['text']} → {line['todo']}".removesuffix(" → ") for line in holding
     ]
     free = Message(
-        "status.releasable", "release   no reason to hold a release is known; for the report: 'factory data list'"
+        "status.releasable", "release   no known problem blocks a release; for the report: 'factory data list'"
     )
     stale = Message(
         "status.stale_report",

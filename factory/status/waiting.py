@@ -190,7 +190,7 @@ def format_waiting_lines(facts: dict[str, Any]) -> list[str]:
         lines.append(
             Message(
                 "waiting.asked",
-                "request   {person} requested '{action}' at {at}; 'factory run' does this in its next pass",
+                "request   '{action}' by {person} at {at}; 'factory run' carries it out in its next pass",
                 person=one["by"],
                 action=one["action"],
                 at=format_local_time(one["at"]),

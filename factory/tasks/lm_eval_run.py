@@ -155,7 +155,8 @@ def _items(task: EvalTask, found: Any) -> tuple[list[EvalItem], dict[str, Any]]:
         ) from None
     if not rows:
         raise TaskError(
-            "lm_eval_run.no_metric", "No metric of lm-eval is a number for each item, so candidates cannot be compared"
+            "lm_eval_run.no_metric",
+            "lm-eval gave no metric with a number for each item, so candidates cannot be compared",
         )
     doubled = [key for key, count in Counter((row.task, row.item) for row in rows).items() if count > 1]
     if doubled:

@@ -71,7 +71,7 @@ class TaskModel:
         if model.config.vocab_size < tokenizer.vocab_size:
             raise TaskError(
                 "model.small_vocabulary",
-                "The model cannot be measured, because its vocabulary has {model:,} tokens and the tokenizer has "
+                "The model cannot be measured, because its vocabulary has {model:,} tokens, but the tokenizer has "
                 "{tokenizer:,}",
                 model=model.config.vocab_size, tokenizer=tokenizer.vocab_size,
             )  # fmt: skip

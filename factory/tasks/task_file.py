@@ -226,7 +226,7 @@ def list_tasks(folder: Path) -> TaskFolderFiles:
         name = str(path.relative_to(folder))
         if path.name.startswith("_") or re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", named):
             continue
-        no_file_names_it = Message("task_file.not_named", "No task file names this file")
+        no_file_names_it = Message("task_file.not_named", "No task file refers to this file")
         known, why = _published_name(path) if path.parent == folder else ("", no_file_names_it)
         if known and known not in tasks:
             tasks[known] = path
@@ -265,7 +265,7 @@ def _published_name(path: Path) -> tuple[str, Message | None]:
     if split in TRAINED:
         return "", Message(
             "task_file.training_split",
-            "This file holds the {split} split of {benchmark}. The YAML file of a task can name this file in 'examples'",
+            "This file is the {split} split of {benchmark}. To show its records as examples, write its name as 'examples' in the YAML file of a task",
             split=split,
             benchmark=benchmark.name,
         )

@@ -130,7 +130,7 @@ def choose_checkpoints_to_average(ledger: Ledger, segment: int | None, last: int
     if count < 2 or len(available) < count:
         raise InputError(
             "training.too_few_checkpoints",
-            "An average needs {needed} checkpoints. Segment {segment} and the trunk segments before it with the same recipe have "
+            "An average needs {needed} checkpoints. Segment {segment}, with the earlier trunk segments of the same recipe, has "
             "checkpoints of these steps: {steps}. Average fewer checkpoints (--last, at least 2), or raise keep_checkpoints in the recipe.",
             needed=max(count, 2), segment=row.id, steps=[source.step for source in available] or "none",
         )  # fmt: skip
@@ -305,7 +305,7 @@ def load_held_out_loss(plant: Plant) -> HeldOutLoss:
     if not shares:
         raise InputError(
             "training.no_held_out_documents",
-            "None of the held-out documents (dev half) has a domain from the target in policies/gates/release.yaml. "
+            "No held-out document of the dev half has a domain that counts for the target in policies/gates/release.yaml. "
             "Ingest more documents.",
         )
     total = sum(shares.values())

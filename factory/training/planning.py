@@ -395,13 +395,13 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
         refused.insert(0, "context")
     if refused:
         accept = Message(
-            "training.accept_model_change", "Or add accept_changes: [{keys}] to the recipe, and training continues from the present weights. ",
+            "training.accept_model_change", "You can add accept_changes: [{keys}] to the recipe. Training then continues from the present weights. ",
             keys=refused,
         )  # fmt: skip
         raise ConfigError(
-            "training.model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. Undo the change. "
-            "{accept}Or train from step 0 in this workspace with 'factory rewind {root} -w {workspace}', which keeps "
-            "data, tokenizer and releases. Or begin another workspace with 'factory init --recipe {recipe} "
+            "training.model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. You can undo "
+            "the change. {accept}You can train from step 0 in this workspace with 'factory rewind {root} -w {workspace}', which keeps "
+            "data, tokenizer and releases. Or you can begin another workspace with 'factory init --recipe {recipe} "
             "--tokenizer {tokenizer} -w FOLDER'.",
             recipe_file=workspace.recipe_path(), segment=parent.id,
             changes=[f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused],
@@ -423,7 +423,7 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
         notes.append(
             Message(
                 "training.accept_changes_unused",
-                "Key 'accept_changes' in {recipe_file} names {keys}, but the recipe makes no such change. Remove {keys} from 'accept_changes'.",
+                "Key 'accept_changes' in {recipe_file} lists {keys}, but the recipe makes no such change. Remove {keys} from 'accept_changes'.",
                 recipe_file=workspace.recipe_path(),
                 keys=unused,
             )  # fmt: skip

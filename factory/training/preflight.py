@@ -126,7 +126,7 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Cod
     >>> found = PreflightEvidence("c0ffee", 10, 2, True, rounding=[near, near], apart={"accumulated": far})
     >>> judgement = judge_preflight(PreflightPolicy(parts=["accumulation"]), found)
     >>> print(judgement.outcome, str(judgement.reasons[0]).partition(". ")[2])
-    reject At step 11, loss differs by 0.03 of its value, but rounding causes a difference of only 2e-07.
+    reject At step 11, the relative difference of loss is 0.03, but rounding causes a relative difference of only 2e-07.
     """
     wrong, missing = list[Message](), list[Message]()
     for name, line in evidence.failed.items():
@@ -204,15 +204,18 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Cod
 
 def _beyond_exact(way: TrainingVariant, beyond: ExcessDifference) -> Message:
     return Message(
-        "training.preflight.bits_differ", "Preflight: {both} differ. At step {step}, {what} differs by {difference:.2g} of its value, but all bits "
+        "training.preflight.bits_differ",
+        "Preflight: {both} differ. At step {step}, the relative difference of {what} is {difference:.2g}, but all bits "
         "must be the same.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
     )  # fmt: skip
 
 
 def _beyond_rounding(way: TrainingVariant, beyond: ExcessDifference) -> Message:
     return Message(
-        "training.preflight.beyond_rounding", "Preflight: {both} differ. At step {step}, {what} differs by {difference:.2g} of its value, but "
-        "rounding causes a difference of only {rounding:.2g}.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
+        "training.preflight.beyond_rounding",
+        "Preflight: {both} differ. At step {step}, the relative difference of {what} is {difference:.2g}, but "
+        "rounding causes a relative difference of only {rounding:.2g}.",
+        both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
         rounding=beyond.rounding,
     )  # fmt: skip
 

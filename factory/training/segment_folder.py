@@ -182,7 +182,7 @@ def record_segment_done(ledger: Ledger, row: SegmentRow, folder: Path, result: d
     manifest = hashlib.sha256(read_text(path / "manifest.json").encode()).hexdigest()
     if manifest != result["manifest_sha256"]:
         raise SegmentError(
-            "training.other_checkpoint", "Segment {segment}: {checkpoint} is not the checkpoint that the trainer's result names.",
+            "training.other_checkpoint", "Segment {segment}: {checkpoint} is not the checkpoint in the trainer's result.",
             segment=row.id, checkpoint=path,
         )  # fmt: skip
     try:

@@ -83,8 +83,8 @@ def make_repair_advice(error: BaseException | None) -> str:
         ):
             return Message(
                 "outages.damaged",
-                ". MLflow's database is damaged. Stop 'factory run'. Then restore the database's backup and send everything that is "
-                "missing: 'factory check --repair'",
+                " (MLflow's database is damaged. Stop 'factory run'. Then restore the database's backup and send everything that is "
+                "missing: 'factory check --repair')",
             )
         error = error.__cause__ or error.__context__
     return ""

@@ -50,8 +50,8 @@ REMOVABLE_TAGS = frozenset({"removed_data", "release", "bundle", "overridden_by"
 ABOUT = Message(
     "registry.about",
     "Each version is a judged candidate. The version with the alias champion is the release that is served. The version "
-    "with the alias candidate was judged last. Click a version for its verdict, numbers, reasons, and links to report, "
-    "pictures, training and bundle. To approve or reject a candidate, set the tag approval of its version. A useful "
+    "with the alias candidate was judged last. Click a version to see its verdict, numbers and reasons. Its page also has links "
+    "to the report, the pictures, the training and the bundle. To approve or reject a candidate, set the tag approval of its version. A useful "
     "filter: tags.verdict = 'promote'. The factory's ledger decides; this page only shows the ledger's content.",
 )
 

@@ -160,7 +160,7 @@ def make_decision_tags(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] |
         if over := find_override(ledger, VerdictRow.get(ledger, release.verdict)):
             return OVERRIDDEN, Message(
                 "releases.released_overridden",
-                "released by {person} as release {release}, although the gate held the candidate: {reason}",
+                "released by {person} as release {release}, although the gate blocked the candidate: {reason}",
                 release=release.number,
                 person=over["by"],
                 reason=over["why"],

@@ -73,7 +73,7 @@ ABOUT = {
     ),
     ARMS: Message(
         "runs.about_runs",
-        "Each run is a variant of the model that was trained for a comparison. Segments are not in this list. Certificates, "
+        "Each run trained a variant of the model for a comparison. Segments are not in this list. Certificates, "
         "preflights, audits, diagnoses, replicas and gates start such runs. Filter by tags.purpose and tags.for.",
     ),
     PROFILES: Message("runs.about_profiles", "Each run is a line profile of the training code."),

@@ -64,7 +64,7 @@ def render_description(
     }
     override = Message(
         "version_page.overridden",
-        "**Released although the gate held it**, by {person}",
+        "**Released although the gate blocked it**, by {person}",
         person=_plain(places.overridden or ""),
     )
     lines = [
