@@ -30,9 +30,9 @@ class TaskEvidence:
     variances: Mapping[str, float] = field(default_factory=dict)  # metric → variance of the champion's item values
 
     @classmethod
-    def from_problem(cls, words: str, remedy: str) -> TaskEvidence:
+    def from_problem(cls, problem: str, remedy: str) -> TaskEvidence:
         """The evidence of a task that could not be measured or compared."""
-        return cls(problems=(words,), remedies={words: remedy})
+        return cls(problems=(problem,), remedies={problem: remedy})
 
     def __bool__(self) -> bool:
         return bool(self.evaluations or self.problems)

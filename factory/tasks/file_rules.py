@@ -50,10 +50,10 @@ def _or(ways: Mapping[str, int] | set[str]) -> str:
     return " or ".join(words for way, words in WAYS.items() if way in ways)
 
 
-def refuse_examples_among_items(items: Sequence[TaskItem], shown: Sequence[TaskItem], where: str) -> None:
+def refuse_examples_among_items(items: Sequence[TaskItem], examples: Sequence[TaskItem], where: str) -> None:
     """Raises: TaskError if an example asks the same question as a tested item. Ids, case, blanks and punctuation do not count."""
     tested = {_asked(item): item for item in reversed(items)}
-    for example in shown:
+    for example in examples:
         if (same := tested.get(_asked(example))) is not None:
             raise TaskError(
                 "file_rules.shown_item",

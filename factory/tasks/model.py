@@ -165,16 +165,16 @@ class TaskModel:
         return [float(value) for value in sums]
 
     def generate(
-        self, prompts: Sequence[str], how: GenerationParameters, seeds: Sequence[int], advance: Advance
+        self, prompts: Sequence[str], parameters: GenerationParameters, seeds: Sequence[int], advance: Advance
     ) -> list[GeneratedText]:
         """A text for each prompt, drawn with the prompt's own seed. Raises: TaskError if ``max_tokens`` leaves no room for a prompt."""
-        room = self.context_length - how.max_tokens
+        room = self.context_length - parameters.max_tokens
         if room <= 0:
             raise TaskError(
                 "model.no_room",
                 "An answer of {max_tokens:,} tokens leaves no room for a question in the model's context of {context:,} tokens. "
                 "Lower max_tokens of the task",
-                max_tokens=how.max_tokens, context=self.context_length,
+                max_tokens=parameters.max_tokens, context=self.context_length,
             )  # fmt: skip
         encoded = []
         for prompt in prompts:
@@ -185,18 +185,22 @@ class TaskModel:
         found: list[GeneratedText] = [GeneratedText("", False)] * len(encoded)
         stops = {self.tokenizer.end_token, self.tokenizer.stop_token}
         while ranked:
-            many = max(1, min(ROWS, self.batch_tokens // (len(encoded[ranked[0]]) + how.max_tokens)))
+            many = max(1, min(ROWS, self.batch_tokens // (len(encoded[ranked[0]]) + parameters.max_tokens)))
             batch, ranked = ranked[:many], ranked[many:]
-            draw = _likeliest if how.temperature == 0 else _draw([seeds[index] for index in batch], how.temperature)
+            draw = (
+                _likeliest
+                if parameters.temperature == 0
+                else _draw([seeds[index] for index in batch], parameters.temperature)
+            )
             written = self.model.generate(
                 [encoded[index] for index in batch],
-                how.max_tokens,
+                parameters.max_tokens,
                 stops,
                 draw,
-                lambda tokens: any(word in self.tokenizer.decode(tokens) for word in how.stop),
+                lambda tokens: any(word in self.tokenizer.decode(tokens) for word in parameters.stop),
             )
             for index, one in zip(batch, written, strict=True):
-                found[index] = GeneratedText(_until(self.tokenizer.decode(one.tokens), how.stop), one.ended)
+                found[index] = GeneratedText(_until(self.tokenizer.decode(one.tokens), parameters.stop), one.ended)
             advance(len(batch))
         return found
 

@@ -127,11 +127,11 @@ def read_baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
     return next((row.summary for row in rows if row.summary.get("task") == name), None)
 
 
-def measure_new_baseline(plant: Plant, task: EvalTask, policy: TasksPolicy, by: str) -> int | None:
+def measure_new_baseline(plant: Plant, task: EvalTask, policy: TasksPolicy, person: str) -> int | None:
     """Make the task's present protocol the baseline and measure the champion with it. Returns the id of the champion's evaluation."""
     best = find_champion(plant.ledger)
     number = measure_task(plant, best.candidate, task, policy) if best else None
     with plant.ledger.begin() as tx:
-        detail = {"protocol": task.protocol_sha256, "format": task.format, "by": by, "evaluation": number}
+        detail = {"protocol": task.protocol_sha256, "format": task.format, "by": person, "evaluation": number}
         record_event(tx, "task_baseline", f"task:{task.name}", detail)
     return number

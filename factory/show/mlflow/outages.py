@@ -68,10 +68,10 @@ def refuse_during_outage(uri: str) -> None:
             os.environ[name] = str(value)
 
 
-def note_server_failure(error: BaseException, seconds: float) -> None:
+def note_server_failure(error: BaseException, waited_seconds: float) -> None:
     """Note an error of MLflow. If the server did not answer, it is not asked for a while."""
     if (server := _servers.get(_asked)) and any(word in str(error) for word in NO_ANSWER):
-        server.pause_until, server.why = time.monotonic() + PAUSE_FACTOR * seconds, f"for {seconds:.0f} s"
+        server.pause_until, server.why = time.monotonic() + PAUSE_FACTOR * waited_seconds, f"for {waited_seconds:.0f} s"
         server.request_limit = min(MOST, 2 * server.request_limit)
 
 

@@ -170,7 +170,7 @@ def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
     assert row is not None
     export = Path(row.export_path)
     (workspace.tokenizer / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])
-    write_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export, as_it_was=True)
+    write_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export, original_defaults=True)
     with ledger.begin() as tx:
         tx.execute(candidates.update().values(export_sha256=hash_export_folder(export)))
         tx.execute(events.update().where(events.c.kind == "candidate").values(detail={"segment": row.segment}))

@@ -101,10 +101,10 @@ class Noting(TaskModel):
     asked: list[str] = field(default_factory=list)
 
     def generate(
-        self, prompts: Sequence[str], how: GenerationParameters, seeds: Sequence[int], advance: Advance
+        self, prompts: Sequence[str], parameters: GenerationParameters, seeds: Sequence[int], advance: Advance
     ) -> list[GeneratedText]:
         self.asked += prompts
-        return super().generate(prompts, how, seeds, advance)
+        return super().generate(prompts, parameters, seeds, advance)
 
 
 def by_itself(world: World, folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
