@@ -42,7 +42,7 @@ def generate_and_check(
     drawn = model.generate([prompt for _, prompt, _ in asked], how, seeds, advance)
     if task.kind == "code":
         programs = [
-            (item.program_of_reply(one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)
+            (item.make_program_of_reply(one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)
         ]
         checked = check_programs(programs, limits)
     else:
