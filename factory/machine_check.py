@@ -43,7 +43,7 @@ def run_checks(workspace: Workspace | None, deep: bool = False, progress: Progre
         ("llm endpoint", lambda: _endpoint(workspace)),
     ]
     if workspace:
-        from factory.repairs.examining import CHECKS
+        from factory.repairs.workspace_examination import CHECKS
 
         of_workspace = {
             "workspace": _workspace, "ranks": _ranks, "training": _training, "repository": _repository, "policies": _policies,
@@ -336,7 +336,7 @@ def _policies(workspace: Workspace) -> CheckResult:
 
 def _ledger(workspace: Workspace) -> CheckResult:
     from factory.ledger.ledger import Ledger, metadata, sa
-    from factory.repairs.examining import find_damaged_databases
+    from factory.repairs.workspace_examination import find_damaged_databases
 
     if fault := next((fault for fault in find_damaged_databases(workspace) if fault.kind == "ledger"), None):
         return False, f"{fault.problem}; {fault.remedy}"
@@ -389,7 +389,7 @@ def _backups(workspace: Workspace) -> CheckResult:
 def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> CheckResult:
     """Check all files of one kind that the ledger names, and list their faults."""
     from factory.ledger.ledger import Ledger
-    from factory.repairs.examining import CHECKS, find_damaged_databases
+    from factory.repairs.workspace_examination import CHECKS, find_damaged_databases
 
     if kind == "mlflow":
         faults = [fault for fault in find_damaged_databases(workspace) if fault.kind == kind]

@@ -65,7 +65,7 @@ class CheckpointWriter:
         """Wait until the tensors of the last save may change."""
         self._copied.wait()
 
-    def raise_finished_save_error(self) -> None:
+    def raise_if_finished_save_failed(self) -> None:
         """Raise the error of the last save, if that save has finished."""
         if self._pending is not None and self._pending.done():
             self.wait_for_last_save()

@@ -19,8 +19,8 @@ from trainer.batch import Batch
 from trainer.checkpoint_writer import CheckpointWriter, count_host_bytes
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Regions, SkippedCheckpoint, Tensors
+from trainer.contract.checkpoint.model_function_changes import refuse_unaccepted_changes
 from trainer.contract.checkpoint.region import Region
-from trainer.contract.checkpoint.same_function import refuse_unaccepted_changes
 from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES, refuse_unsupported_precision

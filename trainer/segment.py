@@ -48,7 +48,7 @@ def run_segment(folder: Path) -> None:
         return
     ranks = Ranks.join(spec.recipe.parallel, spec.recipe.model)
     try:
-        spec.recipe.batch.refuse_uneven_ranks(ranks.data_ranks)
+        spec.recipe.batch.refuse_uneven_split(ranks.data_ranks)
         start, skipped = find_start_checkpoint(folder, spec, ranks)
         run = SegmentRun(spec, ranks, start)
         run.skipped += skipped
@@ -168,7 +168,7 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
                 metrics.sync()
                 anomalies.sync()
                 run.save()
-            writer.raise_finished_save_error()
+            writer.raise_if_finished_save_failed()
             if reads and run.stop_asked and not ended:
                 writer.wait_for_last_save()
                 raise StoppedBySignalError(

@@ -59,11 +59,12 @@ class ImprovementPolicy(StrictSchema):
     """The agents, in the order in which they work. Each works until it finds nothing more. Without an endpoint ``kernel-engineer`` is left out."""
     per_day: ImprovementBudget = ImprovementBudget()
 
-    def allows_stage_at(self, minute: int) -> bool:
+    def allows_stage_at_minute_of_day(self, minute: int) -> bool:
         """True if ``when`` and ``night`` allow a stage to begin at that minute of the day.
 
-        >>> (ImprovementPolicy(when="nightly").allows_stage_at(23 * 60), ImprovementPolicy(when="nightly").allows_stage_at(6 * 60),
-        ...  ImprovementPolicy().allows_stage_at(0))
+        >>> (ImprovementPolicy(when="nightly").allows_stage_at_minute_of_day(23 * 60),
+        ...     ImprovementPolicy(when="nightly").allows_stage_at_minute_of_day(6 * 60),
+        ...  ImprovementPolicy().allows_stage_at_minute_of_day(0))
         (True, False, False)
         """
         if self.when != NIGHTLY:

@@ -14,10 +14,10 @@ from itertools import combinations
 from agents.line_profiler.capture import Line, RecordedOperation
 from agents.line_profiler.lines import read_source_lines
 from agents.line_profiler.profile_schema import (
+    ConcurrencyCandidate,
     DataFlowEdge,
     FusionCandidate,
     ProfiledLine,
-    StreamCandidate,
     format_line_name,
 )
 
@@ -154,7 +154,7 @@ def _joined(groups: Iterable[Sequence[Line]]) -> dict[Line, Line]:
     return {line: root(line) for line in parent}
 
 
-def find_stream_candidates(events: Sequence[RecordedOperation], step_s: float) -> list[StreamCandidate]:
+def find_concurrency_candidates(events: Sequence[RecordedOperation], step_s: float) -> list[ConcurrencyCandidate]:
     """Pairs of branches that start at one tensor and do not depend on each other, largest gain first. All layers share their lines.
 
     A branch is its first operation and all operations that depend on it, without those that depend on the other branch too. A kernel op
@@ -189,7 +189,9 @@ def find_stream_candidates(events: Sequence[RecordedOperation], step_s: float) -
         branches = tuple(tuple(dict.fromkeys(places[n] for n in _members(bits))) for bits in (mine, other))
         if gain >= LEAST_GAIN * step_s:
             fork = places[producer]
-            candidates.append(StreamCandidate(fork, (branches[0], branches[1]), backward, times, gain, gain / step_s))
+            candidates.append(
+                ConcurrencyCandidate(fork, (branches[0], branches[1]), backward, times, gain, gain / step_s)
+            )
     return sorted(candidates, key=lambda c: -c.gain_s)[:MOST_LISTED]
 
 

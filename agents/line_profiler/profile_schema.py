@@ -115,7 +115,7 @@ class FusionCandidate:
 
 
 @dataclass(frozen=True)
-class StreamCandidate:
+class ConcurrencyCandidate:
     """Two branches that start at one tensor and do not depend on each other. They could run on two streams.
 
     ``gain_s``: the time of the shorter branch, which the longer one could hide. It is an upper bound.
@@ -155,7 +155,7 @@ class Profile:
         DataFlowEdge, ...
     ]  # of the forward pass and the optimiser, in the order in which they are first walked
     fusion_candidates: tuple[FusionCandidate, ...]  # largest gain first
-    stream_candidates: tuple[StreamCandidate, ...]
+    stream_candidates: tuple[ConcurrencyCandidate, ...]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

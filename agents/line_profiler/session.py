@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from agents.line_profiler.capture import ROOT, Line, OperationRecorder, RecordedOperation
-from agents.line_profiler.graph import find_data_flow_edges, find_fusion_candidates, find_stream_candidates
+from agents.line_profiler.graph import find_concurrency_candidates, find_data_flow_edges, find_fusion_candidates
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, IsolatedTime, time_operations_alone
 from agents.line_profiler.lines import PeakRates, summarise_data_loader_lines, summarise_lines, summarise_ops
 from agents.line_profiler.profile_schema import FORMAT, IsolationStatistics, Profile, TorchProfilerComparison
@@ -41,7 +41,7 @@ from kernels.contract.message import Message
 from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
-from trainer.contract.plan.precision import DTYPES, choose_this_device, replace_auto_precision
+from trainer.contract.plan.precision import DTYPES, choose_training_device, replace_auto_precision
 from trainer.contract.plan.rates import measure_matmul_rate, measure_memory_rate
 from trainer.contract.recipe import Recipe
 from trainer.run import SegmentRun
@@ -76,7 +76,7 @@ def measure_profile(
 
     Raises: TrainerError, KernelError.
     """
-    recipe = replace_auto_precision(recipe, choose_this_device())
+    recipe = replace_auto_precision(recipe, choose_training_device())
     with allow_bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report(Message("line_profiler.eager_step", "preparing the eager step"))
         run = make_segment_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
@@ -134,7 +134,7 @@ def measure_profile(
         ops=tuple(summarise_ops(events, recorder.op_calls, choice, step_s, device.type)),
         edges=tuple(find_data_flow_edges(events, recorder.callers)),
         fusion_candidates=tuple(find_fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
-        stream_candidates=tuple(find_stream_candidates(events, step_s)),
+        stream_candidates=tuple(find_concurrency_candidates(events, step_s)),
     )
     return ProfileSession(found, events)
 

@@ -21,7 +21,7 @@ from kernels.contract.op import KernelError
 from kernels.contract.precision import allow_bf16_matmul
 from trainer.batch import make_batch
 from trainer.contract.errors import TrainerError
-from trainer.contract.plan.precision import DTYPES, choose_this_device, replace_auto_precision
+from trainer.contract.plan.precision import DTYPES, choose_training_device, replace_auto_precision
 from trainer.contract.recipe import Recipe
 
 STEPS, SECONDS = 8, 6.0
@@ -33,7 +33,7 @@ def measure_step_rate(recipe: Recipe, kernels: Path, steps: int = STEPS) -> dict
     Raises: TrainerError, KernelError.
     """
     began = time.perf_counter()
-    recipe = replace_auto_precision(recipe, choose_this_device())
+    recipe = replace_auto_precision(recipe, choose_training_device())
     with allow_bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="rate-") as folder:
         run = make_segment_run(recipe, kernels, Path(folder), steps=steps + 2, compile=recipe.compile)
         run.train_step(make_batch(run.order).to(run.ranks.device))

@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
-from trainer.contract.plan.precision import choose_this_device, replace_auto_precision
+from trainer.contract.plan.precision import choose_training_device, replace_auto_precision
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
@@ -31,7 +31,7 @@ def make_segment_run(
 
     Raises: TrainerError, KernelError.
     """
-    recipe = replace_auto_precision(recipe, choose_this_device()).model_copy(update={"compile": compile})
+    recipe = replace_auto_precision(recipe, choose_training_device()).model_copy(update={"compile": compile})
     recipe = recipe if compile else recipe.model_copy(update={"cuda_graphs": "off"})
     wanted = steps * recipe.tokens_per_step * 2
     shard = write_token_shard(

@@ -135,7 +135,7 @@ class ReplayBench(Protocol):
         """For each domain, the shards that joined last compared with the earlier ones; empty if none joined."""
 
 
-def make_arms_against_large_steps(case: AnomalyCase) -> list[ReplayArm]:
+def make_arms_with_smaller_steps(case: AnomalyCase) -> list[ReplayArm]:
     """Arms with smaller steps of the optimiser. If the optimiser's keys changed since the previous segment, the old values come first.
 
     A warm-up of twice the length about halves the rate at the anomaly. A longer one lowers it further.

@@ -25,7 +25,7 @@ from agents.loss_doctor.arms import (
     ReplayBench,
     ReplayBudgetSpentError,
     make_arm_without_accumulation,
-    make_arms_against_large_steps,
+    make_arms_with_smaller_steps,
 )
 from agents.loss_doctor.causes import (
     BAD_DATA,
@@ -72,7 +72,7 @@ class Diagnosis:
     suspects: tuple[str, ...]
     outcomes: tuple[ArmOutcome, ...]
     steps: int  # replayed in all
-    remedy: str = ""  # the arm of ``make_arms_against_large_steps`` that cleared the anomaly
+    remedy: str = ""  # the arm of ``make_arms_with_smaller_steps`` that cleared the anomaly
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, without the curves."""
@@ -183,7 +183,7 @@ class _Consultation:
         if choose_cause(self.findings) is None and self.case.has_previous_mixture:
             self._tried(MIXTURE)
         if choose_cause(self.findings) is None and self.case.was_otherwise:
-            self._tried_rate(make_arms_against_large_steps(self.case)[0])
+            self._tried_rate(make_arms_with_smaller_steps(self.case)[0])
 
     def _numerics(self) -> None:
         if self.case.recipe["precision"] != "fp32":
@@ -321,7 +321,7 @@ class _Consultation:
             self._tried(EARLIER)
 
     def _rate(self) -> None:
-        for arm in make_arms_against_large_steps(self.case):
+        for arm in make_arms_with_smaller_steps(self.case):
             if self._tried_rate(arm):
                 return
 

@@ -91,7 +91,7 @@ def suggest_rate_changes(record: TrainingRecord, tried: RejectedDirections) -> I
         move = math.copysign(math.log(factor), off)
         speed = math.exp(CURVATURE * (off**2 - (off - move) ** 2))
         new = float(f"{rate * math.exp(move):.3g}")
-        yield RecipeChange(("optimizer", "lr"), rate, new, record.predict_gain_from_token_worth(speed), why)
+        yield RecipeChange(("optimizer", "lr"), rate, new, record.predict_gain_if_token_is_worth(speed), why)
     warm = record.recipe.schedule.warmup_steps
     if warm > record.step:
         new_warm = 2 * warm if record.trouble else max(1, warm // 2)
@@ -102,7 +102,7 @@ def suggest_rate_changes(record: TrainingRecord, tried: RejectedDirections) -> I
                 anomalies=record.trouble,
             )
             yield RecipeChange(
-                ("schedule", "warmup_steps"), warm, new_warm, record.predict_gain_from_token_worth(1.05), reason
+                ("schedule", "warmup_steps"), warm, new_warm, record.predict_gain_if_token_is_worth(1.05), reason
             )
 
 
@@ -123,7 +123,7 @@ def suggest_mixture_changes(record: TrainingRecord) -> Iterator[RecipeChange]:
             gain = (
                 OWN
                 * sum(
-                    record.domain_slopes[n] * math.log1p(record.judged_share_of_tokens * (after / before - 1))
+                    record.domain_slopes[n] * math.log1p(record.gate_run_share_of_tokens * (after / before - 1))
                     for n, (before, after) in shares.items()
                 )
                 / len(named)
@@ -157,7 +157,7 @@ def suggest_batch_changes(record: TrainingRecord) -> Iterator[RecipeChange]:
             fewer=1 - 1 / speed,
         )
         yield RecipeChange(
-            ("batch", "sequences"), sequences, sequences // 2, record.predict_gain_from_token_worth(speed), why
+            ("batch", "sequences"), sequences, sequences // 2, record.predict_gain_if_token_is_worth(speed), why
         )
 
 
@@ -175,14 +175,16 @@ def suggest_schedule_changes(record: TrainingRecord) -> Iterator[RecipeChange]:
         )
         new = math.ceil(1.5 * rule.anneal_steps)
         yield RecipeChange(
-            ("schedule", "anneal_steps"), rule.anneal_steps, new, record.predict_gain_from_token_worth(1.03), why
+            ("schedule", "anneal_steps"), rule.anneal_steps, new, record.predict_gain_if_token_is_worth(1.03), why
         )
     if rule.shape != "1-sqrt":
         why = Message(
             "recipe_scout.shape",
             "an anneal of the shape 1 − sqrt ends with a lower loss than other shapes (arXiv 2405.18392 §3)",
         )
-        yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", record.predict_gain_from_token_worth(1.03), why)
+        yield RecipeChange(
+            ("schedule", "shape"), rule.shape, "1-sqrt", record.predict_gain_if_token_is_worth(1.03), why
+        )
 
 
 def suggest_regulariser_changes(record: TrainingRecord) -> Iterator[RecipeChange]:
@@ -195,7 +197,7 @@ def suggest_regulariser_changes(record: TrainingRecord) -> Iterator[RecipeChange
             "limit may be safe",
             clipped=record.clipped,
         )
-        gain = record.predict_gain_from_token_worth(1 + 0.1 * record.clipped)
+        gain = record.predict_gain_if_token_is_worth(1 + 0.1 * record.clipped)
         yield RecipeChange(("stability", "grad_clip"), stability.grad_clip, 2 * stability.grad_clip, gain, why)
     if record.trouble:
         why = Message(
@@ -205,7 +207,7 @@ def suggest_regulariser_changes(record: TrainingRecord) -> Iterator[RecipeChange
         )
         new = 10 * stability.z_loss or 1e-4
         yield RecipeChange(
-            ("stability", "z_loss"), stability.z_loss, new, record.predict_gain_from_token_worth(1.03), why
+            ("stability", "z_loss"), stability.z_loss, new, record.predict_gain_if_token_is_worth(1.03), why
         )
     elif record.z_share > 0.01 and stability.z_loss:
         why = Message(
@@ -217,12 +219,12 @@ def suggest_regulariser_changes(record: TrainingRecord) -> Iterator[RecipeChange
             ("stability", "z_loss"),
             stability.z_loss,
             stability.z_loss / 10,
-            record.predict_gain_from_token_worth(1.03),
+            record.predict_gain_if_token_is_worth(1.03),
             why,
         )
     for factor in (2.0, 0.5):
         why = Message(
             "recipe_scout.weight_decay", "no measurement tells which weight decay is best: only a trial can tell"
         )
-        gain = record.predict_gain_from_token_worth(1.01)
+        gain = record.predict_gain_if_token_is_worth(1.01)
         yield RecipeChange(("optimizer", "weight_decay"), decay, (decay or 0.05) * factor, gain, why)

@@ -39,13 +39,13 @@ class TrainingRecord:
     sample: tuple[str, ...] = ()  # lines of the record for a reader, oldest first
 
     @property
-    def judged_share_of_tokens(self) -> float:
+    def gate_run_share_of_tokens(self) -> float:
         """The tokens of one of the gate's runs, as a share of all tokens that its weights were trained on."""
         return self.judged_tokens / (self.tokens + self.judged_tokens)
 
-    def predict_gain_from_token_worth(self, token_worth: float) -> float:
+    def predict_gain_if_token_is_worth(self, token_worth: float) -> float:
         """Bits per byte gained when each token of the judged run is worth ``token_worth`` tokens, by the loss's slope."""
-        return self.slope * math.log1p(self.judged_share_of_tokens * (token_worth - 1))
+        return self.slope * math.log1p(self.gate_run_share_of_tokens * (token_worth - 1))
 
 
 def make_training_record(

@@ -278,7 +278,7 @@ def sandbox(context: Context) -> None:
 def what_hinders(answer: Callable[[], str]) -> list[str]:
     """Which of the sandbox's walls the driver does not pass, by taking them away one by one: two that hide each other are not found. ``answer``
     makes a sandbox and asks in it."""
-    from factory.sandbox import bubblewrap, seccomp_filter, view
+    from factory.sandbox import bubblewrap, filesystem_view, seccomp_filter
 
     every = dict(seccomp_filter.CALLS)
     found = []
@@ -298,10 +298,10 @@ def what_hinders(answer: Callable[[], str]) -> list[str]:
     if found and found[0] == "any filter of system calls":
         for call in every:
             without(call, filter, "CALLS", {name: numbers for name, numbers in every.items() if name != call})
-    launcher = view.LAUNCHER.read_text(encoding="utf-8")
+    launcher = filesystem_view.LAUNCHER.read_text(encoding="utf-8")
     assert launcher.count(call := '    forbid_writing_outside(rules["writable"])\n') == 1
     with tempfile.TemporaryDirectory() as folder:
-        other = Path(folder) / view.LAUNCHER.name
+        other = Path(folder) / filesystem_view.LAUNCHER.name
         other.write_text(launcher.replace(call, ""))
         without("Landlock", bubblewrap, "LAUNCHER", other)
     without("a user of its own", bubblewrap, "USER", os.getuid())

@@ -21,7 +21,7 @@ from benchmarks.gpu.right import ORDER, compile_every_shape, interpreter_is_too_
 from benchmarks.gpu.rivals import WHOLE_ROWS, Rival, Unavailable, disagreement, rivals
 from benchmarks.gpu.worker import Context, poisoned, short
 from benchmarks.support.waits import waits
-from kernels.contract.choice import find_untuned_implementation, split_implementation_names
+from kernels.contract.choice import find_default_implementation, split_implementation_names
 from kernels.contract.machine import describe_this_machine
 from kernels.contract.op import Inputs, Op, OracleCase, Shape
 from kernels.contract.oracle import compare_with_fp64, compute_outputs_and_gradients
@@ -178,7 +178,7 @@ def items(settings: Settings) -> list[Item]:
 
 def in_order(op: Op, number: int, device: str) -> list[Rival]:
     """All that is timed at the n-th width, what ``auto`` runs on this machine first, then eager: without the two nothing is told."""
-    shipped = split_implementation_names(find_untuned_implementation(op.name, describe_this_machine().name))
+    shipped = split_implementation_names(find_default_implementation(op.name, describe_this_machine().name))
     every = [rival for rival in rivals(op, device) if number == 0 or rival.implementation not in FIRST_WIDTH_ALONE]
     rank = lambda rival: (
         rival.implementation != shipped[0],
@@ -193,7 +193,7 @@ def always_tried(rival: Rival, op: Op) -> bool:
     return (
         rival.name == "eager"
         or rival.implementation
-        == split_implementation_names(find_untuned_implementation(op.name, describe_this_machine().name))[0]
+        == split_implementation_names(find_default_implementation(op.name, describe_this_machine().name))[0]
     )
 
 

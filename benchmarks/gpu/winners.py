@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kernels.contract.choice import CAPABILITY, UNTUNED, find_untuned_implementation, split_implementation_names
+from kernels.contract.choice import CAPABILITY, UNTUNED, find_default_implementation, split_implementation_names
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def decisions(timed: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]],
 
 
 def _decided(op: str, timed: list[dict[str, Any]], failed: list[dict[str, Any]], machine: str) -> Decision:
-    shipped = find_untuned_implementation(op, machine)
+    shipped = find_default_implementation(op, machine)
     right: dict[str, dict[int, dict[str, Any]]] = {}  # name → width → its record
     others: dict[str, dict[int, dict[str, Any]]] = {}  # that are not registered
     for r in timed:

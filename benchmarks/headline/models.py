@@ -48,7 +48,7 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError
 from trainer.contract.json_lines import read_json_lines
-from trainer.contract.plan.precision import DTYPES, choose_this_device, replace_auto_precision
+from trainer.contract.plan.precision import DTYPES, choose_training_device, replace_auto_precision
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import compute_lr_share
@@ -123,7 +123,7 @@ def recipe_of(steps: int, width: int, lr: float, compile: bool = True) -> Recipe
     raw["schedule"] |= {"trunk_steps": trunk, "anneal_steps": anneal, "warmup_steps": warm_up}
     raw["optimizer"] |= {"lr": lr}
     raw["stability"] = {"noise_scale_every": 0}  # it would split a batch of each 32 steps in two, and compile halves
-    return replace_auto_precision(Recipe.parse(raw), choose_this_device())
+    return replace_auto_precision(Recipe.parse(raw), choose_training_device())
 
 
 def ingest_library(root: Path, progress: Progress, share: float = 1.0) -> Plant:
@@ -132,7 +132,7 @@ def ingest_library(root: Path, progress: Progress, share: float = 1.0) -> Plant:
     _write_data_policy(workspace)
     plant = Plant(workspace, make_or_open_ledger(workspace), progress)
     write_corpus(workspace.inbox, progress, share)
-    for path in list_complete_files(plant, settle=0.0):
+    for path in list_complete_files(plant, settle_seconds=0.0):
         ingest_and_move(plant, path)
     return plant
 

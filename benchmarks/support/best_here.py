@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from kernels.contract.machine import choose_fast_precision, describe_this_machine
-from trainer.contract.plan.precision import DTYPES, choose_this_device, replace_auto_precision
+from trainer.contract.plan.precision import DTYPES, choose_training_device, replace_auto_precision
 from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ DTYPE = DTYPES[PRECISION]
 
 def demo_recipe() -> Recipe:
     """The demo's recipe, in the precision that trains fastest here."""
-    return replace_auto_precision(Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml"), choose_this_device())
+    return replace_auto_precision(Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml"), choose_training_device())
 
 
 def tuned_kernels(recipe: Recipe | None = None) -> Path:
@@ -42,5 +42,5 @@ def tuned_kernels(recipe: Recipe | None = None) -> Path:
     print(f"\ntuned for {describe_this_machine()}, {recipe.precision}: {choice}")
     path = folder / "kernels.yaml"
     os.environ[known] = str(path)
-    path.write_text(yaml.safe_dump({choose_this_device().type: choice}))
+    path.write_text(yaml.safe_dump({choose_training_device().type: choice}))
     return path

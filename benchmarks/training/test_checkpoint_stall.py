@@ -74,7 +74,7 @@ def test_a_checkpoint_hardly_stalls_a_step_nor_slows_a_run(tmp_path: Path) -> No
                 run.save()
                 handed = time.perf_counter() - start
             run.train_step(next(batches).to(run.ranks.device))
-            writer.raise_finished_save_error()
+            writer.raise_if_finished_save_failed()
             if save and i == 0:
                 stalls.append(handed + writer.seconds)
             if not save:

@@ -50,7 +50,7 @@ class DamagedDatabaseError(WorkspaceError):
     """SQLite reports that a database is damaged."""
 
 
-def format_backup_time() -> str:
+def make_backup_timestamp() -> str:
     """Return the present time in the format of backup names, such as '2026-01-31T12-00-00'."""
     return datetime.now(UTC).strftime(journal.NAME_TIME_FORMAT)
 

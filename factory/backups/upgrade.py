@@ -8,7 +8,7 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from alembic.script import ScriptDirectory
 
-from factory.backups.backups import back_up_daily, copy_database, format_backup_time
+from factory.backups.backups import back_up_daily, copy_database, make_backup_timestamp
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ledger.engine import get_sqlite_file
@@ -84,7 +84,7 @@ def _backup(workspace: Workspace, version: str) -> Path:
     # Remove the files of an upgrade that was killed, SQLite's logs too.
     for left in make_backup_folder(workspace).glob(".ledger-*.part*"):
         left.unlink()
-    path = make_backup_folder(workspace) / f"ledger-{version}-{format_backup_time()}.db"
+    path = make_backup_folder(workspace) / f"ledger-{version}-{make_backup_timestamp()}.db"
     aside = path.with_name(f".{path.name}.part")
     source = get_sqlite_file(workspace.ledger_url)
     assert source is not None

@@ -18,7 +18,7 @@ from factory.bundles.files.folder import (
     BundleFolder,
     escape_unprintable,
     find_first_json_difference,
-    make_no_object_error,
+    make_not_a_json_object_error,
     make_unexpected_key_message,
 )
 from factory.bundles.verdict_comparison import VerdictComparison
@@ -323,5 +323,5 @@ def _shown_error(error: InputError) -> Message:
 
 def _mapping(value: Any, who: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise make_no_object_error(f"{layout.MEASUREMENTS}: {who}")
+        raise make_not_a_json_object_error(f"{layout.MEASUREMENTS}: {who}")
     return value

@@ -18,8 +18,8 @@ from factory.bundles.documents.generated import generate_document
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.files.manifest import build_manifest
-from factory.bundles.gathering import read_release_files
 from factory.bundles.provenance import build_provenance_statement
+from factory.bundles.release_files import read_release_files
 from factory.bundles.shards import read_releasable_documents, to_json_line
 from factory.bundles.verifying import VerificationResult, verify_bundle
 from factory.core.errors import InputError

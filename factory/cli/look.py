@@ -27,7 +27,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show the factory's state and everything that waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
-    from factory.core.time_formats import convert_moments_to_iso
+    from factory.core.time_formats import convert_times_to_iso
     from factory.status.status import format_status_lines, read_status_facts
 
     workspace = Workspace.open(where)
@@ -43,7 +43,7 @@ def status(
                 from rich.console import Console
 
                 Console().clear()
-            print_json(convert_moments_to_iso(found)) if as_json else print("\n".join(format_status_lines(found)))
+            print_json(convert_times_to_iso(found)) if as_json else print("\n".join(format_status_lines(found)))
         if not watch:
             return
         time.sleep(WATCH_SECONDS)
@@ -56,11 +56,11 @@ def duties(plant: Plant, say: AnswerPrinter) -> None:
     The list shows whether a duty is due now, what holds the duty back, until when the duty rests after a failure, and when the duty was
     last done.
     """
-    from factory.core.time_formats import convert_moments_to_iso
+    from factory.core.time_formats import convert_times_to_iso
     from factory.duties.listing import collect_duty_facts, format_duty_list
 
     found = collect_duty_facts(plant)
-    say(convert_moments_to_iso(found), format_duty_list(found))
+    say(convert_times_to_iso(found), format_duty_list(found))
 
 
 @app.command()

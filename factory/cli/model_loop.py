@@ -146,7 +146,7 @@ def train(
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.training import train_segment as train_segment
     from factory.repairs.repairing import call_and_repair_on_failure
-    from factory.retrying.requests import refuse_while_paused
+    from factory.retrying.daemon_requests import refuse_while_paused
     from factory.retrying.trainer_deaths import find_open_segment
     from factory.training.planning import plan_trunk
 
@@ -212,7 +212,7 @@ def anneal(where: WorkspaceOption = DEFAULT) -> None:
     from factory.duties.releasing import find_unexported_segments
     from factory.duties.training import train_segment as train_segment
     from factory.repairs.repairing import call_and_repair_on_failure
-    from factory.retrying.requests import refuse_while_paused
+    from factory.retrying.daemon_requests import refuse_while_paused
     from factory.retrying.trainer_deaths import find_open_segment
     from factory.training.exporting import export_candidate
     from factory.training.planning import plan_anneal

@@ -31,10 +31,10 @@ def pause(
 
     The pause survives a restart of the factory.
     """
-    from factory.retrying import requests
+    from factory.retrying import daemon_requests
 
-    found = requests.pause_daemon(
-        plant.ledger, requests.EVERYTHING if everything else requests.TRAINING, get_current_user(), why
+    found = daemon_requests.pause_daemon(
+        plant.ledger, daemon_requests.EVERYTHING if everything else daemon_requests.TRAINING, get_current_user(), why
     )
     say(vars(found), f"  {found}")
     say.print_line(
@@ -48,9 +48,9 @@ def pause(
 @register_command(app)
 def resume(plant: Plant, say: AnswerPrinter) -> None:
     """End a pause that 'factory pause' began."""
-    from factory.retrying import requests
+    from factory.retrying import daemon_requests
 
-    ended = requests.resume_daemon(plant.ledger, get_current_user())
+    ended = daemon_requests.resume_daemon(plant.ledger, get_current_user())
     said = Message(
         "operate.resumed",
         "  The pause that {by} began is over. The daemon resumes {what}.",

@@ -274,7 +274,7 @@ def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
     live = remove_remains_and_get_live_commit(plant)
     held_by = (
         Message("code_loop.missing_device", "the machine that judged it lacked a device that this machine has")
-        if is_held_for_this_device(row.read_evidence(plant.ledger))
+        if was_held_for_missing_device(row.read_evidence(plant.ledger))
         else Message("code_loop.time_limit", "a time limit was reached")
     )
     plant.print_line(
@@ -293,7 +293,7 @@ def find_proposals_to_judge_again(ledger: Ledger, policy: PatchPolicy) -> list[P
     held = [
         (row, evidence)
         for row in ProposalRow.select(ledger, "WHERE outcome = 'hold' ORDER BY number")
-        if was_held_by_time_limit_only(evidence := row.read_evidence(ledger)) or is_held_for_this_device(evidence)
+        if was_held_by_time_limit_only(evidence := row.read_evidence(ledger)) or was_held_for_missing_device(evidence)
     ]
     times: dict[str, int] = {}
     for _, evidence in held:
@@ -305,11 +305,11 @@ def find_proposals_to_judge_again(ledger: Ledger, policy: PatchPolicy) -> list[P
         if row.state == "judged"
         and times[evidence["patch_id"]] <= policy.judge_again
         and row.verdict is not None
-        and (is_held_for_this_device(evidence) or VerdictRow.get(ledger, row.verdict).created_at <= since)
+        and (was_held_for_missing_device(evidence) or VerdictRow.get(ledger, row.verdict).created_at <= since)
     ]
 
 
-def is_held_for_this_device(evidence: Mapping[str, Any]) -> bool:
+def was_held_for_missing_device(evidence: Mapping[str, Any]) -> bool:
     """Return whether a patch was held only because its judge lacked a device that this machine has."""
     return find_only_missing_stage(evidence).get("waits_for") == devices.get_device_kind()
 

@@ -67,7 +67,7 @@ def read_newest_stages(db: SqlReader, now: float) -> list[BegunStage]:
     return found
 
 
-def compute_budget_use(db: SqlReader, stages: list[BegunStage], now: float) -> BudgetUse:
+def sum_budget_use(db: SqlReader, stages: list[BegunStage], now: float) -> BudgetUse:
     """Return the use in the 24 hours before ``now``: the time of the stages that ended then, and the cost of their language models."""
     since = now - DAY
     seconds = sum(one.left["seconds"] * one.left["devices"] for one in stages if one.left and one.until >= since)
@@ -102,7 +102,7 @@ def read_improvement_facts(db: SqlReader, policy: Mapping[str, Any], now: float)
         "begun": begun,
         "last": ended,
         "waits": "".join(waits),
-        "used": asdict(compute_budget_use(db, done, now)),
+        "used": asdict(sum_budget_use(db, done, now)),
     }
 
 

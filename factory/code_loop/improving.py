@@ -32,9 +32,9 @@ from factory.code_loop.improvements import (
     WAITS,
     BegunStage,
     BudgetUse,
-    compute_budget_use,
     format_stage_name,
     read_newest_stages,
+    sum_budget_use,
 )
 from factory.code_loop.profiling import QUICK, profile_live_code
 from factory.code_loop.proposing import AGENTS, make_workbench
@@ -101,7 +101,7 @@ def choose_next_stage(state: LoopState) -> LoopStage | str:
     """Return the stage to do now, or the reason why there is no stage. Pure. A proposal that was begun is finished first, even beyond the budget."""
     if state.policy.when == OFF:
         return Message("code_loop.off", "improve is off in agents.yaml")
-    if not state.policy.allows_stage_at(state.minute):
+    if not state.policy.allows_stage_at_minute_of_day(state.minute):
         return Message(
             "code_loop.waits_for_night", "the code loop waits for the night ({hours})", hours=state.policy.night
         )
@@ -185,18 +185,18 @@ class CodeLoopSituation:
         return LoopState(
             self.agents.improve,
             clock.tm_hour * 60 + clock.tm_min,
-            tuple(agent for agent in self.agents.improve.agents if agent != KERNEL_ENGINEER or self.has_model),
+            tuple(agent for agent in self.agents.improve.agents if agent != KERNEL_ENGINEER or self.has_language_model),
             frozenset(began["agent"] for began, left in ended if left.get("nothing")),
             next((left["profile"] for _, left in reversed(ended) if "profile" in left), None),
             (written.number, written.agent) if written else None,
             self._promoted(),
             killed,
             bool(ended) and "profile" in ended[-1][1],
-            compute_budget_use(self.db, self.past_stages, now),
+            sum_budget_use(self.db, self.past_stages, now),
         )
 
     @cached_property
-    def has_model(self) -> bool:
+    def has_language_model(self) -> bool:
         """Whether a language model is configured that answers without a person."""
         where = choose_endpoint(self.agents.llm, DEFAULTS)
         return where not in ("", NONE) and not where.startswith(FILES)
@@ -237,7 +237,7 @@ def do_stage(plant: Plant, stage: LoopStage) -> None:
     for table in (agent_runs, exchanges):
         table.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than these tables
     _introduce(plant, situation, stage)
-    model = situation.has_model and stage.name == PROPOSE and stage.agent != SEARCH
+    model = situation.has_language_model and stage.name == PROPOSE and stage.agent != SEARCH
     with plant.ledger.begin() as tx:
         began = {**stage.to_event_detail(), "situation": situation.situation_hash, "model": model}
         number = insert_row(tx, events, at=time.time(), kind=BEGAN, subject=SUBJECT, detail=began)
@@ -261,7 +261,7 @@ def do_stage(plant: Plant, stage: LoopStage) -> None:
 
 def _introduce(plant: Plant, situation: CodeLoopSituation, stage: LoopStage) -> None:
     """Tell the person which stage begins and, once, which agents are left out because no language model is configured."""
-    if KERNEL_ENGINEER in situation.agents.improve.agents and not situation.has_model:
+    if KERNEL_ENGINEER in situation.agents.improve.agents and not situation.has_language_model:
         if record_event_once(plant.ledger, ALONE, SUBJECT, {"left_out": [KERNEL_ENGINEER]}):
             plant.print_line(
                 Message(
@@ -271,7 +271,7 @@ def _introduce(plant: Plant, situation: CodeLoopSituation, stage: LoopStage) -> 
                     agent=KERNEL_ENGINEER,
                 )
             )
-    elif situation.has_model:
+    elif situation.has_language_model:
         record_event_once(plant.ledger, ALONE, SUBJECT, {"left_out": []})
     plant.print_line(
         Message(

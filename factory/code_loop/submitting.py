@@ -211,9 +211,9 @@ def require_isolation(workspace: Workspace) -> None:
 def record_drafted_proposal(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
     """Record a draft under the next number that neither the ledger nor a branch uses. Returns (number, name of the branch)."""
     with plant.ledger.begin() as tx:
-        taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.list_branch_numbers(
-            plant.workspace.repository
-        )
+        taken = {
+            row[0] for row in tx.execute(sa.select(proposals.c.number))
+        } | repository.list_numbers_of_proposal_branches(plant.workspace.repository)
         number = max(taken, default=0) + 1
         branch = repository.make_branch_name(drafted.agent, number, drafted.title)
         said = {name: getattr(drafted, name) for name in PROPOSED.split()}

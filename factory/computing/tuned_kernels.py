@@ -54,9 +54,9 @@ def open_live_kernels_file(workspace: Workspace) -> Iterator[tuple[Path, str]]:
 
 def get_tuning_path(workspace: Workspace, machine_class: str, precision: str) -> Path:
     """Return the path of the tuning of a machine class and a precision. fp8 uses the file of bf16."""
-    from kernels.contract.precision import find_precision_of_values
+    from kernels.contract.precision import find_compute_precision
 
-    return workspace.root / "tuning" / f"{machine_class}-{find_precision_of_values(precision)}.json"
+    return workspace.root / "tuning" / f"{machine_class}-{find_compute_precision(precision)}.json"
 
 
 def find_tuning(

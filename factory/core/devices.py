@@ -58,7 +58,7 @@ def get_compiled_code_folder(root: Path, commit: str) -> Path:
     """Return the folder of compiled kernels for the approved code of ``commit`` in the workspace ``root``: ``inductor/`` and ``triton/``.
 
     Each class of machine has its own folder, since compilers use instructions that other machines lack. Each commit has its own folder, so that
-    code never runs the compiled kernels of another commit. See ``factory.sandbox.view.make_cache_variables``.
+    code never runs the compiled kernels of another commit. See ``factory.sandbox.filesystem_view.make_cache_variables``.
     """
     from kernels.contract.machine import describe_this_machine
 

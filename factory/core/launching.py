@@ -49,7 +49,7 @@ def check_ranks_fit(workspace: Workspace, recipe: Recipe) -> None:
     """Check that the ranks of this machine can share the recipe's batch evenly. Raises: ConfigError."""
     count = count_ranks(workspace)
     try:
-        recipe.batch.refuse_uneven_ranks(recipe.parallel.data_ranks(count, recipe.model))
+        recipe.batch.refuse_uneven_split(recipe.parallel.data_ranks(count, recipe.model))
     except TrainerError as error:
         raise ConfigError(
             "launching.ranks_do_not_fit",
@@ -100,7 +100,7 @@ def remove_exit_code_files(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_exit_code(returncode: int, folders: Iterable[Path]) -> int:
+def find_trainer_exit_code(returncode: int, folders: Iterable[Path]) -> int:
     """Return the trainer's exit code: the one that a rank wrote into a folder, else ``returncode``, the exit code of the process."""
     left_files = (path for folder in folders for path in folder.glob("exit-*") if not path.is_dir())
     names = [path.name.removeprefix("exit-") for path in left_files]

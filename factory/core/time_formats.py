@@ -37,14 +37,14 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
 
 
-def convert_moments_to_iso(value: Any, key: str = "") -> Any:
+def convert_times_to_iso(value: Any, key: str = "") -> Any:
     """Return JSON-ready data in which each moment (a value under one of ``MOMENTS``) is in ISO 8601.
 
-    >>> convert_moments_to_iso({"n": 1.5, "at": None, "rows": [{"at": 0.0}]})["rows"][0]["at"][:3]
+    >>> convert_times_to_iso({"n": 1.5, "at": None, "rows": [{"at": 0.0}]})["rows"][0]["at"][:3]
     '197'
     """
     if isinstance(value, dict):
-        return {name: convert_moments_to_iso(part, name) for name, part in value.items()}
+        return {name: convert_times_to_iso(part, name) for name, part in value.items()}
     if isinstance(value, list):
-        return [convert_moments_to_iso(part) for part in value]
+        return [convert_times_to_iso(part) for part in value]
     return format_iso_time(value) if key in MOMENTS and isinstance(value, int | float) else value

@@ -144,7 +144,7 @@ class DocumentExposure:
         return walk.state_dict()
 
 
-def list_contributing_segments(db: SqlReader, segment: int) -> list[SegmentRow]:
+def list_segments_contributing_to_weights(db: SqlReader, segment: int) -> list[SegmentRow]:
     """Return the segments whose steps made a segment's weights, oldest first.
 
     They are its lineage. For an average, they are also the lineages of the averaged segments.

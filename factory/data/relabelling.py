@@ -239,7 +239,7 @@ def _selected(ledger: Ledger, chosen: DocumentFilter) -> list[dict[str, Any]]:
     for column in ("source", "license"):
         if names := getattr(chosen, column):
             select_documents_by_label(ledger, column, names)  # raises for a name that no document has
-            where.append(DocumentSelection(column, tuple(names)).build_own_row_sql_condition())
+            where.append(DocumentSelection(column, tuple(names)).build_sql_condition_without_copies())
     if not chosen.document:
         return ledger.select_rows(sa.select(*COLUMNS).where(*where).order_by(c.key))
     fitting = c.fate.in_((*REMOVABLE_FATES, REMOVED_FATE))

@@ -136,7 +136,7 @@ def plan_removal(ledger: Ledger, selection: DocumentSelection, erase: bool = Fal
     domains: Counter[str] = Counter()
     trained: dict[str, str] = {}
     others: dict[str, str] = {}
-    for part in selection.build_sql_conditions():
+    for part in selection.build_batched_sql_conditions():
         for row in ledger.select_rows(
             sa.select(c.key, c.fate, c.domain, c.token_shard, c.supervised_tokens).where(part)
         ):
@@ -170,7 +170,7 @@ def apply_removal(ledger: Ledger, planned: PlannedRemoval, by: str, why: str = "
         number = int(tx.execute(sa.select(sa.func.count()).where(events.c.kind == REMOVED)).scalar() or 0) + 1
         shards: set[str] = set()
         tokens = 0
-        for part in selection.build_sql_conditions():
+        for part in selection.build_batched_sql_conditions():
             held = sa.select(c.token_shard, sa.func.sum(c.supervised_tokens)).group_by(c.token_shard)
             fates = (*REMOVABLE_FATES, REMOVED_FATE) if erase else REMOVABLE_FATES
             for shard, count in tx.execute(held.where(part, c.fate.in_(fates), c.token_shard.is_not(None))):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from factory.data.exposure import DocumentExposure, UnknownExposureError, list_contributing_segments
+from factory.data.exposure import DocumentExposure, UnknownExposureError, list_segments_contributing_to_weights
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import find_last_finished_segment
@@ -103,7 +103,7 @@ def find_releases_trained_on(
     for number, segment in segments.items():
         keys: set[str] = set()
         exact = True
-        for row in list_contributing_segments(ledger, segment):
+        for row in list_segments_contributing_to_weights(ledger, segment):
             if row.id not in by_segment:
                 try:
                     by_segment[row.id] = set(exposure.list_steps_by_document(row)), True

@@ -30,7 +30,7 @@ class DocumentSelection:
     column: str
     names: tuple[str, ...]
 
-    def build_sql_condition(self, start: int = 0) -> sa.ColumnElement[bool]:
+    def build_sql_condition_of_batch(self, start: int = 0) -> sa.ColumnElement[bool]:
         """Return the SQL condition on ``documents``. For keys, it covers at most ``AT_ONCE`` keys from index ``start`` on."""
         if self.column == "key":
             return documents.c.key.in_(self.names[start : start + AT_ONCE])
@@ -40,9 +40,9 @@ class DocumentSelection:
             return sa.or_(
                 self._licence(documents.c.license), documents.c.key.in_(came.where(self._licence(copy.c.license)))
             )
-        return self.build_own_row_sql_condition()
+        return self.build_sql_condition_without_copies()
 
-    def build_own_row_sql_condition(self) -> sa.ColumnElement[bool]:
+    def build_sql_condition_without_copies(self) -> sa.ColumnElement[bool]:
         """Return the condition that a document's own row, and not only a copy, has one of the names."""
         column = COLUMNS[self.column]
         return self._licence(column) if self.column == "license" else column.in_(self.names)
@@ -51,10 +51,10 @@ class DocumentSelection:
         named = column.in_(self.names)
         return sa.or_(named, column.is_(None), column == "") if NO_LICENCE in self.names else named
 
-    def build_sql_conditions(self) -> list[sa.ColumnElement[bool]]:
+    def build_batched_sql_conditions(self) -> list[sa.ColumnElement[bool]]:
         """Return conditions that together select all documents. Each is short enough for a database."""
         count = len(self.names) if self.column == "key" else 1
-        return [self.build_sql_condition(start) for start in range(0, count, AT_ONCE)]
+        return [self.build_sql_condition_of_batch(start) for start in range(0, count, AT_ONCE)]
 
 
 def list_removable_fates(erase: bool) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def select_documents_by_label(ledger: Ledger, column: str, names: Sequence[str])
     selection = DocumentSelection(column, tuple(dict.fromkeys(names)))
     for name in selection.names:
         if not ledger.select_first(
-            sa.select(documents.c.key).where(DocumentSelection(column, (name,)).build_sql_condition()).limit(1)
+            sa.select(documents.c.key).where(DocumentSelection(column, (name,)).build_sql_condition_of_batch()).limit(1)
         ):
             noun, values = COLUMN_NOUNS[column], COLUMNS[column]
             known = ledger.select_rows(

@@ -43,7 +43,7 @@ def count_synthetic_documents(ledger: Ledger, token_shard_ids: Collection[str]) 
             found[maker] = count + row["documents"], tokens + row["supervised_tokens"]
     weights = {row.number: row.export_sha256 for row in ReleaseRow.select(ledger)} if found else {}
     listed = [
-        SyntheticDocumentCount(maker, find_release_of_writing_model(maker, weights), *counts)
+        SyntheticDocumentCount(maker, find_release_of_author_model(maker, weights), *counts)
         for maker, counts in found.items()
     ]
     return sorted(listed, key=lambda one: (-one.supervised_tokens, one.maker))
@@ -59,14 +59,14 @@ def count_documents_written_by_release(ledger: Ledger, release: ReleaseRow) -> d
     return found
 
 
-def find_release_of_writing_model(maker: str, weights: Mapping[int, str]) -> int | None:
+def find_release_of_author_model(maker: str, weights: Mapping[int, str]) -> int | None:
     """Return the number of the release that the maker is; None if the maker is not a release of this factory.
 
     ``weights`` maps each release to the hash of its export.
 
     >>> weights = {3: "0123456789abcdef0123"}
-    >>> (find_release_of_writing_model("release 3 (weights 0123456789abcdef)", weights),
-    ...  find_release_of_writing_model("release 3 (weights 1123456789abcdef)", weights))
+    >>> (find_release_of_author_model("release 3 (weights 0123456789abcdef)", weights),
+    ...  find_release_of_author_model("release 3 (weights 1123456789abcdef)", weights))
     (3, None)
     """
     named = _RELEASE.match(maker)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.core.untrusted import shorten_text
-from agents.loss_doctor.arms import make_arms_against_large_steps
+from agents.loss_doctor.arms import make_arms_with_smaller_steps
 from agents.loss_doctor.causes import HARDWARE, LAYOUT, UNKNOWN
 from agents.loss_doctor.curves import KINDS, StepMetrics, find_anomaly_onset, read_step_metrics
 from agents.loss_doctor.doctor import Diagnosis, diagnose_anomaly
@@ -209,7 +209,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 bench.before = policy.previous_python
             found = diagnose_anomaly(bench)
             keys = next(
-                (dict(arm.recipe) for arm in make_arms_against_large_steps(bench.case()) if arm.name == found.remedy),
+                (dict(arm.recipe) for arm in make_arms_with_smaller_steps(bench.case()) if arm.name == found.remedy),
                 {},
             )
             why = " ".join([found.why, *(f"({note})" for note in notes)])

@@ -5,7 +5,7 @@ A quarantined document stays in its token shard and keeps its place in the data 
 from the segment before it, with the same shards.
 
 Each decision reads and writes in one transaction, so a person can decide while the daemon runs. The daemon gives up its work on a rewound segment
-(``factory.retrying.requests``).
+(``factory.retrying.daemon_requests``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from factory.data.retraining_cost import find_releases_trained_on
 from factory.data.selecting import find_keys_of_unique_document
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
-from factory.ingest.document import SYNTHETIC_PREFIX, keep_author_model_in_detail
+from factory.ingest.document import SYNTHETIC_PREFIX, copy_author_model
 from factory.ledger.anomalies import (
     ASKED,
     CLOSED,
@@ -164,9 +164,7 @@ def change_document_fates(
         written = tx.execute(sa.select(c.key, c.detail).where(these, c.detail.startswith(SYNTHETIC_PREFIX))).all()
         tx.execute(documents.update().where(these).values(fate=fate, rule=rule, detail=detail))
         for key, before in written:
-            tx.execute(
-                documents.update().where(c.key == key).values(detail=keep_author_model_in_detail(before, detail))
-            )
+            tx.execute(documents.update().where(c.key == key).values(detail=copy_author_model(before, detail)))
 
 
 def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:

@@ -91,7 +91,7 @@ class AnomalyEpisode:
         """Return the checkpoint nearest to half of the onset's steps, or None. Its weights are trained enough, and differ enough from the newest."""
         return min(self.rungs[:-1], key=lambda rung: abs(rung[0] - self.onset / 2), default=None)
 
-    def measure_live_symptom(self) -> Symptom:
+    def measure_symptom_of_live_run(self) -> Symptom:
         quantity = choose_quantity_of_anomaly(self.kind, self.where)
         before = [p for p in self.lines if p.step < self.onset and p.look_up_quantity(quantity) is not None]
         return Symptom.from_live_run(
@@ -122,7 +122,7 @@ class EpisodeReplayBench:
             kind=found.kind,
             onset=found.onset,
             last=found.last,
-            symptom=found.measure_live_symptom(),
+            symptom=found.measure_symptom_of_live_run(),
             recipe=found.spec["recipe"],
             live=tuple(p for p in found.lines if found.newest_checkpoint[0] <= p.step < found.end_step),
             all_reference=set(found.kernels.values()) == {"reference"},
@@ -228,7 +228,7 @@ class EpisodeReplayBench:
         fires = (
             None
             if arm.start == "older weights" or until == episode.onset
-            else episode.measure_live_symptom().is_present_in(episode.select_points_in_window(curve))
+            else episode.measure_symptom_of_live_run().is_present_in(episode.select_points_in_window(curve))
         )
         whole = arm.start == "newest" or first == episode.newest_checkpoint[0]
         return ArmOutcome(arm.name, fires, steps, _bits(bits, curve) if whole else bits, curve)
@@ -314,7 +314,7 @@ def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentS
         key = order.streams[piece.stream].look_up_document_key(piece.document)
         if (key, True) not in pieces:
             pieces[key, False].append(piece)
-    joined = find_newest_streams(order)
+    joined = find_streams_of_newest_generation(order)
     every = [
         order.streams[piece.stream].read_piece_tokens(piece).astype(np.int64)
         for parts in pieces.values()
@@ -340,7 +340,7 @@ def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentS
     return found
 
 
-def find_newest_streams(order: DataOrder) -> set[str]:
+def find_streams_of_newest_generation(order: DataOrder) -> set[str]:
     """Return the names of the streams of the newest generation. The set is empty if there is only one generation."""
     newest, oldest = (end(map(parse_stream_generation, order.streams)) for end in (max, min))
     return {name for name in order.streams if parse_stream_generation(name) == newest > oldest}
@@ -348,7 +348,7 @@ def find_newest_streams(order: DataOrder) -> set[str]:
 
 def sample_document_pieces(order: DataOrder, count: int) -> list[DocumentPiece]:
     """Return the first piece of about ``count`` documents of the newest generation, and of as many earlier documents, evenly spaced."""
-    joined, found = find_newest_streams(order), []
+    joined, found = find_streams_of_newest_generation(order), []
     for new in (True, False):
         streams = [stream for name, stream in order.streams.items() if (name in joined) == new]
         share = min(1.0, count / max(1, sum(len(stream.length) for stream in streams)))

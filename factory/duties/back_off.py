@@ -22,9 +22,9 @@ from factory.core.time_formats import format_duration
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
+from factory.retrying.daemon_requests import WorkInvalidatedError
 from factory.retrying.failure_waits import FailureWait, FailureWaits, append_traceback
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.requests import WorkInvalidatedError
 from factory.retrying.trainer_deaths import ASKED, TrainerDiedError
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, list_failing_actions
 from kernels.contract.message import Message

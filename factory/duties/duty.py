@@ -13,7 +13,7 @@ from factory.core.errors import InputError
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, SqlReader
-from factory.retrying.requests import EVERYTHING, Pause, find_current_pause
+from factory.retrying.daemon_requests import EVERYTHING, Pause, find_current_pause
 from factory.retrying.trainer_deaths import find_open_segment
 from kernels.contract.message import Message
 

@@ -11,7 +11,7 @@ from functools import partial
 from factory.core.errors import InputError
 from factory.duties.duty import Duty, DutyState, DutyTask, always_due
 from factory.ledger.plant import Plant
-from factory.retrying.requests import list_open_requests, record_finished_request
+from factory.retrying.daemon_requests import list_open_requests, record_finished_request
 from kernels.contract.message import Message
 
 

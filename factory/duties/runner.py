@@ -25,7 +25,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.repairs.repairing import call_and_repair_on_failure
 from factory.retention.low_disk import is_workspace_disk_full, make_room_on_disk, must_training_wait_for_disk_space
-from factory.retrying.requests import PausedError, list_open_requests, record_finished_request
+from factory.retrying.daemon_requests import PausedError, list_open_requests, record_finished_request
 from factory.retrying.trainer_deaths import explain_parked_segment
 from factory.training.certifying import NotCertifiedError, find_newest_code_verdict, make_certificate_instructions
 from kernels.contract.message import Message

@@ -18,7 +18,7 @@ from factory.ledger.rows import SegmentRow
 from factory.ledger.status import describe_average
 from factory.ledger.writing import record_event_once
 from factory.repairs.repairing import repair_segment_inputs
-from factory.replicas.train_replicas import find_anneal_with_replica_work, train_next_replica
+from factory.replicas.train_replicas import find_anneal_with_unfinished_replicas, train_next_replica
 from factory.retention.cleaning import clean_after_segment
 from factory.show.mlflow.runs import MlflowTracking
 from factory.status.status import AHEAD
@@ -77,7 +77,7 @@ def _unannealed(state: DutyState) -> list[int]:
 def _unmeasured(state: DutyState) -> list[int]:
     """Return the anneal whose noise over data orders is not measured yet, if its first checkpoint exists."""
     workspace = state.plant.workspace
-    found = find_anneal_with_replica_work(
+    found = find_anneal_with_unfinished_replicas(
         workspace, state.db, ReleasePolicy.load(workspace.policy_path("gates/release.yaml"))
     )
     return [] if found is None else [found]

@@ -32,7 +32,7 @@ from factory.data.removing import mark_releases_trained_on_removed_documents
 from factory.data.selecting import DocumentSelection
 from factory.ingest.filing import remove_originals
 from factory.ingest.reading.file_kinds import detect_kind
-from factory.ledger.file_events import SHARD_FILED, list_sources_of_shard, read_filed_shards
+from factory.ledger.file_events import SHARD_FILED, list_sources_of_shard, read_shard_locations
 from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger, documents, held_out, record_event, shards, token_shards
 from factory.ledger.plant import Plant
@@ -62,7 +62,7 @@ def list_erasure_consequences(plant: Plant, selection: DocumentSelection) -> lis
     """Return lines for a person about the consequences of erasing the text of these documents."""
     held = {
         shard
-        for part in selection.build_sql_conditions()
+        for part in selection.build_batched_sql_conditions()
         for (shard,) in _select(plant.ledger, [c.token_shard], part, c.token_shard.is_not(None))
     }
     read = [
@@ -85,7 +85,9 @@ def list_erasure_consequences(plant: Plant, selection: DocumentSelection) -> lis
                 segments=read,
             )
         )
-    if any(_select(plant.ledger, [c.key], part, c.fate == "held_out") for part in selection.build_sql_conditions()):
+    if any(
+        _select(plant.ledger, [c.key], part, c.fate == "held_out") for part in selection.build_batched_sql_conditions()
+    ):
         said.append(
             Message(
                 "erasing.evaluations",
@@ -260,7 +262,7 @@ def _raw_without(
     aside = raw.with_name(f".{raw.name}.erased")
     rewrite_shard_without_rows(raw, name, rows, aside)
     shutil.copymode(raw, aside)
-    known = read_filed_shards(plant.ledger).get((str(raw.parent.relative_to(plant.workspace.root)), raw.name))
+    known = read_shard_locations(plant.ledger).get((str(raw.parent.relative_to(plant.workspace.root)), raw.name))
     status = aside.stat()
     return aside, known and known | {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}, []
 
@@ -309,7 +311,7 @@ def _rows(ledger: Ledger, removal: Removal) -> set[tuple[str, int, str]]:
     found = [c.rule.in_(rules), sa.and_(c.fate == "dropped", c.matched.in_(mine))]
     chosen = DocumentSelection(removal.column, tuple(removal.names))
     early = sa.select(shards.c.sha256).where(shards.c.ingested_at <= removal.at)
-    found += [sa.and_(c.fate == "dropped", c.shard.in_(early), part) for part in chosen.build_sql_conditions()]
+    found += [sa.and_(c.fate == "dropped", c.shard.in_(early), part) for part in chosen.build_batched_sql_conditions()]
     return {(shard, row, key) for part in found for shard, row, key in _select(ledger, [c.shard, c.row, c.key], part)}
 
 
@@ -323,7 +325,9 @@ def _reader(ledger: Ledger, removal: Removal) -> int | None:
 
 
 def _shards_of(ledger: Ledger, selection: DocumentSelection) -> list[str]:
-    return sorted({shard for part in selection.build_sql_conditions() for (shard,) in _select(ledger, [c.shard], part)})
+    return sorted(
+        {shard for part in selection.build_batched_sql_conditions() for (shard,) in _select(ledger, [c.shard], part)}
+    )
 
 
 def _select(ledger: Ledger, columns: list[Any], *where: Any) -> list[tuple[Any, ...]]:

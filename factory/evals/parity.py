@@ -41,7 +41,7 @@ from factory.evals.suite import Suite, make_shuffling_sort_key
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.shapes.chats import make_turn
-from factory.ingest.tokenizer import Tokenizer, spells_special_token
+from factory.ingest.tokenizer import Tokenizer, contains_special_token
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow
 from kernels.contract.message import Message
@@ -83,10 +83,12 @@ def check_parity(case: ParityCase) -> list[ProbeCheck]:
     by_hash = sorted(case.suite.documents, key=lambda document: make_shuffling_sort_key("parity", document.key))
     # Left out: documents that spell a special token. Programs that match special tokens in text give them other ids.
     texts = [
-        d.content["text"][:2000] for d in by_hash if d.messages is None and not spells_special_token(d.content["text"])
+        d.content["text"][:2000]
+        for d in by_hash
+        if d.messages is None and not contains_special_token(d.content["text"])
     ][:count]
     chats = [
-        d.messages for d in by_hash if d.messages and not any(spells_special_token(m["content"]) for m in d.messages)
+        d.messages for d in by_hash if d.messages and not any(contains_special_token(m["content"]) for m in d.messages)
     ][:count]
     longest = max(case.texts, key=lambda text: (len(text.tokens), text.document.key))
     ids = longest.tokens[: case.model.config.context].tolist()
@@ -272,7 +274,7 @@ def _training_texts(case: ParityCase, count: int) -> list[str]:
         ids = shard.tokens[start : start + length].astype(np.int64)
         with contextlib.suppress(UnicodeDecodeError, ValueError):
             text = _text(case.token_bytes, ids[:-1])
-            if case.tokenizer.start_token not in ids and not spells_special_token(text):
+            if case.tokenizer.start_token not in ids and not contains_special_token(text):
                 found.append(text[:2000])
     return found[:count]
 

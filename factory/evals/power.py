@@ -234,7 +234,7 @@ def find_smallest_detectable_gain(
     return high
 
 
-def find_groups_factor_to_detect(
+def find_group_growth_to_detect(
     gain: float,
     required_bounds: Sequence[RequiredBound],
     other_failure_probability: float = 0.0,
@@ -246,7 +246,7 @@ def find_groups_factor_to_detect(
     With a factor of at most 1, the present groups are enough. None if the factor is more than 1000.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
-    >>> round(find_groups_factor_to_detect(0.014, [RequiredBound(target, 0.025)]), 1)  # half the gain of above
+    >>> round(find_group_growth_to_detect(0.014, [RequiredBound(target, 0.025)]), 1)  # half the gain of above
     4.1
     """
 

@@ -150,7 +150,7 @@ def add_training_noise(gain: Gain, noise: float, runs: int) -> Gain:
 def run_holm_step_down(hypotheses: Sequence[str], is_shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
     """Return, for each hypothesis, whether it is shown at a joint level (Holm 1979, step down).
 
-    Among k open hypotheses, those for which ``shown_at(name, k)`` is true at level alpha / k are shown. This repeats until no more are shown.
+    Among k open hypotheses, those for which ``is_shown_at(name, k)`` is true at level alpha / k are shown. This repeats until no more are shown.
     """
     shown = dict.fromkeys(hypotheses, False)
     while True:

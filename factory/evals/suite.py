@@ -28,15 +28,15 @@ from factory.ledger.removals import REMOVED_FATE
 
 
 # Documents of a source are correlated, so each source gets a limited share of a domain's scored bytes.
-def cap_documents_by_source(share: float, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def compute_document_limit_by_source(share: float, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return the number of documents to take from each source, so that no source gives more than ``share`` of all bytes.
 
     ``sizes``: the bytes of each source's documents, in order. Each source gives its first document. It gives more documents up to a common limit of
     bytes, which is the largest that keeps all sources within the share. If there are too few sources for that, all documents are taken.
 
-    >>> cap_documents_by_source(0.25, {"a": [2000] * 9, "b": [300] * 9, "c": [300] * 9, "d": [300] * 9, "e": [300] * 9})
+    >>> compute_document_limit_by_source(0.25, {"a": [2000] * 9, "b": [300] * 9, "c": [300] * 9, "d": [300] * 9, "e": [300] * 9})
     {'a': 1, 'b': 9, 'c': 9, 'd': 9, 'e': 9}
-    >>> cap_documents_by_source(0.25, {"a": [2000] * 9, "b": [300], "c": [300]})
+    >>> compute_document_limit_by_source(0.25, {"a": [2000] * 9, "b": [300], "c": [300]})
     {'a': 9, 'b': 1, 'c': 1}
     """
     sums = {source: list(accumulate(ones)) for source, ones in sizes.items() if ones}
@@ -78,7 +78,8 @@ class HeldOutDocument:
 
 @dataclass(frozen=True)
 class SourceCap:
-    """Limits each source to ``share`` of a domain's bytes (``cap_documents_by_source``). A document counts as at most ``document_bytes`` bytes."""
+    """Limits each source to ``share`` of a domain's bytes (``compute_document_limit_by_source``). A document counts as at most ``document_bytes``
+    bytes."""
 
     share: float
     document_bytes: int
@@ -91,7 +92,7 @@ class SourceCap:
         sizes = {cluster: [min(self.document_bytes, one.bytes) for one in mine] for cluster, mine in of.items()}
         return {
             one.key
-            for cluster, count in cap_documents_by_source(self.share, sizes).items()
+            for cluster, count in compute_document_limit_by_source(self.share, sizes).items()
             for one in of[cluster][:count]
         }
 
@@ -116,7 +117,10 @@ def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Su
     sealed = select_held_out_documents(ledger, policy.documents_per_domain, sealed=True, cap=cap)
     dev = select_held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False, cap=cap)
     identity = {"tasks": TASK_VERSIONS, "policy": hash_policy(policy), "tokenizer": tokenizer_sha256}
-    items = {"items": list(map(identify_held_out_document, sealed)), "dev": list(map(identify_held_out_document, dev))}
+    items = {
+        "items": list(map(make_held_out_document_identity, sealed)),
+        "dev": list(map(make_held_out_document_identity, dev)),
+    }
     return Suite(hash_suite(identity | items), sealed, dev)
 
 
@@ -157,7 +161,7 @@ def read_held_out_documents(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDoc
     return tuple(sorted(found, key=lambda document: (document.domain, make_shuffling_sort_key("suite", document.key))))
 
 
-def identify_held_out_document(document: HeldOutDocument) -> list[str]:
+def make_held_out_document_identity(document: HeldOutDocument) -> list[str]:
     """Return the identity of a held-out document without its text: key, domain, cluster, SHA-256 of its content."""
     content = hashlib.sha256(_canonical(document.content)).hexdigest()
     return [document.key, document.domain, document.cluster, content]

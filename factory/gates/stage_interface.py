@@ -137,6 +137,6 @@ def make_no_evidence_message(name: str) -> Message:
     return Message("gates.no_evidence", "The evidence of the stage {stage} is missing.", stage=name)
 
 
-def make_tries_unknown_message() -> Message:
+def make_unknown_tries_message() -> Message:
     """Return the reason for evidence without the number of tries."""
     return Message("gates.tries_unknown", "The evidence does not give the number of tries on this patch's target.")

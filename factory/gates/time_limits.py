@@ -39,7 +39,7 @@ class TimeLimits(StrictPolicy):
         return (first, second) if second > first else (first,)
 
 
-def run_with_limits(
+def run_attempts_with_limits(
     limits: Sequence[float], attempt: Callable[[int, float], Found], was_stopped: Callable[[Found], bool]
 ) -> Found:
     """Return the result of the first attempt that was not stopped, else of the last one. ``attempt(number from 0, limit)`` makes an attempt."""

@@ -169,7 +169,7 @@ def remove_branch(repository: Path, branch: str) -> None:
     run_git(repository, "update-ref", "-d", f"refs/heads/{branch}", check=False)
 
 
-def list_branch_numbers(repository: Path) -> set[int]:
+def list_numbers_of_proposal_branches(repository: Path) -> set[int]:
     """Return the numbers in the names of branches ``factory/<agent>/<number>-<slug>``."""
     names = read_git_line(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").split()
     found = (re.fullmatch(r"refs/heads/factory/[^/]+/(\d+)-.*", name) for name in names)

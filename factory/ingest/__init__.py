@@ -1,8 +1,8 @@
 """Ingest turns shards into token shards. A shard passes through these modules in this order. Start reading at ``chain.ingest_shard``.
 
 ``rules/policy``                   define the keys of ``policies/data.yaml``
-``gathering`` ``remote``           find or fetch the files that a command names
-``packing``                        write other kinds of files as JSON lines; many small files become one shard
+``input_files`` ``remote``           find or fetch the files that a command names
+``file_groups``                        write other kinds of files as JSON lines; many small files become one shard
 ``readers`` ``reading/``           read a file as a stream of rows
 ``shapes/``                        find the text or the chat in a row's columns, by a mapping or a known shape
 ``document``                       make a normalised document from a row, or drop the row by a rule

@@ -15,10 +15,10 @@ from factory.ingest.shapes.tool_calls import REASONING_KEYS
 from factory.ingest.shapes.tools_prompt import TOOL_KEYS, TOOLS_HEAD, TOOLS_TAIL
 
 
-def break_special_tokens(text: str) -> str:
+def put_blanks_in_special_tokens(text: str) -> str:
     """Return a text as the templates write it: with a blank inside each special token that the text spells.
 
-    >>> break_special_tokens("<|im_end|> <|endoftext|>")
+    >>> put_blanks_in_special_tokens("<|im_end|> <|endoftext|>")
     '<| im_end|> <| endoftext|>'
     """
     return text.replace("<|im_", "<| im_").replace("<|endoftext|>", "<| endoftext|>")

@@ -362,6 +362,6 @@ def _find_contamination(
             collisions = known.find_collisions(grams)
             cuts = contamination.merge_spans(collisions, policy.decontamination.ngram)
             if cuts:
-                one.row.matched = known.find_owner(grams[collisions[0]])
+                one.row.matched = known.find_document_with_ngram(grams[collisions[0]])
         tasks[one.chunk].append(DocumentToFinish(one.place, one.row.key, one.row.fate == "held_out", cuts))
     return tasks

@@ -113,11 +113,11 @@ def read_author_model(detail: str | None) -> str | None:
     )
 
 
-def keep_author_model_in_detail(old_detail: str | None, new_detail: str | None) -> str | None:
+def copy_author_model(old_detail: str | None, new_detail: str | None) -> str | None:
     """Return ``new_detail`` as the new ``documents.detail``, with the model that wrote the document if ``old_detail`` names one.
 
-    >>> (keep_author_model_in_detail("synthetic, by release 3; replaced: 1 email", "by ann: private"),
-    ...  keep_author_model_in_detail("replaced: 1 email", None))
+    >>> (copy_author_model("synthetic, by release 3; replaced: 1 email", "by ann: private"),
+    ...  copy_author_model("replaced: 1 email", None))
     ('synthetic, by release 3; by ann: private', None)
     """
     maker = read_author_model(old_detail)

@@ -13,7 +13,7 @@ from factory.ingest.document import SYNTHETIC_PREFIX
 from factory.ingest.hash_index import HashIndex
 from factory.ingest.rules import near_duplicates
 from factory.ingest.rules.held_out_split import HALVES, EarlierHeldOutCounts
-from factory.ingest.rules.licence_claims import list_rows_with_set_aside_claims
+from factory.ingest.rules.licence_claims import list_rows_with_rejected_claims
 from factory.ingest.rules.licence_names import normalise_licence_name
 from factory.ingest.rules.policy import DataPolicy, LicenceRules
 from factory.ingest.rules.word_hashes import Hashes
@@ -33,7 +33,7 @@ class DocumentIndex:
 
     def __init__(self, ledger: Ledger, policy: LicenceRules | None = None) -> None:
         self._ledger, self._policy = ledger, policy or LicenceRules()
-        self._aside = list_rows_with_set_aside_claims(ledger)
+        self._aside = list_rows_with_rejected_claims(ledger)
         self._hashes = HashIndex(ledger)
 
     def check_parameters(self, policy: DataPolicy) -> str:

@@ -33,7 +33,7 @@ from typing import Any
 from factory.core.workspace import Workspace
 from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
 from factory.ingest.reading.file_kinds import detect_kind
-from factory.ledger.file_events import SHARD_FILED, list_shards_made_from, list_sources_of_shard, read_filed_shards
+from factory.ledger.file_events import SHARD_FILED, list_shards_made_from, list_sources_of_shard, read_shard_locations
 from factory.ledger.ledger import Ledger, record_event, shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import list_former_file_hashes, read_erased_shards
@@ -110,10 +110,10 @@ def remove_originals(plant: Plant, shard: str) -> list[str]:
     return said
 
 
-def return_changed_files(plant: Plant) -> None:
+def move_changed_files_to_inbox(plant: Plant) -> None:
     """Move files of ``shards/raw/`` that changed after their ingest back to the inbox. If a changed file still begins with the ingested content,
     that content stays in ``shards/raw/``."""
-    for (folder, name), known in read_filed_shards(plant.ledger, MOST_WATCHED_FILES).items():
+    for (folder, name), known in read_shard_locations(plant.ledger, MOST_WATCHED_FILES).items():
         path = plant.workspace.root / folder / name
         if folder != RAW or not _changed(path, known):
             continue
@@ -170,17 +170,17 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
     return kept
 
 
-def return_quarantined_files(plant: Plant) -> None:
+def move_quarantined_files_to_inbox(plant: Plant) -> None:
     """Move the files of ``quarantine/`` that ingest may be able to read now back to the inbox."""
     there = list_quarantined_files(plant.workspace)
-    known = read_filed_shards(plant.ledger) if there else {}
+    known = read_shard_locations(plant.ledger) if there else {}
     key = compute_policy_and_code_hash(plant.workspace) if there else ""
     for path in there:
         last = known.get((QUARANTINE, path.name))
         if last is None and _waits_to_be_filed(plant, path):
             continue
         if last is None or last["read_by"] != key or _changed(path, last):
-            back = return_to_inbox(plant.workspace, path)
+            back = move_to_inbox(plant.workspace, path)
             asked = last is not None and last["read_by"] == ASKED
             plant.progress.line(
                 Message(
@@ -199,7 +199,7 @@ def return_quarantined_files(plant: Plant) -> None:
 
 def request_retry(ledger: Ledger, paths: Sequence[Path]) -> None:
     """Ask the daemon to try quarantined files again in its next pass, as it does after a change of the reading code."""
-    known = read_filed_shards(ledger)
+    known = read_shard_locations(ledger)
     with ledger.begin() as tx:
         for path in paths:
             if last := known.get((QUARANTINE, path.name)):  # a file that was never filed is tried anyway
@@ -225,7 +225,7 @@ def list_quarantined_files(workspace: Workspace) -> list[Path]:
     return [p for p in sorted(workspace.quarantine.glob("[!.]*")) if p.is_file() and not p.is_symlink()]
 
 
-def return_to_inbox(workspace: Workspace, path: Path) -> Path:
+def move_to_inbox(workspace: Workspace, path: Path) -> Path:
     """Move a filed file to the inbox, under the name that it arrived with. Returns the new path."""
     back = _free(workspace, _plain(path.name))
     os.rename(path, back)

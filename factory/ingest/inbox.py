@@ -30,18 +30,18 @@ from factory.ingest.filing import (
     FileStamp,
     find_truncation,
     find_writing_process,
+    move_changed_files_to_inbox,
     move_ingested_file,
     move_original_file,
+    move_quarantined_files_to_inbox,
+    move_to_inbox,
     read_file_stamp,
-    return_changed_files,
-    return_quarantined_files,
-    return_to_inbox,
 )  # fmt: skip
 from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
 from factory.ingest.rules.held_out_split import describe_grouping
 from factory.ingest.shapes.field_mapping import get_original_file_name
 from factory.ingest.shapes.row_counts import describe_rows
-from factory.ledger.file_events import HELD, is_small_vocabulary_allowed, read_held_files
+from factory.ledger.file_events import HELD, is_small_vocabulary_allowed, read_waiting_inbox_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED_FATE, read_erased_shards
@@ -80,8 +80,8 @@ def list_complete_files(plant: Plant, settle_seconds: float = SETTLE_SECONDS) ->
 
 def update_inbox(plant: Plant, settle_seconds: float = SETTLE_SECONDS) -> None:
     """Return changed files, and quarantined files that may be readable now, to the inbox. Print once for each waiting file why it waits."""
-    return_changed_files(plant)
-    return_quarantined_files(plant)
+    move_changed_files_to_inbox(plant)
+    move_quarantined_files_to_inbox(plant)
     for file in _look(plant, settle_seconds):
         if file.why and (_hold(plant, file) or settle_seconds == 0):
             plant.progress.line(
@@ -181,7 +181,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     Returns the files that must still be ingested or quarantined one by one, or None if ``path`` is not one of many small files. Returns all small
     files if one file spoils the shard, because it would spoil a shard of fewer files too.
     """
-    from factory.ingest.packing import MANY, SMALL_BYTES, FileGroup, ingest_file_group
+    from factory.ingest.file_groups import MANY, SMALL_BYTES, FileGroup, ingest_file_group
     from factory.ingest.readers import is_readable_kind
     from factory.ingest.reading.file_kinds import is_archive
     from factory.ingest.rules.policy import DataPolicy
@@ -271,7 +271,7 @@ def ingest_path(
     Raises: as ``ingest_shard``.
     """
     from factory.ingest.chain import ingest_shard
-    from factory.ingest.packing import FileGroup, ingest_file_group, is_cut_into_parts
+    from factory.ingest.file_groups import FileGroup, ingest_file_group, is_cut_into_parts
     from factory.ingest.rules.policy import DataPolicy
 
     folder = path.resolve().parent
@@ -284,7 +284,7 @@ def ingest_path(
             file=shown,
         )
     if folder == plant.workspace.quarantine.resolve():
-        path = return_to_inbox(plant.workspace, path)
+        path = move_to_inbox(plant.workspace, path)
         folder = plant.workspace.inbox.resolve()
     if path.is_file() and is_cut_into_parts(path, DataPolicy.load(plant.workspace.policy_path("data.yaml")).limits):
         reports = ingest_file_group(
@@ -352,7 +352,9 @@ def _look(plant: Plant, settle_seconds: float) -> Iterator[InboxFile]:
         for n in sorted(os.listdir(plant.workspace.inbox))
         if not n.startswith(".") and not n.endswith(PARTIAL_SUFFIXES)
     ]
-    refused = {name: one for name, one in read_held_files(plant.ledger).items() if one["refused"]} if names else {}
+    refused = (
+        {name: one for name, one in read_waiting_inbox_files(plant.ledger).items() if one["refused"]} if names else {}
+    )
     key = compute_policy_and_code_hash(plant.workspace) if refused else ""
     asked = find_newest_retry_request(plant.ledger) if refused else 0
     for name in names:
@@ -377,7 +379,7 @@ def _look(plant: Plant, settle_seconds: float) -> Iterator[InboxFile]:
 
 def _deaths(plant: Plant, path: Path, stamp: FileStamp) -> int:
     """Return how many workers died while they read this file in its present state."""
-    known = read_held_files(plant.ledger).get(make_printable_name(path), {})
+    known = read_waiting_inbox_files(plant.ledger).get(make_printable_name(path), {})
     if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (
         stamp,
         compute_policy_and_code_hash(plant.workspace),
@@ -443,7 +445,7 @@ def _text_there(plant: Plant) -> str:
 
 def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0, text: str = "") -> bool:
     """Record why a file waits. Returns whether the reason is new. ``text`` is ``_text_there`` for a file that waits for more text, else ''."""
-    known = read_held_files(plant.ledger).get(file.name)
+    known = read_waiting_inbox_files(plant.ledger).get(file.name)
     if not refused and known and (tuple(known["stamp"]), known["why"]) == (file.stamp, file.why):
         return False
     detail: dict[str, Any] = {

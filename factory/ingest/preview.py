@@ -13,8 +13,8 @@ from typing import Any
 from agents.core.untrusted import fold_to_one_line
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Content, Row
+from factory.ingest.file_groups import FileGroup, read_file_group_rows
 from factory.ingest.ledger_rows import count_release_blockers, summarise_shard_rows
-from factory.ingest.packing import FileGroup, read_file_group_rows
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.chats import has_loss
 from factory.ingest.shapes.row_counts import RowCounts, describe_rows, refuse_missing_columns

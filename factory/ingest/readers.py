@@ -92,7 +92,7 @@ def is_readable_kind(name: str) -> bool:
 
 def is_ingested_without_conversion(path: Path, limits: ShardLimits) -> bool:
     """Return whether a file is ingested as it is. This holds for JSON lines, Parquet, and text or code of one document: rows of these files can be
-    read again by number, and the file can be written again without a row. Other kinds are first converted to JSON lines (``packing``)."""
+    read again by number, and the file can be written again without a row. Other kinds are first converted to JSON lines (``file_groups``)."""
     kind, compression = detect_kind(path.name)
     if kind == ".json":
         source = ReadableFile(path.name, functools.partial(open_file, path, compression, limits), limits, 0, _nothing)

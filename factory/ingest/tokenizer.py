@@ -359,6 +359,6 @@ def _write_json(path: Path, content: dict[str, Any], indent: int) -> None:
     path.write_text(json.dumps(content, indent=indent), encoding="utf-8")
 
 
-def spells_special_token(text: str) -> bool:
+def contains_special_token(text: str) -> bool:
     """Return whether the text spells a special token. Programs that match special tokens in text encode such a text differently."""
     return any(token in text for token in SPECIAL)

@@ -50,7 +50,7 @@ from factory.ingest.rules.word_hashes import Hashes, hash_words, winnow_hashes
 from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.field_mapping import FieldMapping
 from factory.ingest.shapes.row_counts import RowCounts
-from factory.ingest.tokenizer import Tokenizer, spells_special_token
+from factory.ingest.tokenizer import Tokenizer, contains_special_token
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualDurations, Watchdog
 from kernels.contract.message import Message
@@ -191,7 +191,7 @@ def read_row(
         raise BadRow(*(("licence", row.licence_refusal) if row.licence_refusal else failure))
     content = _redact(content, rules.pii, row)
     row.content_sha256 = hash_content(content)
-    row.spells_special_token = spells_special_token(text)
+    row.spells_special_token = contains_special_token(text)
     return content
 
 

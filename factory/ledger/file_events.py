@@ -22,14 +22,14 @@ MLFLOW_REMADE = "mlflow_remade"  # MLflow's database was lost, and replaced by a
 DISK_LOW, DISK_NORMAL = "disk_low", "disk_well"  # {free, floor}, in bytes
 
 
-def read_held_files(db: SqlReader) -> dict[str, dict[str, Any]]:
+def read_waiting_inbox_files(db: SqlReader) -> dict[str, dict[str, Any]]:
     """Return the detail of the newest ``HELD`` event of each file by the file's name, with ``at`` (seconds since 1970) and ``event`` (the event's
     number)."""
     rows = db.read("SELECT id, at, detail FROM events WHERE kind = :kind ORDER BY id", kind=HELD)
     return {row["detail"]["name"]: row["detail"] | {"at": row["at"], "event": row["id"]} for row in rows}
 
 
-def read_filed_shards(db: SqlReader, max_events: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
+def read_shard_locations(db: SqlReader, max_events: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the detail of the newest ``SHARD_FILED`` event of each file by its folder and name. Only the newest ``max_events`` events are read (-1:
     all)."""
     sql = "SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC"

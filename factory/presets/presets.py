@@ -69,7 +69,7 @@ def estimate_memory_per_device(recipe: Recipe, ranks: int, device_bytes: float, 
     share a step of the recipe.
     """
     data = recipe.parallel.data_ranks(ranks, recipe.model)
-    recipe.batch.refuse_uneven_ranks(data)
+    recipe.batch.refuse_uneven_split(data)
     micro = recipe.batch.micro_sequences or recipe.batch.sequences // data
     layout = GpuLayout(ranks, recipe.parallel.tensor, micro, recipe.parallel.recompute, recipe.parallel.replicas)
     parts = estimate_memory_parts(

@@ -38,7 +38,7 @@ def publish_export(workspace: Workspace, release: int, export: Path, sha256: str
     sync_folder(folder)
 
 
-def read_published_note(workspace: Workspace) -> dict[str, Any] | None:
+def read_publication_record(workspace: Workspace) -> dict[str, Any] | None:
     """Return the content of ``serving.json``; None if it is missing or damaged, or if the link has another target."""
     try:
         note = json.loads((workspace.exports / NOTE).read_text(encoding="utf-8"))

@@ -300,7 +300,7 @@ class _Saga:
 
         Returns a line if the link was wrong. Raises: InputError when the champion's export has changed.
         """
-        row, note = find_champion(self.ledger), published_link.read_published_note(self.workspace)
+        row, note = find_champion(self.ledger), published_link.read_publication_record(self.workspace)
         if row is None or (note and (note["release"], note["export_sha256"]) == (row.number, row.export_sha256)):
             return []
         check_export_unchanged(self.ledger, row.candidate)

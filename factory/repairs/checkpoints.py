@@ -250,7 +250,7 @@ def remake_export(plant: Plant, candidate: int) -> str:
     aside = plant.workspace.exports / f".again-{row.segment:05d}"
     remove_path(aside)
     older = read_recorded_export(plant.ledger, candidate) is None
-    write_export(plant, SegmentRow.get(plant.ledger, row.segment), aside, as_it_was=older)
+    write_export(plant, SegmentRow.get(plant.ledger, row.segment), aside, original_defaults=older)
     if hash_export_folder(aside) != row.export_sha256:
         shutil.rmtree(aside)
         return Message(

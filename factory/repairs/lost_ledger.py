@@ -25,8 +25,8 @@ from factory.backups.backups import (
     POSTGRESQL_ADVICE,
     find_backup,
     find_database_damage,
-    format_backup_time,
     make_backup,
+    make_backup_timestamp,
     read_backup_info,
     restore_document_hashes,
 )
@@ -442,7 +442,7 @@ def _replace(root: Path, file: Path, made: Path, said: list[str]) -> None:
 
 def _replaced(root: Path) -> Path:
     """Make a new folder for replaced files. A second folder in the same second gets a number."""
-    name, number = f"replaced-{format_backup_time()}", 0
+    name, number = f"replaced-{make_backup_timestamp()}", 0
     while (folder := root / BACKUPS_FOLDER / (f"{name}-{number}" if number else name)).exists():
         number += 1
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Repairs the damage that ``examining`` finds. The daemon and ``factory check --repair`` use it."""
+"""Repairs the damage that ``workspace_examination`` finds. The daemon and ``factory check --repair`` use it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.release.releases import finish_interrupted_releases
 from factory.repairs.checkpoints import find_checkpoint_damage, remake_export, replay_checkpoint
-from factory.repairs.examining import (
-    Damage,
-    examine_checkpoints,
-    examine_token_shards,
-    examine_tokenizer,
-    examine_workspace_files,
-    find_damaged_databases,
-)
 from factory.repairs.lost_ledger import restore_ledger, restore_mlflow
 from factory.repairs.token_shards import (
     VerifiedShardRecord,
@@ -32,6 +24,14 @@ from factory.repairs.token_shards import (
     rebuild_document_hashes,
     rebuild_token_shard,
     restore_tokenizer,
+)
+from factory.repairs.workspace_examination import (
+    Damage,
+    examine_checkpoints,
+    examine_token_shards,
+    examine_tokenizer,
+    examine_workspace_files,
+    find_damaged_databases,
 )
 from factory.training.planning import read_data_plan, read_last_checkpoint
 from kernels.contract.message import Message
@@ -91,7 +91,7 @@ def _mend_checkpoint(plant: Plant, subject: str) -> str:
 def _mend_hashes(plant: Plant, subject: str) -> str:
     if subject != INDEX:
         return rebuild_document_hashes(plant, subject)
-    HashIndex(plant.ledger).remove()  # the next ingest makes it again
+    HashIndex(plant.ledger).delete_files()  # the next ingest makes it again
     return ""
 
 

@@ -20,7 +20,7 @@ from factory.core.faults import is_temporary_read_failure
 from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
-from factory.evals.suite import hash_suite, identify_held_out_document
+from factory.evals.suite import hash_suite, make_held_out_document_identity
 from factory.gates.patch.held_out_scores import measure_bits_per_byte, read_held_out_texts
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.replica_noise import MEASURED, ReplicaNoise, find_anneal_due_for_replicas, may_start_replicas
@@ -60,7 +60,7 @@ def train_next_replica(plant: Plant, anneal: int) -> None:
     remove_path(runs.home)
 
 
-def find_anneal_with_replica_work(workspace: Workspace, db: SqlReader, policy: ReleasePolicy) -> int | None:
+def find_anneal_with_unfinished_replicas(workspace: Workspace, db: SqlReader, policy: ReleasePolicy) -> int | None:
     """Return the number of an anneal whose replicas must be trained, measured or removed; None: no such anneal."""
     if wanted := find_anneal_to_replicate(workspace, db, policy):
         return wanted[0].id
@@ -167,7 +167,7 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
                     checkpoint=checkpoint, domains=broken, segment=row.id,
                 )  # fmt: skip
             runs.append(found)
-    documents = {"items": [identify_held_out_document(text.document) for text in texts]}
+    documents = {"items": [make_held_out_document_identity(text.document) for text in texts]}
     detail: dict[str, Any] = {
         "release": release, "recipe_sha256": row.recipe_sha256, "documents_sha256": hash_suite(documents), "runs": runs,
         "checkpoints": [hash_manifest(checkpoint) for checkpoint in checkpoints],

@@ -25,9 +25,9 @@ from factory.ledger.file_events import RETIRED
 from factory.ledger.ledger import record_event, tracked_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.retention.choosing import RetentionDecision, decide_folder_removals
 from factory.retention.needs import RetentionNeeds
 from factory.retention.policy import RetentionPolicy
+from factory.retention.removal_decisions import RetentionDecision, decide_folder_removals
 from factory.retention.stored_folders import list_stored_folders
 from kernels.contract.message import Message
 
@@ -57,7 +57,7 @@ def list_retention_decisions(plant: Plant, *, hard: bool = False) -> list[Retent
     needs = RetentionNeeds.find_in_ledger(plant)
     last = plant.ledger.read("SELECT segment, MAX(step) AS step FROM checkpoints GROUP BY segment")
     ends = {row["segment"]: row["step"] for row in last}
-    policy = policy.make_full_disk_policy() if hard else policy
+    policy = policy.make_low_disk_policy() if hard else policy
     return decide_folder_removals(policy, needs, SegmentRow.select(plant.ledger), ends, found, time.time())
 
 

@@ -1,6 +1,6 @@
 """Finds the files that unfinished work, releases, open verdicts, open anomalies and audits need, from the ledger.
 
-``choosing`` keeps all these files, whatever the policy says.
+``removal_decisions`` keeps all these files, whatever the policy says.
 """
 
 from __future__ import annotations

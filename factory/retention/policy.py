@@ -46,7 +46,7 @@ class RetentionPolicy(StrictPolicy):
         """Return the floor in bytes for a disk of ``total`` bytes."""
         return max(self.floor_bytes, int(self.floor_share * total))
 
-    def make_full_disk_policy(self) -> Self:
+    def make_low_disk_policy(self) -> Self:
         """Return the policy for a disk that is almost full: it keeps only needed files, and the runs in MLflow (their removal frees no space)."""
         nothing = dict.fromkeys(("ladders", "candidate_days", "rewound_days", "worktrees", "log_days"), 0)
         return self.model_copy(update={"trunk_segments": 1} | nothing)

@@ -20,7 +20,7 @@ from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
 from factory.core.untrusted_trainer_files import read_json_object
 from factory.ledger.rows import SegmentRow, SqlReader, Subject
-from factory.retrying.requests import refuse_rewound_segment
+from factory.retrying.daemon_requests import refuse_rewound_segment
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:

@@ -35,9 +35,9 @@ class TensorDistance:
     size: float
 
     @property
-    def share_of_size(self) -> float:
+    def relative_distance(self) -> float:
         """
-        >>> TensorDistance(0.1, 2.0).share_of_size, TensorDistance(0.0, 0.0).share_of_size, TensorDistance(0.1, 0.0).share_of_size
+        >>> TensorDistance(0.1, 2.0).relative_distance, TensorDistance(0.0, 0.0).relative_distance, TensorDistance(0.1, 0.0).relative_distance
         (0.05, 0.0, inf)
         """
         return compute_relative_size(self.apart, self.size)
@@ -50,9 +50,9 @@ class CheckpointDistance:
     weights: Mapping[str, TensorDistance]
     moments: Mapping[str, TensorDistance]
 
-    def list_tensor_shares_of_size(self) -> dict[str, float]:
+    def list_relative_distances_by_tensor(self) -> dict[str, float]:
         """Return the share of each tensor, by name."""
-        return {name: one.share_of_size for name, one in (*self.weights.items(), *self.moments.items())}
+        return {name: one.relative_distance for name, one in (*self.weights.items(), *self.moments.items())}
 
 
 def measure_checkpoint_distance(

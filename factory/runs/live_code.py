@@ -30,8 +30,8 @@ from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import kill_when_idle
 from factory.runs.compile_cache import copy_older_cache
 from factory.sandbox import live_sandbox
+from factory.sandbox.filesystem_view import make_cache_variables
 from factory.sandbox.live_sandbox import RunningCommand
-from factory.sandbox.view import make_cache_variables
 from kernels.contract.message import Message
 from trainer.contract import stopping
 

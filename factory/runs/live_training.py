@@ -23,15 +23,15 @@ from factory.core.launching import (
     LOG_BYTES,
     count_ranks,
     find_failure_line,
-    read_exit_code,
+    find_trainer_exit_code,
     remove_exit_code_files,
 )
 from factory.core.path_removal import remove_path
 from factory.core.progress import ProgressTask
 from factory.core.untrusted_trainer_files import count_lines, read_json_object, read_tail
 from factory.ledger.plant import Plant
+from factory.retrying.daemon_requests import refuse_while_paused
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.requests import refuse_while_paused
 from factory.retrying.trainer_deaths import (
     HUNG,
     KILLED,
@@ -169,7 +169,7 @@ class _Lane:
                 stop_trainer(process)
         for folder in folders:
             remove_links_and_pipes(folder, plant.progress)
-        status, line = read_exit_code(process.wait(), folders), find_failure_line(log)
+        status, line = find_trainer_exit_code(process.wait(), folders), find_failure_line(log)
         ending = classify_trainer_ending(status, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills)
         if hung:
             ending = TrainerFailure(HUNG, f"hung and was killed: {hung}")

@@ -22,7 +22,7 @@ from factory.runs.untrusted_files import (
     UntrustedFileError,
     make_missing_file_error,
     make_not_regular_file_error,
-    parse_object,
+    parse_untrusted_json_object,
     read_bytes,
 )
 from trainer.contract.checkpoint import format as checkpoints
@@ -166,7 +166,9 @@ def read_live_checkpoint(folder: int, step: int, expected: Tensors, copy_folder:
                 (copy / file).write_bytes(content)
             left = read_checkpoint(copy)
             held = [{key: tensor.clone() for key, tensor in part.items()} for part in (left.model, left.optimizer)]
-        state = parse_object(stored["state.json"], "state.json")  # parsed more strictly than a trainer parses it
+        state = parse_untrusted_json_object(
+            stored["state.json"], "state.json"
+        )  # parsed more strictly than a trainer parses it
         left = replace(
             left, model=held[0], optimizer=held[1], state=state
         )  # cloned, so that no tensor is a view of a deleted file

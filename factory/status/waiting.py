@@ -13,9 +13,9 @@ from factory.core.workspace import Workspace
 from factory.ingest.rules.task_folder import list_unreadable_files
 from factory.ledger.anomalies import ASKED, CLOSED, read_newest_details_by_anomaly
 from factory.ledger.decisions import list_undecided_verdicts
-from factory.ledger.file_events import find_low_disk, read_held_files
+from factory.ledger.file_events import find_low_disk, read_waiting_inbox_files
 from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, SqlReader, Subject, VerdictRow
-from factory.retrying.requests import Pause, find_current_pause, list_open_requests
+from factory.retrying.daemon_requests import Pause, find_current_pause, list_open_requests
 from factory.retrying.trainer_deaths import (
     describe_parked_segment,
     explain_parked_segment,
@@ -117,7 +117,11 @@ def _inbox(workspace: Workspace, db: SqlReader) -> list[tuple[str, str]]:
         names = {os.fsencode(name).decode("utf-8", "backslashreplace") for name in os.listdir(workspace.inbox)}
     except OSError:
         return []
-    return [(f"{name} in the inbox", one["why"]) for name, one in sorted(read_held_files(db).items()) if name in names]
+    return [
+        (f"{name} in the inbox", one["why"])
+        for name, one in sorted(read_waiting_inbox_files(db).items())
+        if name in names
+    ]
 
 
 def _tasks(workspace: Workspace) -> list[tuple[str, str]]:
@@ -190,7 +194,7 @@ def format_waiting_lines(facts: dict[str, Any]) -> list[str]:
         lines.append(
             Message(
                 "waiting.asked",
-                "request   {person} requested '{action}' at {at}; 'factory run' does this in its next pass",
+                "request   '{action}' by {person} at {at}; 'factory run' carries it out in its next pass",
                 person=one["by"],
                 action=one["action"],
                 at=format_local_time(one["at"]),

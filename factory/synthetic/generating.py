@@ -33,7 +33,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.plant import Plant
-from factory.synthetic.openings import draw_openings
+from factory.synthetic.openings import sample_document_openings
 from factory.synthetic.prompts import Prompt, choose_licence, read_prompts
 from factory.synthetic.writers import (
     Answer,
@@ -131,7 +131,7 @@ class GenerationRequest:
             )
         if self.endpoint and self.release is not None:
             raise InputError(
-                "synthetic.two_writers", "name one writer: either --release N or --endpoint URL --model NAME"
+                "synthetic.two_writers", "give one writer: either --release N or --endpoint URL --model NAME"
             )
         if bool(self.endpoint) != bool(self.model):
             raise InputError(
@@ -230,7 +230,7 @@ def plan_generation(plant: Plant, request: GenerationRequest) -> GenerationPlan:
         count = request.count or DEFAULT_DOCUMENTS
         _refuse_long(writer, request)
         tokenizer = Tokenizer.load(plant.workspace.tokenizer)
-        prompts = draw_openings(
+        prompts = sample_document_openings(
             plant.ledger, tokenizer, count, request.opening_tokens, request.domain, request.seed, policy.licences
         )
     named = [
@@ -246,8 +246,8 @@ def _refuse_long(writer: TextWriter, request: GenerationRequest) -> None:
     ):
         raise InputError(
             "synthetic.too_many_tokens",
-            "--opening-tokens {opening} and --tokens {tokens} do not fit the context of {context} tokens of {writer}. Lower one of "
-            "the two",
+            "--opening-tokens {opening} and --tokens {tokens} together do not fit the context of {writer}, which has {context} tokens. "
+            "Lower one of the two",
             opening=request.opening_tokens,
             tokens=request.tokens,
             context=context,
@@ -306,7 +306,7 @@ def _read_plan(folder: Path, ledger: Ledger) -> GenerationPlan | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             "synthetic.broken_run",
-            "the interrupted run in {folder} cannot continue ({error}). To start the run again, delete the folder",
+            "the interrupted run in {folder} cannot continue ({error}). Delete the folder, and then give the command again",
             folder=folder,
             error=error,
         ) from None
@@ -330,7 +330,7 @@ def _write(
                     raise
                 raise WriterError(
                     "synthetic.interrupted",
-                    "{why}. {kept:,} of {count:,} answers are kept. To continue the run, run the same command again",
+                    "{why}. {kept:,} of {count:,} answers are kept. To continue, give the same command again",
                     why=error.message,
                     kept=len(journal),
                     count=what.count,

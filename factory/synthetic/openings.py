@@ -26,7 +26,7 @@ from trainer.contract.errors import TrainerError
 AT_ONCE = 5000  # values in one IN (…)
 
 
-def draw_openings(
+def sample_document_openings(
     ledger: Ledger,
     tokenizer: Tokenizer,
     count: int,

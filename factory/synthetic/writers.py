@@ -233,7 +233,7 @@ class WriterClient:
                         "{writer}: {why}{advice}",
                         writer=self.writer.name,
                         why=why,
-                        advice=Message("synthetic.advice", ". {advice}", advice=advice) if advice else "",
+                        advice=Message("synthetic.advice", " ({advice})", advice=advice) if advice else "",
                     )
             if attempt < self.policy.attempts:
                 wait = min(FIRST_WAIT * 2 ** (attempt - 1), self.policy.longest_wait_seconds)
@@ -306,7 +306,7 @@ def _advice(status: int, path: str) -> Message | None:
     if status == 404 and path == "/completions":
         return Message(
             "synthetic.chats_only",
-            "The endpoint may not have a model of this name. Or the endpoint accepts only chats: in this case, give prompts as "
+            "Perhaps the endpoint has no model of this name. Or perhaps it accepts only chats. In this case, give prompts as "
             "'messages' (--prompts FILE)",
         )
     return None

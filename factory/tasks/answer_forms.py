@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factory.tasks.number_units import NOTHING, UNITS, NumberWords, parse_number_words
+from factory.tasks.number_units import NOTHING, UNITS, WordsNextToNumber, parse_words_next_to_number
 
 LONGEST = 200  # most characters of an answer
 LARGEST_POWER = 1000  # largest power of ten that is computed
@@ -24,7 +24,7 @@ class NumberValue:
 
     figure: Fraction
     percent: bool = False
-    number_words: NumberWords = NOTHING
+    number_words: WordsNextToNumber = NOTHING
 
     @property
     def value(self) -> Fraction:
@@ -32,7 +32,7 @@ class NumberValue:
 
 
 @dataclass(frozen=True)
-class ValueCollection:
+class MultiValueAnswer:
     """Several values. ``form``: the brackets; ``{}`` for a set or a list without brackets (order does not count); ``∪`` for a union."""
 
     form: str
@@ -61,7 +61,7 @@ class Formula:
     tex: str
 
 
-Value = NumberValue | ValueCollection | AssignedValue | LiteralText | Formula
+Value = NumberValue | MultiValueAnswer | AssignedValue | LiteralText | Formula
 Library = Callable[[str, str], bool]  # (gold, said), in TeX: are the formulas equal?
 
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -115,7 +115,7 @@ def is_same_value(gold: Value, said: Value, library: Library) -> bool:
         return is_same_value(gold, said.value, library)
     if isinstance(gold, AssignedValue):  # "5" is x = 5; "2x + 1" is not the line y = 2x + 1
         return not isinstance(gold.value, Formula) and is_same_value(gold.value, said, library)
-    if isinstance(gold, ValueCollection) or isinstance(said, ValueCollection):
+    if isinstance(gold, MultiValueAnswer) or isinstance(said, MultiValueAnswer):
         return _same_items(gold, said, library)
     if isinstance(gold, NumberValue):
         return isinstance(said, NumberValue) and _same_number(gold, said)
@@ -151,8 +151,8 @@ def _same_number(gold: NumberValue, said: NumberValue) -> bool:
 
 
 def _same_items(gold: Value, said: Value, library: Library) -> bool:
-    ours = gold if isinstance(gold, ValueCollection) else ValueCollection("{}", (gold,))
-    theirs = said if isinstance(said, ValueCollection) else ValueCollection("{}", (said,))
+    ours = gold if isinstance(gold, MultiValueAnswer) else MultiValueAnswer("{}", (gold,))
+    theirs = said if isinstance(said, MultiValueAnswer) else MultiValueAnswer("{}", (said,))
     if ours.form != theirs.form or len(ours.values) != len(theirs.values):
         return False
     if ours.form not in ("{}", "∪"):
@@ -270,17 +270,17 @@ def _bracketed(text: str, depth: int) -> Value | None:
     """The value of a text in brackets: ``(1, 2)``, ``[0, 1)``, ``\\{1, 2\\}``; ``(5)`` is 5. None: not in brackets."""
     parts = re.split(r"\s*\\cup(?![a-zA-Z])\s*", text)
     if 1 < len(parts) <= MOST_ITEMS:
-        return ValueCollection("∪", tuple(_read(part, depth + 1) for part in parts))
+        return MultiValueAnswer("∪", tuple(_read(part, depth + 1) for part in parts))
     if text in ("\\emptyset", "\\varnothing", "\\{\\}", "\\{ \\}", "{}"):
-        return ValueCollection("{}", ())
+        return MultiValueAnswer("{}", ())
     if text.startswith("\\{") and text.endswith("\\}") and _whole(text[2:-2]):
-        return ValueCollection("{}", tuple(_read(part, depth + 1) for part in _split(text[2:-2])))
+        return MultiValueAnswer("{}", tuple(_read(part, depth + 1) for part in _split(text[2:-2])))
     if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or not _whole(text[1:-1]):
         return None
     parts = _split(text[1:-1])
     if len(parts) == 1:
         return _read(text[1:-1], depth + 1) if text[0] == "(" and text[-1] == ")" else None
-    return ValueCollection(text[0] + text[-1], tuple(_read(part, depth + 1) for part in parts))
+    return MultiValueAnswer(text[0] + text[-1], tuple(_read(part, depth + 1) for part in parts))
 
 
 def _named(text: str, depth: int) -> Value | None:
@@ -307,7 +307,7 @@ def _named(text: str, depth: int) -> Value | None:
 def _several(text: str, depth: int) -> Value | None:
     """The values of a list without brackets: ``1, 2 and 3``, ``x = 1 or x = 2``, ``\\pm 2``. None: not a list, or a part is prose."""
     if found := re.fullmatch(r"(?:\\pm|\+/?-)\s*([^,]+)", text):
-        return ValueCollection("{}", (_read(found[1], depth + 1), _read(f"-{found[1]}", depth + 1)))
+        return MultiValueAnswer("{}", (_read(found[1], depth + 1), _read(f"-{found[1]}", depth + 1)))
     spaced = re.sub(r"«\s*(?:,?\s*)(and|or)\s*»", r" \1 ", text)
     parts = [part for one in _split(spaced) for part in re.split(r"(?:^|\s)(?:and|or)\s", f" {one} ") if part.strip()]
     if not 1 < len(parts) <= MOST_ITEMS:
@@ -315,7 +315,7 @@ def _several(text: str, depth: int) -> Value | None:
     values = [_read(part, depth + 1) for part in parts]
     if any(is_nonmathematical_text(value) and len(part.split()) > 2 for value, part in zip(values, parts)):
         return None
-    return ValueCollection("{}", tuple(values))
+    return MultiValueAnswer("{}", tuple(values))
 
 
 def _number(text: str) -> NumberValue | None:
@@ -338,7 +338,7 @@ def _number(text: str) -> NumberValue | None:
     figure = _figure(found)
     if figure is None:
         return None
-    words = parse_number_words(before + (" " + found["money"] if found["money"] else ""), after)
+    words = parse_words_next_to_number(before + (" " + found["money"] if found["money"] else ""), after)
     if words is None:
         return None
     if found["sign"] and found["inner"]:

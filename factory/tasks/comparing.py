@@ -30,9 +30,9 @@ class TaskEvidence:
     variances: Mapping[str, float] = field(default_factory=dict)  # metric → variance of the champion's item values
 
     @classmethod
-    def from_problem(cls, words: str, remedy: str) -> TaskEvidence:
+    def from_problem(cls, problem: str, remedy: str) -> TaskEvidence:
         """The evidence of a task that could not be measured or compared."""
-        return cls(problems=(words,), remedies={words: remedy})
+        return cls(problems=(problem,), remedies={problem: remedy})
 
     def __bool__(self) -> bool:
         return bool(self.evaluations or self.problems)
@@ -73,7 +73,7 @@ def _as_nats(item: EvalItem, costs: Sequence[str]) -> EvalItem:
     return replace(item, task="bpb", item=f"{item.task}\0{item.item}", domain=item.task, value=value)
 
 
-def count_items_and_variances(champion: Sequence[EvalItem]) -> tuple[dict[str, int], dict[str, float]]:
+def compute_item_counts_and_variances(champion: Sequence[EvalItem]) -> tuple[dict[str, int], dict[str, float]]:
     """({metric: number of items}, {metric: variance of an item's value}) of the champion.
 
     Only metrics whose items have weight 1 and values from 0 to 1 are included.
@@ -156,8 +156,8 @@ def make_task_reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
             missing.append(
                 Message(
                     "comparing.few_groups",
-                    "Task {task} cannot be compared, because it has {groups:,|document group|document groups} and a "
-                    "comparison needs {needed:,}.",
+                    "Task {task} cannot be compared, because it has {groups:,|document group|document groups}, but a "
+                    "comparison needs at least {needed:,}.",
                     task=name, groups=gain.clusters or 0, needed=clusters_min,
                 )
             )  # fmt: skip
@@ -182,7 +182,7 @@ def make_task_reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
             against.append(
                 Message(
                     "comparing.loss_shown",
-                    "{compared}. A loss of at most {margin:.3f} is allowed, and the confidence bound shows a larger loss.",
+                    "{compared}. A loss of at most {margin:.3f} is allowed, but the confidence bound shows a larger loss.",
                     **data,
                 )
             )
@@ -207,7 +207,7 @@ def make_task_reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
             open_.append(
                 Message(
                     "comparing.loss_not_excluded",
-                    "{compared}. A loss of at most {margin:.3f} is allowed, and the confidence bound does not exclude a "
+                    "{compared}. A loss of at most {margin:.3f} is allowed, but the confidence bound does not exclude a "
                     "larger loss.",
                     **data,
                 )
@@ -223,20 +223,25 @@ def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
     if clusters < clusters_min:
         return Message(
             "comparing.only_informs",
-            "The task only informs, because it has {groups:,|document group|document groups} and a guard needs "
-            "{needed:,}.",
+            "This task cannot block a release, because it has {groups:,|document group|document groups}. At least {needed:,} are needed.",
             groups=clusters, needed=clusters_min,
         )  # fmt: skip
     needed = known.find_items_needed()
     size = (
-        Message("comparing.items_needed", "A guard with the task's margin needs about {items:,} items", items=needed)
+        Message(
+            "comparing.items_needed",
+            "With the loss that this task allows, a reliable guard needs about {items:,} test items",
+            items=needed,
+        )
         if needed
-        else Message("comparing.no_size", "No number of items is enough for a guard with the task's margin")
+        else Message(
+            "comparing.no_size", "With the loss that this task allows, no number of items makes the guard reliable"
+        )
     )
     return Message(
         "comparing.no_guard",
-        "The task is measured, but is not a guard. With its {items:,} items, a guard would hold back {held:.0f} of 100 equally "
-        "good models, but may hold back at most {limit:.0f}. {size} (margin in tasks.yaml). {effect}",
+        "This task has too few items for a reliable guard. With its {items:,} items, the guard would wrongly block {held:.0f} of 100 "
+        "equally good models. At most {limit:.0f} are accepted. {size} (margin in tasks.yaml). {effect}",
         items=known.items,
         held=100 * (1 - known.pass_rate_of_equal_models),
         limit=100 * MOST_FAILED,

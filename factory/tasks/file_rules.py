@@ -12,7 +12,7 @@ from factory.tasks.items import ChoiceItem, TaskError, TaskItem
 WAYS = {"place": "a place from 0", "letter": "a letter", "text": "the text of a choice"}
 
 
-def replace_answers_by_places(items: Sequence[Any], where: str) -> list[Any]:
+def replace_answers_with_choice_indices(items: Sequence[Any], where: str) -> list[Any]:
     """Return the items. In multiple choice, the place of the right choice replaces the answer as written. Each answer must name a choice.
 
     Raises: TaskError naming the first record whose answer needs another reading (place, letter, text) than the records before it, or whose
@@ -27,7 +27,7 @@ def replace_answers_by_places(items: Sequence[Any], where: str) -> list[Any]:
         if not common & set(mine):
             raise TaskError(
                 "file_rules.mixed_answers",
-                "{file}: the answer of record {record}, {answer!r}, is {way}, but earlier answers are {earlier}. Write all answers in the same way",
+                "{file}, record {record}: the answer {answer!r} is {way}, but earlier answers are {earlier}. Write all answers in the same way",
                 file=where, record=number, answer=item.answer, way=_or(mine), earlier=first,
             )  # fmt: skip
         common &= set(mine)
@@ -37,8 +37,8 @@ def replace_answers_by_places(items: Sequence[Any], where: str) -> list[Any]:
         if len(set(read.values())) > 1:
             raise TaskError(
                 "file_rules.ambiguous_answer",
-                "{file}: the answer of record {record}, {answer!r}, can name several choices: {choices}. Write each "
-                "answer so that it names one choice",
+                "{file}, record {record}: the answer {answer!r} can mean several choices: {choices}. Write each "
+                "answer so that it means one choice",
                 file=where, record=number, answer=item.answer,
                 choices=[f"{item.choices[place]!r} as {WAYS[way]}" for way, place in read.items()],
             )  # fmt: skip
@@ -50,14 +50,15 @@ def _or(ways: Mapping[str, int] | set[str]) -> str:
     return " or ".join(words for way, words in WAYS.items() if way in ways)
 
 
-def refuse_examples_among_items(items: Sequence[TaskItem], shown: Sequence[TaskItem], where: str) -> None:
+def refuse_examples_among_items(items: Sequence[TaskItem], examples: Sequence[TaskItem], where: str) -> None:
     """Raises: TaskError if an example asks the same question as a tested item. Ids, case, blanks and punctuation do not count."""
     tested = {_asked(item): item for item in reversed(items)}
-    for example in shown:
+    for example in examples:
         if (same := tested.get(_asked(example))) is not None:
             raise TaskError(
                 "file_rules.shown_item",
-                "{file}: example {example!r} asks the same question as item {item!r}, so prompts would hold the item's answer. Remove one of the two",
+                "{file}: example {example!r} asks the same question as item {item!r}, so prompts would contain the "
+                "item's answer. Remove one of the two",
                 file=where, example=example.key, item=same.key,
             )  # fmt: skip
 

@@ -164,9 +164,9 @@ class CodeItem(TaskItem):
     def right_answer(self) -> str:
         return self.tests  # every program that passes them is right
 
-    def make_program_of_reply(self, written: str) -> str:
+    def make_program_of_reply(self, reply: str) -> str:
         """The program of a model's reply: the prompt and its continuation, or the code in the reply's fences."""
-        return extract_program(self.prompt if self.begins is None else self.begins, written)
+        return extract_program(self.prompt if self.begins is None else self.begins, reply)
 
 
 KINDS: dict[str, type[TaskItem]] = {"multiple_choice": ChoiceItem, "maths": MathsItem, "code": CodeItem}
@@ -176,7 +176,7 @@ def parse_items(kind: str, records: Sequence[Any], where: str) -> list[Any]:
     """The items of a file. Raises: TaskError naming the record and the key, for an invalid record or a repeated id or question."""
     items: list[Any] = []
     asked: dict[tuple[str, ...], int] = {}
-    for number, item in _parsed(kind, enumerate(records, 1), where, doubled_choices=False):
+    for number, item in _parsed(kind, enumerate(records, 1), where, allow_equal_choices=False):
         first = asked.setdefault(item.question_texts, number)
         if first != number:
             _refuse_doubled(items[first - 1], item, {"file": where, "first": first, "second": number})
@@ -185,7 +185,7 @@ def parse_items(kind: str, records: Sequence[Any], where: str) -> list[Any]:
 
 
 def _parsed(
-    kind: str, records: Iterable[tuple[int, Any]], where: str, doubled_choices: bool
+    kind: str, records: Iterable[tuple[int, Any]], where: str, allow_equal_choices: bool
 ) -> Iterator[tuple[int, Any]]:
     """Each numbered record as an item. Raises: TaskError for an invalid record or a repeated id."""
     ids: dict[str, int] = {}
@@ -193,7 +193,7 @@ def _parsed(
         item = parse(KINDS[kind], record, f"{where}, record {number}", TaskError)
         if (first := ids.setdefault(item.key, number)) != number:
             raise TaskError(make_repeated_id_message(where, item.key, first, number))
-        if fault := _fault(item, doubled_choices):
+        if fault := _fault(item, allow_equal_choices):
             raise TaskError(
                 "items.odd_record", "{file}, record {record}: {fault}", file=where, record=number, fault=fault
             )
@@ -201,17 +201,17 @@ def _parsed(
 
 
 def parse_published_items(
-    kind: str, records: Sequence[tuple[int, Any]], where: str, doubled_choices: bool
+    kind: str, records: Sequence[tuple[int, Any]], where: str, allow_equal_choices: bool
 ) -> tuple[list[Any], list[Message]]:
     """(the items of a published file, notes about them). ``records``: (number in the file, record in the factory's form).
 
-    A repeated question stays in the file, so that scores compare with published scores, but its copies share a cluster. ``doubled_choices``
+    A repeated question stays in the file, so that scores compare with published scores, but its copies share a cluster. ``allow_equal_choices``
     allows equal choices, which do no harm in letter format. Raises: TaskError like ``parse_items``.
     """
     items: list[Any] = []
     asked: dict[tuple[str, ...], Any] = {}
     again: list[tuple[Any, Any]] = []
-    for _, item in _parsed(kind, records, where, doubled_choices):
+    for _, item in _parsed(kind, records, where, allow_equal_choices):
         other = asked.setdefault(item.question_texts, item)
         if other is not item:
             again.append((item, other))
@@ -253,7 +253,7 @@ def _refuse_doubled(first: TaskItem, second: TaskItem, place: dict[str, Any]) ->
         )
 
 
-def _fault(item: TaskItem, doubled_choices: bool) -> Message | None:
+def _fault(item: TaskItem, allow_equal_choices: bool) -> Message | None:
     """Why an item that has all its keys is invalid. None: it is valid."""
     if isinstance(item, CodeItem):
         return _no_tests(item.tests)
@@ -262,7 +262,7 @@ def _fault(item: TaskItem, doubled_choices: bool) -> Message | None:
     if isinstance(item, ChoiceItem):
         if not all(choice.strip() for choice in item.choices):
             return Message("items.blank_choice", "A choice is empty")
-        if len(set(item.choices)) < len(item.choices) and not doubled_choices:
+        if len(set(item.choices)) < len(item.choices) and not allow_equal_choices:
             return Message("items.same_choices", "Two choices are the same")
         try:
             item.right_choice_index  # noqa: B018  (it raises)

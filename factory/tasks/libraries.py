@@ -13,14 +13,14 @@ from factory.tasks.verifiers import check_programs
 AT_ONCE = 10  # names in a program, so that an error's last line can hold them
 
 
-def refuse_missing_libraries(items: Sequence[CodeItem], running: TaskLimits) -> None:
+def refuse_missing_libraries(items: Sequence[CodeItem], limits: TaskLimits) -> None:
     """Raises: TaskError naming the libraries that programs in the sandbox cannot import, and the number of items that need them."""
     used = Counter(name for item in items for name in set(item.libraries))
     if not used:
         return
     names = sorted(used)
     parts = [names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE)]
-    found = check_programs([(FIND_LIBRARIES.format(names=part), "assert True") for part in parts], running)
+    found = check_programs([(FIND_LIBRARIES.format(names=part), "assert True") for part in parts], limits)
     missing: list[str] = []
     for one in found:
         if not one.right:

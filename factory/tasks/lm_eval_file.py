@@ -57,7 +57,7 @@ REFUSED = {
     "use_prompt": Message("lm_eval_file.use_prompt", "This key downloads prompts"),
     "doc_to_image": TEXT_ONLY,
     "doc_to_audio": TEXT_ONLY,
-    "class": Message("lm_eval_file.python_class", "This key names Python code"),
+    "class": Message("lm_eval_file.python_class", "This key runs Python code"),
     "group": Message("lm_eval_file.group", "This key groups tasks. Write a separate file for each task"),
 }
 
@@ -128,7 +128,7 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
         raise TaskError(
             "lm_eval_file.no_local_data",
             "{file}: dataset_path {given!r} is refused, because the factory downloads no data. Put the data file "
-            "into the same folder and name it, as in 'dataset_path: json' with 'dataset_kwargs: {{data_files: "
+            "into the same folder. Then write, for example, 'dataset_path: json' and 'dataset_kwargs: {{data_files: "
             "{{test: questions.jsonl}}}}'",
             file=path,
             given=str(reader)[:80],
@@ -234,7 +234,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     if theirs is None:
         raise TaskError(
             "lm_eval_file.not_shipped",
-            "{file} has no doc_to_text, and lm-eval {version} has no task {task!r}. Write the whole task, or name a task of lm-eval",
+            "{file} has no doc_to_text, and lm-eval {version} has no task {task!r}. Write the whole task, or give the name of a task of lm-eval",
             file=path, version=read_lm_eval_version(), task=task[:100],
         )  # fmt: skip
     config = _with_included(theirs, root.resolve(), read) | local
@@ -252,7 +252,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     asked = config.get("test_split") or config.get("validation_split")
     if not {config.get("test_split"), config.get("validation_split")} & known:
         raise TaskError(
-            "lm_eval_file.no_test_split", "{file}: task {task} is measured on the split {split!r}. Name the file of this split in data_files",
+            "lm_eval_file.no_test_split", "{file}: task {task} is measured on the split {split!r}. Add the file of this split to data_files",
             file=path, task=task, split=asked,
         )  # fmt: skip
     fewshot = config.get("fewshot_split") or config.get("training_split") or config.get("validation_split")
@@ -260,7 +260,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     if config.get("num_fewshot") and drawn and fewshot not in known:
         raise TaskError(
             "lm_eval_file.no_fewshot_split",
-            "{file}: task {task} shows {shots} examples from the split {split!r}. Name the file of this split in data_files, or set 'num_fewshot: 0'",
+            "{file}: task {task} shows {shots} examples from the split {split!r}. Add the file of this split to data_files, or set 'num_fewshot: 0'",
             file=path, task=task, shots=config["num_fewshot"], split=fewshot,
         )  # fmt: skip
     return config | over, json.dumps({"include": [str(theirs)], **over})
@@ -361,11 +361,11 @@ def _data(path: Path, said: Any) -> tuple[Path, ...]:
         place = (path.parent / name).resolve()
         if place not in known:
             raise TaskError(
-                "lm_eval_file.no_data_file", "{file}: key 'data_files' names {name!r}, but {folder} has no such file with one "
-                "of these suffixes: {suffixes}",
+                "lm_eval_file.no_data_file", "{file}: key 'data_files' asks for {name!r}, but {folder} has no such file. "
+                "Allowed suffixes: {suffixes}",
                 file=path, folder=path.parent, name=name[:100], suffixes=SUFFIXES,
             )  # fmt: skip
         found.append(place)
     if not found:
-        raise TaskError("lm_eval_file.no_data_files", "{file}: key 'data_files' names no file", file=path)
+        raise TaskError("lm_eval_file.no_data_files", "{file}: key 'data_files' has no file", file=path)
     return tuple(found)

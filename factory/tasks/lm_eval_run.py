@@ -20,7 +20,7 @@ from factory.core.untrusted_trainer_files import open_regular_file
 from factory.evals.tasks import EvalItem
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits, SandboxResult
-from factory.tasks.generation import hash_to_seed
+from factory.tasks.answer_generation import hash_to_seed
 from factory.tasks.items import TaskError
 from factory.tasks.lm_eval_file import LmEvalFile
 from factory.tasks.model import Advance, GenerationParameters, TaskModel
@@ -155,7 +155,8 @@ def _items(task: EvalTask, found: Any) -> tuple[list[EvalItem], dict[str, Any]]:
         ) from None
     if not rows:
         raise TaskError(
-            "lm_eval_run.no_metric", "No metric of lm-eval is a number for each item, so candidates cannot be compared"
+            "lm_eval_run.no_metric",
+            "lm-eval gave no metric with a number for each item, so candidates cannot be compared",
         )
     doubled = [key for key, count in Counter((row.task, row.item) for row in rows).items() if count > 1]
     if doubled:

@@ -25,8 +25,8 @@ from factory.ledger.ledger import Ledger, eval_items, evaluations, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, Subject
 from factory.ledger.writing import insert_row
+from factory.tasks.answer_generation import generate_and_check
 from factory.tasks.comparing import compute_metric_scores
-from factory.tasks.generation import generate_and_check
 from factory.tasks.items import TaskError
 from factory.tasks.libraries import refuse_missing_libraries
 from factory.tasks.lm_eval_run import run_lm_eval

@@ -71,7 +71,7 @@ class TaskModel:
         if model.config.vocab_size < tokenizer.vocab_size:
             raise TaskError(
                 "model.small_vocabulary",
-                "The model cannot be measured, because its vocabulary has {model:,} tokens and the tokenizer has "
+                "The model cannot be measured, because its vocabulary has {model:,} tokens, but the tokenizer has "
                 "{tokenizer:,}",
                 model=model.config.vocab_size, tokenizer=tokenizer.vocab_size,
             )  # fmt: skip
@@ -84,7 +84,7 @@ class TaskModel:
         return self.model.config.context
 
     @property
-    def tokens_in_place_of_context(self) -> list[int]:
+    def empty_context_tokens(self) -> list[int]:
         """The tokens before a text that has no context."""
         return list(self.tokenizer.bos) or [self.tokenizer.stop_token]
 
@@ -93,7 +93,7 @@ class TaskModel:
         kept = context.rstrip()
         continuation, context = context[len(kept) :] + continuation, kept
         alone = self.tokenizer.encode(context)
-        before = [*self.tokenizer.bos, *alone] or self.tokens_in_place_of_context
+        before = [*self.tokenizer.bos, *alone] or self.empty_context_tokens
         after = self.tokenizer.encode(context + continuation)[len(alone) :]
         if not after:
             raise TaskError(
@@ -154,7 +154,7 @@ class TaskModel:
         """The log-probability of each whole text, its own BOS included, in windows that do not overlap and start after another BOS."""
         sequences, owner = [], []
         for index, text in enumerate(texts):
-            tokens = [*self.tokens_in_place_of_context, *self.tokenizer.bos, *self.tokenizer.encode(text)]
+            tokens = [*self.empty_context_tokens, *self.tokenizer.bos, *self.tokenizer.encode(text)]
             for start, stop in _windows(len(tokens) - 1, self.context_length):
                 begin = max(0, stop - self.context_length)
                 sequences.append((tokens[begin : start + 1], tokens[start + 1 : stop + 1]))
@@ -165,38 +165,42 @@ class TaskModel:
         return [float(value) for value in sums]
 
     def generate(
-        self, prompts: Sequence[str], how: GenerationParameters, seeds: Sequence[int], advance: Advance
+        self, prompts: Sequence[str], parameters: GenerationParameters, seeds: Sequence[int], advance: Advance
     ) -> list[GeneratedText]:
         """A text for each prompt, drawn with the prompt's own seed. Raises: TaskError if ``max_tokens`` leaves no room for a prompt."""
-        room = self.context_length - how.max_tokens
+        room = self.context_length - parameters.max_tokens
         if room <= 0:
             raise TaskError(
                 "model.no_room",
                 "An answer of {max_tokens:,} tokens leaves no room for a question in the model's context of {context:,} tokens. "
                 "Lower max_tokens of the task",
-                max_tokens=how.max_tokens, context=self.context_length,
+                max_tokens=parameters.max_tokens, context=self.context_length,
             )  # fmt: skip
         encoded = []
         for prompt in prompts:
-            tokens = self.tokenizer.encode_text_prompt(prompt).tolist() or self.tokens_in_place_of_context
+            tokens = self.tokenizer.encode_text_prompt(prompt).tolist() or self.empty_context_tokens
             self.cut_contexts += len(tokens) > room
             encoded.append(tokens[-room:])
         ranked = sorted(range(len(encoded)), key=lambda i: len(encoded[i]), reverse=True)
         found: list[GeneratedText] = [GeneratedText("", False)] * len(encoded)
         stops = {self.tokenizer.end_token, self.tokenizer.stop_token}
         while ranked:
-            many = max(1, min(ROWS, self.batch_tokens // (len(encoded[ranked[0]]) + how.max_tokens)))
+            many = max(1, min(ROWS, self.batch_tokens // (len(encoded[ranked[0]]) + parameters.max_tokens)))
             batch, ranked = ranked[:many], ranked[many:]
-            draw = _likeliest if how.temperature == 0 else _draw([seeds[index] for index in batch], how.temperature)
+            draw = (
+                _likeliest
+                if parameters.temperature == 0
+                else _draw([seeds[index] for index in batch], parameters.temperature)
+            )
             written = self.model.generate(
                 [encoded[index] for index in batch],
-                how.max_tokens,
+                parameters.max_tokens,
                 stops,
                 draw,
-                lambda tokens: any(word in self.tokenizer.decode(tokens) for word in how.stop),
+                lambda tokens: any(word in self.tokenizer.decode(tokens) for word in parameters.stop),
             )
             for index, one in zip(batch, written, strict=True):
-                found[index] = GeneratedText(_until(self.tokenizer.decode(one.tokens), how.stop), one.ended)
+                found[index] = GeneratedText(_until(self.tokenizer.decode(one.tokens), parameters.stop), one.ended)
             advance(len(batch))
         return found
 

@@ -39,7 +39,7 @@ _ALTERS = {
 
 
 @dataclass(frozen=True)
-class NumberWords:
+class WordsNextToNumber:
     """The meaning of the words next to a number."""
 
     unit: str = ""  # what the unit measures: "length", "length^2", "length/time"; "": no unit
@@ -48,15 +48,15 @@ class NumberWords:
     nouns: frozenset[str] = frozenset()
 
 
-NOTHING = NumberWords()
+NOTHING = WordsNextToNumber()
 
 
-def parse_number_words(before: str, after: str) -> NumberWords | None:
+def parse_words_next_to_number(before: str, after: str) -> WordsNextToNumber | None:
     """The meaning of the words before and after a number. None if they make it another number (``not 18``, ``18 and a half``).
 
-    >>> parse_number_words("", "cm^2").unit, parse_number_words("", "million dollars").times
+    >>> parse_words_next_to_number("", "cm^2").unit, parse_words_next_to_number("", "million dollars").times
     ('length^2', 1000000)
-    >>> sorted(parse_number_words("She has", "red apples").nouns), parse_number_words("not", "")
+    >>> sorted(parse_words_next_to_number("She has", "red apples").nouns), parse_words_next_to_number("not", "")
     (['apple', 'red'], None)
     """
     words = _words(before) + _words(after)
@@ -73,7 +73,7 @@ def parse_number_words(before: str, after: str) -> NumberWords | None:
         if last in "$€£¥₹":
             unit, size, before = *UNITS[last], before.rstrip()[: -len(last)]
     nouns = {_singular(word.casefold()) for word in _words(rest)} - _SILENT
-    return NumberWords(unit, size, times, frozenset(nouns))
+    return WordsNextToNumber(unit, size, times, frozenset(nouns))
 
 
 def _unit(text: str) -> tuple[str, Fraction, str]:

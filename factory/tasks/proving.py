@@ -121,8 +121,7 @@ def _choices(task: EvalTask) -> TaskProof:
         if row.value != 1:
             raise TaskError(
                 "proving.right_choice",
-                "item {item!r}: a model for which the right choice is by far the likeliest scores {score:g} on "
-                "{metric}. Expected: 1",
+                "item {item!r}: if the right choice is by far the likeliest, metric {metric} must be 1, but it is {score:g}",
                 item=row.item, score=row.value, metric=row.task,
             )  # fmt: skip
     chance = sum(1 / len(item.choices) for item in items) / len(items)
@@ -213,7 +212,7 @@ def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, na
         if one.right:
             raise TaskError(
                 "proving.empty_program",
-                "item {item!r}: {problem}. A program that {program} passes these tests. The tests must call 'check' or unittest.main()",
+                "item {item!r}: {problem}. For example, a program that {program} passes. The tests must call 'check' or unittest.main()",
                 item=item.key, problem=make_empty_tests_message(), program=how,
             )  # fmt: skip
     return TaskProof(1.0 if mine == len(items) else None, 0.0, without_solution=len(items) - mine)

@@ -27,7 +27,11 @@ from factory.core.policy_file import Count, StrictPolicy
 from factory.core.workspace import Workspace, load_yaml
 from factory.ingest.rules.task_folder import SUFFIXES, get_data_suffix, list_item_files, list_unreadable_files
 from factory.ingest.rules.task_items import ItemFile, read_items
-from factory.tasks.file_rules import refuse_examples_among_items, refuse_repeated_records, replace_answers_by_places
+from factory.tasks.file_rules import (
+    refuse_examples_among_items,
+    refuse_repeated_records,
+    replace_answers_with_choice_indices,
+)
 from factory.tasks.items import TaskError, TaskItem, make_unreadable_file_message, parse_items, parse_published_items
 from factory.tasks.lm_eval_file import LmEvalFile, read_lm_eval_file, refuse_invalid_records
 from factory.tasks.policy import TasksPolicy
@@ -40,7 +44,7 @@ from factory.tasks.published.benchmarks import (
     parse_subject_and_split,
     recognise_benchmark,
 )
-from factory.tasks.published.form import Benchmark
+from factory.tasks.published.record_form import Benchmark
 from factory.tasks.reply import choose_default_stop_texts
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
@@ -226,7 +230,7 @@ def list_tasks(folder: Path) -> TaskFolderFiles:
         name = str(path.relative_to(folder))
         if path.name.startswith("_") or re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", named):
             continue
-        no_file_names_it = Message("task_file.not_named", "No task file names this file")
+        no_file_names_it = Message("task_file.not_named", "No task file refers to this file")
         known, why = _published_name(path) if path.parent == folder else ("", no_file_names_it)
         if known and known not in tasks:
             tasks[known] = path
@@ -265,7 +269,7 @@ def _published_name(path: Path) -> tuple[str, Message | None]:
     if split in TRAINED:
         return "", Message(
             "task_file.training_split",
-            "This file holds the {split} split of {benchmark}. The YAML file of a task can name this file in 'examples'",
+            "This file is the {split} split of {benchmark}. To show its records as examples, write its name as 'examples' in the YAML file of a task",
             split=split,
             benchmark=benchmark.name,
         )
@@ -322,7 +326,9 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
         shown = read_items(resolve_data_file(path, "examples", ours.examples)) if ours.examples else None
         if benchmark:
             return _published(path, benchmark, ours, items, shown, policy, "shots" in keys)
-        found = replace_answers_by_places(parse_items(ours.kind, items.records, str(items.path)), str(items.path))
+        found = replace_answers_with_choice_indices(
+            parse_items(ours.kind, items.records, str(items.path)), str(items.path)
+        )
         _enough(items.path, len(found), policy)
         if shown and ours.kind == "code":
             raise TaskError(
@@ -331,7 +337,7 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
                 file=path,
             )
         examples = (
-            replace_answers_by_places(parse_items(ours.kind, shown.records, str(shown.path)), str(shown.path))
+            replace_answers_with_choice_indices(parse_items(ours.kind, shown.records, str(shown.path)), str(shown.path))
             if shown
             else []
         )

@@ -13,7 +13,7 @@ from factory.evals.evaluator import read_items_of_evaluation
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import EvaluationRow, find_champion
-from factory.tasks.comparing import TaskEvidence, compute_metric_gains, count_items_and_variances
+from factory.tasks.comparing import TaskEvidence, compute_item_counts_and_variances, compute_metric_gains
 from factory.tasks.items import TaskError
 from factory.tasks.measuring import measure_task
 from factory.tasks.policy import TasksPolicy
@@ -88,7 +88,7 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
         )  # fmt: skip
         return evidence.merge(TaskEvidence.from_problem(problem, todo))
     margins = dict.fromkeys(found, policy.get_settings_of_task(name).margin)
-    items, variances = count_items_and_variances(of_champion)
+    items, variances = compute_item_counts_and_variances(of_champion)
     return evidence.merge(TaskEvidence(gains=found, margins=margins, items=items, variances=variances))
 
 
@@ -127,11 +127,11 @@ def read_baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
     return next((row.summary for row in rows if row.summary.get("task") == name), None)
 
 
-def measure_new_baseline(plant: Plant, task: EvalTask, policy: TasksPolicy, by: str) -> int | None:
+def measure_new_baseline(plant: Plant, task: EvalTask, policy: TasksPolicy, person: str) -> int | None:
     """Make the task's present protocol the baseline and measure the champion with it. Returns the id of the champion's evaluation."""
     best = find_champion(plant.ledger)
     number = measure_task(plant, best.candidate, task, policy) if best else None
     with plant.ledger.begin() as tx:
-        detail = {"protocol": task.protocol_sha256, "format": task.format, "by": by, "evaluation": number}
+        detail = {"protocol": task.protocol_sha256, "format": task.format, "by": person, "evaluation": number}
         record_event(tx, "task_baseline", f"task:{task.name}", detail)
     return number

@@ -43,7 +43,7 @@ class AnswerCheckResult:
     why: str = ""  # the last line of a failed program's output
 
 
-def check_maths_answers(answers: Sequence[tuple[MathsItem, str]], running: TaskLimits) -> list[AnswerCheckResult]:
+def check_maths_answers(answers: Sequence[tuple[MathsItem, str]], limits: TaskLimits) -> list[AnswerCheckResult]:
     """Check for each text that it ends with its item's answer. The same function extracts both answers.
 
     Raises: IsolationError if formulas must be compared and there is no sandbox; TaskError if math-verify does not work.
@@ -57,7 +57,7 @@ def check_maths_answers(answers: Sequence[tuple[MathsItem, str]], running: TaskL
 
     for said, gold in pairs:
         _ = said is not None and is_same_answer(said, gold, ask)
-    known = _compare(list(asked), running)
+    known = _compare(list(asked), limits)
     found = []
     for said, gold in pairs:
         slow: list[bool] = []
@@ -72,10 +72,10 @@ def check_maths_answers(answers: Sequence[tuple[MathsItem, str]], running: TaskL
 
 
 def check_programs(
-    programs: Sequence[tuple[str, str]], running: TaskLimits, advance: Advance = lambda n: None
+    programs: Sequence[tuple[str, str]], limits: TaskLimits, advance: Advance = lambda n: None
 ) -> list[AnswerCheckResult]:
     """Run each program with its tests. Raises: IsolationError; TaskError if even an empty program fails."""
-    works = _check("", "assert True", running)
+    works = _check("", "assert True", limits)
     if not works.right:
         raise TaskError(
             "verifiers.nothing_passes",
@@ -84,7 +84,7 @@ def check_programs(
         )
 
     def one(pair: tuple[str, str]) -> AnswerCheckResult:
-        found = _check(*pair, running)
+        found = _check(*pair, limits)
         advance(1)
         return found
 
@@ -92,11 +92,11 @@ def check_programs(
         return list(pool.map(one, programs))
 
 
-def check_solutions(items: Sequence[CodeItem], running: TaskLimits, advance: Advance = lambda n: None) -> None:
+def check_solutions(items: Sequence[CodeItem], limits: TaskLimits, advance: Advance = lambda n: None) -> None:
     """Raises: TaskError naming the first item whose own solution fails its tests."""
     mine = [item for item in items if item.solution is not None]
     programs = [(item.make_program_of_reply(item.solution or ""), item.tests) for item in mine]
-    for item, found in zip(mine, check_programs(programs, running, advance), strict=True):
+    for item, found in zip(mine, check_programs(programs, limits, advance), strict=True):
         if not found.right:
             how = (
                 Message("verifiers.over_limit", "The program exceeded its {limit} limit", limit=found.stopped)

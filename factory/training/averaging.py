@@ -130,7 +130,7 @@ def choose_checkpoints_to_average(ledger: Ledger, segment: int | None, last: int
     if count < 2 or len(available) < count:
         raise InputError(
             "training.too_few_checkpoints",
-            "An average needs {needed} checkpoints. Segment {segment} and the trunk segments before it with the same recipe have "
+            "An average needs {needed} checkpoints. Segment {segment}, with the earlier trunk segments of the same recipe, has "
             "checkpoints of these steps: {steps}. Average fewer checkpoints (--last, at least 2), or raise keep_checkpoints in the recipe.",
             needed=max(count, 2), segment=row.id, steps=[source.step for source in available] or "none",
         )  # fmt: skip
@@ -225,7 +225,7 @@ def _measure(
     plant: Plant, row: SegmentRow, code: LiveCode, parts: list[dict[str, Any]], advance: ProgressCallback
 ) -> dict[str, Any]:
     """Add the keys ``loss`` and ``weight`` to each part; returns the noise and the documents of the measurement."""
-    ruler = load_held_out_loss(plant)
+    ruler = load_held_out_loss_meter(plant)
     scratch = Path(row.folder) / "export"
     noise = 0.0
     for part in parts:
@@ -257,7 +257,7 @@ ProgressCallback = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class HeldOutLoss:
+class HeldOutLossMeter:
     """Measures the held-out loss of an export as one number: a weighted mean over domains."""
 
     texts: list[ScoredText]
@@ -289,8 +289,8 @@ class HeldOutLoss:
         return {domain: sum(text.document.domain == domain for text in self.texts) for domain in sorted(self.shares)}
 
 
-def load_held_out_loss(plant: Plant) -> HeldOutLoss:
-    """Return a ``HeldOutLoss`` over the held-out documents (dev half) of the domains in the release policy's target.
+def load_held_out_loss_meter(plant: Plant) -> HeldOutLossMeter:
+    """Return a ``HeldOutLossMeter`` over the held-out documents (dev half) of the domains in the release policy's target.
 
     Raises: InputError when no such document is held out; ConfigError.
     """
@@ -305,8 +305,8 @@ def load_held_out_loss(plant: Plant) -> HeldOutLoss:
     if not shares:
         raise InputError(
             "training.no_held_out_documents",
-            "None of the held-out documents (dev half) has a domain from the target in policies/gates/release.yaml. "
+            "No held-out document of the dev half has a domain that counts for the target in policies/gates/release.yaml. "
             "Ingest more documents.",
         )
     total = sum(shares.values())
-    return HeldOutLoss(texts, {domain: weight / total for domain, weight in shares.items()}, policy)
+    return HeldOutLossMeter(texts, {domain: weight / total for domain, weight in shares.items()}, policy)

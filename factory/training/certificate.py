@@ -317,17 +317,17 @@ def _worst_first(found: Iterable[RunDifference]) -> list[RunDifference]:
 
 def _inside_noise(measure: RunDifference) -> Message:
     return Message(
-        "training.certificate.inside_noise", "The old and new code agree within seed noise: {measure}{place} differs by {difference:.3g}, which is "
-        "{share:.2g} times the noise of {noise:.3g}. A second run of the old code differs from the first run by "
-        "{again:.2g}.", **_numbers(measure),
+        "training.certificate.inside_noise",
+        "The old and new code agree within seed noise: {measure}{place} differs by {difference:.3g}. The noise is "
+        "{noise:.3g}, so the difference is {share:.2g} times the noise. Two runs of the old code differ by {again:.2g}.", **_numbers(measure),
     )  # fmt: skip
 
 
 def _outside_noise(measure: RunDifference) -> Message:
     return Message(
         "training.certificate.outside_noise", "The old and new code differ by more than seed noise allows: {measure}{place} differs by "
-        "{difference:.3g}, which is {share:.2g} times the noise of {noise:.3g}. A second run of the old code "
-        "differs from the first run by {again:.2g}.", **_numbers(measure),
+        "{difference:.3g}. The noise is {noise:.3g}, so the difference is {share:.2g} times the noise. Two runs of the old code "
+        "differ by {again:.2g}.", **_numbers(measure),
     )  # fmt: skip
 
 

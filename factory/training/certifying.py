@@ -27,7 +27,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import record_verdict
-from factory.retrying.requests import refuse_rewound_segment
+from factory.retrying.daemon_requests import refuse_rewound_segment
 from factory.training.certificate import (
     CertificateEvidence,
     CertificatePolicy,

@@ -50,10 +50,10 @@ def export_candidate(plant: Plant, segment: int) -> int:
     return number
 
 
-def write_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = False) -> None:
+def write_export(plant: Plant, row: SegmentRow, folder: Path, original_defaults: bool = False) -> None:
     """Write a segment's last checkpoint in the format of transformers to a new ``folder``, and flush it.
 
-    Chat template and sampling defaults are those of this factory. ``as_it_was``: those of the segment's code and tokenizer, to make an
+    Chat template and sampling defaults are those of this factory. ``original_defaults``: those of the segment's code and tokenizer, to make an
     older export again. Raises: SegmentError.
     """
     from factory.ingest.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def write_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = 
             "training.export_failed", "The export of {checkpoint} failed: {error}",
             checkpoint=checkpoint["path"], error=(done.stderr.strip().splitlines() or ["no message"])[-1],
         )  # fmt: skip
-    Tokenizer.load(plant.workspace.tokenizer).copy_to(folder, as_it_was)
-    if not as_it_was:
+    Tokenizer.load(plant.workspace.tokenizer).copy_to(folder, original_defaults)
+    if not original_defaults:
         (folder / "generation_config.json").write_text(json.dumps(make_generation_config(), indent=2) + "\n")
     sync_tree(folder)  # before the ledger names it

@@ -31,10 +31,10 @@ from factory.ledger.rows import SegmentRow, SqlReader, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.stored_paths import to_stored_path, to_stored_paths
 from factory.ledger.writing import find_next_key, insert_row
-from factory.retrying.requests import (
+from factory.retrying.daemon_requests import (
     OVERRIDDEN,
     find_newest_decision_event,
-    refuse_newer_decision,
+    refuse_outdated_plan,
     refuse_rewound_segment,
 )
 from factory.retrying.trainer_deaths import refuse_while_parked
@@ -318,7 +318,7 @@ def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shard
     detail: dict[str, Any] = {"domains_not_arrived": left_out, "notes": notes}
     detail |= {"overridden": dict(overridden.keys)} if overridden else {}
     with plant.ledger.begin() as tx:
-        refuse_newer_decision(Snapshot(tx, plant.ledger.root), decided)
+        refuse_outdated_plan(Snapshot(tx, plant.ledger.root), decided)
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
         return insert_planned_segment(
@@ -378,7 +378,7 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
 
     Raises: ConfigError naming each other change with both values, the file, and what to do.
     """
-    from trainer.contract.checkpoint.same_function import find_function_changes, find_unaccepted_changes
+    from trainer.contract.checkpoint.model_function_changes import find_model_function_changes, find_unaccepted_changes
     from trainer.contract.recipe import ACCEPTABLE
 
     if parent is None:
@@ -388,20 +388,20 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
     before = parent.recipe_json.get("model")  # of the ledger: an old checkpoint may not name its model
     if not before:
         return []  # an older factory recovered the row without its recipe; the trainer compares the weights
-    changes = find_function_changes(before, recipe.model)
+    changes = find_model_function_changes(before, recipe.model)
     refused = find_unaccepted_changes(before, recipe.model, recipe.accept_changes)
     if before.get("context", recipe.model.context) != recipe.model.context:
         changes["context"] = before["context"], recipe.model.context
         refused.insert(0, "context")
     if refused:
         accept = Message(
-            "training.accept_model_change", "Or add accept_changes: [{keys}] to the recipe, and training continues from the present weights. ",
+            "training.accept_model_change", "You can add accept_changes: [{keys}] to the recipe. Training then continues from the present weights. ",
             keys=refused,
         )  # fmt: skip
         raise ConfigError(
-            "training.model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. Undo the change. "
-            "{accept}Or train from step 0 in this workspace with 'factory rewind {root} -w {workspace}', which keeps "
-            "data, tokenizer and releases. Or begin another workspace with 'factory init --recipe {recipe} "
+            "training.model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. You can undo "
+            "the change. {accept}You can train from step 0 in this workspace with 'factory rewind {root} -w {workspace}', which keeps "
+            "data, tokenizer and releases. Or you can begin another workspace with 'factory init --recipe {recipe} "
             "--tokenizer {tokenizer} -w FOLDER'.",
             recipe_file=workspace.recipe_path(), segment=parent.id,
             changes=[f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused],
@@ -423,7 +423,7 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
         notes.append(
             Message(
                 "training.accept_changes_unused",
-                "Key 'accept_changes' in {recipe_file} names {keys}, but the recipe makes no such change. Remove {keys} from 'accept_changes'.",
+                "Key 'accept_changes' in {recipe_file} lists {keys}, but the recipe makes no such change. Remove {keys} from 'accept_changes'.",
                 recipe_file=workspace.recipe_path(),
                 keys=unused,
             )  # fmt: skip

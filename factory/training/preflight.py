@@ -75,7 +75,7 @@ WAYS = (
 
 
 @dataclass(frozen=True)
-class StraightRunDistance:
+class DistanceFromStraightRun:
     """How far a run is from the straight run, as shares of the straight run's values.
 
     ``series``: by key of metrics.jsonl, one value for each step. ``tensors``: by name. For a weight: the difference between the two changes
@@ -96,8 +96,8 @@ class PreflightEvidence:
     exact_resume: bool  # true on a CPU, which gives the same bits again
     failed: Mapping[str, str] = field(default_factory=dict)  # by run: why it did not finish
     left_out: Mapping[str, str] = field(default_factory=dict)  # by way: why it cannot be run here
-    rounding: Sequence[StraightRunDistance] = ()
-    apart: Mapping[str, StraightRunDistance] = field(default_factory=dict)  # by way
+    rounding: Sequence[DistanceFromStraightRun] = ()
+    apart: Mapping[str, DistanceFromStraightRun] = field(default_factory=dict)  # by way
     born_apart: Mapping[str, Sequence[str]] = field(
         default_factory=dict
     )  # by way with ranks: names of initial weights that differ
@@ -108,7 +108,7 @@ class PreflightEvidence:
 
 
 @dataclass(frozen=True)
-class ExcessDifference:
+class DifferenceBeyondRounding:
     """The first number of a run that differs by more than rounding explains."""
 
     what: str
@@ -121,12 +121,12 @@ class ExcessDifference:
 def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> CodeJudgement:
     """Decide whether the commit may train. Pure. Missing evidence is ``hold``; each reason names the comparison and the step.
 
-    >>> near = StraightRunDistance({"loss": [1e-7, 2e-7]}, {"w": 1e-6})
-    >>> far = StraightRunDistance({"loss": [1e-7, 3e-2]}, {"w": 0.4})
+    >>> near = DistanceFromStraightRun({"loss": [1e-7, 2e-7]}, {"w": 1e-6})
+    >>> far = DistanceFromStraightRun({"loss": [1e-7, 3e-2]}, {"w": 0.4})
     >>> found = PreflightEvidence("c0ffee", 10, 2, True, rounding=[near, near], apart={"accumulated": far})
     >>> judgement = judge_preflight(PreflightPolicy(parts=["accumulation"]), found)
     >>> print(judgement.outcome, str(judgement.reasons[0]).partition(". ")[2])
-    reject At step 11, loss differs by 0.03 of its value, but rounding causes a difference of only 2e-07.
+    reject At step 11, the relative difference of loss is 0.03, but rounding causes a relative difference of only 2e-07.
     """
     wrong, missing = list[Message](), list[Message]()
     for name, line in evidence.failed.items():
@@ -175,7 +175,9 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Cod
                 )  # fmt: skip
             )
         exact = way.part == "resume" and evidence.exact_resume
-        if beyond := find_first_excess(evidence, evidence.apart[way.name], 0.0 if exact else policy.times_rounding):
+        if beyond := find_first_difference_beyond_rounding(
+            evidence, evidence.apart[way.name], 0.0 if exact else policy.times_rounding
+        ):
             wrong.append(_beyond_exact(way, beyond) if exact else _beyond_rounding(way, beyond))
     if wrong:
         return CodeJudgement("reject", wrong, [])
@@ -202,48 +204,51 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Cod
     return CodeJudgement("promote", facts, [])
 
 
-def _beyond_exact(way: TrainingVariant, beyond: ExcessDifference) -> Message:
+def _beyond_exact(way: TrainingVariant, beyond: DifferenceBeyondRounding) -> Message:
     return Message(
-        "training.preflight.bits_differ", "Preflight: {both} differ. At step {step}, {what} differs by {difference:.2g} of its value, but all bits "
+        "training.preflight.bits_differ",
+        "Preflight: {both} differ. At step {step}, the relative difference of {what} is {difference:.2g}, but all bits "
         "must be the same.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
     )  # fmt: skip
 
 
-def _beyond_rounding(way: TrainingVariant, beyond: ExcessDifference) -> Message:
+def _beyond_rounding(way: TrainingVariant, beyond: DifferenceBeyondRounding) -> Message:
     return Message(
-        "training.preflight.beyond_rounding", "Preflight: {both} differ. At step {step}, {what} differs by {difference:.2g} of its value, but "
-        "rounding causes a difference of only {rounding:.2g}.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
+        "training.preflight.beyond_rounding",
+        "Preflight: {both} differ. At step {step}, the relative difference of {what} is {difference:.2g}, but "
+        "rounding causes a relative difference of only {rounding:.2g}.",
+        both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
         rounding=beyond.rounding,
     )  # fmt: skip
 
 
-def find_first_excess(
-    evidence: PreflightEvidence, distance: StraightRunDistance, rounding_factor: float
-) -> ExcessDifference | None:
+def find_first_difference_beyond_rounding(
+    evidence: PreflightEvidence, distance: DistanceFromStraightRun, rounding_factor: float
+) -> DifferenceBeyondRounding | None:
     """Return the first number of ``distance`` that is more than ``rounding_factor`` times the effect of rounding; None if there is none.
 
     Losses come before tensors, which are those of the last step.
     """
-    first: ExcessDifference | None = None
+    first: DifferenceBeyondRounding | None = None
     for name, shares in distance.series.items():
         noise = 0.0  # the largest so far: it grows with the steps, and can be small at one step by chance
         for at, share in enumerate(shares):
             noise = max([noise, *(other.series.get(name, [])[at] for other in evidence.rounding)])
             if not share <= _bound(rounding_factor, noise):
                 if first is None or evidence.lead + at < first.step:
-                    first = ExcessDifference(name, evidence.lead + at, share, noise)
+                    first = DifferenceBeyondRounding(name, evidence.lead + at, share, noise)
                 break
     if first is not None:
         return first
     last = evidence.lead + evidence.steps - 1
-    worst: tuple[float, ExcessDifference] | None = None
+    worst: tuple[float, DifferenceBeyondRounding] | None = None
     usual = {kind: _usual(kind, evidence.rounding) for kind in {find_tensor_kind(name) for name in distance.tensors}}
     for name, share in sorted(distance.tensors.items()):
         noise = max(usual[find_tensor_kind(name)], *(other.tensors.get(name, 0.0) for other in evidence.rounding))
         if not share <= _bound(rounding_factor, noise):
             over = share / max(noise, LEAST)
             if worst is None or not over <= worst[0]:
-                worst = over, ExcessDifference(name, last, share, noise)
+                worst = over, DifferenceBeyondRounding(name, last, share, noise)
     return worst[1] if worst else None
 
 
@@ -253,7 +258,7 @@ def find_tensor_kind(tensor: str) -> str:
     return kind if kind in ("exp_avg", "exp_avg_sq", "momentum", "step") else "weight"
 
 
-def _usual(kind: str, rounding: Sequence[StraightRunDistance]) -> float:
+def _usual(kind: str, rounding: Sequence[DistanceFromStraightRun]) -> float:
     """The median over the tensors of a kind, because the distance of one tensor can be small by chance."""
     shares = [share for other in rounding for name, share in other.tensors.items() if find_tensor_kind(name) == kind]
     return statistics.median(shares) if shares else 0.0

@@ -37,8 +37,8 @@ from factory.training.preflight import (
     PERTURBED_RUNS,
     ROUNDING,
     WAYS,
+    DistanceFromStraightRun,
     PreflightEvidence,
-    StraightRunDistance,
     TrainingVariant,
     make_small_recipe,
 )
@@ -138,7 +138,7 @@ class PreflightRuns:
                 )  # fmt: skip
         try:
             recipe = Recipe.parse(copy_with_changed_keys(self.recipe, way.recipe))
-            recipe.batch.refuse_uneven_ranks(recipe.parallel.data_ranks(way.ranks, recipe.model))
+            recipe.batch.refuse_uneven_split(recipe.parallel.data_ranks(way.ranks, recipe.model))
         except TrainerError as error:
             return error.message
         return ""
@@ -221,11 +221,11 @@ def compare_preflight_runs(
             )
             values = read_metric_series(other)
             shares = {name: compute_relative_differences(series[name], values[name]) for name in SERIES}
-            apart[run] = StraightRunDistance(
+            apart[run] = DistanceFromStraightRun(
                 shares,
                 measure_checkpoint_distance(
                     straight.final_checkpoint, other.final_checkpoint, begun, left
-                ).list_tensor_shares_of_size(),
+                ).list_relative_distances_by_tensor(),
             )
         born: dict[str, list[str]] = {}
         if ranks:

@@ -19,8 +19,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.stored_paths import to_stored_paths
+from factory.retrying.daemon_requests import refuse_rewound_segment
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.requests import refuse_rewound_segment
 from factory.retrying.trainer_deaths import (
     TrainerDiedError,
     TrainerFailure,
@@ -182,7 +182,7 @@ def record_segment_done(ledger: Ledger, row: SegmentRow, folder: Path, result: d
     manifest = hashlib.sha256(read_text(path / "manifest.json").encode()).hexdigest()
     if manifest != result["manifest_sha256"]:
         raise SegmentError(
-            "training.other_checkpoint", "Segment {segment}: {checkpoint} is not the checkpoint that the trainer's result names.",
+            "training.other_checkpoint", "Segment {segment}: {checkpoint} is not the checkpoint in the trainer's result.",
             segment=row.id, checkpoint=path,
         )  # fmt: skip
     try:

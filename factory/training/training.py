@@ -14,12 +14,18 @@ from typing import Any, Protocol
 
 from factory.computing.compute_settings import write_kernels_file
 from factory.core.errors import SegmentError
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks_fit, read_exit_code, remove_exit_code_files
+from factory.core.launching import (
+    EXIT_DISK_FULL,
+    EXIT_STOPPED,
+    check_ranks_fit,
+    find_trainer_exit_code,
+    remove_exit_code_files,
+)
 from factory.core.untrusted_trainer_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
+from factory.retrying.daemon_requests import refuse_rewound_segment, refuse_while_paused
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.requests import refuse_rewound_segment, refuse_while_paused
 from factory.retrying.trainer_deaths import HUNG, REFUSED, TrainerFailure, count_oom_kills
 from factory.retrying.watchdog import Watchdog, find_usual_durations, record_duration_of_first_step
 from factory.runs.live_code import (
@@ -168,7 +174,7 @@ def run_trainer(
     ending = Message(
         "training.hung", "hung: {hung}. The factory killed its process {process}", hung=hung, process=number
     )
-    return read_exit_code(process.wait(), [folder]), TrainerFailure(HUNG, ending) if hung else None
+    return find_trainer_exit_code(process.wait(), [folder]), TrainerFailure(HUNG, ending) if hung else None
 
 
 def _kill(process: RunningCommand, row: SegmentRow, number: int, hung: str) -> None:

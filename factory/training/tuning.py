@@ -29,7 +29,7 @@ from kernels.contract.choice import list_auto_ops, read_device_section
 from kernels.contract.files import write_atomically
 from kernels.contract.machine import describe_this_machine
 from kernels.contract.message import Message
-from kernels.contract.precision import find_precision_of_values
+from kernels.contract.precision import find_compute_precision
 
 SECONDS = 60.0
 
@@ -106,9 +106,7 @@ def choose_next_trunk_precision(workspace: Workspace) -> str:
     """The precision in which the kernels of the next trunk segment will compute."""
     recipe = load_recipe(workspace)
     last = find_trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
-    return find_precision_of_values(
-        measure_precision(recipe, last.recipe_json["precision"] if last else "")["precision"]
-    )
+    return find_compute_precision(measure_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
 
 
 def _live_code(workspace: Workspace) -> Path:

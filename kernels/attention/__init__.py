@@ -195,7 +195,7 @@ VARLEN = Implementation(
     description="FlashAttention over the stretches of one document, found once a batch",
     devices=("cuda",),
     fallback=find_varlen_fallback,
-    prepare=LazilyImportedFunction("kernels.attention.varlen", function="document_run_bounds"),
+    prepare=LazilyImportedFunction("kernels.attention.varlen", function="find_document_run_bounds"),
 )
 FLEX = Implementation(
     "flex",

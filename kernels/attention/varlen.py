@@ -1,7 +1,7 @@
 """Attention by FlashAttention over stretches. A stretch is a run of neighbouring tokens of one document in one row. Padding is a stretch too.
 
 torch's flash kernels do not support a dense mask [B, 1, T, T], which would also take T bytes for each token. The result of
-``document_run_bounds`` has the same information. It is computed once for each batch. All layers share it in their forward pass, backward pass
+``find_document_run_bounds`` has the same information. It is computed once for each batch. All layers share it in their forward pass, backward pass
 and recomputation.
 """
 
@@ -30,13 +30,13 @@ def mark_document_starts(document_BT: Tensor) -> Tensor:
     return first_BT
 
 
-def document_run_bounds(document_BT: Tensor, max_stretches: int) -> Tensor:
+def find_document_run_bounds(document_BT: Tensor, max_stretches: int) -> Tensor:
     """The position of the first token of each stretch, if the rows are laid end to end, and last the end of the last row.
 
     The result is int32 [max_stretches + 1]. ``max_stretches``: an upper bound of the number of stretches. With 0 they are counted, which waits for
     the device. Unused entries are empty stretches.
 
-    >>> document_run_bounds(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]), 5).tolist()
+    >>> find_document_run_bounds(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]), 5).tolist()
     [0, 2, 3, 4, 8, 8]
     """
     max_stretches = max_stretches or int(mark_document_starts(document_BT).sum())
@@ -46,10 +46,10 @@ def document_run_bounds(document_BT: Tensor, max_stretches: int) -> Tensor:
     return torch.searchsorted(number_N, wanted).int()
 
 
-def number_document_runs(bounds: Tensor, B: int, T: int) -> Tensor:
-    """[B, T]: the stretch of each token, from the result of ``document_run_bounds``.
+def find_run_of_each_token(bounds: Tensor, B: int, T: int) -> Tensor:
+    """[B, T]: the stretch of each token, from the result of ``find_document_run_bounds``.
 
-    >>> number_document_runs(torch.tensor([0, 2, 3, 4, 8, 8]), 2, 4).tolist()
+    >>> find_run_of_each_token(torch.tensor([0, 2, 3, 4, 8, 8]), 2, 4).tolist()
     [[0, 0, 1, 2], [3, 3, 3, 3]]
     """
     tokens_N = torch.arange(B * T, device=bounds.device)
@@ -59,17 +59,17 @@ def number_document_runs(bounds: Tensor, B: int, T: int) -> Tensor:
 def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) -> Tensor:
     """The same as ``kernels.attention.reference``, by FlashAttention (Dao 2023, arXiv 2307.08691) over stretches.
 
-    ``documents``: [B, T], with the tokens of a document next to each other; or the result of ``document_run_bounds`` for them. The reference
+    ``documents``: [B, T], with the tokens of a document next to each other; or the result of ``find_document_run_bounds`` for them. The reference
     computes what FlashAttention does not support: dtypes other than bf16, and large heads.
     """
     B, T, _, K = q_BTHK.shape
     if not supports_head_dim(K, q_BTHK.dtype):
         return reference(
-            q_BTHK, k_BTGK, v_BTGK, documents if documents.ndim == 2 else number_document_runs(documents, B, T)
+            q_BTHK, k_BTGK, v_BTGK, documents if documents.ndim == 2 else find_run_of_each_token(documents, B, T)
         )
     if not q_BTHK.numel():
         return attend_in_empty_batch(q_BTHK, k_BTGK, v_BTGK)
-    bounds = document_run_bounds(documents, 0) if documents.ndim == 2 else documents
+    bounds = find_document_run_bounds(documents, 0) if documents.ndim == 2 else documents
     q, k, v = (_whole_heads(x).flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
     o_NHK = varlen_attn(q, k, v, bounds, bounds, T, T, scale=K**-0.5, window_size=(-1, 0), **GQA)
     assert isinstance(o_NHK, Tensor)

@@ -48,11 +48,11 @@ UNTUNED: dict[str, dict[int, Choice]] = {  # by device class, by least compute c
 CAPABILITY = 80  # assumed for "cuda" where no machine is named
 
 
-def find_untuned_implementation(op: str, machine: str = "cpu") -> str:
+def find_default_implementation(op: str, machine: str = "cpu") -> str:
     """The implementation that ``auto`` runs before tuning. ``machine``: a class of ``kernels.contract.machine``, or a device class.
 
-    >>> (find_untuned_implementation("attention", "cuda-sm90-nvidia-h100-80gb-hbm3"),
-    ...  find_untuned_implementation("attention", "cuda-sm75-tesla-t4"), find_untuned_implementation("attention"))
+    >>> (find_default_implementation("attention", "cuda-sm90-nvidia-h100-80gb-hbm3"),
+    ...  find_default_implementation("attention", "cuda-sm75-tesla-t4"), find_default_implementation("attention"))
     ('varlen, flex, reference', 'reference', 'reference')
     """
     device = machine.partition("-")[0]
@@ -72,10 +72,10 @@ def split_implementation_names(choice: str) -> list[str]:
 
 
 def replace_auto(section: Mapping[str, str], tuned: Mapping[str, str] | None = None, machine: str = "cpu") -> Choice:
-    """A section of ``kernels.yaml`` with each ``auto`` replaced: by the op's entry in ``tuned``, else by ``find_untuned_implementation``."""
+    """A section of ``kernels.yaml`` with each ``auto`` replaced: by the op's entry in ``tuned``, else by ``find_default_implementation``."""
     chosen = tuned or {}
     return {
-        op: chosen.get(op, find_untuned_implementation(op, machine)) if implementation == AUTO else implementation
+        op: chosen.get(op, find_default_implementation(op, machine)) if implementation == AUTO else implementation
         for op, implementation in section.items()
     }
 

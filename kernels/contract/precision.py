@@ -12,10 +12,10 @@ FP8 = "fp8"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, FP8: torch.bfloat16}
 
 
-def find_precision_of_values(precision: str) -> str:
+def find_compute_precision(precision: str) -> str:
     """The precision in which ops compute, for a precision of a recipe.
 
-    >>> find_precision_of_values("fp8"), find_precision_of_values("fp32")
+    >>> find_compute_precision("fp8"), find_compute_precision("fp32")
     ('bf16', 'fp32')
     """
     return "bf16" if precision == FP8 else precision

@@ -116,7 +116,7 @@ def find_op(name: str) -> Op:
 def load_choice(path: Path | str, device: str = "cpu", tuned: Mapping[str, str] | None = None) -> Choice:
     """Read ``kernels.yaml``, which has a map of ops to implementations for each device class. Returns the map for ``device``, with every op.
 
-    An op that the file does not name gets its reference. ``auto`` becomes the op's entry in ``tuned``, else ``find_untuned_implementation``.
+    An op that the file does not name gets its reference. ``auto`` becomes the op's entry in ``tuned``, else ``find_default_implementation``.
     Raises: KernelError that names the file and the key, and lists the allowed values.
     """
     kind = torch.device(device).type

@@ -22,7 +22,7 @@ import yaml
 
 from kernels.contract import machine
 from kernels.contract.bench import BenchSetting, Comparison, compare_implementations
-from kernels.contract.choice import Choice, find_untuned_implementation, split_implementation_names
+from kernels.contract.choice import Choice, find_default_implementation, split_implementation_names
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.op import CASES, Implementation, KernelError, Op
@@ -75,13 +75,13 @@ def list_implementations_to_time(op: Op, setting: BenchSetting, device: str) -> 
 def tune(
     setting: BenchSetting, device: str, seconds: float = SECONDS, ops: tuple[str, ...] = (), say: Report = print
 ) -> TuningResult:
-    """Time all implementations within ``seconds``. An op whose implementations were not timed gets ``find_untuned_implementation``.
+    """Time all implementations within ``seconds``. An op whose implementations were not timed gets ``find_default_implementation``.
 
     Raises: KernelError if this machine does not have the device.
     """
     deadline = time.monotonic() + seconds
     there = machine.describe_this_machine(device).name if device != "cpu" else device
-    choice: Choice = {name: find_untuned_implementation(name, there) for name in OPS}
+    choice: Choice = {name: find_default_implementation(name, there) for name in OPS}
     wanted = [OPS[name] for name in OPS if not ops or name in ops]
     every = list_in_timing_order(wanted, setting, device)
     timed: list[TimedImplementation] = []

@@ -8,10 +8,10 @@ import pytest
 
 from agents.line_profiler.capture import Line, RecordedOperation
 from agents.line_profiler.graph import (
+    find_concurrency_candidates,
     find_conditions_of_lines,
     find_data_flow_edges,
     find_fusion_candidates,
-    find_stream_candidates,
 )
 from agents.line_profiler.lines import PeakRates, summarise_lines
 
@@ -82,7 +82,7 @@ def test_branches_are_independent_until_they_join() -> None:
         event(4, (3,), (4,)),
         event(5, (2, 4), (5,)),
     ]
-    (found,) = find_stream_candidates(events, 0.1)
+    (found,) = find_concurrency_candidates(events, 0.1)
     assert (found.fork, found.branches) == (names(1)[0], (names(2), names(3, 4)))
     assert found.gain_s == pytest.approx(events[1].seconds)  # the shorter branch
 
@@ -96,12 +96,12 @@ def test_an_operation_counts_once_however_many_forks_lead_to_it() -> None:
         event(3, (1, 8, 9), (3,)),
         event(5, (2, 3), (5,)),
     ]
-    (found,) = find_stream_candidates(events, 0.1)
+    (found,) = find_concurrency_candidates(events, 0.1)
     assert found.times == 1 and found.gain_s == pytest.approx(events[3].seconds)
 
 
 def test_a_line_that_depends_on_another_is_not_a_stream_candidate() -> None:
-    assert find_stream_candidates([event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (1, 2), (3,))], 0.1) == []
+    assert find_concurrency_candidates([event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (1, 2), (3,))], 0.1) == []
 
 
 def test_edges_go_from_the_last_writer() -> None:

@@ -114,7 +114,7 @@ def test_the_slopes_of_the_record_are_in_bits_per_byte() -> None:
     assert found.step == 110 and found.tokens == 110 * 16 * 256 and found.judged_tokens == 64 * 16 * 256
     # tokens worth twice as much: as if the run had been twice as long
     expected = found.slope * math.log((found.tokens + 2 * found.judged_tokens) / (found.tokens + found.judged_tokens))
-    assert found.predict_gain_from_token_worth(2.0) == pytest.approx(expected)
+    assert found.predict_gain_if_token_is_worth(2.0) == pytest.approx(expected)
 
 
 def test_a_record_with_gaps_or_no_fall_gives_the_least_slope() -> None:

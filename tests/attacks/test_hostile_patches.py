@@ -106,7 +106,7 @@ def test_forbidden_paths_are_out_of_scope(target: Path, tmp_path: Path, path: st
             message="m",
             worktrees=tmp_path / "w",
         )
-    assert repository.list_branch_numbers(target) == set() and not (tmp_path / "w").exists()
+    assert repository.list_numbers_of_proposal_branches(target) == set() and not (tmp_path / "w").exists()
 
 
 @pytest.mark.parametrize("pair", [("kernels/a.py", "kernels/a/b.py"), ("trainer/a/__init__.py", "trainer/A.py")])

@@ -166,7 +166,9 @@ MUTANTS = (
         "tests/factory/ingest/test_packed_files.py::test_a_table_becomes_a_shard_of_json_lines_and_the_original_file_is_kept",
     ),
     Mutant(
-        "factory/ingest/packing.py", "sync_folder(path)  # the file that was converted may be deleted next", TOGETHER
+        "factory/ingest/file_groups.py",
+        "sync_folder(path)  # the file that was converted may be deleted next",
+        TOGETHER,
     ),
     Mutant("factory/ingest/filing.py", "sync_folder(back)", SPLIT),
     Mutant(

@@ -16,9 +16,9 @@ import pytest
 from factory.backups.backups import find_database_damage
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
+from factory.ingest.file_groups import MANY
 from factory.ingest.filing import move_ingested_file
 from factory.ingest.inbox import ingest_and_move
-from factory.ingest.packing import MANY
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules.policy import ShardLimits
 from factory.ledger.journal import NAME, list_backups, read_batches
@@ -57,7 +57,7 @@ import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from factory.core.workspace import Workspace
-from factory.ingest.filing import return_changed_files
+from factory.ingest.filing import move_changed_files_to_inbox
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 workspace = Workspace.open(Path({root!r}))
@@ -65,7 +65,7 @@ ledger = Ledger.open(workspace.ledger_url)
 (filed,) = (workspace.shards / "raw").iterdir()
 with open(filed, "ab") as late:  # the writer never flushes it
     late.write({row!r})
-return_changed_files(Plant(workspace, ledger))
+move_changed_files_to_inbox(Plant(workspace, ledger))
 ledger.engine.dispose()
 """
 TOGETHER = """

@@ -35,7 +35,7 @@ def test_bounds_of_stretches_are_where_documents_begin(lengths_of_rows: list[lis
         begins.append(at)
         pieces = [[document] * length for document, length in enumerate(lengths)]
         rows.append(sum(pieces, []) + [-1] * (T - sum(lengths)))
-    found = varlen.document_run_bounds(torch.tensor(rows, dtype=torch.int32), len(begins) + spare)
+    found = varlen.find_document_run_bounds(torch.tensor(rows, dtype=torch.int32), len(begins) + spare)
     assert found.dtype == torch.int32
     assert found.tolist() == begins + [len(rows) * T] * (spare + 1)
 

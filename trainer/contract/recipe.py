@@ -294,7 +294,7 @@ class BatchRecipe(StrictSchema):
         """Number of rows in the global batch of a step."""
         return next((smaller.sequences for smaller in self.warmup if step < smaller.until_step), self.sequences)
 
-    def refuse_uneven_ranks(self, ranks: int) -> None:
+    def refuse_uneven_split(self, ranks: int) -> None:
         """Raises: RecipeError if a batch cannot be shared evenly among that many data-parallel ranks."""
         named = {"batch.sequences": self.sequences}
         named |= {f"batch.warmup.{i}.sequences": smaller.sequences for i, smaller in enumerate(self.warmup)}

@@ -79,7 +79,7 @@ class Fp8Products(torch.autograd.Function):
         return dx_MK, *dweights
 
 
-def apply_fp8_linears(x: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
+def apply_several_fp8_linears(x: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
     """x weightᵀ […, N] for each matrix [N, K] and x […, K]. All sizes must be multiples of 16 (``Recipe`` checks that)."""
     x_MK = x.reshape(-1, x.shape[-1])
     return [y.view(*x.shape[:-1], -1) for y in Fp8Products.apply(x_MK, *matrices)]  # type: ignore[no-untyped-call]
@@ -87,4 +87,4 @@ def apply_fp8_linears(x: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
 
 def apply_fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x weightᵀ […, N] for one matrix [N, K] and x […, K]."""
-    return apply_fp8_linears(x, [weight])[0]
+    return apply_several_fp8_linears(x, [weight])[0]

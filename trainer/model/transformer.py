@@ -137,7 +137,11 @@ class Block(nn.Module):
         if self.joined:
             joined_BTX = self.multiply(h_BTD, torch.cat(weights))
             return joined_BTX.split([len(weight) for weight in weights], dim=-1)
-        return fp8.apply_fp8_linears(h_BTD, weights) if self.fp8 else [F.linear(h_BTD, weight) for weight in weights]
+        return (
+            fp8.apply_several_fp8_linears(h_BTD, weights)
+            if self.fp8
+            else [F.linear(h_BTD, weight) for weight in weights]
+        )
 
     def weight(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, in the dtype of the layer's products."""

@@ -76,7 +76,7 @@ class LayerHistory:
         self.changes.restore(state["changes"])
 
 
-class RankNormHistory:
+class RankGradNormHistory:
     """The past gradient norms of each rank. It compares a rank's change from its own past with the change of the other ranks at the same step."""
 
     def __init__(self, window: int) -> None:
@@ -134,7 +134,7 @@ class InstabilitySignals(StepHook):
         self.layers = [f"blocks.{number}" for number in range(len(model.blocks))]
         self.expert_layers = [name for name, block in zip(self.layers, model.blocks) if block.experts is not None]
         self.turns = {name: LayerHistory(recipe.stability.window) for name in KINDS}
-        self.norms = RankNormHistory(recipe.stability.window)
+        self.norms = RankGradNormHistory(recipe.stability.window)
         self.reported: list[str] = []  # lasting states that were reported and still hold
         self.measured: dict[str, int] = {}  # layer → the last step that it was measured at
         self._layer: str | None = None  # to measure in the step that is under way

@@ -89,16 +89,16 @@ class LossHistory:
         self.windows, self.seen = state["windows"], state["seen"]
 
 
-def count_deviations_below(window: RecentValues, value: float) -> float:
+def measure_deviations_below(window: RecentValues, value: float) -> float:
     """Robust deviations by which ``value`` lies below the window. If larger, twice those by which the mean of the last eighth of a window (``value``
     included) lies below it. A loss that is too low stays low while its documents last, and a mean of several steps varies less.
 
     >>> usual = RecentValues(16)
     >>> usual.restore([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.1, 1.9, 2.0, 2.0, 2.1, 1.9, 2.05, 1.95, 2.0])
-    >>> round(count_deviations_below(usual, 1.5), 1)
+    >>> round(measure_deviations_below(usual, 1.5), 1)
     6.7
     >>> usual.values.append(1.5)
-    >>> round(count_deviations_below(usual, 1.5), 1)
+    >>> round(measure_deviations_below(usual, 1.5), 1)
     13.5
     """
     center, deviation = window.compute_center_and_deviation()
@@ -201,7 +201,7 @@ class StabilityDetector(StepHook):
                     yield Anomaly(step, "skipped_outlier", value, center, above, True)
                 elif above > self.recipe.spike_deviations:
                     yield Anomaly(step, kind, value, center, above, skipped)
-                elif kind == "loss_spike" and count_deviations_below(window, value) > self.recipe.spike_deviations:
+                elif kind == "loss_spike" and measure_deviations_below(window, value) > self.recipe.spike_deviations:
                     yield Anomaly(step, "loss_drop", value, center, above, skipped)
             window.values.append(value)
 

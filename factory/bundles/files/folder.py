@@ -162,13 +162,13 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
             "bundles.no_json", "{file} cannot be read as JSON: {reason}", file=where, reason=str(error)[:200]
         ) from None
     if not isinstance(found, dict):
-        raise make_no_object_error(where)
+        raise make_not_a_json_object_error(where)
     if problem := _odd(found):
         raise BundleError("bundles.odd_json", "{file}: {problem}", file=where, problem=problem)
     return found
 
 
-def make_no_object_error(where: str) -> BundleError:
+def make_not_a_json_object_error(where: str) -> BundleError:
     """Return the error for JSON that is not an object."""
     return BundleError("bundles.no_object", "{file}: expected a JSON object", file=where)
 

@@ -17,10 +17,10 @@ def take_lock_or_ask_daemon(stack: ExitStack, plant: Plant, errands: Sequence[st
     """Take the model loop's lock into ``stack`` and return ''. If a daemon holds the lock, ask the daemon to do the errands, and return a line
     for the person.
 
-    ``errands``: actions of the daemon, such as 'judge 3'. ``how``: their options, which ``factory.retrying.requests.list_open_requests`` returns.
-    Raises: WorkspaceError if another command holds the lock.
+    ``errands``: actions of the daemon, such as 'judge 3'. ``how``: their options, which ``factory.retrying.daemon_requests.list_open_requests``
+    returns. Raises: WorkspaceError if another command holds the lock.
     """
-    from factory.retrying.requests import request_actions
+    from factory.retrying.daemon_requests import request_actions
     from factory.status.daemon_state import read_daemon_facts
 
     try:

@@ -22,7 +22,7 @@ from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
-    from factory.ingest.gathering import GatheredFiles
+    from factory.ingest.input_files import GatheredFiles
 
 commands = typer.Typer()
 
@@ -65,8 +65,8 @@ def ingest(
     """
     from factory.core.workspace import MODEL_LOOP
     from factory.ingest.filing import list_quarantined_files, request_retry
-    from factory.ingest.gathering import gather_files
     from factory.ingest.inbox import read_ingest_times
+    from factory.ingest.input_files import gather_files
     from factory.ledger.file_events import SMALL_VOCABULARY
     from factory.ledger.ledger import record_event
     from factory.releasable.recorded_report import update_report_if_stale
@@ -126,7 +126,7 @@ def ingest(
 
 def _preview(workspace: Workspace, found: GatheredFiles, say: AnswerPrinter) -> None:
     """Print how the first rows of each file are read. Raises: InputError if no file can be read."""
-    from factory.ingest.packing import FileGroup
+    from factory.ingest.file_groups import FileGroup
     from factory.ingest.preview import preview_file_group
     from factory.ingest.reading.rows import ShardProblem
 
@@ -154,7 +154,7 @@ def _preview(workspace: Workspace, found: GatheredFiles, say: AnswerPrinter) -> 
 
 def _gathered(plant: Plant, paths: list[str] | None) -> GatheredFiles:
     from factory.ingest.filing import list_quarantined_files
-    from factory.ingest.gathering import GatheredFiles, gather_files
+    from factory.ingest.input_files import GatheredFiles, gather_files
 
     if not paths:
         found = GatheredFiles(files=list_quarantined_files(plant.workspace))
@@ -228,8 +228,8 @@ class _Done:
 
 def _ingest_all(plant: Plant, found: GatheredFiles, done: _Done, again: bool) -> None:
     """Ingest each file. A file that fails because there is too little text for a tokenizer is tried again after the others."""
+    from factory.ingest.file_groups import ingest_file_group
     from factory.ingest.inbox import concerns_only_this_file, ingest_path
-    from factory.ingest.packing import ingest_file_group
     from factory.ingest.remote import record_fetched_file
     from factory.ingest.vocabulary import TooLittleTextError
 

@@ -19,10 +19,10 @@ from factory.evals.probes.conversations import (
     TYPED_CALLS,
     TYPED_CHATS,
     Chat,
-    find_frame_special_ids,
+    list_expected_special_ids,
     select_special_ids,
 )
-from factory.ingest.chat_template import break_special_tokens
+from factory.ingest.chat_template import put_blanks_in_special_tokens
 from factory.ingest.shapes.chats import ReadingNotes, add_tools, read_turns
 from factory.ingest.tokenizer import Tokenizer, has_template_with_tool_calls
 from kernels.contract.message import Message
@@ -106,7 +106,7 @@ def _trained(tokenizer: Tokenizer, chat: Chat, tools: list[dict[str, Any]]) -> l
     notes = ReadingNotes()
     said = add_tools({"tools": tools}, set(), read_turns(chat, (), notes), (), notes)
     return tokenizer.encode_chat_prompt(
-        [turn | {"content": break_special_tokens(turn["content"])} for turn in said]
+        [turn | {"content": put_blanks_in_special_tokens(turn["content"])} for turn in said]
     ).tolist()
 
 
@@ -119,7 +119,7 @@ def _spelled(tokenizer: Tokenizer, waiting: Sequence[Any], chats: Sequence[Chat]
             refused
             and not may_refuse
             or not refused
-            and select_special_ids(got) != find_frame_special_ids(chat, tokenizer)
+            and select_special_ids(got) != list_expected_special_ids(chat, tokenizer)
         ):
             found.append(_found(chat, got))
     return found

@@ -84,7 +84,7 @@ TYPED_CALLS: tuple[Chat, ...] = (
 )
 
 
-def find_frame_special_ids(chat: Chat, tokenizer: Tokenizer) -> list[int]:
+def list_expected_special_ids(chat: Chat, tokenizer: Tokenizer) -> list[int]:
     """Return the special ids of a chat's prompt, in order, without the special tokens that the text of a message spells."""
     return [*tokenizer.bos, *[tokenizer.start_token, tokenizer.stop_token] * len(chat), tokenizer.start_token]
 

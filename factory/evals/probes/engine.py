@@ -23,7 +23,7 @@ from factory.evals.probes.conversations import (
     TEXTS,
     TYPED_CHATS,
     TYPED_TEXTS,
-    find_frame_special_ids,
+    list_expected_special_ids,
     select_special_ids,
 )
 from factory.ingest.tokenizer import SPECIAL, Tokenizer
@@ -78,7 +78,7 @@ def _chat(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "messages": chat,
         "ids": tokenizer.encode_chat_prompt(chat).tolist(),
-        "frame": find_frame_special_ids(chat, tokenizer),
+        "frame": list_expected_special_ids(chat, tokenizer),
     }
 
 

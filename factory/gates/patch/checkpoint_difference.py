@@ -35,8 +35,8 @@ def compute_weight_drift(
     With ``include_worst_tensor``, half the ratio of the worst tensor if that is larger.
     """
     each = measure_tensor_distances(baseline, candidate, origin).values()
-    worst = max((one.share_of_size for one in each), default=0.0)
-    whole = sum_distances(each).share_of_size
+    worst = max((one.relative_distance for one in each), default=0.0)
+    whole = sum_distances(each).relative_distance
     return min(max(whole, worst / 2) if include_worst_tensor else whole, UNMOVED_DISTANCE)
 
 
@@ -69,7 +69,7 @@ def find_checkpoint_difference(
         return _different_state(other)
     for key in ROUNDED_STATE_KEYS:
         if any(
-            far.share_of_size > ROUNDED
+            far.relative_distance > ROUNDED
             for _, far in find_value_differences(baseline.state.get(key), candidate.state.get(key))
         ):
             return _different_state([key])

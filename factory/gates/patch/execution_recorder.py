@@ -20,11 +20,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 RECORDER_FILE = Path(__file__)
-Instruction = tuple[str, int]  # (name of a code object by ``name_code_object``, offset in it)
+Instruction = tuple[str, int]  # (name of a code object by ``make_code_object_name``, offset in it)
 SourceSpan = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
 
 
-def name_code_object(code: CodeType) -> str:
+def make_code_object_name(code: CodeType) -> str:
     """Return a name that is the same in every process for the same code at the same place. Functions on the same line have different names."""
     made = zlib.crc32(code.co_code + repr(list(code.co_positions())).encode())
     return f"{code.co_qualname}:{code.co_firstlineno}:{made:08x}"
@@ -34,7 +34,8 @@ def _names(path: str) -> Iterator[str]:
     """Yield the names of all code objects of a file, compiled from its text; nothing if the text does not compile."""
     try:
         yield from map(
-            name_code_object, iterate_code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True))
+            make_code_object_name,
+            iterate_code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)),
         )
     except (OSError, SyntaxError, ValueError):
         return
@@ -150,7 +151,7 @@ class ExecutionRecorder:
             return None
         if name in self.precise:
             if id(code) not in self.seen:
-                own = name_code_object(code)
+                own = make_code_object_name(code)
                 self.seen[id(code)] = code, own if own in self.precise[name] else ""
             if not self.seen[id(code)][1]:
                 return None  # torch.compile runs its own code under the function's name

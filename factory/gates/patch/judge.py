@@ -18,7 +18,7 @@ from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
 from factory.gates.stage_interface import (
     make_no_evidence_message,
     make_stage_failed_message,
-    make_tries_unknown_message,
+    make_unknown_tries_message,
     read_reasons,
 )
 from kernels.contract.message import Message
@@ -61,7 +61,7 @@ def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
             return Verdict(HOLD, tuple(said or [make_no_evidence_message(name)]))
     tries = evidence.get("tries")
     if not isinstance(tries, int) or tries < 1:
-        return Verdict(HOLD, (make_tries_unknown_message(),))
+        return Verdict(HOLD, (make_unknown_tries_message(),))
     verdict = judge_training(policy.training, stages["training"], tries)
     return _judge_evals(policy.evals, stages["evals"], verdict) if verdict.outcome == PROMOTE else verdict
 
@@ -156,7 +156,7 @@ def are_training_results_different(policy: TrainingPolicy, found: Mapping[str, A
     return drift is not None and control is not None and drift > policy.max_drift * control
 
 
-def find_smaller_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
+def find_smaller_measured_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
     """Return the smaller gain of the two measurements, because code may detect which measurement it is in. None: no gain was measured."""
     repeated = found.get("again")
     measured = [
@@ -244,7 +244,8 @@ def make_training_difference_message(policy: TrainingPolicy, found: Mapping[str,
         "The training results differ too much. After {steps} steps, the distance between the candidate's and the baseline's weights is {drift:.3f} "
         "times the distance that the weights moved. At most {allowed:.3f} times is allowed. This limit is {share:g} times the effect of leaving out "
         "{skipped} of {steps} steps.",
-        steps=steps, drift=drift, allowed=policy.max_drift * control, share=policy.max_drift, skipped=policy.count_steps_worth_min_gain(steps),
+        steps=steps, drift=drift, allowed=policy.max_drift * control, share=policy.max_drift,
+        skipped=policy.count_steps_to_leave_out_for_min_gain(steps),
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from factory.gates.time_limits import (
     make_baseline_stopped_message,
     make_out_of_time_evidence,
     make_stopped_message,
-    run_with_limits,
+    run_attempts_with_limits,
 )
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
@@ -165,7 +165,7 @@ def run_op_jobs(
                 ["answer", question, given / "inputs", answers], visible, answers, candidate, limit
             ), folder
 
-        run, folder = run_with_limits(limits, attempt, lambda ended: ended[0].timed_out)
+        run, folder = run_attempts_with_limits(limits, attempt, lambda ended: ended[0].timed_out)
         died, log = None, ""
         if not run.ok:
             died, log = Message.from_json(run.describe_ending()), run.stderr[-2000:]
@@ -329,7 +329,7 @@ def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: P
                 opened.callback(os.close, descriptor)
             return run_driver(["make", request, folder], [candidate, request], folder, candidate, limit), held
 
-        run, (inputs, truth) = run_with_limits(limits, attempt, lambda ended: ended[0].timed_out)
+        run, (inputs, truth) = run_attempts_with_limits(limits, attempt, lambda ended: ended[0].timed_out)
         if run.timed_out:
             return make_out_of_time_evidence(
                 make_stopped_message("tests of ops", limits, answers.baseline_seconds, "oracle.patience")

@@ -80,7 +80,7 @@ def make_inputs_and_truth(jobs: list[dict[str, Any]], folder: Path) -> None:
         (out / f"given-{number}.json").write_text(json.dumps(words))
 
 
-def answer_jobs(jobs: list[dict[str, Any]], inputs_folder: Path, out: Path) -> None:
+def write_job_answers(jobs: list[dict[str, Any]], inputs_folder: Path, out: Path) -> None:
     load_choice(Path("policies/kernels.yaml"), DEVICE.type)  # raises ConfigError
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # answers that wait for the op's last call
@@ -296,7 +296,7 @@ if __name__ == "__main__":
     if verb == "make":
         make_inputs_and_truth(jobs, Path(folders[0]))
     else:
-        answer_jobs(jobs, Path(folders[0]), Path(folders[1]))
+        write_job_answers(jobs, Path(folders[0]), Path(folders[1]))
     if recorder is not None:
         recorder.stop()
         left = Path(folders[0]) / "truth" if verb == "make" else Path(folders[1])

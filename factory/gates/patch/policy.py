@@ -96,9 +96,9 @@ class TrainingPolicy(StrictPolicy):
 
     @property
     def left_out_step_count(self) -> int:
-        return self.count_steps_worth_min_gain(self.steps)
+        return self.count_steps_to_leave_out_for_min_gain(self.steps)
 
-    def count_steps_worth_min_gain(self, steps: int) -> int:
+    def count_steps_to_leave_out_for_min_gain(self, steps: int) -> int:
         """Return the number of steps, at least one, that a run of ``steps`` must leave out to gain ``min_gain``."""
         return max(1, round(steps * (1 - 1 / self.min_gain)))
 

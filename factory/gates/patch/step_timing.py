@@ -22,7 +22,7 @@ MIN_CONTROL_RATIO = 1.5  # if twice the steps take no more than this factor of t
 
 
 @dataclass(frozen=True)
-class RunSeconds:
+class MeasurementTimes:
     """The seconds of the runs of one measurement by one clock, which is read from outside."""
 
     baseline: Sequence[float]  # runs of ``steps`` steps
@@ -32,7 +32,7 @@ class RunSeconds:
     overhead: float  # of a baseline run
 
 
-def make_step_seconds_evidence(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
+def make_step_seconds_evidence(policy: TrainingPolicy, runs: MeasurementTimes) -> dict[str, Any]:
     """Return evidence with the seconds of a step in each run; or with ``doubt``, the reason that they cannot be computed."""
     usual = statistics.median(runs.baseline)
     found: dict[str, Any] = {

@@ -26,7 +26,7 @@ from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
 from factory.gates.stage_interface import (
     make_no_evidence_message,
     make_stage_failed_message,
-    make_tries_unknown_message,
+    make_unknown_tries_message,
     read_reasons,
 )
 from kernels.contract.message import Message
@@ -36,7 +36,7 @@ MOST = 1e18  # scores, rates and memory sizes are smaller; the sum of larger num
 
 
 @dataclass(frozen=True)
-class BoundedMean:
+class MeanWithBounds:
     """A mean over seeds with one-sided bounds."""
 
     mean: float
@@ -48,10 +48,10 @@ class BoundedMean:
 class RecipeComparison:
     """The comparison of both recipes' runs. Gains are in bits per byte; positive is better."""
 
-    target: BoundedMean
+    target: MeanWithBounds
     noise: float  # standard deviation of the target's difference between two means of unchanged runs
-    domains: dict[str, BoundedMean]
-    slower: BoundedMean  # baseline's tokens per second over the candidate's
+    domains: dict[str, MeanWithBounds]
+    slower: MeanWithBounds  # baseline's tokens per second over the candidate's
     memory: float  # candidate's peak over the baseline's
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
             return Verdict(HOLD, tuple(said or [make_no_evidence_message(name)]))
     tries = evidence.get("tries")
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
-        return Verdict(HOLD, (make_tries_unknown_message(),))
+        return Verdict(HOLD, (make_unknown_tries_message(),))
     result = compare_recipes(policy.runs, stages["runs"], tries)
     if result is None:
         not_scored = Message(
@@ -190,14 +190,14 @@ def compare_recipes(policy: RunsPolicy, found: Mapping[str, Any], tries: int) ->
     }
     slower = _bounded([math.log(a / b) for a, b in zip(old_speed, new_speed, strict=True)], level)
     noise = _deviation([target(run) for run in old]) * math.sqrt(2 / seeds)
-    times = BoundedMean(*(math.exp(min(max(x, -700.0), 700.0)) for x in (slower.mean, slower.lower, slower.upper)))
+    times = MeanWithBounds(*(math.exp(min(max(x, -700.0), 700.0)) for x in (slower.mean, slower.lower, slower.upper)))
     return RecipeComparison(_bounded(apart, level / tries), noise, domains, times, memory[1] / memory[0])
 
 
-def _bounded(values: Sequence[float], level: float) -> BoundedMean:
+def _bounded(values: Sequence[float], level: float) -> MeanWithBounds:
     mean = math.fsum(values) / len(values)
     reach = compute_t_quantile(1 - level, len(values) - 1) * _deviation(values) / math.sqrt(len(values))
-    return BoundedMean(mean, mean - reach, mean + reach)
+    return MeanWithBounds(mean, mean - reach, mean + reach)
 
 
 def _deviation(values: Sequence[float]) -> float:

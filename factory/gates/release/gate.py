@@ -22,7 +22,7 @@ from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.held_out_gaps import (
     TASK,
     compare_gains_inside_and_outside,
-    count_sealed_looks,
+    compute_mean_candidates_per_sealed_document,
     find_fresh_documents,
 )
 from factory.gates.release.judge import PROMOTE, judge
@@ -30,9 +30,9 @@ from factory.gates.release.judge_version import compute_judge_version
 from factory.gates.release.overfitting import find_gain_on_dev_half_only
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.recorded_verdict import compute_evidence_sha256
-from factory.gates.release.release_line import GATE, compute_guard_losses_since_best_release, find_comparison_number
+from factory.gates.release.release_line import GATE, compute_guard_losses_since_best_release, find_ordinal_of_comparison
 from factory.gates.release.replica_noise import find_newest_replica_noise
-from factory.gates.release.reward_hacking import add_dev_rise_evidence
+from factory.gates.release.reward_hacking import add_dev_only_gain_evidence
 from factory.gates.release.trained_licences import list_token_shards_of_lineage
 from factory.gates.release.training_evidence import read_training_evidence
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY
@@ -57,7 +57,7 @@ def judge_candidate(plant: Plant, candidate_id: int) -> int:
     suite = load_current_suite(plant)
     best = find_champion(plant.ledger)
     champion_id = best.candidate if best else None
-    looks = count_sealed_looks(plant.ledger, candidate_id, suite)
+    looks = compute_mean_candidates_per_sealed_document(plant.ledger, candidate_id, suite)
     if looks >= policy.sealed_looks_max and find_evaluation(plant.ledger, candidate_id, suite) is None:
         against = FIRST_RELEASE if champion_id is None else str(Subject("candidate", champion_id))
         unread = ReleaseEvidence(
@@ -98,7 +98,7 @@ def gather_evidence(
     fresh = find_fresh_documents(ledger, candidate_id, suite)
     ages = compare_gains_inside_and_outside(both[0][1], both[1][1], fresh, policy.target.weights)
     noise = find_newest_replica_noise(ledger, policy.target.weights)
-    evidence = add_dev_rise_evidence(ledger, candidate_id, champion_id, evidence)
+    evidence = add_dev_only_gain_evidence(ledger, candidate_id, champion_id, evidence)
     return replace(
         evidence,
         replicas=noise.runs if noise else None,
@@ -108,7 +108,7 @@ def gather_evidence(
         older_documents=len(suite.documents) + len(suite.dev) - len(fresh),
         on_fresh=ages[0] if ages else None,
         fresh_gap=ages[2] if ages else None,
-        look=find_comparison_number(ledger, champion_id, candidate_id, suite.sha256),
+        look=find_ordinal_of_comparison(ledger, champion_id, candidate_id, suite.sha256),
         lost=compute_guard_losses_since_best_release(ledger, champion_id, evidence.guards),
     )
 

@@ -21,7 +21,7 @@ from factory.evals.power import (
     ScoredGuard,
     assign_holm_levels,
     compute_variance_of_share,
-    find_groups_factor_to_detect,
+    find_group_growth_to_detect,
     find_smallest_detectable_gain,
 )
 from factory.evals.statistics import CLOZE, Gain, compute_alpha_at_look
@@ -128,9 +128,9 @@ class PromotionBounds:
         """Return the smallest gain, the same in every domain, at which 80 % of candidates that pass cloze are promoted. None: no gain is enough."""
         return find_smallest_detectable_gain([self.target], self.otherwise, self.guards, guard_set_aside=CLOZE)
 
-    def find_groups_factor_to_show(self, gain: float) -> float | None:
+    def find_group_growth_factor(self, gain: float) -> float | None:
         """Return the factor by which the number of groups must grow to show ``gain`` with a probability of 80 %. None: a thousand is not enough."""
-        return find_groups_factor_to_detect(gain, [self.target], self.otherwise, self.guards, guard_set_aside=CLOZE)
+        return find_group_growth_to_detect(gain, [self.target], self.otherwise, self.guards, guard_set_aside=CLOZE)
 
 
 def make_promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds | None:
@@ -171,7 +171,7 @@ def count_groups_to_show_no_loss(gain: Gain, level: float, floor: float) -> int 
     error = read_finite_number(gain.error)
     if groups is None or error is None or groups <= 1 or floor >= 0:
         return None
-    found = find_groups_factor_to_detect(0.0, [RequiredBound(gain, level, floor)])
+    found = find_group_growth_to_detect(0.0, [RequiredBound(gain, level, floor)])
     return None if found is None else math.ceil(found * groups)
 
 
@@ -238,13 +238,13 @@ def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Mes
     )  # fmt: skip
 
 
-def make_set_aside_guard_message(name: str, known: ScoredGuard, clusters: float, clusters_min: int) -> Message:
+def make_unused_guard_message(name: str, known: ScoredGuard, clusters: float, clusters_min: int) -> Message:
     """Return the message that a guard is set aside, with the number of items or groups that it needs.
 
-    >>> print(make_set_aside_guard_message("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8).partition(" needed.")[0])
+    >>> print(make_unused_guard_message("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8).partition(" needed.")[0])
     cloze is not used as a guard, because with 36 items it would stop 44 of 100 models that are as good as the champion. At most 20 are \
 allowed. About 68 items are
-    >>> print(make_set_aside_guard_message("cloze", ScoredGuard(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
+    >>> print(make_unused_guard_message("cloze", ScoredGuard(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
     cloze is not used as a guard: its 36 items are from 3 document groups, and at least 8 groups are needed. The result of cloze decides \
 nothing.
     """

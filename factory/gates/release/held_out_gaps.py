@@ -55,7 +55,7 @@ def find_fresh_documents(ledger: Ledger, candidate_id: int, suite: Suite) -> fro
     return frozenset(document.key for document in every if document.key.partition(":")[0] not in before)
 
 
-def count_sealed_looks(ledger: Ledger, candidate_id: int, suite: Suite) -> float:
+def compute_mean_candidates_per_sealed_document(ledger: Ledger, candidate_id: int, suite: Suite) -> float:
     """Return the number of other candidates that were scored on a document of the sealed half, as the mean over the suite's documents."""
     if not suite.documents:
         return 0.0

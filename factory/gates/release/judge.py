@@ -21,7 +21,7 @@ from factory.gates.release.guards import (
     make_cloze_guard,
     make_detectable_gain_message,
     make_promotion_bounds,
-    make_set_aside_guard_message,
+    make_unused_guard_message,
 )
 from factory.gates.release.judge_messages import (
     NAMED,
@@ -404,7 +404,7 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
     else:
         own = read_finite_number(target.gain)
         remedy = make_remedy_to_train_longer(
-            own, gain, asked.find_groups_factor_to_show(own) if own is not None and own > 0 else None
+            own, gain, asked.find_group_growth_factor(own) if own is not None and own > 0 else None
         )
         unsure = Message(
             "release.not_better",
@@ -461,7 +461,7 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFindin
         few = not has_enough_groups(guard, policy.clusters_min)
         if name in apart:
             assert guard is not None and guard.clusters is not None, "else it stands"
-            found.facts.append(make_set_aside_guard_message(name, apart[name], guard.clusters, policy.clusters_min))
+            found.facts.append(make_unused_guard_message(name, apart[name], guard.clusters, policy.clusters_min))
         if name in apart and few:
             found.facts.append(_guard_shown(change))
         elif guard is None or upper is None or few or None in (read_finite_number(theirs), read_finite_number(ours)):

@@ -11,7 +11,7 @@ from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 GATE = "release"
 
 
-def find_comparison_number(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: str) -> int:
+def find_ordinal_of_comparison(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: str) -> int:
     """Return the number of this comparison with a champion, from 1. If a candidate is judged again on another suite, this is another comparison."""
     champion_, subject = Subject("candidate", champion_id), Subject("candidate", candidate_id)
     looked: list[tuple[str, Any]] = []

@@ -30,7 +30,9 @@ class JudgedCandidate:
     gains: Mapping[str, Gain]
 
 
-def add_dev_rise_evidence(db: SqlReader, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
+def add_dev_only_gain_evidence(
+    db: SqlReader, candidate: int, champion: int, evidence: ReleaseEvidence
+) -> ReleaseEvidence:
     """Return the evidence with the gains since one of the ``NEWEST`` candidates: the one since which the dev half most clearly rose alone."""
     here = {name: getattr(evidence, name) or Gain() for name in HALVES}
     line = [point for point in read_judged_candidates(db) if point.candidate != candidate]

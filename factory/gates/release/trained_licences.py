@@ -61,7 +61,7 @@ def count_disputed_tokens(ledger: Ledger, segment: int, policy: LicenceRules) ->
         if one.token_shard in used
         and one.key not in masked
         and not policy.find_licence(one.find_effective_licence(policy)).release
-        and any(policy.find_licence(name).release for name in one.counted_licences)
+        and any(policy.find_licence(name).release for name in one.licences_that_count)
     )
 
 

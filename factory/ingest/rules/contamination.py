@@ -6,7 +6,7 @@
   training data itself. (Within one shard the held-out document stays and the training document is trimmed.)
 
 Held-out documents are indexed by all their n-grams, so the first direction finds every overlap. Training documents are
-indexed by a winnowed sample (``word_hashes.winnow``), so the second direction finds every overlap of n + window - 1 = 44 words,
+indexed by a winnowed sample (``word_hashes.winnow_hashes``), so the second direction finds every overlap of n + window - 1 = 44 words,
 and shorter overlaps by chance (one 13-gram with probability 0.06). A document of 8–12 words is one n-gram. Shorter
 documents are compared by the exact and near-duplicate rules only.
 
@@ -67,7 +67,7 @@ class HeldOutNgrams:
         places[places == len(self.hashes)] = 0
         return np.flatnonzero(self.hashes[places] == grams)
 
-    def find_owner(self, gram: int | np.uint64) -> str:
+    def find_document_with_ngram(self, gram: int | np.uint64) -> str:
         """Return the key of the first held-out document that has the n-gram."""
         place = int(np.searchsorted(self.hashes, np.uint64(gram)))
         return self.keys[int(self.owners[place])]

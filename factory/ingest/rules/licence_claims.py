@@ -48,7 +48,7 @@ class LicenceConflict:
     claims: tuple[LicenceClaim, ...]
 
     @property
-    def counted_licences(self) -> list[str]:
+    def licences_that_count(self) -> list[str]:
         """Return the claimed licences that are not set aside. If all are set aside (one row can match two settled texts), all count."""
         return [claim.license for claim in self.claims if not claim.is_set_aside] or [
             claim.license for claim in self.claims
@@ -56,11 +56,11 @@ class LicenceConflict:
 
     @property
     def is_settled(self) -> bool:
-        return len({normalise_licence_name(name) for name in self.counted_licences}) == 1
+        return len({normalise_licence_name(name) for name in self.licences_that_count}) == 1
 
     def find_effective_licence(self, policy: LicenceRules) -> str:
         """Return the licence by which the document is judged: the strictest standing licence, or the document's own if it is equally strict."""
-        return find_strictest_licence(self.counted_licences, policy)
+        return find_strictest_licence(self.licences_that_count, policy)
 
 
 def find_strictest_licence(licences: Collection[str], policy: LicenceRules) -> str:
@@ -86,7 +86,7 @@ def find_licence_conflicts(db: SqlReader, key: str | None = None) -> list[Licenc
     if not rows:
         return []
     names = {row["sha256"]: row["name"] for row in db.read("SELECT sha256, name FROM shards")}
-    aside = list_rows_with_set_aside_claims(db)
+    aside = list_rows_with_rejected_claims(db)
     found: dict[str, tuple[dict[str, Any], list[LicenceClaim]]] = {}
     for row in rows:
         own = LicenceClaim(row["key"], names[row["shard"]], row["license"] or "", row["key"] in aside)
@@ -100,7 +100,7 @@ def find_licence_conflicts(db: SqlReader, key: str | None = None) -> list[Licenc
     ]
 
 
-def list_rows_with_set_aside_claims(db: SqlReader) -> set[str]:
+def list_rows_with_rejected_claims(db: SqlReader) -> set[str]:
     """Return the keys of the rows whose claims a person set aside. The newest settlement of each document counts."""
     newest: dict[str, list[str]] = {}
     for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SETTLED):

@@ -132,7 +132,7 @@ class ApprovalResponder:
         if (seen := version.tags.get("verdict_id")) != str(verdict.id):
             raise InputError(
                 "approval_answers.old_verdict",
-                "The tag answers verdict {seen} on {subject}, but the newest verdict is verdict {verdict}: {outcome!r}. "
+                "The answer in the tag is for verdict {seen} on {subject}. The newest verdict is verdict {verdict}: {outcome!r}. "
                 "Look at the newest verdict, and then answer again.",
                 seen=seen,
                 subject=verdict.subject,

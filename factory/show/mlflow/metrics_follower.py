@@ -117,7 +117,7 @@ class MetricsFollower:
                 values = {k: v for k, v in row.items() if k not in ("step", "time")}
                 batch += [
                     Metric(key, value, at, newest)
-                    for key, value in name_training_metrics(flatten_numbers(values)).items()
+                    for key, value in rename_training_metrics(flatten_numbers(values)).items()
                 ]
                 steps += 1
             room = METRICS_PER_BATCH - len(batch)
@@ -149,10 +149,10 @@ def flatten_numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, floa
     return flat
 
 
-def name_training_metrics(values: Mapping[str, float]) -> dict[str, float]:
+def rename_training_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Rename a step's metrics so that MLflow's charts begin with the loss, in total and by domain, and end with single layers.
 
-    >>> name_training_metrics({"loss": 2.0, "loss/code": 2.0, "grad_norm": 1.0, "grad_norm/head": 0.5})
+    >>> rename_training_metrics({"loss": 2.0, "loss/code": 2.0, "grad_norm": 1.0, "grad_norm/head": 0.5})
     {'loss/all': 2.0, 'loss/code': 2.0, 'overall/grad_norm': 1.0, 'per_layer/grad_norm/head': 0.5}
     """
     return {_of_training(key)[:250]: value for key, value in values.items()}
@@ -164,10 +164,10 @@ def _of_training(key: str) -> str:
     return f"per_layer/{key}" if key.startswith(PER_LAYER) else key if "/" in key else f"overall/{key}"
 
 
-def name_evaluation_metrics(values: Mapping[str, float]) -> dict[str, float]:
+def rename_evaluation_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Order an evaluation's metrics: the deciding ones first, the rest under ``details/``.
 
-    >>> name_evaluation_metrics({"seconds/bpb": 3.0, "cloze/share_right": 0.3, "bpb/code": 2.0})
+    >>> rename_evaluation_metrics({"seconds/bpb": 3.0, "cloze/share_right": 0.3, "bpb/code": 2.0})
     {'bpb/code': 2.0, 'cloze/share_right': 0.3, 'details/seconds/bpb': 3.0}
     """
     first = {key: value for start in DECIDING_METRICS for key, value in values.items() if key.startswith(start)}

@@ -68,10 +68,10 @@ def refuse_during_outage(uri: str) -> None:
             os.environ[name] = str(value)
 
 
-def note_server_failure(error: BaseException, seconds: float) -> None:
+def note_server_failure(error: BaseException, waited_seconds: float) -> None:
     """Note an error of MLflow. If the server did not answer, it is not asked for a while."""
     if (server := _servers.get(_asked)) and any(word in str(error) for word in NO_ANSWER):
-        server.pause_until, server.why = time.monotonic() + PAUSE_FACTOR * seconds, f"for {seconds:.0f} s"
+        server.pause_until, server.why = time.monotonic() + PAUSE_FACTOR * waited_seconds, f"for {waited_seconds:.0f} s"
         server.request_limit = min(MOST, 2 * server.request_limit)
 
 
@@ -83,8 +83,8 @@ def make_repair_advice(error: BaseException | None) -> str:
         ):
             return Message(
                 "outages.damaged",
-                ". MLflow's database is damaged. Stop 'factory run'. Then restore the database's backup and send everything that is "
-                "missing: 'factory check --repair'",
+                " (MLflow's database is damaged. Stop 'factory run'. Then restore the database's backup and send everything that is "
+                "missing: 'factory check --repair')",
             )
         error = error.__cause__ or error.__context__
     return ""

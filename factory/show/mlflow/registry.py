@@ -22,7 +22,7 @@ from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Segment
 from factory.release.checks import check_export_unchanged, get_newest_verdict
 from factory.release.published_link import MODEL_NAME as MODEL
 from factory.show.mlflow.model_files import log_loadable_model
-from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, MlflowTracking, make_average_tag
+from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, MlflowTracking, make_averaged_checkpoints_tag
 from factory.show.mlflow.store import convert_mlflow_errors, open_client
 from factory.show.mlflow.version_page import PICTURES, TRAINING_MODE, RunAddress, VersionLinks, render_description
 from factory.show.pages.release_pictures import TITLES, draw_release_pictures
@@ -50,8 +50,8 @@ REMOVABLE_TAGS = frozenset({"removed_data", "release", "bundle", "overridden_by"
 ABOUT = Message(
     "registry.about",
     "Each version is a judged candidate. The version with the alias champion is the release that is served. The version "
-    "with the alias candidate was judged last. Click a version for its verdict, numbers, reasons, and links to report, "
-    "pictures, training and bundle. To approve or reject a candidate, set the tag approval of its version. A useful "
+    "with the alias candidate was judged last. Click a version to see its verdict, numbers and reasons. Its page also has links "
+    "to the report, the pictures, the training and the bundle. To approve or reject a candidate, set the tag approval of its version. A useful "
     "filter: tags.verdict = 'promote'. The factory's ledger decides; this page only shows the ledger's content.",
 )
 
@@ -201,7 +201,7 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
         "judged_at": format_iso_time(verdict.created_at),
         "bundle": find_newest_bundle_folder(ledger, release.number) if release else None,
         "removed_data": describe_removed_data(ledger, release.number) if release else None,
-        **make_average_tag(segment.result),
+        **make_averaged_checkpoints_tag(segment.result),
     }
     if over := find_override(ledger, verdict):
         tags |= {"overridden_by": over["by"], "override_reason": over["why"]}

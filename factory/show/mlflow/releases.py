@@ -160,7 +160,7 @@ def make_decision_tags(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] |
         if over := find_override(ledger, VerdictRow.get(ledger, release.verdict)):
             return OVERRIDDEN, Message(
                 "releases.released_overridden",
-                "released by {person} as release {release}, although the gate held the candidate: {reason}",
+                "released by {person} as release {release}, although the gate blocked the candidate: {reason}",
                 release=release.number,
                 person=over["by"],
                 reason=over["why"],
@@ -176,9 +176,11 @@ def make_decision_tags(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] |
     return (REJECTED, str(decision)) if decision and decision.word == REJECTED else None
 
 
-def set_approval_tags(tracking: MlflowTracking, version: str, before: dict[str, str], word: str, answer: str) -> None:
+def set_approval_tags(
+    tracking: MlflowTracking, version: str, old_tags: dict[str, str], approval: str, answer: str
+) -> None:
     """Set the tags that answer a person's approval or rejection. Raises: TrackingError."""
     with convert_mlflow_errors("answering an approval"):
-        for key, value in ((ANSWER_TAG, join_reasons([answer])), (APPROVAL_TAG, word)):
-            if before.get(key) != value:
+        for key, value in ((ANSWER_TAG, join_reasons([answer])), (APPROVAL_TAG, approval)):
+            if old_tags.get(key) != value:
                 tracking.client.set_model_version_tag(MODEL, version, key, value)

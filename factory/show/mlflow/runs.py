@@ -38,7 +38,7 @@ from factory.show.mlflow.metrics_follower import (
     MetricsFollower,
     clean_metric_key,
     flatten_numbers,
-    name_evaluation_metrics,
+    rename_evaluation_metrics,
 )
 from factory.show.mlflow.outages import refuse_during_outage
 from factory.show.mlflow.store import convert_mlflow_errors, flush_store, open_client, purge_deleted_runs
@@ -73,7 +73,7 @@ ABOUT = {
     ),
     ARMS: Message(
         "runs.about_runs",
-        "Each run is a variant of the model that was trained for a comparison. Segments are not in this list. Certificates, "
+        "Each run trained a variant of the model for a comparison. Segments are not in this list. Certificates, "
         "preflights, audits, diagnoses, replicas and gates start such runs. Filter by tags.purpose and tags.for.",
     ),
     PROFILES: Message("runs.about_profiles", "Each run is a line profile of the training code."),
@@ -262,7 +262,7 @@ class MlflowTracking:
             "data_plan": segment.data_plan,
             "export_sha256": candidate.export_sha256,
             "mlflow.source.git.commit": segment.code_commit,
-            **make_average_tag(segment.result),
+            **make_averaged_checkpoints_tag(segment.result),
         }
         subject, name = Subject("candidate", candidate_id), f"candidate-{candidate_id}"
         run = self._run(subject, CANDIDATES, name, candidate.created_at, tags, {"recipe": segment.recipe})
@@ -270,7 +270,7 @@ class MlflowTracking:
             summary = dict(evaluation.summary)
             samples = summary.pop("samples", None)
             files = {"evaluation.json": summary, "samples.json": samples}
-            self._log_once(run, name_evaluation_metrics(flatten_numbers(summary)), evaluation.created_at, files)
+            self._log_once(run, rename_evaluation_metrics(flatten_numbers(summary)), evaluation.created_at, files)
         if verdict := VerdictRow.find_newest(self.ledger, "release", subject):
             self._judged(run, candidate, verdict)
         return run
@@ -463,7 +463,7 @@ class MlflowTracking:
             self.client.set_terminated(run, "FINISHED", int(at * 1000))
 
 
-def make_average_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
+def make_averaged_checkpoints_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
     """The tag that names the checkpoints of an average; {} for a trained segment."""
     from factory.ledger.status import describe_average
 

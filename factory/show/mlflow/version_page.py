@@ -48,14 +48,14 @@ class VersionLinks:
 
 
 def render_description(
-    candidate: CandidateRow, segment: SegmentRow, verdict: VerdictRow, evidence: dict[str, Any], places: VersionLinks
+    candidate: CandidateRow, segment: SegmentRow, verdict: VerdictRow, evidence: dict[str, Any], links: VersionLinks
 ) -> str:
     """The description of a version. Its first line has no markup, because a list of versions shows that line as it is."""
     floors = Message(
         "version_page.floors", "judged by absolute floors, because there is no champion to compare with yet"
     )
     over = f"over {verdict.against.replace(':', ' ')}" if verdict.against else floors
-    released = f", release {places.release}" if places.release else ""
+    released = f", release {links.release}" if links.release else ""
     share = evidence.get("releasable")
     deciding = {
         "gain in bits per byte": _words(evidence.get("target")),
@@ -64,8 +64,8 @@ def render_description(
     }
     override = Message(
         "version_page.overridden",
-        "**Released although the gate held it**, by {person}",
-        person=_plain(places.overridden or ""),
+        "**Released although the gate blocked it**, by {person}",
+        person=_plain(links.overridden or ""),
     )
     lines = [
         f"{verdict.outcome.upper()}: candidate {candidate.id} {over}{released}",
@@ -74,17 +74,17 @@ def render_description(
         "|:---|:---|",
         *(f"| {name} &emsp; | {value} |" for name, value in deciding.items()),
         "",
-        " · ".join(_links(segment, verdict, places)),
+        " · ".join(_links(segment, verdict, links)),
         "",
-        *([override, ""] if places.overridden else []),
-        *_to_do(verdict, places),
+        *([override, ""] if links.overridden else []),
+        *_to_do(verdict, links),
         "Why:",
         "",
         *(f"- {_plain(reason)}" for reason in verdict.reasons),
         "",
         *(
-            f"**{title}**\n\n![{title}](get-artifact?path={PICTURES}/{name}&run_uuid={places.candidate.run})\n"
-            for name, title in places.pictures.items()
+            f"**{title}**\n\n![{title}](get-artifact?path={PICTURES}/{name}&run_uuid={links.candidate.run})\n"
+            for name, title in links.pictures.items()
         ),
     ]
     text = "\n".join(lines)

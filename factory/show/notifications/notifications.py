@@ -137,7 +137,10 @@ def _of_release(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
         return ("release",), title, reason
     if kind == OVERRIDDEN:
         title = Message(
-            "notifications.overridden", "{person} released {candidate}, which the gate held", person=by, candidate=name
+            "notifications.overridden",
+            "{person} released {candidate}, which the gate had blocked",
+            person=by,
+            candidate=name,
         )
         return ("release",), title, reason
     if kind == "proposal_approved":
@@ -198,7 +201,11 @@ def _of_failure(name: str, kind: str, detail: dict[str, Any]) -> NotificationPar
     if kind == DISK_NORMAL:
         return ("failure",), Message("notifications.disk_well", "free disk space is above the limit again"), ""
     if kind == "serving_failed":
-        return ("failure",), Message("notifications.serving_failed", "serving {release} failed", release=name), reason
+        return (
+            ("failure",),
+            Message("notifications.serving_failed", "{release} could not be served", release=name),
+            reason,
+        )
     if kind == "not_certified":
         title = Message(
             "notifications.not_certified", "the code of {segment} is not certified, so training waits", segment=name

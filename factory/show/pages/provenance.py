@@ -7,7 +7,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.data.exposure import DocumentExposure, ExposureStep, UnknownExposureError, list_contributing_segments
+from factory.data.exposure import (
+    DocumentExposure,
+    ExposureStep,
+    UnknownExposureError,
+    list_segments_contributing_to_weights,
+)
 from factory.data.selecting import find_document_keys
 from factory.data.synthetic import count_documents_written_by_release, count_synthetic_documents
 from factory.gates.release.trained_licences import count_tokens_by_licence
@@ -37,7 +42,8 @@ def read_document_provenance(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     found = ledger.select_rows(sa.select(documents).where(documents.c.key.in_(keys)).order_by(documents.c.key))
     lines = SegmentRow.select(ledger)
     behind = {
-        release.number: list_contributing_segments(ledger, release.segment) for release in ReleaseRow.select(ledger)
+        release.number: list_segments_contributing_to_weights(ledger, release.segment)
+        for release in ReleaseRow.select(ledger)
     }
     held = {line.id: {shard["id"] for shard in read_data_plan(ledger, line)["token_shards"]} for line in lines}
     taken = {removal.number: removal for removal in list_removals(ledger)}
@@ -160,7 +166,7 @@ def _wrote(ledger: Ledger, release: ReleaseRow) -> dict[str, Any]:
     for other in ReleaseRow.select(ledger) if held else ():
         planned = {
             shard["id"]
-            for row in list_contributing_segments(ledger, other.segment)
+            for row in list_segments_contributing_to_weights(ledger, other.segment)
             for shard in read_data_plan(ledger, row)["token_shards"]
         }
         read_by += [other.number] if planned & held.keys() else []
@@ -175,7 +181,7 @@ def list_release_documents(ledger: Ledger, number: int) -> Iterator[dict[str, An
     release = ReleaseRow.get(ledger, number)
     used = {
         shard["id"]
-        for row in list_contributing_segments(ledger, release.segment)
+        for row in list_segments_contributing_to_weights(ledger, release.segment)
         for shard in read_data_plan(ledger, row)["token_shards"]
     }
     names = ("key", "id", "domain", "source", "license", "fate", "detail", "supervised_tokens", "token_shard")

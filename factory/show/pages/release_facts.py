@@ -116,9 +116,9 @@ def read_release_details(plant: Plant, name: str) -> Facts:
     )
 
 
-def compute_gain_with_interval(stored: Any) -> Facts | None:
+def compute_gain_with_interval(stored_gain: Any) -> Facts | None:
     """A gain of the evidence, with its 95 % interval and what the interval shows. A positive gain is better. None: not measured."""
-    found = read_confidence_interval(stored)
+    found = read_confidence_interval(stored_gain)
     if found is None:
         return None
     gain, low, high = found

@@ -23,7 +23,7 @@ GAIN, LEVELS, LOSS = "gain.svg", "bits_per_byte.svg", "loss.svg"
 TITLES = {
     GAIN: Message(
         "release_pictures.gain",
-        "Paired gain over the champion with its 95 % interval; a gain to the right of zero is an improvement",
+        "Paired gain over the champion, with 95 % intervals; a gain to the right of zero is an improvement",
     ),
     LEVELS: Message(
         "release_pictures.levels",

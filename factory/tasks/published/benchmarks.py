@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from factory.tasks.published.choices import CHOICES
-from factory.tasks.published.form import SHOWN, TESTED, Benchmark, RecordForm
 from factory.tasks.published.programs import PROGRAMS
+from factory.tasks.published.record_form import SHOWN, TESTED, Benchmark, RecordForm
 from kernels.contract.message import CodedError, Message
 
 
@@ -22,11 +22,11 @@ class Gsm8k(RecordForm):
     question: str
     answer: str
 
-    def is_of_benchmark(self) -> bool:
+    def belongs_to_benchmark(self) -> bool:
         return "####" in self.answer
 
     def make_item(self, number: int, about: str) -> dict[str, Any]:
-        if not self.is_of_benchmark():
+        if not self.belongs_to_benchmark():
             raise ValueError("the answer has no ####")
         return {"id": number, "question": self.question, "answer": self.answer}
 
@@ -39,11 +39,11 @@ class HendrycksMath(RecordForm):
     solution: str
     unique_id: str = ""
 
-    def is_of_benchmark(self) -> bool:
+    def belongs_to_benchmark(self) -> bool:
         return "\\boxed" in self.solution or "\\fbox" in self.solution
 
     def make_item(self, number: int, about: str) -> dict[str, Any]:
-        if not self.is_of_benchmark():
+        if not self.belongs_to_benchmark():
             raise ValueError("the solution has no \\boxed answer")
         return {"id": self.unique_id or number, "question": self.problem, "answer": self.solution}
 
@@ -81,7 +81,7 @@ def recognise_benchmark(records: Sequence[Mapping[str, Any]]) -> Benchmark | Non
     """The benchmark whose form the first record has. None: no known benchmark."""
     for benchmark in BENCHMARKS.values() if records else ():
         try:
-            if _read(benchmark, records[0]).is_of_benchmark():
+            if _read(benchmark, records[0]).belongs_to_benchmark():
                 return benchmark
         except PublishedError:
             continue
@@ -95,9 +95,9 @@ def convert_records(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], 
     for number, record in enumerate(records, 1):
         try:
             read = _read(benchmark, record)
-            if read.find_use_of_record() == TESTED:
+            if read.classify_record_use() == TESTED:
                 found.tested.append((number, read.make_item(number, about)))
-            elif read.find_use_of_record() == SHOWN:
+            elif read.classify_record_use() == SHOWN:
                 found.shown.append((number, read.make_example(number, about)))
         except (ValueError, PublishedError) as error:
             reason = error.message if isinstance(error, PublishedError) else str(error)

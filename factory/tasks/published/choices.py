@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from factory.tasks.published.form import Benchmark, RecordForm
+from factory.tasks.published.record_form import Benchmark, RecordForm
 
 LETTERS = "ABCD"
 
 
-class MmluLines(RecordForm):
+class MmluCsvRecord(RecordForm):
     """A file of the CSV archive (``anatomy_test.csv``), which has no header. The file's name has the subject."""
 
     question: str
@@ -29,7 +29,7 @@ class MmluLines(RecordForm):
         return _mmlu(number, self.question, [self.A, self.B, self.C, self.D], LETTERS.index(self.answer), about)
 
 
-class MmluTable(RecordForm):
+class MmluParquetRecord(RecordForm):
     """The Parquet files of ``cais/mmlu``, and JSON lines with the same fields."""
 
     question: str
@@ -65,7 +65,7 @@ class _Columns(_Open):
     label: list[str]
 
 
-class ArcLines(RecordForm):
+class ArcJsonlRecord(RecordForm):
     """The JSON lines of AI2's archive (``ARC-Easy-Test.jsonl``)."""
 
     id: str
@@ -79,7 +79,7 @@ class ArcLines(RecordForm):
         )
 
 
-class ArcTable(RecordForm):
+class ArcParquetRecord(RecordForm):
     """The Parquet files of ``allenai/ai2_arc``, and JSON lines with the same fields."""
 
     id: str
@@ -98,7 +98,7 @@ def _arc(key: str, question: str, texts: list[str], labels: Sequence[str], answe
     return {"id": key, "question": question, "choices": texts, "answer": labels.index(answer)}
 
 
-class HellaSwagLines(RecordForm):
+class HellaSwagRecord(RecordForm):
     """``hellaswag_val.jsonl``, and the Parquet files of ``Rowan/hellaswag``. The published test split has no answers."""
 
     activity_label: str
@@ -135,16 +135,16 @@ CHOICES = (
     Benchmark(
         "mmlu",  # lm-eval: mmlu/default/_default_template_yaml and the description of each subject
         "multiple_choice",
-        (MmluTable, MmluLines),
+        (MmluParquetRecord, MmluCsvRecord),
         {
             "format": "letter",
             "header": "The following are multiple choice questions (with answers) about {subject}.\n\n",
         },
     ),
     Benchmark(
-        "arc", "multiple_choice", (ArcLines, ArcTable)
+        "arc", "multiple_choice", (ArcJsonlRecord, ArcParquetRecord)
     ),  # lm-eval: arc/arc_easy.yaml; our default prompt is its own
     Benchmark(
-        "hellaswag", "multiple_choice", (HellaSwagLines,), {"prompt": "{question}"}
+        "hellaswag", "multiple_choice", (HellaSwagRecord,), {"prompt": "{question}"}
     ),  # lm-eval: hellaswag/hellaswag.yaml
 )

@@ -6,7 +6,7 @@ import ast
 import sys
 from typing import Any
 
-from factory.tasks.published.form import LEFT_OUT, SHOWN, TESTED, Benchmark, RecordForm
+from factory.tasks.published.record_form import LEFT_OUT, SHOWN, TESTED, Benchmark, RecordForm
 
 # BigCodeBench's tests are a TestCase that no code runs. This code runs it and reports the first failure in one line.
 RUN_TEST_CASES = """
@@ -49,7 +49,7 @@ class _Mbpp(RecordForm):
     code: str
     test_list: list[str]
 
-    def find_use_of_record(self) -> str:
+    def classify_record_use(self) -> str:
         if self.task_id in (2, 3, 4):
             return SHOWN
         return TESTED if 11 <= self.task_id <= 510 else LEFT_OUT

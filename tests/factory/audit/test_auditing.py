@@ -224,7 +224,7 @@ def test_a_killed_audit_continues_and_a_timed_out_audit_is_tried_again(site: Sit
 def test_a_replay_that_cannot_run_gives_hold_and_no_revert(site: Site) -> None:
     """Later code of people needs the patch, so the replay without it cannot run. That is not a reason to undo the patch."""
     site.merge(1, RUN, STEP, f"{STEP}        self.patched = True\n")
-    poll = "            writer.raise_finished_save_error()\n"
+    poll = "            writer.raise_if_finished_save_failed()\n"
     commit_edit(site.target, "trainer/segment.py", poll, f"{poll}            assert run.patched\n")
     verdict = site.audited(site.trained())
     assert verdict.outcome == "hold" and "AttributeError" in verdict.reasons[0], verdict

@@ -32,7 +32,7 @@ def test_an_upgrade_removes_the_files_of_a_killed_upgrade(
 ) -> None:
     """A second upgrade in the same second would use the same name: SQLite would then read the old copy's journal."""
     folder = upgrade.make_backup_folder(workspace)
-    monkeypatch.setattr(upgrade, "format_backup_time", lambda: "now")
+    monkeypatch.setattr(upgrade, "make_backup_timestamp", lambda: "now")
     for ending in ("", "-journal", "-wal"):
         (folder / f".ledger-2-now.db.part{ending}").write_bytes(b"of a killed upgrade")
     made = upgrade._backup(workspace, "2")

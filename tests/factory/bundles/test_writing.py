@@ -70,7 +70,9 @@ def test_no_bundle_is_written_of_a_release_that_may_not_be_shared(released: Fill
     refuses(released, out, ("writing.no_licence", {"licence": "MIT\nmodel: x"}), licence="MIT\nmodel: x")
     data = root / "policies" / "data.yaml"
     with put_aside(data, "licences: {known: {PSF-2.0: {train: true, release: false}}}\n"):
-        refuses(released, out, ("gathering.not_releasable", {"release": 2, "share": 1.0, "named": ["PSF-2.0 (100%)"]}))
+        refuses(
+            released, out, ("release_files.not_releasable", {"release": 2, "share": 1.0, "named": ["PSF-2.0 (100%)"]})
+        )
     with put_aside(released.workspace.exports / "candidate-2" / "generation_config.json", "{}"):
         refuses(released, out, "candidate-2")
     with changed(released, releases, releases.c.number == 2, state="aliased"):
@@ -78,7 +80,7 @@ def test_no_bundle_is_written_of_a_release_that_may_not_be_shared(released: Fill
     with changed(released, segments, segments.c.id == 2, state="rewound"):
         refuses(released, out, ("writing.rewound", {"release": 2, "segment": 2}))
     with changed(released, verdicts, verdicts.c.subject == "candidate:2", policy_sha256="0" * 64):
-        refuses(released, out, ("gathering.no_policy", {"policy_sha256": "0" * 64}))
+        refuses(released, out, ("release_files.no_policy", {"policy_sha256": "0" * 64}))
     out.mkdir()
     refuses(released, out, ("writing.exists", {"folder": out}))
     out.rmdir()

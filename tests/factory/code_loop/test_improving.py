@@ -26,11 +26,11 @@ from factory.code_loop.improvements import (
     BEGAN,
     ENDED,
     BudgetUse,
-    compute_budget_use,
     format_improvement_facts,
     read_improvement_facts,
     read_newest_stages,
     read_unchecked_improve_policy,
+    sum_budget_use,
 )
 from factory.code_loop.improving import (
     JUDGE,
@@ -306,7 +306,7 @@ def test_tokens_count_from_the_start_of_a_stage_even_if_it_was_killed(plant: Pat
             (now - 1, number, 60),
         ):
             insert_row(tx, exchanges, at=at, run=who, tokens=tokens, **spent)
-    found = compute_budget_use(plant.ledger, read_newest_stages(plant.ledger, now), now)
+    found = sum_budget_use(plant.ledger, read_newest_stages(plant.ledger, now), now)
     assert found == BudgetUse(0.0, 100, 0.5)
 
 

@@ -77,7 +77,7 @@ def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Wor
         with pytest.raises((sqlite3.OperationalError, sa.exc.OperationalError)) as raised, few_handles():
             one()
         assert find_fault_in(raised.value) == faults.LEDGER_NOT_OPENED
-    importlib.import_module("factory.repairs.examining")  # the import needs a handle, too
+    importlib.import_module("factory.repairs.workspace_examination")  # the import needs a handle, too
     with few_handles():
         rows = {row["check"]: row for row in run_checks(workspace)}
     detail = f"{faults.LEDGER_NOT_OPENED.description}: {faults.LEDGER_NOT_OPENED.remedy}"

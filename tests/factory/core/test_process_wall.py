@@ -17,7 +17,7 @@ from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.evals.probes import server
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
-from factory.sandbox.view import LAUNCHER
+from factory.sandbox.filesystem_view import LAUNCHER
 from tests.support.factory.code_loop import make, make_target
 from tests.support.factory.noted import assert_wall, judged, noted
 from tests.support.paths import ROOT

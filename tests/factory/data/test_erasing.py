@@ -31,8 +31,8 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import list_removals, read_erased_shards
 from factory.ledger.rows import SegmentRow
-from factory.repairs.examining import CHECKS
 from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
+from factory.repairs.workspace_examination import CHECKS
 from factory.show.pages.provenance import read_document_provenance
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment

@@ -22,7 +22,12 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.release import releases
 from factory.release.releases import release_candidate
-from factory.retrying.requests import WorkInvalidatedError, list_open_requests, record_finished_request, request_actions
+from factory.retrying.daemon_requests import (
+    WorkInvalidatedError,
+    list_open_requests,
+    record_finished_request,
+    request_actions,
+)
 from factory.retrying.trainer_deaths import REFUSED, TrainerFailure, record_trainer_death
 from factory.training import planning
 from factory.training.planning import plan_trunk

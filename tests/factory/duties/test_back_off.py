@@ -20,7 +20,7 @@ from factory.duties.back_off import RetryingDutyTaskRunner
 from factory.duties.duty import Duty, always_due
 from factory.duties.runner import run_daemon, run_duty_pass
 from factory.ingest.inbox import ingest_inbox_file, list_complete_files
-from factory.ledger.file_events import SMALL_VOCABULARY, read_held_files
+from factory.ledger.file_events import SMALL_VOCABULARY, read_waiting_inbox_files
 from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
 from factory.retrying.failure_waits import FailureWaits
@@ -86,7 +86,7 @@ def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
     with monkeypatch.context() as patch, pytest.raises(type(error)):
         patch.setattr("factory.ingest.inbox.move_ingested_file", fails)
         ingest_inbox_file(Plant(workspace, ledger), path)
-    assert not read_held_files(ledger) and list(list_complete_files(Plant(workspace, ledger), 0)) == [path]
+    assert not read_waiting_inbox_files(ledger) and list(list_complete_files(Plant(workspace, ledger), 0)) == [path]
     ingest_inbox_file(Plant(workspace, ledger), path)
     assert not list(workspace.inbox.iterdir())
 

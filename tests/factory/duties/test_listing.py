@@ -11,8 +11,8 @@ from factory.duties.listing import NAME, collect_duty_facts, read_duty_status_fi
 from factory.duties.table import DUTIES
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
+from factory.retrying.daemon_requests import TRAINING, pause_daemon
 from factory.retrying.failure_waits import FailureWaits
-from factory.retrying.requests import TRAINING, pause_daemon
 from tests.support.factory.command import command_here
 from tests.support.failing.deaths import plan_row
 

@@ -32,7 +32,7 @@ from factory.ledger.ledger import (
     verdicts,
 )
 from factory.ledger.plant import Plant
-from factory.retrying.requests import Pause
+from factory.retrying.daemon_requests import Pause
 from factory.training.planning import load_recipe
 from tests.support.factory.errands import next_due
 from trainer.contract.data.data_order import DataOrder

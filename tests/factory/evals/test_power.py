@@ -17,7 +17,7 @@ from factory.evals.power import (
     RequiredBound,
     ScoredGuard,
     assign_holm_levels,
-    find_groups_factor_to_detect,
+    find_group_growth_to_detect,
     find_smallest_detectable_gain,
 )
 from factory.evals.statistics import Gain
@@ -125,13 +125,13 @@ def test_a_guard_is_reliable_from_the_number_of_items_that_it_needs() -> None:
 
 def test_the_predicted_number_of_groups_detects_the_gain() -> None:
     few = Gain(0.005, 0.01, 20, 20.0)
-    times = find_groups_factor_to_detect(0.005, [RequiredBound(few, 0.025)])
+    times = find_group_growth_to_detect(0.005, [RequiredBound(few, 0.025)])
     assert times is not None and times > 1
     more = Gain(0.0, 0.01 / math.sqrt(times), 20, 20.0 * times)
     assert find_smallest_detectable_gain([RequiredBound(more, 0.025)]) == pytest.approx(0.005, rel=0.05)
     assert (
-        find_groups_factor_to_detect(0.0, [RequiredBound(few, 0.025)]) is None
-        and (find_groups_factor_to_detect(0.1, [RequiredBound(few, 0.025)]) or 9) <= 1
+        find_group_growth_to_detect(0.0, [RequiredBound(few, 0.025)]) is None
+        and (find_group_growth_to_detect(0.1, [RequiredBound(few, 0.025)]) or 9) <= 1
     )
 
 

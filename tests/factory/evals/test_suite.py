@@ -16,7 +16,7 @@ from factory.evals.suite import (
     HeldOutDocument,
     SourceCap,
     build_suite,
-    cap_documents_by_source,
+    compute_document_limit_by_source,
     select_held_out_documents,
 )
 from factory.ingest.rules.held_out_split import goes_to_sealed_half_on_tie
@@ -91,7 +91,7 @@ some_sizes = st.dictionaries(
 
 @given(st.sampled_from([0.1, 0.25, 0.5, 1.0]), some_sizes)
 def test_a_source_above_its_share_gives_one_document(share: float, sizes: dict[str, list[int]]) -> None:
-    found = cap_documents_by_source(share, sizes)
+    found = compute_document_limit_by_source(share, sizes)
     given_ = {source: sum(sizes[source][:count]) for source, count in found.items()}
     above = lambda source, of: of[source] > share * sum(of.values())
     assert set(found) == set(sizes) and all(1 <= found[source] <= len(ones) for source, ones in sizes.items())

@@ -32,12 +32,12 @@ CALLS = ExploitsPolicy(calls=4, recipe_calls=1)
 
 
 def asked_and_answered(jobs: list[dict[str, Any]], folder: Path) -> tuple[Path, Path]:
-    """What ``make_inputs_and_truth`` and ``answer_jobs`` leave, in this process."""
+    """What ``make_inputs_and_truth`` and ``write_job_answers`` leave, in this process."""
     given, answers = folder / "given", folder / "answers"
     for made in (given, answers):
         made.mkdir(parents=True)
     patch_driver.make_inputs_and_truth(jobs, given)
-    patch_driver.answer_jobs(jobs, given / "inputs", answers)
+    patch_driver.write_job_answers(jobs, given / "inputs", answers)
     return given, answers
 
 
@@ -401,7 +401,7 @@ SIZES = {
 
 def test_small_sizes_are_drawn_from_their_whole_ranges() -> None:
     draw = random.Random(5)
-    drawn = [exploits.draw_small_shape(draw) for _ in range(5000)]
+    drawn = [exploits.draw_small_op_sizes(draw) for _ in range(5000)]
     for name, (least, most) in SIZES.items():
         found = {shape[name] for shape in drawn}
         assert (min(found), max(found)) == (least, most) and found >= set(range(least, most, 2)), name

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_ind
 
 from factory.core.workspace import find_checkout_root
-from factory.gates.patch.judge import STAGES, compute_step_gain, compute_t_quantile, find_smaller_gain, judge_patch
+from factory.gates.patch.judge import (
+    STAGES,
+    compute_step_gain,
+    compute_t_quantile,
+    find_smaller_measured_gain,
+    judge_patch,
+)
 from factory.gates.patch.policy import PatchPolicy
 from kernels.contract.message import Message
 from tests.support.gates.patch_evidence import evidence
@@ -206,7 +212,7 @@ def test_the_smaller_of_two_gains_is_reported() -> None:
     policy, once = POLICY.training, {"baseline_seconds": EQUAL, "candidate_seconds": [0.8, 0.8]}
     twice = [once | {"again": {"baseline_seconds": EQUAL, "candidate_seconds": [other] * 2}} for other in (0.9, 0.7)]
     unmeasured = {"again": {"state": "missing"}}
-    shown = [find_smaller_gain(policy, found, 1) for found in (once, *twice, once | unmeasured, unmeasured)]
+    shown = [find_smaller_measured_gain(policy, found, 1) for found in (once, *twice, once | unmeasured, unmeasured)]
     assert [found and round(found.ratio, 3) for found in shown] == [1.25, 1.111, 1.25, 1.25, None]
 
 

@@ -14,7 +14,7 @@ from factory.core.workspace import find_checkout_root
 from factory.gates.patch.judge import compute_step_gain, judge_measurement, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.step_timing import (
-    RunSeconds,
+    MeasurementTimes,
     compute_baseline_noise,
     compute_long_run_gain,
     compute_quick_start_gain,
@@ -37,9 +37,9 @@ def run(overhead: float, steps: int, step: float = STEP) -> float:
 
 def runs(
     overhead: float, ours: float, step: float = STEP, brief: float | None = None, spread: float = 1.0
-) -> RunSeconds:
+) -> MeasurementTimes:
     """A baseline and a candidate with these overheads; ``brief``: the candidate's overhead in its runs of two steps."""
-    return RunSeconds(
+    return MeasurementTimes(
         baseline=[run(overhead, 100), run(overhead, 100, STEP * spread)],
         candidate=[run(ours, 100, step)] * 2,
         briefs=[run(ours if brief is None else brief, 2, step)] * 2,
@@ -61,7 +61,7 @@ def runs(
         (runs(0.5, 0.5, brief=0.1), 1.0 / (1 + 0.4 / 0.99)),  # slower where it does not show helps nobody
     ],
 )
-def test_only_quicker_steps_are_a_gain(measured: RunSeconds, ratio: float) -> None:
+def test_only_quicker_steps_are_a_gain(measured: MeasurementTimes, ratio: float) -> None:
     found = make_step_seconds_evidence(POLICY, measured)
     shown = compute_step_gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
     assert shown is not None and shown.ratio == pytest.approx(ratio, rel=0.02) and shown.noise == pytest.approx(1)
@@ -91,11 +91,15 @@ def test_a_candidate_that_hides_its_start_up_time_is_not_promoted(steps: int) ->
     [
         (runs(0.5, 0.5, spread=1.3), "patch.noisy", {"noise": 1.3}),
         (runs(0.5, 0.5, spread=1.2), "", {}),
-        (RunSeconds([2, 2], [2, 2], [1, 1], twice=2.5, overhead=1), "patch.clock_untrusted", {"slow": 1.5}),
-        (RunSeconds([1, 2], [2, 2], [1, 1], twice=5, overhead=1), "patch.too_short", {"steps": 100, "overhead": 1}),
+        (MeasurementTimes([2, 2], [2, 2], [1, 1], twice=2.5, overhead=1), "patch.clock_untrusted", {"slow": 1.5}),
+        (
+            MeasurementTimes([1, 2], [2, 2], [1, 1], twice=5, overhead=1),
+            "patch.too_short",
+            {"steps": 100, "overhead": 1},
+        ),
     ],
 )
-def test_an_unreliable_baseline_timing_is_reported(measured: RunSeconds, code: str, data: dict[str, Any]) -> None:
+def test_an_unreliable_baseline_timing_is_reported(measured: MeasurementTimes, code: str, data: dict[str, Any]) -> None:
     found = make_step_seconds_evidence(POLICY, measured)
     said = find_timing_problem(POLICY, found, 1)
     assert getattr(said, "code", "") == code and all(has(said, name, value) for name, value in data.items())
@@ -108,26 +112,33 @@ SHORT = TrainingPolicy(steps=11, pairs=2, max_noise=1.5)
 @pytest.mark.parametrize(
     ("measured", "doubtful"),
     [
-        (RunSeconds([2.0, 2.0], [2.0, 2.0], [1.1, 1.1], twice=2.5, overhead=1.0), True),  # 1.5 times: the clock is slow
-        (RunSeconds([2.0, 2.0], [2.0, 2.0], [1.1, 1.1], twice=2.51, overhead=1.0), False),
-        (RunSeconds([1.0, 2.0], [2.0, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), True),
-        (RunSeconds([2.0, 2.0], [1.0, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), True),
-        (RunSeconds([2.0, 2.0], [1.01, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), False),
+        (
+            MeasurementTimes([2.0, 2.0], [2.0, 2.0], [1.1, 1.1], twice=2.5, overhead=1.0),
+            True,
+        ),  # 1.5 times: the clock is slow
+        (MeasurementTimes([2.0, 2.0], [2.0, 2.0], [1.1, 1.1], twice=2.51, overhead=1.0), False),
+        (MeasurementTimes([1.0, 2.0], [2.0, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), True),
+        (MeasurementTimes([2.0, 2.0], [1.0, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), True),
+        (MeasurementTimes([2.0, 2.0], [1.01, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), False),
     ],
 )
-def test_no_step_seconds_are_computed_from_doubtful_runs(measured: RunSeconds, doubtful: bool) -> None:
+def test_no_step_seconds_are_computed_from_doubtful_runs(measured: MeasurementTimes, doubtful: bool) -> None:
     found = make_step_seconds_evidence(SHORT, measured)
     assert ("doubt" in found) == doubtful == ("baseline_seconds" not in found)
     assert found["total_seconds"] == {"baseline": list(measured.baseline), "candidate": list(measured.candidate)}
 
 
 def test_step_seconds_exclude_the_overhead() -> None:
-    found = make_step_seconds_evidence(SHORT, RunSeconds([3.0, 2.0], [1.5, 2.5], [1.0, 1.25], twice=4.0, overhead=1.0))
+    found = make_step_seconds_evidence(
+        SHORT, MeasurementTimes([3.0, 2.0], [1.5, 2.5], [1.0, 1.25], twice=4.0, overhead=1.0)
+    )
     assert found["baseline_seconds"] == [pytest.approx(0.2), pytest.approx(0.1)] and found["slow_control"] == 2.0
     # of the candidate the longer of: all but the overhead; all but a brief run, for as many steps as that has not
     assert found["candidate_seconds"] == [pytest.approx(0.05), pytest.approx(max(0.15, 1.25 / 9))]
     assert compute_baseline_noise(found) == 2.0 and find_timing_problem(SHORT, found, 1)
-    found = make_step_seconds_evidence(SHORT, RunSeconds([2.0, 2.5], [1.5, 2.5], [0.5, 0.75], twice=4.0, overhead=1.0))
+    found = make_step_seconds_evidence(
+        SHORT, MeasurementTimes([2.0, 2.5], [1.5, 2.5], [0.5, 0.75], twice=4.0, overhead=1.0)
+    )
     assert found["candidate_seconds"] == [pytest.approx(0.75 / 9), pytest.approx(1.75 / 9)]
     assert not find_timing_problem(SHORT, found, 1) and find_timing_problem(
         SHORT, found, 2
@@ -161,7 +172,9 @@ def test_seconds_of_the_candidate_never_cause_a_new_measurement(
     """Otherwise a patch could be measured until its result is lucky."""
     said = {
         find_timing_problem(
-            POLICY, make_step_seconds_evidence(POLICY, RunSeconds(baseline, ours, briefs, twice=4.0, overhead=0.5)), 1
+            POLICY,
+            make_step_seconds_evidence(POLICY, MeasurementTimes(baseline, ours, briefs, twice=4.0, overhead=0.5)),
+            1,
         )
         for ours in (candidate, other, [0.1, 0.1])
     }

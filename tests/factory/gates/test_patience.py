@@ -25,7 +25,7 @@ from factory.gates.time_limits import (
     find_only_missing_stage,
     make_out_of_time_evidence,
     make_stopped_message,
-    run_with_limits,
+    run_attempts_with_limits,
     was_held_by_time_limit_only,
 )
 from factory.gates.training_start import TrainingStart
@@ -69,7 +69,11 @@ def test_only_an_attempt_that_ran_out_of_time_is_repeated() -> None:
 
         return attempt
 
-    assert [run_with_limits((1.0, 3.0), needs(seconds), bool) for seconds in (0.5, 2.0, 9.0)] == [False, False, True]
+    assert [run_attempts_with_limits((1.0, 3.0), needs(seconds), bool) for seconds in (0.5, 2.0, 9.0)] == [
+        False,
+        False,
+        True,
+    ]
     assert tried == [(0, 1.0), (0, 1.0), (1, 3.0), (0, 1.0), (1, 3.0)]
 
 

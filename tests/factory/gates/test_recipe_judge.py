@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError
 from factory.core.workspace import find_checkout_root
-from factory.gates.recipe.judge import STAGES, BoundedMean, RecipeComparison, _decide, compare_recipes, judge_recipe
+from factory.gates.recipe.judge import STAGES, MeanWithBounds, RecipeComparison, _decide, compare_recipes, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
 from tests.support.gates.reasons import Expected, expect, tells
 
@@ -112,7 +112,7 @@ FINE: dict[str, Any] = {
 )
 def test_the_judge_decides_values_on_both_sides_of_each_threshold(shown: dict[str, Any], outcome: str) -> None:
     of = FINE | shown
-    wide = lambda mean, lower: BoundedMean(mean, lower, 9.0)
+    wide = lambda mean, lower: MeanWithBounds(mean, lower, 9.0)
     domains = {"code": wide(1.0, 1.0), "docs": wide(of["docs"], of["least"])}
     found = RecipeComparison(
         wide(of["gain"], of["lower"]), of["noise"], domains, wide(of["slower"], of["surely"]), of["memory"]

@@ -17,8 +17,12 @@ from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import judge_candidate
 from factory.gates.release.overfitting import find_gain_on_dev_half_only
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.release_line import compute_guard_losses_since_best_release, find_comparison_number
-from factory.gates.release.reward_hacking import JudgedCandidate, add_dev_rise_evidence, compute_gain_between_candidates
+from factory.gates.release.release_line import compute_guard_losses_since_best_release, find_ordinal_of_comparison
+from factory.gates.release.reward_hacking import (
+    JudgedCandidate,
+    add_dev_only_gain_evidence,
+    compute_gain_between_candidates,
+)
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, list_anomalies
 from factory.ledger.ledger import Ledger, eval_items, releases, verdicts
 from factory.ledger.plant import Plant
@@ -52,17 +56,21 @@ def released(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
 
 def test_each_pair_of_candidate_and_suite_counts_as_one_comparison(workspace: Workspace, ledger: Ledger) -> None:
     first, second, third = (add_candidate(workspace, ledger) for _ in range(3))
-    assert find_comparison_number(ledger, first, second, "a") == 1
+    assert find_ordinal_of_comparison(ledger, first, second, "a") == 1
     judged(ledger, second, "a", first)
-    assert find_comparison_number(ledger, first, second, "a") == 1  # the same look, judged again
-    assert find_comparison_number(ledger, first, second, "b") == find_comparison_number(ledger, first, third, "a") == 2
+    assert find_ordinal_of_comparison(ledger, first, second, "a") == 1  # the same look, judged again
+    assert (
+        find_ordinal_of_comparison(ledger, first, second, "b")
+        == find_ordinal_of_comparison(ledger, first, third, "a")
+        == 2
+    )
     judged(ledger, third, "b", first)
     judged(ledger, third, "b", first)  # by another policy
     assert (
-        find_comparison_number(ledger, first, third, "b") == 2
-        and find_comparison_number(ledger, first, second, "b") == 3
+        find_ordinal_of_comparison(ledger, first, third, "b") == 2
+        and find_ordinal_of_comparison(ledger, first, second, "b") == 3
     )
-    assert find_comparison_number(ledger, second, third, "b") == 1  # another champion
+    assert find_ordinal_of_comparison(ledger, second, third, "b") == 1  # another champion
 
 
 def test_small_losses_add_up_from_the_best_release(workspace: Workspace, ledger: Ledger) -> None:
@@ -109,7 +117,7 @@ def test_small_gains_on_the_dev_half_alone_are_added_up_and_noticed(workspace: W
         dev, sealed = Gain(0.01 * number, 0.002, 40, 40.0), Gain(0.0, 0.002, 40, 40.0)
         gap = Gain(-0.01 * number, 0.003, 80, 80.0)
         before = ReleaseEvidence(on_dev=dev, on_sealed=sealed, halves_gap=gap)
-        seen = add_dev_rise_evidence(ledger, candidate, line[0], before)
+        seen = add_dev_only_gain_evidence(ledger, candidate, line[0], before)
         found.append(
             (seen.watched, seen.rise_since, bool(find_gain_on_dev_half_only(policy, replace(seen, halves_gap=None))))
         )

@@ -137,7 +137,7 @@ def test_a_patch_becomes_one_commit_on_a_branch(target: Path, tmp_path: Path) ->
     new = repository.reword_commit(target, applied, "Judged\n")
     assert git(target, "log", "-1", "--format=%s", "factory/search/1-try") == "Judged"
     assert repository.hash_patch(target, base, new) == applied.patch_sha256
-    assert repository.list_branch_numbers(target) == {1}
+    assert repository.list_numbers_of_proposal_branches(target) == {1}
 
     repository.remove_worktree(target, applied.worktree)
     repository.remove_branch(target, applied.branch)

@@ -258,7 +258,7 @@ def test_an_overlap_is_cut_out_with_its_margin_and_a_large_one_drops_the_documen
     index = index_of(("h:0", prose(4, 40)), ("h:1", leaked), ("h:2", leaked))
     grams = contamination.hash_ngrams(hash_words(text), 13)
     places = index.find_collisions(grams)
-    assert len(places) == 30 - 13 + 1 and index.find_owner(grams[places[0]]) == "h:1"
+    assert len(places) == 30 - 13 + 1 and index.find_document_with_ngram(grams[places[0]]) == "h:1"
     (first, stop), *others = contamination.merge_spans(places, 13)
     assert not others and [text[slice(*span)].lower() for span in find_word_spans(text)[first:stop]] == [
         leaked[slice(*span)].lower() for span in find_word_spans(leaked)
@@ -276,7 +276,7 @@ def test_the_held_out_index_finds_exactly_the_ngrams_that_it_contains(held: list
     found = index.find_collisions(of(asked)).tolist()
     assert found == [i for i, value in enumerate(asked) if value in held]
     for i in found:
-        assert index.find_owner(asked[i]) == ("a" if asked[i] in held[:3] else "b")
+        assert index.find_document_with_ngram(asked[i]) == ("a" if asked[i] in held[:3] else "b")
 
 
 @given(st.sets(st.integers(0, 40), max_size=6), st.integers(1, 6))

@@ -13,10 +13,10 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace, find_checkout_root
-from factory.ingest.gathering import gather_files
+from factory.ingest.input_files import gather_files
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import TooLittleTextError
-from factory.ledger.file_events import read_held_files
+from factory.ledger.file_events import read_waiting_inbox_files
 from factory.ledger.ledger import Ledger, shards, tokenizers
 from factory.ledger.plant import Plant
 from tests.support.factory.command import command_here
@@ -219,7 +219,7 @@ def test_one_line_of_text_does_not_freeze_a_vocabulary(workspace: Workspace, led
     assert line.data["file"] == "a.txt" and (why["characters"], why["wanted"]) == (64, 2000)
     assert line.endswith("'factory ingest --small-vocabulary'")
     assert not ledger.select_rows(sa.select(tokenizers)) and not (workspace.tokenizer / "tokenizer.json").exists()
-    assert not one_pass(workspace, ledger).about("stays in the inbox") and "a.txt" in read_held_files(
+    assert not one_pass(workspace, ledger).about("stays in the inbox") and "a.txt" in read_waiting_inbox_files(
         ledger
     )  # it is not tried in each pass
     put(workspace, rows(0, 200), "b.jsonl")

@@ -20,7 +20,7 @@ from factory.core.workspace import Workspace
 from factory.ingest import chain
 from factory.ingest.inbox import ingest_inbox_file
 from factory.ingest.reading import streams
-from factory.ledger.file_events import read_held_files
+from factory.ledger.file_events import read_waiting_inbox_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from tests.support.factory.command import factory
@@ -113,7 +113,7 @@ def test_too_few_file_handles_do_not_count_as_a_fault_of_the_file(
     monkeypatch.setattr(chain, "hash_file", with_none_left)
     with pytest.raises(chain.InputError, match="Too many open files") as raised:
         one_pass(workspace, ledger)
-    assert find_fault_in(raised.value) == NO_FILE_HANDLES and path.exists() and not read_held_files(ledger)
+    assert find_fault_in(raised.value) == NO_FILE_HANDLES and path.exists() and not read_waiting_inbox_files(ledger)
     monkeypatch.undo()
     one_pass(workspace, ledger)
     assert len(trained_on(ledger)) == 10

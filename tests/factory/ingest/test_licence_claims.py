@@ -192,10 +192,10 @@ def test_a_removal_by_licence_includes_texts_whose_copies_came_under_it(
 ) -> None:
     shard(ingest, "MIT", "a")
     shard(ingest, NC, "b", NEAR)
-    (part,) = select_documents_by_label(ledger, "license", [NC]).build_sql_conditions()
+    (part,) = select_documents_by_label(ledger, "license", [NC]).build_batched_sql_conditions()
     taken = ledger.select_rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))
     assert [row["id"] for row in taken] == ["a"]
-    (part,) = select_documents_by_label(ledger, "license", ["MIT"]).build_sql_conditions()
+    (part,) = select_documents_by_label(ledger, "license", ["MIT"]).build_batched_sql_conditions()
     assert len(ledger.select_rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))) == 7
     done = command_here("data", "remove", "--license", NC, "--yes", home=workspace)
     assert "1 document: 1 to train on" in done.stdout, done.stdout

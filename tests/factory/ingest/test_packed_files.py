@@ -24,8 +24,8 @@ from factory.data.selecting import DocumentSelection
 from factory.erasing.erasing import finish_pending_removals, list_erasure_consequences
 from factory.ingest.chain import ShardReport
 from factory.ingest.document import parse_json
+from factory.ingest.file_groups import FileGroup, ingest_file_group
 from factory.ingest.inbox import ingest_path
-from factory.ingest.packing import FileGroup, ingest_file_group
 from factory.ingest.readers import read_rows
 from factory.ingest.reading.rows import pop_row_origin
 from factory.ingest.rules.policy import DataPolicy

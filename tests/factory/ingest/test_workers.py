@@ -20,7 +20,7 @@ from factory.core.workspace import Workspace
 from factory.ingest import chain
 from factory.ingest.inbox import ingest_inbox_file, list_complete_files
 from factory.ingest.worker import WorkerDiedError, WorkerPool
-from factory.ledger.file_events import read_held_files
+from factory.ledger.file_events import read_waiting_inbox_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
@@ -121,7 +121,7 @@ def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
         why = the([the(said.lines, "ingest.stays").data["why"]], "ingest.worker_died_again").data
         assert why["why"].code == "ingest.worker_killed"
         assert (why["wait"], why["number"], why["tries"]) == ("10 min", 2, 3)
-        assert read_held_files(ledger)["a.jsonl"]["deaths"] == 1 and not list(
+        assert read_waiting_inbox_files(ledger)["a.jsonl"]["deaths"] == 1 and not list(
             list_complete_files(Plant(workspace, ledger))
         ), "it rests"
         policy.write_text("first_wait_seconds: 0.001\n")

@@ -96,7 +96,7 @@ def test_a_held_candidate_is_released_by_a_person_with_a_reason(workspace: Works
     assert version.tags["verdict"] == "hold" and version.tags["release"] == "2"
     assert (version.tags["overridden_by"], version.tags["override_reason"]) == ("ada", WHY)
     assert version.tags["approval"] == "overridden" and f"the candidate: {WHY}" in version.tags["approval_answer"]
-    assert "gate held it**, by ada" in (version.description or "")
+    assert "blocked it**, by ada" in (version.description or "")
     assert reconcile(Plant(workspace, scene)) == []
 
 

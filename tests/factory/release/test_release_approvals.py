@@ -207,7 +207,7 @@ def test_forged_approvals_are_refused_with_the_reason(workspace: Workspace, ledg
     # MLflow still shows an older verdict to the person.
     add_verdict(ledger, waits)
     answer = person.says("2", approval="approved")[0]
-    assert "verdict 2 on candidate:2" in answer and "newest verdict is verdict 3: 'promote'" in answer
+    assert "verdict 2 on candidate:2" in answer and "is verdict 3: 'promote'" in answer
     register_candidate(Plant(workspace, ledger), waits)
     assert person.reads("2", "approval") == "pending"
     # A decision from before MLflow showed the new verdict counts for the older verdict.

@@ -60,7 +60,7 @@ def test_a_release_changes_alias_link_and_ledger_once(workspace: Workspace, ledg
     row = best(ledger)
     assert (row.number, row.state, row.approved_by, row.mlflow_version) == (1, "published", "policy", "1")
     assert in_mlflow(workspace) == ([("1", "promote")], {"champion": "1", "candidate": "1"})
-    assert (published_link.read_published_note(workspace) or {})["release"] == 1
+    assert (published_link.read_publication_record(workspace) or {})["release"] == 1
     assert kinds(ledger) == ["release_decided", "promoted"]
     assert "Release 1" in Path(row.report or "").read_text()
 
@@ -84,7 +84,7 @@ def test_a_second_release_and_a_rollback(workspace: Workspace, ledger: Ledger) -
     rollback(Plant(workspace, ledger), 1)
     assert best(ledger).number == 1
     assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"}
-    assert (published_link.read_published_note(workspace) or {})["release"] == 1
+    assert (published_link.read_publication_record(workspace) or {})["release"] == 1
     assert kinds(ledger).count("rolled_back") == 1 and "repaired" not in kinds(ledger)
     assert reconcile(Plant(workspace, ledger)) == []
     with refused("rows.unknown_key", InputError, noun="release", key=7, known=["1", "2"]):
@@ -196,7 +196,7 @@ def test_after_a_kill_anywhere_the_release_exists_once(
     ledger = Ledger.open(workspace.ledger_url)
     call = lambda: release(Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url)), verdict)
     killed_at(1 + part * (lines - 1) // KILLS, call, OURS)
-    shown = published_link.read_published_note(workspace)
+    shown = published_link.read_publication_record(workspace)
     assert shown is None or shown["release"] in (1, 2)
     assert (workspace.exports / "champion" / "config.json").exists(), "a whole model is served at every moment"
 
@@ -205,7 +205,7 @@ def test_after_a_kill_anywhere_the_release_exists_once(
     assert [row["state"] for row in ledger.select_rows(releases_table.select())] == ["published", "published"]
     assert in_mlflow(workspace) == ([("1", "promote"), ("2", "promote")], {"champion": "2", "candidate": "2"})
     assert kinds(ledger).count("promoted") == 2 and best(ledger).number == 2
-    assert (published_link.read_published_note(workspace) or {})["release"] == 2
+    assert (published_link.read_publication_record(workspace) or {})["release"] == 2
     assert reconcile(Plant(workspace, ledger)) == []
 
 

@@ -24,9 +24,9 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow
 from factory.repairs import repairing
 from factory.repairs.checkpoints import remake_export, replay_checkpoint
-from factory.repairs.examining import examine_workspace_files
 from factory.repairs.repairing import call_and_repair_on_failure, repair_segment_inputs
 from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
+from factory.repairs.workspace_examination import examine_workspace_files
 from factory.training.exporting import write_export
 from factory.training.planning import plan_anneal, plan_trunk, read_last_checkpoint
 from tests.support.factory.command import factory
@@ -170,7 +170,7 @@ def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
     assert row is not None
     export = Path(row.export_path)
     (workspace.tokenizer / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])
-    write_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export, as_it_was=True)
+    write_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export, original_defaults=True)
     with ledger.begin() as tx:
         tx.execute(candidates.update().values(export_sha256=hash_export_folder(export)))
         tx.execute(events.update().where(events.c.kind == "candidate").values(detail={"segment": row.segment}))

@@ -13,7 +13,7 @@ from factory.core.faults import find_fault_in
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.repairs.token_shards import VerifiedShardRecord
-from factory.retrying.requests import PausedError
+from factory.retrying.daemon_requests import PausedError
 from tests.support.factory.command import command_here
 from tests.support.plants.release_scene import add_verdict
 

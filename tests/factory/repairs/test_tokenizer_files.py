@@ -14,12 +14,12 @@ from factory.core.workspace import Workspace
 from factory.duties.runner import run_duty_pass
 from factory.ingest.inbox import ingest_inbox_file
 from factory.ingest.tokenizer import FILES
-from factory.ledger.file_events import read_held_files
+from factory.ledger.file_events import read_waiting_inbox_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.repairs.repairing import call_and_repair_on_failure, repair_all_damage
 from factory.repairs.token_shards import find_tokenizer_damage
-from factory.retrying.requests import PausedError, pause_daemon
+from factory.retrying.daemon_requests import PausedError, pause_daemon
 from tests.support.file_hashes import file_hashes
 from tests.support.messages import codes, refused, the
 from tests.support.plants.release_scene import add_verdict
@@ -63,7 +63,7 @@ def test_the_daemon_restores_the_tokenizer_and_holds_no_shard(copied: Copy, dama
     with pytest.raises(PausedError):
         run_duty_pass(Plant(workspace, ledger, said), settle=0.0)
     assert "tokenizer  is repaired" not in said.text and "tokenizer is repaired" in said.text
-    assert not read_held_files(ledger) and not list(workspace.inbox.iterdir())
+    assert not read_waiting_inbox_files(ledger) and not list(workspace.inbox.iterdir())
     assert ledger.read("SELECT state FROM shards WHERE name = 'later.jsonl'") == [{"state": "ingested"}]
 
 
@@ -80,4 +80,4 @@ def test_a_lost_tokenizer_without_a_copy_is_an_error_and_no_shard_is_held(copied
         )
     why = the([raised.value.data["why"]], "token_shards.no_tokenizer_copy")
     assert why.data["folder"] == workspace.tokenizer
-    assert not read_held_files(ledger) and (workspace.inbox / "later.jsonl").exists()
+    assert not read_waiting_inbox_files(ledger) and (workspace.inbox / "later.jsonl").exists()

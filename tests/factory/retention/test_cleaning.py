@@ -196,7 +196,7 @@ def test_cleaning_keeps_a_folder_without_a_row_for_a_person_to_decide(tmp_path: 
     remove_unneeded_folders(Plant(workspace, ledger), hard=True)
     assert foreign.exists()
     (choice,) = [one for one in list_retention_decisions(Plant(workspace, ledger)) if one.folder.path == foreign]
-    assert codes([choice.reason]) == ["choosing.no_segment"]
+    assert codes([choice.reason]) == ["removal_decisions.no_segment"]
 
 
 @pytest.mark.parametrize("point", ["recorded", "renamed", "half removed"])

@@ -11,7 +11,7 @@ from factory.duties.training import train_segment
 from factory.ledger.file_events import list_paths_removed_by_retention
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.repairs.examining import examine_workspace_files
+from factory.repairs.workspace_examination import examine_workspace_files
 from factory.retention.cleaning import remove_unneeded_folders
 from factory.training.exporting import export_candidate
 from factory.training.planning import plan_anneal, plan_trunk

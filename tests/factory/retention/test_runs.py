@@ -46,7 +46,7 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
     ]
     assert [one.folder.path.name for one in gone] == runs[:2]
     show_unshown_items(Plant(workspace, ledger))
-    data = the([gone[0].reason], "choosing.age").data
+    data = the([gone[0].reason], "removal_decisions.age").data
     assert (round(data["days"]), data["key"], data["limit"]) == (400, "run_days", 180.0)
     for run in runs[:2]:
         with pytest.raises(MlflowException, match="not found"):

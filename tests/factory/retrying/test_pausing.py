@@ -15,7 +15,14 @@ from factory.duties.runner import run_daemon
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.requests import EVERYTHING, TRAINING, PausedError, find_current_pause, pause_daemon, resume_daemon
+from factory.retrying.daemon_requests import (
+    EVERYTHING,
+    TRAINING,
+    PausedError,
+    find_current_pause,
+    pause_daemon,
+    resume_daemon,
+)
 from factory.training.planning import plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import Running, command_here, factory

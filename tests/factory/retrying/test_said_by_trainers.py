@@ -19,7 +19,7 @@ import pytest
 
 from factory.core.errors import DiskFullError, SegmentError
 from factory.core.faults import has_room_for
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, read_exit_code, remove_exit_code_files
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, find_trainer_exit_code, remove_exit_code_files
 from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -122,9 +122,9 @@ def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> No
 def test_a_folder_named_as_an_exit_code_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "exit-2").mkdir()
     (tmp_path / "exit-11").touch()
-    assert read_exit_code(1, [tmp_path]) == 11
+    assert find_trainer_exit_code(1, [tmp_path]) == 11
     remove_exit_code_files(tmp_path)
-    assert read_exit_code(1, [tmp_path]) == 1
+    assert find_trainer_exit_code(1, [tmp_path]) == 1
 
 
 def test_room_on_a_disk_is_checked_by_reserving_it(tmp_path: Path) -> None:

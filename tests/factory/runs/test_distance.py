@@ -41,7 +41,7 @@ def test_weights_are_compared_by_their_change_since_the_start_and_moments_direct
     assert found.weights["a"].apart == pytest.approx(np.linalg.norm((b - d) - (a - c)), rel=1e-12)
     assert found.weights["a"].size == pytest.approx(np.linalg.norm(a - c), rel=1e-12)
     m, n = (x.optimizer["exp_avg.a"].double().numpy() for x in (one, two))
-    assert found.list_tensor_shares_of_size()["exp_avg.a"] == pytest.approx(
+    assert found.list_relative_distances_by_tensor()["exp_avg.a"] == pytest.approx(
         np.linalg.norm(n - m) / np.linalg.norm(m), rel=1e-12
     )
     assert "rng" not in found.moments
@@ -58,15 +58,15 @@ def test_a_tensor_without_counterpart_is_infinitely_far() -> None:
     one = left(0)
     for other in (left(0, c=torch.ones(2)), left(0, a=torch.ones(2))):
         assert (
-            math.inf in measure_checkpoint_distance(one, other).list_tensor_shares_of_size().values()
-            and math.inf in measure_checkpoint_distance(other, one).list_tensor_shares_of_size().values()
+            math.inf in measure_checkpoint_distance(one, other).list_relative_distances_by_tensor().values()
+            and math.inf in measure_checkpoint_distance(other, one).list_relative_distances_by_tensor().values()
         )
         assert (
             find_unmatched_tensor(one, other)
             and not have_same_bits(one, other)
             and find_different_weights(one.model, other.model)
         )
-    assert measure_tensor_distances(one.model, one.model, {"a": one.model["a"]})["b"].share_of_size == math.inf, (
+    assert measure_tensor_distances(one.model, one.model, {"a": one.model["a"]})["b"].relative_distance == math.inf, (
         "it is not known where b began"
     )
 
@@ -76,20 +76,22 @@ def test_checkpoints_that_differ_in_one_bit_are_not_the_same() -> None:
     assert (
         have_same_bits(one, two)
         and not find_different_weights(one.model, two.model)
-        and set(measure_checkpoint_distance(one, two).list_tensor_shares_of_size().values()) == {0.0}
+        and set(measure_checkpoint_distance(one, two).list_relative_distances_by_tensor().values()) == {0.0}
     )
     two.optimizer["rng"][0] += 1
     assert not have_same_bits(one, two), "the generator counts, though it is no distance"
     two = left(0)
     two.model["b"][0, 0] = torch.nextafter(two.model["b"][0, 0], torch.tensor(9.0))
     assert not have_same_bits(one, two) and find_different_weights(one.model, two.model) == ["b"]
-    assert 0 < measure_checkpoint_distance(one, two).weights["b"].share_of_size < 1e-6
+    assert 0 < measure_checkpoint_distance(one, two).weights["b"].relative_distance < 1e-6
 
 
 def test_the_distance_of_a_tensor_with_a_nan_is_infinite() -> None:
     one, two = left(0), left(0)
     two.model["a"][0, 0] = math.nan
-    assert not measure_checkpoint_distance(one, two).weights["a"].share_of_size <= 1e9 and not have_same_bits(two, two)
+    assert not measure_checkpoint_distance(one, two).weights["a"].relative_distance <= 1e9 and not have_same_bits(
+        two, two
+    )
 
 
 def test_a_perturbed_checkpoint_differs_by_one_rounding_in_the_weights_and_in_nothing_else(tmp_path: Path) -> None:
@@ -111,8 +113,8 @@ def test_a_perturbed_checkpoint_differs_by_one_rounding_in_the_weights_and_in_no
 
 def test_the_share_of_a_zero_size_is_zero_or_infinite() -> None:
     assert (
-        TensorDistance(0.0, 0.0).share_of_size == 0.0
-        and TensorDistance(1.0, 0.0).share_of_size == TensorDistance(math.nan, 1.0).share_of_size == math.inf
+        TensorDistance(0.0, 0.0).relative_distance == 0.0
+        and TensorDistance(1.0, 0.0).relative_distance == TensorDistance(math.nan, 1.0).relative_distance == math.inf
     )
 
 
@@ -132,7 +134,9 @@ def test_recorded_values_that_differ_have_the_expected_distances(
     """A value that is not a finite number is never a small difference. Of clocks only the type counts."""
     sides = ({"loss": value, "time": time} for value, time in ((one, 5.0), (other, 7.0)))
     told = list(find_value_differences(*sides, {"time"}, "x"))
-    assert [(what[: len(name)], far.share_of_size) for (what, far), (name, _) in zip(told, found, strict=True)] == found
-    assert [far.share_of_size for _, far in find_value_differences({"time": 5.0}, {"time": "fast"}, {"time"})] == [
+    assert [
+        (what[: len(name)], far.relative_distance) for (what, far), (name, _) in zip(told, found, strict=True)
+    ] == found
+    assert [far.relative_distance for _, far in find_value_differences({"time": 5.0}, {"time": "fast"}, {"time"})] == [
         math.inf
     ]

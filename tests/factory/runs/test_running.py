@@ -26,7 +26,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.ledger import runs as ledger_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import RunRow, Subject
-from factory.retrying.requests import TRAINING, PausedError, pause_daemon, resume_daemon
+from factory.retrying.daemon_requests import TRAINING, PausedError, pause_daemon, resume_daemon
 from factory.runs import live_training, sandboxed_training
 from factory.runs.arm import Arm
 from factory.runs.arm_runner import ArmRunner, format_run, list_runs

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from factory.core import devices
-from factory.sandbox import bubblewrap, view
+from factory.sandbox import bubblewrap, filesystem_view
 from tests.support.factory.sandboxed import told
 from tests.support.paths import ROOT
 
@@ -49,7 +49,7 @@ def test_with_a_gpu_a_command_can_name_its_threads_and_change_nothing_else_in_pr
 
 def test_with_a_gpu_init_is_protected_without_landlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the command could change the memory of init, which holds the lock and reports how the command ended."""
-    launcher = view.LAUNCHER.read_text(encoding="utf-8")
+    launcher = filesystem_view.LAUNCHER.read_text(encoding="utf-8")
     assert launcher.count(call := '    forbid_writing_outside(rules["writable"])\n') == 1
     (tmp_path / "launch.py").write_text(launcher.replace(call, ""))
     monkeypatch.setattr(bubblewrap, "LAUNCHER", tmp_path / "launch.py")

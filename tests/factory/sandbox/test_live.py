@@ -14,7 +14,7 @@ from factory.core.errors import IsolationError
 from factory.core.file_lock import LockedError, hold_file_lock
 from factory.sandbox import bubblewrap, live_sandbox
 from factory.sandbox.live_sandbox import RunningCommand
-from factory.sandbox.pipes import StartPipes
+from factory.sandbox.pipes import SandboxPipes
 from tests.support.messages import refused
 
 RANKS = """
@@ -97,7 +97,7 @@ def test_only_harmless_variables_reach_the_command(tmp_path: Path, monkeypatch: 
 def test_gpus_appear_as_device_files_in_the_sandbox(tmp_path: Path) -> None:
     """This machine has no GPU: the test checks bubblewrap's arguments."""
     nodes = ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
-    with StartPipes() as opening:
+    with SandboxPipes() as opening:
         words = bubblewrap.build_bubblewrap_command(
             ["true"], opening, writable=[tmp_path], given=[], cwd=tmp_path, environment={}, tmp=1, nodes=nodes, held=7
         )

@@ -276,8 +276,8 @@ def test_an_interrupt_at_any_moment_ends_all_processes(tmp_path: Path) -> None:
     code = f"""
     import sys
     from pathlib import Path
-    from factory.sandbox import bubblewrap, seccomp_filter, sandbox, view
-    bubblewrap.choose_bubblewrap(), seccomp_filter.assemble_filter(), view.list_interpreter_paths()
+    from factory.sandbox import bubblewrap, seccomp_filter, sandbox, filesystem_view
+    bubblewrap.choose_bubblewrap(), seccomp_filter.assemble_filter(), filesystem_view.list_interpreter_paths()
     print(flush=True)
     sys.stdin.readline()
     sandbox.run_in_sandbox(["/bin/sleep", "{{}}"], output=Path({str(tmp_path / "out")!r}))

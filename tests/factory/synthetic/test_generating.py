@@ -31,7 +31,7 @@ from factory.synthetic.generating import (
     generate_shard,
     plan_generation,
 )
-from factory.synthetic.openings import draw_openings
+from factory.synthetic.openings import sample_document_openings
 from factory.synthetic.writers import Answer, WriterError
 from tests.support.factory.command import Running, command_here
 from tests.support.messages import refused
@@ -90,7 +90,7 @@ def test_openings_are_beginnings_of_training_documents(copied: Copy) -> None:
     workspace, ledger = copied()
     raw = {row["id"]: row for path in (workspace.shards / "raw").iterdir() for row in rows_of(path)}
     ids = {row["key"]: row["id"] for row in ledger.select_rows(sa.select(documents.c.key, documents.c.id))}
-    found = draw_openings(ledger, Tokenizer.load(workspace.tokenizer), 10_000, 24, None, 0, LicenceRules())
+    found = sample_document_openings(ledger, Tokenizer.load(workspace.tokenizer), 10_000, 24, None, 0, LicenceRules())
     assert len(found) > 300
     for prompt in found:
         whole = raw[ids[prompt.opening_of or ""]]
@@ -118,7 +118,9 @@ def test_held_out_and_removed_documents_are_never_openings(copied: Copy) -> None
         ) in spoiled.items():  # as a removal, the loss doctor and an ingest leave them: still in their token shard
             value = {"detail": "synthetic, by release 1"} if fate == "synthetic" else {"fate": fate}
             tx.execute(documents.update().where(c.key == key).values(value))
-    found = {prompt.opening_of for prompt in draw_openings(ledger, tokenizer, 10_000, 5, None, 0, LicenceRules())}
+    found = {
+        prompt.opening_of for prompt in sample_document_openings(ledger, tokenizer, 10_000, 5, None, 0, LicenceRules())
+    }
     able = {
         row["key"]
         for row in ledger.select_rows(sa.select(c.key, c.tokens).where(c.fate == "train"))
@@ -172,7 +174,7 @@ def test_a_generated_shard_is_ingested_and_adds_no_held_out_documents(copied: Co
     assert len(rows) == written and not any(row["releasable"] for row in rows)
     assert sum(row["fate"] == "train" for row in rows) > 20
     assert ledger.read("SELECT COUNT(*) AS n FROM held_out")[0]["n"] == before
-    assert "already has a shard with this content" in command_here("generate", *words, home=workspace).stdout
+    assert "has a shard with this content" in command_here("generate", *words, home=workspace).stdout
     assert list(workspace.inbox.iterdir()) == []
     found = json.loads(command_here("provenance", "--document", rows[0]["id"], "--json", home=workspace).stdout)
     assert found[0]["synthetic_by"].startswith("release 1 (weights ")

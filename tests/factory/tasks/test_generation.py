@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.tasks.generation import estimate_pass_at_k, generate_and_check
+from factory.tasks.answer_generation import estimate_pass_at_k, generate_and_check
 from factory.tasks.items import TaskError
 from factory.tasks.model import GenerationParameters, TaskModel
 from factory.tasks.policy import TaskLimits, TasksPolicy

@@ -16,7 +16,7 @@ import yaml
 from factory.core.workspace import Workspace
 from factory.evals.reference_model import ReferenceModel
 from factory.ingest.tokenizer import Tokenizer, train_tokenizer
-from factory.tasks.generation import _prompt as generation_prompt
+from factory.tasks.answer_generation import _prompt as generation_prompt
 from factory.tasks.items import TaskError
 from factory.tasks.lm_eval_run import run_lm_eval
 from factory.tasks.model import Advance, GeneratedText, GenerationParameters, TaskModel
@@ -101,10 +101,10 @@ class Noting(TaskModel):
     asked: list[str] = field(default_factory=list)
 
     def generate(
-        self, prompts: Sequence[str], how: GenerationParameters, seeds: Sequence[int], advance: Advance
+        self, prompts: Sequence[str], parameters: GenerationParameters, seeds: Sequence[int], advance: Advance
     ) -> list[GeneratedText]:
         self.asked += prompts
-        return super().generate(prompts, how, seeds, advance)
+        return super().generate(prompts, parameters, seeds, advance)
 
 
 def by_itself(world: World, folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:

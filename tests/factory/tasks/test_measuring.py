@@ -22,9 +22,9 @@ from factory.ledger.ledger import eval_items, evaluations, record_event
 from factory.ledger.rows import EvaluationRow
 from factory.tasks.comparing import (
     TaskEvidence,
+    compute_item_counts_and_variances,
     compute_metric_gains,
     compute_metric_scores,
-    count_items_and_variances,
     find_unreliable_metrics,
     make_task_reasons,
 )
@@ -103,7 +103,7 @@ def of_size(items: int, before: float, after: float, margin: float = 0.1) -> Tas
     side = lambda share: [EvalItem("t/acc", str(n), "t", str(n), float(n < share * items), 1.0) for n in range(items)]
     found = compute_metric_gains(side(after), side(before))
     assert found is not None
-    many, variances = count_items_and_variances(side(before))
+    many, variances = compute_item_counts_and_variances(side(before))
     return TaskEvidence(gains=found, margins={"t/acc": margin}, items=many, variances=variances)
 
 

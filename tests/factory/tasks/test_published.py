@@ -14,7 +14,7 @@ from factory.ingest.rules.task_folder import SUFFIXES
 from factory.ingest.task_hashes import record_task_ngrams
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.tasks.generation import _prompt as generation_prompt
+from factory.tasks.answer_generation import _prompt as generation_prompt
 from factory.tasks.items import CodeItem, TaskError
 from factory.tasks.libraries import refuse_missing_libraries
 from factory.tasks.multiple_choice import build_prompt

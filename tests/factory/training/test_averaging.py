@@ -29,7 +29,7 @@ from factory.training.averaging import (
     choose_checkpoints_to_average,
     compute_averaging_weights,
     list_averageable_checkpoints,
-    load_held_out_loss,
+    load_held_out_loss_meter,
     plan_average,
 )
 from factory.training.exporting import export_candidate
@@ -116,7 +116,7 @@ def test_an_average_weighted_by_held_out_loss_equals_numpys_weighted_mean(plant:
 
 
 def test_documents_that_weight_an_average_do_not_judge_candidates(plant: Opened) -> None:
-    ruler = load_held_out_loss(Plant(*plant))
+    ruler = load_held_out_loss_meter(Plant(*plant))
     judged = {document.key for document in training_suite(plant)}
     assert sum(ruler.shares.values()) == pytest.approx(1)
     assert judged and ruler.texts and not judged & {text.document.key for text in ruler.texts}

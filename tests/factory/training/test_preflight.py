@@ -22,8 +22,8 @@ from factory.training.planning import plan_trunk
 from factory.training.preflight import (
     LEAD_STEPS,
     WAYS,
+    DistanceFromStraightRun,
     PreflightEvidence,
-    StraightRunDistance,
     judge_preflight,
     make_small_recipe,
 )
@@ -39,14 +39,16 @@ from trainer.contract.recipe import Recipe
 STEPS = 4
 WORDS = {way.name: way.words for way in WAYS}
 SLOW = pytest.mark.slow("torchrun and two ranks for each fault: fifteen seconds on a quiet machine")
-NEAR = StraightRunDistance({"loss": [1e-7, 2e-7], "grad_norm": [1e-7, 1e-7]}, {"w": 1e-6, "v": 3e-6, "exp_avg.w": 1e-7})
+NEAR = DistanceFromStraightRun(
+    {"loss": [1e-7, 2e-7], "grad_norm": [1e-7, 1e-7]}, {"w": 1e-6, "v": 3e-6, "exp_avg.w": 1e-7}
+)
 HONEST = PreflightEvidence(
     "c0ffee",
     LEAD_STEPS,
     2,
     True,
     rounding=[NEAR, NEAR],
-    apart={way.name: NEAR for way in WAYS} | {"resumed": StraightRunDistance({"loss": [0.0, 0.0]}, {"w": 0.0})},
+    apart={way.name: NEAR for way in WAYS} | {"resumed": DistanceFromStraightRun({"loss": [0.0, 0.0]}, {"w": 0.0})},
     born_apart={way.name: [] for way in WAYS if way.ranks > 1},
     replicas_apart={way.name: [] for way in WAYS if way.ranks > 1},
 )
@@ -70,25 +72,25 @@ def test_a_difference_that_rounding_explains_passes() -> None:
     ("evidence", "outcome", "code", "data"),
     [
         (
-            beside(apart={"accumulated": StraightRunDistance({"loss": [1e-7, 1e-4]}, {"w": 1.0})}),
+            beside(apart={"accumulated": DistanceFromStraightRun({"loss": [1e-7, 1e-4]}, {"w": 1.0})}),
             "reject",
             "beyond_rounding",
             {"both": WORDS["accumulated"], "what": "loss", "step": 11, "difference": 1e-4, "rounding": 2e-7},
         ),
         (
-            beside(apart={"reference": StraightRunDistance({"loss": [1e-7, 1e-7]}, {"w": 1e-6, "exp_avg.w": 0.1})}),
+            beside(apart={"reference": DistanceFromStraightRun({"loss": [1e-7, 1e-7]}, {"w": 1e-6, "exp_avg.w": 0.1})}),
             "reject",
             "beyond_rounding",
             {"both": WORDS["reference"], "what": "exp_avg.w", "step": 11},
         ),
         (
-            beside(apart={"resumed": StraightRunDistance({"loss": [0.0, 0.0]}, {"w": 1e-9})}),
+            beside(apart={"resumed": DistanceFromStraightRun({"loss": [0.0, 0.0]}, {"w": 1e-9})}),
             "reject",
             "bits_differ",
             {"both": WORDS["resumed"], "what": "w", "step": 11},
         ),
         (
-            beside(apart={"split": StraightRunDistance({"loss": [1e-7, float("nan")]}, {})}),
+            beside(apart={"split": DistanceFromStraightRun({"loss": [1e-7, float("nan")]}, {})}),
             "reject",
             "beyond_rounding",
             {"both": WORDS["split"], "step": 11},
@@ -130,7 +132,7 @@ def test_the_judge_rejects_a_fault_and_holds_if_a_measurement_is_missing(
 
 
 def test_the_judge_ignores_a_part_that_is_turned_off_and_names_a_way_that_cannot_run() -> None:
-    bad = beside(apart={"accumulated": StraightRunDistance({"loss": [1.0, 1.0]}, {})})
+    bad = beside(apart={"accumulated": DistanceFromStraightRun({"loss": [1.0, 1.0]}, {})})
     assert judge_preflight(PreflightPolicy(parts=["resume", "kernels"]), bad).outcome == "promote"
     apart = {name: found for name, found in HONEST.apart.items() if name != "compiled"}
     found = judge_preflight(PreflightPolicy(), replace(HONEST, apart=apart, left_out={"compiled": "it is not"}))
@@ -139,9 +141,9 @@ def test_the_judge_ignores_a_part_that_is_turned_off_and_names_a_way_that_cannot
 
 
 def test_one_step_with_a_small_effect_of_rounding_does_not_reject_an_honest_way() -> None:
-    lucky = StraightRunDistance({"loss": [2e-7, 0.0]}, {"w": 0.0, "v": 3e-6})
+    lucky = DistanceFromStraightRun({"loss": [2e-7, 0.0]}, {"w": 0.0, "v": 3e-6})
     rounding = [lucky, lucky]
-    honest = StraightRunDistance({"loss": [2e-7, 1.5e-6]}, {"w": 2e-6, "v": 3e-6})
+    honest = DistanceFromStraightRun({"loss": [2e-7, 1.5e-6]}, {"w": 2e-6, "v": 3e-6})
     evidence = replace(beside(apart={"accumulated": honest}), rounding=rounding)
     assert judge_preflight(PreflightPolicy(parts=["accumulation"]), evidence).outcome == "promote"
 

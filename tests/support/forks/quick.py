@@ -29,7 +29,7 @@ from factory.evals.probes import engine_process
 from factory.evals.probes import server as server_probe
 from factory.sandbox import bubblewrap
 from factory.sandbox import seccomp_filter as sandbox_filter
-from factory.sandbox.view import make_sandbox_environment
+from factory.sandbox.filesystem_view import make_sandbox_environment
 from factory.serving import engines, parity_fixture
 from tests.support.paths import ROOT
 

@@ -117,7 +117,7 @@ def test_a_wrong_or_impossible_value_is_refused_and_its_key_named(
 def test_a_batch_that_cannot_be_shared_is_refused(sequences: int, micro: int | None, ranks: int) -> None:
     recipe = recipe_with(batch__sequences=sequences, batch__micro_sequences=micro)
     with pytest.raises(RecipeError) as found:
-        recipe.batch.refuse_uneven_ranks(ranks)
+        recipe.batch.refuse_uneven_split(ranks)
     assert found.value.code in ("recipe.batch_ranks", "recipe.micro_sequences")
 
 
@@ -146,7 +146,7 @@ def test_a_layout_that_does_not_fit_the_ranks_is_refused(
 def test_a_warm_up_batch_that_ranks_cannot_share_evenly_is_refused() -> None:
     recipe = recipe_with(batch__warmup=[{"until_step": 4, "sequences": 3}])
     with refused("recipe.batch_ranks", RecipeError, key="batch.warmup.0.sequences", sequences=3, ranks=2):
-        recipe.batch.refuse_uneven_ranks(2)
+        recipe.batch.refuse_uneven_split(2)
 
 
 def test_widths_that_matrix_units_pad_are_reported_with_their_cost() -> None:

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.contract.choice import UNTUNED, find_untuned_implementation, split_implementation_names
+from kernels.contract.choice import UNTUNED, find_default_implementation, split_implementation_names
 from kernels.contract.op import LazilyImportedFunction
 from kernels.contract.registry import OPS, Ops, find_implementation, return_documents_unchanged
 from tests.support.paths import ROOT
@@ -34,7 +34,7 @@ def ops_of(choice: dict[str, str]) -> Ops:
 
 
 def defaults(machine: str) -> dict[str, str]:
-    return {name: split_implementation_names(find_untuned_implementation(name, machine))[0] for name in OPS}
+    return {name: split_implementation_names(find_default_implementation(name, machine))[0] for name in OPS}
 
 
 def decoder(choice: dict[str, str], **keys: Any) -> Decoder:
@@ -79,10 +79,10 @@ def test_every_default_implementation_exists_and_runs_on_its_device_class() -> N
             for op, choice in row.items():
                 for name in split_implementation_names(choice):
                     find_implementation(op, name, device)
-    assert find_untuned_implementation("attention", "cuda-sm120-x") == find_untuned_implementation(
+    assert find_default_implementation("attention", "cuda-sm120-x") == find_default_implementation(
         "attention", "cuda-sm100-x"
     )
-    assert find_untuned_implementation("attention", "cuda-sm75-tesla-t4") == "reference"
+    assert find_default_implementation("attention", "cuda-sm75-tesla-t4") == "reference"
 
 
 @pytest.mark.parametrize("machine", ["cuda-sm80-a100", "cuda-sm90-h100", "cuda-sm100-b200"])

@@ -29,7 +29,7 @@ def drawn(*size: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 def gradients(x: Tensor, matrices: list[Tensor], upstream: list[Tensor]) -> list[Tensor]:
     """y of each matrix, dx, and the gradient of each matrix."""
     leaves = [t.clone().requires_grad_() for t in (x, *matrices)]
-    products = fp8.apply_fp8_linears(leaves[0], leaves[1:])
+    products = fp8.apply_several_fp8_linears(leaves[0], leaves[1:])
     return [*(y.detach() for y in products), *torch.autograd.grad(products, leaves, upstream)]
 
 
@@ -121,7 +121,7 @@ def test_the_operands_have_the_layout_that_a_gpu_requires() -> None:
     with pytest.raises(RuntimeError, match="col_major"):
         torch._scaled_mm(a, b, one, one)
     with pytest.raises(RuntimeError, match="divisible by 16"):
-        fp8.apply_fp8_linears(meta(16, 40), [meta(16, 40)])
+        fp8.apply_several_fp8_linears(meta(16, 40), [meta(16, 40)])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_fp8_products_compile_to_one_graph_with_the_same_results(backend: str) -
     x, matrices = drawn(32, 32), [drawn(16, 32, seed=1), drawn(48, 32, seed=2)][:count]
     upstream = [drawn(32, 16, seed=3), drawn(32, 48, seed=4)][:count]
     expected = gradients(x, matrices, upstream)
-    compiled = torch.compile(fp8.apply_fp8_linears, fullgraph=True, dynamic=False, backend=backend)
+    compiled = torch.compile(fp8.apply_several_fp8_linears, fullgraph=True, dynamic=False, backend=backend)
     leaves = [t.clone().requires_grad_() for t in (x, *matrices)]
     products = compiled(leaves[0], leaves[1:])
     found = [*products, *torch.autograd.grad(products, leaves, upstream)]
@@ -152,9 +152,9 @@ def rows() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_only_the_layers_products_are_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[list[tuple[int, ...]]] = []
-    products = fp8.apply_fp8_linears
+    products = fp8.apply_several_fp8_linears
     monkeypatch.setattr(
-        fp8, "apply_fp8_linears", lambda x, m: taken.append([tuple(w.shape) for w in m]) or products(x, m)
+        fp8, "apply_several_fp8_linears", lambda x, m: taken.append([tuple(w.shape) for w in m]) or products(x, m)
     )
     model = make_model(recipe_with(model__experts=EXPERTS), torch.bfloat16)
     model.logits(*rows())

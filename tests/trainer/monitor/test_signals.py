@@ -19,7 +19,7 @@ from tests.support.trainer.segments import MakeShard, plan_of, train_here, write
 from trainer.batch import Batch, make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.model.transformer import Block, make_rope_tables
-from trainer.monitor.signals import LEAST_BALANCE, QUERIES, LayerHistory, RankNormHistory, measure_expert_balance
+from trainer.monitor.signals import LEAST_BALANCE, QUERIES, LayerHistory, RankGradNormHistory, measure_expert_balance
 from trainer.run import SegmentRun
 
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
@@ -168,7 +168,7 @@ def test_each_layer_is_compared_with_its_own_past() -> None:
 
 @pytest.mark.parametrize(("ranks", "factor"), [(2, 5.0), (2, 0.2), (8, 5.0), (8, 0.2)])
 def test_the_rank_that_moved_away_from_the_others_is_named(ranks: int, factor: float) -> None:
-    noise, norms = random.Random(1), RankNormHistory(16)
+    noise, norms = random.Random(1), RankGradNormHistory(16)
     for step in range(200):
         common = math.exp(noise.gauss(0, 1))  # what all ranks' norms share, as after a hard batch, is no anomaly
         judged = norms.observe([common * math.exp(noise.gauss(0, 0.1)) for _ in range(ranks)])

@@ -177,7 +177,7 @@ def choose_precision_from_timings(asked: str, timings: PrecisionTimings, before:
     return ChosenPrecision(taken, asked, timings)
 
 
-def choose_this_device() -> torch.device:
+def choose_training_device() -> torch.device:
     """The device that training uses on this machine: its GPU, else its CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -381,7 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--before", default="", choices=("", *DTYPES), help="the precision in which the run trained so far"
     )
     chosen = parser.parse_args(arguments)
-    device = choose_this_device()
+    device = choose_training_device()
     try:
         recipe = Recipe.load(chosen.recipe)
         found = choose_precision(recipe, device, chosen.before)

@@ -192,7 +192,7 @@ def _batches(request: PlanRequest, data: int) -> Iterator[tuple[int, int]]:
         return
     for micro in range(request.batch.sequences // data, 0, -1):
         try:
-            request.batch.model_copy(update={"micro_sequences": micro}).refuse_uneven_ranks(data)
+            request.batch.model_copy(update={"micro_sequences": micro}).refuse_uneven_split(data)
         except RecipeError:
             continue
         yield micro, request.batch.sequences

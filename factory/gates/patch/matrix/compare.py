@@ -41,7 +41,7 @@ from factory.gates.patch.matrix.cases import (
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, run_cases
 from factory.runs.distance import TensorDistance, find_value_differences, measure_tensor_distance, sum_distances
 from factory.runs.trace import read_step_lines_in_open_folder
-from factory.runs.untrusted_files import UntrustedFileError, parse_tensors, read_bytes, read_object
+from factory.runs.untrusted_files import UntrustedFileError, parse_tensors, read_bytes, read_untrusted_json_object
 from kernels.contract.message import Message
 
 FILE_BYTES = 1 << 26
@@ -67,7 +67,7 @@ class Discrepancy:
 
     @property
     def share_of_scale(self) -> float:
-        return self.far.share_of_size
+        return self.far.relative_distance
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
             continue
         for number, (one, other) in enumerate(zip(ours, theirs)):
             yield from _values(f"{name}, line {number + 1}", one, other)
-    one, other = (read_object(folder, ["result.json"], FILE_BYTES) for folder in (baseline, candidate))
+    one, other = (read_untrusted_json_object(folder, ["result.json"], FILE_BYTES) for folder in (baseline, candidate))
     yield from _values("result.json", one, other, ELSEWHERE)
     for side, folder in ((one, baseline), (other, candidate)):
         yield from _names_its_checkpoint(side, folder)
@@ -244,7 +244,8 @@ def _all_checkpoints(baseline: int, candidate: int, start: Weights | None) -> It
 
 def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
     one, other = (
-        read_object(folder, ["checkpoints", name, "state.json"], FILE_BYTES) for folder in (baseline, candidate)
+        read_untrusted_json_object(folder, ["checkpoints", name, "state.json"], FILE_BYTES)
+        for folder in (baseline, candidate)
     )
     yield from _values(f"{name}, state.json", one, other, {"throughput", "skipped"})
     files = [_listed(folder, name) for folder in (baseline, candidate)]
@@ -306,7 +307,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
 def _listed(folder: int, name: str) -> dict[str, str]:
     """Return file → SHA-256 as a checkpoint's manifest lists them. Raises: UntrustedFileError."""
     try:
-        files = read_object(folder, ["checkpoints", name, "manifest.json"], FILE_BYTES)["files"]
+        files = read_untrusted_json_object(folder, ["checkpoints", name, "manifest.json"], FILE_BYTES)["files"]
         return {str(file): str(about["sha256"]) for file, about in files.items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise UntrustedFileError(

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from factory.gates.patch.execution_recorder import ExecutedCode, iterate_code_objects, name_code_object
+from factory.gates.patch.execution_recorder import ExecutedCode, iterate_code_objects, make_code_object_name
 
 # Instructions that the compiler adds and that stand for no part of the source.
 SILENT = {
@@ -58,7 +58,7 @@ def find_unexecuted_parts(path: str, base: str, text: str, executed: ExecutedCod
     for first, last in executed.launched.get(path, ()):
         new -= set(range(first, last + 1))
     for code in iterate_code_objects(compile(text, path, "exec", dont_inherit=True)):
-        own = name_code_object(code)
+        own = make_code_object_name(code)
         noted = {at for name, at in executed.instructions.get(path, ()) if name == own}
         instructions = list(dis.get_instructions(code))
         # The compiler makes several copies of some code, such as a loop's test or a finally body.
@@ -95,7 +95,7 @@ def find_changed_lines(base: str, text: str) -> set[int]:
 
 def find_exempt_spans(tree: ast.Module) -> Iterator[Span]:
     """Yield the spans of code that needs no execution: ``raise`` and ``assert`` messages that only put words together, imports for type checkers."""
-    classes = find_exception_names(tree)
+    classes = find_trusted_exception_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and _raises_words(node.exc, classes) and _only_words(node.cause):
             yield _span(node)
@@ -105,7 +105,7 @@ def find_exempt_spans(tree: ast.Module) -> Iterator[Span]:
             yield from (_span(part) for part in node.body if isinstance(part, ast.Import | ast.ImportFrom))
 
 
-def find_exception_names(tree: ast.Module) -> set[str]:
+def find_trusted_exception_names(tree: ast.Module) -> set[str]:
     """Return the names of builtin exceptions, of exceptions from approved modules, and from ``typing``, except names that the file binds again."""
     builtin = {
         name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)

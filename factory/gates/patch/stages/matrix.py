@@ -33,7 +33,7 @@ from factory.gates.time_limits import (
     make_baseline_stopped_message,
     make_out_of_time_evidence,
     make_stopped_message,
-    run_with_limits,
+    run_attempts_with_limits,
 )
 from factory.git import repository
 from factory.runs.arm_runner import ArmRunner
@@ -145,7 +145,7 @@ def _draw(
             side = replace(approved, code=case.candidate, kernels=kernels, folder=work / f"{2 + number}")
             return _side(case, plan, replace(side, wall_seconds=limit, instructions=files), cases, tools, "candidate")
 
-        candidate = run_with_limits(limits, attempt, lambda side: side.out_of_time)
+        candidate = run_attempts_with_limits(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate {candidate.seconds:.0f} s")
     if candidate.out_of_time:
         return StageResult(

@@ -65,9 +65,9 @@ def make_oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: 
     The policy's first case is tried with all kinds of values, in the recipe's precision and in fp32. The other cases are tried in the recipe's
     precision. One optional job is in fp64, which no training uses: an op may refuse it, but a computed result must be right.
     """
-    from kernels.contract.precision import find_precision_of_values
+    from kernels.contract.precision import find_compute_precision
 
-    jobs, precision = [], find_precision_of_values(precision)
+    jobs, precision = [], find_compute_precision(precision)
     for op in ops:
         for case in policy.cases:
             first = case == policy.cases[0]

@@ -43,7 +43,7 @@ from factory.gates.patch.judge import (
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.step_timing import (
     BRIEF_RUN_STEPS,
-    RunSeconds,
+    MeasurementTimes,
     compute_baseline_noise,
     compute_long_run_gain,
     estimate_cpu_overhead,
@@ -65,7 +65,7 @@ from factory.gates.time_limits import (
     make_baseline_stopped_message,
     make_out_of_time_evidence,
     make_stopped_message,
-    run_with_limits,
+    run_attempts_with_limits,
 )
 from factory.gates.training_start import TrainingStart
 from factory.runs.arm import Arm, make_recipe_for_one_rank
@@ -211,7 +211,9 @@ class MeasurementPlan:
         timed = [PlannedRun(_seed(), policy.steps, whole=number in whole) for number in range(policy.pairs)]
         fewer = replace(timed[whole[0]], steps=policy.steps - policy.left_out_step_count)
         long_steps = policy.long * policy.steps
-        long = PlannedRun(_seed(), long_steps, early=long_steps - policy.count_steps_worth_min_gain(long_steps))
+        long = PlannedRun(
+            _seed(), long_steps, early=long_steps - policy.count_steps_to_leave_out_for_min_gain(long_steps)
+        )
         sessions: list[tuple[str, list[PlannedRun]]] = []
         for control, runs in ((fewer, timed[:half]), (PlannedRun(_seed(), 2 * policy.steps), timed[half:])):
             pair = [(BASELINE, [control, *runs]), (CANDIDATE, [PlannedRun(_seed(), BRIEF_RUN_STEPS), *runs])]
@@ -352,7 +354,7 @@ class _Comparison:
                 copy_cache(self.compiled, side.folder / secrets.token_hex(4) / "cache")
             return self._train(name, [PlannedRun(_seed(), min(policy.steps, WARM_STEPS)), *runs], limit)
 
-        session, folder = run_with_limits(limits, attempt, lambda ended: ended[0].out_of_time)
+        session, folder = run_attempts_with_limits(limits, attempt, lambda ended: ended[0].out_of_time)
         if session.out_of_time and name == BASELINE:
             raise _EndedEarly(
                 make_out_of_time_evidence(
@@ -466,7 +468,7 @@ def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> d
         base, ours, brief = ([clock(r) for r in runs] for runs in (baseline.timed, candidate.timed, candidate.controls))
         if overhead is None:
             overhead = estimate_cpu_overhead(policy, base, clock(twice))
-        return make_step_seconds_evidence(policy, RunSeconds(base, ours, brief, clock(twice), overhead))
+        return make_step_seconds_evidence(policy, MeasurementTimes(base, ours, brief, clock(twice), overhead))
 
     evidence = by(lambda run: run.seconds, sum(baseline.overheads) / len(baseline.overheads))
     if all(run.cpu is not None for run in (*baseline.timed, *candidate.timed, *candidate.controls, twice)):

@@ -26,7 +26,7 @@ from factory.gates.patch.execution_recorder import (
     ExecutedCode,
     ExecutionRecorder,
     iterate_code_objects,
-    name_code_object,
+    make_code_object_name,
 )
 from factory.gates.patch.held_out_scores import (
     compute_gains_by_document,
@@ -94,7 +94,7 @@ def test_executed_lines_of_the_trainer_and_the_kernels_are_recorded(tmp_path: Pa
     assert found["lines"] == {"trainer/a.py": [1, 2, 4], "kernels/b.py": [1, 2, 4]}
     assert found["traced"] == found["launched"] == {} and found["instructions"].keys() == {"trainer/a.py"}
     (double,) = (code for code in iterate_code_objects(files["trainer/a.py"]["code"]) if code.co_name == "double")
-    assert {name for name, _ in found["instructions"]["trainer/a.py"]} == {name_code_object(double)}
+    assert {name for name, _ in found["instructions"]["trainer/a.py"]} == {make_code_object_name(double)}
     assert found["instructions"]["trainer/a.py"] == sorted(found["instructions"]["trainer/a.py"])
     assert json.loads(json.dumps(found))["instructions"]["trainer/a.py"], "no set and no tuple in it"
 
@@ -124,10 +124,10 @@ def test_a_file_that_is_not_python_has_no_code(tmp_path: Path) -> None:
 
 def test_code_names_distinguish_functions_on_the_same_line() -> None:
     lines = "f, g = (lambda x: x), (lambda x: x)\n"
-    names = [name_code_object(code) for code in iterate_code_objects(compile(lines, "a", "exec"))]
+    names = [make_code_object_name(code) for code in iterate_code_objects(compile(lines, "a", "exec"))]
     assert len(set(names)) == 3 and [name.split(":")[:2] for name in names[1:]] == [["<lambda>", "1"]] * 2
     assert all(len(name.rpartition(":")[2]) == 8 for name in names)
-    assert names == [name_code_object(code) for code in iterate_code_objects(compile(lines, "b", "exec"))]
+    assert names == [make_code_object_name(code) for code in iterate_code_objects(compile(lines, "b", "exec"))]
 
 
 def test_records_of_several_processes_are_added() -> None:

@@ -15,7 +15,7 @@ import yaml
 from factory.core import devices
 from factory.core.progress import SILENT, ProgressTask
 from factory.core.workspace import Workspace
-from factory.gates.patch.execution_recorder import ExecutedCode, name_code_object
+from factory.gates.patch.execution_recorder import ExecutedCode, make_code_object_name
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase
 from factory.gates.patch.matrix.compare import RoundingEffect
@@ -398,7 +398,7 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     path, text = "trainer/a.py", "x = 1\ny = 2\n"
     code = compile(text, path, "exec")
     at = lambda line: {
-        (name_code_object(code), i.offset)
+        (make_code_object_name(code), i.offset)
         for i in dis.get_instructions(code)
         if i.positions and i.positions.lineno == line
     }

@@ -56,7 +56,7 @@ def test_a_measurement_has_two_sessions_of_each_side_on_the_same_data(candidate_
 )
 def test_the_smallest_gain_is_worth_at_least_one_step(steps: int, min_gain: float, worth: int) -> None:
     policy = TrainingPolicy(steps=steps, min_gain=min_gain)
-    assert policy.count_steps_worth_min_gain(steps) == policy.left_out_step_count == worth
+    assert policy.count_steps_to_leave_out_for_min_gain(steps) == policy.left_out_step_count == worth
 
 
 TRUNK, CHANGED = {"compile": False, "micro": 2}, {"compile": True, "micro": 4}

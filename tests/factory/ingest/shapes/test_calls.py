@@ -16,7 +16,7 @@ from factory.core.workspace import Workspace
 from factory.evals.contamination import check_contamination
 from factory.evals.policy import EvalPolicy
 from factory.ingest.chain import ShardReport
-from factory.ingest.chat_template import TEMPLATE_WITHOUT_CALLS, break_special_tokens
+from factory.ingest.chat_template import TEMPLATE_WITHOUT_CALLS, put_blanks_in_special_tokens
 from factory.ingest.document import BadRow, normalise_content, parse_document
 from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.field_mapping import FieldMapping
@@ -200,7 +200,7 @@ def test_odd_content_gives_the_same_ids_and_no_special_token(
         row[2]["tool_calls"][0]["function"]["arguments"] = json.dumps(arguments)
     notes = ReadingNotes()
     said = parse_document({"messages": row, "tools": [tool]}, "text", None, notes).content["messages"]
-    broken = [turn | {"content": break_special_tokens(turn["content"])} for turn in said]
+    broken = [turn | {"content": put_blanks_in_special_tokens(turn["content"])} for turn in said]
     found = served(hf, messages, [tool])
     assert tokenizer.encode_messages(broken)[0][:-1].tolist() == found
     assert [token for token in found if token < 3] == [0, *[1, 2] * 4], "those of the frame alone"

@@ -17,7 +17,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, find_champion
-from factory.release.published_link import read_published_note
+from factory.release.published_link import read_publication_record
 from factory.repairs.repairing import repair_all_damage
 from factory.show.mlflow import outages
 from factory.show.mlflow.outages import TrackingError, show_unless_outage
@@ -93,7 +93,7 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     row = ReleaseRow.get(ledger, number)
     assert (row.state, row.mlflow_version) == ("published", None)
     best = find_champion(ledger)
-    assert best and best.number == number and (read_published_note(workspace) or {})["release"] == number
+    assert best and best.number == number and (read_publication_record(workspace) or {})["release"] == number
     outage = [line for line in said.lines if codes([line]) == ["outages.away"]]
     assert len(outage) == 1 and outage[0].data["reason"].data["advice"].code == "outages.damaged"
     assert reconcile(Plant(workspace, ledger, said)) == []
@@ -159,7 +159,7 @@ def test_a_moved_workspace_still_finds_its_artifacts(workspace: Workspace, ledge
     assert run.info.artifact_uri.startswith(moved.mlflow_artifacts.as_uri())
     assert "report.html" in {one.path for one in client.list_artifacts(version.run_id)}
     again = Ledger.open(moved.ledger_url, moved.root)
-    assert reconcile(Plant(moved, again)) == [] and (read_published_note(moved) or {})["release"] == number
+    assert reconcile(Plant(moved, again)) == [] and (read_publication_record(moved) or {})["release"] == number
 
 
 def test_errors_of_another_kind_are_not_taken_for_an_outage(workspace: Workspace, ledger: Ledger) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.same_function import OF_TRAINING, find_function_changes
+from trainer.contract.checkpoint.model_function_changes import OF_TRAINING, find_model_function_changes
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import ACCEPTABLE, ExpertsRecipe, ModelRecipe, Recipe
@@ -39,18 +39,18 @@ def test_the_check_compares_every_key_of_a_model() -> None:
         other: dict[str, Any] = json.loads(json.dumps(before))
         *outer, last = key.split(".")
         (other[outer[0]] if outer else other)[last] = "other"
-        assert list(find_function_changes(other, recipe_with(model__experts=EXPERTS).model)) == [key]
+        assert list(find_model_function_changes(other, recipe_with(model__experts=EXPERTS).model)) == [key]
 
 
 def test_a_key_that_an_older_checkpoint_lacks_has_its_default() -> None:
     before = recipe_with().model.model_dump()
     for key in ("nope_every", "across_documents", "experts", "base_d_model", "rope_theta"):
         del before[key]
-    assert find_function_changes(before, recipe_with().model) == {}
-    assert find_function_changes(before, recipe_with(model__rope_theta=5e5).model) == {
+    assert find_model_function_changes(before, recipe_with().model) == {}
+    assert find_model_function_changes(before, recipe_with(model__rope_theta=5e5).model) == {
         "rope_theta": (10_000.0, 500_000.0)
     }
-    assert find_function_changes(before, recipe_with(model__context=64).model) == {}, (
+    assert find_model_function_changes(before, recipe_with(model__context=64).model) == {}, (
         "the data order has its own word on that"
     )
 

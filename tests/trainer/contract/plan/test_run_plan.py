@@ -220,7 +220,7 @@ def test_a_plan_keeps_the_recipes_batch_and_divides_it_among_ranks(sequences: in
         return
     assert found.sequences == sequences
     micro = batch.model_copy(update={"micro_sequences": found.layout.micro_sequences})
-    micro.refuse_uneven_ranks(found.layout.data)
+    micro.refuse_uneven_split(found.layout.data)
 
 
 # -- the network ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def estimate_pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def generate_and_check(
-    task: EvalTask, model: TaskModel, running: TaskLimits, advance: Advance
+    task: EvalTask, model: TaskModel, limits: TaskLimits, advance: Advance
 ) -> tuple[list[EvalItem], dict[str, Any]]:
     """Return (an item for each question and each k of pass@k, counts and examples of the answers)."""
     file = task.file
@@ -44,10 +44,10 @@ def generate_and_check(
         programs = [
             (item.make_program_of_reply(one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)
         ]
-        checked = check_programs(programs, running)
+        checked = check_programs(programs, limits)
     else:
         texts = [cut_after_first_answer(one.text, file.template) for one in drawn]
-        checked = check_maths_answers([(item, text) for (item, _, _), text in zip(asked, texts, strict=True)], running)
+        checked = check_maths_answers([(item, text) for (item, _, _), text in zip(asked, texts, strict=True)], limits)
     right: Counter[str] = Counter()
     for (item, _, _), found in zip(asked, checked, strict=True):
         right[item.key] += found.right

@@ -5,7 +5,7 @@ the recipe of its training, and its manifest holds that file's hash. Therefore e
 
     >>> before = {"vocab_size": 64, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "d_ff": 64, "context": 32}
     >>> after = ModelRecipe.model_validate(before | {"heads": 2, "kv_heads": 2, "head_dim": 16, "rope_theta": 5e5, "context": 64})
-    >>> find_function_changes(before, after)
+    >>> find_model_function_changes(before, after)
     {'head_dim': (8, 16), 'heads': (4, 2), 'kv_heads': (4, 2), 'rope_theta': (10000.0, 500000.0)}
     >>> find_unaccepted_changes(before, after, ["rope_theta", "heads"])
     ['kv_heads', 'head_dim']
@@ -25,7 +25,7 @@ OF_TRAINING = ("context", "experts.bias_rate", "experts.z_loss")
 Changes = dict[str, tuple[Any, Any]]
 
 
-def find_function_changes(before: Mapping[str, Any], after: ModelRecipe) -> Changes:
+def find_model_function_changes(before: Mapping[str, Any], after: ModelRecipe) -> Changes:
     """``{key below model: (before, after)}`` of the keys that change the function, by name.
 
     ``before``: ``recipe.model`` of a checkpoint or of the ledger. A key that an older checkpoint lacks has the schema's default.
@@ -42,7 +42,7 @@ def find_function_changes(before: Mapping[str, Any], after: ModelRecipe) -> Chan
 
 def find_unaccepted_changes(before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str]) -> list[str]:
     """The changes that the recipe's ``accept_changes`` does not name. Those that change the weights' shapes come first."""
-    left = [key for key in find_function_changes(before, after) if key not in accepted]
+    left = [key for key in find_model_function_changes(before, after) if key not in accepted]
     return sorted(left, key=lambda key: (key in ACCEPTABLE, key not in ("heads", "kv_heads"), key))
 
 
@@ -52,7 +52,7 @@ def refuse_unaccepted_changes(
     """Raises: CheckpointError that names the first change that is not accepted. ``path``: the checkpoint, for the message."""
     left = find_unaccepted_changes(before, after, accepted)
     if left:
-        old, new = find_function_changes(before, after)[left[0]]
+        old, new = find_model_function_changes(before, after)[left[0]]
         way: str = ""
         if set(left) <= set(ACCEPTABLE):
             way = Message(

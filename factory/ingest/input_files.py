@@ -12,7 +12,7 @@ from pathlib import Path
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.ingest.packing import MANY, SMALL_BYTES, FileGroup
+from factory.ingest.file_groups import MANY, SMALL_BYTES, FileGroup
 from factory.ingest.readers import ShardProblem, is_readable_kind
 from factory.ingest.reading.columns import is_dataset
 from factory.ingest.reading.file_kinds import is_archive

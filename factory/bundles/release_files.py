@@ -16,7 +16,7 @@ from factory.core.policy_file import hash_policy
 from factory.data.synthetic import count_synthetic_documents
 from factory.evals.evaluator import read_items_of_evaluation
 from factory.evals.policy import EvalPolicy
-from factory.evals.suite import hash_suite, identify_held_out_document, read_held_out_documents
+from factory.evals.suite import hash_suite, make_held_out_document_identity, read_held_out_documents
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.held_out_gaps import TASK
 from factory.gates.release.policy import ReleasePolicy
@@ -51,7 +51,7 @@ def read_release_files(plant: Plant, release: ReleaseRow, licence: str, with_doc
     evaluated = evidence.get("evaluations") or {}
     if not isinstance(evaluated.get(layout.CANDIDATE), int):
         raise InputError(
-            "gathering.no_evaluations",
+            "release_files.no_evaluations",
             "No bundle was made of release {release}, because verdict {verdict} does not name the evaluations that "
             "it judged",
             release=release.number, verdict=verdict.id,
@@ -102,7 +102,7 @@ def _policy(verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
     policy = parse(ReleasePolicy, evidence.get("policy") or {}, "its policy", InputError)
     if hash_policy(policy) != verdict.policy_sha256:
         raise InputError(
-            "gathering.no_policy",
+            "release_files.no_policy",
             "No bundle was made, because the policy of verdict {verdict} (sha256 {policy_sha256:.12}…) was not recorded. "
             "Make a bundle of a later release",
             verdict=verdict.id, policy_sha256=verdict.policy_sha256,
@@ -116,13 +116,13 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
     other = compute_unreleasable_shares(rules, tokens)
     if not any(tokens.values()):
         raise InputError(
-            "gathering.unknown_licences",
+            "release_files.unknown_licences",
             "No bundle was made of release {release}, because the licences of its training data are not known",
             release=release.number,
         )
     if sum(other.values()) > policy.not_releasable_max:
         raise InputError(
-            "gathering.not_releasable",
+            "release_files.not_releasable",
             "No bundle was made of release {release}, because {share:.1%} of its supervised tokens have licences that do "
             "not allow a release: {named}. At most {limit:.1%} of the tokens may have such licences. The rules for "
             "licences are in data.yaml",
@@ -171,7 +171,7 @@ def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], 
     halves = {}
     for name, task in (("items", TASK), ("dev", DEV)):
         documents = read_held_out_documents(plant.ledger, sorted({item.item for item in items if item.task == task}))
-        halves[name] = list(map(identify_held_out_document, documents))
+        halves[name] = list(map(make_held_out_document_identity, documents))
     parts = {
         "tasks": summary.get("task_versions"),
         "policy": hash_policy(EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))),

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from factory.backups.backups import MLFLOW_TABLE, find_database_damage
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
-from factory.ingest.hash_index import INDEX, get_hashes_path, list_hash_sources, read_hashes
+from factory.ingest.hash_index import INDEX, get_hashes_path, list_subjects_with_hashes, read_hashes
 from factory.ledger.engine import get_sqlite_file
 from factory.ledger.file_events import list_paths_removed_by_retention
 from factory.ledger.plant import Plant
 from factory.ledger.removals import read_erased_shards
 from factory.ledger.rows import CandidateRow, SegmentRow, find_champion
-from factory.release.published_link import read_published_note
+from factory.release.published_link import read_publication_record
 from factory.repairs.checkpoints import find_checkpoint_damage, find_export_damage
 from factory.repairs.token_shards import find_raw_shard, find_token_shard_damage, find_tokenizer_damage
 from factory.training.segment_folder import OWNER_FILE, is_owner_of_segment_folder, read_folder_owner
@@ -34,7 +34,9 @@ Row = TypeVar("Row")
 
 def _repair(effect: Message) -> Message:
     """Return the advice to run 'factory check --repair', with the effect of the repair."""
-    return Message("examining.repair", "stop 'factory run', then run 'factory check --repair'. {effect}", effect=effect)
+    return Message(
+        "workspace_examination.repair", "stop 'factory run', then run 'factory check --repair'. {effect}", effect=effect
+    )
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,11 @@ def find_damaged_databases(workspace: Workspace) -> Iterator[Damage]:
 
     Raises: sqlite3.OperationalError when the ledger cannot be checked now.
     """
-    ledgers = Message("examining.remake_ledger", "The repair restores the ledger, as 'factory restore' does")
+    ledgers = Message(
+        "workspace_examination.remake_ledger", "The repair restores the ledger, as 'factory restore' does"
+    )
     mlflows = Message(
-        "examining.remake_mlflow",
+        "workspace_examination.remake_mlflow",
         "The repair restores MLflow's database from a backup and sends the missing data to MLflow. Training "
         "does not wait for MLflow",
     )
@@ -94,7 +98,7 @@ def find_damaged_databases(workspace: Workspace) -> Iterator[Damage]:
 
 
 def _damaged(file: Path, why: str) -> Message:
-    return Message("examining.damaged", "{path} is damaged: {why}", path=file, why=why)
+    return Message("workspace_examination.damaged", "{path} is damaged: {why}", path=file, why=why)
 
 
 def _look(
@@ -108,7 +112,9 @@ def _look(
     with plant.progress.task(f"{kind}: check {len(rows)}, hash {len(hashed)}", len(rows)) as task:
         for number, row in enumerate(rows):
             if what := fault(row, number in hashed):
-                faults.append(Damage(kind, str(subject(row)), what, remedy, remedy.code == "examining.repair"))
+                faults.append(
+                    Damage(kind, str(subject(row)), what, remedy, remedy.code == "workspace_examination.repair")
+                )
             task.advance()
     return ExaminationResult(kind, len(rows), len(hashed), faults)
 
@@ -124,7 +130,7 @@ def examine_token_shards(plant: Plant, deep: bool) -> ExaminationResult:
     rows = plant.ledger.read("SELECT id, path FROM token_shards ORDER BY created_at, id")
     fault = lambda row, hashed: find_token_shard_damage(Path(row["path"]), hashed)
     effect = Message(
-        "examining.remake_token_shard",
+        "workspace_examination.remake_token_shard",
         "The repair makes the token shard again from its raw shard. Without a repair, 'factory run' does so as soon as "
         "it needs the token shard",
     )
@@ -139,13 +145,14 @@ def examine_checkpoints(plant: Plant, deep: bool) -> ExaminationResult:
     )
     rows = _kept(plant, rows, lambda row: row["path"])
     effect = Message(
-        "examining.remake_checkpoint",
+        "workspace_examination.remake_checkpoint",
         "The repair replays the segment to remake its checkpoint. Without a repair, 'factory run' does so as soon as it needs the checkpoint",
     )
     found = _look(plant, deep, "checkpoints", rows, lambda row: row["segment"], find_checkpoint_damage, _repair(effect))
     averages = {str(row["segment"]) for row in rows if row["kind"] == "average"}
     average = Message(
-        "examining.remake_average", "stop 'factory run', then run 'factory average' to make the checkpoint again"
+        "workspace_examination.remake_average",
+        "stop 'factory run', then run 'factory average' to make the checkpoint again",
     )
     again = lambda one: replace(one, remedy=average, is_repairable=False)
     return replace(found, faults=[again(one) if one.subject in averages else one for one in found.faults])
@@ -155,7 +162,7 @@ def _exports(plant: Plant, deep: bool) -> ExaminationResult:
     best = find_champion(plant.ledger)
     fault = lambda row, hashed: find_export_damage(row, hashed or (best is not None and best.candidate == row.id))
     rows = _kept(plant, CandidateRow.select(plant.ledger), lambda row: row.export_path)
-    effect = Message("examining.remake_export", "The repair makes the export again from its checkpoint")
+    effect = Message("workspace_examination.remake_export", "The repair makes the export again from its checkpoint")
     return _look(plant, deep, "exports", rows, lambda row: row.id, fault, _repair(effect))
 
 
@@ -167,11 +174,14 @@ def _raw_shards(plant: Plant, deep: bool) -> ExaminationResult:
         path, name = find_raw_shard(plant, row["sha256"])
         if path is None:
             return Message(
-                "examining.no_raw_shard", "{path} is missing (original name: {name})", path=row["path"], name=name
+                "workspace_examination.no_raw_shard",
+                "{path} is missing (original name: {name})",
+                path=row["path"],
+                name=name,
             )
         if hashed and hash_file(path) != erased.get(row["sha256"], row["sha256"]):
             return Message(
-                "examining.other_raw_shard",
+                "workspace_examination.other_raw_shard",
                 "{path} is not the file that was ingested (original name: {name})",
                 path=path,
                 name=name,
@@ -180,7 +190,7 @@ def _raw_shards(plant: Plant, deep: bool) -> ExaminationResult:
 
     rows = plant.ledger.read("SELECT sha256, path FROM shards WHERE state = 'ingested' ORDER BY ingested_at, sha256")
     remedy = Message(
-        "examining.restore_raw_shard",
+        "workspace_examination.restore_raw_shard",
         "copy the ingested file into {folder} again. The factory needs this file only to repair the token shard that was made from it",
         folder=plant.workspace.shards / "raw",
     )
@@ -197,20 +207,20 @@ def _hashes(plant: Plant, deep: bool) -> ExaminationResult:
                 read_hashes(plant.workspace.root, source[1])
         except WorkspaceError:
             if file.exists():
-                return Message("examining.damaged_hashes", "{path} is damaged", path=file)
-            return Message("examining.no_hashes", "{path} is missing", path=file)
+                return Message("workspace_examination.damaged_hashes", "{path} is damaged", path=file)
+            return Message("workspace_examination.no_hashes", "{path} is missing", path=file)
         return ""
 
     effect = Message(
-        "examining.remake_hashes",
+        "workspace_examination.remake_hashes",
         "The repair restores the file from a backup, or makes it again from its raw shard or task",
     )
     found = _look(
-        plant, deep, "hashes", list_hash_sources(plant.ledger), lambda source: source[1], fault, _repair(effect)
+        plant, deep, "hashes", list_subjects_with_hashes(plant.ledger), lambda source: source[1], fault, _repair(effect)
     )
     index = plant.workspace.root / INDEX
     if index.exists() and (damage := find_database_damage(index, "sources")):
-        effect = Message("examining.remake_index", "The repair makes the index again from shards/hashes")
+        effect = Message("workspace_examination.remake_index", "The repair makes the index again from shards/hashes")
         found.faults.append(Damage("hashes", INDEX, _damaged(index, damage), _repair(effect), True))
     return found
 
@@ -218,7 +228,9 @@ def _hashes(plant: Plant, deep: bool) -> ExaminationResult:
 def examine_tokenizer(plant: Plant, deep: bool) -> ExaminationResult:
     """Examine the tokenizer."""
     fault = find_tokenizer_damage(plant)
-    effect = Message("examining.restore_tokenizer", "The repair restores the tokenizer from a backup or an export")
+    effect = Message(
+        "workspace_examination.restore_tokenizer", "The repair restores the tokenizer from a backup or an export"
+    )
     return ExaminationResult(
         "tokenizer", 1, 1, [Damage("tokenizer", "", fault, _repair(effect), True)] if fault else []
     )
@@ -231,21 +243,21 @@ def _folders(plant: Plant, deep: bool) -> ExaminationResult:
         folder = Path(row.folder)
         if not folder.is_dir():
             return Message(
-                "examining.no_segment_folder",
+                "workspace_examination.no_segment_folder",
                 "{path} is missing, with its metrics and checkpoints",
                 path=folder,
             )
         if is_owner_of_segment_folder(read_folder_owner(folder), plant.ledger, row):
             return ""
         return Message(
-            "examining.other_owner",
+            "workspace_examination.other_owner",
             "{path} is missing, or belongs to another plan or another ledger",
             path=folder / OWNER_FILE,
         )
 
     rows = SegmentRow.select(plant.ledger, "WHERE state = 'done' ORDER BY id")
     remedy = Message(
-        "examining.restore_segment_folder",
+        "workspace_examination.restore_segment_folder",
         "restore the segment's folder from a backup, if you have one. If another segment's folder is in this "
         "place, move that folder away first",
     )
@@ -256,17 +268,17 @@ def _served(plant: Plant, deep: bool) -> ExaminationResult:
     best = find_champion(plant.ledger)
     if best is None:
         return ExaminationResult("served", 0, 0, [])
-    note = read_published_note(plant.workspace)
+    note = read_publication_record(plant.workspace)
     if note and (note["release"], note["export_sha256"]) == (best.number, best.export_sha256):
         return ExaminationResult("served", 1, 1, [])
     what = Message(
-        "examining.other_served",
+        "workspace_examination.other_served",
         "{path} does not point to the export of the champion, release {release}",
         path=plant.workspace.exports / "champion",
         release=best.number,
     )
     effect = Message(
-        "examining.serve_champion",
+        "workspace_examination.serve_champion",
         "The repair points this link at the champion's export. 'factory run' also does so in its next pass",
     )
     return ExaminationResult("served", 1, 1, [Damage("served", str(best.number), what, _repair(effect), True)])
@@ -279,12 +291,17 @@ def _orphans(plant: Plant, deep: bool) -> ExaminationResult:
     found = [path for path in plant.workspace.segments.iterdir() if path.is_dir() and path.name not in segments]
     found += [path.parent for path in plant.workspace.shards.glob("*/manifest.json") if path.parent.name not in shards]
     remedy = Message(
-        "examining.restore_orphans",
+        "workspace_examination.restore_orphans",
         "stop 'factory run', then run 'factory restore', which adds a segment to the ledger if the segment's folder "
         "records its plan, and sets the other folders aside",
     )
     faults = [
-        Damage("orphans", path.name, Message("examining.orphan", "{path} is not in the ledger", path=path), remedy)
+        Damage(
+            "orphans",
+            path.name,
+            Message("workspace_examination.orphan", "{path} is not in the ledger", path=path),
+            remedy,
+        )
         for path in sorted(found)
     ]
     return ExaminationResult("orphans", len(found), 0, faults)

@@ -21,11 +21,11 @@ class RecordForm(BaseModel):
         """The required fields, by which a file is recognised."""
         return {name for name, about in cls.model_fields.items() if about.is_required()}
 
-    def is_of_benchmark(self) -> bool:
+    def belongs_to_benchmark(self) -> bool:
         """Is it a record of this benchmark? Overridden if the names of the fields are not enough to tell."""
         return True
 
-    def find_use_of_record(self) -> str:
+    def classify_record_use(self) -> str:
         """The use of the record: TESTED, SHOWN (an example) or LEFT_OUT (it belongs to another split in the same file)."""
         return TESTED
 

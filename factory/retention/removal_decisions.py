@@ -48,24 +48,28 @@ def decide_folder_removals(
         if what.kind in OF_CODE:
             if what.commit in commits:
                 why = Message(
-                    "choosing.new_commit",
+                    "removal_decisions.new_commit",
                     "its commit is one of the newest, which are kept (worktrees in policies/retention.yaml)",
                 )
                 choices.append(RetentionDecision(what, False, why))
             else:
-                why = Message("choosing.old_commit", "no recent segment has its commit")
+                why = Message("removal_decisions.old_commit", "no recent segment has its commit")
                 choices.append(RetentionDecision(what, True, why))
             continue
         if what.kind == "diagnosis":
-            choices.append(RetentionDecision(what, True, Message("choosing.closed_anomaly", "its anomaly is closed")))
+            choices.append(
+                RetentionDecision(what, True, Message("removal_decisions.closed_anomaly", "its anomaly is closed"))
+            )
             continue
         if what.made_at is not None:
-            written = Message("choosing.written", "the file was written")
+            written = Message("removal_decisions.written", "the file was written")
             choices.append(_by_age(what, (now - what.made_at) / DAY, policy.log_days, "log_days", written))
             continue
         row = rows.get(what.number)
         if row is None:
-            why = Message("choosing.no_segment", "the ledger has no segment with its number, so a person must decide")
+            why = Message(
+                "removal_decisions.no_segment", "the ledger has no segment with its number, so a person must decide"
+            )
             choices.append(RetentionDecision(what, False, why))
             continue
         choices.append(_of_segment(policy, row, what, trunk, ladders, candidates, now))
@@ -103,50 +107,56 @@ def _of_segment(
     now: float,
 ) -> RetentionDecision:
     days = (now - (row.finished_at or row.created_at)) / DAY
-    ended = Message("choosing.ended", "segment {segment} ended", segment=row.id)
+    ended = Message("removal_decisions.ended", "segment {segment} ended", segment=row.id)
     if what.kind == "ladder":
         if row.id in ladders:
             return RetentionDecision(
                 what,
                 False,
                 Message(
-                    "choosing.new_ladder",
+                    "removal_decisions.new_ladder",
                     "its segment is recent, and the ladders of recent segments are kept (ladders in policies/retention.yaml)",
                 ),
             )
         return RetentionDecision(
             what,
             True,
-            Message("choosing.old_ladder", "its segment is old, and only ladders of recent segments are kept"),
+            Message("removal_decisions.old_ladder", "its segment is old, and only ladders of recent segments are kept"),
         )
     if what.kind == "log":
         return _by_age(what, days, policy.log_days, "log_days", ended)
     if what.kind == "run":
         return _by_age(what, days, policy.run_days, "run_days", ended)
     if what.kind == "audit":
-        audited = Message("choosing.audited", "the audited segment {segment} ended", segment=row.id)
+        audited = Message("removal_decisions.audited", "the audited segment {segment} ended", segment=row.id)
         return _by_age(what, days, policy.candidate_days, "candidate_days", audited)
     if row.state != "done":
-        not_done = Message("choosing.not_done", "segment {segment} ({state}) ended", segment=row.id, state=row.state)
+        not_done = Message(
+            "removal_decisions.not_done", "segment {segment} ({state}) ended", segment=row.id, state=row.state
+        )
         return _by_age(what, days, policy.rewound_days, "rewound_days", not_done)
     if what.kind == "runs":
-        return RetentionDecision(what, True, Message("choosing.done", "segment {segment} is done", segment=row.id))
+        return RetentionDecision(
+            what, True, Message("removal_decisions.done", "segment {segment} is done", segment=row.id)
+        )
     if row.id in candidates:
         return _by_age(what, days, policy.candidate_days, "candidate_days", ended)
     if row.id in trunk:
         why = Message(
-            "choosing.new_trunk",
+            "removal_decisions.new_trunk",
             "its segment is recent, and recent segments of the trunk are kept (trunk_segments in policies/retention.yaml)",
         )
         return RetentionDecision(what, False, why)
     return RetentionDecision(
-        what, True, Message("choosing.old_trunk", "its segment is old, and only recent segments of the trunk are kept")
+        what,
+        True,
+        Message("removal_decisions.old_trunk", "its segment is old, and only recent segments of the trunk are kept"),
     )
 
 
 def _by_age(what: StoredFolder, days: float, limit: float, key: str, event: Message) -> RetentionDecision:
     why = Message(
-        "choosing.age",
+        "removal_decisions.age",
         "{event} {days:.1f} days ago, and the limit is {limit:g} days ({key} in policies/retention.yaml)",
         event=event,
         days=days,

@@ -161,7 +161,7 @@ def find_newest_decision_event(db: SqlReader) -> int:
     return int(db.read(f"SELECT MAX(id) AS id FROM events WHERE kind IN ({kinds})")[0]["id"] or 0)
 
 
-def refuse_newer_decision(db: SqlReader, last_event: int) -> None:
+def refuse_outdated_plan(db: SqlReader, last_event: int) -> None:
     """Raises: WorkInvalidatedError when a decision is newer than ``last_event``, a result of ``find_newest_decision_event``."""
     if find_newest_decision_event(db) != last_event:
         raise WorkInvalidatedError(
