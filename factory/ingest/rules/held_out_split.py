@@ -334,9 +334,9 @@ def describe_grouping(domain: str, group_counts: Mapping[str, Any]) -> list[Mess
 
     >>> told = {"group": "source", "documents": 800, "groups": 1, "lacking": 0, "parts": 16, "halves": [8, 8]}
     >>> for line in describe_grouping("reviews", told): print(line)
-    reviews: 'group: source' puts 800 documents into 1 group. The held-out documents have two halves, and both need whole groups. The groups are too few for this. Instead, the \
-factory holds out 16 single documents, and the release gate treats each held-out document as independent. Ingest documents of more groups, or \
-accept the single documents: 'factory data relabel --domain reviews --group document'
+    reviews: 'group: source' puts 800 documents into 1 group. The held-out documents have two halves, and both need whole groups. The groups are too few \
+for this. Instead, the factory holds out 16 single documents, and the release gate treats each held-out document as independent. Ingest documents \
+of more groups, or accept the single documents: 'factory data relabel --domain reviews --group document'
     """
     kind = group_counts["group"]
     lines = []
