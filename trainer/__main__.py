@@ -36,13 +36,13 @@ def main(arguments: list[str]) -> int:
 
     keep_freed_memory()
     from kernels.contract.op import KernelError
-    from trainer.contract.errors import run_for_exit_code
+    from trainer.contract.errors import run_and_get_exit_code
     from trainer.segment import run_segment
 
     for folder in folders:
         if wait:
             wait_for_spec(folder)  # run_segment raises StoppedBySignal if a signal ended the wait
-        code = run_for_exit_code("trainer", functools.partial(run_segment, folder), KernelError, folder)
+        code = run_and_get_exit_code("trainer", functools.partial(run_segment, folder), KernelError, folder)
         if code:
             write_exit_code(folder, code)
             return code

@@ -167,7 +167,7 @@ TABLE: tuple[CauseRule, ...] = (
         Message(
             "loss_doctor.order",
             "the anomaly disappears if many of the step's documents are masked. It also disappears with other documents of the same "
-            "shards: no single document is to blame",
+            "shards. So no single document is to blame",
         ),
     ),
     (
@@ -208,7 +208,7 @@ TABLE: tuple[CauseRule, ...] = (
         Message(
             "loss_doctor.same_shards",
             "the anomaly disappears if many of the step's documents are masked. Other documents of the same shards cause "
-            "the anomaly too: no single document is to blame",
+            "the anomaly too. So no single document is to blame",
         ),
     ),
     (

@@ -64,9 +64,9 @@ def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[M
         found.append(
             Message(
                 "audit.weights_apart",
-                "After {steps} steps, the live weights and the replay's are too far apart. As a share of how far "
-                "the weights moved in these steps, their distance is {drift:.2g}. At most {allowed:.2g} is allowed, which is "
-                "{share:.2g} times the effect of leaving out one step.",
+                "After {steps} steps, the live weights and the replay's are too far apart. Their distance is "
+                "{drift:.2g} of the way that the weights moved in these steps; at most {allowed:.2g} is allowed. Leaving out one step "
+                "makes a distance, and the limit is {share:.2g} times this distance.",
                 drift=drift, steps=evidence["steps"], allowed=share * control, share=share,
             )
         )  # fmt: skip
@@ -99,8 +99,8 @@ def _agreement(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Message:
     share = compute_allowed_distance_share(policy, evidence)
     return Message(
         "audit.agrees",
-        "After {steps} steps, the live weights and the replay's are close enough. As a share of how far the weights "
-        "moved in these steps, their distance is {drift:.2g}. At most {allowed:.2g} is allowed, which is {share:.2g} times "
-        "the effect of leaving out one step.",
+        "After {steps} steps, the live weights and the replay's are close enough. Their distance is {drift:.2g} of the way "
+        "that the weights moved in these steps; at most {allowed:.2g} is allowed. Leaving out one step makes a distance, and the "
+        "limit is {share:.2g} times this distance.",
         drift=evidence["drift"], steps=evidence["steps"], allowed=share * evidence["control_drift"], share=share,
     )  # fmt: skip

@@ -200,7 +200,9 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
     scored = [item for item in items if item.task == "bpb"]
     if any(item.weight <= 0 for item in scored):
         return Message(
-            "judging_again.empty_item", "An item of the {model} has no bytes, so its weight is zero", model=who
+            "judging_again.empty_item",
+            "An item that was measured with the {model} has no bytes, so it would have no weight in the comparison",
+            model=who,
         )
     bits = {
         item.domain: compute_bits_per_byte_by_domain([i for i in scored if i.domain == item.domain])[item.domain]

@@ -29,7 +29,7 @@ def runs(
     found = list_runs(plant.ledger, lines)
     nothing = Message(
         "runs.none",
-        "  There is no run to list yet. Certificates, preflights, audits, diagnoses and gates start the training runs of "
+        "  No run is recorded yet. Certificates, preflights, audits, diagnoses and gates start the training runs of "
         "this list. Segments are not in the list.",
     )
     say(found, map(format_run, found), nothing=nothing)

@@ -145,7 +145,7 @@ def describe_precision(measured: Mapping[str, Any]) -> str:
     times = [f"{name} {value * 1e3:.3g} ms" for name, value in measured["probe"]["seconds"].items()]
     how = "measured" if measured["asked"] == "auto" else "named in the recipe"
     return Message(
-        "compute_settings.precision", "precision {precision} ({how}; time of one step's matrix products, "
-        "attention and loss head, by precision: {times})",
+        "compute_settings.precision", "precision {precision} ({how}). One step's matrix products, attention "
+        "and loss head take, by precision: {times}",
         precision=measured["precision"], how=how, times=times,
     )  # fmt: skip

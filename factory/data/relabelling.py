@@ -32,8 +32,8 @@ from factory.ingest.rules.held_out_split import (
     KINDS,
     GroupKind,
     goes_to_sealed_half_on_tie,
-    make_draw_unit_name,
     make_group_name,
+    name_held_out_draw_unit,
 )
 from factory.ingest.rules.licence_names import normalise_licence_name
 from factory.ingest.rules.policy import DataPolicy
@@ -363,7 +363,7 @@ def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[s
             for domain in {row["domain"] for row in rows if row["fate"] != REMOVED_FATE}:
                 more[domain] += 1 if rows[0]["sealed"] else -1
     unit = {
-        name: make_draw_unit_name(None if name in held else name, members[name][0]["content_sha256"] or name)
+        name: name_held_out_draw_unit(None if name in held else name, members[name][0]["content_sha256"] or name)
         for name in dealt
     }
     for name in sorted(dealt, key=lambda name: (unit[name], name)):

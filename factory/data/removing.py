@@ -210,7 +210,7 @@ def undo_removal(ledger: Ledger, number: int, by: str) -> str:
             number=number,
         )
     if removal.state != "removed":
-        raise InputError("data.put_back_already", "removal {number} was put back already", number=number)
+        raise InputError("data.put_back_already", "removal {number} was undone already", number=number)
     changed = 0
     with ledger.begin() as tx:
         for fate in REMOVABLE_FATES:
@@ -263,7 +263,7 @@ def mark_releases_trained_on_removed_documents(ledger: Ledger) -> list[str]:
 
 
 def _documents(ledger: Ledger, removal: Removal) -> dict[str, str]:
-    rules = [removal.make_rule_for_fate(fate) for fate in REMOVABLE_FATES]
+    rules = [removal.make_removal_rule_name(fate) for fate in REMOVABLE_FATES]
     rows = ledger.select_rows(sa.select(c.key, c.token_shard).where(c.rule.in_(rules), c.token_shard.is_not(None)))
     return {row["key"]: row["token_shard"] for row in rows}
 

@@ -109,7 +109,7 @@ def _training(facts: dict[str, Any]) -> list[str]:
         domains = sorted(newest["bpb"])
         columns = "".join(f"{domain:>9}" for domain in domains)
         lines.append(
-            Message("summary.bits", "    held-out bits per byte {domains}    correct cloze items", domains=columns)
+            Message("summary.bits", "    held-out bits per byte {domains}    cloze items correct", domains=columns)
         )
         baselines = newest.get("baselines") or {}
         for name in sorted({n for domain in domains for n in baselines.get(domain, {}) if n.endswith("gram")}):

@@ -36,7 +36,7 @@ class DutyState:
         return find_current_pause(self.db)
 
     @cached_property
-    def open_segment(self) -> int | None:
+    def unfinished_segment(self) -> int | None:
         """The segment that is planned and not done, or None."""
         return find_open_segment(self.db)
 
@@ -91,8 +91,8 @@ class Duty:
                 "duties.disk_low",
                 "the disk has less free space than policies/retention.yaml requires (floor_bytes, floor_share)",
             )
-        if (self.plans or self.when_idle) and state.open_segment is not None:
-            return Message("duties.segment_open", "segment {segment} is not done", segment=state.open_segment)
+        if (self.plans or self.when_idle) and state.unfinished_segment is not None:
+            return Message("duties.segment_open", "segment {segment} is not done", segment=state.unfinished_segment)
         if self.plans and state.stuck_segment is not None:
             return Message(
                 "duties.segment_stuck",

@@ -124,7 +124,7 @@ def _plan_trunk(plant: Plant, _: None) -> None:
 
 
 TRAIN = Duty(
-    "train", Message("duties.train", "train a planned segment from its newest checkpoint"), lambda state: filter(None, [state.open_segment]),
+    "train", Message("duties.train", "train a planned segment from its newest checkpoint"), lambda state: filter(None, [state.unfinished_segment]),
     train_segment,
     trains=True, fills_disk=True,
 )  # fmt: skip

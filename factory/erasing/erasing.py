@@ -151,7 +151,7 @@ def _erase(plant: Plant, removal: Removal) -> list[str]:
         remove_path(left)
     remove_unused_links(plant.workspace.shards)
     with plant.ledger.begin() as tx:
-        rows = sa.select(c.key).where(c.rule == removal.make_rule_for_fate("held_out"))
+        rows = sa.select(c.key).where(c.rule == removal.make_removal_rule_name("held_out"))
         tx.execute(held_out.delete().where(held_out.c.key.in_(rows)))
     everything = sorted(_rows(plant.ledger, removal))
     for sha256, group in groupby(everything, key=lambda row: row[0]):
@@ -306,7 +306,7 @@ def _runs(shard: TokenShard, row: dict[str, Any]) -> list[int]:
 
 def _rows(ledger: Ledger, removal: Removal) -> set[tuple[str, int, str]]:
     """Return (shard, row, key) of all rows of a removal: its documents, rows dropped as copies of them, and dropped rows of its source or licence."""
-    rules = [removal.make_rule_for_fate(fate) for fate in REMOVABLE_FATES]
+    rules = [removal.make_removal_rule_name(fate) for fate in REMOVABLE_FATES]
     mine = sa.select(c.key).where(c.fate == REMOVED_FATE, c.rule.in_(rules))
     found = [c.rule.in_(rules), sa.and_(c.fate == "dropped", c.matched.in_(mine))]
     chosen = DocumentSelection(removal.column, tuple(removal.names))

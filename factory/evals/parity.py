@@ -342,7 +342,7 @@ def _server(tokenizer: Tokenizer, asked: ProbeRequest, stop: list[int], served: 
         detail = Message(
             "parity.other_stops",
             "eos_token_id of generation_config.json lacks the ids {missing!r} and has the extra ids {extra!r}. "
-            "Generation did not end at {ran_on!r}. The value of eos_token_id must be {expected!r}",
+            "Generation went on after these end tokens: {ran_on!r}. The value of eos_token_id must be {expected!r}",
             missing=missing, extra=more, ran_on=ran_on, expected=stop,
         )  # fmt: skip
     else:

@@ -97,7 +97,7 @@ def _drop_duplicates(
     kept: list[_Living] = []
     barred: list[_Living] = []
     by_number: dict[int, str] = {}
-    refusal = index.make_removed_label_check()
+    refusal = index.make_check_for_removed_labels()
 
     def match(one: _Living) -> tuple[str, str, str, str] | None:
         """Return (rule, fate of the original, text that says how similar both are, key of the original); None: the document is not a copy."""

@@ -80,7 +80,7 @@ class DocumentIndex:
             keys, self._hashes.read_signatures([name for name in names if name not in over])
         )
 
-    def make_removed_label_check(self) -> Callable[[str | None, str | None], str]:
+    def make_check_for_removed_labels(self) -> Callable[[str | None, str | None], str]:
         """Return a function of (source, licence). It returns why a document is refused, because a person removed its source or licence, or ''."""
         known = list_removed_labels(self._ledger)
         licences = {normalise_licence_name(name): number for name, number in known["license"].items()}

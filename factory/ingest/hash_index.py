@@ -117,7 +117,7 @@ def read_hashes(root: Path, subject: str) -> pa.Table:
     )
 
 
-def list_subjects_with_hashes(ledger: Ledger) -> list[tuple[int, str]]:
+def list_shards_and_tasks_with_hashes(ledger: Ledger) -> list[tuple[int, str]]:
     """Return (event, subject) of all shards and task files that have hashes, in the order in which the ledger recorded them."""
     sql = "SELECT MIN(id) AS id, subject FROM events WHERE kind IN ('ingested', :held) GROUP BY subject ORDER BY 1"
     return [(row["id"], row["subject"]) for row in ledger.read(sql, held=HELD)]
@@ -154,7 +154,7 @@ class HashIndex:
             grams.setdefault(key, []).append(value)
         return [(key, np.array(grams[key], np.int64).astype(np.uint64)) for key in sorted(grams)]
 
-    def delete_files(self) -> None:
+    def delete_index_files(self) -> None:
         """Delete the index. The next query rebuilds it. A process that still has the old index open may damage the new one when it ends. Then the
         next query rebuilds the index once more."""
         for ending in ("", "-wal", "-shm"):
@@ -181,14 +181,14 @@ class HashIndex:
         except sqlite3.DatabaseError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF not in DAMAGED:
                 raise
-        self.delete_files()
+        self.delete_index_files()
         return read()
 
     def _up_to_date(self) -> sqlite3.Connection:
         index = self._opened()
         held, wanted = (
             index.execute("SELECT event, subject FROM sources ORDER BY event").fetchall(),
-            list_subjects_with_hashes(self._ledger),
+            list_shards_and_tasks_with_hashes(self._ledger),
         )
         if (
             wanted[: len(held)] != held

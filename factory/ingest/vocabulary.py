@@ -159,7 +159,7 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
                 continue
             assert row.content_sha256
             if row.spells_special_token or not held_out_split.is_drawn_to_hold_out(
-                held_out_split.make_draw_unit_name(row.group_key, row.content_sha256), policy.held_out.share
+                held_out_split.name_held_out_draw_unit(row.group_key, row.content_sha256), policy.held_out.share
             ):
                 text = join_texts(content)[:_OF_ONE_DOCUMENT]
                 drawn += len(text)

@@ -36,7 +36,7 @@ class Removal:
     erase: bool
     state: str  # 'removed' | 'returned' | 'erased'
 
-    def make_rule_for_fate(self, fate: str) -> str:
+    def make_removal_rule_name(self, fate: str) -> str:
         """Return the value of ``documents.rule`` for documents of this removal that had this fate."""
         return make_removal_rule(self.number, fate)
 

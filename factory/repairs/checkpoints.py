@@ -123,7 +123,7 @@ def replay_checkpoint(plant: Plant, segment: int) -> str:
         plant.progress.line(
             Message(
                 "checkpoints.replay",
-                "  the factory replays segment {segment} from step {first} to step {last}, to make its damaged checkpoint again",
+                "  the factory replays segment {segment} from step {first} to step {last} to replace its damaged checkpoint",
                 segment=segment,
                 first=start,
                 last=row.last_step,

@@ -91,7 +91,7 @@ def _mend_checkpoint(plant: Plant, subject: str) -> str:
 def _mend_hashes(plant: Plant, subject: str) -> str:
     if subject != INDEX:
         return rebuild_document_hashes(plant, subject)
-    HashIndex(plant.ledger).delete_files()  # the next ingest makes it again
+    HashIndex(plant.ledger).delete_index_files()  # the next ingest makes it again
     return ""
 
 

@@ -218,7 +218,7 @@ def rebuild_document_hashes(plant: Plant, subject: str) -> str:
     make = _hashes_of_shard if subject.startswith("shard:") else _hashes_of_task
     why = "" if _hashes_from_backup(plant, subject) else make(plant, subject)
     if not why:
-        HashIndex(plant.ledger).delete_files()
+        HashIndex(plant.ledger).delete_index_files()
     return why
 
 

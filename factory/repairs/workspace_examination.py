@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from factory.backups.backups import MLFLOW_TABLE, find_database_damage
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
-from factory.ingest.hash_index import INDEX, get_hashes_path, list_subjects_with_hashes, read_hashes
+from factory.ingest.hash_index import INDEX, get_hashes_path, list_shards_and_tasks_with_hashes, read_hashes
 from factory.ledger.engine import get_sqlite_file
 from factory.ledger.file_events import list_paths_removed_by_retention
 from factory.ledger.plant import Plant
@@ -216,7 +216,13 @@ def _hashes(plant: Plant, deep: bool) -> ExaminationResult:
         "The repair restores the file from a backup, or makes it again from its raw shard or task",
     )
     found = _look(
-        plant, deep, "hashes", list_subjects_with_hashes(plant.ledger), lambda source: source[1], fault, _repair(effect)
+        plant,
+        deep,
+        "hashes",
+        list_shards_and_tasks_with_hashes(plant.ledger),
+        lambda source: source[1],
+        fault,
+        _repair(effect),
     )
     index = plant.workspace.root / INDEX
     if index.exists() and (damage := find_database_damage(index, "sources")):

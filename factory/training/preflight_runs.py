@@ -70,7 +70,7 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
         Message(
             "training.preflight_begins",
             "  The preflight of commit {commit:.12} before segment {segment} trains a small model in "
-            "{ways:,|way|ways}, for {steps:,|step|steps} in all.",
+            "{ways:,|way|different ways}; together they take {steps:,|step|steps}.",
             commit=row.code_commit,
             segment=row.id,
             ways=len(flight.ways),

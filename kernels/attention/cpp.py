@@ -48,7 +48,7 @@ def run_attention(function: str, inputs: list[Tensor], document_BT: Tensor, outp
     )
 
 
-def make_rows_dense(x: Tensor) -> Tensor:
+def copy_to_dense_rows(x: Tensor) -> Tensor:
     """The tensor with a dense last dimension and even strides, copied if necessary. The C++ moves pairs of neighbouring elements."""
     return x if x.stride(-1) == 1 and not any(step % 2 for step in x.stride()[:-1]) else x.contiguous()
 
@@ -56,7 +56,7 @@ def make_rows_dense(x: Tensor) -> Tensor:
 @define_cpu_op("factory::attention")
 def forward_op(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
     o_BTHK = torch.empty_like(q_BTHK, memory_format=torch.contiguous_format)
-    run_attention("attention_forward", [make_rows_dense(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
+    run_attention("attention_forward", [copy_to_dense_rows(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
     return o_BTHK
 
 
@@ -64,7 +64,7 @@ def forward_op(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tens
 def backward_op(
     q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor, do_BTHK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = [make_rows_dense(x) for x in (q_BTHK, k_BTGK, v_BTGK, do_BTHK)]
+    inputs = [copy_to_dense_rows(x) for x in (q_BTHK, k_BTGK, v_BTGK, do_BTHK)]
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
     run_attention("attention_backward", inputs, document_BT, gradients)
     return gradients[0], gradients[1], gradients[2]

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from agents.llm.exchange import LlmError
 from kernels.contract.strict_yaml import read_yaml
-from trainer.contract.errors import TrainerError, run_for_exit_code
+from trainer.contract.errors import TrainerError, run_and_get_exit_code
 from trainer.contract.strict import StrictSchema, parse
 
 PIECE = 24  # characters of a streamed chunk
@@ -263,7 +263,7 @@ def main() -> int:
             threading.Event().wait()
 
     try:
-        return run_for_exit_code("replay_server", serve, LlmError)
+        return run_and_get_exit_code("replay_server", serve, LlmError)
     except KeyboardInterrupt:
         return 0
 

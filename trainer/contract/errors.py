@@ -53,7 +53,7 @@ class StoppedBySignalError(TrainerError):
     exit_code = EXIT_STOPPED
 
 
-def run_for_exit_code(
+def run_and_get_exit_code(
     program: str,
     work: Callable[[], object],
     error_type: type[Exception] = TrainerError,

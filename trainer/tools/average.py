@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.contract.message import format_error_with_code
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
-from trainer.contract.errors import CheckpointError, TrainerError, run_for_exit_code
+from trainer.contract.errors import CheckpointError, TrainerError, run_and_get_exit_code
 
 
 class AverageError(TrainerError):
@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     out, *sources = map(Path, arguments)
-    return run_for_exit_code(
+    return run_and_get_exit_code(
         "trainer.tools.average",
         lambda: print(checkpoints.save_checkpoint(out, average_checkpoints(sources, weights))),
         output_folder=out,

@@ -21,7 +21,7 @@ from factory.evals.tasks import EvalItem
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.held_out_gaps import (
     TASK,
-    compare_gains_inside_and_outside,
+    compare_gains_of_two_document_sets,
     compute_mean_candidates_per_sealed_document,
     find_fresh_documents,
 )
@@ -96,7 +96,7 @@ def gather_evidence(
     evidence = make_evidence_of_evaluations(policy, tuple(suite.domains), against, *both)
     candidate_id = EvaluationRow.get(ledger, ours).candidate
     fresh = find_fresh_documents(ledger, candidate_id, suite)
-    ages = compare_gains_inside_and_outside(both[0][1], both[1][1], fresh, policy.target.weights)
+    ages = compare_gains_of_two_document_sets(both[0][1], both[1][1], fresh, policy.target.weights)
     noise = find_newest_replica_noise(ledger, policy.target.weights)
     evidence = add_dev_only_gain_evidence(ledger, candidate_id, champion_id, evidence)
     return replace(
@@ -138,7 +138,7 @@ def make_evidence_of_evaluations(
     found = compare_items(candidate[1], champion[1], policy.target.weights)
     target, guards = found if found else (None, {})
     sealed = {item.item for item in candidate[1] if item.task == TASK}
-    halves = compare_gains_inside_and_outside(candidate[1], champion[1], sealed, policy.target.weights)
+    halves = compare_gains_of_two_document_sets(candidate[1], champion[1], sealed, policy.target.weights)
     if halves:
         values |= dict(zip(("on_sealed", "on_dev", "halves_gap"), halves, strict=True))
     failed = {name: check["detail"] for name, check in other.get("parity", {}).items() if check["ok"] is False}

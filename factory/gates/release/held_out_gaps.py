@@ -21,7 +21,7 @@ from factory.ledger.rows import CandidateRow, SegmentRow
 TASK = "bpb"
 
 
-def compare_gains_inside_and_outside(
+def compare_gains_of_two_document_sets(
     ours: Sequence[EvalItem], theirs: Sequence[EvalItem], keys: Collection[str], weights: Mapping[str, float]
 ) -> tuple[Gain, Gain, Gain] | None:
     """Return (gain on the documents ``keys``, gain on the other documents, their difference), over the domains that both sets have.

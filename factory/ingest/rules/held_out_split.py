@@ -74,7 +74,7 @@ def make_group_name(kind: GroupKind, source: str | None, facts: Mapping[str, str
     return f"{kind}:{source}/{named}" if source and kind != "url-host" else f"{kind}:{named}"
 
 
-def make_draw_unit_name(group: str | None, content_sha256: str) -> str:
+def name_held_out_draw_unit(group: str | None, content_sha256: str) -> str:
     """Return the name of the unit by which a group is drawn. A document that is its own group is drawn by its content, so its shard does not
     matter."""
     return f"content:{content_sha256}" if group is None else f"group:{group}"
@@ -198,7 +198,7 @@ class _Selection:
         for name, ones in unit.able.items():
             domain = self.domains[name]
             ordered = sorted(
-                ones, key=lambda one: (hash_draw_unit(make_draw_unit_name(None, one.content_sha256)), one.key)
+                ones, key=lambda one: (hash_draw_unit(name_held_out_draw_unit(None, one.content_sha256)), one.key)
             )
             ordered = ordered[
                 : max(0, domain.wanted.at_most - domain.held)
@@ -289,7 +289,7 @@ def assign_held_out_documents(
     selection, free = _Selection(domains), []
     for name, ones in _by(new_documents, lambda one: one.group or one.key).items():
         able = _by((one for one in ones if one.can_be_held_out), lambda one: one.domain)
-        unit = _Unit(name, make_draw_unit_name(ones[0].group, ones[0].content_sha256), able)
+        unit = _Unit(name, name_held_out_draw_unit(ones[0].group, ones[0].content_sha256), able)
         if name in half_by_held_out_group:
             selection.take(unit, half_by_held_out_group[name])
         elif name not in trained_groups and 0 < len(ones) <= 2 * sum(map(len, able.values())):
@@ -309,7 +309,9 @@ def assign_held_out_documents(
             for one in new_documents
             if one.domain == name and one.can_be_held_out and one.group not in {None, *half_by_held_out_group}
         )
-        own = _in_order(_Unit(one.key, make_draw_unit_name(None, one.content_sha256), {name: [one]}) for one in rest)
+        own = _in_order(
+            _Unit(one.key, name_held_out_draw_unit(None, one.content_sha256), {name: [one]}) for one in rest
+        )
         own = [unit for unit in own if selection.is_free(unit)]
         if domain.missing:
             selection.first_of_each_half(name, own, part=True)
@@ -334,9 +336,9 @@ def describe_grouping(domain: str, group_counts: Mapping[str, Any]) -> list[Mess
 
     >>> told = {"group": "source", "documents": 800, "groups": 1, "lacking": 0, "parts": 16, "halves": [8, 8]}
     >>> for line in describe_grouping("reviews", told): print(line)
-    reviews: 'group: source' puts 800 documents into 1 group. The held-out documents have two halves, and both need whole groups. The groups are too few \
-for this. Instead, the factory holds out 16 single documents, and the release gate treats each held-out document as independent. Ingest documents \
-of more groups, or accept the single documents: 'factory data relabel --domain reviews --group document'
+    reviews: 'group: source' puts 800 documents into 1 group. The held-out documents have two halves, and both need whole groups. The groups are too \
+few for this. Instead, the factory holds out 16 single documents, and the release gate treats each held-out document as independent. Ingest \
+documents of more groups, or accept the single documents: 'factory data relabel --domain reviews --group document'
     """
     kind = group_counts["group"]
     lines = []

@@ -182,7 +182,8 @@ def _preference(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes
     if isinstance(prompt, str) and all(turn["content"].strip() != prompt.strip() for turn in whole):
         other = Message(
             "shapes.prompt_not_in_chosen",
-            "'chosen' is a whole chat that does not contain 'prompt': map one of them under 'fields' in data.yaml",
+            "'chosen' is a whole chat that does not contain 'prompt', so the factory cannot join them: map either 'chosen' "
+            "or 'prompt' under 'fields' in data.yaml",
         )
         raise BadRow("bad_schema", other)
     shared = 0

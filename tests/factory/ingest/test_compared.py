@@ -22,7 +22,7 @@ from factory.data.removing import apply_removal, plan_removal
 from factory.data.selecting import select_documents_by_name
 from factory.erasing.erasing import finish_pending_removals
 from factory.ingest.chain import ingest_shard
-from factory.ingest.hash_index import INDEX, get_hashes_path, list_subjects_with_hashes, read_hashes
+from factory.ingest.hash_index import INDEX, get_hashes_path, list_shards_and_tasks_with_hashes, read_hashes
 from factory.ingest.inbox import ingest_and_move
 from factory.ingest.task_hashes import record_task_ngrams
 from factory.ledger.ledger import Ledger, events, held_out
@@ -103,7 +103,7 @@ def test_the_index_is_made_again_if_the_ledger_knows_less(
 ) -> None:
     """For example after a restore without the newest journal."""
     with ledger.begin() as tx:
-        tx.execute(events.delete().where(events.c.id == list_subjects_with_hashes(ledger)[-1][0]))
+        tx.execute(events.delete().where(events.c.id == list_shards_and_tasks_with_hashes(ledger)[-1][0]))
     assert indexed(ledger)["signatures"] == two_shards["signatures"][:61]
 
 
@@ -111,7 +111,7 @@ def test_the_index_is_made_again_if_the_ledger_knows_less(
 def test_a_file_of_hashes_that_is_lost_is_made_again_from_the_raw_shard(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, two_shards: dict[str, list[Any]], harm: Callable[[Path], None]
 ) -> None:
-    subject = list_subjects_with_hashes(ledger)[0][1]
+    subject = list_shards_and_tasks_with_hashes(ledger)[0][1]
     harm(get_hashes_path(workspace.root, subject))
     (workspace.root / INDEX).unlink()
     with refused("ingest.no_hashes", WorkspaceError):
@@ -170,7 +170,7 @@ class TestMadeAgain:
     """A lost file of hashes is made again as the ingest wrote it, or reported as lost."""
 
     def lose(self, workspace: Workspace, ledger: Ledger, place: int = 0) -> tuple[str, list[dict[str, Any]]]:
-        subject = list_subjects_with_hashes(ledger)[place][1]
+        subject = list_shards_and_tasks_with_hashes(ledger)[place][1]
         before = read_hashes(workspace.root, subject).to_pylist()
         get_hashes_path(workspace.root, subject).unlink()
         return subject, before
@@ -236,7 +236,7 @@ class TestMadeAgain:
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path, is_there: bool
     ) -> None:
         ingest(texts(0, 30))
-        subject = next(name for _, name in list_subjects_with_hashes(ledger) if name.startswith("task:"))
+        subject = next(name for _, name in list_shards_and_tasks_with_hashes(ledger) if name.startswith("task:"))
         file = get_hashes_path(workspace.root, subject)
         whole = file.read_bytes()
         file.write_bytes(whole[:-9])
@@ -255,7 +255,7 @@ class TestMadeAgain:
         report = ingest([{**row, "text": f"{head}\n{row['text']}"} for row in texts(0, 80)])
         make_backup(Plant(workspace, ledger))
         exam.unlink()
-        for _, subject in list_subjects_with_hashes(ledger):
+        for _, subject in list_shards_and_tasks_with_hashes(ledger):
             file = get_hashes_path(workspace.root, subject)
             before = file.read_bytes()
             file.unlink()
@@ -282,7 +282,7 @@ class TestMadeAgain:
         before = indexed(ledger)
         backup, _ = make_backup(Plant(workspace, ledger), tmp_path / "elsewhere")
         ledger.engine.dispose()
-        kept = get_hashes_path(backup, list_subjects_with_hashes(ledger)[0][1])
+        kept = get_hashes_path(backup, list_shards_and_tasks_with_hashes(ledger)[0][1])
         assert kept.stat().st_nlink == (2 if links else 1)
         shutil.rmtree(workspace.root)
         restore_ledger(workspace.root, str(backup), SILENT)

@@ -128,14 +128,14 @@ def test_the_check_digits_of_published_card_numbers_are_valid() -> None:
 
 
 def test_the_split_draws_its_share_by_content_or_by_group() -> None:
-    units = [held_out_split.make_draw_unit_name(None, f"{i:064x}") for i in range(4000)]
+    units = [held_out_split.name_held_out_draw_unit(None, f"{i:064x}") for i in range(4000)]
     taken = [held_out_split.is_drawn_to_hold_out(unit, 0.05) for unit in units]
     assert 150 < sum(taken) < 250 and 1800 < sum(map(held_out_split.goes_to_sealed_half_on_tie, units)) < 2200
     for group in ("Lib/a.py", "Lib/b.py", "Lib/c.py"):
         assert (
             len(
                 {
-                    held_out_split.is_drawn_to_hold_out(held_out_split.make_draw_unit_name(group, f"{i:064x}"), 0.5)
+                    held_out_split.is_drawn_to_hold_out(held_out_split.name_held_out_draw_unit(group, f"{i:064x}"), 0.5)
                     for i in range(20)
                 }
             )
@@ -144,7 +144,9 @@ def test_the_split_draws_its_share_by_content_or_by_group() -> None:
     assert (
         len(
             {
-                held_out_split.is_drawn_to_hold_out(held_out_split.make_draw_unit_name(f"Lib/{i}.py", "0" * 64), 0.5)
+                held_out_split.is_drawn_to_hold_out(
+                    held_out_split.name_held_out_draw_unit(f"Lib/{i}.py", "0" * 64), 0.5
+                )
                 for i in range(20)
             }
         )

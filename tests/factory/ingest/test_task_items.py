@@ -119,7 +119,7 @@ def test_task_items_are_recorded_once_and_recorded_again_if_the_record_is_lost(
     first = count()
     assert first > 20 and record_task_ngrams(Plant(workspace, ledger), 13) == 0 and count() == first
     shutil.rmtree(workspace.shards / FOLDER)  # as on a new disk, with the ledger of a backup
-    HashIndex(ledger).delete_files()
+    HashIndex(ledger).delete_index_files()
     assert record_task_ngrams(Plant(workspace, ledger), 13) == 1 and count() == first
     exam.write_text(exam.read_text() * 2)  # another file, the same items
     assert record_task_ngrams(Plant(workspace, ledger), 13) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from factory.ingest.hash_index import FOLDER, INDEX, list_subjects_with_hashes, read_hashes
+from factory.ingest.hash_index import FOLDER, INDEX, list_shards_and_tasks_with_hashes, read_hashes
 from factory.ledger.ledger import Ledger, meta
 
 
@@ -19,7 +19,9 @@ def as_schema_5(root: Path, ledger: Ledger) -> None:
         tx.execute(sa.text(f"CREATE TABLE near_dup_signatures (document TEXT PRIMARY KEY, signature {blob})"))
         tx.execute(sa.text("CREATE TABLE ngrams (hash BIGINT, document TEXT, held_out BOOLEAN)"))
         for row in (
-            row for _, subject in list_subjects_with_hashes(ledger) for row in read_hashes(root, subject).to_pylist()
+            row
+            for _, subject in list_shards_and_tasks_with_hashes(ledger)
+            for row in read_hashes(root, subject).to_pylist()
         ):
             if row["signature"] is not None:
                 tx.execute(sa.text("INSERT INTO near_dup_signatures VALUES (:key, :signature)"), row)

@@ -15,7 +15,7 @@ from trainer.contract.errors import (
     EXIT_WRONG,
     RecipeError,
     StoppedBySignalError,
-    run_for_exit_code,
+    run_and_get_exit_code,
 )
 
 
@@ -57,11 +57,11 @@ def raising(error: Exception) -> Callable[[], None]:
 def test_a_program_prints_an_error_as_one_line_and_returns_its_exit_code(
     work: Callable[[], object], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_for_exit_code("program", work, KeyError, Path("/the/folder")) == code
+    assert run_and_get_exit_code("program", work, KeyError, Path("/the/folder")) == code
     assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("ours")])
 def test_an_error_that_no_user_can_correct_is_raised(error: Exception) -> None:
     with pytest.raises(type(error)):
-        run_for_exit_code("program", raising(error))
+        run_and_get_exit_code("program", raising(error))

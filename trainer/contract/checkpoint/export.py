@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.architectures import ARCHITECTURES, find_model_type
-from trainer.contract.errors import run_for_exit_code
+from trainer.contract.errors import run_and_get_exit_code
 from trainer.contract.recipe import ModelRecipe, Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
@@ -152,7 +152,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         print(__doc__, file=sys.stderr)
         return 2
-    return run_for_exit_code(
+    return run_and_get_exit_code(
         "trainer.contract.checkpoint.export", lambda: export_checkpoint(Path(arguments[0]), Path(arguments[1]))
     )
 

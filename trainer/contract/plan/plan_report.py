@@ -112,7 +112,7 @@ def _layout_lines(plan: RunPlan) -> list[PlanLine]:
     )
     tensor_source = Message(
         "plan.tensor_source",
-        "parallel.tensor is at most {node}, the number of GPUs of a node; {source}",
+        "parallel.tensor must not be larger than {node}, the number of GPUs of a node; {source}",
         node=NODE,
         source=KORTHIKANTI,
     )
