@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
     for folder in folders:
         if wait:
-            wait_for_spec(folder)  # run_segment raises StoppedBySignal if a signal ended the wait
+            wait_for_spec(folder)  # run_segment raises StoppedBySignalError if a signal ended the wait
         code = run_and_get_exit_code("trainer", functools.partial(run_segment, folder), KernelError, folder)
         if code:
             write_exit_code(folder, code)

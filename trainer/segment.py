@@ -40,7 +40,7 @@ LAST_STEPS = 20  # the result's loss is the mean over this many last steps
 
 
 def run_segment(folder: Path) -> None:
-    """Run the segment of a folder to its end. Raises: TrainerError, KernelError, OSError; StoppedBySignal after SIGTERM."""
+    """Run the segment of a folder to its end. Raises: TrainerError, KernelError, OSError; StoppedBySignalError after SIGTERM."""
     if stopping.is_stop_requested():
         raise StoppedBySignalError("trainer.stopped_before", "Stopped before the segment began, as requested.")
     spec = SegmentSpec.load(folder)

@@ -72,11 +72,11 @@ class Workbench(Protocol):
         ...
 
     def read(self, path: str) -> str:
-        """The text of a file; ``path`` is relative to the repository's root. Raises: ReadError."""
+        """The text of a file; ``path`` is relative to the repository's root. Raises: UnreadableFileError."""
         ...
 
     def find_agent_written_lines(self, path: str) -> list[AgentWrittenLines]:
-        """The lines of a file that agents wrote, in order. Raises: ReadError."""
+        """The lines of a file that agents wrote, in order. Raises: UnreadableFileError."""
         ...
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> QuickCheck:

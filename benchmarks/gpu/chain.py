@@ -294,10 +294,10 @@ def what_hinders(answer: Callable[[], str]) -> list[str]:
             setattr(module, name, usual)
             seccomp_filter.assemble_filter.cache_clear()
 
-    without("any filter of system calls", filter, "ARCHITECTURES", {})
+    without("any filter of system calls", seccomp_filter, "ARCHITECTURES", {})
     if found and found[0] == "any filter of system calls":
         for call in every:
-            without(call, filter, "CALLS", {name: numbers for name, numbers in every.items() if name != call})
+            without(call, seccomp_filter, "CALLS", {name: numbers for name, numbers in every.items() if name != call})
     launcher = filesystem_view.LAUNCHER.read_text(encoding="utf-8")
     assert launcher.count(call := '    forbid_writing_outside(rules["writable"])\n') == 1
     with tempfile.TemporaryDirectory() as folder:

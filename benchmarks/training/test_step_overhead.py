@@ -31,8 +31,8 @@ from trainer.run import SegmentRun
 CUDA = torch.cuda.is_available()
 AIM = 0.01
 PAIRS, WARM_UP, SPLITS = 32, 4, 12
-MONITOR = ("half", "before_update", "after_update", "record")
-SIGNALS = ("begin", "after_update", "record")
+MONITOR = ("after_half_batch", "before_update", "after_update", "record")
+SIGNALS = ("begin_step", "after_update", "record")
 
 
 class Clock:

@@ -231,7 +231,7 @@ class AgentRuns:
     def draft_proposal(self, run: AgentRun, role: Role, bench: Workbench) -> Proposal | None:
         """Run the agent and return its proposal. Without a proposal, print the reason and return None.
 
-        Raises: InputError for a target that does not exist; ModelError.
+        Raises: InputError for a target that does not exist; NoModelReplyError.
         """
         saved = find_agent_checkpoint_database(self.plant.workspace)
         try:

@@ -67,7 +67,7 @@ def make_proposals(
     If there is nothing to propose, print the reason and return []. Several proposals are drafted in parallel; each timing runs alone on its
     device (``factory.core.devices``). Proposals that the daemon wrote but did not judge are judged first, and count.
 
-    The caller holds the workspace's ``code-loop`` lock. Raises: InputError for an unknown agent, endpoint or target; ModelError;
+    The caller holds the workspace's ``code-loop`` lock. Raises: InputError for an unknown agent, endpoint or target; NoModelReplyError;
     IsolationError without a sandbox; RepositoryError. After an error, no branch and no worktree is left. After a kill, the next call removes
     them. If one of several proposals fails, the error is raised after the others are judged.
     """

@@ -1,8 +1,8 @@
 """Measures how far apart two runs are: weights and optimizer moments tensor by tensor, recorded values number by number.
 
-    checkpoint_distance(a, b)                     ‖b − a‖, as a share of ‖a‖
-    checkpoint_distance(a, b, begun=c)            for weights ‖(b − c) − (a − c)‖, as a share of the way of a from c, ‖a − c‖
-    checkpoint_distance(a, b, begun=c, other=d)   the same, if b began from d: ‖(b − d) − (a − c)‖
+    measure_checkpoint_distance(a, b)                           ‖b − a‖, as a share of ‖a‖
+    measure_checkpoint_distance(a, b, start_a=c)                for weights ‖(b − c) − (a − c)‖, as a share of the way of a from c, ‖a − c‖
+    measure_checkpoint_distance(a, b, start_a=c, start_b=d)     the same, if b began from d: ‖(b − d) − (a − c)‖
 
 ``save_perturbed_checkpoint`` helps to measure the effect of rounding: it copies a checkpoint with each weight larger or smaller by one rounding
 error. A distance means something only if it is larger than the distance of a run from that copy.

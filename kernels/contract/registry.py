@@ -73,7 +73,7 @@ class Ops:
     embedding: Callable[[Tensor, Tensor], Tensor]
     newton_schulz: Callable[[Tensor, int], Tensor]
     adamw: Callable[..., None]
-    # (documents [B, T], upper bound of the number of stretches, see ``max_document_runs``) → the documents as ``attention`` takes them. It is
+    # (documents [B, T], upper bound of the number of stretches, see ``round_up_document_runs``) → the documents as ``attention`` takes them. It is
     # called once for each batch. All layers share the result in their forward pass, backward pass and recomputation.
     prepare_attention: Callable[[Tensor, int], Any] = field(default=return_documents_unchanged)
 
@@ -251,7 +251,7 @@ def _working(
                 "kernels.not_here", "this implementation does not run on {device}", device=device_class
             )
         elif one != names[-1] and (fallback := found.fallback(CASES[0].shape, dtype)):
-            problem = fallback.partition(": ")[2]  # a later name of the choice is the better replacement
+            problem = fallback.partition(": ")[2] or fallback  # a later name of the choice is the better replacement
         else:
             problem = (
                 None if one == "reference" else find_implementation_failure(name, one, device_class, dtype, compile)
@@ -332,7 +332,8 @@ def bind_ops(
 ) -> Ops:
     """The functions of a choice on a device. Each is tried once. If ``compile`` is False, none of them uses torch.compile.
 
-    If no implementation of an op works, ``fallback`` decides: "fail" raises KernelError, "reference" warns (KernelWarning) and uses the reference.
+    If no implementation of an op works, ``fallback`` decides: "fail" raises KernelError, "reference" warns (KernelReplacedWarning) and uses
+    the reference.
     Raises: KernelError also for an implementation that does not exist or does not run on the device.
     """
     if not dtype.is_floating_point:

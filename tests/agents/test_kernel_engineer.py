@@ -219,7 +219,9 @@ def test_cheating_edits_and_escape_codes_reach_no_branch_and_no_terminal(start: 
     drafted, why, said, server = start("cheat", rounds=4)
     assert drafted is None and why.data["proposals"] == 4
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
-    assert "data_ptr" in told[0] and "may not change this file" in told[1] and "a path must be relative" in told[2]
+    assert (
+        "data_ptr" in told[0] and "outside the paths that patches" in told[1] and "a path must be relative" in told[2]
+    )
     printed = "\n".join(said)
     assert (
         "\x1b" not in printed

@@ -71,7 +71,7 @@ def test_without_a_compiler_the_check_fails_or_reports_the_reference_kernel(
     for cache in (native_library.load_library, registry.find_implementation_failure):
         cache.cache_clear()
     assert ok is (fallback == "reference")
-    says = {"fail": "native cannot run on this machine", "reference": "native is replaced by reference"}[fallback]
+    says = {"fail": "cannot run on this machine: native", "reference": "native is replaced by reference"}[fallback]
     assert says in lines[1] and "C++ compiler" in lines[1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 FORMAT = 1  # raise this number when the content of a file changes, or the text of a generated document
 
 MODEL = "model"  # the export that was judged
-FIXTURE = "parity_fixture.json"
+FIXTURE = "fixture.json"
 POLICY = "evidence/policy.json"
 EVIDENCE = "evidence/evidence.json"
 VERDICT = "evidence/verdict.json"

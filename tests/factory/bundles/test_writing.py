@@ -297,3 +297,14 @@ def test_factory_verify_names_failed_checks_and_a_missing_folder(
     assert done.returncode == 1 and done.stdout.endswith("files, signature, card\n"), done.stderr
     done = factory("verify", str(tmp_path / "nowhere"))
     assert done.returncode == 1 and "nowhere does not exist" in done.stdout and not done.stderr
+
+
+def test_the_files_of_format_1_keep_their_names() -> None:
+    """Bundles of earlier versions have these files: another name needs another number of the format."""
+    names = {value for name, value in vars(layout).items() if name.isupper() and isinstance(value, str)}
+    assert layout.FORMAT == 1 and names == {
+        "model", "fixture.json", "evidence/policy.json", "evidence/evidence.json", "evidence/verdict.json", "evidence/items.jsonl",
+        "evidence/task_items.jsonl", "evidence/measurements.json", "evidence/held_out.json", "evidence/licences.json",
+        "evidence/anomalies.json", "data/token_shards.jsonl", "data/documents.jsonl", "traces", "provenance.json", "signing_key.pem",
+        "README.md", "croissant.json", "spdx.json", "manifest.json", "model.sig", "candidate", "champion",
+    }  # fmt: skip

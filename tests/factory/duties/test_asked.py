@@ -153,7 +153,7 @@ def test_the_daemon_does_each_request_to_judge_diagnose_or_audit_once(restored: 
     wanted = list_open_requests(ledger)
     assert list(wanted) == [f"judge {candidate}", f"diagnose {anomaly}", "audit 1"]
     assert wanted[f"diagnose {anomaly}"]["replayed_steps"] == 7
-    shown = [line for line in command_here("status", home=workspace).stdout.splitlines() if line.startswith("asked")]
+    shown = [line for line in command_here("status", home=workspace).stdout.splitlines() if line.startswith("request")]
     assert len(shown) == 3 and "'judge 1'" in shown[0] and "'factory run'" in shown[0]
     facts = json.loads(command_here("status", "--json", home=workspace).stdout)["asked"]
     assert [one["action"] for one in facts] == list(wanted)

@@ -35,7 +35,7 @@ def test_the_shipped_policy_loads_and_knows_its_domains() -> None:
         ("held_out: {share: 2}", "held_out.share"),
         ("domains: {a: {group: host}}", "domains.a.group"),
         ("domains: {code: {pii: [faces]}}", "domains.code.pii.0"),
-        ("- a list", "but this is of the type list"),
+        ("- a list", "but its type is list"),
         ("a: [", "cannot be read as YAML"),
     ],
 )

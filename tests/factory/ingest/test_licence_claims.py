@@ -82,7 +82,7 @@ def test_the_strictest_claim_counts_in_either_order(
     assert f"{order[0] or 'none'} in a.jsonl, {order[1] or 'none'} in b.jsonl" in shown
     assert f"{strict or 'none'}" in shown and "allows training" in shown and one.key in shown
     assert "'factory data settle LICENCE" in shown
-    assert "1 document came under several" in command_here("data", "list", home=workspace).stdout
+    assert "1 document has several licences" in command_here("data", "list", home=workspace).stdout
     of_document = command_here("provenance", "--document", "a", home=workspace).stdout
     for claim in one.claims:
         assert f"claimed   {claim.license or 'no licence'} in {claim.shard} ({claim.key})" in of_document
@@ -156,7 +156,7 @@ def test_a_settled_licence_counts_until_another_claim_comes(
     shard(ingest, "MIT", "a")
     shard(ingest, NC, "b", NEAR)
     for words, message in (
-        (["GPL", "--document", "a"], "under the licence 'GPL'"),
+        (["GPL", "--document", "a"], "the licence 'GPL'"),
         (["MIT", "--document", "nothing"], "no document 'nothing' was ever ingested"),
         (["MIT", "--shard", "z.jsonl"], "the licences of z.jsonl are not in conflict"),
         (["MIT"], "--document ID or --shard NAME"),

@@ -118,7 +118,7 @@ def test_a_truncated_file_is_quarantined_and_its_parts_before_the_error_stay(
     array = json.dumps(texts(0, 20)).encode()
     put(workspace, array[:-40], "a.json", age=3600)
     said = one_pass(workspace, ledger)
-    assert said.about("a.json: ") and said.about("cut off after 19 complete items") and said.about("The 16 rows before")
+    assert said.about("a.json: ") and said.about("cut off after 19 complete items") and said.about("16 rows before")
     assert trained_on(ledger) == exactly(16) and [path.name[17:] for path in workspace.quarantine.iterdir()] == [
         "a.json"
     ]

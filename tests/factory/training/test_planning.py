@@ -129,7 +129,7 @@ def test_a_plan_with_too_much_padding_is_refused(planned: tuple[Workspace, Ledge
     workspace, ledger = planned
     ingested(workspace, ledger, code=80 * STEP)
     change_recipe(workspace, batch={"packing": "document", "max_padding": 0.0})
-    with pytest.raises(ConfigError, match="batch.max_padding .*model.context"):
+    with pytest.raises(ConfigError, match="batch.max_padding.*model.context"):
         plan_trunk(Plant(workspace, ledger))
     assert ledger.select_first(sa.select(segments)) is None
     change_recipe(workspace, batch={"packing": "document", "max_padding": 0.5})

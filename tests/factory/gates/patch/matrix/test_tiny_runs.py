@@ -222,7 +222,7 @@ ALIKE: list[tuple[Callable[[Path], object], str]] = [
     (saved(lambda model, state: model.update(embedding=model["embedding"].bfloat16().float())), "has numbers of a lower precision"),
     (saved(lambda model, state: model.update(embedding=model["embedding"].double())), "embedding has the shape [64, 16] and the dtype torch.float64"),
     (saved(lambda model, state: model.update(embedding=model["embedding"].T.contiguous())), "embedding has the shape [16, 64]"),
-    (saved(lambda model, state: model.update(more=torch.zeros(1))), "tensors in model.safetensors: more"),
+    (saved(lambda model, state: model.update(more=torch.zeros(1))), "Only one of the two has more"),
     (saved(lambda model, state: model["embedding"][0].fill_(math.nan)), "step-00000006: embedding"),
     (saved(lambda model, state: state["sampler"].update(step=7)), "state.json: sampler: step"),
 ]  # fmt: skip
