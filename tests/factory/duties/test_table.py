@@ -49,7 +49,7 @@ def chosen(due: dict[str, object], **state: object) -> str:
     table = tuple(replace(duty, due=made_due(duty, due)) for duty in DUTIES if not duty.each)
     look = DutyState(None, None, table, low_on_disk=bool(seen["low"]), resting=frozenset(seen["resting"]))  # type: ignore[arg-type, call-overload]
     pause = Pause(str(seen["pause"]), "ada", 0.0, "") if seen["pause"] else None
-    vars(look).update(pause=pause, open_segment=seen["open"], stuck_segment=seen["stuck"])
+    vars(look).update(pause=pause, unfinished_segment=seen["open"], stuck_segment=seen["stuck"])
     return str(next(iter(find_next_duty_tasks(look)), ""))
 
 

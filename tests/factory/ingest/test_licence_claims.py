@@ -172,7 +172,7 @@ def test_a_settled_licence_counts_until_another_claim_comes(
         and one.find_effective_licence(rules) == "MIT"
         and [claim.is_set_aside for claim in one.claims] == [False, True]
     )
-    assert "settled as MIT, " in command_here("data", "claims", home=workspace).stdout
+    assert "settled as MIT" in command_here("data", "claims", home=workspace).stdout
     (event,) = ledger.read("SELECT detail FROM events WHERE kind = 'licence_settled'")
     assert (event["detail"]["why"], event["detail"]["license"]) == ("b mislabels all", "MIT")
     shard(ingest, NC, "c")  # somebody else says so too
