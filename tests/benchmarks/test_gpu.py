@@ -221,9 +221,9 @@ def test_wrong_crashing_and_hanging_items_are_named_and_the_others_run(tmp_path:
     }
     assert "SIGABRT" in wrong["rms_norm/crashes"] and "(in: small bfloat16 normal)" in wrong["rms_norm/crashes"]
     assert "planted: it does not compile" in wrong["rms_norm/raises small bfloat16 normal"]
-    assert "output 0: rms error 0.5" in wrong["rms_norm/wrong small float32 normal"]
+    assert "output 0: the rms error is 0.5" in wrong["rms_norm/wrong small float32 normal"]
     assert not any("hangs" in what or "sound" in what for what in wrong)
-    assert "output 0: rms error 0.5" in next(
+    assert "output 0: the rms error is 0.5" in next(
         text for name, text in wrong.items() if name.startswith("rms_norm/late,")
     ), "'right' has not judged it"
     hung = ran.lost(part="right")["rms_norm/hangs"]

@@ -70,7 +70,7 @@ for case in op.cases:
             case = replace(case, shape=replace(case.shape, context=8))
         result = compare_with_fp64(op, "triton", case, dtype=dtype, values=values)
         if not result.ok:
-            wrong.append(f"{case.name} {dtype} {values}: {result.failures()}")
+            wrong.append(f"{case.name} {dtype} {values}: {result.describe_failures()}")
 assert not wrong, "\\n".join(wrong)
 """
 

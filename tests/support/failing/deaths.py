@@ -25,7 +25,7 @@ if self.writer is not None:
         if when == "fault":
             mark.unlink()
         if when in ("fault", "always"):
-            self.writer.wait()
+            self.writer.wait_for_last_save()
             if kind == "kill":
                 os.kill(os.getpid(), 9)
             if kind == "segv":
