@@ -267,7 +267,7 @@ def test_status_shows_errors_spending_and_disk_space(plant: tuple[Workspace, Led
     with ledger.begin() as tx:
         detail = {"what": "judge 3", "error": "no room", "failures": 2, "again_in_s": 40.0}
         record_event(tx, "action_failed", "daemon", detail)
-    for at, usd in ((NOW, 0.5), (NOW - 3 * 86400, 2.0)):
+    for at, usd in ((time.time(), 0.5), (NOW - 3 * 86400, 2.0)):
         put(ledger, exchanges, at=at, run=1, label="l", state="done", tokens=100, usd=usd)
     sample = {
         "at": time.time() - 2 * EVERY_SECONDS,
