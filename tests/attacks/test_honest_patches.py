@@ -126,7 +126,7 @@ HONEST: dict[str, tuple[str, Callable[[str], str]]] = {
     "a compiled region": (
         "kernels/add_rms_norm/__init__.py",
         lambda text: _implementation("region", "region", "one region of the compiler")(
-            text.replace("OP = op(", "region = torch.compile(reference, dynamic=False)\nOP = op(", 1)
+            text.replace("OP = make_op(", "region = torch.compile(reference, dynamic=False)\nOP = make_op(", 1)
         ),
     ),
     "words": (
