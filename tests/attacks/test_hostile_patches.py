@@ -309,6 +309,23 @@ def test_each_finding_of_the_static_rules_gives_advice(source: str, code: str) -
     assert tells([problem], expect(code)), problem
 
 
+def test_every_advice_is_given_for_some_source() -> None:
+    """The advice hangs on codes of findings: a finding with another code would lose its advice without a trace."""
+    more = [
+        "setattr(a, b, c)\n",
+        "open('x')\n",
+        "x.data_ptr()\n",
+        "import contextlib\nwith contextlib.suppress(E):\n    f()\n",
+    ]
+    told = [
+        problem
+        for source in (*SOURCES.values(), *more)
+        for problem in source_rules.find_source_problems(FileChange("kernels/evil.py", (HEAD + source).encode()), None)
+    ]
+    for advice in {*source_rules.ADVICE.values(), *source_rules.ADVICE_BY_NAME.values()}:
+        assert tells(told, expect(advice.code)), advice.code
+
+
 # -- honest patches --------------------------------------------------------------------------------------------------------
 HONEST = {
     "a comment": ("trainer/optim/schedule.py", lambda text: text + "\n# Why: see the paper.\n"),

@@ -33,44 +33,50 @@ from factory.gates.patch.source_names import (
 from factory.git.scope import FileChange
 from kernels.contract.message import Message
 
-# First words of a finding after "the code " → the advice how to write the code instead.
+IMPORT_ADVICE = Message(
+    "patch.advice_imports",
+    "Import only these modules: {modules}",
+    modules=sorted(ALLOWED_IMPORTS - {"__future__"}),
+)
+# Code of a finding → the advice how to write the code instead.
 ADVICE = {
-    "imports ": Message(
-        "patch.advice_imports",
-        "Import only these modules: {modules}",
-        modules=sorted(ALLOWED_IMPORTS - {"__future__"}),
-    ),
-    "reaches another module ": Message(
-        "patch.advice_borrows", "Import each module by its own name, not through another module"
-    ),
-    "uses getattr": Message(
-        "patch.advice_getattr",
-        "Write the attribute's name out, as in getattr(x, 'name'), or read the value from a dict",
-    ),
-    "uses setattr": Message(
-        "patch.advice_setattr",
-        "Write the attribute's name out, as in setattr(x, 'name', value), and set it only on an object of the same file",
-    ),
-    "uses open": Message("patch.advice_open", "Read and write files only through the functions of trainer/contract"),
-    "catches ": Message(
+    "patch.imports": IMPORT_ADVICE,
+    "patch.relative_import": IMPORT_ADVICE,
+    "patch.imports_all": IMPORT_ADVICE,
+    "patch.borrows": Message("patch.advice_borrows", "Import each module by its own name, not through another module"),
+    "patch.catches_all": Message(
         "patch.advice_catches",
         "Catch only the expected exceptions, or raise the exception again at the end of the handler. Otherwise a failing kernel could fall back to "
         "the reference without a trace",
     ),
-    "changes ": Message("patch.advice_changes", "Pass the value as an argument to the code that needs it"),
-    "uses the module ": Message(
+    "patch.changes": Message("patch.advice_changes", "Pass the value as an argument to the code that needs it"),
+    "patch.hands_on": Message(
         "patch.advice_hands_on", "Use only a function or class of the module, as in torch.x, and not the module itself"
     ),
-    "uses contextlib.suppress": Message(
+}
+# Code of a finding, and the beginning of the name that the code uses → the advice.
+ADVICE_BY_NAME = {
+    ("patch.uses", "getattr"): Message(
+        "patch.advice_getattr",
+        "Write the attribute's name out, as in getattr(x, 'name'), or read the value from a dict",
+    ),
+    ("patch.uses", "setattr"): Message(
+        "patch.advice_setattr",
+        "Write the attribute's name out, as in setattr(x, 'name', value), and set it only on an object of the same file",
+    ),
+    ("patch.uses", "open"): Message(
+        "patch.advice_open", "Read and write files only through the functions of trainer/contract"
+    ),
+    ("patch.uses", "contextlib.suppress"): Message(
         "patch.advice_suppress", "Catch the expected exceptions by name with 'except', and handle them"
     ),
-    "uses torch.manual_seed": Message(
+    ("patch.uses", "torch.manual_seed"): Message(
         "patch.advice_seed", "Draw random numbers from a torch.Generator of your own: the recipe sets the global seeds"
     ),
-    "uses .is_compiling": Message(
+    ("patch.reaches_for", "is_compiling"): Message(
         "patch.advice_compiling", "Compute the same result in compiled code and in eager code"
     ),
-    "uses .data_ptr": Message(
+    ("patch.reaches_for", "data_ptr"): Message(
         "patch.advice_data_ptr", "Do not cache results by memory address: another tensor may get the same address later"
     ),
 }
@@ -102,8 +108,15 @@ def _python(text: str, base: str, in_kernels: bool) -> Iterable[Message]:
             before[what] -= 1
         else:
             found = Message("patch.line", "line {line}: {problem}, which a patch may not do", line=line, problem=what)
-            advice = next((how for begin, how in ADVICE.items() if what.startswith(f"the code {begin}")), None)
+            advice = _find_advice(what)
             yield Message("patch.advised", "{found}. {advice}", found=found, advice=advice) if advice else found
+
+
+def _find_advice(found: Message) -> Message | None:
+    """Return how to write the code instead, or None if the rules have no advice."""
+    name = str(found.data.get("name", ""))
+    by_name = (how for (code, begin), how in ADVICE_BY_NAME.items() if code == found.code and name.startswith(begin))
+    return ADVICE.get(found.code) or next(by_name, None)
 
 
 def _uses(name: str) -> Message:
