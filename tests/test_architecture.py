@@ -18,9 +18,10 @@ from tests.support.paths import ROOT
 
 MAY_IMPORT = {
     "kernels": {"kernels"},
-    "trainer": {"trainer", "kernels"},
-    "agents": {"agents", "trainer", "kernels"},
-    "factory": {"factory", "agents", "trainer", "kernels"},
+    "models": {"models", "kernels"},
+    "trainer": {"trainer", "models", "kernels"},
+    "agents": {"agents", "trainer", "models", "kernels"},
+    "factory": {"factory", "agents", "trainer", "models", "kernels"},
 }
 BARE_IMAGE = {"torch", "triton", "numpy", "pyarrow", "safetensors", "tokenizers", "yaml", "pydantic"}
 
@@ -77,7 +78,7 @@ def test_imports_point_down(folder: str) -> None:
             assert top not in ("tests", "benchmarks"), f"{name} imports {imported}"
 
 
-@pytest.mark.parametrize("folder", ["kernels", "trainer", "agents"])
+@pytest.mark.parametrize("folder", ["kernels", "models", "trainer", "agents"])
 def test_bare_image_folders_stay_light(folder: str) -> None:
     for name, path in modules(folder).items():
         foreign = (
@@ -263,7 +264,7 @@ def test_agents_may_patch_all_of_kernels_and_trainer_except_contract() -> None:
     assert {"trainer.model.transformer", "trainer.run", "kernels.swiglu"} <= PATCHABLE
 
 
-@pytest.mark.parametrize("contract", ["kernels.contract", "trainer.contract"])
+@pytest.mark.parametrize("contract", ["kernels.contract", "models", "trainer.contract"])
 def test_the_contract_imports_nothing_that_agents_may_patch(contract: str) -> None:
     graph = the_graph()
     for name in (n for n in EVERY if n.startswith(contract)):

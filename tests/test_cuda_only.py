@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-WHERE = ("trainer", "kernels", "agents/line_profiler")
+WHERE = ("trainer", "models", "kernels", "agents/line_profiler")
 DEVICES = {"cuda", "cpu"}
 TABLE = ROOT / "docs" / "GPU.md"
 TITLE = "## Code that only a GPU runs, and what covers it"

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-JUDGED = ("agents", "factory", "kernels", "trainer")
+JUDGED = ("agents", "factory", "kernels", "models", "trainer")
 DOTTED = re.compile(r"\w+([.:]\w+)*")
 # A decorator that hands a function to its caller: typer, pydantic, torch, SQLAlchemy.
 REGISTERING = {

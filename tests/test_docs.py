@@ -18,7 +18,7 @@ DOCS = sorted(
     file.relative_to(ROOT).as_posix() for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
     if file.name not in HISTORY
 )  # fmt: skip
-PACKAGES = ("factory", "agents", "trainer", "kernels", "benchmarks", "tests", "policies", "docs")
+PACKAGES = ("factory", "agents", "trainer", "models", "kernels", "benchmarks", "tests", "policies", "docs")
 PLACEHOLDER = re.compile(r"[A-Z]{2,}|…|\.\.\.|[<>{}*]|NAME|\bN\b")  # of what a reader fills in, or a pattern
 NOT_OURS = frozenset(
     {"exports", "inbox", "shards", "policies"}
@@ -171,7 +171,7 @@ def rooms() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("package", ["kernels", "trainer", "agents", "factory", "benchmarks"])
+@pytest.mark.parametrize("package", ["kernels", "models", "trainer", "agents", "factory", "benchmarks"])
 def test_the_design_lists_every_room_and_no_other(package: str) -> None:
     there = {one.name for one in (ROOT / package).iterdir() if one.is_dir() and any(one.rglob("*.py"))}
     there |= {"results", "baselines"} if package == "benchmarks" else set()

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 WITH_EXAMPLES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for folder in ("agents", "factory", "kernels", "trainer")
+    for folder in ("agents", "factory", "kernels", "models", "trainer")
     for path in (ROOT / folder).rglob("*.py")
     if "    >>> " in path.read_text("utf-8")
 )
@@ -35,7 +35,7 @@ def test_the_modules_of_training_data_have_worked_examples() -> None:
     assert changing_form | {"trainer.batch"} <= set(WITH_EXAMPLES)
 
 
-FOLDERS = ("agents", "factory", "kernels", "trainer", "benchmarks")
+FOLDERS = ("agents", "factory", "kernels", "models", "trainer", "benchmarks")
 # Names of other projects and of published files, which the code itself does not use.
 FOREIGN = frozenset(
     {

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from kernels.contract.message import Message
-from trainer.contract.errors import make_known_words_hint
-from trainer.contract.strict import StrictSchema
+from kernels.contract.strict import StrictSchema, make_known_words_hint
 
 OFF, WHEN_IDLE, NIGHTLY = "off", "when-idle", "nightly"
 AGENTS = ("search", "kernel-engineer", "recipe-scout")  # the rows of ``factory.code_loop.proposing.AGENTS``

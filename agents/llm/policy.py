@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainer.contract.strict import StrictSchema
+from kernels.contract.strict import StrictSchema
 
 
 class Budget(StrictSchema):

@@ -206,7 +206,7 @@ def our_run(task: Task, kernels: Path, compile: bool) -> SegmentRun:
 def first_weights(task: Task, kernels: Path) -> dict[str, Tensor]:
     """The weights that our trainer begins with, in transformers' names."""
     state = our_run(task, kernels, compile=False).model.state_dict()
-    return {name: tensor.clone() for name, tensor in rename_tensors_for_hf(state, task.recipe.model).items()}
+    return {name: tensor.clone() for name, tensor in rename_tensors_for_hf(state, task.recipe.model)}
 
 
 class Theirs:

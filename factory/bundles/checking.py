@@ -26,7 +26,7 @@ from factory.core.workspace import find_checkout_root
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.trained_licences import NONE
 from kernels.contract.message import Message
-from trainer.contract.strict import parse
+from kernels.contract.strict import parse
 
 LOGPROB_TOLERANCE = 1e-3  # nats, between fp32 on two machines; serving allows the same difference
 FIXTURE_SECONDS = 1800.0

@@ -38,7 +38,7 @@ from factory.gates.release.recorded_verdict import (
 from factory.tasks.comparing import TaskEvidence, compute_metric_gains, compute_metric_scores
 from kernels.contract.files import replace_non_finite
 from kernels.contract.message import Message
-from trainer.contract.strict import parse
+from kernels.contract.strict import parse
 
 TOLERANCE = 1e-9  # relative; for sums in another order or on another machine
 _ITEMS = TypeAdapter(EvalItem)

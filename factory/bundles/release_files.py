@@ -33,7 +33,7 @@ from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import EvaluationRow, ReleaseRow, SegmentRow, VerdictRow
-from trainer.contract.strict import parse
+from kernels.contract.strict import parse
 
 Files = dict[str, Any]  # path → a text, a JSON object, or the rows of JSON Lines
 NOT_TOLD = (

@@ -15,8 +15,9 @@ from factory.core.workspace import find_checkout_root
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
+    from models.spec import ModelSpec
     from trainer.contract.plan.run_plan import RunPlan
-    from trainer.contract.recipe import ModelRecipe, Recipe
+from trainer.contract.recipe import Recipe
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 LARGE = (
@@ -97,7 +98,7 @@ def plan(
     try:
         asked = _recipe(recipe) if recipe else None
         if config:
-            shape: ModelRecipe = read_config(config, context)
+            shape: ModelSpec = read_config(config, context)
         elif asked:
             shape = asked.model
         else:
@@ -119,6 +120,7 @@ def plan(
         ask = PlanRequest(
             shape, wanted, gpus, chosen_gpu, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE,
             network=network and network * GB, expert=expert_parallel, fp8=fp8,
+            is_public_model=config is not None,
         )  # fmt: skip
         if asked:
             rounded = asked.precision != "fp32"  # on every GPU of the table, auto is bf16

@@ -8,16 +8,16 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-import trainer.contract.strict
+import kernels.contract.strict
 from factory.core.errors import ConfigError
 from factory.core.workspace import load_yaml
-from trainer.contract.strict import parse
+from kernels.contract.strict import parse
 
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class StrictPolicy(trainer.contract.strict.StrictSchema):
+class StrictPolicy(kernels.contract.strict.StrictSchema):
     """Base class of policies. Unknown keys, values of another type and infinities are errors. A loaded policy is immutable."""
 
     model_config = ConfigDict(allow_inf_nan=False)

@@ -34,7 +34,7 @@ from factory.git.scope import AgentsPolicy, FileChange, find_scope_problems, mak
 from kernels.contract.files import sync_folder
 
 NO_COMMIT = "0" * 40
-LIVE_FOLDERS = ("kernels", "trainer", "agents", "policies")
+LIVE_FOLDERS = ("kernels", "models", "trainer", "agents", "policies")
 
 
 class ScopeError(InputError):

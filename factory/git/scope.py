@@ -26,7 +26,7 @@ from kernels.contract.message import Message
 # The names of new files. Python must not import a new file instead of another module. This happens if a package and a module in the same folder have
 # the same name (Python takes the package), or if a file has the name of a module of the standard library or of an installed package (the folder of
 # the file may come first on Python's path). The check uses only names, before Python imports any file of the patch.
-OURS = ("agents", "benchmarks", "factory", "kernels", "tests", "trainer")
+OURS = ("agents", "benchmarks", "factory", "kernels", "models", "tests", "trainer")
 SPECIAL = "__init__"  # the only name with double underscores that a new file may have
 
 

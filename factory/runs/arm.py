@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import InputError, suggest_name
+from kernels.contract.strict import list_fields_at
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.recipe import Recipe, copy_with_changed_keys
-from trainer.contract.strict import list_fields_at
 
 Spec = dict[str, Any]
 

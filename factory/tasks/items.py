@@ -15,7 +15,7 @@ from factory.core.policy_file import StrictPolicy
 from factory.tasks.exact_answer import extract_answer
 from factory.tasks.reply import extract_program
 from kernels.contract.message import Message
-from trainer.contract.strict import parse
+from kernels.contract.strict import parse
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Text = Annotated[str, Field(min_length=1, max_length=200_000)]

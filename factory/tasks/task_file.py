@@ -47,7 +47,7 @@ from factory.tasks.published.benchmarks import (
 from factory.tasks.published.record_form import Benchmark
 from factory.tasks.reply import choose_default_stop_texts
 from kernels.contract.message import Message
-from trainer.contract.strict import parse
+from kernels.contract.strict import parse
 
 # Versions of the scorers. Another number makes every task of the kind a new task. Version 2: choices with equal scores share the point, answers are
 # compared by their mathematical form, and programs run as Python runs a file.

@@ -34,7 +34,12 @@ from kernels.contract.message import Message
 
 SERIES = ("loss", "grad_norm", "lr")  # keys of metrics.jsonl; a run without a loss is not judged
 ROUNDING = 1e-6  # share of a value that fp32 rounding may change: the least noise of any measure
-TRAINING_FILES = ("trainer/", "kernels/", "policies/kernels.yaml")  # all files of the repository that a trainer reads
+TRAINING_FILES = (
+    "trainer/",
+    "models/",
+    "kernels/",
+    "policies/kernels.yaml",
+)  # all files of the repository that a trainer reads
 
 Series = list[float | None]  # one value for each step; None: not finite, or not written
 TENSOR_UPDATE_MEASURE = "tensor's update length"  # name of a measure

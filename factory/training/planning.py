@@ -378,8 +378,8 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
 
     Raises: ConfigError naming each other change with both values, the file, and what to do.
     """
+    from models.spec import ACCEPTABLE
     from trainer.contract.checkpoint.model_function_changes import find_model_function_changes, find_unaccepted_changes
-    from trainer.contract.recipe import ACCEPTABLE
 
     if parent is None:
         check_vocabulary(plant, recipe)

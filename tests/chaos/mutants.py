@@ -29,7 +29,7 @@ TABLE_LINE = '"'  # the first character of a line in a table; deleting it leaves
 TIMES, LEAST_S = 5, 60.0
 LIVE = ("trainer/", "kernels/")
 LOOKED_AT = ("factory", "trainer/contract", "kernels/contract")
-COPIED = ("factory", "trainer", "kernels", "agents", "policies", "tests", "pyproject.toml")
+COPIED = ("factory", "trainer", "models", "kernels", "agents", "policies", "tests", "pyproject.toml")
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def empty_plant(site: Path) -> None:
     from tests.support.plants.trained_plant import write_lenient_policies, write_shards
 
     target = site / "target"
-    for name in ("kernels", "trainer", "policies"):
+    for name in ("kernels", "models", "trainer", "policies"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     (target / "agents").mkdir()
     (target / "agents" / "__init__.py").write_text("")

@@ -25,7 +25,7 @@ from typing import Any
 from tests.mutants.operators import Mutant, equivalents, mutants
 from tests.mutants.running import Warm, distant_tests, own_tests
 
-SOURCE = ("agents", "factory", "kernels", "trainer")
+SOURCE = ("agents", "factory", "kernels", "models", "trainer")
 
 
 def chosen(every: list[Mutant], count: int, seed: int) -> list[Mutant]:

@@ -29,7 +29,7 @@ from tests.mutants.operators import Mutant
 from tests.support.git import git
 from tests.support.plants.kept import STATE
 
-OURS = ("agents", "benchmarks", "factory", "kernels", "tests", "trainer")
+OURS = ("agents", "benchmarks", "factory", "kernels", "models", "tests", "trainer")
 FAST = "not slow and not long"
 # What these read when they are imported, tests may yet set.
 NOT_AHEAD = ("triton", "torch._inductor", "torch._dynamo")

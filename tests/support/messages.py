@@ -26,7 +26,7 @@ import pytest
 from kernels.contract.message import CodedError, Message
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("factory", "agents", "trainer", "kernels")
+ROOMS = ("factory", "agents", "trainer", "models", "kernels")
 CODE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+")
 LONG_WORDS = 4  # a text of so many words, and so many characters, is prose
 LONG_CHARACTERS = 24

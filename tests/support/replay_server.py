@@ -22,9 +22,9 @@ from typing import Any
 from pydantic import Field
 
 from agents.llm.exchange import LlmError
+from kernels.contract.strict import StrictSchema, parse
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import TrainerError, run_and_get_exit_code
-from trainer.contract.strict import StrictSchema, parse
 
 PIECE = 24  # characters of a streamed chunk
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-from kernels.contract.message import CodedError, Message, format_error_with_code
+from kernels.contract.message import CodedError, format_error_with_code
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # numbers of an OSError that mean: the disk is full
 ERRORS_OF_NO_FILE = {
@@ -85,12 +84,3 @@ def run_and_get_exit_code(
         print(f"{program}: {format_error_with_code(said)}", file=sys.stderr)
         return EXIT_FULL
     return 0
-
-
-def make_known_words_hint(word: str, known: Iterable[str]) -> Message:
-    """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words if none is near."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    if close:
-        return Message("trainer.near", "; did you mean {near!r}?", near=close[0])
-    return Message("trainer.known", "; known: {known}", known=names)

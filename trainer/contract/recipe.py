@@ -5,37 +5,24 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from kernels.contract.message import Message
+from kernels.contract.strict import StrictSchema, parse
 from kernels.contract.strict_yaml import read_yaml
+from models.adapters import find_family_for_export
+from models.adapters.config_reader import ModelFilesError
+from models.spec import GROUPED_MULTIPLE, Acceptable, ModelSpec
 from trainer.contract.errors import RecipeError
-from trainer.contract.strict import StrictSchema, parse
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 AUTO = "auto"
-GROUPED_MULTIPLE = 8  # torch's grouped_mm needs rows of 16 bytes, which are 8 values of bf16
-
-
-# Keys of ``model`` that can change the function without changing a weight's shape, alone or together with a second key.
-Acceptable = Literal[
-    "rope_theta",
-    "norm_eps",
-    "nope_every",
-    "across_documents",
-    "base_d_model",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "experts.per_token",
-]
-ACCEPTABLE: tuple[str, ...] = get_args(Acceptable)
 
 
 # Keys that older recipes lack, with their default values.
@@ -58,179 +45,6 @@ def _only_with(key: str, kind: str) -> Message:
         key=key,
         kind=kind,
     )
-
-
-class ExpertsRecipe(StrictSchema):
-    """Experts that replace the dense SwiGLU: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4Moe`` computes it."""
-
-    count: Annotated[int, Field(ge=2)]  # routed experts
-    per_token: Positive  # experts that each token goes to
-    d_ff: Annotated[int, Field(gt=0, multiple_of=GROUPED_MULTIPLE)]  # of one expert
-    shared: Annotated[int, Field(ge=0)] = (
-        1  # experts that every token goes to; computed as one expert of ``shared`` times the width
-    )
-    dense_layers: Annotated[int, Field(ge=0)] = 1  # first layers that keep the dense SwiGLU of ``model.d_ff``
-    bias_rate: Annotated[float, Field(ge=0)] = 1e-3  # a step's change of the bias that balances the load
-    z_loss: Annotated[float, Field(ge=0)] = 1e-4  # weight of the router's logsumexp², ST-MoE (arXiv 2202.08906) §3.1
-
-
-class ModelRecipe(StrictSchema):
-    """The shape of a decoder with tied embeddings. ``trainer.contract.checkpoint.export`` names the equivalent class of ``transformers``."""
-
-    vocab_size: Positive
-    d_model: Positive
-    layers: Positive
-    heads: Positive  # query heads
-    kv_heads: Positive  # key/value heads; each serves heads / kv_heads query heads
-    head_dim: Annotated[int, Field(gt=0, multiple_of=2)]
-    d_ff: Positive
-    context: Annotated[int, Field(ge=8)]  # positions in a row
-    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    qk_norm: bool = True
-    nope_every: Annotated[int, Field(ge=2)] | None = None  # every n-th layer has no position embedding; null: all have
-    across_documents: bool = False  # attention may see the earlier documents of the row
-    experts: ExpertsRecipe | None = None  # null: a dense model
-    base_d_model: Positive | None = None  # the width for which the rates were found (muP); null: this width
-
-    @model_validator(mode="after")
-    def _possible(self) -> ModelRecipe:
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                Message(
-                    "recipe.heads",
-                    "model.heads ({heads}) is not a multiple of model.kv_heads ({kv_heads})",
-                    heads=self.heads,
-                    kv_heads=self.kv_heads,
-                )
-            )
-        if self.nope_every is not None and (self.qk_norm or self.experts):
-            raise ValueError(
-                Message(
-                    "recipe.nope",
-                    "no serving engine supports model.nope_every together with QK-norm or experts. Remove "
-                    "model.nope_every, or write 'qk_norm: false' and remove model.experts",
-                )
-            )
-        if not (self.qk_norm or self.experts or self.nope_every) and self.d_model % self.heads:
-            raise ValueError(
-                Message(
-                    "recipe.llama_heads",
-                    "model.heads ({heads}) does not divide model.d_model ({d_model}). A model without QK-norm is exported as "
-                    "LlamaForCausalLM, which needs heads that divide the width",
-                    heads=self.heads,
-                    d_model=self.d_model,
-                )
-            )
-        experts = self.experts
-        if experts is not None and self.d_model % GROUPED_MULTIPLE:
-            raise ValueError(
-                Message(
-                    "recipe.experts_width",
-                    "model.d_model ({d_model}) is not a multiple of {multiple}. A model with experts needs such a width",
-                    d_model=self.d_model,
-                    multiple=GROUPED_MULTIPLE,
-                )
-            )
-        if experts is not None and experts.per_token > experts.count:
-            raise ValueError(
-                Message(
-                    "recipe.experts_per_token",
-                    "model.experts.per_token ({per_token}) is more than model.experts.count ({count})",
-                    per_token=experts.per_token,
-                    count=experts.count,
-                )
-            )
-        if experts is not None and experts.dense_layers >= self.layers:
-            raise ValueError(
-                Message(
-                    "recipe.dense_layers",
-                    "model.experts.dense_layers ({dense_layers}) must be smaller than model.layers ({layers}), so that some "
-                    "layer has experts",
-                    dense_layers=experts.dense_layers,
-                    layers=self.layers,
-                )
-            )
-        return self
-
-    @property
-    def mup_width_ratio(self) -> float:
-        """The width at which the learning rates were found, divided by this model's width: 1/m of muP (arXiv 2203.03466)."""
-        return self.base_d_model / self.d_model if self.base_d_model else 1.0
-
-    def is_expert_layer(self, layer: int) -> bool:
-        return self.experts is not None and layer >= self.experts.dense_layers
-
-    @property
-    def matmul_parameter_count(self) -> int:
-        """Number of weights that a position is multiplied with, the output head included. Of the experts, only those that it goes to count."""
-        return self._matmul_parameters(lambda experts: experts.per_token)
-
-    @property
-    def parameters(self) -> int:
-        """Number of all weights. The tied embedding counts once."""
-        norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
-        return self._matmul_parameters(lambda experts: experts.count) + self.layers * norms + self.d_model
-
-    @property
-    def attention_parameters_per_layer(self) -> int:
-        """Number of weights of one layer's attention projections."""
-        return self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-
-    @property
-    def attention_width(self) -> float:
-        """Width of attention for FLOPs: the mean of the widths of all keys and of all values."""
-        return self.heads * self.head_dim
-
-    def _matmul_parameters(self, routed: Callable[[ExpertsRecipe], int]) -> int:
-        total = self.vocab_size * self.d_model
-        for layer in range(self.layers):
-            total += self.attention_parameters_per_layer
-            if self.experts is None or not self.is_expert_layer(layer):
-                total += 3 * self.d_model * self.d_ff
-            else:
-                total += self.d_model * self.experts.count  # the router
-                total += 3 * self.d_model * self.experts.d_ff * (routed(self.experts) + self.experts.shared)
-        return total
-
-    def list_warnings(self) -> list[str]:
-        """Warnings about settings that cost and do not help, one line each: sizes that matrix units pad, a router without a gradient."""
-        sizes = {"vocab_size": 64, "d_model": 16, "head_dim": 16, "d_ff": 16}
-        found = {f"model.{key}": (getattr(self, key), multiple) for key, multiple in sizes.items()}
-        if self.experts is not None:
-            found["model.experts.d_ff"] = (self.experts.d_ff, 16)
-        lines: list[str] = []
-        for key, (size, multiple) in found.items():
-            padded = -(-size // multiple) * multiple
-            if padded != size:
-                lines.append(
-                    Message(
-                        "recipe.padded_size",
-                        "{key} ({size}) is not a multiple of {multiple}. Matrix units pad this size to {padded}, so {share:.1%} "
-                        "of the work is padding. A size of {padded} would cost the same time",
-                        key=key,
-                        size=size,
-                        multiple=multiple,
-                        padded=padded,
-                        share=1 - size / padded,
-                    )
-                )
-        if self.experts is not None and self.experts.per_token == 1:
-            lines.append(
-                Message(
-                    "recipe.one_expert",
-                    "model.experts.per_token is 1: the weight of a single expert is always 1, so the router gets no gradient "
-                    "from the loss",
-                )
-            )
-        return lines
-
-    def count_flops_per_token(self) -> float:
-        """FLOPs of one token, forward and backward: 6 N + 6 L H K T. A multiplication and an addition count as two FLOPs.
-
-        This is PaLM's formula (arXiv 2204.02311, appendix B) without the masked half of attention.
-        """
-        return 6.0 * self.matmul_parameter_count + 6.0 * self.layers * self.attention_width * self.context
 
 
 class MixturePhase(StrictSchema):
@@ -435,7 +249,7 @@ class ParallelRecipe(StrictSchema):
     replicas: Positive = 1
     recompute: Literal["none", "block"] = "none"  # activation checkpointing: keep a block's input only
 
-    def data_ranks(self, ranks: int, model: ModelRecipe) -> int:
+    def data_ranks(self, ranks: int, model: ModelSpec) -> int:
         """The number of parts into which ``ranks`` ranks split the batch. Raises: RecipeError that names the key that does not fit."""
         if ranks % self.tensor:
             raise RecipeError(
@@ -492,7 +306,7 @@ class Recipe(StrictSchema):
     checkpoint_every: Positive = 200  # steps
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2  # newest ones kept in a segment's folder
     export_dtype: Literal["fp32", "bf16"] = "fp32"
-    model: ModelRecipe
+    model: ModelSpec
     mixture: MixtureRecipe
     batch: BatchRecipe
     optimizer: OptimizerRecipe
@@ -515,6 +329,14 @@ class Recipe(StrictSchema):
                         key=key,
                     )
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_exported(self) -> Recipe:
+        try:
+            find_family_for_export(self.model)
+        except ModelFilesError as error:
+            raise ValueError(error.message) from None
         return self
 
     @model_validator(mode="after")

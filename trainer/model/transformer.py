@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from kernels.contract.registry import Ops
 from kernels.qk_norm_rope import apply_rope
+from models.spec import ModelSpec
 from trainer.contract.checkpoint.region import Region
-from trainer.contract.recipe import ModelRecipe
 from trainer.model import fp8
 from trainer.parallel.ranks import get_local_part
 from trainer.parallel.tensor_ranks import TensorRanks
@@ -37,7 +37,7 @@ class Block(nn.Module):
     """One layer: x_BSD → (x_BSD, extras). ``extras`` of an expert layer: [1 + E], the router's Σ z² and the number of tokens at each expert;
     None for a dense layer."""
 
-    def __init__(self, shape: ModelRecipe, layer: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks) -> None:
+    def __init__(self, shape: ModelSpec, layer: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks) -> None:
         super().__init__()
         self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
         self.has_rope = shape.nope_every is None or (layer + 1) % shape.nope_every != 0
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        shape: ModelRecipe,
+        shape: ModelSpec,
         ops: Ops,
         dtype: torch.dtype = torch.float32,
         tensor: TensorRanks | None = None,
@@ -309,7 +309,7 @@ class Decoder(nn.Module):
         return h_BSD if share == 1 else h_BSD * share
 
 
-def make_rope_tables(positions_BT: Tensor, shape: ModelRecipe, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def make_rope_tables(positions_BT: Tensor, shape: ModelSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """RoPE's cos and sin, each [B, T, K] in ``dtype``, computed in fp32. The two halves of K are equal (arXiv 2104.09864)."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions_BT.device).float() / shape.head_dim
     positions = torch.arange(shape.context, device=positions_BT.device).float()

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.spec import ModelSpec
 from trainer.contract.checkpoint.region import Region, is_distributed_tensor
 from trainer.contract.errors import RecipeError
-from trainer.contract.recipe import ModelRecipe, ParallelRecipe
+from trainer.contract.recipe import ParallelRecipe
 from trainer.parallel.tensor_ranks import TensorRanks
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Ranks:
     data_ranks: int = 1
 
     @classmethod
-    def join(cls, parallel: ParallelRecipe, model: ModelRecipe) -> Ranks:
+    def join(cls, parallel: ParallelRecipe, model: ModelSpec) -> Ranks:
         """Join the other ranks that torchrun started (it sets RANK, WORLD_SIZE, LOCAL_RANK). Without torchrun there is one rank.
 
         Raises: RecipeError that names the key that does not fit the number of ranks.

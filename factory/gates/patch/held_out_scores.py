@@ -47,7 +47,7 @@ def make_reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceM
     """Return the judge's own model with these weights. ``weights``: the trainer's name → tensor."""
     shape = Recipe.parse(recipe).model
     return ReferenceModel(
-        parse_config(make_hf_config(shape, "float32"), "recipe"), rename_tensors_for_hf(weights, shape)
+        parse_config(make_hf_config(shape, "float32"), "recipe"), dict(rename_tensors_for_hf(weights, shape))
     )
 
 

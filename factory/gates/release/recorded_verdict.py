@@ -18,7 +18,7 @@ from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, are_reasons_overridable
 from factory.tasks.comparing import TaskEvidence
 from kernels.contract.message import Message
-from trainer.contract.strict import parse
+from kernels.contract.strict import parse
 
 BESIDE = {"suite_sha256", "evaluations", "policy", "tasks", "sha256"}  # keys that are recorded with the evidence
 _TASKS = TypeAdapter(TaskEvidence)

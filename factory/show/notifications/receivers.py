@@ -20,7 +20,7 @@ from factory.core.errors import FactoryError
 from factory.core.listening_socket import is_loopback
 from factory.core.policy_file import StrictPolicy, load_policy
 from kernels.contract.files import encode_finite_json
-from trainer.contract.errors import make_known_words_hint
+from kernels.contract.strict import make_known_words_hint
 
 NotificationKind = Literal["verdict", "approval", "release", "anomaly", "failure"]
 Seconds = Annotated[float, Field(gt=0)]

@@ -40,7 +40,7 @@ def test_stages_have_the_names_of_their_files_and_the_order_of_the_judge(gate: A
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def test_no_file_of_this_checkout_has_problems_compared_with_itself() -> None:
-    for folder in ("kernels", "trainer"):
+    for folder in ("kernels", "models", "trainer"):
         for path in sorted((find_checkout_root() / folder).rglob("*.py")):
             content = path.read_bytes()
             assert source_rules.find_source_problems(FileChange(f"{folder}/{path.name}", content), content) == []

@@ -46,7 +46,7 @@ def trainers_export(folder: Path, family: str) -> Path:
     (folder / "config.json").write_text(json.dumps(make_hf_config(recipe.model, "float32")))
     (folder / "generation_config.json").write_text(json.dumps(make_generation_config()))
     save_file(
-        {k: v.contiguous().clone() for k, v in rename_tensors_for_hf(state, recipe.model).items()},
+        {k: v.contiguous().clone() for k, v in rename_tensors_for_hf(state, recipe.model)},
         folder / "model.safetensors",
         {"format": "pt"},
     )

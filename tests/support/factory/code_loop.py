@@ -100,7 +100,7 @@ def fewer_steps(workspace: Workspace) -> Iterator[None]:
 
 def make_target(folder: Path) -> Path:
     """The code that is trained with, as a repository of its own."""
-    for name in ("kernels", "trainer", "agents", "policies"):
+    for name in ("kernels", "models", "trainer", "agents", "policies"):
         shutil.copytree(find_checkout_root() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     kernels = folder / "policies" / "kernels.yaml"
     kernels.write_text(use_plain_kernels(kernels.read_text()))  # so that there is something to propose

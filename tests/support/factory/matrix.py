@@ -46,7 +46,7 @@ class Judged:
 
 def copy_of_code(folder: Path) -> Path:
     """This checkout's kernels/, trainer/ and what else they need."""
-    for name in ("kernels", "trainer", "policies"):
+    for name in ("kernels", "models", "trainer", "policies"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 

@@ -165,7 +165,7 @@ def _run_and_tell(connection: socket.socket, outputs: Sequence[int], request: Re
 def compile_once() -> None:
     """A file of a worktree that is one of this checkout's, byte for byte, is not compiled again by every fork: a worktree has no byte-code."""
     known: dict[bytes, bytes] = {}
-    for top in ("kernels", "trainer", "factory"):
+    for top in ("kernels", "models", "trainer", "factory"):
         for path in (CHECKOUT / top).rglob("*.py"):
             with contextlib.suppress(OSError):
                 made, seen = Path(importlib.util.cache_from_source(str(path))).read_bytes(), path.stat()

@@ -25,7 +25,7 @@ from tests.support.paths import ROOT
 SHELF = ROOT / ".pytest_cache" / "plants"
 HOURS = 6  # its rows say when they were made, and what looks at them may ask how long ago that is: an older one is made again
 STATES = 3  # kept, the newest: a person goes to and fro between two commits
-SOURCES = ("factory", "kernels", "trainer", "agents", "policies", "tests/support")
+SOURCES = ("factory", "kernels", "models", "trainer", "agents", "policies", "tests/support")
 SETTINGS = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.contract.recipe import ExpertsRecipe, ModelRecipe
+from models.spec import ExpertsSpec, ModelSpec
 
 
 @dataclass(frozen=True)
 class Published:
     name: str
     parameters: float
-    model: ModelRecipe
+    model: ModelSpec
     tied: bool = False
     digits: float = 0.0  # relative: how exactly the number was published
 
@@ -22,16 +22,14 @@ class Published:
         return self.model.parameters + (0 if self.tied else self.model.vocab_size * self.model.d_model)
 
 
-def shape(
-    vocab: int, d: int, layers: int, heads: int, kv: int, ff: int, context: int = 4096, **more: Any
-) -> ModelRecipe:
+def shape(vocab: int, d: int, layers: int, heads: int, kv: int, ff: int, context: int = 4096, **more: Any) -> ModelSpec:
     keys = {"head_dim": 128, "qk_norm": False} | more
-    return ModelRecipe(
+    return ModelSpec(
         vocab_size=vocab, d_model=d, layers=layers, heads=heads, kv_heads=kv, d_ff=ff, context=context, **keys
     )
 
 
-def qwen_3(d: int, layers: int, heads: int, kv: int, ff: int, **more: Any) -> ModelRecipe:
+def qwen_3(d: int, layers: int, heads: int, kv: int, ff: int, **more: Any) -> ModelSpec:
     return shape(151_936, d, layers, heads, kv, ff, qk_norm=True, **more)
 
 
@@ -50,15 +48,13 @@ MODELS = [
     Published(
         "Qwen3-30B-A3B",
         30.5e9,
-        qwen_3(
-            2048, 48, 32, 4, 6144, experts=ExpertsRecipe(count=128, per_token=8, d_ff=768, shared=0, dense_layers=0)
-        ),
+        qwen_3(2048, 48, 32, 4, 6144, experts=ExpertsSpec(count=128, per_token=8, d_ff=768, shared=0, dense_layers=0)),
         digits=0.005,
     ),
     Published(
         "GLM-4.5-Air",  # its multi-token prediction layer left out
         106e9,
-        shape(151_552, 4096, 46, 96, 8, 10944, experts=ExpertsRecipe(count=128, per_token=8, d_ff=1408)),
+        shape(151_552, 4096, 46, 96, 8, 10944, experts=ExpertsSpec(count=128, per_token=8, d_ff=1408)),
         digits=0.01,
     ),
     # PaLM (arXiv 2204.02311 Table 1, appendix B): one key/value head, head dimension 256; "540.35B".
@@ -68,5 +64,5 @@ MODELS = [
 ]
 
 
-def model_of(name: str) -> ModelRecipe:
+def model_of(name: str) -> ModelSpec:
     return next(published.model for published in MODELS if published.name == name)

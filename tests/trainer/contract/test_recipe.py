@@ -23,7 +23,7 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem", "data"),
     [
-        ({"model__heads": 3}, "recipe.heads", {"heads": 3, "kv_heads": 2}),
+        ({"model__heads": 3}, "models.heads", {"heads": 3, "kv_heads": 2}),
         ({"model__head_dim": 15}, "multiple of 2", {"key": "model.head_dim"}),
         ({"model__d_model": 0}, "greater than 0", {"key": "model.d_model"}),
         ({"model__layers": "two"}, "valid integer", {"key": "model.layers", "got": " (got 'two')"}),
@@ -51,22 +51,35 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
             {"key": "experts.shared · experts.d_ff", "size": 8},
         ),
         ({"optimizer__lr": -1.0}, "greater than 0", {"key": "optimizer.lr"}),
-        ({"model__qk_norm": False, "model__heads": 6}, "recipe.llama_heads", {"heads": 6, "d_model": 32}),
+        (
+            {
+                "model__qk_norm": False,
+                "model__latent": {
+                    "q_rank": None,
+                    "kv_rank": 8,
+                    "nope_head_dim": 4,
+                    "rope_head_dim": 2,
+                    "v_head_dim": 4,
+                },
+            },
+            "models.latent",
+            {"keys": 6},
+        ),
         ({"model__experts": {"count": 4, "per_token": 1, "d_ff": 12}}, "multiple of 8", {"key": "model.experts.d_ff"}),
         (
             {"model__experts": {"count": 4, "per_token": 1, "d_ff": 8}, "model__d_model": 36},
-            "recipe.experts_width",
+            "models.experts_width",
             {"d_model": 36, "multiple": 8},
         ),
-        ({"model__nope_every": 4}, "recipe.nope", {}),
+        ({"model__nope_every": 4}, "models.no_family", {"family": "Qwen3ForCausalLM"}),
         (
             {"model__experts": {"count": 4, "per_token": 5, "d_ff": 8}},
-            "recipe.experts_per_token",
+            "models.experts_per_token",
             {"per_token": 5, "count": 4},
         ),
         (
             {"model__experts": {"count": 4, "per_token": 2, "d_ff": 8, "dense_layers": 2}},
-            "recipe.dense_layers",
+            "models.dense_layers",
             {"dense_layers": 2, "layers": 2},
         ),
         (
@@ -103,7 +116,7 @@ def test_a_wrong_or_impossible_value_is_refused_and_its_key_named(
     with pytest.raises(RecipeError) as found:
         recipe_with(**change)
     error = found.value
-    if problem.startswith("recipe."):
+    if problem.startswith(("recipe.", "models.")):
         said = error.data["problem"]
         assert error.code == "strict.wrong_value" and said.code == problem
     else:
@@ -152,7 +165,7 @@ def test_a_warm_up_batch_that_ranks_cannot_share_evenly_is_refused() -> None:
 def test_widths_that_matrix_units_pad_are_reported_with_their_cost() -> None:
     assert recipe_with().model.list_warnings() == []
     odd = recipe_with(model__vocab_size=520, model__d_ff=65).model.list_warnings()
-    assert codes(odd) == ["recipe.padded_size"] * 2
+    assert codes(odd) == ["models.padded_size"] * 2
     assert [(one.data["key"], one.data["size"], one.data["multiple"], one.data["padded"]) for one in odd] == [
         ("model.vocab_size", 520, 64, 576),
         ("model.d_ff", 65, 16, 80),

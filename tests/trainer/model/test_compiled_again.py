@@ -54,7 +54,7 @@ def test_code_compiled_for_one_commit_is_reused_by_the_next(tmp_path: Path) -> N
     kernels.write_text("cpu: {}\ncuda: {}\nfallback: reference\n")
     old, new = tmp_path / "old", tmp_path / "new"
     for code in (old, new):
-        for name in ("agents", "trainer", "kernels", "policies"):
+        for name in ("agents", "trainer", "models", "kernels", "policies"):
             shutil.copytree(ROOT / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
     moved = new / "trainer" / "model" / "transformer.py"  # another commit: its lines lie elsewhere
     text = moved.read_text()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from trainer.contract.recipe import ModelRecipe
+from models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Architecture:
 
     class_name: str
     can_hold: Callable[
-        [ModelRecipe], bool
+        [ModelSpec], bool
     ]  # True if it computes what the trainer's model of this shape computes; for each shape, of one entry only
-    own_keys: Callable[[ModelRecipe], dict[str, Any]] = lambda shape: {}  # keys of config.json besides the common ones
+    own_keys: Callable[[ModelSpec], dict[str, Any]] = lambda shape: {}  # keys of config.json besides the common ones
     tied_embeddings: bool = True  # as the trainer exports it
     # What config.json may say.
     only: dict[str, tuple[Any, ...]] = field(
@@ -34,13 +34,13 @@ class Architecture:
     rotary_share: float | None = 1.0  # that transformers assumes where rope_parameters has none; None: it must be given
 
 
-def _nope_keys(shape: ModelRecipe) -> dict[str, Any]:
+def _nope_keys(shape: ModelSpec) -> dict[str, Any]:
     assert shape.nope_every is not None
     has_rope = [int((layer + 1) % shape.nope_every != 0) for layer in range(shape.layers)]
     return {"no_rope_layers": has_rope, "no_rope_layer_interval": shape.nope_every}
 
 
-def _expert_keys(shape: ModelRecipe) -> dict[str, Any]:
+def _expert_keys(shape: ModelSpec) -> dict[str, Any]:
     assert shape.experts is not None
     experts = shape.experts
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta, "partial_rotary_factor": 1.0}
@@ -67,7 +67,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(  # by model_type
     {
         "qwen3": Architecture(
             "Qwen3ForCausalLM",
-            can_hold=lambda shape: shape.experts is None and shape.qk_norm,
+            can_hold=lambda shape: shape.experts is None and bool(shape.qk_norm),
             only=_WHOLE_HEAD,
             qk_norm=True,
         ),
@@ -107,7 +107,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(  # by model_type
 )
 
 
-def find_model_type(shape: ModelRecipe) -> str:
+def find_model_type(shape: ModelSpec) -> str:
     """The key in ``ARCHITECTURES`` of the architecture that computes what a model of this shape computes."""
     (found,) = (model_type for model_type, architecture in ARCHITECTURES.items() if architecture.can_hold(shape))
     return found

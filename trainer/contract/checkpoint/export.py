@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from models.adapters import convert_to_files, find_family_for_export
+from models.spec import ModelSpec
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.architectures import ARCHITECTURES, find_model_type
 from trainer.contract.errors import run_and_get_exit_code
-from trainer.contract.recipe import ModelRecipe, Recipe
+from trainer.contract.recipe import Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
 END_OF_TURN = 2  # <|im_end|>
@@ -45,103 +46,38 @@ def choose_export_dtype(recipe: Recipe) -> str:
 def convert_tensors(model: dict[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the export, converted from a checkpoint's."""
     dtype: torch.dtype = getattr(torch, choose_export_dtype(recipe))
-    for name, tensor in rename_tensors_for_hf(model, recipe.model).items():
+    for name, tensor in rename_tensors_for_hf(model, recipe.model):
         yield name, tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
 
 
-def make_hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
-    """The content of config.json for a model of this shape."""
-    model_type = find_model_type(shape)
-    architecture = ARCHITECTURES[model_type]
+def rename_tensors_for_hf(model: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The tensors under the names of the family's files. The final norm includes the factor by which muP scales the head's input."""
+
+    def read(name: str) -> Tensor:
+        scaled = name == "final_norm" and spec.mup_width_ratio != 1
+        return model[name] * spec.mup_width_ratio if scaled else model[name]
+
+    return convert_to_files(spec, find_family_for_export(spec), read)
+
+
+def make_hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
+    """The content of config.json for a model of this description."""
+    family = find_family_for_export(spec)
     return {
-        "architectures": [architecture.class_name],
-        "model_type": model_type,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.d_model,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.d_ff,
-        "max_position_embeddings": shape.context,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "rms_norm_eps": shape.norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": architecture.tied_embeddings,
-        "use_sliding_window": False,
-        "use_cache": True,
+        "architectures": [family.class_name],
+        "model_type": family.name,
+        **family.write(family.as_stored(spec)),
         "bos_token_id": None,
         "eos_token_id": END_TOKEN,
         "pad_token_id": END_TOKEN,
         "dtype": dtype,
         "torch_dtype": dtype,
-        **architecture.own_keys(shape),
     }
 
 
 def make_generation_config() -> dict[str, Any]:
     """The content of generation_config.json: greedy (``do_sample`` of transformers, ``temperature`` of vLLM), to the end of a document or turn."""
     return {"do_sample": False, "temperature": 0.0, "eos_token_id": [END_TOKEN, END_OF_TURN], "pad_token_id": END_TOKEN}
-
-
-NAMES = {
-    "attention_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "attention_out": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-    "router": "mlp.gate",
-    "shared_gate": "mlp.shared_experts.gate_proj",
-    "shared_up": "mlp.shared_experts.up_proj",
-    "shared_down": "mlp.shared_experts.down_proj",
-}
-
-
-def rename_tensors_for_hf(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor]:
-    """The tensors under Hugging Face's names. A tied head is not stored twice.
-
-    The final norm includes the factor by which muP scales the head's input.
-    """
-    final_norm = model["final_norm"] * shape.mup_width_ratio if shape.mup_width_ratio != 1 else model["final_norm"]
-    found = {"model.embed_tokens.weight": model["embedding"], "model.norm.weight": final_norm}
-    for name, tensor in model.items():
-        if not name.startswith("blocks."):
-            continue
-        _, layer, key = name.split(".")
-        theirs = f"model.layers.{layer}."
-        if key in NAMES:
-            found[f"{theirs}{NAMES[key]}.weight"] = tensor
-        elif key == "router_bias":
-            found[f"{theirs}mlp.gate.e_score_correction_bias"] = tensor
-        else:
-            projection = key.removeprefix("experts_")
-            for number, expert in enumerate(tensor.unbind()):
-                found[f"{theirs}mlp.experts.{number}.{projection}_proj.weight"] = expert
-    if not ARCHITECTURES[find_model_type(shape)].tied_embeddings:
-        found["lm_head.weight"] = model["embedding"]
-    if (
-        shape.experts is not None and not shape.experts.shared
-    ):  # a shared expert of zeros adds nothing; vLLM's class needs one
-        size = shape.experts.d_ff
-        sizes = {
-            "shared_gate": (size, shape.d_model),
-            "shared_up": (size, shape.d_model),
-            "shared_down": (shape.d_model, size),
-        }
-        for number in range(shape.experts.dense_layers, shape.layers):
-            for key, zeros in sizes.items():
-                found[f"model.layers.{number}.{NAMES[key]}.weight"] = final_norm.new_zeros(zeros)
-    return found
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

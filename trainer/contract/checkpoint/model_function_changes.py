@@ -4,7 +4,7 @@ Shapes are not enough: 4 heads of 16 and 8 heads of 8 have the same matrices, an
 the recipe of its training, and its manifest holds that file's hash. Therefore every key of ``model`` is compared.
 
     >>> before = {"vocab_size": 64, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "d_ff": 64, "context": 32}
-    >>> after = ModelRecipe.model_validate(before | {"heads": 2, "kv_heads": 2, "head_dim": 16, "rope_theta": 5e5, "context": 64})
+    >>> after = ModelSpec.model_validate(before | {"heads": 2, "kv_heads": 2, "head_dim": 16, "rope_theta": 5e5, "context": 64})
     >>> find_model_function_changes(before, after)
     {'head_dim': (8, 16), 'heads': (4, 2), 'kv_heads': (4, 2), 'rope_theta': (10000.0, 500000.0)}
     >>> find_unaccepted_changes(before, after, ["rope_theta", "heads"])
@@ -17,22 +17,20 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kernels.contract.message import Message
+from models.spec import ACCEPTABLE, ExpertsSpec, ModelSpec
 from trainer.contract.errors import CheckpointError
-from trainer.contract.recipe import ACCEPTABLE, ModelRecipe
 
 # Keys that set the length of a row and the training of experts. They do not change the weights' function at a position.
-OF_TRAINING = ("context", "experts.bias_rate", "experts.z_loss")
+OF_TRAINING = ("context", "family", "experts.bias_rate", "experts.z_loss", "experts.loss_weight")
 Changes = dict[str, tuple[Any, Any]]
 
 
-def find_model_function_changes(before: Mapping[str, Any], after: ModelRecipe) -> Changes:
+def find_model_function_changes(before: Mapping[str, Any], after: ModelSpec) -> Changes:
     """``{key below model: (before, after)}`` of the keys that change the function, by name.
 
     ``before``: ``recipe.model`` of a checkpoint or of the ledger. A key that an older checkpoint lacks has the schema's default.
     """
-    now = after.model_dump()
-    defaults = {name: field.default for name, field in ModelRecipe.model_fields.items() if not field.is_required()}
-    old, new = _flat(defaults | dict(before)), _flat(now)
+    old, new = _flat(before), _flat(after.model_dump())
     return {
         key: (old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
@@ -40,14 +38,14 @@ def find_model_function_changes(before: Mapping[str, Any], after: ModelRecipe) -
     }
 
 
-def find_unaccepted_changes(before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str]) -> list[str]:
+def find_unaccepted_changes(before: Mapping[str, Any], after: ModelSpec, accepted: Collection[str]) -> list[str]:
     """The changes that the recipe's ``accept_changes`` does not name. Those that change the weights' shapes come first."""
     left = [key for key in find_model_function_changes(before, after) if key not in accepted]
     return sorted(left, key=lambda key: (key in ACCEPTABLE, key not in ("heads", "kv_heads"), key))
 
 
 def refuse_unaccepted_changes(
-    before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str], path: object
+    before: Mapping[str, Any], after: ModelSpec, accepted: Collection[str], path: object
 ) -> None:
     """Raises: CheckpointError that names the first change that is not accepted. ``path``: the checkpoint, for the message."""
     left = find_unaccepted_changes(before, after, accepted)
@@ -73,7 +71,10 @@ def refuse_unaccepted_changes(
 
 
 def _flat(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's keys, with ``experts`` as ``experts.count`` and so on. A dense model has none of these."""
-    experts = model.get("experts") or {}
-    inner = {f"experts.{key}": value for key, value in experts.items()}
-    return {key: value for key, value in model.items() if key != "experts"} | inner
+    """The model's keys with their defaults, and ``experts`` as ``experts.count`` and so on. A dense model has none of these."""
+    usual = lambda schema: {
+        name: field.default for name, field in schema.model_fields.items() if not field.is_required()
+    }
+    experts = model.get("experts")
+    inner = {f"experts.{key}": value for key, value in (usual(ExpertsSpec) | experts).items()} if experts else {}
+    return {key: value for key, value in (usual(ModelSpec) | dict(model)).items() if key != "experts"} | inner

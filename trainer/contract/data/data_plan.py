@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from kernels.contract.message import Message
-from trainer.contract.errors import DataPlanError, make_known_words_hint
+from kernels.contract.strict import StrictSchema, make_known_words_hint, make_not_json_error, parse
+from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import MixturePhase, MixtureRecipe, Positive, Share
-from trainer.contract.strict import StrictSchema, make_not_json_error, parse
 
 LATER_KEYS = ("masked", "reshuffled", "targets_in_every_batch")  # keys of a plan that the first plans did not have
 

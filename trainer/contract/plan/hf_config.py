@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
+from kernels.contract.strict import make_not_json_error, parse
+from models.spec import ExpertsSpec, LatentAttention, ModelSpec
 from trainer.contract.errors import RecipeError
-from trainer.contract.recipe import ExpertsRecipe, ModelRecipe
-from trainer.contract.strict import StrictSchema, make_not_json_error, parse
 
 MOST_BYTES = 1 << 20
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -33,49 +31,7 @@ OTHER_BLOCKS = (
 )
 
 
-class LatentAttention(StrictSchema):
-    """Multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434) §2.1."""
-
-    q_rank: int | None  # null: queries are projected in one step
-    kv_rank: int
-    nope_head_dim: int  # of a head's queries and keys, the part without position
-    rope_head_dim: int
-    v_head_dim: int
-
-
-class PublicModel(ModelRecipe):
-    """A shape with features that our recipes lack: a separate head, latent attention, experts of a token on few nodes."""
-
-    untied: bool = False
-    latent: LatentAttention | None = None
-    expert_nodes: Annotated[int, Field(ge=1)] | None = None  # nodes that the experts of one token lie on at most
-
-    @property
-    def attention_parameters_per_layer(self) -> int:
-        if self.latent is None:
-            return super().attention_parameters_per_layer
-        a, D, H = self.latent, self.d_model, self.heads
-        keys = a.nope_head_dim + a.rope_head_dim
-        queries = D * H * keys if a.q_rank is None else a.q_rank * (D + H * keys)
-        return (
-            queries
-            + D * (a.kv_rank + a.rope_head_dim)
-            + a.kv_rank * H * (a.nope_head_dim + a.v_head_dim)
-            + H * a.v_head_dim * D
-        )
-
-    @property
-    def attention_width(self) -> float:
-        if self.latent is None:
-            return super().attention_width
-        return self.heads * (self.latent.nope_head_dim + self.latent.rope_head_dim + self.latent.v_head_dim) / 2
-
-    @property
-    def parameters(self) -> int:
-        return super().parameters + (self.vocab_size * self.d_model if self.untied else 0)
-
-
-def read_config(path: Path, context: int | None = None) -> PublicModel:
+def read_config(path: Path, context: int | None = None) -> ModelSpec:
     """The shape in a ``config.json``; ``path`` may also be its folder. ``context``: tokens of a row; None: the config's, at most 4,096.
 
     Raises: RecipeError that names the file and the key.
@@ -106,7 +62,7 @@ def read_config(path: Path, context: int | None = None) -> PublicModel:
     )
 
 
-def read_shape_of_config(config: dict[str, Any], where: str, context: int | None = None) -> PublicModel:
+def read_shape_of_config(config: dict[str, Any], where: str, context: int | None = None) -> ModelSpec:
     """The shape of a parsed config.json; see ``read_config``. Raises: RecipeError."""
     if odd := next((key for key in OTHER_BLOCKS if config.get(key)), None):
         kind = config.get("model_type", "this model")
@@ -167,14 +123,18 @@ def read_shape_of_config(config: dict[str, Any], where: str, context: int | None
                 value=alone,
             )
         dense = number("first_k_dense_replace", len(alone))
+        groups = {}
+        if number("n_group", 1) > 1 and config.get("topk_group"):
+            groups = {"groups": number("n_group"), "groups_per_token": number("topk_group")}
         experts = parse(
-            ExpertsRecipe,
+            ExpertsSpec,
             {
                 "count": number(counted),
                 "per_token": number("num_experts_per_tok"),
                 "d_ff": each,
                 "shared": shared,
                 "dense_layers": dense,
+                **groups,
             },
             where,
             RecipeError,
@@ -190,8 +150,8 @@ def read_shape_of_config(config: dict[str, Any], where: str, context: int | None
         "d_ff": number("intermediate_size", 4 * width),
         "context": context or min(number("max_position_embeddings", 4096), 4096),
         "experts": experts.model_dump() if experts else None,
-        "untied": not (str(config.get("model_type", "")).startswith(TIED) if tied is None else tied is True),
+        "tied": str(config.get("model_type", "")).startswith(TIED) if tied is None else tied is True,
         "latent": latent.model_dump() if latent else None,
-        "expert_nodes": number("topk_group") if config.get("topk_group") and number("n_group", 1) > 1 else None,
+        "qk_norm": latent is None,
     }
-    return parse(PublicModel, shape, where, RecipeError)
+    return parse(ModelSpec, shape, where, RecipeError)

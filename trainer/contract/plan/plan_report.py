@@ -8,7 +8,6 @@ from typing import Any
 
 from kernels.contract.message import Message
 from trainer.contract.plan.gpus import GPUS, MFU
-from trainer.contract.plan.hf_config import PublicModel
 from trainer.contract.plan.run_plan import (
     NODE,
     PRICE,
@@ -76,11 +75,11 @@ def _model_lines(plan: RunPlan) -> list[PlanLine]:
 
 def has_untied_head(plan: RunPlan) -> bool:
     """True if the model has a head of its own, apart from the embedding."""
-    return isinstance(plan.ask.model, PublicModel) and plan.ask.model.untied
+    return not plan.ask.model.tied
 
 
 def _shape_source(plan: RunPlan) -> str:
-    if isinstance(plan.ask.model, PublicModel):
+    if plan.ask.is_public_model:
         return "config.json"
     if plan.ask.batch is not None:
         return "the recipe"
@@ -385,7 +384,7 @@ def make_plan_warnings(plan: RunPlan) -> list[str]:
                 features=" and ".join(asked),
             )
         )
-    if isinstance(model, PublicModel):
+    if ask.is_public_model:
         found.append(
             Message(
                 "plan.public_model",

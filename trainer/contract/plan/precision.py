@@ -28,8 +28,9 @@ from torch import Tensor
 from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.precision import DTYPES as DTYPES
 from kernels.contract.precision import FP8, allow_bf16_matmul
+from models.spec import ModelSpec
 from trainer.contract.errors import RecipeError
-from trainer.contract.recipe import AUTO, ModelRecipe, Recipe
+from trainer.contract.recipe import AUTO, Recipe
 
 SECONDS = 3.0  # the most that a whole probe takes
 WORTH = (
@@ -247,7 +248,7 @@ def make_timed_parts(
     }
 
 
-def _matrices(model: ModelRecipe) -> list[tuple[int, int]]:
+def _matrices(model: ModelSpec) -> list[tuple[int, int]]:
     """(inputs, outputs) of each matrix product of a layer. In a layer of experts, only the experts that one token goes to are counted."""
     experts = model.experts
     wide = model.d_ff if experts is None else experts.d_ff * (experts.per_token + experts.shared)
@@ -293,7 +294,7 @@ def _products_in_fp8(
 
 
 def _attention(
-    model: ModelRecipe, heads: float, device: torch.device, dtype: torch.dtype
+    model: ModelSpec, heads: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[], None], float]:
     """Attention over ``heads`` heads of the whole batch. If ``heads`` is less than one, one head over fewer positions."""
     positions = model.context if heads >= 1 else max(16, int(model.context * math.sqrt(heads)))
@@ -307,7 +308,7 @@ def _attention(
     return run, 12.0 * shape[1] * positions**2 * model.head_dim
 
 
-def _head(model: ModelRecipe, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
+def _head(model: ModelSpec, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
     vocabulary = min(model.vocab_size, MOST_WEIGHTS // model.d_model)
     x, w = _leaf((rows, model.d_model), device, dtype), _leaf((vocabulary, model.d_model), device, dtype)
     target = torch.zeros(rows, dtype=torch.long, device=device)

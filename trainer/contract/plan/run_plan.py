@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kernels.contract.message import Message
+from models.spec import ModelSpec
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.plan.gpus import MFU, Gpu
 from trainer.contract.plan.sizing import (
@@ -26,7 +27,7 @@ from trainer.contract.plan.sizing import (
     estimate_memory_parts,
     sum_bytes,
 )
-from trainer.contract.recipe import BatchRecipe, ModelRecipe, ParallelRecipe
+from trainer.contract.recipe import BatchRecipe, ParallelRecipe
 
 RECOMPUTE: tuple[Literal["none", "block"], ...] = ("none", "block")
 LARGEST = 288  # GB of the largest GPU that is sold
@@ -49,7 +50,7 @@ class SizingError(TrainerError):
 class PlanRequest:
     """The run to plan."""
 
-    model: ModelRecipe
+    model: ModelSpec
     tokens: float
     gpus: int
     gpu: Gpu
@@ -65,6 +66,7 @@ class PlanRequest:
         1  # GPUs that share the experts, in a trainer that supports it; 1: as ours, every GPU gathers every expert
     )
     fp8: bool = False  # products in fp8; for routed experts, in a trainer that supports it
+    is_public_model: bool = False  # the shape is that of a config.json
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class RunPlan:
     effort: PlannedTimeAndCost
 
 
-def count_active_parameters(model: ModelRecipe) -> int:
+def count_active_parameters(model: ModelSpec) -> int:
     """Number of weights that one token is multiplied with: all weights but norms; of routed experts, only those that the token goes to."""
     return model.matmul_parameter_count
 
@@ -111,18 +113,18 @@ def plan_run(request: PlanRequest) -> RunPlan:
 
 
 # -- rules ---------------------------------------------------------------------------------------------------------------
-def compute_deepseek_rule_flops(model: ModelRecipe, tokens: float) -> float:
+def compute_deepseek_rule_flops(model: ModelSpec, tokens: float) -> float:
     """FLOPs of the run as DeepSeek's rules count them (their C): without embeddings, with the whole score matrix (arXiv 2401.02954 §3.2, eq. 2)."""
     without_head = model.matmul_parameter_count - model.vocab_size * model.d_model
     return tokens * (6 * without_head + 12 * model.layers * model.heads * model.head_dim * model.context)
 
 
-def compute_deepseek_rule_batch_tokens(model: ModelRecipe, tokens: float) -> float:
+def compute_deepseek_rule_batch_tokens(model: ModelSpec, tokens: float) -> float:
     """Tokens in a step by DeepSeek's rule: 0.2920 C^0.3271. Fitted for C of 1e17 to 2e19, it held for their 7B (8.5e22) and 67B (1e24)."""
     return 0.2920 * compute_deepseek_rule_flops(model, tokens) ** 0.3271
 
 
-def compute_deepseek_rule_lr(model: ModelRecipe, tokens: float) -> float:
+def compute_deepseek_rule_lr(model: ModelSpec, tokens: float) -> float:
     """Peak learning rate of AdamW by DeepSeek's rule: 0.3118 C^-0.1250, from the same fit."""
     return 0.3118 * compute_deepseek_rule_flops(model, tokens) ** -0.1250
 
@@ -292,8 +294,8 @@ def estimate_expert_traffic_bytes_per_token(request: PlanRequest, layout: GpuLay
         return 0.0
     nodes = max(1.0, layout.expert / NODE)
     copies: float = experts.per_token
-    if (limit := getattr(request.model, "expert_nodes", None)) is not None:
-        copies = min(copies, limit)
+    if experts.groups > 1:
+        copies = min(copies, experts.groups_per_token)
     row = request.model.d_model * request.itemsize
     sent = row * (0.75 if request.fp8 else 1.0)  # there in fp8, back in bf16
     return 4 * sent * copies * (1 - 1 / nodes) * (request.model.layers - experts.dense_layers)
@@ -318,7 +320,7 @@ def estimate_time_and_cost(request: PlanRequest, layout: GpuLayout, sequences: i
     )
     sent = tokens * exchange / there
     # If a token's experts lie on few nodes: "nearly full computation-communication overlap" (arXiv 2412.19437 §2.1.2); otherwise computing waits.
-    hidden = getattr(model, "expert_nodes", None) is not None
+    hidden = model.experts is not None and model.experts.groups > 1
     each = max(computing, moved / there, sent) if hidden else max(computing, moved / there) + sent
     if request.mfu is not None:  # a measured MFU includes all waiting
         each = computing

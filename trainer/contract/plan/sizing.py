@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kernels.contract.message import Message
+from models.spec import ModelSpec
 from trainer.contract.errors import RecipeError
-from trainer.contract.recipe import ModelRecipe
 
 GB = 1e9
 LOGIT_BYTES = 12  # for each logit of a row at the peak: rounded, in fp32, its gradient in fp32 and rounded
@@ -61,17 +61,17 @@ class MemoryPart:
     source: str
 
 
-def choose_model_shape(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
+def choose_model_shape(parameters: float, vocab_size: int, context: int) -> ModelSpec:
     """A dense model with about ``parameters`` parameters and Llama 3's proportions (arXiv 2407.21783 Table 3).
 
     Width / layers is kept near 128. The exact ratio matters little (Kaplan et al., arXiv 2001.08361 §3.1: a few per cent of loss
     over a factor of forty). Raises: RecipeError if the embedding leaves too few parameters for two layers.
     """
 
-    def with_layers(d_model: int, layers: int) -> ModelRecipe:
+    def with_layers(d_model: int, layers: int) -> ModelSpec:
         head_dim = 128 if d_model >= 1024 else 64
         heads = d_model // head_dim
-        return ModelRecipe(
+        return ModelSpec(
             vocab_size=vocab_size,
             d_model=d_model,
             layers=layers,
@@ -82,7 +82,7 @@ def choose_model_shape(parameters: float, vocab_size: int, context: int) -> Mode
             context=context,
         )
 
-    best: tuple[float, ModelRecipe] | None = None
+    best: tuple[float, ModelSpec] | None = None
     for d_model in [*range(128, 1024, 128), *range(1024, 2048, 256), *range(2048, 32769, 1024)]:
         one, two = with_layers(d_model, 1).parameters, with_layers(d_model, 2).parameters
         layers = round(1 + (parameters - one) / (two - one))
@@ -105,7 +105,7 @@ def choose_model_shape(parameters: float, vocab_size: int, context: int) -> Mode
     return best[1]
 
 
-def count_largest_layer_parameters(model: ModelRecipe, expert: int = 1) -> int:
+def count_largest_layer_parameters(model: ModelSpec, expert: int = 1) -> int:
     """Number of parameters of the largest layer, as one GPU gathers it: of the routed experts, one in ``expert``."""
     attention = model.attention_parameters_per_layer
     dense = 3 * model.d_model * model.d_ff
@@ -117,14 +117,14 @@ def count_largest_layer_parameters(model: ModelRecipe, expert: int = 1) -> int:
     return attention + max(sparse, dense if experts.dense_layers else 0)
 
 
-def count_routed_expert_parameters(model: ModelRecipe) -> int:
+def count_routed_expert_parameters(model: ModelSpec) -> int:
     """Parameters of all experts that tokens are routed to."""
     if model.experts is None:
         return 0
     return (model.layers - model.experts.dense_layers) * model.experts.count * 3 * model.d_model * model.experts.d_ff
 
 
-def count_activation_elements_per_token(model: ModelRecipe, layer: int, tensor: int = 1) -> float:
+def count_activation_elements_per_token(model: ModelSpec, layer: int, tensor: int = 1) -> float:
     """Elements that ``layer`` keeps for each token until its backward pass, on one of ``tensor`` GPUs that split the layer.
 
     They are counted as in Korthikanti et al. (arXiv 2205.05198 §4.1), for a block with RMSNorm, GQA with rotated and normalised q and k, flash
@@ -143,13 +143,13 @@ def count_activation_elements_per_token(model: ModelRecipe, layer: int, tensor: 
     return (2 * D + attention + 3 * experts.d_ff * used) / tensor + 2 * D + 2 * experts.per_token * D
 
 
-def list_layer_kinds(model: ModelRecipe) -> list[tuple[int, int]]:
+def list_layer_kinds(model: ModelSpec) -> list[tuple[int, int]]:
     """(number of layers, index of one of them) for each kind of layer, dense and with experts."""
     dense = model.layers if model.experts is None else model.experts.dense_layers
     return [(n, layer) for n, layer in ((dense, 0), (model.layers - dense, model.layers - 1)) if n]
 
 
-def estimate_activation_memory(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> MemoryPart:
+def estimate_activation_memory(model: ModelSpec, layout: GpuLayout, itemsize: int) -> MemoryPart:
     """The memory of the activations of one micro-batch, which the forward pass keeps for the backward pass."""
     tokens = layout.micro_sequences * model.context
     kept = [
@@ -190,7 +190,7 @@ def estimate_activation_memory(model: ModelRecipe, layout: GpuLayout, itemsize: 
 
 
 def estimate_memory_parts(
-    model: ModelRecipe,
+    model: ModelSpec,
     layout: GpuLayout,
     memory: float,
     *,

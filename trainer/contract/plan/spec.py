@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from kernels.contract.message import Message
+from kernels.contract.strict import StrictSchema, make_not_json_error, parse
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import SpecError
 from trainer.contract.recipe import AUTO, Recipe
-from trainer.contract.strict import StrictSchema, make_not_json_error, parse
 
 
 class SegmentSpec(StrictSchema):

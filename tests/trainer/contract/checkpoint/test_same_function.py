@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from models.spec import ACCEPTABLE, ExpertsSpec, ModelSpec
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.model_function_changes import OF_TRAINING, find_model_function_changes
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import RecipeError
-from trainer.contract.recipe import ACCEPTABLE, ExpertsRecipe, ModelRecipe, Recipe
+from trainer.contract.recipe import Recipe
 
 # Without QK-norm, whose weights are as long as a head.
 PLAIN = {"model__qk_norm": False, "model__kv_heads": 4}
@@ -32,7 +33,7 @@ SAME_SHAPES = [
 
 def test_the_check_compares_every_key_of_a_model() -> None:
     """A key that is later added to the schema is compared too, whatever it means."""
-    keys = {*ModelRecipe.model_fields, *(f"experts.{key}" for key in ExpertsRecipe.model_fields)} - {"experts"}
+    keys = {*ModelSpec.model_fields, *(f"experts.{key}" for key in ExpertsSpec.model_fields)} - {"experts"}
     assert set(OF_TRAINING) | set(ACCEPTABLE) < keys
     before = recipe_with(model__experts=EXPERTS).model.model_dump()
     for key in sorted(keys - set(OF_TRAINING)):

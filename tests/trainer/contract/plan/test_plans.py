@@ -22,7 +22,9 @@ from trainer.contract.recipe import BatchRecipe
 
 KEPT = Path(__file__).with_name("plans.txt")
 LLAMA_8B, QWEN = model_of("Llama 3 8B"), model_of("Qwen3-0.6B")
-DEEPSEEK = PlanRequest(read_shape_of_config(DEEPSEEK_V3, "", 4096), 14.8e12, 2048, GPUS["h100"], expert=64, fp8=True)
+DEEPSEEK = PlanRequest(
+    read_shape_of_config(DEEPSEEK_V3, "", 4096), 14.8e12, 2048, GPUS["h100"], expert=64, fp8=True, is_public_model=True
+)
 ASKS = {
     "one GPU at home": PlanRequest(QWEN, 12e9, 1, GPUS["rtx-4090"]),
     "fp32, Muon, a batch of its own": PlanRequest(
@@ -32,7 +34,9 @@ ASKS = {
     "many nodes, replicas, another price": PlanRequest(LLAMA_8B, 15e12, 1024, GPUS["h200"], replicas=4, price=3.5),
     "tensor ranks": PlanRequest(model_of("Llama 3 405B"), 15.6e12, 16384, GPUS["h100"], network=25e9),
     "a given share of the peak": PlanRequest(model_of("Llama 2 70B"), 2e12, 2048, GPUS["a100"], mfu=0.45),
-    "experts everywhere": PlanRequest(read_shape_of_config(QWEN3_30B, "", 4096), 600e9, 64, GPUS["mi300x"]),
+    "experts everywhere": PlanRequest(
+        read_shape_of_config(QWEN3_30B, "", 4096), 600e9, 64, GPUS["mi300x"], is_public_model=True
+    ),
     "experts apart, latent attention, fp8": DEEPSEEK,
     "the same without a rank of queries": replace(
         DEEPSEEK, model=read_shape_of_config(DEEPSEEK_V3 | {"q_lora_rank": None}, "", 4096), fp8=False

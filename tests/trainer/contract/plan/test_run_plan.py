@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.spec import ModelSpec
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.trainer.published import model_of, shape
@@ -30,7 +31,7 @@ from trainer.contract.plan.run_plan import (
     plan_run,
 )
 from trainer.contract.plan.sizing import GB, GpuLayout, choose_model_shape, sum_bytes
-from trainer.contract.recipe import BatchRecipe, ModelRecipe, Recipe, WarmupBatch
+from trainer.contract.recipe import BatchRecipe, Recipe, WarmupBatch
 
 EIGHT_BILLION = PlanRequest(choose_model_shape(8e9, 128_256, 4096), 300e9, 32, GPUS["h100"])
 
@@ -97,7 +98,7 @@ def test_planned_iteration_times_are_those_of_megatron(
     hidden: int, heads: int, layers: int, gpus: int, batch: int, seconds: float, mfu: float
 ) -> None:
     """arXiv 2205.05198 Tables 3 and 5, §6.3: s 2048, v 51200, A100. Their MFU counts the masked half of attention."""
-    model = ModelRecipe(
+    model = ModelSpec(
         vocab_size=51200, d_model=hidden, layers=layers, heads=heads, kv_heads=heads, head_dim=hidden // heads,
         d_ff=round(8 / 3 * hidden), context=2048,
     )  # fmt: skip
@@ -118,7 +119,7 @@ def test_recomputed_blocks_cost_the_time_that_was_measured_for_megatron() -> Non
     ids=["7B", "67B"],
 )
 def test_deepseeks_rules_give_the_batch_and_rate_of_deepseeks_models(
-    model: ModelRecipe, sequences: int, lr: float
+    model: ModelSpec, sequences: int, lr: float
 ) -> None:
     """2 T tokens, context 4096 (arXiv 2401.02954 Table 2)."""
     assert compute_deepseek_rule_batch_tokens(model, 2e12) == pytest.approx(sequences * 4096, rel=0.06)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.contract.registry import bind_ops
+from models.spec import ModelSpec
 from tests.support.messages import refused
 from tests.support.trainer.published import MODELS, Published, model_of
 from trainer.contract.errors import RecipeError
@@ -26,7 +27,6 @@ from trainer.contract.plan.sizing import (
     estimate_memory_parts,
     sum_bytes,
 )
-from trainer.contract.recipe import ModelRecipe
 from trainer.model.transformer import Decoder
 
 GIB = 2**30
@@ -36,7 +36,7 @@ def by_name(parts: list[MemoryPart]) -> dict[str, float]:
     return {part.name: part.bytes for part in parts}
 
 
-def states(model: ModelRecipe, layout: GpuLayout) -> float:
+def states(model: ModelSpec, layout: GpuLayout) -> float:
     """Bytes of weights, gradients and optimiser."""
     parts = by_name(estimate_memory_parts(model, layout, 80 * GB))
     return parts["weights"] + parts["gradients"] + parts["optimiser"]
@@ -129,7 +129,7 @@ def test_activation_bytes_follow_the_formulas_of_korthikanti(hidden: int, heads:
     (−2) and keeps q and k on both sides of their rotation (+4).
     """
     head_dim = hidden // heads
-    model = ModelRecipe(
+    model = ModelSpec(
         vocab_size=51200, d_model=hidden, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim,
         d_ff=round(8 / 3 * hidden), context=2048,
     )  # fmt: skip
@@ -170,7 +170,7 @@ FUSED: dict[str, Any] = {
 }
 
 
-def kept_by_torch(model: ModelRecipe, tokens: int) -> int:
+def kept_by_torch(model: ModelSpec, tokens: int) -> int:
     """Elements of the distinct storages that autograd keeps for the blocks, weights left out."""
     decoder = Decoder(model, replace(bind_ops({}), **FUSED), torch.float32)
     decoder.initialise(0)
@@ -192,7 +192,7 @@ def kept_by_torch(model: ModelRecipe, tokens: int) -> int:
 def test_activations_equal_those_that_a_real_block_keeps() -> None:
     """Kernels stand in that keep what flash attention and the fused norms keep. A further layer then keeps exactly the counted elements."""
     shape = {"vocab_size": 64, "d_model": 48, "heads": 6, "kv_heads": 2, "head_dim": 8, "d_ff": 112, "context": 16}
-    two, three = (ModelRecipe(**shape, layers=layers) for layers in (2, 3))  # type: ignore[arg-type]
+    two, three = (ModelSpec(**shape, layers=layers) for layers in (2, 3))  # type: ignore[arg-type]
     assert kept_by_torch(three, 16) - kept_by_torch(two, 16) == 16 * count_activation_elements_per_token(two, 0)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kernels.contract.message import CodedError, Message
-from trainer.contract.errors import make_known_words_hint
 
 
 class StrictSchema(BaseModel):
@@ -77,3 +78,12 @@ def list_fields_at(annotation: Any, path: list[str]) -> list[str]:
         if get_origin(annotation) in (Union, UnionType):
             annotation = next(inner for inner in get_args(annotation) if inner is not NoneType)
     return list(annotation.model_fields)
+
+
+def make_known_words_hint(word: str, known: Iterable[str]) -> Message:
+    """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words if none is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    if close:
+        return Message("strict.near", "; did you mean {near!r}?", near=close[0])
+    return Message("strict.known", "; known: {known}", known=names)

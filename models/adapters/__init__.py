@@ -1,0 +1,87 @@
+"""The families of public models that can be imported and exported: one file each, and this table.
+
+>>> find_family_for_config({"model_type": "qwen3"}, "config.json").class_name
+'Qwen3ForCausalLM'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from models.adapters import glm4_moe, llama, qwen3, smollm3
+from models.adapters.config_reader import ModelFilesError
+from models.adapters.family import Family, TensorMapping
+from models.spec import ModelSpec
+from models.tensors import list_tensor_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# By model_type. A model that no file says otherwise of is exported as the first family that can hold it.
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {module.FAMILY.name: module.FAMILY for module in (qwen3, llama, smollm3, glm4_moe)}
+)
+
+
+def find_family_for_config(config: Mapping[str, Any], where: Path | str) -> Family:
+    """The family that a config.json names. Raises: ModelFilesError that lists the families."""
+    kind = config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise ModelFilesError(
+            "models.unknown_family", "{file}: model_type {kind} is not supported. Supported: {known}",
+            file=where, kind=str(kind)[:40], known=[f"{name} ({one.class_name})" for name, one in FAMILIES.items()],
+        )  # fmt: skip
+    return family
+
+
+def find_family_for_export(spec: ModelSpec) -> Family:
+    """The family whose files hold ``spec``: that of ``spec.family``, else the first that can. Raises: ModelFilesError naming what the nearest family
+    lacks."""
+    asked = FAMILIES.get(spec.family) if spec.family is not None else None
+    if spec.family is not None and asked is None:
+        raise ModelFilesError(
+            "models.no_such_family", "model.family: {family} is no family of models. Known: {known}", family=spec.family, known=sorted(FAMILIES)
+        )  # fmt: skip
+    nearest: tuple[Family, dict[str, tuple[Any, Any]]] | None = None
+    for family in [asked] if asked else FAMILIES.values():
+        found = family.find_differences(spec)
+        if not found:
+            return family
+        if nearest is None or len(found) < len(nearest[1]):
+            nearest = family, found
+    assert nearest is not None
+    raise ModelFilesError(
+        "models.no_family", "no family of public models computes what model describes, so it could not be served. Nearest is {family}, which "
+                            "cannot hold {differences}",
+        family=nearest[0].class_name,
+        differences=[
+            f"{key} {ours} (only {theirs})" if key else str(ours) for key, (ours, theirs) in nearest[1].items()
+        ],
+    )  # fmt: skip
+
+
+def convert_to_native(spec: ModelSpec, family: Family, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each native tensor by name, one at a time. ``read`` returns a tensor of the files by its name."""
+    for mapping in family.list_mappings(spec):
+        yield mapping.native, mapping.to_native([read(name) for name in mapping.theirs])
+
+
+def convert_to_files(spec: ModelSpec, family: Family, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of the family's files by name, one native tensor at a time. ``read`` returns a native tensor by its name.
+
+    A tensor that only the files have (``Family.as_stored``) is made: a head of its own is the embedding, and a shared expert is zeros.
+    """
+    held = list_tensor_shapes(spec)
+    for mapping in family.list_mappings(family.as_stored(spec)):
+        yield from mapping.to_theirs(
+            _make_missing(mapping, read) if mapping.native not in held else read(mapping.native)
+        )
+
+
+def _make_missing(mapping: TensorMapping, read: Callable[[str], Tensor]) -> Tensor:
+    embedding = read("embedding")
+    return embedding if mapping.native == "head" else embedding.new_zeros(mapping.shape)
