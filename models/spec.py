@@ -357,6 +357,12 @@ class ModelSpec(StrictSchema):
         """The width at which the learning rates were found, divided by this model's width: 1/m of muP (arXiv 2203.03466)."""
         return self.base_d_model / self.d_model if self.base_d_model else 1.0
 
+    @property
+    def op_sizes(self) -> dict[str, int]:
+        """The sizes on which the time of a kernel depends, by the names of ``kernels.contract.op.Shape``, without its ``batch``."""
+        names = ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
+        return {name: getattr(self, name) for name in names}
+
     # -- counts --------------------------------------------------------------------------------------------------------
     @property
     def matmul_parameter_count(self) -> int:
@@ -421,10 +427,13 @@ class ModelSpec(StrictSchema):
     def count_flops_per_token(self) -> float:
         """FLOPs of one token, forward and backward: 6 N + 6 L H K T. A multiplication and an addition count as two FLOPs.
 
-        This is PaLM's formula (arXiv 2204.02311, appendix B) without the masked half of attention. A layer with a window sees at most twice the
-        window of T, since a position sees T / 2 others in the mean without a window and at most the window with one.
+        This is PaLM's formula (arXiv 2204.02311, appendix B) without the masked half of attention: in the mean a position sees T / 2 others. With
+        a window w < T it sees w - w² / 2T, because the first w positions see fewer.
         """
-        seen = sum(min(self.context, 2 * (self.layer(n).window or self.context)) for n in range(self.layers))
+        seen = 0.0
+        for number in range(self.layers):
+            window = min(self.context, self.layer(number).window or self.context)
+            seen += window * (2 - window / self.context)
         return 6.0 * self.matmul_parameter_count + 6.0 * self.attention_width * seen
 
     def list_warnings(self) -> list[str]:

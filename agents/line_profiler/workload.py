@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from models.shrinking import shrink_spec
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 from trainer.contract.plan.precision import choose_training_device, replace_auto_precision
@@ -47,9 +48,10 @@ def make_segment_run(
 
 
 def shrink_recipe(recipe: Recipe) -> Recipe:
-    """The recipe with two narrow, dense layers and eight short rows: the same lines, over tensors of a few kilobytes."""
-    sizes = {"vocab_size": 512, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "d_ff": 64}
-    model = recipe.model.model_copy(update=sizes | {"context": 32, "experts": None, "nope_every": None})
+    """The recipe with few narrow layers of each kind and eight short rows: the same lines, over tensors of a few kilobytes."""
+    model = shrink_spec(
+        recipe.model, layers=2, context=32, kv_heads=2, head_dim=16, d_model=32, vocab_size=512, experts=2
+    )
     batch = recipe.batch.model_copy(update={"sequences": 8, "micro_sequences": None, "warmup": []})
     return recipe.model_copy(update={"model": model, "batch": batch})
 

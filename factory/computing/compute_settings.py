@@ -100,10 +100,7 @@ def measure_precision(recipe: Recipe, parent_precision: str = "") -> dict[str, A
 
 def get_tuning_sizes(recipe: Recipe) -> dict[str, int]:
     """Return the sizes for which kernels are tuned, as ``kernels.contract.bench`` takes them from a recipe."""
-    keys = ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
-    return {"batch": recipe.batch.micro_sequences or recipe.batch.sequences} | {
-        k: getattr(recipe.model, k) for k in keys
-    }
+    return {"batch": recipe.batch.micro_sequences or recipe.batch.sequences} | recipe.model.op_sizes
 
 
 def describe_compute_changes(before: SegmentRow, after: SegmentRow) -> list[str]:

@@ -19,7 +19,6 @@ The bounds are measured. Two runs start from weights each of which is changed by
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,8 @@ from typing import Any
 
 from factory.training.certificate import CodeJudgement, PreflightPolicy
 from kernels.contract.message import Message
+from models.shrinking import shrink_spec
+from models.spec import ModelSpec
 
 LEAD_STEPS = 10  # steps before the runs separate, so that moments are warm
 PERTURBED_RUNS = ("rounded 1", "rounded 2")  # runs that measure the effect of rounding
@@ -272,22 +273,12 @@ def _bound(times: float, noise: float) -> float:
 def make_small_recipe(recipe: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """A recipe with the same switches whose steps take a fraction of a second. ``recipe``: complete, as JSON.
 
-    It has few heads, layers and rows. The vocabulary stays, because the data's tokens are its numbers. Clipping always acts. Nothing is
-    compiled, skipped, or split in two for the noise scale, because each of ``WAYS`` changes one thing.
+    Its model is the real one with few heads, layers and positions (``shrink_spec``). The vocabulary stays, because the data's tokens are its numbers.
+    Clipping always acts. Nothing is compiled, skipped, or split in two for the noise scale, because each of ``WAYS`` changes one thing.
     """
-    model = dict(recipe["model"])
-    groups = model["heads"] // model["kv_heads"]
-    kv_heads = min(model["kv_heads"], LEAST_KV_HEADS)
-    if kv_heads < model["kv_heads"]:
-        narrow = min(model["d_model"], kv_heads * groups * model["head_dim"])
-        d_ff = max(16, math.ceil(model["d_ff"] * narrow / model["d_model"] / 16) * 16)
-        model |= {"kv_heads": kv_heads, "heads": kv_heads * groups, "d_model": narrow, "d_ff": d_ff}
-    experts = model["experts"]
-    layers = max(2, model["nope_every"] or 0)
-    if experts:
-        count = min(experts["count"], max(8, experts["per_token"]))
-        experts = experts | {"dense_layers": min(experts["dense_layers"], 1), "count": count}
-    model |= {"layers": min(model["layers"], layers), "context": min(model["context"], 256), "experts": experts}
+    model = shrink_spec(
+        ModelSpec.model_validate(recipe["model"]), layers=2, context=256, kv_heads=LEAST_KV_HEADS, experts=8
+    ).model_dump()
     schedule = {
         "warmup_steps": 2,
         "trunk_steps": {"first": LEAD_STEPS + steps, "later": LEAD_STEPS + steps},

@@ -31,8 +31,7 @@ class LayerSlice:
 
     @property
     def shape(self) -> Shape:
-        m = make_one_layer_model(SHAPES[self.model], self.sequence)
-        return Shape(self.batch, self.sequence, m.d_model, m.heads, m.kv_heads, m.head_dim, m.d_ff, m.vocab_size)
+        return Shape(self.batch, **make_one_layer_model(SHAPES[self.model], self.sequence).op_sizes)
 
     @property
     def attention_cost(self) -> Cost:
