@@ -141,6 +141,12 @@ def run(
 def train(
     where: WorkspaceOption = DEFAULT,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of steps to train (default: the recipe's).")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key of the recipe's model that differs from the last segment's, such as rope_theta. Repeat the option for several keys."
+        ),
+    ] = None,
 ) -> None:
     """Train the trunk for one more segment, on all ingested shards."""
     from factory.core.workspace import MODEL_LOOP
@@ -163,7 +169,7 @@ def train(
                 )
             )
             train_segment(plant, waiting)
-        plan = lambda: plan_trunk(plant, steps)
+        plan = lambda: plan_trunk(plant, steps, change or ())
         train_segment(plant, call_and_repair_on_failure(plant, plan))
 
 

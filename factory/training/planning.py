@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from factory.computing import compute_settings
 from factory.computing.tuned_kernels import KERNELS
-from factory.core.errors import ConfigError, InputError
+from factory.core.errors import ConfigError, InputError, suggest_name
 from factory.core.launching import check_ranks_fit
 from factory.core.workspace import Workspace
 from factory.ingest.rules.licence_claims import CONFLICT_EVENT, find_relicensed_documents
@@ -57,8 +57,8 @@ class TrunkForecast:
     missing_tokens: int  # tokens that are still missing for a first step; 0 when there are enough
 
 
-def forecast_trunk(plant: Plant, steps: int | None = None) -> TrunkForecast:
-    """The trunk segment that could be planned now: ``steps`` or the recipe's steps, shortened to the data.
+def forecast_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str] = ()) -> TrunkForecast:
+    """The trunk segment that could be planned now: ``steps`` or the recipe's steps, shortened to the data. ``changes``: as for ``plan_trunk``.
 
     The recipe's ``max_epochs`` limits the data, and the tokens of an anneal are reserved. Batches are counted as full. A packing
     that pads therefore leaves data over, and never runs out of data.
@@ -74,20 +74,21 @@ def forecast_trunk(plant: Plant, steps: int | None = None) -> TrunkForecast:
     new = sum(1 for shard in shards if shard[0] not in seen)
     if not shards:
         return TrunkForecast(0, 0, wanted, needs(1))
-    refuse_changed_model(plant, recipe, last)
+    refuse_changed_model(plant, recipe, last, changes)
     plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + wanted, _licences(plant.workspace))
     left = _data_order(plant.ledger, recipe, plan, last).estimate_positions_left()
     possible = bisect_right(range(wanted + 1), left, key=needs) - 1
     return TrunkForecast(max(0, possible), new, wanted, max(0, needs(1) - left) if possible < 1 else 0)
 
 
-def plan_trunk(plant: Plant, steps: int | None = None) -> int:
+def plan_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str] = ()) -> int:
     """Record the next trunk segment over all token shards; returns its id. A line of ``plant.progress`` names precision and kernels.
 
+    ``changes``: keys of ``model`` that this segment may change, besides those of the recipe's ``accept_changes``.
     Shards that the trunk has not seen become a new generation. Raises: InputError when the data are too few or a segment is parked.
     """
     refuse_while_parked(plant.ledger)
-    trunk = forecast_trunk(plant, steps)
+    trunk = forecast_trunk(plant, steps, changes)
     recipe = load_recipe(plant.workspace)
     last = find_trunk_parent(plant.ledger, recipe)
     if not trunk.steps:
@@ -99,7 +100,7 @@ def plan_trunk(plant: Plant, steps: int | None = None) -> int:
             "training.too_few_tokens", "Recipe {recipe} (max_epochs {max_epochs}) needs at least {missing:,|more token|more tokens} to train. "
             "Drop shards into the inbox.", recipe=recipe.name, max_epochs=recipe.mixture.max_epochs, missing=trunk.missing_tokens,
         )  # fmt: skip
-    return _plan(plant, "trunk", last, trunk.steps, _every_shard(plant.ledger, last))
+    return _plan(plant, "trunk", last, trunk.steps, _every_shard(plant.ledger, last), changes)
 
 
 def plan_anneal(plant: Plant) -> int:
@@ -280,14 +281,24 @@ def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: Segm
             refuse_excessive_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
 
 
-def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shards: list[tuple[str, str, int]]) -> int:
+def _plan(
+    plant: Plant,
+    kind: str,
+    parent: SegmentRow | None,
+    length: int,
+    shards: list[tuple[str, str, int]],
+    changes: Sequence[str] = (),
+) -> int:
     from factory.git.repository import get_live_commit, read_file_text
 
     decided = find_newest_decision_event(plant.ledger)
     if parent is not None:
         refuse_rewound_segment(plant.ledger, parent.id)
     recipe = load_recipe(plant.workspace)
-    notes: list[str] = [*refuse_changed_model(plant, recipe, parent)]
+    notes: list[str] = [*refuse_changed_model(plant, recipe, parent, changes)]
+    if changes:  # the trainer compares the recipe with the checkpoint too
+        accepted = sorted({*recipe.accept_changes, *changes})
+        recipe = type(recipe).parse(recipe.model_dump(mode="json") | {"accept_changes": accepted})
     first = parent.last_step if parent else 0
     overridden = find_recipe_override(plant.ledger, kind, parent.id if parent else None)
     if overridden is not None:
@@ -373,30 +384,40 @@ def _newest(db: SqlReader, kind: str, parent: int | None) -> dict[str, Any] | No
     return next((detail for detail in found if (detail["kind"], detail["parent"]) == (kind, parent)), None)
 
 
-def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> list[Message]:
-    """Compare the recipe's model with that of the parent; returns a message for each change that ``accept_changes`` accepts.
+def refuse_changed_model(
+    plant: Plant, recipe: Recipe, parent: SegmentRow | None, named: Sequence[str] = ()
+) -> list[Message]:
+    """Compare the recipe's model with that of the parent; returns a message for each change that ``named`` or ``accept_changes`` names.
 
-    Raises: ConfigError naming each other change with both values, the file, and what to do.
+    Raises: ConfigError naming each other change with both values, the file, and what to do; InputError for a name in ``named`` that no change has.
     """
     from models.spec import ACCEPTABLE
     from trainer.contract.checkpoint.model_function_changes import find_model_function_changes, find_unaccepted_changes
 
+    if unknown := next((key for key in named if key not in ACCEPTABLE), None):
+        raise InputError(
+            "training.not_acceptable",
+            "--change {key}: weights cannot be kept through a change of this key{nearest}",
+            key=unknown,
+            nearest=suggest_name(unknown, ACCEPTABLE),
+        )
     if parent is None:
         check_vocabulary(plant, recipe)
+        _refuse_unused_changes(named, ())
         return []
     workspace = plant.workspace
     before = parent.recipe_json.get("model")  # of the ledger: an old checkpoint may not name its model
     if not before:
         return []  # an older factory recovered the row without its recipe; the trainer compares the weights
     changes = find_model_function_changes(before, recipe.model)
-    refused = find_unaccepted_changes(before, recipe.model, recipe.accept_changes)
+    refused = find_unaccepted_changes(before, recipe.model, [*recipe.accept_changes, *named])
     if before.get("context", recipe.model.context) != recipe.model.context:
         changes["context"] = before["context"], recipe.model.context
         refused.insert(0, "context")
     if refused:
         accept = Message(
-            "training.accept_model_change", "You can add accept_changes: [{keys}] to the recipe. Training then continues from the present weights. ",
-            keys=refused,
+            "training.accept_model_change", "You can name the change: '{command}', or accept_changes: [{keys}] in the recipe. Training then "
+            "continues from the present weights. ", command=" ".join(["factory train", *(f"--change {key}" for key in refused)]), keys=refused,
         )  # fmt: skip
         raise ConfigError(
             "training.model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. You can undo "
@@ -408,10 +429,11 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
             accept=accept if set(refused) <= set(ACCEPTABLE) else "", root=SegmentRow.read_lineage(plant.ledger, parent.id)[0].id,
             workspace=workspace.root, recipe=recipe.name, tokenizer=workspace.tokenizer,
         )  # fmt: skip
+    _refuse_unused_changes(named, changes)
     notes = [
         Message(
             "training.model_change_accepted",
-            "The recipe accepts this change: model.{key} {old} → {new}.",
+            "This change was named, so training continues with it: model.{key} {old} → {new}.",
             key=key,
             old=old,
             new=new,
@@ -429,3 +451,13 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
             )  # fmt: skip
         )
     return notes
+
+
+def _refuse_unused_changes(named: Sequence[str], changes: Collection[str]) -> None:
+    """Raises: InputError for a name that would accept nothing, because it would accept a later mistake."""
+    if unused := next((key for key in named if key not in changes), None):
+        raise InputError(
+            "training.no_such_change",
+            "--change {key}: the recipe's model does not differ in this key from the last segment's. Leave the option out.",
+            key=unused,
+        )

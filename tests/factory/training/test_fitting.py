@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
-from factory.core.errors import ConfigError
+from factory.core.errors import ConfigError, InputError
 from factory.core.workspace import Workspace
 from factory.diagnosis import remedies
 from factory.ingest.chain import ingest_shard
@@ -20,6 +20,7 @@ from factory.training.planning import forecast_trunk, plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.made_up_text import prose
 from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
+from tests.support.messages import refused
 from tests.support.said import Said
 
 PLAIN = {"qk_norm": False, "kv_heads": 4}
@@ -112,6 +113,27 @@ def test_a_model_with_equal_shapes_but_another_function_trains_only_if_the_recip
     assert any("accept_changes" in line and all(name in line for name in named) for line in again.lines), (
         "an unused name would also accept a later mistake"
     )
+
+
+def test_a_change_that_the_command_names_trains_and_a_name_that_changes_nothing_is_refused(
+    trained: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = trained
+    change_recipe(workspace, model={"rope_theta": 5e5})
+    with refused("training.not_acceptable", InputError, key="d_ff"):
+        plan_trunk(Plant(workspace, ledger), 2, ["d_ff"])
+    with refused("training.no_such_change", InputError, key="norm_eps"):
+        plan_trunk(Plant(workspace, ledger), 2, ["rope_theta", "norm_eps"])
+    with refused("training.model_changed", ConfigError) as found:
+        plan_trunk(Plant(workspace, ledger), 2)
+    assert found.value.data["accept"].data["command"] == "factory train --change rope_theta"
+    number = plan_trunk(Plant(workspace, ledger), 2, ["rope_theta"])
+    run_segment(Plant(workspace, ledger), number)
+    row = SegmentRow.get(ledger, number)
+    assert row.state == "done" and row.recipe_json["accept_changes"] == ["rope_theta"]
+    assert "accept_changes" not in workspace.own_recipe_path().read_text()
+    following = SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 2))
+    assert "accept_changes" not in following.recipe_json, "the next segment needs no name"
 
 
 def accept(workspace: Workspace, names: list[str]) -> None:

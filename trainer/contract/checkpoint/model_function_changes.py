@@ -55,7 +55,7 @@ def refuse_unaccepted_changes(
         if set(left) <= set(ACCEPTABLE):
             way = Message(
                 "trainer.accept_changes",
-                " To accept the change, add 'accept_changes: [{keys}]' to the recipe.",
+                " To accept the change, add 'accept_changes: [{keys}]' to the recipe, or name it to 'factory train --change'.",
                 keys=left,
             )
         raise CheckpointError(

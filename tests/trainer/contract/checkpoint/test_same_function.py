@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 from models.spec import ACCEPTABLE, ExpertsSpec, ModelSpec
+from models.tensors import list_tensor_shapes
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.model_function_changes import OF_TRAINING, find_model_function_changes
+from trainer.contract.checkpoint.model_function_changes import (
+    OF_TRAINING,
+    find_model_function_changes,
+    find_unaccepted_changes,
+)
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
@@ -41,6 +46,44 @@ def test_the_check_compares_every_key_of_a_model() -> None:
         *outer, last = key.split(".")
         (other[outer[0]] if outer else other)[last] = "other"
         assert list(find_model_function_changes(other, recipe_with(model__experts=EXPERTS).model)) == [key]
+
+
+# For each key, a model with another value of it. A second key is named where the value needs it.
+OTHER: dict[str, dict[str, Any]] = {
+    "vocab_size": {"vocab_size": 128}, "d_model": {"d_model": 64}, "layers": {"layers": 4}, "d_ff": {"d_ff": 96}, "tied": {"tied": False},
+    "qk_norm": {"qk_norm": "whole"}, "attention_sinks": {"attention_sinks": True}, "qkv_bias": {"qkv_bias": True},
+    "attention_out_bias": {"attention_out_bias": True}, "gated": {"gated": False}, "mlp_bias": {"mlp_bias": True}, "norms": {"norms": "post"},
+    "latent": {"latent": {"q_rank": 8, "kv_rank": 8, "nope_head_dim": 4, "rope_head_dim": 4, "v_head_dim": 4}, "qk_norm": False, "kv_heads": 4},
+    "experts.count": {"experts": {"count": 8}}, "experts.d_ff": {"experts": {"d_ff": 24}}, "experts.shared": {"experts": {"shared": 2}},
+    "experts.dense_layers": {"experts": {"dense_layers": 0}}, "experts.balance": {"experts": {"balance": "loss"}},
+    "rope_theta": {"rope_theta": 5e5}, "norm_eps": {"norm_eps": 0.1}, "nope_every": {"nope_every": 2}, "across_documents": {"across_documents": True},
+    "base_d_model": {"base_d_model": 16}, "rope_share": {"rope_share": 0.5}, "rope_scaling": {"rope_scaling": {"kind": "linear", "factor": 2.0}},
+    "window_rope_theta": {"window_rope_theta": 5.0, "windows": [4]}, "windows": {"windows": [4, None]}, "position": {"position": "alibi"},
+    "attention_scale": {"attention_scale": 0.1}, "attention_softcap": {"attention_softcap": 50.0}, "logit_softcap": {"logit_softcap": 30.0},
+    "activation": {"activation": "gelu"}, "norm_plus_one": {"norm_plus_one": True}, "embedding_scale": {"embedding_scale": 8.0},
+    "experts.per_token": {"experts": {"per_token": 3}}, "experts.scores": {"experts": {"scores": "softmax"}},
+    "experts.normalise": {"experts": {"normalise": False}}, "experts.scale": {"experts": {"scale": 2.5}},
+    "experts.groups": {"experts": {"groups": 2, "groups_per_token": 1}},
+    "experts.groups_per_token": {"experts": {"groups": 2, "groups_per_token": 2}},
+}  # fmt: skip
+HEADS = ("heads", "kv_heads", "head_dim")  # one alone changes shapes, all three together need not
+
+
+def test_each_key_of_a_model_is_of_training_or_changes_a_shape_or_can_be_accepted() -> None:
+    """A key that is later added to the schema has to be put into one of the three."""
+    keys = {*ModelSpec.model_fields, *(f"experts.{key}" for key in ExpertsSpec.model_fields)} - {"experts"}
+    assert set(OTHER) | set(HEADS) | set(OF_TRAINING) == keys
+    assert not set(ACCEPTABLE) & set(OF_TRAINING)
+    for key, change in OTHER.items():
+        plain = {
+            "vocab_size": 64, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "d_ff": 64, "context": 32,
+        } | ({"experts": EXPERTS} if key.startswith("experts") else {})  # fmt: skip
+        other = plain | change | ({"experts": EXPERTS | change["experts"]} if "experts" in change else {})
+        before, after = ModelSpec.model_validate(plain), ModelSpec.model_validate(other)
+        assert key in find_model_function_changes(before.model_dump(), after)
+        assert (list_tensor_shapes(before) == list_tensor_shapes(after)) == (key in ACCEPTABLE), key
+        if key not in ACCEPTABLE:
+            assert key in find_unaccepted_changes(before.model_dump(), after, ACCEPTABLE), "no list can accept it"
 
 
 def test_a_key_that_an_older_checkpoint_lacks_has_its_default() -> None:
