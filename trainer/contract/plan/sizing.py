@@ -12,6 +12,7 @@ from typing import Literal
 
 from kernels.contract.message import Message
 from models.spec import ModelSpec
+from models.tensors import list_block_shapes
 from trainer.contract.errors import RecipeError
 
 GB = 1e9
@@ -105,16 +106,21 @@ def choose_model_shape(parameters: float, vocab_size: int, context: int) -> Mode
     return best[1]
 
 
+def count_end_parameters(model: ModelSpec) -> int:
+    """Number of parameters of the embedding and of the head, which are one matrix if the head is tied."""
+    return (1 if model.tied else 2) * model.vocab_size * model.d_model
+
+
 def count_largest_layer_parameters(model: ModelSpec, expert: int = 1) -> int:
     """Number of parameters of the largest layer, as one GPU gathers it: of the routed experts, one in ``expert``."""
-    attention = model.attention_parameters_per_layer
-    dense = 3 * model.d_model * model.d_ff
-    if model.experts is None:
-        return attention + dense
-    experts = model.experts
-    mine = math.ceil(experts.count / expert)
-    sparse = model.d_model * (experts.count + 3 * experts.d_ff * (mine + experts.shared))
-    return attention + max(sparse, dense if experts.dense_layers else 0)
+    largest = 0
+    for _, layer in list_layer_kinds(model):
+        size = 0
+        for key, shape in list_block_shapes(model, layer).items():
+            whole = math.prod(shape)
+            size += whole // shape[0] * math.ceil(shape[0] / expert) if key.startswith("experts_") else whole
+        largest = max(largest, size)
+    return largest
 
 
 def count_routed_expert_parameters(model: ModelSpec) -> int:
@@ -127,20 +133,37 @@ def count_routed_expert_parameters(model: ModelSpec) -> int:
 def count_activation_elements_per_token(model: ModelSpec, layer: int, tensor: int = 1) -> float:
     """Elements that ``layer`` keeps for each token until its backward pass, on one of ``tensor`` GPUs that split the layer.
 
-    They are counted as in Korthikanti et al. (arXiv 2205.05198 §4.1), for a block with RMSNorm, GQA with rotated and normalised q and k, flash
-    attention (the scores are never kept), SwiGLU and no dropout. As in §4.2.2, ``tensor`` divides the inputs of both norms (each GPU has a part
-    of the sequence) and all tensors between the matrix products. The two normalised inputs are gathered for the products and count whole,
-    because torch keeps them (Megatron gathers them again).
+    They are counted as in Korthikanti et al. (arXiv 2205.05198 §4.1), for flash attention (the scores are never kept) and no dropout. As in §4.2.2,
+    ``tensor`` divides the inputs of the norms (each GPU has a part of the sequence) and all tensors between the matrix products. The inputs of the
+    products are gathered and count whole, because torch keeps them (Megatron gathers them again).
     """
-    D, H, G, K = model.d_model, model.heads, model.kv_heads, model.head_dim
-    attention = (H + 2 * G) * K + (H + G) * K + H * K  # qkv, rotated q and k, output
+    D = model.d_model
+    norms = (
+        3 if model.norms == "sandwich" else 2
+    )  # what a norm after a half reads is kept beside what the one before it read
+    split: float = norms * D + _attention_elements(model)
+    whole = 2 * D  # the inputs of attention's products and of the MLP's
+    if model.latent is not None:  # every GPU computes the compressed vectors, as they have no heads
+        whole += 2 * (model.latent.kv_rank + (model.latent.q_rank or 0)) + model.latent.rope_head_dim
     if not model.is_expert_layer(layer):
-        return (2 * D + attention + 3 * model.d_ff) / tensor + 2 * D
+        return (split + model.mlp_matrices * model.d_ff) / tensor + whole
     assert model.experts is not None
     experts = model.experts
     used = experts.per_token + experts.shared
     # Each routed copy of a token is kept as the expert's input and as its output, which the router's gradient needs.
-    return (2 * D + attention + 3 * experts.d_ff * used) / tensor + 2 * D + 2 * experts.per_token * D
+    return (split + 3 * experts.d_ff * used) / tensor + whole + 2 * experts.per_token * D
+
+
+def _attention_elements(model: ModelSpec) -> int:
+    """Elements that attention keeps for each token between its products: queries, keys and values, as they are multiplied, and its output.
+
+    A norm of queries and keys also keeps what it reads. RoPE keeps nothing: its gradient needs only cosines and sines.
+    """
+    H, G, K, V = model.heads, model.kv_heads, model.head_dim, model.v_head_dim
+    if model.latent is not None:  # values are a part of the product that also holds the keys without position
+        return 2 * H * K + H * (model.latent.nope_head_dim + V) + H * V
+    read = (H + G) * K if model.qk_norm else 0
+    return read + (H + 2 * G) * K + H * V
 
 
 def list_layer_kinds(model: ModelSpec) -> list[tuple[int, int]]:
@@ -205,23 +228,23 @@ def estimate_memory_parts(
     """
     P, t = model.parameters, layout.tensor
     pieces = layout.weight_parts
-    head = model.vocab_size * model.d_model
+    one_end, ends = model.vocab_size * model.d_model, count_end_parameters(model)
     tokens = layout.micro_sequences * model.context
     of_all = Message("plan.of_all", "{parameters:,} parameters / {pieces} GPUs", parameters=P, pieces=pieces)
-    inside = P - head if optimizer == "muon" else 0  # Muon keeps one moment of the layers' matrices
+    inside = P - ends if optimizer == "muon" else 0  # Muon keeps one moment of the layers' matrices
     moments = 4 * inside + 8 * (P - inside)
     if layout.fsdp_shards > 1:
         block = count_largest_layer_parameters(model, layout.expert)
-        copies = (2 * itemsize * block + (itemsize + 4) * block) / t + itemsize * head
+        copies = (2 * itemsize * block + (itemsize + 4) * block) / t + itemsize * ends
         how: str = Message(
             "plan.gathered_copies",
             "({block_bytes} bytes × {block:,} parameters of a layer) / {tensor} (tensor parallel) + {itemsize} bytes "
-            "× {head:,} parameters of the embedding",
+            "× {head:,} parameters of embedding and head",
             block_bytes=3 * itemsize + 4,
             block=block,
             tensor=t,
             itemsize=itemsize,
-            head=head,
+            head=ends,
         )
         what = Message(
             "plan.fsdp",
@@ -242,7 +265,8 @@ def estimate_memory_parts(
         )
         what = Message("plan.autograd_copies", "autograd keeps the rounded weights of the forward pass")
     rows = tokens if logit_rows is None else min(logit_rows, tokens)
-    logits = LOGIT_BYTES * rows * model.vocab_size / t + 10 * head + 6 * tokens * model.d_model
+    logit_bytes = LOGIT_BYTES + (4 if model.logit_softcap else 0)  # the cap keeps its tanh
+    logits = logit_bytes * rows * model.vocab_size / t + 10 * one_end + 6 * tokens * model.d_model
     return [
         MemoryPart("weights", 4 * P / pieces, f"4 bytes (fp32) × {of_all}", f"{ZERO} §3.1, §5"),
         MemoryPart(
@@ -275,12 +299,12 @@ def estimate_memory_parts(
             Message(
                 "plan.logits",
                 "{logit_bytes} bytes × {rows:,} rows × {vocab:,} logits / {tensor} (tensor parallel) + 10 bytes × "
-                "{head:,} gradients of the embedding + 6 bytes × {tokens:,} tokens × {width:,} (width)",
-                logit_bytes=LOGIT_BYTES,
+                "{head:,} gradients of the embedding and of the head + 6 bytes × {tokens:,} tokens × {width:,} (width)",
+                logit_bytes=logit_bytes,
                 rows=rows,
                 vocab=model.vocab_size,
                 tensor=t,
-                head=head,
+                head=one_end,
                 tokens=tokens,
                 width=model.d_model,
             ),
