@@ -424,17 +424,24 @@ class ModelSpec(StrictSchema):
                 total += 3 * self.d_model * self.experts.d_ff * (routed(self.experts) + self.experts.shared)
         return total
 
-    def count_flops_per_token(self) -> float:
-        """FLOPs of one token, forward and backward: 6 N + 6 L H K T. A multiplication and an addition count as two FLOPs.
+    @property
+    def positions_seen(self) -> float:
+        """The positions that attention sees, over all layers, counted as twice the mean of a position: ``context`` for a layer without a window.
 
-        This is PaLM's formula (arXiv 2204.02311, appendix B) without the masked half of attention: in the mean a position sees T / 2 others. With
-        a window w < T it sees w - w² / 2T, because the first w positions see fewer.
+        With a window w < T a position sees w - w² / 2T others in the mean, because the first w positions see fewer.
         """
         seen = 0.0
         for number in range(self.layers):
             window = min(self.context, self.layer(number).window or self.context)
             seen += window * (2 - window / self.context)
-        return 6.0 * self.matmul_parameter_count + 6.0 * self.attention_width * seen
+        return seen
+
+    def count_flops_per_token(self) -> float:
+        """FLOPs of one token, forward and backward: 6 N + 6 L H K T. A multiplication and an addition count as two FLOPs.
+
+        This is PaLM's formula (arXiv 2204.02311, appendix B) without the masked half of attention, and without what windows hide.
+        """
+        return 6.0 * self.matmul_parameter_count + 6.0 * self.attention_width * self.positions_seen
 
     def list_warnings(self) -> list[str]:
         """Warnings about settings that cost and do not help, one line each: sizes that matrix units pad, a router without a gradient."""

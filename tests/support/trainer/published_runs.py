@@ -17,6 +17,7 @@ def llama(width: int, layers: int, heads: int, kv: int, ff: int, vocab: int = 12
         "intermediate_size": ff,
         "vocab_size": vocab,
         "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     } | more
 
@@ -24,7 +25,7 @@ def llama(width: int, layers: int, heads: int, kv: int, ff: int, vocab: int = 12
 DEEPSEEK_V3 = llama(
     7168, 61, 128, 128, 18432, 129_280, model_type="deepseek_v3", n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1,
     moe_intermediate_size=2048, first_k_dense_replace=3, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-    v_head_dim=128, n_group=8, topk_group=4,
+    v_head_dim=128, n_group=8, topk_group=4, routed_scaling_factor=2.5, rms_norm_eps=1e-6,
 )  # fmt: skip
 QWEN3_30B = llama(
     2048, 48, 32, 4, 6144, 151_936, model_type="qwen3_moe", head_dim=128, num_experts=128, num_experts_per_tok=8,

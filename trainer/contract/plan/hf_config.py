@@ -1,16 +1,21 @@
-"""Reads a public model's ``config.json`` as a shape to plan with: layers, attention, experts, head. Such a shape alone cannot be trained.
+"""Reads a public model's ``config.json`` as a shape to plan with.
 
-It reads decoders whose blocks are attention and a gated MLP (Llama, Qwen, Mistral, OLMo, SmolLM, Mixtral, DeepSeek, GLM …), by the key names
-of Hugging Face's transformers.
+If ``models.adapters`` knows the family, the file is read as strictly as for an import, and the shape is that of the model that would be trained. For
+any other family the sizes are read by the key names of Hugging Face's transformers. This holds for decoders whose blocks are attention and a gated
+MLP, but says nothing of their norms and biases, and such a model cannot be imported.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kernels.contract.strict import make_not_json_error, parse
+from models.adapters import FAMILIES
+from models.adapters.config_reader import ModelFilesError
+from models.adapters.family import Family
 from models.spec import ExpertsSpec, LatentAttention, ModelSpec
 from trainer.contract.errors import RecipeError
 
@@ -18,7 +23,7 @@ MOST_BYTES = 1 << 20
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 # Without tie_word_embeddings, these model types have one matrix for embedding and head: the default of their classes in transformers 5.
-TIED = ("cohere", "ernie4_5", "gemma", "smollm3", "starcoder2")
+TIED = ("cohere", "ernie4_5", "gemma", "starcoder2")
 # A config.json with one of these keys has other blocks than attention with a gated MLP. No formula here holds for them.
 OTHER_BLOCKS = (
     "n_embd",
@@ -31,8 +36,22 @@ OTHER_BLOCKS = (
 )
 
 
-def read_config(path: Path, context: int | None = None) -> ModelSpec:
-    """The shape in a ``config.json``; ``path`` may also be its folder. ``context``: tokens of a row; None: the config's, at most 4,096.
+USUAL_CONTEXT = 4096  # tokens of a row, if no context is asked for
+
+
+@dataclass(frozen=True)
+class PublicModel:
+    """A public model: its description, and how it was read."""
+
+    spec: ModelSpec
+    longest_context: int  # positions for which the model was made
+    model_type: str
+    family: Family | None  # None: no adapter knows model_type, so the sizes were read by key names
+    config: dict[str, Any]
+
+
+def read_config(path: Path, context: int | None = None) -> PublicModel:
+    """The model of a ``config.json``; ``path`` may also be its folder. ``context``: tokens of a row; None: the config's, at most 4,096.
 
     Raises: RecipeError that names the file and the key.
 
@@ -57,13 +76,30 @@ def read_config(path: Path, context: int | None = None) -> ModelSpec:
         raise make_not_json_error(file, error, RecipeError) from None
     if not isinstance(raw, dict):
         raise RecipeError("plan.not_a_mapping", "{file} must contain a JSON object.", file=str(file))
-    return read_shape_of_config(
-        raw | (raw["text_config"] if isinstance(raw.get("text_config"), dict) else {}), str(file), context
-    )
+    return read_public_model(raw, str(file), context)
 
 
-def read_shape_of_config(config: dict[str, Any], where: str, context: int | None = None) -> ModelSpec:
-    """The shape of a parsed config.json; see ``read_config``. Raises: RecipeError."""
+def read_public_model(config: dict[str, Any], where: str, context: int | None = None) -> PublicModel:
+    """The model of a parsed config.json; see ``read_config``. Raises: RecipeError."""
+    kind = str(config.get("model_type", ""))
+    family = FAMILIES.get(kind)
+    if family is None:  # also a model of images and text, whose part for text has keys of its own
+        text = config.get("text_config")
+        merged = config | text if isinstance(text, dict) else config
+        shape = _read_shape_by_key_names(merged, where, context)
+        longest = merged.get("max_position_embeddings")
+        longest = longest if isinstance(longest, int) else shape.context
+        return PublicModel(shape, max(longest, shape.context), kind, None, config)
+    try:
+        spec = family.read_config(config, where)
+    except ModelFilesError as error:
+        raise RecipeError(error.message) from error
+    rows = context or min(spec.context, USUAL_CONTEXT)
+    described = spec.model_dump() | {"context": rows}
+    return PublicModel(parse(ModelSpec, described, where, RecipeError), max(spec.context, rows), kind, family, config)
+
+
+def _read_shape_by_key_names(config: dict[str, Any], where: str, context: int | None) -> ModelSpec:
     if odd := next((key for key in OTHER_BLOCKS if config.get(key)), None):
         kind = config.get("model_type", "this model")
         raise RecipeError(
@@ -148,7 +184,7 @@ def read_shape_of_config(config: dict[str, Any], where: str, context: int | None
         "kv_heads": number("num_key_value_heads", heads) or heads,
         "head_dim": head_dim,
         "d_ff": number("intermediate_size", 4 * width),
-        "context": context or min(number("max_position_embeddings", 4096), 4096),
+        "context": context or min(number("max_position_embeddings", USUAL_CONTEXT), USUAL_CONTEXT),
         "experts": experts.model_dump() if experts else None,
         "tied": str(config.get("model_type", "")).startswith(TIED) if tied is None else tied is True,
         "latent": latent.model_dump() if latent else None,

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kernels.contract.message import Message
+from models.adapters import FAMILIES
 from trainer.contract.plan.gpus import GPUS, MFU
+from trainer.contract.plan.hf_config import PublicModel
 from trainer.contract.plan.run_plan import (
     NODE,
     PRICE,
@@ -79,7 +81,7 @@ def has_untied_head(plan: RunPlan) -> bool:
 
 
 def _shape_source(plan: RunPlan) -> str:
-    if plan.ask.is_public_model:
+    if plan.ask.public_model is not None:
         return "config.json"
     if plan.ask.batch is not None:
         return "the recipe"
@@ -244,11 +246,11 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     )
     flops = Message(
         "plan.flops",
-        "6 × {active:,} + 6 × {layers} layers × {width:,} × {context:,} = {flops:.4g} FLOPs per token",
+        "6 × {active:,} + 6 × {width:,} × {seen:,.0f} positions seen by all {layers} layers = {flops:.4g} FLOPs per token",
         active=count_active_parameters(model),
         layers=model.layers,
-        width=model.heads * model.head_dim,
-        context=model.context,
+        width=round(model.attention_width),
+        seen=model.positions_seen,
         flops=model.count_flops_per_token(),
     )
     throughput = Message(
@@ -384,13 +386,8 @@ def make_plan_warnings(plan: RunPlan) -> list[str]:
                 features=" and ".join(asked),
             )
         )
-    if ask.is_public_model:
-        found.append(
-            Message(
-                "plan.public_model",
-                "This trainer cannot train the model of a config.json. The plan is for a model of the same shape.",
-            )
-        )
+    if ask.public_model is not None:
+        found.append(describe_reading(ask.public_model))
     if ask.logit_rows is None:
         chunked = estimate_memory(replace(ask, logit_rows=1024), layout)
         saved = sum_bytes(plan.memory) - sum_bytes(chunked)
@@ -403,6 +400,24 @@ def make_plan_warnings(plan: RunPlan) -> list[str]:
             )
         )
     return found + model.list_warnings()
+
+
+def describe_reading(public: PublicModel) -> Message:
+    """Whether the plan is for the model that would be trained, or for sizes that were read by key names."""
+    if public.family is not None:
+        return Message(
+            "plan.known_family",
+            "config.json is read as a model of the family {family} ({class_name}), which this factory can import.",
+            family=public.family.name,
+            class_name=public.family.class_name,
+        )
+    return Message(
+        "plan.unknown_family",
+        "No family of this factory has the model_type {kind!r}, so the model cannot be imported. The plan is for the sizes that config.json gives by "
+        "their usual names. Biases, norms and windows are guessed. Known families: {known}.",
+        kind=public.model_type,
+        known=sorted(FAMILIES),
+    )
 
 
 def convert_plan_to_json(plan: RunPlan) -> dict[str, Any]:

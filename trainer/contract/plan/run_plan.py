@@ -18,6 +18,7 @@ from kernels.contract.message import Message
 from models.spec import ModelSpec
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.plan.gpus import MFU, Gpu
+from trainer.contract.plan.hf_config import PublicModel
 from trainer.contract.plan.sizing import (
     GB,
     RESERVE,
@@ -66,7 +67,7 @@ class PlanRequest:
         1  # GPUs that share the experts, in a trainer that supports it; 1: as ours, every GPU gathers every expert
     )
     fp8: bool = False  # products in fp8; for routed experts, in a trainer that supports it
-    is_public_model: bool = False  # the shape is that of a config.json
+    public_model: PublicModel | None = None  # the config.json from which ``model`` was read
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from tests.support.trainer.published import model_of
 from tests.support.trainer.published_runs import DEEPSEEK_V3, QWEN3_30B
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS
-from trainer.contract.plan.hf_config import read_shape_of_config
+from trainer.contract.plan.hf_config import read_public_model
 from trainer.contract.plan.plan_report import make_plan_lines, make_plan_warnings
 from trainer.contract.plan.run_plan import PlanRequest, SizingError, estimate_weight_traffic_bytes, plan_run
 from trainer.contract.plan.sizing import GpuLayout, choose_model_shape, list_layer_kinds, sum_bytes
@@ -22,9 +22,14 @@ from trainer.contract.recipe import BatchRecipe
 
 KEPT = Path(__file__).with_name("plans.txt")
 LLAMA_8B, QWEN = model_of("Llama 3 8B"), model_of("Qwen3-0.6B")
-DEEPSEEK = PlanRequest(
-    read_shape_of_config(DEEPSEEK_V3, "", 4096), 14.8e12, 2048, GPUS["h100"], expert=64, fp8=True, is_public_model=True
-)
+
+
+def ask_for_config(config: dict[str, Any], *rest: Any, **more: Any) -> PlanRequest:
+    public = read_public_model(config, "config.json", 4096)
+    return PlanRequest(public.spec, *rest, **more, public_model=public)
+
+
+DEEPSEEK = ask_for_config(DEEPSEEK_V3, 14.8e12, 2048, GPUS["h100"], expert=64, fp8=True)
 ASKS = {
     "one GPU at home": PlanRequest(QWEN, 12e9, 1, GPUS["rtx-4090"]),
     "fp32, Muon, a batch of its own": PlanRequest(
@@ -34,12 +39,13 @@ ASKS = {
     "many nodes, replicas, another price": PlanRequest(LLAMA_8B, 15e12, 1024, GPUS["h200"], replicas=4, price=3.5),
     "tensor ranks": PlanRequest(model_of("Llama 3 405B"), 15.6e12, 16384, GPUS["h100"], network=25e9),
     "a given share of the peak": PlanRequest(model_of("Llama 2 70B"), 2e12, 2048, GPUS["a100"], mfu=0.45),
-    "experts everywhere": PlanRequest(
-        read_shape_of_config(QWEN3_30B, "", 4096), 600e9, 64, GPUS["mi300x"], is_public_model=True
+    "experts everywhere": ask_for_config(QWEN3_30B, 600e9, 64, GPUS["mi300x"]),
+    "a family that no adapter knows": ask_for_config(
+        QWEN3_30B | {"model_type": "newer_moe"}, 600e9, 64, GPUS["mi300x"]
     ),
     "experts apart, latent attention, fp8": DEEPSEEK,
     "the same without a rank of queries": replace(
-        DEEPSEEK, model=read_shape_of_config(DEEPSEEK_V3 | {"q_lora_rank": None}, "", 4096), fp8=False
+        DEEPSEEK, model=ask_for_config(DEEPSEEK_V3 | {"q_lora_rank": None}, 1, 1, GPUS["h100"]).model, fp8=False
     ),
 }
 SIZES = (1e7, 1.5e8, 1e9, 8e9, 7e10, 1e12)  # parameters
