@@ -138,15 +138,15 @@ def count_activation_elements_per_token(model: ModelSpec, layer: int, tensor: in
     products are gathered and count whole, because torch keeps them (Megatron gathers them again).
     """
     D = model.d_model
-    norms = (
-        3 if model.norms == "sandwich" else 2
-    )  # what a norm after a half reads is kept beside what the one before it read
+    norms = 4 if model.norms == "sandwich" else 2
     split: float = norms * D + _attention_elements(model)
     whole = 2 * D  # the inputs of attention's products and of the MLP's
     if model.latent is not None:  # every GPU computes the compressed vectors, as they have no heads
         whole += 2 * (model.latent.kv_rank + (model.latent.q_rank or 0)) + model.latent.rope_head_dim
     if not model.is_expert_layer(layer):
-        return (split + model.mlp_matrices * model.d_ff) / tensor + whole
+        # A gate by SiLU is one op, which keeps what it reads; another activation also keeps what it gives to the product.
+        hidden = model.mlp_matrices + (model.gated and model.activation != "silu")
+        return (split + hidden * model.d_ff) / tensor + whole
     assert model.experts is not None
     experts = model.experts
     used = experts.per_token + experts.shared

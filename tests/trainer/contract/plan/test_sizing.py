@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.contract.registry import bind_ops
 from models.spec import ModelSpec
@@ -193,11 +195,57 @@ def kept_by_torch(model: ModelSpec, tokens: int) -> int:
     return sum(x.untyped_storage().nbytes() // 4 for x in kept.values())
 
 
-def test_activations_equal_those_that_a_real_block_keeps() -> None:
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "d_model": 48, "heads": 6, "kv_heads": 2, "head_dim": 8, "d_ff": 112, "context": 16,
+}  # fmt: skip
+LATENT = {"q_rank": 24, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6}
+KINDS: dict[str, dict[str, Any]] = {
+    "QK-norm of each head": {},
+    "no QK-norm": {"qk_norm": False},
+    "QK-norm of all heads, norms behind the halves": {"qk_norm": "whole", "norms": "post"},
+    "norms before and behind, GELU gates, biases": {
+        "norms": "sandwich", "norm_plus_one": True, "activation": "gelu_tanh", "qkv_bias": True, "mlp_bias": True, "attention_out_bias": True,
+    },
+    "no gate": {"gated": False, "activation": "relu2", "tied": False},
+    "no gate, GELU, no position": {"gated": False, "activation": "gelu", "nope_every": 2, "qk_norm": False},
+    "windows, a part of each head turns": {"windows": [4], "rope_share": 0.5, "qk_norm": False},
+    "latent attention": {"latent": LATENT, "kv_heads": 6, "head_dim": 12, "qk_norm": False},
+    "latent attention without a rank of queries": {"latent": LATENT | {"q_rank": None}, "kv_heads": 6, "head_dim": 12, "qk_norm": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_activations_equal_those_that_a_real_block_keeps(name: str) -> None:
     """Kernels stand in that keep what flash attention and the fused norms keep. A further layer then keeps exactly the counted elements."""
-    shape = {"vocab_size": 64, "d_model": 48, "heads": 6, "kv_heads": 2, "head_dim": 8, "d_ff": 112, "context": 16}
-    two, three = (ModelSpec(**shape, layers=layers) for layers in (2, 3))  # type: ignore[arg-type]
+    two, three = (ModelSpec(**SMALL | KINDS[name], layers=layers) for layers in (2, 3))
     assert kept_by_torch(three, 16) - kept_by_torch(two, 16) == 16 * count_activation_elements_per_token(two, 0)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "experts"])
+def test_flops_equal_those_that_torch_counts_in_the_real_model(name: str) -> None:
+    """Torch counts the whole square of the scores, of which the formula leaves out the masked half and what a window hides."""
+    experts = {"experts": {"count": 8, "per_token": 3, "d_ff": 24, "shared": 1, "dense_layers": 1}}
+    model = ModelSpec(**SMALL | (KINDS[name] if name in KINDS else experts), layers=3)
+    decoder = Decoder(model, bind_ops({}), torch.float32)
+    decoder.initialise(0)
+    ids = torch.zeros((2, 16), dtype=torch.long)
+    positions = torch.arange(16).expand(2, 16)
+    # On a CPU torch has no count for flash attention, which math attention avoids, and for experts.
+    counted = {torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[-1]}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=counted) as counter:
+        loss, *_ = decoder.loss(ids, ids, torch.ones(2, 16), positions, ids.int(), 0.0)
+        loss.backward()
+    square = 12 * model.attention_width * model.layers * model.context
+    ours = model.count_flops_per_token() - 6 * model.attention_width * model.positions_seen + square
+    assert counter.get_total_flops() == pytest.approx(2 * 16 * ours, rel=1e-9)
+
+
+@given(st.integers(1, 400), st.integers(8, 300))
+@settings(deadline=None, max_examples=50)
+def test_the_positions_seen_through_a_window_are_those_of_its_mask(window: int, context: int) -> None:
+    model = ModelSpec(**SMALL | {"context": context, "windows": [window, None]}, layers=2)
+    seen = sum(min(position, window) for position in range(1, context + 1)) / context
+    assert model.positions_seen == pytest.approx(2 * seen + context, abs=1), "a position sees itself too"
 
 
 def test_planned_memory_is_that_measured_by_torchtitan() -> None:
