@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factory.cli.app import JsonOption, app, print_json
+from factory.cli.continuing_plan import (
+    Continued,
+    count_logit_rows,
+    describe_gpus,
+    describe_this_machine,
+    plan_continuing,
+)
 from factory.core.errors import ConfigError, InputError, suggest_name
 from factory.core.workspace import find_checkout_root
 from kernels.contract.message import Message
@@ -29,10 +36,19 @@ LARGE = (
 def plan(
     params: Annotated[str, typer.Option(help="Number of parameters of a dense model, such as 8e9 or 8B.")] = "",
     recipe: Annotated[str, typer.Option(help="Instead of --params, a recipe: its file, or its name in policies/recipes/.")] = "",
-    config: Annotated[
-        Path | None, typer.Option(help="Instead of --params, a public model: its Hugging Face config.json, or its folder.")
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Instead of --params, a public model: its Hugging Face folder or config.json. Says what fits to continue it."),
     ] = None,
-    tokens: Annotated[str, typer.Option(help="Number of tokens to train on, such as 300e9 or 300B.")] = "",
+    lora: Annotated[int | None, typer.Option(help="With --from, the rank of LoRA and DoRA adapters (default: 16).")] = None,
+    targets: Annotated[
+        str, typer.Option(help="With --from, the matrices that get adapters, such as q,v (default: all of attention and dense MLPs).")
+    ] = "",
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(help="With --from, weights to freeze: embedding, head, blocks.0-11, 'blocks.*.experts_*' (default: embedding and head)."),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Number of tokens to train on, such as 300e9 or 300B. With --from it may be missing.")] = "",
     gpus: Annotated[int, typer.Option(help="How many GPUs.")] = 8,
     gpu: Annotated[str, typer.Option(help="Kind of GPU, which sets the peak rate and the memory.")] = "h100",
     memory: Annotated[float | None, typer.Option(help="Memory of one GPU, in GB (default: that of the kind of GPU).")] = None,
@@ -45,22 +61,28 @@ def plan(
     ] = 1,
     fp8: Annotated[bool, typer.Option("--fp8", help="Multiply the layers' matrices in fp8, as with 'precision: fp8' in a recipe.")] = False,
     price: Annotated[float | None, typer.Option(help="Price of one GPU for an hour, in dollars (default: 2).")] = None,
-    context: Annotated[int | None, typer.Option(help="Context length in tokens, with --params or --config (default: 4096).")] = None,
+    context: Annotated[int | None, typer.Option(help="Context length in tokens, with --params or --from (default: 4096).")] = None,
     vocab: Annotated[
         int | None, typer.Option(help="Size of the vocabulary, with --params (default: 32000, or 128256 from 2B parameters on).")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Plan a training run: memory by part, parallelism, batch, steps, days and cost, each with its formula and source."""
+    """Plan a training run: memory by part, parallelism, batch, steps, days and cost, each with its formula and source.
+
+    'factory plan --from SmolLM2-135M/' says in which ways a public model's training can continue on the GPUs and on this machine: memory by
+    part, the longest context, and what to write into the recipe. With --tokens it plans a run, too.
+    """
     from trainer.contract.errors import TrainerError
     from trainer.contract.plan.gpus import GPUS
-    from trainer.contract.plan.hf_config import read_config
     from trainer.contract.plan.plan_report import convert_plan_to_json as plan_json
     from trainer.contract.plan.run_plan import PRICE, PlanRequest, SizingError, count_active_parameters, plan_run
     from trainer.contract.plan.sizing import GB, choose_model_shape
 
-    if bool(params) + bool(recipe) + bool(config) != 1:
-        raise InputError("plan.no_model", "Give exactly one of --params 8e9, --recipe NAME and --config FILE.")
+    if bool(params) + bool(recipe) + bool(source) != 1:
+        raise InputError("plan.no_model", "Give exactly one of --params 8e9, --recipe NAME and --from FOLDER.")
+    for flag, asked_for in (("--lora", lora is not None), ("--targets", targets), ("--freeze", freeze)):
+        if asked_for and not source:
+            raise InputError("plan.only_with_from", "{flag}: Use {flag} only with --from.", flag=flag)
     if gpu not in GPUS:
         raise InputError(
             "plan.no_gpu", "--gpu: no kind of GPU is named {gpu!r}{nearest}", gpu=gpu, nearest=suggest_name(gpu, GPUS)
@@ -74,13 +96,14 @@ def plan(
         "--price": price,
         "--context": context,
         "--vocab": vocab,
+        "--lora": lora,
     }
     for flag, value in given.items():
         if value is not None and not value > 0:
             raise _not_above_zero(flag, f"{value:g}")
         if recipe and value is not None and flag in ("--context", "--vocab"):
             raise _with_params_only(flag, "the recipe")
-        if config and value is not None and flag == "--vocab":
+        if source and value is not None and flag == "--vocab":
             raise _with_params_only(flag, "config.json")
     if mfu is not None and mfu > 1:
         raise InputError(
@@ -93,12 +116,16 @@ def plan(
             context=context,
         )
     chosen_gpu = GPUS[gpu] if memory is None else replace(GPUS[gpu], memory=memory * GB)
-    wanted = _number("--tokens", tokens)
+    wanted = _number("--tokens", tokens) if tokens or not source else 0.0
     size = _number("--params", params) if params else 0.0
+    continued: Continued | None = None
     try:
         asked = _recipe(recipe) if recipe else None
-        if config:
-            shape: ModelSpec = read_config(config, context)
+        if source:
+            devices = [describe_gpus(gpus, gpu, chosen_gpu.memory), describe_this_machine()]
+            chosen_targets = [name.strip() for name in targets.split(",") if name.strip()] or None
+            continued = plan_continuing(source, context, devices, lora or 16, freeze or (), chosen_targets)
+            shape: ModelSpec = continued.public.spec
         elif asked:
             shape = asked.model
         else:
@@ -117,10 +144,16 @@ def plan(
                 gpus=gpus,
                 experts=shape.experts.count,
             )
+        if continued and not wanted:
+            if as_json:
+                print_json(continued.to_json())
+            else:
+                continued.show()
+            return
         ask = PlanRequest(
-            shape, wanted, gpus, chosen_gpu, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE,
+            shape, wanted, gpus, chosen_gpu, logit_rows=count_logit_rows(), mfu=mfu, price=price or PRICE,
             network=network and network * GB, expert=expert_parallel, fp8=fp8,
-            is_public_model=config is not None,
+            public_model=continued.public if continued else None,
         )  # fmt: skip
         if asked:
             rounded = asked.precision != "fp32"  # on every GPU of the table, auto is bf16
@@ -132,7 +165,7 @@ def plan(
                 fp8=fp8 or asked.precision == "fp8" and shape.experts is None,  # routed experts multiply in bf16
                 replicas=asked.parallel.replicas,
             )
-        if wanted < count_active_parameters(ask.model):
+        if wanted < count_active_parameters(ask.model) and not continued:
             raise InputError(
                 "plan.few_tokens",
                 "--tokens: {tokens:,.0f} tokens for {parameters:,} parameters are too few. The scaling rules need at least one token per parameter.",
@@ -143,12 +176,14 @@ def plan(
     except SizingError as error:
         raise InputError("plan.nothing_fits", "--gpus {gpus}: {reason}", gpus=gpus, reason=error) from error
     except TrainerError as error:
-        flag = "--recipe" if recipe else "--config" if config else "--params"
+        flag = "--recipe" if recipe else "--from" if source else "--params"
         raise ConfigError("plan.bad_model", "{flag}: {reason}", flag=flag, reason=error) from error
     if as_json:
-        print_json(plan_json(found))
-    else:
-        _show(found)
+        print_json(plan_json(found) | ({"continuing": continued.to_json()} if continued else {}))
+        return
+    if continued:
+        continued.show()
+    _show(found)
 
 
 def _number(flag: str, text: str) -> float:
@@ -209,15 +244,6 @@ def _recipe(name: str) -> Recipe:
                 nearest=suggest_name(name, {p.stem for p in folder.glob("*.yaml")}),
             )
     return Recipe.load(path)
-
-
-def _logit_rows() -> int | None:
-    """Return how many tokens have logits at one time with the kernels chosen for CUDA; None for all tokens of a micro-batch."""
-    import yaml
-
-    policy = yaml.safe_load((find_checkout_root() / "policies" / "kernels.yaml").read_text("utf-8"))
-    chosen = policy.get("cuda", {}).get("linear_cross_entropy", "reference")
-    return None if chosen in ("auto", "reference", "compiled") else 1024
 
 
 def _show(plan: RunPlan) -> None:

@@ -339,6 +339,8 @@ def make_plan_warnings(plan: RunPlan) -> list[str]:
             rule=CHINCHILLA,
         )
     ]
+    if ask.public_model is not None and ratio < CHINCHILLA:
+        found = []  # its weights are trained already
     by_rule = compute_deepseek_rule_batch_tokens(model, ask.tokens)
     if not 0.5 < effort.tokens_per_step / by_rule < 2:
         found.append(

@@ -12,8 +12,9 @@ from typing import Literal
 
 from kernels.contract.message import Message
 from models.spec import ModelSpec
-from models.tensors import list_block_shapes
+from models.tensors import BUFFERS, list_block_shapes
 from trainer.contract.errors import RecipeError
+from trainer.contract.plan.adapting import TrainedParts
 
 GB = 1e9
 LOGIT_BYTES = 12  # for each logit of a row at the peak: rounded, in fp32, its gradient in fp32 and rounded
@@ -117,7 +118,7 @@ def count_largest_layer_parameters(model: ModelSpec, expert: int = 1) -> int:
     for _, layer in list_layer_kinds(model):
         size = 0
         for key, shape in list_block_shapes(model, layer).items():
-            whole = math.prod(shape)
+            whole = 0 if key in BUFFERS else math.prod(shape)
             size += whole // shape[0] * math.ceil(shape[0] / expert) if key.startswith("experts_") else whole
         largest = max(largest, size)
     return largest
@@ -167,25 +168,34 @@ def _attention_elements(model: ModelSpec) -> int:
 
 
 def list_layer_kinds(model: ModelSpec) -> list[tuple[int, int]]:
-    """(number of layers, index of one of them) for each kind of layer, dense and with experts."""
+    """(number of layers, index of the first of them) for each kind of layer, dense and with experts."""
     dense = model.layers if model.experts is None else model.experts.dense_layers
-    return [(n, layer) for n, layer in ((dense, 0), (model.layers - dense, model.layers - 1)) if n]
+    return [(n, layer) for n, layer in ((dense, 0), (model.layers - dense, dense)) if n]
 
 
-def estimate_activation_memory(model: ModelSpec, layout: GpuLayout, itemsize: int) -> MemoryPart:
-    """The memory of the activations of one micro-batch, which the forward pass keeps for the backward pass."""
+def estimate_activation_memory(
+    model: ModelSpec, layout: GpuLayout, itemsize: int, trained: TrainedParts | None = None
+) -> MemoryPart:
+    """The memory of the activations of one micro-batch, which the forward pass keeps for the backward pass.
+
+    ``trained``: None if all weights are. Layers that no gradient reaches keep nothing. The other layers are counted as if all their weights were
+    trained, which is a little too much for frozen ones.
+    """
     tokens = layout.micro_sequences * model.context
+    first, more = (trained.first_layer, trained.kept_by_adapters) if trained is not None else (0, 0)
     kept = [
-        (n, count_activation_elements_per_token(model, layer, layout.tensor)) for n, layer in list_layer_kinds(model)
+        (min(n, max(0, n + start - first)), more + count_activation_elements_per_token(model, start, layout.tensor))
+        for n, start in list_layer_kinds(model)
     ]
+    layers_kept = sum(n for n, _ in kept)
     if layout.recompute == "block":
-        most = max(each for _, each in kept)
-        elements = model.layers * model.d_model / layout.tensor + most
+        most = max((each for n, each in kept if n), default=0.0)
+        elements = layers_kept * model.d_model / layout.tensor + most
         how: str = Message(
             "plan.kept_recomputed",
             "{layers} layers × {width:,} elements of input / {tensor} (tensor parallel) + {layer:,.0f} elements of "
             "one whole layer",
-            layers=model.layers,
+            layers=layers_kept,
             width=model.d_model,
             tensor=layout.tensor,
             layer=most,
@@ -220,28 +230,49 @@ def estimate_memory_parts(
     optimizer: str = "adamw",
     itemsize: int = 2,
     logit_rows: int | None = 1024,
+    trained: TrainedParts | None = None,
 ) -> list[MemoryPart]:
     """The parts of the memory that training needs on one GPU. ``memory``: bytes of the GPU, of which a share is reserved.
 
     ``itemsize``: bytes of an element of the forward pass (2 for bf16). ``logit_rows``: number of tokens whose logits exist at one time
-    (``kernels.linear_cross_entropy``); None: all tokens of the micro-batch.
+    (``kernels.linear_cross_entropy``); None: all tokens of the micro-batch. ``trained``: None if all weights are. A frozen weight is held once, in
+    the precision of the products.
     """
     P, t = model.parameters, layout.tensor
     pieces = layout.weight_parts
     one_end, ends = model.vocab_size * model.d_model, count_end_parameters(model)
     tokens = layout.micro_sequences * model.context
-    of_all = Message("plan.of_all", "{parameters:,} parameters / {pieces} GPUs", parameters=P, pieces=pieces)
-    inside = P - ends if optimizer == "muon" else 0  # Muon keeps one moment of the layers' matrices
-    moments = 4 * inside + 8 * (P - inside)
+    # Trained parameters, and those of them that are in the layers; gradients of embedding and head at once: 4 bytes and 2 + 4.
+    T, of_layers, end_gradients = P, P - ends, 10 * one_end
+    if trained is not None:
+        T, of_layers = trained.parameters, trained.layers
+        end_gradients = 4 * trained.embedding + 6 * (trained.embedding if model.tied else trained.head)
+    frozen = P - (T if trained is None else trained.weights)
+    of_all = Message("plan.of_all", "{parameters:,} parameters / {pieces} GPUs", parameters=T, pieces=pieces)
+    of_weights: str = Message("plan.fp32_weights", "4 bytes (fp32) × {of_all}", of_all=of_all)
+    if frozen:
+        of_weights = Message(
+            "plan.frozen_weights",
+            "(4 bytes (fp32) × {trained:,} trained + {itemsize} bytes × {frozen:,} frozen parameters) / {pieces} GPUs",
+            trained=T,
+            itemsize=itemsize,
+            frozen=frozen,
+            pieces=pieces,
+        )
+    inside = of_layers if optimizer == "muon" else 0  # Muon keeps one moment of the layers' matrices
+    moments = 4 * inside + 8 * (T - inside)
     if layout.fsdp_shards > 1:
         block = count_largest_layer_parameters(model, layout.expert)
-        copies = (2 * itemsize * block + (itemsize + 4) * block) / t + itemsize * ends
+        with_gradient = block if trained is None else min(block, trained.largest_layer)
+        copies = (2 * itemsize * block + (itemsize + 4) * with_gradient) / t + itemsize * ends
         how: str = Message(
             "plan.gathered_copies",
-            "({block_bytes} bytes × {block:,} parameters of a layer) / {tensor} (tensor parallel) + {itemsize} bytes "
-            "× {head:,} parameters of embedding and head",
-            block_bytes=3 * itemsize + 4,
+            "({block_bytes} bytes × {block:,} parameters of a layer + {gradient_bytes} bytes × {trained:,} trained ones) / {tensor} (tensor "
+            "parallel) + {itemsize} bytes × {head:,} parameters of embedding and head",
+            block_bytes=2 * itemsize,
             block=block,
+            gradient_bytes=itemsize + 4,
+            trained=with_gradient,
             tensor=t,
             itemsize=itemsize,
             head=ends,
@@ -251,13 +282,13 @@ def estimate_memory_parts(
             "FSDP2 gathers two layers at a time. It keeps the gradient of one layer twice: rounded and in fp32",
         )
     else:
-        copies = itemsize * P / t if itemsize < 4 else 0.0
+        copies = itemsize * T / t if itemsize < 4 else 0.0
         how = (
             Message(
                 "plan.rounded_copies",
                 "{itemsize} bytes × {parameters:,} parameters / {tensor} (tensor parallel)",
                 itemsize=itemsize,
-                parameters=P,
+                parameters=T,
                 tensor=t,
             )
             if itemsize < 4
@@ -266,13 +297,13 @@ def estimate_memory_parts(
         what = Message("plan.autograd_copies", "autograd keeps the rounded weights of the forward pass")
     rows = tokens if logit_rows is None else min(logit_rows, tokens)
     logit_bytes = LOGIT_BYTES + (4 if model.logit_softcap else 0)  # the cap keeps its tanh
-    logits = logit_bytes * rows * model.vocab_size / t + 10 * one_end + 6 * tokens * model.d_model
+    logits = logit_bytes * rows * model.vocab_size / t + end_gradients + 6 * tokens * model.d_model
     return [
-        MemoryPart("weights", 4 * P / pieces, f"4 bytes (fp32) × {of_all}", f"{ZERO} §3.1, §5"),
+        MemoryPart("weights", (4 * T + itemsize * frozen) / pieces, of_weights, f"{ZERO} §3.1, §5"),
         MemoryPart(
             "gradients",
-            4 * P / pieces,
-            f"4 bytes (fp32) × {of_all}",
+            4 * T / pieces,
+            Message("plan.fp32_gradients", "4 bytes (fp32) × {of_all}", of_all=of_all),
             Message(
                 "plan.gradients_source",
                 "{source} §3.1, §5 (the ranks sum their gradients after each micro-batch)",
@@ -285,26 +316,26 @@ def estimate_memory_parts(
             Message(
                 "plan.optimiser",
                 "{bytes:.3g} bytes of moments ({optimizer}, fp32) × {of_all}",
-                bytes=moments / P,
+                bytes=moments / T,
                 optimizer="AdamW" if optimizer == "adamw" else "Muon and AdamW",
                 of_all=of_all,
             ),
             f"{ZERO} §3.1, §5",
         ),
         MemoryPart("compute copies", copies, how, what),
-        estimate_activation_memory(model, layout, itemsize),
+        estimate_activation_memory(model, layout, itemsize, trained),
         MemoryPart(
             "logits, temporaries",
             logits,
             Message(
                 "plan.logits",
-                "{logit_bytes} bytes × {rows:,} rows × {vocab:,} logits / {tensor} (tensor parallel) + 10 bytes × "
-                "{head:,} gradients of the embedding and of the head + 6 bytes × {tokens:,} tokens × {width:,} (width)",
+                "{logit_bytes} bytes × {rows:,} rows × {vocab:,} logits / {tensor} (tensor parallel) + {gradients:,} bytes of "
+                "gradients of embedding and head + 6 bytes × {tokens:,} tokens × {width:,} (width)",
                 logit_bytes=logit_bytes,
                 rows=rows,
                 vocab=model.vocab_size,
                 tensor=t,
-                head=one_end,
+                gradients=end_gradients,
                 tokens=tokens,
                 width=model.d_model,
             ),
@@ -313,7 +344,7 @@ def estimate_memory_parts(
         MemoryPart(
             "reserve",
             RESERVE * memory,
-            Message("plan.reserve", "{share:.0%} of the GPU's memory", share=RESERVE),
+            Message("plan.reserve", "{share:.0%} of the memory", share=RESERVE),
             Message("plan.reserve_source", "our margin for CUDA, NCCL and fragmentation ({source} §3.2)", source=ZERO),
         ),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from models.adapters import FAMILIES
 from tests.support.messages import refused
+from tests.support.trainer.public_configs import CONFIGS
+from tests.support.trainer.published import MODELS
 from tests.support.trainer.published_runs import HELD_OUT, QWEN3_30B, RUNS, Run
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS
@@ -28,6 +31,18 @@ def planned(run: Run, name: str) -> float:
 def test_a_config_gives_the_published_number_of_parameters(name: str) -> None:
     run = (RUNS | HELD_OUT)[name]
     assert read_public_model(run.config, name).spec.parameters == pytest.approx(run.parameters, rel=0.005)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_public_config_gives_the_parameters_of_the_models_files(name: str) -> None:
+    published = next(one for one in MODELS if one.name in (name, name.replace("SmolLM2-", "SmolLM2 ")))
+    found = read_public_model(CONFIGS[name], name).spec
+    assert found.parameters == pytest.approx(published.parameters, rel=published.digits, abs=0)
+    for key in ("activation", "gated", "latent", "norms", "qk_norm", "qkv_bias", "tied"):
+        assert getattr(found, key) == getattr(published.model, key), key
+    assert [found.layer(n) for n in range(4)] == [
+        replace(published.model.layer(n), experts=found.layer(n).experts) for n in range(4)
+    ]
 
 
 @pytest.mark.parametrize(("kind", "said", "tied"), [
