@@ -100,7 +100,7 @@ def find_family_for_export(spec: ModelSpec) -> Family:
 def convert_to_native(spec: ModelSpec, family: Family, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Each native tensor by name, one at a time. ``read`` returns a tensor of the files by its name."""
     for mapping in family.list_mappings(spec):
-        yield mapping.native, mapping.to_native([read(name) for name in mapping.theirs])
+        yield mapping.native, mapping.to_native(read)
 
 
 def convert_to_files(spec: ModelSpec, family: Family, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -67,11 +67,18 @@ class TensorMapping:
     shape: Shape  # of each of ``theirs``
     rows: tuple[int, ...] | None = None
 
-    def to_native(self, tensors: list[Tensor]) -> Tensor:
-        """The native tensor, from those of the files in the order of ``theirs``."""
+    def to_native(self, read: Callable[[str], Tensor]) -> Tensor:
+        """The native tensor. ``read`` returns a tensor of the files by its name. Memory holds one tensor more than the result."""
         import torch
 
-        found = torch.stack(tensors) if len(self.theirs) > 1 else tensors[0]
+        if len(self.theirs) == 1:
+            found = read(self.theirs[0])
+        else:
+            first = read(self.theirs[0])
+            found = torch.empty((len(self.theirs), *first.shape), dtype=first.dtype)
+            found[0] = first
+            for number, name in enumerate(self.theirs[1:], start=1):
+                found[number] = read(name)
         return found if self.rows is None else found[torch.tensor(self.rows)]
 
     def to_theirs(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
