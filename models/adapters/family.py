@@ -49,6 +49,7 @@ NAMES: Mapping[str, str] = {
     "shared_up": "mlp.shared_experts.up_proj.weight",
     "shared_down": "mlp.shared_experts.down_proj.weight",
 }
+MOST_EXPERTS = 1 << 16  # in all layers; each expert has three tensors with names of their own
 # keys of a model's training. They are in no config.json
 OF_TRAINING = ("context", "across_documents", "base_d_model", "family")
 OF_EXPERTS_TRAINING = ("bias_rate", "z_loss", "loss_weight")
@@ -109,7 +110,14 @@ class Family:
         values = read_with(self.read, config, where, self.idle) | {"family": self.name}
         if context is not None:
             values["context"] = context
-        return parse(ModelSpec, values, str(where), ModelFilesError)
+        spec = parse(ModelSpec, values, str(where), ModelFilesError)
+        if spec.experts is not None and spec.layers * spec.experts.count > MOST_EXPERTS:
+            raise ModelFilesError(
+                "models.too_many_experts", "{file}: {layers:,} layers with {experts:,} experts each have {total:,} experts in total. At most "
+                                           "{limit:,} are allowed",
+                file=where, layers=spec.layers, experts=spec.experts.count, total=spec.layers * spec.experts.count, limit=MOST_EXPERTS,
+            )  # fmt: skip
+        return spec
 
     def find_differences(self, spec: ModelSpec) -> dict[str, tuple[Any, Any]]:
         """``{key: (in spec, in the family's files)}`` of what writing ``spec`` to a config.json and reading it back changes. Empty: the files can
@@ -152,8 +160,8 @@ def drop_training_keys(spec: ModelSpec) -> ModelSpec:
 
 
 # -- keys that most families share -------------------------------------------------------------------------------------
-def read_common(reader: ConfigReader) -> dict[str, Any]:
-    """The sizes, the norm's epsilon and the RoPE of a config.json with Llama's keys."""
+def read_common(reader: ConfigReader, share: float | None = None) -> dict[str, Any]:
+    """The sizes, the norm's epsilon and the RoPE of a config.json with Llama's keys. ``share``: as in ``read_rope``."""
     d_model = reader.whole("hidden_size", 1, 1 << 16)
     heads = reader.whole("num_attention_heads", 1, 1024)
     context = reader.whole("max_position_embeddings", 8, 1 << 24)
@@ -169,7 +177,7 @@ def read_common(reader: ConfigReader) -> dict[str, Any]:
         "context": context,
         "norm_eps": reader.positive("rms_norm_eps"),
         "qk_norm": False,
-        **read_rope(reader, context),
+        **read_rope(reader, context, share),
     }
 
 
@@ -214,10 +222,12 @@ _KEYS_OF = {
 }
 
 
-def read_rope(reader: ConfigReader, context: int, share: float = 1.0, theta: float | None = None) -> dict[str, Any]:
+def read_rope(
+    reader: ConfigReader, context: int, share: float | None = None, theta: float | None = None
+) -> dict[str, Any]:
     """``rope_theta``, ``rope_share`` and ``rope_scaling`` of a file, which says them in ``rope_parameters`` (transformers 5) or in ``rope_theta``,
-    ``partial_rotary_factor`` and ``rope_scaling`` (4). ``share``, ``theta``: what a missing key means in this family. Two different values are
-    refused."""
+    ``partial_rotary_factor`` and ``rope_scaling`` (4). ``share``, ``theta``: what a missing key means in this family. ``share`` None: the family's
+    class turns whole heads, whatever ``partial_rotary_factor`` says, so another value than 1 is refused. Two different values are refused."""
     new, old = reader.take("rope_parameters", None), reader.take("rope_scaling", None)
     if new is not None and old is not None and new != old:
         raise reader.unexpected(
@@ -229,7 +239,8 @@ def read_rope(reader: ConfigReader, context: int, share: float = 1.0, theta: flo
         "rope_parameters" if new is not None else "rope_scaling", new if new is not None else old or {}
     )
     found: dict[str, Any] = {}
-    for key, usual, ours in (("rope_theta", theta, "rope_theta"), ("partial_rotary_factor", share, "rope_share")):
+    usual_share = 1.0 if share is None else share
+    for key, usual, ours in (("rope_theta", theta, "rope_theta"), ("partial_rotary_factor", usual_share, "rope_share")):
         outer, own = reader.positive(key, None), inner.positive(key, None)
         if outer is not None and own is not None and outer != own:
             raise ModelFilesError(
@@ -239,6 +250,9 @@ def read_rope(reader: ConfigReader, context: int, share: float = 1.0, theta: flo
         if value is None:
             raise reader.missing(key)
         found[ours] = value
+    if share is None and found["rope_share"] != 1.0:
+        whole = Message("models.whole_heads", "1.0, because the class of this family turns whole heads")
+        raise reader.unexpected("partial_rotary_factor", whole, found["rope_share"])
     kind = inner.choice(
         "rope_type", {"default": None} | {kind: kind for kind in _KEYS_OF}, inner.take("type", "default")
     )

@@ -20,7 +20,7 @@ def read(reader: ConfigReader) -> dict[str, Any]:
     # A missing key would mean one layer, for which there are no tensors.
     reader.only("num_nextn_predict_layers", 0)
     bias = reader.truth("attention_bias", False)
-    found = read_common(reader)
+    found = read_common(reader, share=0.5)
     return found | {
         "tied": reader.truth("tie_word_embeddings", False),
         "qk_norm": reader.truth("use_qk_norm", False),
