@@ -10,6 +10,8 @@ D: d_model, H and G: heads and key/value heads, K: head_dim, F: d_ff, E: experts
 
 from __future__ import annotations
 
+import math
+
 from models.spec import ExpertsSpec, ModelSpec
 
 Shape = tuple[int, ...]
@@ -25,6 +27,11 @@ def list_tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     if not spec.tied:
         found["head"] = (spec.vocab_size, spec.d_model)
     return found
+
+
+def count_values(spec: ModelSpec) -> int:
+    """Number of values of all tensors: the parameters and the buffers."""
+    return sum(map(math.prod, list_tensor_shapes(spec).values()))
 
 
 def list_block_shapes(spec: ModelSpec, number: int) -> dict[str, Shape]:

@@ -47,7 +47,7 @@ class Continued:
         return {
             "model": spec.model_dump() | {"parameters": spec.parameters},
             "family": self.public.family.name if self.public.family else None,
-            "files": {"files": files.files, "tensors": len(files.shapes), "bytes": files.bytes} if files else None,
+            "files": {"files": files.files, "tensors": files.tensors, "bytes": files.bytes} if files else None,
             "longest_context": self.public.longest_context,
             "fits": convert_fits_to_json(self.public, self.fits),
             "remarks": self.list_remarks(),
@@ -74,7 +74,7 @@ class Continued:
                 Message(
                     "plan.weights_agree",
                     "The safetensors headers agree: {tensors:,} tensors, {size:,.2f} GB in {files:,|file|files}.",
-                    tensors=len(files.shapes),
+                    tensors=files.tensors,
                     size=files.bytes / GB,
                     files=files.files,
                 )
@@ -109,12 +109,10 @@ def plan_continuing(
     """Raises: TrainerError."""
     from trainer.contract.plan.continuing import find_fit, list_training_ways
     from trainer.contract.plan.hf_config import read_config
-    from trainer.contract.plan.weight_files import read_weight_files, refuse_other_weights
+    from trainer.contract.plan.weight_files import compare_weights
 
     public = read_config(source, context)
-    files = read_weight_files(source) if source.is_dir() else None
-    if files is not None:
-        refuse_other_weights(public, files, source)
+    files = compare_weights(public, source) if source.is_dir() else None
     ways = list_training_ways(public.spec, rank, frozen, targets)
     fits = [find_fit(public.spec, way, place, public.longest_context) for place in devices for way in ways]
     return Continued(public, files, fits)

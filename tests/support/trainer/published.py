@@ -62,7 +62,8 @@ DEEPSEEK_LATENT = LatentAttention(q_rank=1536, kv_rank=512, nope_head_dim=128, r
 
 MODELS = [
     # Totals of the safetensors files on Hugging Face. Shapes: the config.json beside the files, and the reports: Llama 2 and 3 (arXiv 2307.09288,
-    # 2407.21783 Table 3), Qwen2.5 and 3 (2412.15115, 2505.09388), Mistral (2310.06825), OLMo 2 (2501.00656), Gemma 2 (2408.00118), SmolLM2 (2502.02737).
+    # 2407.21783 Table 3), Qwen2.5 and 3 (2412.15115, 2505.09388), Mistral (2310.06825), OLMo 2 (2501.00656), Gemma 2 (2408.00118),
+    # SmolLM2 (2502.02737).
     Published("Llama 2 7B", 6_738_415_616, shape(32_000, 4096, 32, 32, 32, 11008)),
     Published("Llama 2 13B", 13_015_864_320, shape(32_000, 5120, 40, 40, 40, 13824)),
     Published("Llama 2 70B", 68_976_648_192, shape(32_000, 8192, 80, 64, 8, 28672)),

@@ -225,7 +225,7 @@ def test_activations_equal_those_that_a_real_block_keeps(name: str) -> None:
 def test_flops_equal_those_that_torch_counts_in_the_real_model(name: str) -> None:
     """Torch counts the whole square of the scores, of which the formula leaves out the masked half and what a window hides."""
     experts = {"experts": {"count": 8, "per_token": 3, "d_ff": 24, "shared": 1, "dense_layers": 1}}
-    model = ModelSpec(**SMALL | (KINDS[name] if name in KINDS else experts), layers=3)
+    model = ModelSpec(**SMALL | KINDS.get(name, experts), layers=3)
     decoder = Decoder(model, bind_ops({}), torch.float32)
     decoder.initialise(0)
     ids = torch.zeros((2, 16), dtype=torch.long)

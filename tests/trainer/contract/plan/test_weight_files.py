@@ -14,129 +14,97 @@ from safetensors.torch import save_file
 from tests.support.messages import refused
 from tests.support.trainer.public_configs import CONFIGS
 from trainer.contract.errors import RecipeError
-from trainer.contract.plan.hf_config import PublicModel, read_public_model
-from trainer.contract.plan.weight_files import INDEX, WeightFiles, read_weight_files, refuse_other_weights
+from trainer.contract.plan.hf_config import read_config
+from trainer.contract.plan.weight_files import WeightFiles, compare_weights
 
 SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+}  # fmt: skip
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": {},
+    "SmolLM3 3B": {"no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4},
+    "OLMo 2 7B": {},
+    "Gemma 2 2B": {"head_dim": 16},
+    "Qwen3-30B-A3B": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "GLM-4.5-Air": EXPERTS | {"head_dim": 16},
 }
-LLAMA: dict[str, Any] = CONFIGS["SmolLM2-135M"] | SMALL
 
 
-def tensors_of(public: PublicModel) -> dict[str, torch.Tensor]:
+def make_folder(folder: Path, name: str, **more: Any) -> dict[str, torch.Tensor]:
+    """The small sizes of a public config, and tensors as it describes them, in two files with an index. Returns the tensors."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | SMALL | OF_FAMILY[name] | more))
+    public = read_config(folder)
     assert public.family is not None
     mappings = public.family.list_mappings(public.spec)
-    return {name: torch.zeros(one.shape, dtype=torch.bfloat16) for one in mappings for name in one.theirs}
+    tensors = {theirs: torch.zeros(one.shape, dtype=torch.bfloat16) for one in mappings for theirs in one.theirs}
+    save(folder, tensors)
+    return tensors
 
 
-def save_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Two files and their index."""
+def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     names = sorted(tensors)
     parts = {"model-1-of-2.safetensors": names[::2], "model-2-of-2.safetensors": names[1::2]}
     for file, kept in parts.items():
         save_file({name: tensors[name] for name in kept}, folder / file, {"format": "pt"})
-    (folder / INDEX).write_text(
-        json.dumps({"weight_map": {name: file for file, kept in parts.items() for name in kept}})
-    )
+    weight_map = {name: file for file, kept in parts.items() for name in kept}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_the_headers_of_shards_give_each_shape_and_the_bytes_of_all_tensors(tmp_path: Path) -> None:
-    public = read_public_model(LLAMA, "x")
-    tensors = tensors_of(public)
-    save_shards(tmp_path, tensors)
-    save_file(
-        {"other": torch.zeros(3)}, tmp_path / "consolidated.safetensors"
-    )  # as Mistral's folders: the index does not name it
-    found = read_weight_files(tmp_path)
-    assert found is not None and found.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert (found.elements, found.bytes, found.files) == (public.spec.parameters, 2 * public.spec.parameters, 2)
-    refuse_other_weights(public, found, tmp_path)
-    assert read_weight_files(tmp_path / "nothing") is None
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SmolLM2-135M",
-        "Qwen2.5-0.5B",
-        "Gemma 2 2B",
-        "SmolLM3 3B",
-        "Qwen3-30B-A3B",
-        "GLM-4.5-Air",
-        "DeepSeek-V3",
-        "OLMo 2 7B",
-    ],
-)
-def test_the_tensors_of_each_familys_files_are_those_that_its_config_describes(name: str) -> None:
-    public = read_public_model(CONFIGS[name], name)
-    assert public.family is not None
-    stored = public.family.list_mappings(public.family.as_stored(public.spec))
-    shapes = {theirs: one.shape for one in stored for theirs in one.theirs}
-    whole = WeightFiles(shapes, 0, 1)
-    refuse_other_weights(public, whole, Path(name))
-    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": (64,)}
+@pytest.mark.parametrize("name", OF_FAMILY)
+def test_files_that_config_json_describes_are_counted_and_files_of_another_model_are_refused(
+    name: str, tmp_path: Path
+) -> None:
+    tensors = make_folder(tmp_path, name)
+    whole = sum(tensor.numel() for tensor in tensors.values())
+    public = read_config(tmp_path)
+    biases = 0 if name != "GLM-4.5-Air" else 3 * 4  # of the routers of three layers, which are no parameters
+    assert whole == public.spec.parameters + biases
+    wanted = WeightFiles(2, len(tensors), whole, 2 * whole)
+    assert compare_weights(public, tmp_path) == wanted
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     if public.config.get("num_nextn_predict_layers"):
-        more[f"model.layers.{public.spec.layers}.eh_proj.weight"] = (8, 16)
-    refuse_other_weights(public, WeightFiles(shapes | more, 0, 1), Path(name))
+        more["model.layers.4.eh_proj.weight"] = torch.zeros(8, 16)
+    save(tmp_path, tensors | more)
+    assert compare_weights(public, tmp_path) == wanted, "what is not imported does not count"
     lacks = "model.layers.1.self_attn.o_proj.weight"
+    save(tmp_path, {key: tensor for key, tensor in tensors.items() if key != lacks})
+    with refused("plan.other_weights", RecipeError, held=whole - tensors[lacks].numel(), described=whole) as error:
+        compare_weights(public, tmp_path)
+    assert error.value.data["first"].data["tensor"] == lacks
+
+
+def test_another_number_of_layers_in_config_json_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    tensors = make_folder(tmp_path, "SmolLM2-135M")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = sum(math.prod(tensor.shape) for name, tensor in tensors.items() if name.startswith("model.layers.3."))
     with refused("plan.other_weights", RecipeError) as error:
-        refuse_other_weights(public, WeightFiles({k: v for k, v in shapes.items() if k != lacks}, 0, 1), Path(name))
-    data = error.value.data
-    assert data["described"] - data["held"] == math.prod(shapes[lacks]) and data["first"].data["name"] == lacks
-
-
-def test_a_tied_head_may_be_stored_too_and_a_head_that_config_json_lacks_is_named(tmp_path: Path) -> None:
-    tied, untied = (read_public_model(LLAMA | {"tie_word_embeddings": on}, "x") for on in (True, False))
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(tied).items()}
-    refuse_other_weights(tied, WeightFiles(shapes | {"lm_head.weight": (64, 32)}, 0, 1), tmp_path)
-    with refused(
-        "plan.other_weights", RecipeError, held=tied.spec.parameters, described=untied.spec.parameters
-    ) as error:
-        refuse_other_weights(untied, WeightFiles(shapes, 0, 1), tmp_path)
-    assert error.value.data["first"].data["name"] == "lm_head.weight"
+        compare_weights(read_config(tmp_path), tmp_path)
+    assert error.value.data["held"] - error.value.data["described"] == layer
 
 
 def test_sizes_that_were_read_by_key_names_are_compared_by_their_number_alone(tmp_path: Path) -> None:
-    public = read_public_model(LLAMA | {"model_type": "newer"}, "x")
-    refuse_other_weights(public, WeightFiles({"a": (public.spec.parameters - 50,)}, 0, 1), tmp_path)
-    with refused("plan.other_weights", RecipeError, held=9, described=public.spec.parameters):
-        refuse_other_weights(public, WeightFiles({"a": (9,)}, 0, 1), tmp_path)
+    tensors = make_folder(tmp_path, "SmolLM2-135M")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "newer"}))
+    found = compare_weights(read_config(tmp_path), tmp_path)
+    assert found is not None and found.tensors == len(tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "newer", "intermediate_size": 480}))
+    with refused("plan.other_weights", RecipeError, held=found.parameters):
+        compare_weights(read_config(tmp_path), tmp_path)
 
 
-def test_a_missing_or_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
-    tensors = tensors_of(read_public_model(LLAMA, "x"))
-    shard = tmp_path / "model-2-of-2.safetensors"
-
-    def refused_as(code: str) -> None:
-        with refused("plan.unreadable_weights", RecipeError) as error:
-            read_weight_files(tmp_path)
-        assert str(tmp_path) in error.value.data["file"] and error.value.data["problem"].code == code
-
-    save_shards(tmp_path, tensors)
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1])
-    refused_as("plan.truncated")
-    for damaged in (
-        b"",
-        b"\x00" * 100,
-        whole[:8] + b"[" * (len(whole) - 8),
-        (2).to_bytes(8, "little") + b"[]",
-        b"PK" + whole,
-    ):
-        shard.write_bytes(damaged)
-        refused_as("plan.bad_header")
+def test_a_missing_or_truncated_shard_is_refused_and_a_folder_without_weights_is_not(tmp_path: Path) -> None:
+    make_folder(tmp_path, "SmolLM2-135M")
+    public, shard = read_config(tmp_path), tmp_path / "model-2-of-2.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with refused("models.other_length", RecipeError, file=shard):
+        compare_weights(public, tmp_path)
     shard.unlink()
-    refused_as("plan.missing_shard")
-    save_file({"model.norm.weight": torch.zeros(32), "model.embed_tokens.weight": torch.zeros(2)}, shard)
-    refused_as("plan.twice")
-    for index in ("{", "[]", '{"weight_map": 3}'):
-        (tmp_path / INDEX).write_text(index)
-        refused_as("plan.bad_index")
-    for name in ("../other.safetensors", 5):
-        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-        refused_as("plan.missing_shard")
+    with refused("models.missing_shard", RecipeError, file=shard.name):
+        compare_weights(public, tmp_path)
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    assert compare_weights(public, tmp_path) is None
