@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from factory.cli.app import app
 from factory.core.errors import FactoryError
+from factory.presets.presets import Hardware
 from tests.support.factory.command import factory
 from tests.support.messages import refused
 from tests.support.paths import ROOT
+from tests.support.trainer.public_configs import CONFIGS
 from tests.support.trainer.published_runs import QWEN3_30B
+from trainer.contract.plan.hf_config import read_config
 from trainer.contract.plan.run_plan import FP8
 
 SIZED = ["--params", "8B", "--tokens", "300B"]
@@ -67,7 +72,7 @@ def test_json_output_has_the_options_and_the_costs_of_the_plan() -> None:
 
 def test_a_plan_for_a_public_config_says_what_expert_parallelism_would_gain(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
-    asked = ["plan", "--config", str(tmp_path), "--tokens", "1T", "--gpus", "16"]
+    asked = ["plan", "--from", str(tmp_path), "--tokens", "1T", "--gpus", "16"]
     ours, others = (json.loads(said_here(*asked, *more, "--json")) for more in ([], ["--expert-parallel", "16"]))
     assert ours["effort"]["bound"] == "network" and ours["effort"]["days"] > 1.5 * others["effort"]["days"]
     said = said_here(*asked)
@@ -75,6 +80,58 @@ def test_a_plan_for_a_public_config_says_what_expert_parallelism_would_gain(tmp_
     wrong = factory(*asked, "--expert-parallel", "5")
     assert wrong.returncode == 2 and "error[plan.experts_not_divided]: --expert-parallel 5 " in wrong.stderr
     assert "GPUs (16)" in wrong.stderr and "experts (128)" in wrong.stderr
+
+
+def make_folder(folder: Path) -> Path:
+    """SmolLM2-135M's config.json with two layers, and weights of zeros."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS["SmolLM2-135M"] | {"num_hidden_layers": 2}))
+    public = read_config(folder)
+    assert public.family is not None
+    tensors = {
+        name: torch.zeros(one.shape, dtype=torch.bfloat16)
+        for one in public.family.list_mappings(public.spec)
+        for name in one.theirs
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_plan_to_continue_a_folder_compares_its_headers_and_says_what_fits_on_both_places(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    asked = ["plan", "--from", str(folder), "--gpus", "2", "--gpu", "rtx-4090", "--lora", "4", "--targets", "q,v"]
+    said = json.loads(said_here(*asked, "--freeze", "blocks.0", "--context", "512", "--json"))
+    assert said["model"]["parameters"] == 35_392_320 and said["model"]["context"] == 512 and said["family"] == "llama"
+    assert said["files"] == {"files": 1, "tensors": 20, "bytes": 2 * 35_392_320} and said["longest_context"] == 8192
+    assert [fit["recipe"].get("freeze") or fit["recipe"].get("adapt") for fit in said["fits"]][:4] == [
+        None, ["blocks.0"], {"kind": "lora", "rank": 4, "targets": ["q", "v"]}, {"kind": "dora", "rank": 4, "targets": ["q", "v"]},
+    ]  # fmt: skip
+    assert said["fits"][2]["trained"] == 2 * 4 * (576 + 576 + 576 + 192)
+    places = [fit["devices"] for fit in said["fits"]]
+    assert len(places) == 8 and places[0]["memory"] == 24e9 and places[0]["count"] == 2
+    assert places[4]["memory"] == min(Hardware.of_this_machine().gpus, default=Hardware.of_this_machine().memory)
+    text = said_here(*asked)
+    for word in (
+        "35,392,320",
+        "20 tensors",
+        "LoRA, rank 4",
+        "2 × rtx-4090",
+        "this machine",
+        "micro_sequences: ",
+        "longest context",
+    ):
+        assert word in text, word
+    both = json.loads(said_here(*asked, "--tokens", "10M", "--json"))
+    assert both["effort"]["steps"] > 0 and len(both["continuing"]["fits"]) == 8
+    assert "the run" in said_here(*asked, "--tokens", "10M")
+
+
+def test_a_folder_whose_weights_are_of_another_model_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(CONFIGS["SmolLM2-135M"]))
+    done = factory("plan", "--from", str(folder))
+    assert done.returncode == 2 and "error[plan.bad_model]: --from: " in done.stderr
+    assert "35,392,320" in done.stderr and "134,515,008" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
@@ -119,6 +176,13 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
         (["--recipe", "demo", "--tokens", "1B", "--gpus", "3"], "bad_model", {"flag": "--recipe"}),
         (["--recipe", "demo", "--tokens", "1B", "--vocab", "9"], "known_already", {"flag": "--vocab"}),
         (["--recipe", "missing.yaml", "--tokens", "1B"], "bad_model", {"flag": "--recipe"}),
+        ([*SIZED, "--lora", "8"], "only_with_from", {"flag": "--lora"}),
+        ([*SIZED, "--freeze", "embedding"], "only_with_from", {"flag": "--freeze"}),
+        ([*SIZED, "--targets", "q"], "only_with_from", {"flag": "--targets"}),
+        (["--from", "missing"], "bad_model", {"flag": "--from"}),
+        (["--from", "missing", "--vocab", "9"], "known_already", {"flag": "--vocab"}),
+        (["--from", "missing", "--lora", "0"], "not_above_zero", {"flag": "--lora", "text": "0"}),
+        (["--from", "missing", "--params", "8B"], "no_model", {}),
     ],
 )
 def test_a_mistake_gets_one_line_that_names_the_option(words: list[str], code: str, data: dict[str, Any]) -> None:

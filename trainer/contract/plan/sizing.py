@@ -161,10 +161,10 @@ def _attention_elements(model: ModelSpec) -> int:
     A norm of queries and keys also keeps what it reads. RoPE keeps nothing: its gradient needs only cosines and sines.
     """
     H, G, K, V = model.heads, model.kv_heads, model.head_dim, model.v_head_dim
-    if model.latent is not None:  # values are a part of the product that also holds the keys without position
-        return 2 * H * K + H * (model.latent.nope_head_dim + V) + H * V
+    if model.latent is not None:  # values are as wide as keys, by zeros that the output is cut off from
+        return 4 * H * K + (H * V if V < K else 0)
     read = (H + G) * K if model.qk_norm else 0
-    return read + (H + 2 * G) * K + H * V
+    return read + (H + 2 * G) * K + H * K
 
 
 def list_layer_kinds(model: ModelSpec) -> list[tuple[int, int]]:
