@@ -34,7 +34,7 @@ class Continued:
         if self.files is None:
             found.append(
                 Message(
-                    "plan.no_weights",
+                    "continuing_plan.no_weights",
                     "There are no safetensors files beside config.json, so the number of parameters was not compared with weights.",
                 )
             )
@@ -61,7 +61,7 @@ class Continued:
         spec, files = self.public.spec, self.files
         console.print(
             Message(
-                "plan.continuing",
+                "continuing_plan.continuing",
                 "{parameters:,} parameters in {layers} layers of width {width:,}, made for {longest:,} tokens of context",
                 parameters=spec.parameters,
                 layers=spec.layers,
@@ -72,7 +72,7 @@ class Continued:
         if files:
             console.print(
                 Message(
-                    "plan.weights_agree",
+                    "continuing_plan.weights_agree",
                     "The safetensors headers agree: {tensors:,} tensors, {size:,.2f} GB in {files:,|file|files}.",
                     tensors=files.tensors,
                     size=files.bytes / GB,
@@ -86,7 +86,7 @@ class Continued:
                 if fit.layout is not None:
                     console.print(
                         Message(
-                            "plan.write_recipe",
+                            "continuing_plan.write_recipe",
                             "  {way}: write into the recipe {keys}",
                             way=fit.way.name,
                             keys=_write_inline(fit.recipe),
@@ -123,7 +123,7 @@ def describe_gpus(count: int, kind: str, memory: float) -> Devices:
     from trainer.contract.plan.sizing import GB
 
     name = Message(
-        "plan.on_gpus",
+        "continuing_plan.on_gpus",
         "{count} × {kind} with {gigabytes:g} GB each, in bf16",
         count=count,
         kind=kind,
@@ -141,12 +141,12 @@ def describe_this_machine() -> Devices:
     if machine.gpus:
         least = min(machine.gpus)
         name = Message(
-            "plan.on_own_gpus", "this machine: {count:,|GPU|GPUs} with {gigabytes:.0f} GB, in bf16", count=len(machine.gpus),
+            "continuing_plan.on_own_gpus", "this machine: {count:,|GPU|GPUs} with {gigabytes:.0f} GB, in bf16", count=len(machine.gpus),
             gigabytes=least / GB,
         )  # fmt: skip
         return Devices(name, len(machine.gpus), least, 2, count_logit_rows())
     name = Message(
-        "plan.on_cpu", "this machine: its CPU with {gigabytes:.0f} GB, in fp32", gigabytes=machine.memory / GB
+        "continuing_plan.on_cpu", "this machine: its CPU with {gigabytes:.0f} GB, in fp32", gigabytes=machine.memory / GB
     )
     return Devices(name, 1, machine.memory, 4, count_logit_rows("cpu"))
 
@@ -158,17 +158,17 @@ def _make_fits_table(fits: Sequence[Fit], context: int) -> Table:
     from trainer.contract.plan.sizing import GB, sum_bytes
 
     table = Table(title=str(fits[0].devices.name), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column(Message("plan.gigabytes", "GB"))
-    table.add_column(Message("plan.trained", "trained"), justify="right", no_wrap=True)
+    table.add_column(Message("continuing_plan.gigabytes", "GB"))
+    table.add_column(Message("continuing_plan.trained", "trained"), justify="right", no_wrap=True)
     for part in fits[0].memory:
         table.add_column(part.name, justify="right")
-    table.add_column(Message("plan.in_all", "in all"), justify="right")
-    table.add_column(Message("plan.longest", "longest context"), justify="right")
+    table.add_column(Message("continuing_plan.in_all", "in all"), justify="right")
+    table.add_column(Message("continuing_plan.longest", "longest context"), justify="right")
     for fit in fits:
-        longest: str = f"{fit.longest_context:,}" if fit.longest_context else Message("plan.fits_not", "does not fit")
+        longest: str = f"{fit.longest_context:,}" if fit.longest_context else Message("continuing_plan.fits_not", "does not fit")
         if fit.layout is None and fit.longest_context:
             longest = Message(
-                "plan.fits_shorter",
+                "continuing_plan.fits_shorter",
                 "{longest:,} ({context:,} does not fit)",
                 longest=fit.longest_context,
                 context=context,

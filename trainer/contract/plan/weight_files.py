@@ -38,8 +38,8 @@ def compare_weights(public: PublicModel, folder: Path) -> WeightFiles | None:
         if error.code == "models.no_weights":
             return None
         raise RecipeError(error.message) from error
-    spec, first = public.spec, Message("plan.number_alone", "the number alone was compared")
-    described, differs = spec.parameters, False
+    spec, described, differs = public.spec, public.spec.parameters, False
+    first: str = Message("plan.number_alone", "the number alone was compared")
     left_out: list[str] = []
     if public.family is not None:
         described = count_values(spec)
