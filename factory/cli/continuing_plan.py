@@ -146,7 +146,9 @@ def describe_this_machine() -> Devices:
         )  # fmt: skip
         return Devices(name, len(machine.gpus), least, 2, count_logit_rows())
     name = Message(
-        "continuing_plan.on_cpu", "this machine: its CPU with {gigabytes:.0f} GB, in fp32", gigabytes=machine.memory / GB
+        "continuing_plan.on_cpu",
+        "this machine: its CPU with {gigabytes:.0f} GB, in fp32",
+        gigabytes=machine.memory / GB,
     )
     return Devices(name, 1, machine.memory, 4, count_logit_rows("cpu"))
 
@@ -165,7 +167,9 @@ def _make_fits_table(fits: Sequence[Fit], context: int) -> Table:
     table.add_column(Message("continuing_plan.in_all", "in all"), justify="right")
     table.add_column(Message("continuing_plan.longest", "longest context"), justify="right")
     for fit in fits:
-        longest: str = f"{fit.longest_context:,}" if fit.longest_context else Message("continuing_plan.fits_not", "does not fit")
+        longest: str = (
+            f"{fit.longest_context:,}" if fit.longest_context else Message("continuing_plan.fits_not", "does not fit")
+        )
         if fit.layout is None and fit.longest_context:
             longest = Message(
                 "continuing_plan.fits_shorter",

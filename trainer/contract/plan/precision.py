@@ -29,6 +29,7 @@ from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.precision import DTYPES as DTYPES
 from kernels.contract.precision import FP8, allow_bf16_matmul
 from models.spec import ModelSpec
+from models.tensors import list_block_shapes
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import AUTO, Recipe
 
@@ -231,10 +232,10 @@ def make_timed_parts(
     ``in_fp8``: the products of the layers run in fp8. The time that quantising takes is not measured."""
     model, rows = recipe.model, recipe.batch.micro_sequences or recipe.batch.sequences
     tokens = rows * model.context
-    matrices = _matrices(model)
-    inside = 6.0 * tokens * model.layers * sum(a * b for a, b in matrices)
+    matrices = list_products(model)
     head = 6.0 * tokens * model.d_model * model.vocab_size
-    # the whole square: torch's plain attention computes it
+    inside = 6.0 * tokens * model.matmul_parameter_count - head
+    # the whole square, with values as wide as keys: torch's plain attention computes it
     attention = 12.0 * rows * model.layers * model.heads * model.head_dim * model.context**2
 
     def products(share: float) -> tuple[Callable[[], None], float]:
@@ -248,13 +249,19 @@ def make_timed_parts(
     }
 
 
-def _matrices(model: ModelSpec) -> list[tuple[int, int]]:
-    """(inputs, outputs) of each matrix product of a layer. In a layer of experts, only the experts that one token goes to are counted."""
-    experts = model.experts
-    wide = model.d_ff if experts is None else experts.d_ff * (experts.per_token + experts.shared)
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    d = model.d_model
-    return [(d, queries), (d, keys), (d, keys), (queries, d), (d, wide), (d, wide), (wide, d)]
+def list_products(model: ModelSpec) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each matrix product of the last layer. Of routed experts, those that one token goes to are one product as wide as all."""
+    found = []
+    for key, shape in list_block_shapes(model, model.layers - 1).items():
+        if len(shape) == 2 and key != "router":
+            outputs, inputs = shape
+            found.append((inputs, outputs))
+        elif len(shape) == 3:
+            assert model.experts is not None
+            _, outputs, inputs = shape
+            many = model.experts.per_token
+            found.append((inputs * many, outputs) if key == "experts_down" else (inputs, outputs * many))
+    return found
 
 
 def _products(

@@ -14,6 +14,7 @@ import torch
 
 from tests.support.messages import refused
 from tests.support.paths import ROOT
+from tests.support.trainer.published import model_of
 from tests.support.trainer.segments import MakeShard, plan_of, train_here, write_spec
 from trainer.contract.errors import RecipeError, SpecError
 from trainer.contract.plan.precision import (
@@ -22,6 +23,7 @@ from trainer.contract.plan.precision import (
     _grown,
     choose_precision,
     choose_precision_from_timings,
+    list_products,
     list_supported_precisions,
     make_timed_parts,
     refuse_unsupported_precision,
@@ -184,3 +186,15 @@ def test_without_fast_bf16_the_demo_recipe_trains_in_fp32() -> None:
     done = subprocess.run(words, cwd=ROOT, env=emulated, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("demo: fp32\n") and "GFLOP/s" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["Llama 3 8B", "Gemma 2 2B", "DeepSeek-V3", "Qwen3-30B-A3B"])
+def test_the_timed_products_of_a_layer_are_those_of_the_models_last_layer(name: str) -> None:
+    """All layers, the head and the routers together have each weight that multiplies a token once."""
+    model = model_of(name)
+    of_last = sum(inputs * outputs for inputs, outputs in list_products(model))
+    experts = model.experts
+    router, dense = (model.d_model * experts.count, experts.dense_layers) if experts else (0, 0)
+    other = model.attention_parameters_per_layer + 3 * model.d_model * model.d_ff
+    head = model.vocab_size * model.d_model
+    assert (model.layers - dense) * (of_last + router) + dense * other + head == model.matmul_parameter_count
