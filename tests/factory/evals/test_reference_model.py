@@ -19,8 +19,8 @@ from factory.evals.reference_model import ReferenceModel
 from models.adapters import FAMILIES as FAMILIES_OF_MODELS
 from tests.support.factory.exports import CONTEXT, FAMILIES, VOCAB, save_export, tiny_model
 from tests.support.messages import says
-from tests.support.models.facts import make_native_weights, make_spec
-from tests.support.models.small_models import CASES, Case, make_tokens, save_model
+from tests.support.models.facts import EXPORTED_CASES, make_native_weights, make_spec
+from tests.support.models.small_models import Case, make_tokens, save_model
 
 OTHERS = {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-2}
 
@@ -48,7 +48,7 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[st
     torch.testing.assert_close(ours.logits(tokens), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EXPORTED_CASES, ids=str)
 def test_logits_of_each_family_equal_transformers(case: Case, tmp_path: Path) -> None:
     theirs = case.make_model()
     tokens = make_tokens(3, 50)
@@ -64,7 +64,7 @@ def test_logits_of_each_family_equal_transformers(case: Case, tmp_path: Path) ->
 
 
 def test_every_family_is_compared_with_transformers() -> None:
-    assert {case.family for case in CASES} == set(FAMILIES_OF_MODELS) >= set(FAMILIES)
+    assert {case.family for case in EXPORTED_CASES} == set(FAMILIES_OF_MODELS) >= set(FAMILIES)
 
 
 def test_sinks_take_the_share_of_attention_that_transformers_gives_them() -> None:

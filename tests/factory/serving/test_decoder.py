@@ -13,8 +13,8 @@ from factory.serving.native import batch as batches
 from factory.serving.native.batch import ComputedToken, DecodingBatch, DecodingJob
 from factory.serving.native.decoder import CachedDecoder
 from models.tensors import list_tensor_shapes
-from tests.support.models.facts import FACTS, make_native_weights, make_spec
-from tests.support.models.small_models import CASES, SIZES, Case, save_model
+from tests.support.models.facts import EXPORTED_CASES, FACTS, make_native_weights, make_spec
+from tests.support.models.small_models import SIZES, Case, save_model
 
 CPU = torch.device("cpu")
 WRITTEN = 64
@@ -71,7 +71,7 @@ def test_each_tensor_and_each_fact_takes_part_in_what_the_judges_model_computes(
         assert float((other - logits).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EXPORTED_CASES, ids=str)
 def test_the_engine_writes_the_tokens_of_transformers(case: Case, tmp_path: Path) -> None:
     case = replace(case, keys={**case.keys, "max_position_embeddings": 96})
     theirs = case.make_model()
