@@ -191,7 +191,14 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "experts in a dense model": lambda f: spoil_config(f, n_routed_experts=4),
     "scaled rope without a factor": lambda f: spoil_config(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
     "scaled rope without its context": lambda f: spoil_config(
-        f, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 4, "low_freq_factor": 4, "high_freq_factor": 1}
+        f,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4,
+            "low_freq_factor": 4,
+            "high_freq_factor": 1,
+        },
     ),
     "rope of one": lambda f: spoil_config(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1.0, "factor": 4}),
     "rope is a list": lambda f: spoil_config(f, rope_parameters=[1]),
@@ -281,9 +288,7 @@ def test_hostile_configs_of_experts_are_refused_without_much_work(
     assert str(tmp_path) in str(refused.value) and hostile[0] < 2 * sound[0], "it does not count a billion experts"
 
 
-@pytest.mark.parametrize(
-    "value", [[1], [1, 2], [1, True], [1, 0.0], "10", [1, 0, 1], [[1], [0]], {"0": 1}], ids=str
-)
+@pytest.mark.parametrize("value", [[1], [1, 2], [1, True], [1, 0.0], "10", [1, 0, 1], [[1], [0]], {"0": 1}], ids=str)
 def test_no_rope_layers_must_be_one_zero_or_one_per_layer(tmp_path: Path, value: object) -> None:
     save_export(tiny_model(family="smollm3"), tmp_path)
     ReferenceModel.load(tmp_path)

@@ -67,7 +67,9 @@ def test_each_tensor_and_each_fact_takes_part_in_what_the_judges_model_computes(
         assert float((changed - logits).abs().max()) > 1e-3, name
     plain = make_spec("plain")
     if list_tensor_shapes(plain) == list_tensor_shapes(spec) and fact not in ("plain", "dynamic RoPE"):
-        other = ReferenceModel(plain, weights).logits(tokens_BT)  # dynamic RoPE is plain RoPE up to the original context
+        other = ReferenceModel(plain, weights).logits(
+            tokens_BT
+        )  # dynamic RoPE is plain RoPE up to the original context
         assert float((other - logits).abs().max()) > 1e-3
 
 
