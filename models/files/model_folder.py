@@ -160,7 +160,10 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def read_tensor_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the folder's files by name. No tensor is read. Raises: ModelFilesError that names the file; OSError."""
+    """All tensors of a folder's model.safetensors, or of the files that its index names. No tensor is read.
+
+    Raises: ModelFilesError that names the file; OSError.
+    """
     has_one, has_index = (folder / ONE_FILE).is_file(), (folder / INDEX).is_file()
     if has_one and has_index:
         raise ModelFilesError(
