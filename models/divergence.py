@@ -44,7 +44,11 @@ class DivergenceReport:
         """The report for a person, one line a place, the verdict last."""
         lines: list[str] = [
             Message(
-                "models.place", "{place:<12} largest difference {largest:.2e}, relative {relative:.2e}", place=one.place, largest=one.largest, relative=one.relative
+                "models.place",
+                "{place:<12} largest difference {largest:.2e}, relative {relative:.2e}",
+                place=one.place,
+                largest=one.largest,
+                relative=one.relative,
             )  # fmt: skip
             for one in self.places
         ]

@@ -245,7 +245,8 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
 def check_shapes(
     spec: ModelSpec, family: Family, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: Path
 ) -> list[str]:
-    """The names of tensors that are not imported: layers for multi-token prediction, buffers that follow from the config, a tied model's own head.
+    """The names of tensors that are not imported: layers for multi-token prediction, buffers that follow from the config, a tied model's own head,
+    tensors without elements.
 
     Raises: ModelFilesError that names the first tensor that is missing, unknown or of another shape, and how many are.
     """
@@ -277,6 +278,7 @@ def check_shapes(
         if not (
             family.is_left_out(name, spec, config)
             or name.endswith(".rotary_emb.inv_freq")  # a buffer of old versions of transformers
+            or 0 in shapes[name]  # transformers writes some for a model without shared experts
             or (spec.tied and name == "lm_head.weight" and shapes[name] == (spec.vocab_size, spec.d_model))
         )
     ]
