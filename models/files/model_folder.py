@@ -69,18 +69,18 @@ def open_model_folder(folder: Path, context: int | None = None) -> ModelSource:
     family = find_family_for_config(config, folder / "config.json")
     spec = family.read_config(config, folder / "config.json", context)
     tensors = _read_headers(folder)
-    left_out = check_shapes(spec, family, config, {name: one.shape for name, one in tensors.items()}, folder)
-    used = {name: one for name, one in tensors.items() if name not in left_out}
-    for name, one in used.items():
-        if one.dtype not in WEIGHTS:
+    for name, one in tensors.items():
+        if one.dtype not in WEIGHTS and not family.is_left_out(name, spec, config):
             raise ModelFilesError(
                 "models.stored_dtype",
                 "{file}: tensor {tensor} has dtype {dtype}. Use a copy of the model whose weights are {allowed}",
                 file=one.file,
-                tensor=name,
+                tensor=name[:120],
                 dtype=one.dtype,
                 allowed=list(WEIGHTS),
             )
+    left_out = check_shapes(spec, family, config, {name: one.shape for name, one in tensors.items()}, folder)
+    used = {name: one for name, one in tensors.items() if name not in left_out}
     if spec.tied and "lm_head.weight" in left_out:
         _require_equal_head(tensors)
     return ModelSource(

@@ -22,6 +22,7 @@ from torch import Tensor
 from factory.evals.reference_model import ReferenceModel
 from factory.serving.native.decoder import CachedDecoder
 from models.adapters import FAMILIES, convert_to_files, list_stored_tensors
+from models.divergence import TOLERANCE
 from models.files.model_folder import ModelSource, open_model_folder
 from models.files.safetensors_file import write_weights
 from tests.support.models.small_models import CASES, Case, make_tokens, save_model
@@ -205,7 +206,7 @@ class Check:
 CHECKS: Mapping[str, Check] = {
     "tensors": Check("tensors that a round trip changes", count_equal_tensors, 0),
     "reload": Check("written folder in transformers", reload_in_transformers, 0),
-    "blocks": Check("each block, relative", compare_places_of_blocks, 1e-4),
+    "blocks": Check("each block, relative", compare_places_of_blocks, TOLERANCE),
     "logits": Check("logits", compare_logits, 1e-4),
     "packed": Check("packed documents", compare_packed_documents, 1e-4),
     "gradients": Check("gradients, relative", compare_gradients, 1e-4),
