@@ -20,8 +20,8 @@ from factory.core.faults import is_machine_fault_unrelated_to_files
 from models.adapters import FAMILIES, convert_to_native, find_family_for_config
 from models.adapters.config_reader import ConfigReader, ModelFilesError
 from models.adapters.family import Family
-from models.files import ONE_FILE, read_tensor_headers
-from models.safetensors_file import TORCH_NAMES, StoredTensor, read_tensor
+from models.files.model_folder import ONE_FILE, read_tensor_headers
+from models.files.safetensors_file import TORCH_NAMES, StoredTensor, read_tensor
 from models.spec import ModelSpec
 
 ALLOWED_SUFFIXES = {".json", ".safetensors", ".jinja"}

@@ -28,7 +28,7 @@ from factory.release.gguf.tensors import Floats, GgufTensor, find_gguf_architect
 from factory.release.published_link import MODEL_NAME
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
-from models.files import INDEX, ONE_FILE
+from models.files.model_folder import INDEX, ONE_FILE
 from models.spec import ModelSpec
 
 if TYPE_CHECKING:
