@@ -18,6 +18,7 @@ from models.adapters import convert_to_files, find_family_for_export
 from models.spec import ModelSpec
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.errors import run_and_get_exit_code
+from trainer.contract.lora import merge_lora
 from trainer.contract.recipe import Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
@@ -46,7 +47,7 @@ def choose_export_dtype(recipe: Recipe) -> str:
 def convert_tensors(model: dict[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the export, converted from a checkpoint's."""
     dtype: torch.dtype = getattr(torch, choose_export_dtype(recipe))
-    for name, tensor in rename_tensors_for_hf(model, recipe.model):
+    for name, tensor in rename_tensors_for_hf(merge_lora(model, recipe.adapt), recipe.model):
         yield name, tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
 
 
