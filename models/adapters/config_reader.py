@@ -62,11 +62,11 @@ class ConfigReader:
         return value
 
     def positive(self, key: str, default: Any = MISSING) -> float:
-        """A number above 0 and below 10^12; ``default`` if it is missing."""
+        """A number above 10^-30 and below 10^12; ``default`` if it is missing."""
         value = self.take(key, default)
         if value is default and default is not MISSING:
             return value  # type: ignore[no-any-return]
-        if type(value) not in (int, float) or not 0 < value < 1e12:
+        if type(value) not in (int, float) or not 1e-30 < value < 1e12:
             raise self.unexpected(key, Message("models.positive", "a positive number"), value)
         return float(value)
 

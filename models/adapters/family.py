@@ -50,6 +50,7 @@ NAMES: Mapping[str, str] = {
     "shared_up": "mlp.shared_experts.up_proj.weight",
     "shared_down": "mlp.shared_experts.down_proj.weight",
 }
+MOST_EXPERTS = 1 << 16  # in all layers; each expert has three tensors with names of their own
 # keys of a model's training. They are in no config.json
 OF_TRAINING = ("context", "across_documents", "base_d_model", "family")
 OF_EXPERTS_TRAINING = ("bias_rate", "z_loss", "loss_weight")
@@ -67,11 +68,18 @@ class TensorMapping:
     shape: Shape  # of each of ``theirs``
     rows: tuple[int, ...] | None = None
 
-    def to_native(self, tensors: list[Tensor]) -> Tensor:
-        """The native tensor, from those of the files in the order of ``theirs``."""
+    def to_native(self, read: Callable[[str], Tensor]) -> Tensor:
+        """The native tensor. ``read`` returns a tensor of the files by its name. Memory holds one tensor more than the result."""
         import torch
 
-        found = torch.stack(tensors) if len(self.theirs) > 1 else tensors[0]
+        if len(self.theirs) == 1:
+            found = read(self.theirs[0])
+        else:
+            first = read(self.theirs[0])
+            found = torch.empty((len(self.theirs), *first.shape), dtype=first.dtype)
+            found[0] = first
+            for number, name in enumerate(self.theirs[1:], start=1):
+                found[number] = read(name)
         return found if self.rows is None else found[torch.tensor(self.rows)]
 
     def to_theirs(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -113,7 +121,14 @@ class Family:
         values = read_with(self.read, config, where, self.idle) | {"family": self.name}
         if context is not None:
             values["context"] = context
-        return parse(ModelSpec, values, str(where), ModelFilesError)
+        spec = parse(ModelSpec, values, str(where), ModelFilesError)
+        if spec.experts is not None and spec.layers * spec.experts.count > MOST_EXPERTS:
+            raise ModelFilesError(
+                "models.too_many_experts", "{file}: {layers:,} layers with {experts:,} experts each have {total:,} experts in total. At most "
+                                           "{limit:,} are allowed",
+                file=where, layers=spec.layers, experts=spec.experts.count, total=spec.layers * spec.experts.count, limit=MOST_EXPERTS,
+            )  # fmt: skip
+        return spec
 
     def find_differences(self, spec: ModelSpec) -> dict[str, tuple[Any, Any]]:
         """``{key: (in spec, in the family's files)}`` of what writing ``spec`` to a config.json and reading it back changes. Empty: the files can
@@ -275,12 +290,13 @@ _KEYS_OF: Mapping[str, tuple[str, ...]] = {
 
 
 def read_rope(
-    reader: ConfigReader, context: int, theta: float = 10_000.0, partial: float | None = None
+    reader: ConfigReader, context: int, theta: float = 10_000.0, share: float | None = None
 ) -> dict[str, Any]:
     """``rope_theta``, ``rope_share`` and ``rope_scaling`` of a file, which says them in ``rope_parameters`` (transformers 5) or in ``rope_theta``,
     ``partial_rotary_factor`` and ``rope_scaling`` (4). Two different values are refused.
 
-    ``theta``, ``partial``: what a missing key means in this family. ``partial`` None: its class turns whole heads.
+    ``theta``, ``share``: what a missing key means in this family. ``share`` None: the family's class turns whole heads, whatever
+    ``partial_rotary_factor`` says, so another value than 1 is refused.
     """
     new, old = reader.take("rope_parameters", None), reader.take("rope_scaling", None)
     if new is not None and old is not None and new != old:
@@ -293,10 +309,10 @@ def read_rope(
         "rope_parameters" if new is not None else "rope_scaling", new if new is not None else old or {}
     )
     found: dict[str, Any] = {"rope_theta": read_one_value(reader, "rope_theta", inner, "rope_theta", theta)}
-    share = read_one_value(reader, "partial_rotary_factor", inner, "partial_rotary_factor", partial or 1.0)
-    if partial is None and share != 1.0:
-        raise reader.unexpected("partial_rotary_factor", "1.0", share)
-    found["rope_share"] = share
+    found["rope_share"] = read_one_value(reader, "partial_rotary_factor", inner, "partial_rotary_factor", share or 1.0)
+    if share is None and found["rope_share"] != 1.0:
+        whole = Message("models.whole_heads", "1.0, because the class of this family turns whole heads")
+        raise reader.unexpected("partial_rotary_factor", whole, found["rope_share"])
     return found | read_scaling(inner, context)
 
 

@@ -16,7 +16,7 @@ A checkpoint holds the unchanged weights and, beside ``blocks.3.q``, the tensors
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -90,23 +90,36 @@ def is_lora_tensor(name: str) -> bool:
     return name.endswith((A, B, LENGTH))
 
 
-def merge_lora(model: Mapping[str, Tensor], adapt: AdaptRecipe | None) -> dict[str, Tensor]:
-    """The weights of a checkpoint with LoRA's matrices merged into them. Without any, the tensors as they are.
+class MergedWeights(Mapping[str, "Tensor"]):
+    """A checkpoint's tensors with LoRA's matrices merged into the weights, one tensor at a time. Without ``adapt``, the tensors as they are.
 
     The trainer's export and the judge must get the same bits in different processes. Therefore sums are in fp64 and in a fixed order: a product of
     two fp32 numbers is exact in fp64, so that neither fused operations nor the number of threads can change a bit.
     """
-    found = {name: tensor for name, tensor in model.items() if not is_lora_tensor(name)}
-    if adapt is None:
-        return found
-    for name in [name for name in found if f"{name}{A}" in model]:
-        weight, a, b = found[name], model[f"{name}{A}"].double(), model[f"{name}{B}"].double()
-        change = weight.new_zeros(weight.shape, dtype=a.dtype)
+
+    def __init__(self, model: Mapping[str, Tensor], adapt: AdaptRecipe | None) -> None:
+        self.model, self.adapt = model, adapt
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.model if not is_lora_tensor(name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self.adapt is None or f"{name}{A}" not in self.model:
+            return self.model[name]
+        weight, a, b = self.model[name], self.model[f"{name}{A}"].double(), self.model[f"{name}{B}"].double()
+        change = a.new_zeros(weight.shape)
         for row, column in zip(a, b.t(), strict=True):
             change += column.unsqueeze(1) * row
-        whole = weight.double() + adapt.scale * change
-        if (length := model.get(f"{name}{LENGTH}")) is not None:
+        whole = weight.double() + self.adapt.scale * change
+        if self.adapt.kind == "dora":
             norms = whole.square().cumsum(1)[:, -1].sqrt()  # a running sum has one order; a sum may have several
-            whole *= (length.double() / norms).unsqueeze(1)
-        found[name] = whole.to(weight.dtype)
-    return found
+            whole *= (self.model[f"{name}{LENGTH}"].double() / norms).unsqueeze(1)
+        return whole.to(weight.dtype)
+
+
+def merge_lora(model: Mapping[str, Tensor], adapt: AdaptRecipe | None) -> dict[str, Tensor]:
+    """All tensors of ``MergedWeights``."""
+    return dict(MergedWeights(model, adapt))

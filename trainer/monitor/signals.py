@@ -154,7 +154,9 @@ class InstabilitySignals(StepHook):
     def _look(self, name: str, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Called with the inputs of each layer: x_BSD, cos, sin, documents, and the documents as prepared for attention."""
         self._awaits_gradient |= self.ranks.size > 1 and name == self.layers[0]
-        if self._awaits_gradient and inputs[0].requires_grad:  # later than at the first layer if the embedding is frozen
+        if (
+            self._awaits_gradient and inputs[0].requires_grad
+        ):  # later than at the first layer if the embedding is frozen
             inputs[0].register_hook(self._add_gradient)
             self._awaits_gradient = False
         if self.kept is not None:
@@ -286,6 +288,8 @@ def find_largest_attention_logit(
     documents_T = documents_BT[0]
     documents_P1 = documents_T[places_P].unsqueeze(1)
     seen_PT = (documents_P1 == documents_T) & (documents_P1 >= 0) & (places_T <= places_P.unsqueeze(1))
+    if block.visibility is not None and block.visibility.window is not None:
+        seen_PT &= places_P.unsqueeze(1) - places_T < block.visibility.window
     return torch.where(seen_PT, logits_GrPT, 0.0).amax()
 
 
