@@ -23,8 +23,10 @@ from trainer.contract.checkpoint.model_function_changes import refuse_unaccepted
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
+from trainer.contract.lora import AdaptRecipe, is_lora_tensor, merge_lora
 from trainer.contract.plan.precision import DTYPES, refuse_unsupported_precision
 from trainer.contract.plan.spec import SegmentSpec
+from trainer.contract.recipe import is_trained
 from trainer.cuda_graphs import CudaGraphCapture, GraphCapture, GraphReplayer, decide_use_of_graphs
 from trainer.model.transformer import Decoder
 from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate, copy_numbers_to_host
@@ -81,12 +83,17 @@ class SegmentRun:
         self.kernels = find_implementations_in_use(choice, ranks.device, dtype, recipe.compile, fallback, shape, idle)
         # on the meta device only if the model is distributed: leaving it, torch imports sympy, which takes half a second
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
-            self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
+            self.model = Decoder(
+                recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share, recipe.adapt
+            )
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(is_trained(name, recipe.adapt, recipe.freeze))
         if ranks.mesh is not None:
             from trainer.parallel.fsdp_sharding import shard_parameters
 
             shard_parameters(self.model, self.model.blocks, ranks, dtype)
             self.model.to_empty(device=ranks.device)
+        self.parameters = dict(self.model.named_parameters())  # trained or not
         width_share = recipe.model.mup_width_ratio
         self.optimizer = Optimizer(self.model, recipe.optimizer, width_share, ops.adamw, ops.newton_schulz)
         self.monitor = UpdateMonitor(self.optimizer, ranks)
@@ -333,7 +340,7 @@ class SegmentRun:
         optimizer: Tensors = {}
         regions = self.find_tensor_regions()
         state = self.optimizer.state_tensors()
-        for name, parameter in self.optimizer.parameters.items():
+        for name, parameter in self.parameters.items():
             if is_first_rank_with_part(parameter):
                 model[name] = get_local_part(parameter)
                 keys = [f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")]
@@ -349,10 +356,11 @@ class SegmentRun:
         AdamW has none.)"""
         moments = {"adamw": 2, "muon": 1}
         held: list[Tensor] = []
+        held += [get_local_part(weight) for weight in self.parameters.values() if is_first_rank_with_part(weight)]
         for row in self.optimizer.table:
             parameter = self.optimizer.parameters[row.parameter]
             if is_first_rank_with_part(parameter):
-                held += [get_local_part(parameter)] * (1 + moments[row.rule])
+                held += [get_local_part(parameter)] * moments[row.rule]
             if self.ranks.is_leader and row.rule == "adamw":
                 held.append(torch.zeros(()))  # its count of steps
         if self.ranks.is_leader:
@@ -362,18 +370,29 @@ class SegmentRun:
     def find_tensor_regions(self) -> Regions:
         """The region of each parameter, and of each optimiser tensor that is split like its parameter."""
         found: Regions = {}
-        for name, parameter in self.optimizer.parameters.items():
+        for name, parameter in self.parameters.items():
             keys = (name, *(f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")))
             found |= dict.fromkeys(keys, Region.from_tensor(parameter))
         return found
 
     def find_differing_replicas(self) -> list[str]:
         """The names of weights and moments whose copies on two ranks differ. The copies should be equal. Every rank must call it."""
-        held = {name: get_local_part(parameter) for name, parameter in self.optimizer.parameters.items()}
+        held = {name: get_local_part(parameter) for name, parameter in self.parameters.items()}
         held |= self.optimizer.state_tensors()
         return find_differing_tensors(
             {key: (region, held[key]) for key, region in self.find_tensor_regions().items() if key in held}, self.ranks
         )
+
+    def _read_weights(self, start: Path, adapted: AdaptRecipe | None, regions: Regions) -> Tensors:
+        """This rank's part of a checkpoint's weights. ``adapted``: how the checkpoint was trained. If this run is not trained in the same way, LoRA's
+        matrices are merged into the weights."""
+        if adapted is None or adapted == self.recipe.adapt:
+            return checkpoints.read_tensors(start, "model", regions)
+        merged = merge_lora(checkpoints.read_tensors(start, "model"), adapted)
+        return {
+            name: regions[name].view_in_whole_tensor(found) if name in regions else found
+            for name, found in merged.items()
+        }
 
     def _restore(self, start: Path) -> dict[str, Any]:
         """Load a checkpoint. Returns its state. Raises: CheckpointError that names the first parameter that does not fit."""
@@ -382,8 +401,12 @@ class SegmentRun:
         if trained:  # an older or hand-made checkpoint may lack it: planning then compares the ledger's recipe
             refuse_unaccepted_changes(trained, self.recipe.model, self.recipe.accept_changes, start)
         regions = self.find_tensor_regions()
-        names = self.optimizer.parameters.keys() | {name for name, _ in self.model.named_buffers()}
-        model = checkpoints.read_tensors(start, "model", regions)
+        before = state.get("recipe") or {}
+        adapted = AdaptRecipe.model_validate(before["adapt"]) if before.get("adapt") else None
+        model = self._read_weights(start, adapted, regions)
+        names = self.parameters.keys() | {name for name, _ in self.model.named_buffers()}
+        if adapted != self.recipe.adapt:
+            names = {name for name in names if not is_lora_tensor(name)}
         if other := sorted(names ^ model.keys()):
             raise CheckpointError(
                 "trainer.other_model",
@@ -392,14 +415,20 @@ class SegmentRun:
                 name=other[0],
             )
         with torch.no_grad():
-            for name, parameter in self.optimizer.parameters.items():
-                get_local_part(parameter).copy_(model[name])
+            for name in self.parameters.keys() & names:
+                get_local_part(self.parameters[name]).copy_(model[name])
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(model[name])
-        optimizer = checkpoints.read_tensors(start, "optimizer", regions)
+        if adapted != self.recipe.adapt:
+            self.model.initialise_lora(self.recipe.seed)
+        was_trained = lambda name: is_trained(name, before.get("adapt"), before.get("freeze", []))
+        changed = adapted != self.recipe.adapt
+        untrained = {name for name in self.optimizer.parameters if changed or not was_trained(name)}
+        held = {key: region for key, region in regions.items() if key.partition(".")[2] not in untrained}
+        optimizer = checkpoints.read_tensors(start, "optimizer", held)
         torch.set_rng_state(optimizer.pop("rng"))
         try:
-            self.optimizer.load_state_tensors(optimizer)
+            self.optimizer.load_state_tensors(optimizer, untrained)
         except KeyError as missing:
             raise CheckpointError(
                 "trainer.other_optimizer",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.support.file_hashes import file_hashes
-from tests.support.trainer.models import run_of
+from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segments import MakeShard
 from trainer import checkpoint_writer, locked_memory
 from trainer.batch import make_batch

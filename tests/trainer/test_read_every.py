@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.trainer.models import run_of
+from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segment_runs import assert_same_run, die, records, result, start_dying
 from tests.support.trainer.segments import (
     MakeShard,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,9 @@ from kernels.contract.strict_yaml import read_yaml
 from models.adapters import find_family_for_export
 from models.adapters.config_reader import ModelFilesError
 from models.spec import GROUPED_MULTIPLE, Acceptable, ModelSpec
+from models.tensors import BUFFERS, list_tensor_shapes
 from trainer.contract.errors import RecipeError
+from trainer.contract.lora import AdaptRecipe, is_lora_tensor, refuse_impossible_targets
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -26,7 +29,13 @@ AUTO = "auto"
 
 
 # Keys that older recipes lack, with their default values.
-LATER: dict[str, Any] = {"accept_changes": [], "cuda_graphs": "auto", "stability.read_every": 1}
+LATER: dict[str, Any] = {
+    "accept_changes": [],
+    "adapt": None,
+    "cuda_graphs": "auto",
+    "freeze": [],
+    "stability.read_every": 1,
+}
 
 
 def _must_rise(key: str, step: str) -> Message:
@@ -289,6 +298,20 @@ class ParallelRecipe(StrictSchema):
         return ranks // self.tensor
 
 
+def is_frozen(name: str, patterns: Iterable[str]) -> bool:
+    """True if a tensor's name matches one of the patterns of ``Recipe.freeze``.
+
+    >>> is_frozen("blocks.0.q", ["embedding", "blocks.0.*"]), is_frozen("blocks.10.q", ["blocks.0.*"])
+    (True, False)
+    """
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_trained(name: str, adapt: object, freeze: Iterable[str]) -> bool:
+    """True if a recipe with these values of ``adapt`` and ``freeze`` trains the parameter with this name."""
+    return is_lora_tensor(name) if adapt else not is_frozen(name, freeze)
+
+
 class Recipe(StrictSchema):
     """All settings of a run. Recipe, data, code and first checkpoint together determine the run."""
 
@@ -316,6 +339,9 @@ class Recipe(StrictSchema):
     # Keys of ``model`` that may differ from the checkpoint from which training continues. The same weights then compute another function.
     # A change of any other key is allowed only if it keeps the function.
     accept_changes: list[Acceptable] = []
+    adapt: AdaptRecipe | None = None  # train LoRA's matrices in place of the weights; null: train the weights
+    # Weights that are not trained: names of a checkpoint's tensors, with * for any characters, such as embedding or "blocks.0.*".
+    freeze: list[str] = []
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
@@ -329,6 +355,30 @@ class Recipe(StrictSchema):
                         key=key,
                     )
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Recipe:
+        names = [name for name in list_tensor_shapes(self.model) if name.rpartition(".")[2] not in BUFFERS]
+        for pattern in self.freeze:
+            if not fnmatch.filter(names, pattern):
+                raise ValueError(
+                    Message("recipe.freezes_nothing", "freeze: no tensor is named {pattern}. Tensors are named like {names}",
+                        pattern=pattern, names=names[:3])
+                )  # fmt: skip
+        if self.adapt is None:
+            if all(is_frozen(name, self.freeze) for name in names):
+                raise ValueError(Message("recipe.all_frozen", "freeze names every tensor, so nothing would be trained"))
+            return self
+        refuse_impossible_targets(self.model, self.adapt)
+        if self.freeze:
+            raise ValueError(
+                Message("recipe.freeze_and_adapt", "with the key adapt, no weight is trained. Remove the key freeze")
+            )
+        if self.parallel.tensor > 1:
+            raise ValueError(
+                Message("recipe.adapt_tensor", "the key adapt is not possible with parallel.tensor above 1")
+            )
         return self
 
     @model_validator(mode="after")

@@ -26,8 +26,10 @@ from models.rope import compute_alibi_slopes, compute_rope_frequencies
 from models.spec import ModelSpec
 from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes
 from trainer.contract.checkpoint.region import Region
+from trainer.contract.lora import AdaptRecipe, B, is_lora_tensor, list_lora_shapes
 from trainer.model import fp8
 from trainer.model.attention import Visibility, choose_attention, choose_visibility
+from trainer.model.lora import choose_matrix_reader, set_dora_lengths
 from trainer.parallel.ranks import get_local_part
 from trainer.parallel.tensor_ranks import TensorRanks
 
@@ -112,7 +114,15 @@ class Block(nn.Module):
     the balance between them. None for a dense layer.
     """
 
-    def __init__(self, shape: ModelSpec, layer: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks) -> None:
+    def __init__(
+        self,
+        shape: ModelSpec,
+        layer: int,
+        ops: Ops,
+        dtype: torch.dtype,
+        tensor: TensorRanks,
+        adapt: AdaptRecipe | None = None,
+    ) -> None:
         super().__init__()
         self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
         self.recompute = self.joined = self.fp8 = False
@@ -124,7 +134,8 @@ class Block(nn.Module):
         self.has_rope = self.rope != "none"
         self.experts = described.experts
         shapes = list_block_shapes(shape, layer)
-        allocate_tensors(self, shapes)
+        allocate_tensors(self, shapes | list_lora_shapes(shapes, adapt))
+        self.read_matrix = choose_matrix_reader(shapes, adapt)
         for name in OPTIONAL:
             if name not in shapes:
                 self.register_parameter(name, None)
@@ -182,19 +193,19 @@ class Block(nn.Module):
         B, T, _ = h_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = self.attention.project(self, h_BTD, cos_BTK, sin_BTK)
         o_BTHK = self.attention.mix(self, q_BTHK, k_BTGK, v_BTGK, prepared_documents)
-        return self.multiply(o_BTHK.reshape(B, T, -1), self.weight(self.attention_out))
+        return self.multiply(o_BTHK.reshape(B, T, -1), self.matrix("attention_out"))
 
     def apply_swiglu(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
         gate_BTF, up_BTF = self.mlp_products(h_BTD, (gate, up))
-        return self.multiply(self.ops.swiglu(gate_BTF, up_BTF), self.weight(getattr(self, down)))
+        return self.multiply(self.ops.swiglu(gate_BTF, up_BTF), self.matrix(down))
 
     def apply_gated(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
         gate_BTF, up_BTF = self.mlp_products(h_BTD, (gate, up))
-        return self.multiply(self.activation(gate_BTF) * up_BTF, self.weight(getattr(self, down)))
+        return self.multiply(self.activation(gate_BTF) * up_BTF, self.matrix(down))
 
     def apply_ungated(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
         (up_BTF,) = self.mlp_products(h_BTD, (up,))
-        return self.multiply(self.activation(up_BTF), self.weight(getattr(self, down)))
+        return self.multiply(self.activation(up_BTF), self.matrix(down))
 
     def apply_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
         assert self.experts is not None
@@ -210,7 +221,7 @@ class Block(nn.Module):
 
     def products(self, h_BTD: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
         """h matrixᵀ for each of the matrices with these names. With ``join_matrices`` it is one product with the joined matrices."""
-        weights = [self.weight(getattr(self, name)) for name in names]
+        weights = [self.matrix(name) for name in names]
         if self.joined:
             joined_BTX = self.multiply(h_BTD, torch.cat(weights))
             return joined_BTX.split([len(weight) for weight in weights], dim=-1)
@@ -228,6 +239,10 @@ class Block(nn.Module):
     def weight(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, in the dtype of the layer's products."""
         return self.tensor.weight(parameter).to(self.dtype)
+
+    def matrix(self, name: str) -> Tensor:
+        """The same as ``weight`` of the matrix with this name, with its LoRA matrices merged if it has any."""
+        return self.read_matrix(self, name)
 
     def weight_plus_one(self, parameter: Tensor) -> Tensor:
         """1 + a norm's weight, in fp32: in bf16 the sum would lose most of a small weight."""
@@ -253,6 +268,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         tensor: TensorRanks | None = None,
         embedding_grad_share: float = 1.0,
+        adapt: AdaptRecipe | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.ops, self.dtype = shape, ops, dtype
@@ -260,8 +276,11 @@ class Decoder(nn.Module):
         self.embedding_grad_share = embedding_grad_share
         shapes = list_tensor_shapes(shape)
         allocate_tensors(self, {name: size for name, size in shapes.items() if not name.startswith("blocks.")})
-        self.blocks = nn.ModuleList(Block(shape, layer, ops, dtype, self.tensor) for layer in range(shape.layers))
-        assert {name for name, _ in (*self.named_parameters(), *self.named_buffers())} == shapes.keys()
+        self.blocks = nn.ModuleList(
+            Block(shape, layer, ops, dtype, self.tensor, adapt) for layer in range(shape.layers)
+        )
+        names = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
+        assert {name for name in names if not is_lora_tensor(name)} == shapes.keys()
         self.head_name = "embedding" if shape.tied else "head"
         # rounded as transformers rounds Gemma's, so that bf16 has its numbers
         self.embedding_scale = float(torch.tensor(shape.embedding_scale or 1.0, dtype=dtype, device="cpu"))
@@ -280,6 +299,11 @@ class Decoder(nn.Module):
             return 1
         return 2 if key == "experts_down" else None
 
+    def initialise_lora(self, seed: int) -> None:
+        """Draw LoRA's matrices for weights that were loaded, so that the function does not change."""
+        self._draw_parameters([named for named in self.named_parameters() if is_lora_tensor(named[0])], seed)
+        set_dora_lengths(self.named_parameters())
+
     def initialise(self, seed: int) -> None:
         """Draw the weights: normal with std 1/sqrt(fan-in), times 1/sqrt(2 layers) for matrices that write to the residual stream (GPT-2 §2.3).
 
@@ -288,7 +312,13 @@ class Decoder(nn.Module):
         parameter's name, and keeps its region. Therefore a seed gives the same model for any number of ranks. A core draws 0.1 G values a
         second, so several threads draw.
         """
+        self._draw_parameters(list(self.named_parameters()), seed)
+        set_dora_lengths(self.named_parameters())
+        for name, buffer in self.named_buffers():
+            assert name.endswith("router_bias"), name
+            buffer.zero_()
 
+    def _draw_parameters(self, parameters: Sequence[tuple[str, nn.Parameter]], seed: int) -> None:
         def draw(named: tuple[str, nn.Parameter]) -> None:
             name, parameter = named
             with torch.no_grad():
@@ -297,13 +327,12 @@ class Decoder(nn.Module):
                 )
 
         with ThreadPoolExecutor(min(DRAWING, os.cpu_count() or 1)) as threads:
-            list(threads.map(draw, self.named_parameters()))
-        for name, buffer in self.named_buffers():
-            assert name.endswith("router_bias"), name
-            buffer.zero_()
+            list(threads.map(draw, parameters))
 
     def _drawn(self, name: str, size: torch.Size, seed: int) -> Tensor:
         part = name.rpartition(".")[2]
+        if part.endswith(B):
+            return torch.zeros(size)
         if len(size) == 1:
             norm = part.endswith("norm") and not self.shape.norm_plus_one
             return torch.ones(size) if norm else torch.zeros(size)

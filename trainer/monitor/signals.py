@@ -140,6 +140,7 @@ class InstabilitySignals(StepHook):
         # [ranks, 3]: Σ gradient² at the first layer's input, largest magnitude, largest attention logit. Only this rank's row
         # is not zero until the rows are summed over the ranks.
         self.by_rank = torch.zeros(ranks.size, 3, device=ranks.device)
+        self._awaits_gradient = False
         self._rank_norms: list[float] = []
         self.kept: LayerInputs | None = None  # by layer; None: inputs are measured at once
         for name, block in zip(self.layers, model.blocks):
@@ -152,8 +153,12 @@ class InstabilitySignals(StepHook):
 
     def _look(self, name: str, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Called with the inputs of each layer: x_BSD, cos, sin, documents, and the documents as prepared for attention."""
-        if self.ranks.size > 1 and name == self.layers[0]:
+        self._awaits_gradient |= self.ranks.size > 1 and name == self.layers[0]
+        if (
+            self._awaits_gradient and inputs[0].requires_grad
+        ):  # later than at the first layer if the embedding is frozen
             inputs[0].register_hook(self._add_gradient)
+            self._awaits_gradient = False
         if self.kept is not None:
             self.kept[name] = block, (inputs[0].detach(), *inputs[1:])
         elif name == self._layer:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from kernels import adamw, newton_schulz
+from trainer.contract.lora import is_lora_tensor
 from trainer.contract.recipe import OptimizerRecipe
 from trainer.optim.muon import Muon
 from trainer.parallel.ranks import get_local_part
@@ -38,10 +39,16 @@ def make_update_rule_table(
     Only the matrices inside the layers decay, and only they can be updated by Muon. For them and the router, whose products sum over the width, the
     rate changes with the width (muP, arXiv 2203.03466 table 8). AdamW's rate falls as 1 / width. Muon's scale grows as sqrt(width) and its rate
     falls by the same factor, so that its updates keep their spectral norm. The decay per step stays the same (arXiv 2405.13698 §3). The rates of
-    the embedding and of a head of its own do not change: ``Decoder`` scales the input of the head instead.
+    the embedding and of a head of its own do not change: ``Decoder`` scales the input of the head instead. LoRA's matrices are updated by AdamW at
+    the whole rate and do not decay, because they are a change of a weight and not the weight.
     """
     rows = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if is_lora_tensor(name):
+            rows.append(ParameterUpdateRule(name, tuple(parameter.shape), "adamw", 1.0, 0.0))
+            continue
         over_width = parameter.ndim >= 2 and name not in ("embedding", "head")
         matrix = over_width and "router" not in name
         rule = recipe.name if matrix else "adamw"
@@ -74,7 +81,7 @@ class Optimizer:
         newton_schulz: Callable[[Tensor, int], Tensor] = newton_schulz.reference,
     ) -> None:
         self.recipe, self.adamw = recipe, adamw
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {name: found for name, found in model.named_parameters() if found.requires_grad}
         self.table = make_update_rule_table(model, recipe, width_share)
         muon: dict[str, Tensor] = {r.parameter: self.parameters[r.parameter] for r in self.table if r.rule == "muon"}
         self.muon = Muon(muon, recipe.muon, newton_schulz) if muon else None
@@ -148,15 +155,18 @@ class Optimizer:
         momentum = self.muon.momentum if self.muon is not None else {}
         return tensors | {f"momentum.{name}": value for name, value in momentum.items()}
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Load a state that ``state_tensors`` returned. A state from before the first step is empty. Raises: KeyError for a missing tensor."""
+    def load_state_tensors(self, tensors: dict[str, Tensor], untrained: Collection[str] = ()) -> None:
+        """Load a state that ``state_tensors`` returned. A state from before the first step is empty. ``untrained``: parameters that were not trained
+        before, which have no state yet. Raises: KeyError for a missing tensor."""
         if not any(key.startswith("step.") for key in tensors):
             return
-        for name in (name for group in self.groups.values() for name in group):
+        for name in (name for group in self.groups.values() for name in group if name not in untrained):
             device = get_local_part(self.parameters[name]).device
             self.state[name] = {key: tensors[f"{key}.{name}"].clone().to(device) for key in MOMENTS}
         if self.muon is not None:
             for name, momentum in self.muon.momentum.items():
+                if name in untrained:
+                    continue
                 momentum.copy_(tensors[f"momentum.{name}"])
 
 

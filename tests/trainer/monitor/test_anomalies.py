@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.trainer.models import run_of
+from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.batch import Batch, make_batch

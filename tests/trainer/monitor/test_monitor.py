@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.trainer.models import ALONE, run_of
+from tests.support.trainer.small_models import ALONE, run_of
 from tests.support.trainer.segments import MakeShard
 from trainer.batch import Batch, make_batch
 from trainer.monitor.hook import UpdateOutcome, WeightUpdate, copy_numbers_to_host

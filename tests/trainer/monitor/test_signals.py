@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.trainer.models import run_of
+from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, train_here, write_spec
 from trainer.batch import Batch, make_batch

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.newton_schulz import COEFFICIENTS, LEAST_NORM
 from kernels.newton_schulz import reference as orthogonalise
-from tests.support.trainer.models import iterated, make_model
+from tests.support.trainer.small_models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.recipe import MuonRecipe
 from trainer.monitor.stability import decide_clip_and_skip

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests.support.forks import quick
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
-from tests.support.trainer.models import run_of
+from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segment_runs import records, result
 from tests.support.trainer.segments import (
     MakeShard,

@@ -20,6 +20,7 @@ from models.files.safetensors_file import write_weights
 from models.spec import ModelSpec
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.errors import CheckpointError, run_and_get_exit_code
+from trainer.contract.lora import MergedWeights
 from trainer.contract.recipe import Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
@@ -32,7 +33,8 @@ def export_checkpoint(source: Path, out: Path) -> None:
     if fault := checkpoints.find_checkpoint_fault(source):
         raise CheckpointError(Message.from_json(fault))
     recipe = Recipe.parse(checkpoints.read_checkpoint_state(source)["recipe"], str(source / "state.json"))
-    tensors = rename_tensors_for_hf(checkpoints.StoredTensors(source, "model"), recipe.model)
+    weights = MergedWeights(checkpoints.StoredTensors(source, "model"), recipe.adapt)
+    tensors = rename_tensors_for_hf(weights, recipe.model)
     layout = list_stored_tensors(
         recipe.model, find_family_for_export(recipe.model), lambda name: choose_dtype(name, recipe)
     )
@@ -55,7 +57,7 @@ def choose_dtype(name: str, recipe: Recipe) -> torch.dtype:
 
 def convert_tensors(model: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the export, converted from a checkpoint's."""
-    for name, tensor in rename_tensors_for_hf(model, recipe.model):
+    for name, tensor in rename_tensors_for_hf(MergedWeights(model, recipe.adapt), recipe.model):
         yield name, tensor.to(choose_dtype(name, recipe))
 
 

@@ -1,0 +1,125 @@
+"""LoRA and DoRA: small matrices that are trained in place of a model's weights, and how they are merged into the weights.
+
+LoRA (arXiv 2106.09685 §4.1): a matrix W [out, in] becomes W + s · B A with A [rank, in], B [out, rank] and s = alpha / rank. B begins at zero, so a
+segment begins with the function of its checkpoint. DoRA (arXiv 2402.09353 §4.1) also trains the length m of each row:
+W' = m · (W + s · B A) / ‖W + s · B A‖, and begins with m = ‖W‖.
+
+A checkpoint holds the unchanged weights and, beside ``blocks.3.q``, the tensors ``blocks.3.q_lora_a`` (A), ``blocks.3.q_lora_b`` (B) and
+``blocks.3.q_dora_length`` (m). An export holds the merged weights only. So does a segment that starts with another key ``adapt``.
+
+    >>> import torch
+    >>> adapt = AdaptRecipe(rank=1, targets=["q"])
+    >>> held = {"blocks.0.q": torch.eye(2), "blocks.0.q_lora_a": torch.ones(1, 2), "blocks.0.q_lora_b": torch.ones(2, 1)}
+    >>> {name: tensor.tolist() for name, tensor in merge_lora(held, adapt).items()}
+    {'blocks.0.q': [[2.0, 1.0], [1.0, 2.0]]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from kernels.contract.message import Message
+from kernels.contract.strict import StrictSchema, make_known_words_hint
+from models.spec import ModelSpec
+from models.tensors import Shape, list_tensor_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+A, B, LENGTH = "_lora_a", "_lora_b", "_dora_length"
+
+
+class AdaptRecipe(StrictSchema):
+    """Train small matrices in place of the weights, for a model whose gradients and optimiser state do not fit. All weights stay as they are."""
+
+    kind: Literal["lora", "dora"] = "lora"
+    rank: Annotated[int, Field(ge=1)]
+    alpha: Annotated[float, Field(gt=0)] | None = None  # the change is scaled by alpha / rank; null: rank
+    targets: list[str] = ["q", "k", "v", "attention_out", "gate", "up", "down"]  # matrices, as checkpoints name them
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+def list_adaptable_matrices(spec: ModelSpec) -> set[str]:
+    """Keys of the matrices inside the layers. A router and stacked experts are none: their products do not take one matrix."""
+    shapes = list_tensor_shapes(spec)
+    return {
+        name.rpartition(".")[2]
+        for name, shape in shapes.items()
+        if name.startswith("blocks.") and len(shape) == 2 and not name.endswith("router")
+    }
+
+
+def refuse_impossible_targets(spec: ModelSpec, adapt: AdaptRecipe) -> None:
+    """Raises: ValueError for a target that is no matrix of this model's layers, or twice in the list."""
+    known = list_adaptable_matrices(spec)
+    for number, target in enumerate(adapt.targets):
+        if target not in known:
+            raise ValueError(
+                Message(
+                    "lora.target",
+                    "adapt.targets: {target} is no matrix that can be adapted in this model{near}",
+                    target=target,
+                    near=make_known_words_hint(target, known),
+                )
+            )
+        if target in adapt.targets[:number]:
+            raise ValueError(Message("lora.target_twice", "adapt.targets names {target} twice", target=target))
+    if not adapt.targets:
+        raise ValueError(Message("lora.no_target", "adapt.targets is empty, so nothing would be trained"))
+
+
+def list_lora_shapes(block: Mapping[str, Shape], adapt: AdaptRecipe | None) -> dict[str, Shape]:
+    """The tensors that one layer gains, by name. ``block``: the shapes of the layer's own tensors."""
+    found: dict[str, Shape] = {}
+    for key in adapt.targets if adapt else ():
+        if adapt and key in block:
+            rows, columns = block[key]
+            found |= {f"{key}{A}": (adapt.rank, columns), f"{key}{B}": (rows, adapt.rank)}
+            if adapt.kind == "dora":
+                found[f"{key}{LENGTH}"] = (rows,)
+    return found
+
+
+def is_lora_tensor(name: str) -> bool:
+    return name.endswith((A, B, LENGTH))
+
+
+class MergedWeights(Mapping[str, "Tensor"]):
+    """A checkpoint's tensors with LoRA's matrices merged into the weights, one tensor at a time. Without ``adapt``, the tensors as they are.
+
+    The trainer's export and the judge must get the same bits in different processes. Therefore sums are in fp64 and in a fixed order: a product of
+    two fp32 numbers is exact in fp64, so that neither fused operations nor the number of threads can change a bit.
+    """
+
+    def __init__(self, model: Mapping[str, Tensor], adapt: AdaptRecipe | None) -> None:
+        self.model, self.adapt = model, adapt
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.model if not is_lora_tensor(name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self.adapt is None or f"{name}{A}" not in self.model:
+            return self.model[name]
+        weight, a, b = self.model[name], self.model[f"{name}{A}"].double(), self.model[f"{name}{B}"].double()
+        change = a.new_zeros(weight.shape)
+        for row, column in zip(a, b.t(), strict=True):
+            change += column.unsqueeze(1) * row
+        whole = weight.double() + self.adapt.scale * change
+        if self.adapt.kind == "dora":
+            norms = whole.square().cumsum(1)[:, -1].sqrt()  # a running sum has one order; a sum may have several
+            whole *= (self.model[f"{name}{LENGTH}"].double() / norms).unsqueeze(1)
+        return whole.to(weight.dtype)
+
+
+def merge_lora(model: Mapping[str, Tensor], adapt: AdaptRecipe | None) -> dict[str, Tensor]:
+    """All tensors of ``MergedWeights``."""
+    return dict(MergedWeights(model, adapt))
