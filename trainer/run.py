@@ -114,7 +114,7 @@ class SegmentRun:
             context=recipe.model.context,
             batch=recipe.batch,
             vocab_size=recipe.model.vocab_size,
-            state=state["sampler"] if state is not None and not restarts else None,
+            state=state.get("sampler") if state is not None and not restarts else None,
         )
         if restarts:  # the count of its documents too
             self.order.step = spec.first_step
@@ -389,6 +389,8 @@ class SegmentRun:
                 get_local_part(parameter).copy_(model[name])
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(model[name])
+        if state["kind"] == checkpoints.IMPORT:
+            return state  # weights only: optimiser, hooks, counters and random state stay those of a first step
         optimizer = checkpoints.read_tensors(start, "optimizer", regions)
         torch.set_rng_state(optimizer.pop("rng"))
         try:

@@ -25,6 +25,7 @@ from factory.ingest.tokenizer import FILES, Tokenizer, train_tokenizer
 from factory.ingest.vocabulary_size import check_planned_vocabulary
 from factory.ingest.worker import DocumentToFinish, read_row, read_spooled_contents
 from factory.ledger.file_events import is_small_vocabulary_allowed
+from factory.ledger.imported_model import refuse_unfinished_import
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
 from kernels.contract.files import write_atomically
@@ -70,6 +71,7 @@ def load_or_train_tokenizer(
                 )
             )
         return tokenizer
+    refuse_unfinished_import(plant)
     others = _other_shards(plant.workspace, path, other_files)
     share = policy.tokenizer.sample_bytes // (len(others) + 1)
     with plant.progress.task("train the tokenizer") as bar:

@@ -32,8 +32,8 @@ LARGEST = 1 << 28  # most bytes of a tokenizer.json
 
 
 @contextmanager
-def open_tokenizer(file_or_folder: Path) -> Iterator[Tokenizer]:
-    """Load a person's tokenizer.json into a temporary folder. The folder exists during the ``with`` block.
+def open_tokenizer(file_or_folder: Path, option: str = "--tokenizer") -> Iterator[Tokenizer]:
+    """Load a person's tokenizer.json into a temporary folder. The folder exists during the ``with`` block. ``option``: its name, for messages.
 
     Raises: InputError if this factory would give other ids than the tokenizer itself (``Tokenizer.find_encoding_difference``), or if the ids
     have gaps.
@@ -43,7 +43,8 @@ def open_tokenizer(file_or_folder: Path) -> Iterator[Tokenizer]:
         if path.stat().st_size > LARGEST:
             raise InputError(
                 "presets.large_tokenizer",
-                "--tokenizer: {file} is larger than {most} MiB, so the file cannot be a tokenizer.",
+                "{option}: {file} is larger than {most} MiB, so the file cannot be a tokenizer.",
+                option=option,
                 file=path,
                 most=LARGEST >> 20,
             )
@@ -51,7 +52,8 @@ def open_tokenizer(file_or_folder: Path) -> Iterator[Tokenizer]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             "presets.unreadable_tokenizer",
-            "--tokenizer: {file} cannot be read: {reason}. Give a tokenizer.json, or a folder with this file.",
+            "{option}: {file} cannot be read: {reason}. Give a tokenizer.json, or a folder with this file.",
+            option=option,
             file=path,
             reason=error,
         ) from None
@@ -64,14 +66,16 @@ def open_tokenizer(file_or_folder: Path) -> Iterator[Tokenizer]:
             said = str(error).replace(str(folder / "tokenizer.json"), str(path))
             raise InputError(
                 "presets.bad_tokenizer",
-                "--tokenizer: {reason}. Without --tokenizer, the factory trains a tokenizer on your data.",
+                "{option}: {reason}. Without {option}, the factory trains a tokenizer on your data.",
+                option=option,
                 reason=said,
             ) from None
         if tokenizer.has_id_gaps():
             raise InputError(
                 "presets.tokenizer_gaps",
-                "--tokenizer: the token ids in {file} have gaps. All ids from 0 to {last} must exist. Without --tokenizer, the factory trains a "
+                "{option}: the token ids in {file} have gaps. All ids from 0 to {last} must exist. Without {option}, the factory trains a "
                 "tokenizer on your data.",
+                option=option,
                 file=path,
                 last=tokenizer.vocab_size - 1,
             )
@@ -137,7 +141,7 @@ def make_workspace(folder: Path, options: InitOptions, repository: Path | None) 
             _refuse_other(workspace, options, given, repository)
         else:
             if repository:
-                _refuse_no_code(repository)
+                refuse_code_without_trainer(repository)
             start = plan_workspace(options, given, root, repository or find_checkout_root(), Hardware.of_this_machine())
             config = WorkspaceConfig(recipe=start.recipe, repository=str(repository) if repository else "")
             workspace = Workspace.create(root, config, start.policies)
@@ -147,7 +151,7 @@ def make_workspace(folder: Path, options: InitOptions, repository: Path | None) 
     return workspace
 
 
-def _refuse_no_code(repository: Path) -> None:
+def refuse_code_without_trainer(repository: Path) -> None:
     """Raises: InputError if ``repository`` is not a folder, not a git checkout, has no commit, or does not contain the training code."""
     way = Message("presets.give_repository", "Give a clone of the factory's repository, or leave --repository out.")
     if not repository.is_dir():

@@ -384,13 +384,13 @@ def _allow_or_remove(ledger: Ledger, licence: str) -> Message:
 
 
 def _recipe(plant: Plant) -> Iterator[ReportLine]:
-    from factory.training.planning import find_last_finished_segment, refuse_changed_model
+    from factory.training.planning import find_trunk_parent, refuse_changed_model
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
     try:
         recipe = Recipe.load(plant.workspace.recipe_path())
-        refuse_changed_model(plant, recipe, find_last_finished_segment(plant.ledger, "trunk"))
+        refuse_changed_model(plant, recipe, find_trunk_parent(plant.ledger, recipe))
     except (ConfigError, TrainerError) as error:
         yield ReportLine("recipe", False, error.message)
         return

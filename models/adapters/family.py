@@ -50,7 +50,7 @@ NAMES: Mapping[str, str] = {
     "shared_down": "mlp.shared_experts.down_proj.weight",
 }
 # keys of a model's training. They are in no config.json
-OF_TRAINING = ("context", "across_documents", "base_d_model", "family")
+OF_TRAINING = ("context", "max_positions", "across_documents", "base_d_model", "family")
 OF_EXPERTS_TRAINING = ("bias_rate", "z_loss", "loss_weight")
 
 
@@ -183,7 +183,7 @@ def write_common(spec: ModelSpec) -> dict[str, Any]:
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         "intermediate_size": spec.d_ff,
-        "max_position_embeddings": spec.context,
+        "max_position_embeddings": spec.max_positions or spec.context,
         **write_rope(spec),
         "rms_norm_eps": spec.norm_eps,
         "hidden_act": "silu",

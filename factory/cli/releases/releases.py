@@ -30,7 +30,7 @@ def list_releases(plant: Plant, say: AnswerPrinter) -> None:
     found = list_releases(plant.ledger)
     say(found)
     for row in found:
-        name = f"release {row['release']}" if row["release"] else "–"
+        name = f"release {row['release']}" if row["release"] is not None else "–"
         judged = (
             f"{row['verdict'] or '–'} {'over ' + row['against'].replace(':', ' ') if row['against'] else ''}".strip()
         )
@@ -71,7 +71,7 @@ def show_release(plant: Plant, say: AnswerPrinter, name: ReleaseName) -> None:
 def _lines(found: dict[str, Any]) -> list[str]:
     title = (
         f"release {found['release']}: candidate {found['candidate']}"
-        if found["release"]
+        if found["release"] is not None
         else f"candidate {found['candidate']}"
     )
     lines = [f"{title}, {found['state']}" + (", champion" if found["champion"] else "")]

@@ -12,7 +12,7 @@ from factory.git import repository
 from factory.ledger.decisions import find_decision, find_override, list_undecided_verdicts
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, find_champion
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, VerdictRow, find_champion
 from factory.show.pages.provenance import read_training_data_of_segment
 
 Facts = dict[str, Any]
@@ -129,7 +129,7 @@ def _verdict(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None
     """The verdict that led to the release, or the newest verdict on a candidate without a release."""
     if release:
         return VerdictRow.get(ledger, release.verdict)
-    return VerdictRow.find_newest(ledger, "release", Subject("candidate", candidate.id))
+    return VerdictRow.find_newest_on_candidate(ledger, candidate.id)
 
 
 # -- the difference of two ----------------------------------------------------------------------------------------------
