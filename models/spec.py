@@ -69,6 +69,15 @@ class RopeScaling(StrictSchema):
             raise ValueError(
                 Message("models.original_context", "'kind: {kind}' needs the key original_context", kind=self.kind)
             )
+        if self.kind == "llama3" and self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError(
+                Message(
+                    "models.frequency_factors",
+                    "low_frequency_factor ({low}) must be less than high_frequency_factor ({high})",
+                    low=self.low_frequency_factor,
+                    high=self.high_frequency_factor,
+                )
+            )
         return self
 
 
@@ -282,6 +291,14 @@ class ModelSpec(StrictSchema):
                     "the length of each text. Use a shorter context, or another kind",
                     context=self.context,
                     original=scaling.original_context,
+                )
+            )
+        if scaling is not None and scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(
+                Message(
+                    "models.yarn_theta",
+                    "rope_scaling of kind yarn needs a rope_theta above 1, but it is {theta}",
+                    theta=self.rope_theta,
                 )
             )
         if self.position == "alibi" and (self.nope_every or scaling or self.window_rope_theta or self.latent):

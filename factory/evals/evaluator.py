@@ -20,7 +20,7 @@ from factory.core.errors import DamagedExportError, InputError
 from factory.core.exports import hash_export_folder
 from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.evals.baselines import hash_baseline_inputs, measure_baselines, open_token_shards
-from factory.evals.export_config import ExportError
+from factory.evals.export_folder import ExportError
 from factory.evals.parity import ParityCase, check_parity
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.checks import ProbeCheck, join_sentences
@@ -149,10 +149,10 @@ def _measure(
     refuse_damaged_export(candidate)
     try:
         model = ReferenceModel.load(export)
-        if model.config.vocab_size < tokenizer.vocab_size:
+        if model.spec.vocab_size < tokenizer.vocab_size:
             raise ExportError(
                 "evaluator.small_vocabulary", "{export}: the model's vocabulary has {model:,} tokens, fewer than the tokenizer's {tokenizer:,}",
-                export=export, model=model.config.vocab_size, tokenizer=tokenizer.vocab_size,
+                export=export, model=model.spec.vocab_size, tokenizer=tokenizer.vocab_size,
             )  # fmt: skip
     except ExportError as error:
         return summary | _parity_summary([ProbeCheck("export", False, _shortened(error))]), []
@@ -177,7 +177,7 @@ def _measure(
                 True,
                 Message(
                     "evaluator.export_valid", "All tensors of {layers:,} layers of width {width:,} are present, finite and of the right shape",
-                    layers=model.config.layers, width=model.config.d_model,
+                    layers=model.spec.layers, width=model.spec.d_model,
                 ),
             )
         ]  # fmt: skip

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from safetensors import SafetensorError, safe_open
 
 from factory.core.errors import NoMemoryError, SegmentError
 from factory.core.faults import is_machine_fault_unrelated_to_files
-from factory.evals.export_config import parse_config
-from factory.evals.export_folder import ExportError, make_unreadable_weights_error, read_json
+from factory.evals.export_folder import ExportError, open_weights, parse_config, read_json
 from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, ProbeCheck, join_sentences
 from factory.ingest.tokenizer import END, IM_END
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Subject
 from kernels.contract.message import Message
+from models.spec import ModelSpec
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.export import (
     choose_export_dtype,
@@ -37,8 +36,11 @@ from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
 AGAIN = Message("export_parity.again", "Export the segment's checkpoint again and judge the new candidate")
-# The check of a field of config.json. All other fields belong to 'shape'.
-FIELDS = {"rope_theta": "rope", "rope_layers": "rope", "norm_eps": "norm", "vocab_size": "vocabulary"}
+# The check of a key of ``ModelSpec``. All other keys belong to 'shape'.
+FIELDS = {
+    "rope_theta": "rope", "rope_share": "rope", "rope_scaling": "rope", "window_rope_theta": "rope", "nope_every": "rope", "position": "rope",
+    "norm_eps": "norm", "norms": "norm", "norm_plus_one": "norm", "qk_norm": "norm", "vocab_size": "vocabulary",
+}  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 IDLE = {"_from_model_config", "transformers_version", "use_cache", *TOKEN_IDS}  # of generation_config.json
 GREEDY = {"do_sample": False, "temperature": 0}  # transformers reads the first, vLLM the second
@@ -111,7 +113,8 @@ def hash_checkpoint_tensors(checkpoint: Path, recipe: dict[str, Any]) -> Digests
 
 def hash_export_tensors(export: Path) -> Digests:
     """Return the digest of every tensor in the export. Raises: ExportError."""
-    return _digests(_tensors(export / "model.safetensors"))
+    with open_weights(export) as files:
+        return _digests((name, files.read_tensor(name)) for name in files.names)
 
 
 def _recipe(recipe: dict[str, Any]) -> Recipe:
@@ -121,20 +124,6 @@ def _recipe(recipe: dict[str, Any]) -> Recipe:
         raise SegmentError(
             "export_parity.odd_recipe", "The segment's recipe is invalid: {reason}", reason=str(error)
         ) from error
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        with (
-            open(path, "rb"),  # raises with the reason; safe_open gives none
-            safe_open(path, framework="pt") as file,
-        ):
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
-    except (SafetensorError, OSError, ValueError) as error:
-        if is_machine_fault_unrelated_to_files(error):
-            raise
-        raise make_unreadable_weights_error(path, error) from error
 
 
 def _digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Digests:
@@ -161,33 +150,33 @@ def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary
         return [ProbeCheck(name, None, detail) for name in OF_CHECKPOINT]
     export = Path(candidate.export_path)
     here, where = read_json(export / "config.json"), export / "config.json"
-    found = asdict(parse_config(here, where))
-    expected = asdict(parse_config(made.config, f"candidate {candidate.id}, recorded"))
+    found, expected = parse_config(here, where), parse_config(made.config, f"candidate {candidate.id}, recorded")
     wrong: dict[str, list[Message]] = {name: [] for name in OF_CHECKPOINT}
-    for key in found:
-        if found[key] != expected[key]:
+    for key in ModelSpec.model_fields:
+        ours, theirs = getattr(found, key), getattr(expected, key)
+        if ours != theirs:
             wrong[FIELDS.get(key, "shape")].append(
                 Message(
                     "export_parity.other_field", "config.json: {key} is {found}, but the checkpoint has {expected}",
-                    key=key, found=str(found[key])[:60], expected=str(expected[key])[:60],
+                    key=key, found=str(ours)[:60], expected=str(theirs)[:60],
                 )
             )  # fmt: skip
-    if found["vocab_size"] < vocabulary:
+    if found.vocab_size < vocabulary:
         wrong["vocabulary"].append(
             Message(
                 "export_parity.small_vocabulary", "config.json: the embedding has {rows:,} rows, but the tokenizer has {tokens:,} tokens",
-                rows=found["vocab_size"], tokens=vocabulary,
+                rows=found.vocab_size, tokens=vocabulary,
             )
         )  # fmt: skip
     passed = {
         "shape": Message("export_parity.same_shape", "Export and checkpoint have the same layers, widths, heads, context and experts"),
         "rope": Message("export_parity.same_rope",
             "The export has RoPE with base {base:g} in the same layers as the checkpoint",
-            base=found["rope_theta"]),
-        "norm": Message("export_parity.same_norm", "Export and checkpoint have norm epsilon {epsilon:g}", epsilon=found["norm_eps"]),
+            base=found.rope_theta),
+        "norm": Message("export_parity.same_norm", "Export and checkpoint have norm epsilon {epsilon:g}", epsilon=found.norm_eps),
         "vocabulary": Message(
             "export_parity.vocabulary_fits", "The embedding has {rows:,} rows for {tokens:,} tokens",
-            rows=found["vocab_size"], tokens=vocabulary,
+            rows=found.vocab_size, tokens=vocabulary,
         ),
     }  # fmt: skip
     checks = [

@@ -91,8 +91,8 @@ def check_parity(case: ParityCase) -> list[ProbeCheck]:
         d.messages for d in by_hash if d.messages and not any(contains_special_token(m["content"]) for m in d.messages)
     ][:count]
     longest = max(case.texts, key=lambda text: (len(text.tokens), text.document.key))
-    ids = longest.tokens[: case.model.config.context].tolist()
-    prompt = ids[: max(1, min(16, case.model.config.context - NEW_TOKENS))]
+    ids = longest.tokens[: case.model.spec.context].tolist()
+    prompt = ids[: max(1, min(16, case.model.spec.context - NEW_TOKENS))]
     stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
     asked = ProbeRequest([*texts, *_training_texts(case, count)], chats)
     with start_engine(NATIVE, case.export) as native:  # the engine starts while transformers runs
@@ -105,7 +105,7 @@ def check_parity(case: ParityCase) -> list[ProbeCheck]:
         )  # fmt: skip
         files = _files(case, stop, served)
         greedy = any(check.name == "generation_config" and check.ok for check in files)
-        fixture = make_engine_fixture(case.tokenizer, case.model, case.model.config.context, greedy)
+        fixture = make_engine_fixture(case.tokenizer, case.model, case.model.spec.context, greedy)
         engines = [native.run_checks(fixture, case.policy.engine_seconds)]
     if case.policy.vllm == "auto" and VLLM_PROGRAM.exists():
         engines.append(_vllm(case, fixture))
@@ -126,7 +126,7 @@ def check_parity(case: ParityCase) -> list[ProbeCheck]:
 
 def _vllm(case: ParityCase, fixture: Fixture) -> list[ProbeCheck]:
     """Return vLLM's checks. If vLLM cannot run this model on this machine, the checks pass with a note, because the export is not at fault."""
-    if lacks := find_vllm_obstacle(case.model.config.head_dim):
+    if lacks := find_vllm_obstacle(case.model.spec.head_dim):
         return [
             ProbeCheck(
                 name,
@@ -225,7 +225,7 @@ def _packing(case: ParityCase) -> ProbeCheck:
     domains = sorted({domain for shard in case.shards for domain in shard.documents.column("domain").to_pylist()})
     planned = [{"id": shard.id, "path": str(shard.path), "generation": 0} for shard in listed.values()]
     weights = dict.fromkeys(domains, 1.0)
-    context, vocabulary = case.model.config.context, case.model.config.vocab_size
+    context, vocabulary = case.model.spec.context, case.model.spec.vocab_size
     places: dict[str, tuple[TokenShard, int, int]] = {}
     for shard in case.shards:
         columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]

@@ -116,7 +116,7 @@ def score_bits_per_byte(
 
     ``shifted`` halves the first window, which shifts all others.
     """
-    context = model.config.context
+    context = model.spec.context
     overlap = min(max(1, int(policy.window_overlap * context)), context - 1)
     first = max(2, context // 2) if shifted else None
     sequences, owner = [], []
@@ -250,8 +250,8 @@ def score_cloze_items(model: ReferenceModel, items: Sequence[ClozeItem], advance
     sequences = []
     for item in items:
         for choice in item.choices:
-            context = item.context[-max(1, model.config.context - len(choice)) :]
-            tokens = np.concatenate((context, choice))[: model.config.context]
+            context = item.context[-max(1, model.spec.context - len(choice)) :]
+            tokens = np.concatenate((context, choice))[: model.spec.context]
             sequences.append((tokens, np.arange(len(tokens)) >= len(context)))
     nats = sum_nats(model, sequences, advance).reshape(-1, DISTRACTORS + 1)
     rows = []
@@ -272,14 +272,14 @@ def generate_chat_samples(
         messages = document.messages or []
         at = next((i for i, message in enumerate(messages) if has_loss(message)), 0)
         prompt = tokenizer.encode_chat_prompt(messages[:at]).tolist() if at else []
-        if prompt and len(prompt) + 16 <= model.config.context:
+        if prompt and len(prompt) + 16 <= model.spec.context:
             questions.append((document, messages[:at], prompt, extract_code(messages[at]["content"]) is not None))
     with_code, without = ([entry for entry in questions if entry[3] == code] for code in (True, False))
     share = max(1, policy.chat_samples * 2 // 3)
     questions = (with_code[:share] + without + with_code[share:])[: policy.chat_samples]
     if not questions:
         return []
-    room = min(policy.chat_tokens, model.config.context - max(len(entry[2]) for entry in questions))
+    room = min(policy.chat_tokens, model.spec.context - max(len(entry[2]) for entry in questions))
     answers = model.generate([entry[2] for entry in questions], room, {tokenizer.end_token, tokenizer.stop_token})
     samples = []
     for (document, messages, _, has_code), answer in zip(questions, answers, strict=True):

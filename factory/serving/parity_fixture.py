@@ -35,7 +35,7 @@ def make_parity_fixture(export: Path) -> dict[str, Any]:
     from factory.serving.api.defaults import GenerationDefaults
 
     model, greedy = ReferenceModel.load(export), GenerationDefaults.read(export).sampling.temperature == 0
-    return make_engine_fixture(Tokenizer.load(export), model, model.config.context, greedy)
+    return make_engine_fixture(Tokenizer.load(export), model, model.spec.context, greedy)
 
 
 async def check_parity(client: httpx.AsyncClient, fixture: dict[str, Any], tolerance: float) -> None:

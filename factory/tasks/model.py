@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from factory.evals.export_config import ExportError
+from factory.evals.export_folder import ExportError
 from factory.evals.reference_model import ReferenceModel, choose_likeliest_tokens
 from factory.ingest.tokenizer import Tokenizer
 from factory.tasks.items import TaskError
@@ -68,12 +68,12 @@ class TaskModel:
             raise TaskError(
                 "model.odd_export", "The model cannot be loaded: {problem}", problem=error.message
             ) from error
-        if model.config.vocab_size < tokenizer.vocab_size:
+        if model.spec.vocab_size < tokenizer.vocab_size:
             raise TaskError(
                 "model.small_vocabulary",
                 "The model cannot be measured, because its vocabulary has {model:,} tokens, but the tokenizer has "
                 "{tokenizer:,}",
-                model=model.config.vocab_size, tokenizer=tokenizer.vocab_size,
+                model=model.spec.vocab_size, tokenizer=tokenizer.vocab_size,
             )  # fmt: skip
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,7 +81,7 @@ class TaskModel:
 
     @property
     def context_length(self) -> int:
-        return self.model.config.context
+        return self.model.spec.context
 
     @property
     def empty_context_tokens(self) -> list[int]:

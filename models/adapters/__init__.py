@@ -11,7 +11,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from models.adapters import glm4_moe, llama, qwen3, smollm3
+from models.adapters import (
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    glm4_moe,
+    llama,
+    mistral,
+    olmo2,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from models.adapters.config_reader import ModelFilesError
 from models.adapters.family import Family, TensorMapping
 from models.spec import ModelSpec
@@ -22,7 +34,22 @@ if TYPE_CHECKING:
 
 # By model_type. A model that no file says otherwise of is exported as the first family that can hold it.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {module.FAMILY.name: module.FAMILY for module in (qwen3, llama, smollm3, glm4_moe)}
+    {
+        module.FAMILY.name: module.FAMILY
+        for module in (
+            qwen3,
+            llama,
+            smollm3,
+            glm4_moe,
+            qwen2,
+            mistral,
+            olmo2,
+            gemma2,
+            gemma3,
+            qwen3_moe,
+            deepseek_v3,
+        )
+    }
 )
 
 
@@ -30,6 +57,12 @@ def find_family_for_config(config: Mapping[str, Any], where: Path | str) -> Fami
     """The family that a config.json names. Raises: ModelFilesError that lists the families."""
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None and {"text_config", "vision_config"} & set(config):
+        raise ModelFilesError(
+            "models.multimodal", "{file}: a {kind} model reads images or sound too. Only models of text can be imported, such as "
+                                 "google/gemma-3-1b-pt of Gemma 3 (gemma3_text)",
+            file=where, kind=str(kind)[:40],
+        )  # fmt: skip
     if family is None:
         raise ModelFilesError(
             "models.unknown_family", "{file}: model_type {kind} is not supported. Supported: {known}",
@@ -67,7 +100,7 @@ def find_family_for_export(spec: ModelSpec) -> Family:
 def convert_to_native(spec: ModelSpec, family: Family, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Each native tensor by name, one at a time. ``read`` returns a tensor of the files by its name."""
     for mapping in family.list_mappings(spec):
-        yield mapping.native, mapping.to_native([read(name) for name in mapping.theirs])
+        yield mapping.native, mapping.to_native(read)
 
 
 def convert_to_files(spec: ModelSpec, family: Family, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -18,6 +18,8 @@ IDLE = {
     "_name_or_path", "architectures", "model_type", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "hidden_dropout",
     "initializer_range", "pad_token_id", "residual_dropout", "resid_pdrop", "embd_pdrop", "torch_dtype", "transformers_version",
     "transformers.js_config", "use_cache", "is_llama_config", "cache_implementation", "unsloth_version", "unsloth_fixed",
+    "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "output_attentions", "output_hidden_states",
+    "return_dict",
 }  # fmt: skip
 
 
@@ -42,6 +44,10 @@ class ConfigReader:
             return default
         return value
 
+    def is_null(self, key: str) -> bool:
+        """True if the file says null, where null means something else than a missing key."""
+        return key in self.config and self.config[key] is None
+
     def whole(self, key: str, lowest: int, highest: int, default: Any = MISSING) -> int:
         """A whole number within bounds; ``default`` if it is missing."""
         value = self.take(key, default)
@@ -56,13 +62,17 @@ class ConfigReader:
         return value
 
     def positive(self, key: str, default: Any = MISSING) -> float:
-        """A number above 0 and below 10^12; ``default`` if it is missing."""
+        """A number above 10^-30 and below 10^12; ``default`` if it is missing."""
         value = self.take(key, default)
         if value is default and default is not MISSING:
             return value  # type: ignore[no-any-return]
-        if type(value) not in (int, float) or not 0 < value < 1e12:
+        if type(value) not in (int, float) or not 1e-30 < value < 1e12:
             raise self.unexpected(key, Message("models.positive", "a positive number"), value)
         return float(value)
+
+    def number(self, key: str, default: float) -> float:
+        """A number from 0 to below 10^12; ``default`` if it is missing."""
+        return default if self.take(key, 0) == 0 else self.positive(key)
 
     def truth(self, key: str, default: Any = MISSING) -> bool:
         """true or false; ``default`` if it is missing."""
@@ -79,10 +89,11 @@ class ConfigReader:
         return named[value]
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Refuse any other value than ``allowed``. A missing key means the first of them."""
+        """Refuse any other value than ``allowed``. A missing key and null mean the first of them."""
         self.left.discard(key)
-        value = self.config.get(key, allowed[0])
-        if not any(value == one and type(value) is type(one) for one in allowed):
+        value = self.config.get(key)
+        value = allowed[0] if value is None else value
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             expected = (
                 repr(allowed[0])
                 if len(allowed) == 1
@@ -103,6 +114,18 @@ class ConfigReader:
             if key not in IDLE and key not in idle:
                 if value is None:
                     continue
+                if key == "auto_map":
+                    raise ModelFilesError(
+                        "models.own_code", "{file}: auto_map names code in the model's folder, which is never run. If transformers has the "
+                                           "class {expected} of its own, remove the key",
+                        file=self.where, expected=str(self.config.get("architectures"))[:80],
+                    )  # fmt: skip
+                if key == "quantization_config":
+                    raise ModelFilesError(
+                        "models.quantised", "{file}: the weights are quantised (quantization_config: {value}). Use the model's folder with "
+                                            "bf16, fp16 or fp32 weights",
+                        file=self.where, value=str(value)[:80],
+                    )  # fmt: skip
                 raise ModelFilesError(
                     "models.unknown_key", "{file}: key {key} (value {value}) cannot be represented. A model with this key could "
                                           "compute something else",

@@ -6,8 +6,9 @@ names and keys: ``read_common``, ``write_common`` and ``NAMES`` hold these, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ NAMES: Mapping[str, str] = {
     "shared_up": "mlp.shared_experts.up_proj.weight",
     "shared_down": "mlp.shared_experts.down_proj.weight",
 }
+MOST_EXPERTS = 1 << 16  # in all layers; each expert has three tensors with names of their own
 # keys of a model's training. They are in no config.json
 OF_TRAINING = ("context", "max_positions", "across_documents", "base_d_model", "family")
 OF_EXPERTS_TRAINING = ("bias_rate", "z_loss", "loss_weight")
@@ -66,11 +68,18 @@ class TensorMapping:
     shape: Shape  # of each of ``theirs``
     rows: tuple[int, ...] | None = None
 
-    def to_native(self, tensors: list[Tensor]) -> Tensor:
-        """The native tensor, from those of the files in the order of ``theirs``."""
+    def to_native(self, read: Callable[[str], Tensor]) -> Tensor:
+        """The native tensor. ``read`` returns a tensor of the files by its name. Memory holds one tensor more than the result."""
         import torch
 
-        found = torch.stack(tensors) if len(self.theirs) > 1 else tensors[0]
+        if len(self.theirs) == 1:
+            found = read(self.theirs[0])
+        else:
+            first = read(self.theirs[0])
+            found = torch.empty((len(self.theirs), *first.shape), dtype=first.dtype)
+            found[0] = first
+            for number, name in enumerate(self.theirs[1:], start=1):
+                found[number] = read(name)
         return found if self.rows is None else found[torch.tensor(self.rows)]
 
     def to_theirs(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -90,11 +99,14 @@ class Family:
     class_name: str
     read: Callable[[ConfigReader], dict[str, Any]]
     write: Callable[[ModelSpec], dict[str, Any]]
-    names: Mapping[str, str] = field(default_factory=lambda: NAMES)
+    names: Callable[[ModelSpec], Mapping[str, str]] = lambda spec: NAMES
     order_rows: Callable[[ModelSpec, str], tuple[int, ...] | None] = lambda spec, key: None
     # The same function in the form that the family's files hold: for example with a head of its own, if the class cannot tie it.
     as_stored: Callable[[ModelSpec], ModelSpec] = lambda spec: spec
     idle: Collection[str] = ()  # further keys that change nothing
+    # Of a config.json: how many layers for multi-token prediction follow the others in its files. They serve speculative decoding and take no
+    # part in the model's logits. They are not imported, and an export has none.
+    count_extra_layers: Callable[[Mapping[str, Any]], int] = lambda config: 0
 
     def read_config(self, config: Mapping[str, Any], where: Path | str, context: int | None = None) -> ModelSpec:
         """The description of a parsed config.json. ``context``: positions in a row; None: as many as the file allows.
@@ -109,7 +121,14 @@ class Family:
         values = read_with(self.read, config, where, self.idle) | {"family": self.name}
         if context is not None:
             values["context"] = context
-        return parse(ModelSpec, values, str(where), ModelFilesError)
+        spec = parse(ModelSpec, values, str(where), ModelFilesError)
+        if spec.experts is not None and spec.layers * spec.experts.count > MOST_EXPERTS:
+            raise ModelFilesError(
+                "models.too_many_experts", "{file}: {layers:,} layers with {experts:,} experts each have {total:,} experts in total. At most "
+                                           "{limit:,} are allowed",
+                file=where, layers=spec.layers, experts=spec.experts.count, total=spec.layers * spec.experts.count, limit=MOST_EXPERTS,
+            )  # fmt: skip
+        return spec
 
     def find_differences(self, spec: ModelSpec) -> dict[str, tuple[Any, Any]]:
         """``{key: (in spec, in the family's files)}`` of what writing ``spec`` to a config.json and reading it back changes. Empty: the files can
@@ -127,6 +146,20 @@ class Family:
             if getattr(wanted, key) != getattr(found, key)
         }
 
+    def is_left_out(self, name: str, spec: ModelSpec, config: Mapping[str, Any]) -> bool:
+        """True if a tensor of the files belongs to a layer that is not imported (``count_extra_layers``).
+
+        >>> from models.adapters import FAMILIES
+        >>> spec = ModelSpec(vocab_size=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=64, context=128)
+        >>> is_left_out = FAMILIES["glm4_moe"].is_left_out
+        >>> [is_left_out(f"model.layers.{n}.eh_proj.weight", spec, {"num_nextn_predict_layers": 1}) for n in range(4)]
+        [False, False, True, False]
+        """
+        first, second, number, *_ = *name.split("."), "", "", ""
+        if (first, second) != ("model", "layers") or not number.isdecimal():
+            return False
+        return spec.layers <= int(number) < spec.layers + self.count_extra_layers(config)
+
     def list_mappings(self, spec: ModelSpec) -> list[TensorMapping]:
         """Each tensor of the files. ``spec`` is as the files hold it (``as_stored``)."""
         return [self._mapping(spec, name, shape) for name, shape in list_tensor_shapes(spec).items()]
@@ -136,24 +169,41 @@ class Family:
         if name in ends:
             return TensorMapping(name, (ends[name],), shape)
         _, layer, key = name.split(".")
-        theirs = f"model.layers.{layer}.{self.names[key]}"
+        theirs = f"model.layers.{layer}.{self.names(spec)[key]}"
         if "{}" in theirs:
             return TensorMapping(name, tuple(theirs.format(number) for number in range(shape[0])), shape[1:])
         return TensorMapping(name, (theirs,), shape, self.order_rows(spec, key))
 
 
 def drop_training_keys(spec: ModelSpec) -> ModelSpec:
-    """The description with default values for the keys that concern training alone, to compare what two compute."""
+    """The description without the keys that concern training alone, in one form, to compare what two compute.
+
+    One form: ``windows`` lists all layers or is None, and a key that says its default in other words has the default.
+    """
     usual = {key: ModelSpec.model_fields[key].default for key in OF_TRAINING if key != "context"} | {"context": 8}
     if spec.experts is not None:
         experts = {key: ExpertsSpec.model_fields[key].default for key in OF_EXPERTS_TRAINING}
         usual["experts"] = spec.experts.model_copy(update=experts)
+    windows = [spec.layer(number).window for number in range(spec.layers)]
+    usual["windows"] = windows if any(windows) else None
+    if spec.attention_scale == spec.head_dim**-0.5:
+        usual["attention_scale"] = None
+    if not any(windows) or (spec.window_rope_theta == spec.rope_theta and spec.rope_scaling is None):
+        usual["window_rope_theta"] = None
+    if spec.embedding_scale == 1.0:
+        usual["embedding_scale"] = None
+    if spec.nope_every is not None and spec.nope_every > spec.layers:
+        usual["nope_every"] = None
     return spec.model_copy(update=usual)
 
 
 # -- keys that most families share -------------------------------------------------------------------------------------
-def read_common(reader: ConfigReader) -> dict[str, Any]:
-    """The sizes, the norm's epsilon and the RoPE of a config.json with Llama's keys."""
+def read_common(reader: ConfigReader, head_dim: int | None = None, rope: bool = True, **of_rope: Any) -> dict[str, Any]:
+    """The sizes, the norm's epsilon and the RoPE of a config.json with Llama's keys.
+
+    ``head_dim``: what a missing key means; None: hidden_size / num_attention_heads. ``of_rope``: of ``read_rope``, which ``rope`` False leaves to
+    the family.
+    """
     d_model = reader.whole("hidden_size", 1, 1 << 16)
     heads = reader.whole("num_attention_heads", 1, 1024)
     context = reader.whole("max_position_embeddings", 8, 1 << 24)
@@ -164,17 +214,42 @@ def read_common(reader: ConfigReader) -> dict[str, Any]:
         "layers": reader.whole("num_hidden_layers", 1, 512),
         "heads": heads,
         "kv_heads": reader.whole("num_key_value_heads", 1, 1024, heads),
-        "head_dim": reader.whole("head_dim", 2, 1024, max(1, d_model // heads)),
+        "head_dim": reader.whole("head_dim", 2, 1024, head_dim or max(1, d_model // heads)),
         "d_ff": reader.whole("intermediate_size", 1, 1 << 18),
         "context": context,
         "norm_eps": reader.positive("rms_norm_eps"),
         "qk_norm": False,
-        **read_rope(reader, context),
+        **(read_rope(reader, context, **of_rope) if rope else {}),
     }
+
+
+def require_silu(reader: ConfigReader) -> None:
+    """Refuse another activation than SiLU, which is the only one that vLLM's class of the family has."""
+    reader.only("hidden_act", "silu")
+
+
+def require_dividing_heads(reader: ConfigReader, found: Mapping[str, Any], whole_heads: bool = False) -> None:
+    """Refuse heads that do not divide the width. ``whole_heads``: also another head_dim than their quotient, which the class does not read."""
+    d_model, heads = found["d_model"], found["heads"]
+    if d_model % heads:
+        dividing = Message("models.dividing_heads", "a number that divides hidden_size ({width})", width=d_model)
+        raise reader.unexpected("num_attention_heads", dividing, heads)
+    if whole_heads and found["head_dim"] != d_model // heads:
+        quotient = Message("models.head_dim", "hidden_size / num_attention_heads ({size})", size=d_model // heads)
+        raise reader.unexpected("head_dim", quotient, found["head_dim"])
+
+
+def require_no_window(reader: ConfigReader) -> None:
+    """Refuse a sliding window, which the family's class does not have."""
+    reader.only("use_sliding_window", False)
+    reader.only("sliding_window", None)
 
 
 def write_common(spec: ModelSpec) -> dict[str, Any]:
     """The keys of config.json that ``read_common`` reads, and those that concern no description."""
+    # Dynamic scaling begins beyond this many positions, whatever was trained.
+    dynamic = spec.rope_scaling is not None and spec.rope_scaling.kind == "dynamic"
+    context = spec.rope_scaling.original_context if dynamic and spec.rope_scaling else spec.max_positions or spec.context
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.d_model,
@@ -183,7 +258,7 @@ def write_common(spec: ModelSpec) -> dict[str, Any]:
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         "intermediate_size": spec.d_ff,
-        "max_position_embeddings": spec.max_positions or spec.context,
+        "max_position_embeddings": context,
         **write_rope(spec),
         "rms_norm_eps": spec.norm_eps,
         "hidden_act": "silu",
@@ -206,18 +281,22 @@ _SCALING_KEYS = {
     "low_freq_factor": "low_frequency_factor",
     "high_freq_factor": "high_frequency_factor",
 }
-_KEYS_OF = {
+_KEYS_OF: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
-    "dynamic": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 
 
-def read_rope(reader: ConfigReader, context: int, share: float = 1.0, theta: float | None = None) -> dict[str, Any]:
+def read_rope(
+    reader: ConfigReader, context: int, theta: float = 10_000.0, partial: float | None = None
+) -> dict[str, Any]:
     """``rope_theta``, ``rope_share`` and ``rope_scaling`` of a file, which says them in ``rope_parameters`` (transformers 5) or in ``rope_theta``,
-    ``partial_rotary_factor`` and ``rope_scaling`` (4). ``share``, ``theta``: what a missing key means in this family. Two different values are
-    refused."""
+    ``partial_rotary_factor`` and ``rope_scaling`` (4). Two different values are refused.
+
+    ``theta``, ``partial``: what a missing key means in this family. ``partial`` None: its class turns whole heads.
+    """
     new, old = reader.take("rope_parameters", None), reader.take("rope_scaling", None)
     if new is not None and old is not None and new != old:
         raise reader.unexpected(
@@ -228,42 +307,69 @@ def read_rope(reader: ConfigReader, context: int, share: float = 1.0, theta: flo
     inner = reader.within(
         "rope_parameters" if new is not None else "rope_scaling", new if new is not None else old or {}
     )
-    found: dict[str, Any] = {}
-    for key, usual, ours in (("rope_theta", theta, "rope_theta"), ("partial_rotary_factor", share, "rope_share")):
-        outer, own = reader.positive(key, None), inner.positive(key, None)
-        if outer is not None and own is not None and outer != own:
-            raise ModelFilesError(
-                "models.two_values", "{file}: {key} has two values: {values}", file=reader.where, key=key, values=[str(outer), str(own)]
-            )  # fmt: skip
-        value = next((one for one in (own, outer, usual) if one is not None), None)
-        if value is None:
-            raise reader.missing(key)
-        found[ours] = value
+    found: dict[str, Any] = {"rope_theta": read_one_value(reader, "rope_theta", inner, "rope_theta", theta)}
+    share = read_one_value(reader, "partial_rotary_factor", inner, "partial_rotary_factor", partial or 1.0)
+    if partial is None and share != 1.0:
+        raise reader.unexpected("partial_rotary_factor", "1.0", share)
+    found["rope_share"] = share
+    return found | read_scaling(inner, context)
+
+
+def read_one_value(outer: ConfigReader, outer_key: str, inner: ConfigReader, key: str, usual: float) -> float:
+    """A number that a file can say at two places. Two different values are refused; ``usual`` if there is none."""
+    values = [one for one in (inner.positive(key, None), outer.positive(outer_key, None)) if one is not None]
+    if len(set(values)) > 1:
+        raise ModelFilesError(
+            "models.two_values", "{file}: {key} has two values: {values}", file=outer.where, key=outer_key, values=list(map(str, values))
+        )  # fmt: skip
+    return values[0] if values else usual
+
+
+def read_scaling(inner: ConfigReader, context: int) -> dict[str, Any]:
+    """``rope_scaling`` of a mapping of RoPE's parameters, of which nothing may be left."""
     kind = inner.choice(
         "rope_type", {"default": None} | {kind: kind for kind in _KEYS_OF}, inner.take("type", "default")
     )
-    if kind is not None:
-        values: dict[str, Any] = {"kind": kind}
-        for key in _KEYS_OF[kind]:
-            if key.startswith("original"):
-                values[_SCALING_KEYS[key]] = inner.whole(key, 1, 1 << 24, context)
-            elif (value := inner.positive(key, None)) is not None:
-                values[_SCALING_KEYS[key]] = value
-        if kind == "yarn":
-            values["truncate"] = inner.truth("truncate", True)
-        found["rope_scaling"] = parse(RopeScaling, values, str(inner.where), ModelFilesError).model_dump()
+    if kind is None:
+        inner.finish()
+        return {}
+    values: dict[str, Any] = {"kind": kind}
+    for key in _KEYS_OF[kind]:
+        if key.startswith("original"):
+            values[_SCALING_KEYS[key]] = inner.whole(key, 1, 1 << 24, context)
+        elif (value := inner.positive(key, None)) is not None:
+            values[_SCALING_KEYS[key]] = value
+    if kind == "dynamic":  # transformers reads max_position_embeddings alone
+        inner.only("original_max_position_embeddings", context)
+        values["original_context"] = context
+    if kind == "yarn":
+        values["truncate"] = inner.truth("truncate", True)
+        part, whole = inner.number("mscale", 0.0), inner.number("mscale_all_dim", 0.0)
+        if part and whole and "attention_factor" not in values and "factor" in values:
+            values["attention_factor"] = find_mscale(values["factor"], part) / find_mscale(values["factor"], whole)
     inner.finish()
-    return found
+    return {"rope_scaling": parse(RopeScaling, values, str(inner.where), ModelFilesError).model_dump()}
 
 
-def read_layer_kinds(reader: ConfigReader, layers: int) -> list[int | None] | None:
-    """``ModelSpec.windows`` from ``layer_types``, ``sliding_window`` and ``use_sliding_window``, as Qwen and SmolLM3 say them; None: no window."""
-    used = reader.truth("use_sliding_window", False)
-    window = reader.whole("sliding_window", 1, 1 << 24, None)
+def find_mscale(factor: float, mscale: float) -> float:
+    """By how much YaRN's attention grows with the factor of the context (arXiv 2309.00071 §3.4, with DeepSeek-V2's ``mscale``)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def read_windows(
+    reader: ConfigReader, layers: int, has_window: Callable[[int], bool], usual: int | None = None
+) -> list[int | None] | None:
+    """``ModelSpec.windows`` from ``layer_types`` and ``sliding_window``; None: no layer has a window.
+
+    ``has_window``: of a layer's number, where the file has no ``layer_types``. ``usual``: the window that a missing key means, in a family whose
+    windows are always in use. None: they are in use if ``use_sliding_window`` says so, and the window must be given.
+    """
+    used = reader.truth("use_sliding_window", False) if usual is None else True
+    null = reader.is_null("sliding_window")
+    window = reader.whole("sliding_window", 1, 1 << 24, None if null else usual)
     kinds = reader.take("layer_types", None)
-    first = reader.whole("max_window_layers", 0, 512, layers)  # layers without a window, where no list says it
     if kinds is None:
-        kinds = ["sliding_attention" if used and number >= first else "full_attention" for number in range(layers)]
+        kinds = ["sliding_attention" if used and has_window(number) else "full_attention" for number in range(layers)]
     if (
         not isinstance(kinds, list)
         or len(kinds) != layers
@@ -273,9 +379,29 @@ def read_layer_kinds(reader: ConfigReader, layers: int) -> list[int | None] | No
         raise reader.unexpected("layer_types", expected, kinds)
     if "sliding_attention" not in kinds:
         return None
+    if not used:
+        raise reader.unexpected("use_sliding_window", "True", False)
     if window is None:
         raise reader.missing("sliding_window")
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def write_windows(spec: ModelSpec) -> dict[str, Any]:
+    """The keys that ``read_windows`` reads. Empty without windows. A file has windows of one size."""
+    windows = [spec.layer(number).window for number in range(spec.layers)]
+    if not any(windows):
+        return {}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": next(window for window in windows if window),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+    }
+
+
+def read_window_everywhere(reader: ConfigReader, window: int | None) -> list[int | None] | None:
+    """``ModelSpec.windows`` of a class that has one window for all layers or none."""
+    reader.only("layer_types", None)
+    return None if window is None else [window]
 
 
 def write_rope(spec: ModelSpec) -> dict[str, Any]:

@@ -5,32 +5,37 @@ A separate file, because each family has its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from models.adapters.config_reader import ConfigReader
-from models.adapters.family import Family, list_partial_rope_rows, read_common, write_common
+from models.adapters.family import (
+    Family,
+    list_partial_rope_rows,
+    read_common,
+    require_no_window,
+    require_silu,
+    write_common,
+)
 from models.spec import ExpertsSpec, ModelSpec
 
 
 def read(reader: ConfigReader) -> dict[str, Any]:
-    reader.only("hidden_act", "silu")
-    reader.only("use_sliding_window", False)
-    reader.only("sliding_window", None)
-    reader.only("output_router_logits", False)
-    # A missing key would mean one layer, for which there are no tensors.
-    reader.only("num_nextn_predict_layers", 0)
-    bias = reader.truth("attention_bias", False)
-    found = read_common(reader)
+    require_silu(reader)
+    require_no_window(reader)
+    found = read_common(reader, partial=0.5)
     return found | {
         "tied": reader.truth("tie_word_embeddings", False),
         "qk_norm": reader.truth("use_qk_norm", False),
-        "qkv_bias": bias,
+        "qkv_bias": reader.truth("attention_bias", False),
         "experts": read_experts(reader),
     }
 
 
 def read_experts(reader: ConfigReader) -> dict[str, Any]:
     """The experts as DeepSeek-V3 and GLM-4.5 name them."""
+    reader.only("output_router_logits", False)
+    count_extra_layers(reader.config)
     return {
         "count": reader.whole("n_routed_experts", 2, 4096),
         "per_token": reader.whole("num_experts_per_tok", 1, 4096),
@@ -42,6 +47,12 @@ def read_experts(reader: ConfigReader) -> dict[str, Any]:
         "normalise": reader.truth("norm_topk_prob", True),
         "scale": reader.positive("routed_scaling_factor"),
     }
+
+
+def count_extra_layers(config: Mapping[str, Any]) -> int:
+    """How many layers for multi-token prediction the files of GLM-4.5 and DeepSeek-V3 have behind the others. A missing key is one."""
+    reader = ConfigReader(config, "config.json")
+    return reader.whole("num_nextn_predict_layers", 0, 16, reader.whole("num_mtp_layers", 0, 16, 1))
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
@@ -91,4 +102,14 @@ def order_rows(spec: ModelSpec, key: str) -> tuple[int, ...] | None:
     return list_partial_rope_rows(heads[key], spec.head_dim, spec.rope_dim) if key in heads else None
 
 
-FAMILY = Family("glm4_moe", "Glm4MoeForCausalLM", read, write, order_rows=order_rows, as_stored=as_stored)
+OF_PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
+FAMILY = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    read,
+    write,
+    order_rows=order_rows,
+    as_stored=as_stored,
+    idle=OF_PREDICTION,
+    count_extra_layers=count_extra_layers,
+)

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.contract.message import Message
 from models.adapters.config_reader import ConfigReader
-from models.adapters.family import Family, read_common, write_common
+from models.adapters.family import (
+    Family,
+    read_common,
+    require_dividing_heads,
+    require_no_window,
+    require_silu,
+    write_common,
+)
 from models.spec import ModelSpec
 
 
 def read(reader: ConfigReader) -> dict[str, Any]:
-    reader.only("hidden_act", "silu")
+    require_silu(reader)
+    require_no_window(reader)
     reader.only("pretraining_tp", 1)
-    reader.only("use_sliding_window", False)
-    reader.only("sliding_window", None)
-    bias = reader.truth("attention_bias", False)
     found = read_common(reader)
-    if found["d_model"] % found["heads"]:
-        dividing = Message(
-            "models.dividing_heads", "a number that divides hidden_size ({width})", width=found["d_model"]
-        )
-        raise reader.unexpected("num_attention_heads", dividing, found["heads"])
+    require_dividing_heads(reader, found)
+    bias = reader.truth("attention_bias", False)
     return found | {
         "tied": reader.truth("tie_word_embeddings", False),
         "qkv_bias": bias,

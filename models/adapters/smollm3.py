@@ -9,21 +9,23 @@ from typing import Any
 
 from kernels.contract.message import Message
 from models.adapters.config_reader import ConfigReader
-from models.adapters.family import Family, read_common, read_layer_kinds, write_common
+from models.adapters.family import Family, read_common, read_windows, require_silu, write_common, write_windows
 from models.spec import ModelSpec
 
 
 def read(reader: ConfigReader) -> dict[str, Any]:
-    reader.only("hidden_act", "silu")
+    require_silu(reader)
+    found = read_common(reader, theta=2_000_000.0)
     bias = reader.truth("attention_bias", False)
-    found = read_common(reader)
+    every = _nope_every(reader, found["layers"])
+    without_rope = [not has for has in make_list(found["layers"], every)]
     return found | {
         "tied": reader.truth("tie_word_embeddings", True),
         "qkv_bias": bias,
         "attention_out_bias": bias,
         "mlp_bias": reader.truth("mlp_bias", False),
-        "nope_every": _nope_every(reader, found["layers"]),
-        "windows": read_layer_kinds(reader, found["layers"]),
+        "nope_every": every,
+        "windows": read_windows(reader, found["layers"], lambda number: without_rope[number]),
     }
 
 
@@ -56,10 +58,15 @@ def make_list(layers: int, every: int | None) -> list[int]:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     found = write_common(spec) | {"attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias}
-    return found | {
-        "no_rope_layers": make_list(spec.layers, spec.nope_every),
-        "no_rope_layer_interval": spec.nope_every or 4,
-    }
+    windows = write_windows(spec)
+    return (
+        found
+        | windows
+        | {
+            "no_rope_layers": make_list(spec.layers, spec.nope_every),
+            "no_rope_layer_interval": spec.nope_every or 4,
+        }
+    )
 
 
 FAMILY = Family("smollm3", "SmolLM3ForCausalLM", read, write, idle=("max_window_layers",))

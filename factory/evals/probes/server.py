@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from factory.core.launching import run_in_background_process
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.architectures import ARCHITECTURES
+from models.adapters import FAMILIES
 
 PROBE = Path(__file__).with_name("server_probe.py")
 ENVIRONMENT = {
@@ -47,7 +47,7 @@ def _attempt(request: dict[str, Any], seconds: int) -> ProbeAnswer:
         folder = Path(name)
         asked, answered = folder / "request.json", folder / "answer.json"
         cpu_seconds = max(4, os.cpu_count() or 1) * seconds
-        classes = {model_type: known.class_name for model_type, known in ARCHITECTURES.items()}
+        classes = {model_type: family.class_name for model_type, family in FAMILIES.items()}
         asked.write_text(json.dumps(request | {"cpu_seconds": cpu_seconds, "classes": classes}), encoding="utf-8")
         environment = ENVIRONMENT | {"HOME": name, "HF_HOME": name, "TMPDIR": name}
         command = [sys.executable, "-I", str(PROBE), str(asked), str(answered)]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from factory.core.errors import InputError
-from factory.evals.export_config import parse_config
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import select_held_out_documents
@@ -22,7 +21,7 @@ from factory.evals.tasks import (
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.plant import Plant
-from trainer.contract.checkpoint.export import make_hf_config, rename_tensors_for_hf
+from models.tensors import list_tensor_shapes
 from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.recipe import Recipe
 
@@ -45,10 +44,8 @@ def read_held_out_texts(
 
 def make_reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceModel:
     """Return the judge's own model with these weights. ``weights``: the trainer's name → tensor."""
-    shape = Recipe.parse(recipe).model
-    return ReferenceModel(
-        parse_config(make_hf_config(shape, "float32"), "recipe"), dict(rename_tensors_for_hf(weights, shape))
-    )
+    spec = Recipe.parse(recipe).model
+    return ReferenceModel(spec, {name: weights[name] for name in list_tensor_shapes(spec)})
 
 
 def score_weights(

@@ -60,7 +60,7 @@ class DecodingBatch:
     """The sequences that are decoded together. ``room``: the most cache columns (rows × longest row); at least the model's context."""
 
     def __init__(self, decoder: CachedDecoder, room: int) -> None:
-        self.decoder, self.room = decoder, max(room, decoder.config.context)
+        self.decoder, self.room = decoder, max(room, decoder.spec.context)
         self._waiting: deque[DecodingJob] = deque()
         self._rows: list[_Row] = []
         self._ready = 0
@@ -68,7 +68,7 @@ class DecodingBatch:
 
     def add_job(self, job: DecodingJob) -> None:
         assert job.prompt and job.most_tokens > 0
-        assert len(job.prompt) + job.most_tokens <= self.decoder.config.context
+        assert len(job.prompt) + job.most_tokens <= self.decoder.spec.context
         self._waiting.append(job)
 
     def cancel_job(self, key: int) -> None:

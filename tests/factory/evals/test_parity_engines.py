@@ -89,7 +89,7 @@ def test_each_error_of_an_engine_fails_its_own_check(
 ) -> None:
     export = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
     model = ReferenceModel.load(export)
-    fixture = make_engine_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=True)
+    fixture = make_engine_fixture(plant.tokenizer, model, model.spec.context, greedy_by_default=True)
     assert fixture["stops"], "nothing to stop at proves nothing"
     if slip == "serves other weights":
         other_weights(export)
@@ -115,7 +115,7 @@ def test_a_check_that_could_not_be_made_is_not_reported_as_passed(
 ) -> None:
     """A text to stop at is left out, as a candidate would wait for it in vain; without a token that is sure the weights are not known."""
     model = ReferenceModel.load(Path(sound.export_path))
-    fixture = make_engine_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=False)
+    fixture = make_engine_fixture(plant.tokenizer, model, model.spec.context, greedy_by_default=False)
     assert fixture["stops"] and fixture["greedy"]
     if lacking == "stops":
         fixture["stops"] = []
@@ -165,7 +165,7 @@ def test_a_log_probability_that_is_not_a_number_is_reported(
 ) -> None:
     """The first and the second: of [0, NaN] Python's max is 0."""
     model = ReferenceModel.load(Path(sound.export_path))
-    fixture = make_engine_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=False)
+    fixture = make_engine_fixture(plant.tokenizer, model, model.spec.context, greedy_by_default=False)
     engine = NativeEngine(Path(sound.export_path), torch.device("cpu"))
 
     async def asked() -> list[Any]:
@@ -179,7 +179,7 @@ def test_a_log_probability_that_is_not_a_number_is_reported(
 
 def test_a_server_that_is_not_an_engine_fails_all_checks(sound: CandidateRow, plant: FilledPlant) -> None:
     model = ReferenceModel.load(Path(sound.export_path))
-    fixture = make_engine_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=True)
+    fixture = make_engine_fixture(plant.tokenizer, model, model.spec.context, greedy_by_default=True)
 
     async def asked() -> list[Any]:
         transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"tokens": None}))

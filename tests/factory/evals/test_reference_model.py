@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from factory.evals.export_config import ExportError
+from factory.evals.export_folder import ExportError
 from factory.evals.reference_model import ReferenceModel
+from models import adapters
 from tests.support.factory.exports import CONTEXT, FAMILIES, VOCAB, save_export, tiny_model
 from tests.support.messages import says
-from trainer.contract.checkpoint.architectures import ARCHITECTURES
 
 OTHERS = {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-2}
 
@@ -43,7 +43,7 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[st
 
 
 def test_every_architecture_is_compared_with_transformers() -> None:
-    assert set(FAMILIES) == set(ARCHITECTURES)
+    assert set(FAMILIES) == set(adapters.FAMILIES)
 
 
 def test_nll_is_the_cross_entropy_of_the_scored_tokens(tmp_path: Path) -> None:

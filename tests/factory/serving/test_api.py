@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 
-from factory.evals.export_config import ExportError
+from factory.evals.export_folder import ExportError
 from factory.evals.reference_model import ReferenceModel
 from factory.ingest.chat_template import CHAT_TEMPLATE, TEMPLATE_WITHOUT_BOS, TEMPLATE_WITHOUT_CALLS
 from factory.serving.api.request import load_served_model

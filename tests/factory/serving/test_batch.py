@@ -189,8 +189,8 @@ def test_sampled_token_frequencies_follow_temperature_and_top_p() -> None:
 def test_logits_that_are_nan_fail_the_row() -> None:
     decoder, _ = models("llama")
     broken = CachedDecoder(
-        decoder.config,
-        decoder.weights | {"model.norm.weight": decoder.weights["model.norm.weight"] * 3e38},
+        decoder.spec,
+        decoder.weights | {"final_norm": decoder.weights["final_norm"] * 3e38},
         decoder.device,
     )
     tokens = run(DecodingBatch(broken, 1000), [(0, DecodingJob(1, [5, 6], 9))], {})[1]
@@ -202,7 +202,7 @@ def test_logits_that_are_nan_fail_the_row() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gpu_writes_what_the_cpu_writes(kind: str) -> None:
     decoder = models(kind)[0]
-    there = CachedDecoder(decoder.config, decoder.weights, torch.device("cuda"))
+    there = CachedDecoder(decoder.spec, decoder.weights, torch.device("cuda"))
     arrivals = [(n % 4, DecodingJob(n, [(3 * n + i) % VOCAB for i in range(1 + 5 * n)], 20)) for n in range(8)]
     for key, found in run(DecodingBatch(there, 10_000), arrivals, {}).items():
         assert [t.token for t in found] == [token for token, _ in alone(kind, tuple(arrivals[key][1].prompt), 20)]

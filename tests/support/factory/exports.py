@@ -16,7 +16,7 @@ import torch
 from factory.core.exports import hash_export_folder
 from factory.core.workspace import Workspace
 from factory.evals.evaluator import evaluate_on_suite, load_current_suite
-from factory.evals.export_config import ExportError
+from factory.evals.export_folder import ExportError
 from factory.evals.export_parity import ExpectedExport, _total, hash_export_tensors
 from factory.evals.parity import CHECKS
 from factory.ingest.rules.held_out_split import goes_to_sealed_half_on_tie

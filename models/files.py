@@ -1,0 +1,304 @@
+"""A public model's folder: its config.json and its weights in safetensors files, checked before a weight is read, then read one at a time.
+
+    source = open_model_folder(Path("SmolLM2-135M"))
+    for name, tensor in source.iterate_native():   # fp32, by the names of ``models.tensors``
+        ...
+    source.left_out                                # tensors of the files that take no part in the model's logits
+
+The files are untrusted. Nothing in a folder is run, and no path in it is followed out of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from models.adapters import convert_to_native, find_family_for_config
+from models.adapters.config_reader import ModelFilesError
+from models.adapters.family import Family
+from models.safetensors_file import (
+    TORCH_NAMES,
+    WEIGHTS,
+    StoredTensor,
+    read_header,
+    read_tensor,
+    refuse_double_keys,
+)
+from models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_CONFIG_BYTES = 1 << 20
+MOST_INDEX_BYTES = 1 << 26
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model to import: a description, and its tensors by the names of the family's files. A folder is opened by ``open_model_folder``; another
+    source, such as a reader of GGUF files, gives a ``read`` of its own and uses ``check_shapes``."""
+
+    where: Path
+    config: Mapping[str, Any]
+    family: Family
+    spec: ModelSpec
+    dtypes: Mapping[
+        str, str
+    ]  # of each tensor of the files, by torch's name: an export with these is the source to the bit
+    left_out: tuple[str, ...]
+    read: Callable[[str], Tensor]  # a tensor of the files in fp32
+
+    def iterate_native(self) -> Iterator[tuple[str, Tensor]]:
+        """Each native tensor by name, fp32. Memory holds one at a time. Raises: ModelFilesError that names the file and the tensor; OSError."""
+        return convert_to_native(self.spec, self.family, self.read)
+
+
+def open_model_folder(folder: Path, context: int | None = None) -> ModelSource:
+    """Read the config.json and the headers of the weights, and check that they fit.
+
+    ``context``: positions in a row; None: as many as the file allows.
+
+    Raises: ModelFilesError that names the file and the key or tensor, and says what to do; OSError.
+    """
+    config = read_model_config(folder)
+    family = find_family_for_config(config, folder / "config.json")
+    spec = family.read_config(config, folder / "config.json", context)
+    tensors = _read_headers(folder)
+    left_out = check_shapes(spec, family, config, {name: one.shape for name, one in tensors.items()}, folder)
+    used = {name: one for name, one in tensors.items() if name not in left_out}
+    for name, one in used.items():
+        if one.dtype not in WEIGHTS:
+            raise ModelFilesError(
+                "models.stored_dtype",
+                "{file}: tensor {tensor} has dtype {dtype}. Use a copy of the model whose weights are {allowed}",
+                file=one.file,
+                tensor=name,
+                dtype=one.dtype,
+                allowed=list(WEIGHTS),
+            )
+    if spec.tied and "lm_head.weight" in left_out:
+        _require_equal_head(tensors)
+    return ModelSource(
+        folder,
+        config,
+        family,
+        spec,
+        {name: TORCH_NAMES[one.dtype] for name, one in used.items()},
+        tuple(left_out),
+        lambda name: read_tensor(name, tensors[name]),
+    )
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json. Raises: ModelFilesError that says what the folder has instead of a model; OSError."""
+    if not folder.is_dir():
+        raise ModelFilesError(
+            "models.no_folder",
+            "{folder} is not a folder. Give the folder of a model, with its config.json",
+            folder=folder,
+        )
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelFilesError(
+                "models.adapter_only",
+                "{folder} has only a LoRA adapter. Merge it into its base model first, with merge_and_unload() and save_pretrained() of "
+                "peft",
+                folder=folder,
+            )
+        raise ModelFilesError(
+            "models.no_config", "{folder} has no config.json, so it is not the folder of a model", folder=folder
+        )
+    return _read_json(_inside(folder, "config.json"), MOST_CONFIG_BYTES)
+
+
+def _read_json(file: Path, most_bytes: int) -> dict[str, Any]:
+    size = file.stat().st_size
+    if size > most_bytes:
+        raise ModelFilesError(
+            "models.huge_json",
+            "{file} has {bytes:,} bytes. At most {most:,} are read",
+            file=file,
+            bytes=size,
+            most=most_bytes,
+        )
+    try:
+        found = json.loads(file.read_bytes(), object_pairs_hook=refuse_double_keys)
+    except (ValueError, RecursionError) as error:
+        raise ModelFilesError(
+            "models.not_json", "{file} is not JSON: {problem}", file=file, problem=str(error)[:200]
+        ) from None
+    if not isinstance(found, dict):
+        raise ModelFilesError("models.not_a_mapping", "{file} must be a mapping of keys to values", file=file)
+    return found
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of a folder. A link out of the folder is refused, except to the blobs of the same cache of Hugging Face's hub."""
+    if "/" in name or "\\" in name or name in ("", ".", ".."):
+        raise ModelFilesError(
+            "models.other_folder",
+            "{folder}: the index names {name}, which is not a file of this folder",
+            folder=folder,
+            name=name[:120],
+        )
+    target = (folder / name).resolve()
+    home = folder.resolve()
+    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if target.parent not in allowed and target.exists():
+        raise ModelFilesError(
+            "models.link_outside",
+            "{file} is a link to {target}, outside the folder. Copy the file into the folder",
+            file=folder / name,
+            target=target,
+        )
+    return folder / name
+
+
+def _read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of the folder's files."""
+    has_one, has_index = (folder / ONE_FILE).is_file(), (folder / INDEX).is_file()
+    if has_one and has_index:
+        raise ModelFilesError(
+            "models.two_sets",
+            "{folder} has both {one} and {index}. Remove the one that is not the model",
+            folder=folder,
+            one=ONE_FILE,
+            index=INDEX,
+        )
+    if has_one:
+        return read_header(_inside(folder, ONE_FILE))
+    if has_index:
+        return _read_shards(folder)
+    pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise ModelFilesError(
+            "models.pickled",
+            "{folder} has its weights only as pickle ({file}), and reading a pickle can run code. Convert the model where you trust it: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)",
+            folder=folder,
+            file=pickled[0],
+        )
+    raise ModelFilesError(
+        "models.no_weights",
+        "{folder} has no weights: neither {one} nor {index}",
+        folder=folder,
+        one=ONE_FILE,
+        index=INDEX,
+    )
+
+
+def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+    index = folder / INDEX
+    weight_map = _read_json(_inside(folder, INDEX), MOST_INDEX_BYTES).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
+        raise ModelFilesError("models.weight_map", "{file}: weight_map must name the file of each tensor", file=index)
+    found: dict[str, StoredTensor] = {}
+    for name in sorted(set(weight_map.values())):
+        file = _inside(folder, name)
+        if not file.is_file():
+            raise ModelFilesError(
+                "models.missing_shard",
+                "{index} names {file}, which is not in the folder. Download or copy all {count} files of the model",
+                index=index,
+                file=name,
+                count=len(set(weight_map.values())),
+            )
+        for key, tensor in read_header(file).items():
+            if key in found:
+                raise ModelFilesError(
+                    "models.double_tensor",
+                    "{file} and {other} both hold tensor {tensor}",
+                    file=found[key].file,
+                    other=file,
+                    tensor=key,
+                )
+            if weight_map.get(key) != name:
+                raise ModelFilesError(
+                    "models.other_shard",
+                    "{file} holds tensor {tensor}, which the index says is in {other}",
+                    file=file,
+                    tensor=key[:120],
+                    other=str(weight_map.get(key)),
+                )
+            found[key] = tensor
+    for key, name in weight_map.items():
+        if key not in found:
+            raise ModelFilesError(
+                "models.not_in_shard",
+                "{index}: tensor {tensor} is not in {file}",
+                index=index,
+                tensor=key[:120],
+                file=name,
+            )
+    return found
+
+
+def check_shapes(
+    spec: ModelSpec, family: Family, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: Path
+) -> list[str]:
+    """The names of tensors that are not imported: layers for multi-token prediction, buffers that follow from the config, a tied model's own head.
+
+    Raises: ModelFilesError that names the first tensor that is missing, unknown or of another shape, and how many are.
+    """
+    wanted = {name: one.shape for one in family.list_mappings(spec) for name in one.theirs}
+    missing = [name for name in wanted if name not in shapes]
+    if missing:
+        raise ModelFilesError(
+            "models.missing_tensor",
+            "{where}: {count:,|tensor|tensors} that config.json describes are missing: {tensor} …",
+            where=where,
+            count=len(missing),
+            tensor=missing[0],
+        )
+    other = [name for name, shape in wanted.items() if shapes[name] != shape]
+    if other:
+        raise ModelFilesError(
+            "models.other_shape",
+            "{where}: {count:,|tensor|tensors} have another shape than config.json says: {tensor} has {found}, not {expected} …",
+            where=where,
+            count=len(other),
+            tensor=other[0],
+            found=str(list(shapes[other[0]])),
+            expected=str(list(wanted[other[0]])),
+        )
+    left_out = [name for name in shapes if name not in wanted]
+    unknown = [
+        name
+        for name in left_out
+        if not (
+            family.is_left_out(name, spec, config)
+            or name.endswith(".rotary_emb.inv_freq")  # a buffer of old versions of transformers
+            or (spec.tied and name == "lm_head.weight" and shapes[name] == (spec.vocab_size, spec.d_model))
+        )
+    ]
+    if unknown:
+        raise ModelFilesError(
+            "models.extra_tensor",
+            "{where}: {count:,|tensor|tensors} are no part of the model that config.json describes: {tensor} …",
+            where=where,
+            count=len(unknown),
+            tensor=unknown[0][:120],
+        )
+    return left_out
+
+
+def _require_equal_head(tensors: Mapping[str, StoredTensor]) -> None:
+    head = read_tensor("lm_head.weight", tensors["lm_head.weight"])
+    differing = int((head != read_tensor("model.embed_tokens.weight", tensors["model.embed_tokens.weight"])).sum())
+    if differing:
+        raise ModelFilesError(
+            "models.other_head",
+            "{file}: tie_word_embeddings is true, but {count:,|value|values} of lm_head.weight differ from the embedding. Write "
+            "'tie_word_embeddings: false' into config.json if the head is the model's own",
+            file=tensors["lm_head.weight"].file,
+            count=differing,
+        )
