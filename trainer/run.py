@@ -236,12 +236,13 @@ class SegmentRun:
         sums.all.zero_()
         experts = self.recipe.model.experts
         router_z_share = experts.z_loss / (len(batch.rows) * self.recipe.model.context) if experts else 0.0
+        balance_share = experts.loss_weight / len(batch.rows) if experts else 0.0
         rows, split = self._rows_at_once(batch)
         parts = batch.split_into_micro_batches(rows)
         for done, part in enumerate(parts, start=1):
             found = None
             if self.graphs is None:
-                found = self._micro_batch(part, router_z_share)
+                found = self._micro_batch(part, router_z_share, balance_share)
             else:
                 self.signals.measure_inputs(self.graphs(part))
             if done == len(parts) // 2 and self.monitor.after_half_batch(batch.step, split):
@@ -250,12 +251,17 @@ class SegmentRun:
                 load = found if load is None else load + found
         return sums, load
 
-    def _micro_batch(self, part: dict[str, Any], router_z_share: float = 0.0) -> Tensor | None:
+    def _micro_batch(
+        self, part: dict[str, Any], router_z_share: float = 0.0, balance_share: float = 0.0
+    ) -> Tensor | None:
         """Add a micro-batch's gradients to those of the parameters, and its sums to ``sums``. Returns the number of tokens at each expert
         [expert layers, experts], or None."""
         part_of, sums = self.model.tensor.take_own_positions, self.sums
         domains_BS = part_of(part.pop("domains_BT"))
-        loss, nll_BS, load = self.model.loss(**part, z_loss=self.recipe.stability.z_loss, router_z_share=router_z_share)
+        z_loss = self.recipe.stability.z_loss
+        loss, nll_BS, load = self.model.loss(
+            **part, z_loss=z_loss, router_z_share=router_z_share, balance_share=balance_share
+        )
         loss.backward()  # type: ignore[no-untyped-call]
         carries_N = part_of(part["weights_BT"]).flatten() > 0
         # no indexing by a mask, which would wait for the device; no scattered adds, whose order may change

@@ -29,7 +29,8 @@ LEAST_MICRO_SHARE = 0.05  # of the step: ops with a smaller share are not measur
 MOST_MICRO_OPS = 3
 Fusion = Mapping[str, Any]  # one of profile.json's ``fusion_candidates``
 NAMED = 3
-BLOCKS = "trainer/model/transformer.py"  # its lines outside of ops are compiled with their block
+# Lines of these files outside of ops are compiled with their block.
+BLOCKS = ("trainer/model/transformer.py:", "trainer/model/attention.py:")
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def find_fusions_of_op(profile: Mapping[str, Any], op: str) -> list[Fusion]:
 def find_fusions_of_blocks(profile: Mapping[str, Any]) -> list[Fusion]:
     """The candidates that compiled blocks cover. Largest gain first."""
     in_block = {op["op"]: op["in_block"] for op in profile["ops"]}
-    inside = lambda line: in_block.get(_op(line), False) if _op(line) else line.startswith(f"{BLOCKS}:")
+    inside = lambda line: in_block.get(_op(line), False) if _op(line) else line.startswith(BLOCKS)
     return [f for f in profile.get("fusion_candidates", ()) if all(inside(line) for line in f["lines"])]
 
 

@@ -290,12 +290,13 @@ _KEYS_OF: Mapping[str, tuple[str, ...]] = {
 
 
 def read_rope(
-    reader: ConfigReader, context: int, theta: float = 10_000.0, partial: float | None = None
+    reader: ConfigReader, context: int, theta: float = 10_000.0, share: float | None = None
 ) -> dict[str, Any]:
     """``rope_theta``, ``rope_share`` and ``rope_scaling`` of a file, which says them in ``rope_parameters`` (transformers 5) or in ``rope_theta``,
     ``partial_rotary_factor`` and ``rope_scaling`` (4). Two different values are refused.
 
-    ``theta``, ``partial``: what a missing key means in this family. ``partial`` None: its class turns whole heads.
+    ``theta``, ``share``: what a missing key means in this family. ``share`` None: the family's class turns whole heads, whatever
+    ``partial_rotary_factor`` says, so another value than 1 is refused.
     """
     new, old = reader.take("rope_parameters", None), reader.take("rope_scaling", None)
     if new is not None and old is not None and new != old:
@@ -308,10 +309,10 @@ def read_rope(
         "rope_parameters" if new is not None else "rope_scaling", new if new is not None else old or {}
     )
     found: dict[str, Any] = {"rope_theta": read_one_value(reader, "rope_theta", inner, "rope_theta", theta)}
-    share = read_one_value(reader, "partial_rotary_factor", inner, "partial_rotary_factor", partial or 1.0)
-    if partial is None and share != 1.0:
-        raise reader.unexpected("partial_rotary_factor", "1.0", share)
-    found["rope_share"] = share
+    found["rope_share"] = read_one_value(reader, "partial_rotary_factor", inner, "partial_rotary_factor", share or 1.0)
+    if share is None and found["rope_share"] != 1.0:
+        whole = Message("models.whole_heads", "1.0, because the class of this family turns whole heads")
+        raise reader.unexpected("partial_rotary_factor", whole, found["rope_share"])
     return found | read_scaling(inner, context)
 
 

@@ -1,8 +1,9 @@
-"""Mixture of experts: a sigmoid router with top-k, and shared experts. No token is dropped, and only a bias balances the load.
+"""Mixture of experts: a router with top-k, and shared experts. No token is dropped.
 
-The layer is that of DeepSeek-V3 (arXiv 2412.19437 §2.1.2), as ``Glm4MoeForCausalLM`` computes it. A token's affinity to an expert is the
-sigmoid of its router logit. The bias affects which experts are chosen, but not their weights. The weights are the affinities of the chosen
-experts, divided by their sum.
+The layer is that of DeepSeek-V3 (arXiv 2412.19437 §2.1.2), as ``DeepseekV3ForCausalLM`` and ``Glm4MoeForCausalLM`` compute it, or with softmax
+scores that of Qwen3-MoE (arXiv 2505.09388 §2). A token's affinity to an expert is the sigmoid of its router logit, or the softmax of its logits. A
+bias affects which experts are chosen, but not their weights. The weights are the affinities of the chosen experts, divided by their sum. The load is
+balanced by the bias, or by a loss of each row of the batch (``TokenRouting.balance_loss``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contract.registry import Ops
+from models.spec import ExpertsSpec
 
 LEAST_SUM = 1e-20  # least sum of the chosen affinities, as in Glm4Moe
 
@@ -23,27 +25,85 @@ class TokenRouting:
     """The k experts of each of N tokens, and their weights."""
 
     experts_Nk: Tensor  # int64
-    weights_Nk: Tensor  # fp32, each row sums to one
+    weights_Nk: Tensor  # fp32
     logits_NE: Tensor  # fp32
+    affinity_NE: Tensor  # fp32
+
+    def list_chosen_experts(self, counts_N: Tensor) -> Tensor:
+        """[N, k, E] bool: which expert each choice is. Nothing is chosen by tokens whose ``counts_N`` (bool) is false."""
+        E = self.logits_NE.shape[1]
+        chosen_NkE = self.experts_Nk.unsqueeze(-1) == torch.arange(E, device=self.experts_Nk.device)
+        return chosen_NkE & counts_N[:, None, None]
 
     def count_tokens_per_expert(self, counts_N: Tensor) -> Tensor:
         """Number of tokens that go to each expert, fp32 [E]. Only tokens whose ``counts_N`` (bool) is true are counted."""
-        E = self.logits_NE.shape[1]
-        chosen_NkE = self.experts_Nk.unsqueeze(-1) == torch.arange(E, device=self.experts_Nk.device)
-        return (chosen_NkE & counts_N[:, None, None]).sum((0, 1)).float()
+        return self.list_chosen_experts(counts_N).sum((0, 1)).float()
 
     def z_loss(self, counts_N: Tensor) -> Tensor:
         """Σ logsumexp(logits)² over the tokens whose ``counts_N`` is true, an fp32 scalar (ST-MoE, arXiv 2202.08906, eq. 5 without its mean)."""
         return torch.where(counts_N, self.logits_NE.logsumexp(-1).square(), 0.0).sum()
 
+    def balance_loss(self, counts_BT: Tensor) -> Tensor:
+        """Σ over the rows of E · Σ_e f_e · P_e, an fp32 scalar. A row with an even load has 1, and one without tokens has 0.
 
-def route_tokens(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int) -> TokenRouting:
-    """Choose ``per_token`` experts for each token. The computation is in fp32 for every dtype of x."""
+        f_e: the share of a row's choices that are expert e. P_e: the mean over its tokens of e's share of a token's affinities. Switch (arXiv
+        2101.03961 §2.2) has this loss for a batch, DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20) for a sequence. For a row it does not depend on
+        how micro-batches and ranks divide the batch.
+        """
+        (B, T), E = counts_BT.shape, self.logits_NE.shape[1]
+        chosen_BE = self.list_chosen_experts(counts_BT.flatten()).view(B, -1, E).sum(1).float()
+        share_BTE = (self.affinity_NE / (self.affinity_NE.sum(-1, keepdim=True) + LEAST_SUM)).view(B, T, E)
+        shares_BE = torch.where(counts_BT.unsqueeze(-1), share_BTE, 0.0).sum(1)
+        tokens_B1 = counts_BT.sum(1, keepdim=True).clamp(min=1)
+        return E * (chosen_BE / chosen_BE.sum(1, keepdim=True).clamp(min=1) * shares_BE / tokens_B1).sum()
+
+
+def score_by_sigmoid(logits_NE: Tensor) -> Tensor:
+    return logits_NE.sigmoid()
+
+
+def score_by_softmax(logits_NE: Tensor) -> Tensor:
+    return logits_NE.softmax(-1)
+
+
+SCORES = {"sigmoid": score_by_sigmoid, "softmax": score_by_softmax}
+
+
+def route_tokens(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor | None, experts: ExpertsSpec) -> TokenRouting:
+    """Choose ``experts.per_token`` experts for each token. The computation is in fp32 for every dtype of x. ``bias_E``: of the choice."""
     logits_NE = F.linear(x_ND.float(), router_ED.float())
-    affinity_NE = logits_NE.sigmoid()
-    experts_Nk = (affinity_NE.detach() + bias_E).topk(per_token, dim=-1).indices
-    chosen_Nk = affinity_NE.gather(1, experts_Nk)
-    return TokenRouting(experts_Nk, chosen_Nk / (chosen_Nk.sum(-1, keepdim=True) + LEAST_SUM), logits_NE)
+    affinity_NE = SCORES[experts.scores](logits_NE)
+    wanted_NE = affinity_NE.detach() if bias_E is None else affinity_NE.detach() + bias_E
+    if experts.groups > 1:
+        wanted_NE = keep_best_groups(wanted_NE, experts.groups, experts.groups_per_token)
+    experts_Nk = wanted_NE.topk(experts.per_token, dim=-1).indices
+    weights_Nk = affinity_NE.gather(1, experts_Nk)
+    if experts.normalise:
+        weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + LEAST_SUM)
+    if experts.scale != 1:
+        weights_Nk = weights_Nk * experts.scale
+    return TokenRouting(experts_Nk, weights_Nk, logits_NE, affinity_NE)
+
+
+def keep_best_groups(wanted_NE: Tensor, groups: int, chosen: int) -> Tensor:
+    """-inf for experts outside of a token's ``chosen`` best groups. A group counts as its two best experts together (DeepSeek-V3 §2.1.2).
+
+    >>> keep_best_groups(torch.tensor([[0.9, 0.0, 0.5, 0.6]]), groups=2, chosen=1)
+    tensor([[  -inf,   -inf, 0.5000, 0.6000]])
+    """
+    wanted_Nge = wanted_NE.unflatten(1, (groups, -1))
+    best_Nc = wanted_Nge.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
+    kept_Ng = (best_Nc.unsqueeze(-1) == torch.arange(groups, device=wanted_NE.device)).any(1)
+    return torch.where(kept_Ng.unsqueeze(-1), wanted_Nge, float("-inf")).flatten(1)
+
+
+def measure_routing(routing: TokenRouting, holds_BT: Tensor, experts: ExpertsSpec) -> Tensor:
+    """The extras of a layer (``Block``): Σ z², with ``balance: loss`` the loss of the balance, and the number of tokens at each expert, in fp32."""
+    holds_N = holds_BT.flatten()
+    parts = [routing.z_loss(holds_N)[None], routing.count_tokens_per_expert(holds_N)]
+    if experts.balance == "loss":
+        parts.insert(1, routing.balance_loss(holds_BT)[None])
+    return torch.cat(parts)
 
 
 def compute_expert_outputs(

@@ -1,8 +1,9 @@
-"""The decoder: grouped-query attention with RoPE, SwiGLU or experts, RMSNorm before each sub-layer, tied embeddings.
+"""The decoder that a ``ModelSpec`` describes: attention and an MLP or experts, each added to the residual stream.
 
-Attention stays within a document, and positions restart in each document, unless the recipe sets ``across_documents``. The expensive
-operations are ``ops`` of the kernel registry. Weights are fp32 and are cast to ``dtype`` where they are used. If *tensor* ranks split a row,
-each of them has S of its T positions.
+Each block is composed when it is made: functions of ``trainer.model.attention`` and of this file, chosen by the description. Attention stays
+within a document, and positions restart in each document, unless the recipe sets ``across_documents``. The expensive operations are ``ops`` of
+the kernel registry. Weights are fp32 and are cast to ``dtype`` where they are used. If *tensor* ranks split a row, each of them has S of its T
+positions.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,61 +21,128 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from kernels.contract.registry import Ops
-from kernels.qk_norm_rope import apply_rope
+from models.rope import compute_rope_frequencies
 from models.spec import ModelSpec
+from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes
 from trainer.contract.checkpoint.region import Region
 from trainer.model import fp8
+from trainer.model.attention import choose_attention
 from trainer.parallel.ranks import get_local_part
 from trainer.parallel.tensor_ranks import TensorRanks
 
-SPLIT_BY_ROWS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")  # their outputs are heads or hidden units
+# The outputs of these matrices, and these vectors, are heads or hidden units.
+SPLIT_BY_ROWS = (
+    "q", "k", "v", "q_bias", "k_bias", "v_bias", "kv_up", "sinks", "gate", "up", "gate_bias", "up_bias", "shared_gate", "shared_up",
+)  # fmt: skip
 SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")
 DRAWING = 8  # threads that draw weights, each with one parameter in memory
 WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
+OPTIONAL = ("attention_out_bias", "down_bias", "sinks", "router_bias")  # None in a block that lacks them
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """relu(x)²: So et al. 2021, arXiv 2109.08668."""
+    return F.relu(x).square()
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh: Hendrycks & Gimpel 2016, arXiv 1606.08415 §2."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu2": relu_squared,
+}
+
+
+class NormPlacement(NamedTuple):
+    """Where the norms of a block stand, as three functions of the block: the input of attention, from the residual stream; (the stream, the input of
+    the MLP), from the stream and attention's output; the stream, from itself and the MLP's output."""
+
+    start: Callable[[Block, Tensor], Tensor]
+    meet: Callable[[Block, Tensor, Tensor], tuple[Tensor, Tensor]]
+    end: Callable[[Block, Tensor, Tensor], Tensor]
+
+
+def norm_input(block: Block, x_BSD: Tensor) -> Tensor:
+    return block.ops.rms_norm(x_BSD, block.norm_weight(block.attention_norm), block.shape.norm_eps)
+
+
+def add_and_norm(block: Block, x_BSD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    return block.ops.add_rms_norm(x_BSD, y_BSD, block.norm_weight(block.mlp_norm), block.shape.norm_eps)
+
+
+def add_output(block: Block, x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
+    return x_BSD + y_BSD
+
+
+def take_input(block: Block, x_BSD: Tensor) -> Tensor:
+    return x_BSD
+
+
+def add_normed(block: Block, x_BSD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    x_BSD = x_BSD + block.ops.rms_norm(y_BSD, block.norm_weight(block.attention_post_norm), block.shape.norm_eps)
+    return x_BSD, x_BSD
+
+
+def add_normed_and_norm(block: Block, x_BSD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    y_BSD = block.ops.rms_norm(y_BSD, block.norm_weight(block.attention_post_norm), block.shape.norm_eps)
+    return add_and_norm(block, x_BSD, y_BSD)
+
+
+def add_normed_output(block: Block, x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
+    return x_BSD + block.ops.rms_norm(y_BSD, block.norm_weight(block.mlp_post_norm), block.shape.norm_eps)
+
+
+NORM_PLACEMENTS: Mapping[str, NormPlacement] = {
+    "pre": NormPlacement(norm_input, add_and_norm, add_output),
+    "post": NormPlacement(take_input, add_normed, add_normed_output),  # OLMo 2, arXiv 2501.00656 §3.2
+    "sandwich": NormPlacement(norm_input, add_normed_and_norm, add_normed_output),  # Gemma 2, arXiv 2408.00118 §2
+}
 
 
 class Block(nn.Module):
-    """One layer: x_BSD → (x_BSD, extras). ``extras`` of an expert layer: [1 + E], the router's Σ z² and the number of tokens at each expert;
-    None for a dense layer."""
+    """One layer: x_BSD → (x_BSD, extras). Its tensors are those of ``list_block_shapes``.
+
+    ``extras`` of an expert layer: [1 + E], the router's Σ z² and the number of tokens at each expert; with ``balance: loss`` [2 + E], the loss of
+    the balance between them. None for a dense layer.
+    """
 
     def __init__(self, shape: ModelSpec, layer: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks) -> None:
         super().__init__()
         self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
-        self.has_rope = shape.nope_every is None or (layer + 1) % shape.nope_every != 0
         self.recompute = self.joined = self.fp8 = False
         self.multiply: Callable[[Tensor, Tensor], Tensor] = (
             F.linear
         )  # called by name: a profile has each product's own line
-        D, K = shape.d_model, shape.head_dim
-        empty = lambda *size: nn.Parameter(torch.empty(*size))
-        self.attention_norm = empty(D)
-        self.q = empty(shape.heads * K, D)
-        self.k = empty(shape.kv_heads * K, D)
-        self.v = empty(shape.kv_heads * K, D)
-        if shape.qk_norm:
-            self.q_norm = empty(K)
-            self.k_norm = empty(K)
-        self.attention_out = empty(D, shape.heads * K)
-        self.mlp_norm = empty(D)
-        experts = self.experts = shape.experts if shape.is_expert_layer(layer) else None
-        if experts is None:
-            self.gate = empty(shape.d_ff, D)
-            self.up = empty(shape.d_ff, D)
-            self.down = empty(D, shape.d_ff)
-            return
-        from trainer.model import experts as mixture  # it imports torch's compiler, which takes a second
+        described = shape.layer(layer)
+        self.rope = described.rope
+        self.has_rope = self.rope != "none"
+        self.experts = described.experts
+        shapes = list_block_shapes(shape, layer)
+        allocate_tensors(self, shapes)
+        for name in OPTIONAL:
+            if name not in shapes:
+                self.register_parameter(name, None)
+        self.placement = NORM_PLACEMENTS[shape.norms]
+        self.norm_weight = self.weight_plus_one if shape.norm_plus_one else self.weight
+        self.window, self.attention = choose_attention(shape, described)
+        self.query_scale = 1.0 if shape.attention_scale is None else shape.attention_scale * shape.head_dim**0.5
+        self.attention_products = self.biased_products if shape.qkv_bias else self.products
+        self.mlp_products = self.biased_products if shape.mlp_bias else self.products
+        self.activation = ACTIVATIONS[shape.activation]
+        self.apply_mlp = self.apply_swiglu
+        if not shape.gated:
+            self.apply_mlp = self.apply_ungated
+        elif shape.activation != "silu":
+            self.apply_mlp = self.apply_gated
+        if self.experts is not None:
+            from trainer.model import experts as mixture  # it imports torch's compiler, which takes a second
 
-        self.mixture = mixture
-        self.router = empty(experts.count, D)
-        self.experts_gate = empty(experts.count, experts.d_ff, D)
-        self.experts_up = empty(experts.count, experts.d_ff, D)
-        self.experts_down = empty(experts.count, D, experts.d_ff)
-        self.router_bias: Tensor
-        self.register_buffer("router_bias", torch.zeros(experts.count))
-        if experts.shared:
-            self.shared_gate = empty(experts.shared * experts.d_ff, D)
-            self.shared_up = empty(experts.shared * experts.d_ff, D)
-            self.shared_down = empty(D, experts.shared * experts.d_ff)
+            self.mixture = mixture
 
     def forward(
         self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, prepared_documents: Any = None
@@ -89,51 +157,54 @@ class Block(nn.Module):
         self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, prepared_documents: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The computation of the layer. ``Decoder.compile`` compiles this method and not ``forward``, which FSDP's hooks surround."""
-        tensor, eps = self.tensor, self.shape.norm_eps
-        h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self.weight(self.attention_norm), eps))
+        tensor, (start, meet, end) = self.tensor, self.placement
+        h_BTD = tensor.gather(start(self, x_BSD))
         y_BSD = tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, prepared_documents))
-        x_BSD, h_BSD = self.ops.add_rms_norm(x_BSD, y_BSD, self.weight(self.mlp_norm), eps)
+        if self.attention_out_bias is not None:
+            y_BSD = y_BSD + self.weight(self.attention_out_bias)
+        x_BSD, h_BSD = meet(self, x_BSD, y_BSD)
         h_BTD = tensor.gather(h_BSD)
-        if self.experts is None:
-            return x_BSD + tensor.scatter(self.apply_mlp(h_BTD, self.gate, self.up, self.down)), None
-        y_BTD, extras = self.apply_experts(h_BTD, documents_BT)
-        return x_BSD + tensor.scatter(y_BTD), extras
+        if self.experts is not None:
+            y_BTD, extras = self.apply_experts(h_BTD, documents_BT)
+            return end(self, x_BSD, tensor.scatter(y_BTD)), extras
+        y_BSD = tensor.scatter(self.apply_mlp(h_BTD, "gate", "up", "down"))
+        if self.down_bias is not None:
+            y_BSD = y_BSD + self.weight(self.down_bias)
+        return end(self, x_BSD, y_BSD), None
 
     def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, prepared_documents: Any) -> Tensor:
-        shape, weight = self.shape, self.weight
         B, T, _ = h_BTD.shape
-        q_BTHK, k_BTGK, v_BTGK = (
-            x_BTX.view(B, T, -1, shape.head_dim) for x_BTX in self._products(h_BTD, (self.q, self.k, self.v))
-        )
-        if shape.qk_norm:
-            q_BTHK = self.ops.qk_norm_rope(q_BTHK, weight(self.q_norm), cos_BTK, sin_BTK, shape.norm_eps)
-            k_BTGK = self.ops.qk_norm_rope(k_BTGK, weight(self.k_norm), cos_BTK, sin_BTK, shape.norm_eps)
-        elif self.has_rope:
-            q_BTHK, k_BTGK = apply_rope(q_BTHK, cos_BTK, sin_BTK), apply_rope(k_BTGK, cos_BTK, sin_BTK)
-        o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, prepared_documents)
-        return self.multiply(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
+        q_BTHK, k_BTGK, v_BTGK = self.attention.project(self, h_BTD, cos_BTK, sin_BTK)
+        o_BTHK = self.attention.mix(self, q_BTHK, k_BTGK, v_BTGK, prepared_documents)
+        return self.multiply(o_BTHK.reshape(B, T, -1), self.weight(self.attention_out))
 
-    def apply_mlp(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        gate_BTF, up_BTF = self._products(h_BTD, (gate, up))
-        return self.multiply(self.ops.swiglu(gate_BTF, up_BTF), self.weight(down))
+    def apply_swiglu(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
+        gate_BTF, up_BTF = self.mlp_products(h_BTD, (gate, up))
+        return self.multiply(self.ops.swiglu(gate_BTF, up_BTF), self.weight(getattr(self, down)))
+
+    def apply_gated(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
+        gate_BTF, up_BTF = self.mlp_products(h_BTD, (gate, up))
+        return self.multiply(self.activation(gate_BTF) * up_BTF, self.weight(getattr(self, down)))
+
+    def apply_ungated(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
+        (up_BTF,) = self.mlp_products(h_BTD, (up,))
+        return self.multiply(self.activation(up_BTF), self.weight(getattr(self, down)))
 
     def apply_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
         assert self.experts is not None
         weight = self.weight
-        h_ND, holds_N = h_BTD.flatten(0, 1), documents_BT.flatten() >= 0
-        routing = self.mixture.route_tokens(h_ND, weight(self.router), self.router_bias, self.experts.per_token)
+        h_ND, holds_BT = h_BTD.flatten(0, 1), documents_BT >= 0
+        routing = self.mixture.route_tokens(h_ND, weight(self.router), self.router_bias, self.experts)
         gate, up, down = (weight(m).transpose(1, 2) for m in (self.experts_gate, self.experts_up, self.experts_down))
         y_BTD = self.mixture.compute_expert_outputs(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
         if self.experts.shared:
-            y_BTD = y_BTD + self.apply_mlp(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
+            y_BTD = y_BTD + self.apply_mlp(h_BTD, "shared_gate", "shared_up", "shared_down")
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
-        return y_BTD, torch.cat(
-            (routing.z_loss(holds_N)[None], routing.count_tokens_per_expert(holds_N))
-        ) / self.tensor.size
+        return y_BTD, self.mixture.measure_routing(routing, holds_BT, self.experts) / self.tensor.size
 
-    def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        """h matrixᵀ for each of the matrices. With ``join_matrices`` it is one product with the joined matrices."""
-        weights = [self.weight(matrix) for matrix in matrices]
+    def products(self, h_BTD: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
+        """h matrixᵀ for each of the matrices with these names. With ``join_matrices`` it is one product with the joined matrices."""
+        weights = [self.weight(getattr(self, name)) for name in names]
         if self.joined:
             joined_BTX = self.multiply(h_BTD, torch.cat(weights))
             return joined_BTX.split([len(weight) for weight in weights], dim=-1)
@@ -143,13 +214,31 @@ class Block(nn.Module):
             else [F.linear(h_BTD, weight) for weight in weights]
         )
 
+    def biased_products(self, h_BTD: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
+        """The same as ``products``, with each matrix's bias added."""
+        products = self.products(h_BTD, names)
+        return [y_BTX + self.weight(getattr(self, f"{name}_bias")) for y_BTX, name in zip(products, names, strict=True)]
+
     def weight(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, in the dtype of the layer's products."""
         return self.tensor.weight(parameter).to(self.dtype)
 
+    def weight_plus_one(self, parameter: Tensor) -> Tensor:
+        """1 + a norm's weight, in fp32: in bf16 the sum would lose most of a small weight."""
+        return 1 + self.tensor.weight(parameter).float()
+
+
+def allocate_tensors(module: nn.Module, shapes: Mapping[str, Shape]) -> None:
+    """Give a module the parameters and buffers with these names, without values."""
+    for name, shape in shapes.items():
+        if name in BUFFERS:
+            module.register_buffer(name, torch.zeros(shape))
+        else:
+            module.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
 
 class Decoder(nn.Module):
-    """The model: tokens, positions, documents [B, T] → hidden states. ``loss`` and ``logits`` apply the head, which is the tied embedding."""
+    """The model: tokens, positions, documents [B, T] → hidden states. ``loss`` and ``logits`` apply the head, the embedding if it is tied."""
 
     def __init__(
         self,
@@ -163,9 +252,16 @@ class Decoder(nn.Module):
         self.shape, self.ops, self.dtype = shape, ops, dtype
         self.tensor = tensor or TensorRanks()
         self.embedding_grad_share = embedding_grad_share
-        self.embedding = nn.Parameter(torch.empty(shape.vocab_size, shape.d_model))
+        shapes = list_tensor_shapes(shape)
+        allocate_tensors(self, {name: size for name, size in shapes.items() if not name.startswith("blocks.")})
         self.blocks = nn.ModuleList(Block(shape, layer, ops, dtype, self.tensor) for layer in range(shape.layers))
-        self.final_norm = nn.Parameter(torch.empty(shape.d_model))
+        assert {name for name, _ in (*self.named_parameters(), *self.named_buffers())} == shapes.keys()
+        self.head_name = "embedding" if shape.tied else "head"
+        # rounded as transformers rounds Gemma's, so that bf16 has its numbers
+        self.embedding_scale = float(torch.tensor(shape.embedding_scale or 1.0, dtype=dtype, device="cpu"))
+        self.rope_kinds = sorted({block.rope for block in self.blocks} - {"none"}) or ["main"]
+        self.windows = sorted({block.window for block in self.blocks} - {None})
+        self.constants: dict[tuple[str, torch.device], Any] = {}  # frequencies and slopes on their device
 
     @staticmethod
     def find_split_dimension(name: str) -> int | None:
@@ -180,9 +276,10 @@ class Decoder(nn.Module):
     def initialise(self, seed: int) -> None:
         """Draw the weights: normal with std 1/sqrt(fan-in), times 1/sqrt(2 layers) for matrices that write to the residual stream (GPT-2 §2.3).
 
-        The embedding has std 0.02. Norms are one. Each rank draws each whole parameter on the CPU, from the seed and the parameter's name, and
-        keeps its region. Therefore a seed gives the same model for any number of ranks. A core draws 0.1 G values a second, so several threads
-        draw.
+        The embedding has std 0.02. A head of its own has the std of the other matrices at the width of ``base_d_model`` (muP, arXiv 2203.03466
+        table 8). Norms multiply by one, biases and sinks are zero. Each rank draws each whole parameter on the CPU, from the seed and the
+        parameter's name, and keeps its region. Therefore a seed gives the same model for any number of ranks. A core draws 0.1 G values a
+        second, so several threads draw.
         """
 
         def draw(named: tuple[str, nn.Parameter]) -> None:
@@ -199,12 +296,16 @@ class Decoder(nn.Module):
             buffer.zero_()
 
     def _drawn(self, name: str, size: torch.Size, seed: int) -> Tensor:
+        part = name.rpartition(".")[2]
         if len(size) == 1:
-            return torch.ones(size)
+            norm = part.endswith("norm") and not self.shape.norm_plus_one
+            return torch.ones(size) if norm else torch.zeros(size)
         key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
         std = 0.02 if name == "embedding" else size[-1] ** -0.5
-        if name.endswith(WRITE_TO_RESIDUAL):
+        if name == "head":
+            std = (self.shape.base_d_model or self.shape.d_model) ** -0.5
+        if part in WRITE_TO_RESIDUAL:
             std /= math.sqrt(2 * self.shape.layers)
         return torch.randn(size, generator=generator) * std
 
@@ -214,7 +315,7 @@ class Decoder(nn.Module):
         ``batch_sizes``: the number of different batch sizes of the run. By default torch compiles eight graphs and then runs uncompiled code,
         which rounds differently. Therefore the limit is raised.
         """
-        kinds = len({(block.has_rope, block.experts is None) for block in self.blocks})
+        kinds = len({(block.has_rope, block.window, block.experts is None) for block in self.blocks})
         pieces = (
             8 if self.shape.experts is not None else 1
         )  # number of graphs into which the compiler splits a layer of experts
@@ -258,14 +359,30 @@ class Decoder(nn.Module):
         x_BSD = self.ops.embedding(self.tensor.take_own_positions(tokens_BT), embedding).to(self.dtype)
         if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
             x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
-        cos_BTK, sin_BTK = make_rope_tables(positions_BT, self.shape, self.dtype)
-        prepared_documents = self.ops.prepare_attention(documents_BT, stretches)
+        if self.embedding_scale != 1:
+            x_BSD = x_BSD * self.embedding_scale
+        tables = {kind: self._make_rope_tables(positions_BT, kind) for kind in self.rope_kinds}
+        tables["none"] = tables[self.rope_kinds[0]]  # not read
+        prepared = self._prepare_documents(documents_BT, stretches)
         every_extras = []
         for block in self.blocks:
-            x_BSD, extras = block(x_BSD, cos_BTK, sin_BTK, documents_BT, prepared_documents)
+            x_BSD, extras = block(x_BSD, *tables[block.rope], documents_BT, prepared[block.window])  # type: ignore[index]
             if extras is not None:
                 every_extras.append(extras)
         return x_BSD, every_extras
+
+    def _make_rope_tables(self, positions_BT: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        key = kind, positions_BT.device
+        if (
+            key not in self.constants
+        ):  # copied once: a copy would wait for the device, and cannot be recorded in a graph
+            frequencies, factor = compute_rope_frequencies(self.shape, kind)
+            self.constants[key] = frequencies.to(positions_BT.device), factor
+        return look_up_rope_tables(positions_BT, self.shape.context, *self.constants[key], self.dtype)
+
+    def _prepare_documents(self, documents_BT: Tensor, stretches: int) -> dict[int | None, Any]:
+        """The documents as the attention of each kind of layer takes them, by window (``Block.window``)."""
+        return {None: self.ops.prepare_attention(documents_BT, stretches)}
 
     def loss(
         self,
@@ -277,17 +394,18 @@ class Decoder(nn.Module):
         z_loss: float,
         router_z_share: float = 0.0,
         stretches: int = 0,
+        balance_share: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(loss, nll_BS, load [expert layers, E] or None).
 
-        loss: Σ weights · (nll + z_loss · logsumexp²) + router_z_share · Σ router z², an fp32 scalar. nll_BS: fp32, detached, for this
-        rank's positions (``tensor.part``). load: the number of tokens at each expert.
+        loss: Σ weights · (nll + z_loss · logsumexp²) + router_z_share · Σ router z² + balance_share · Σ of the rows' losses of balance, an fp32
+        scalar. nll_BS: fp32, detached, for this rank's positions (``tensor.part``). load: the number of tokens at each expert.
         """
         x_BSD, extras = self(tokens_BT, positions_BT, documents_BT, stretches)
         targets_BS, weights_BS = self.tensor.take_own_positions(targets_BT), self.tensor.take_own_positions(weights_BT)
         loss, nll_N = self.ops.linear_cross_entropy(
             self._head_input(x_BSD).flatten(0, 1),
-            self.tensor.weight(self.embedding).to(self.dtype),
+            self._head(),
             targets_BS.flatten(),
             weights_BS.flatten(),
             z_loss,
@@ -296,23 +414,45 @@ class Decoder(nn.Module):
         if not extras:
             return loss, nll_BS, None
         every = torch.stack(extras)
-        return loss + router_z_share * every[:, 0].sum(), nll_BS, every[:, 1:].detach()
+        assert self.shape.experts is not None
+        auxiliary, load = every.tensor_split([-self.shape.experts.count], dim=1)
+        loss = loss + router_z_share * auxiliary[:, 0].sum()
+        if self.shape.experts.balance == "loss":
+            loss = loss + balance_share * auxiliary[:, 1].sum()
+        return loss, nll_BS, load.detach()
 
     def logits(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """The logits [B, S, V], for tests and for comparing an export. Training never has all of them in memory."""
         x_BSD, _ = self(tokens_BT, positions_BT, documents_BT)
-        return F.linear(self._head_input(x_BSD), self.tensor.weight(self.embedding).to(self.dtype))
+        return F.linear(self._head_input(x_BSD), self._head())
+
+    def _head(self) -> Tensor:
+        """The head's matrix [V, D]: the embedding if it is tied."""
+        return self.tensor.weight(getattr(self, self.head_name)).to(self.dtype)
 
     def _head_input(self, x_BSD: Tensor) -> Tensor:
-        h_BSD = self.ops.rms_norm(x_BSD, self.tensor.weight(self.final_norm).to(self.dtype), self.shape.norm_eps)
+        norm_D = self.tensor.weight(self.final_norm)
+        norm_D = 1 + norm_D.float() if self.shape.norm_plus_one else norm_D.to(self.dtype)
+        h_BSD = self.ops.rms_norm(x_BSD, norm_D, self.shape.norm_eps)
         share = self.shape.mup_width_ratio  # muP: logits keep their size as the width grows
         return h_BSD if share == 1 else h_BSD * share
 
 
-def make_rope_tables(positions_BT: Tensor, shape: ModelSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """RoPE's cos and sin, each [B, T, K] in ``dtype``, computed in fp32. The two halves of K are equal (arXiv 2104.09864)."""
-    exponents = torch.arange(0, shape.head_dim, 2, device=positions_BT.device).float() / shape.head_dim
-    positions = torch.arange(shape.context, device=positions_BT.device).float()
-    angles_PK = positions.unsqueeze(-1) * (shape.rope_theta**-exponents).repeat(2)
-    cos_PK, sin_PK = angles_PK.cos().to(dtype), angles_PK.sin().to(dtype)
-    return F.embedding(positions_BT, cos_PK), F.embedding(positions_BT, sin_PK)
+def make_rope_tables(
+    positions_BT: Tensor, shape: ModelSpec, dtype: torch.dtype, kind: str = "main"
+) -> tuple[Tensor, Tensor]:
+    """RoPE's cos and sin of one kind of layers, each [B, T, K] in ``dtype``, computed in fp32. The two halves of K are equal (arXiv 2104.09864)."""
+    frequencies, factor = compute_rope_frequencies(shape, kind)
+    return look_up_rope_tables(positions_BT, shape.context, frequencies.to(positions_BT.device), factor, dtype)
+
+
+def look_up_rope_tables(
+    positions_BT: Tensor, context: int, frequencies: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The same as ``make_rope_tables``, from the result of ``compute_rope_frequencies`` on the positions' device."""
+    positions = torch.arange(context, device=positions_BT.device).float()
+    angles_PK = positions.unsqueeze(-1) * frequencies.repeat(2)
+    cos_PK, sin_PK = angles_PK.cos(), angles_PK.sin()
+    if factor != 1:
+        cos_PK, sin_PK = cos_PK * factor, sin_PK * factor
+    return F.embedding(positions_BT, cos_PK.to(dtype)), F.embedding(positions_BT, sin_PK.to(dtype))

@@ -24,10 +24,8 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.qk_norm_rope import apply_rope
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Block, Decoder
 from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome, WeightUpdate
@@ -272,20 +270,12 @@ def find_largest_attention_logit(
 ) -> Tensor:
     """The largest attention logit of about ``QUERIES`` queries of the first row, or zero if all are negative. Returns an fp32 scalar.
 
-    Only the heads of this rank are used. A logit is q · k / √head_dim, for a key of the same document at or before the query.
+    Only the heads of this rank are used. A logit is q · k · the scale of the scores, before a soft-cap, for a key that the query sees.
     """
-    shape, weight, tensor = block.shape, block.weight, block.tensor
-    x_1TD = tensor.gather(x_BSD[:1])
-    h_1TD = F.rms_norm(x_1TD, (shape.d_model,), weight(block.attention_norm), shape.norm_eps)
-    rows = []
-    for matrix, norm in (("q", "q_norm"), ("k", "k_norm")):
-        y_1THK = F.linear(h_1TD, weight(getattr(block, matrix))).unflatten(-1, (-1, shape.head_dim))
-        if shape.qk_norm:
-            y_1THK = F.rms_norm(y_1THK, (shape.head_dim,), weight(getattr(block, norm)), shape.norm_eps)
-        if shape.qk_norm or block.has_rope:
-            y_1THK = apply_rope(y_1THK, cos_BTK[:1], sin_BTK[:1])
-        rows.append(y_1THK[0].float())
-    q_THK, k_TGK = rows
+    shape, tensor = block.shape, block.tensor
+    h_1TD = tensor.gather(block.placement.start(block, x_BSD[:1]))
+    q_1THK, k_1TGK, _ = block.attention.project(block, h_1TD, cos_BTK[:1], sin_BTK[:1])
+    q_THK, k_TGK = q_1THK[0].float(), k_1TGK[0].float()
     places_T = torch.arange(len(q_THK), device=x_BSD.device)
     places_P = places_T[:: max(1, len(places_T) // QUERIES)]
     q_PGrK = q_THK[places_P].unflatten(1, (k_TGK.shape[1], -1))

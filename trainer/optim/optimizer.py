@@ -37,12 +37,12 @@ def make_update_rule_table(
 
     Only the matrices inside the layers decay, and only they can be updated by Muon. For them and the router, whose products sum over the width, the
     rate changes with the width (muP, arXiv 2203.03466 table 8). AdamW's rate falls as 1 / width. Muon's scale grows as sqrt(width) and its rate
-    falls by the same factor, so that its updates keep their spectral norm. The decay per step stays the same (arXiv 2405.13698 §3). The rate of
-    the embedding does not change: ``Decoder`` scales the input of the head instead.
+    falls by the same factor, so that its updates keep their spectral norm. The decay per step stays the same (arXiv 2405.13698 §3). The rates of
+    the embedding and of a head of its own do not change: ``Decoder`` scales the input of the head instead.
     """
     rows = []
     for name, parameter in model.named_parameters():
-        over_width = parameter.ndim >= 2 and "embedding" not in name
+        over_width = parameter.ndim >= 2 and name not in ("embedding", "head")
         matrix = over_width and "router" not in name
         rule = recipe.name if matrix else "adamw"
         share = 1.0 if not over_width else width_share**0.5 if rule == "muon" else width_share

@@ -72,7 +72,9 @@ class Case:
         """The config of transformers."""
         from transformers import AutoConfig
 
-        keys = {key: dict(value) if isinstance(value, dict) else value for key, value in (SIZES | dict(self.keys)).items()}
+        keys = {
+            key: dict(value) if isinstance(value, dict) else value for key, value in (SIZES | dict(self.keys)).items()
+        }
         return AutoConfig.for_model(self.family, **keys)
 
     def make_model(self, seed: int = 0) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contract.registry import bind_ops
+from models.spec import ExpertsSpec
 from tests.support.trainer.segments import recipe_with
 from trainer.model.experts import compute_expert_outputs, route_tokens, update_router_bias
 from trainer.model.transformer import Decoder
@@ -31,9 +34,18 @@ def parts(seed: int = 0, dtype: torch.dtype = torch.float32) -> Parts:
     return {name: tensor.to(dtype).requires_grad_(name != "bias") for name, tensor in made.items()}
 
 
+def choose(per_token: int, **changes: Any) -> ExpertsSpec:
+    return ExpertsSpec(count=E_, per_token=per_token, d_ff=F_, **changes)
+
+
 def ours(p: Parts, per_token: int) -> Tensor:
     return compute_expert_outputs(
-        p["x"], route_tokens(p["x"], p["router"], p["bias"], per_token), p["gate"], p["up"], p["down"], bind_ops({})
+        p["x"],
+        route_tokens(p["x"], p["router"], p["bias"], choose(per_token)),
+        p["gate"],
+        p["up"],
+        p["down"],
+        bind_ops({}),
     )
 
 
@@ -78,7 +90,7 @@ def test_an_expert_without_a_token_gets_a_gradient_of_zero() -> None:
     y, expected = ours(narrow, 2), by_loops(wide, 2)
     torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=1e-5)
     y.sum().backward()
-    routing = route_tokens(narrow["x"], narrow["router"], narrow["bias"], 2)
+    routing = route_tokens(narrow["x"], narrow["router"], narrow["bias"], choose(2))
     load = routing.count_tokens_per_expert(torch.ones(N, dtype=torch.bool))
     assert load[2] == 0 and load.sum() == 2 * N and (load > 0).sum() >= 3
     for name in ("router", "gate", "up", "down"):
@@ -103,8 +115,8 @@ def test_strided_inputs_and_weights_give_the_same_result() -> None:
 def test_the_bias_changes_the_choice_of_experts_but_not_their_weights() -> None:
     p = parts()
     plain, moved = (
-        route_tokens(p["x"], p["router"], torch.zeros(E_), 2),
-        route_tokens(p["x"], p["router"], p["bias"], 2),
+        route_tokens(p["x"], p["router"], torch.zeros(E_), choose(2)),
+        route_tokens(p["x"], p["router"], p["bias"], choose(2)),
     )
     assert not torch.equal(plain.experts_Nk, moved.experts_Nk)
     affinity = (p["x"] @ p["router"].T).sigmoid().gather(1, moved.experts_Nk)
@@ -113,7 +125,7 @@ def test_the_bias_changes_the_choice_of_experts_but_not_their_weights() -> None:
 
 def test_the_router_is_in_fp32_under_bf16() -> None:
     p = {name: tensor.detach().bfloat16() for name, tensor in parts().items()}
-    routing = route_tokens(p["x"], p["router"], p["bias"].float(), 2)
+    routing = route_tokens(p["x"], p["router"], p["bias"].float(), choose(2))
     assert routing.logits_NE.dtype == routing.weights_Nk.dtype == torch.float32
     torch.testing.assert_close(routing.logits_NE, p["x"].float() @ p["router"].float().T)
     assert ours(p, 2).dtype == torch.bfloat16
@@ -121,7 +133,7 @@ def test_the_router_is_in_fp32_under_bf16() -> None:
 
 def test_router_z_loss_is_the_sum_of_squared_logsumexp_over_counted_tokens() -> None:
     p = parts()
-    routing = route_tokens(p["x"], p["router"], p["bias"], 2)
+    routing = route_tokens(p["x"], p["router"], p["bias"], choose(2))
     counts = torch.arange(N) % 3 > 0
     logits = p["x"].detach().double() @ p["router"].detach().double().T
     expected = sum(float(torch.log(torch.exp(row).sum())) ** 2 for row, count in zip(logits, counts) if count)
@@ -245,7 +257,7 @@ def test_the_bias_evens_out_a_skewed_load() -> None:
         x = torch.randn(512, D, generator=generator)
         x[:, 0] = 1.0
         biased = torch.cat((router[:, :1] + skew[:, None], router[:, 1:]), dim=1)
-        routing = route_tokens(x, biased, bias, 2)
+        routing = route_tokens(x, biased, bias, choose(2))
         load = routing.count_tokens_per_expert(counts)
         imbalance.append(float(load.max() / load.mean()) - 1)
         update_router_bias(bias, load, 5e-3, skip)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from models.adapters import convert_to_native, find_family_for_config
 from models.adapters.config_reader import ModelFilesError
 from models.adapters.family import Family
-from models.safetensors_file import (
+from models.files.safetensors_file import (
     TORCH_NAMES,
     WEIGHTS,
     StoredTensor,
