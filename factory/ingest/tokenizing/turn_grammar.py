@@ -7,7 +7,7 @@ the words is what stands between two such turns. What is read back is a proposal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 _START, _END = "start", "end"
 _WORDS = (
@@ -18,12 +18,9 @@ _WORDS = (
     "tiger",
     "bread",
 )  # one a turn; a tokenizer of any language can write them
-_SHAPES = (
-    ("user",), ("system", "user"), ("user", "assistant", "user", "assistant"), ("user", "assistant", "user"),
-    ("system", "user", "assistant", "user", "assistant"), ("user", "assistant", "tool", "assistant"),
-    ("system", "user", "assistant", "tool", "assistant"), ("assistant", "user", "assistant"), ("user", "user", "assistant"),
-    ("user", "assistant", "assistant"), ("system", "assistant"),
-)  # fmt: skip
+_ROLES = ("system", "user", "assistant", "tool")
+_BEFORE: tuple[tuple[str, ...], ...] = ((), ("user",), ("user", "assistant"), ("system", "user", "assistant"))
+_SHAPES = (*(("user",), ("system",)), *((*before, *pair) for pair in product(_ROLES, _ROLES) for before in _BEFORE))
 Turns = list[tuple[str, str]]
 
 
