@@ -27,8 +27,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The text of a chat. ``answers``: (start, stop) of each of the assistant's messages, in order. ``whole_turns``: which of them reach to the end of
-    the turn, with the token that closes it."""
+    """The text of a chat. ``answers``: (start, stop) of each of the assistant's messages, in order. ``whole_turns``: which of them reach to the
+    end of the turn, with the token that closes it."""
 
     text: str
     answers: tuple[Span, ...]

@@ -60,9 +60,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         tree = super()._parse(source, name, filename)
-        for loop in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
-            step = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("count_step"), [], [], None, None)
-            loop.body.insert(0, jinja2.nodes.ExprStmt(step).set_lineno(loop.lineno))
+        for kind in (jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock):
+            for loop in tree.find_all(kind):
+                step = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("count_step"), [], [], None, None)
+                loop.body.insert(0, jinja2.nodes.ExprStmt(step).set_lineno(loop.lineno))
         _bound_joins(tree)
         return tree
 
@@ -112,7 +113,9 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("write_body"), [], [], body).set_lineno(line)
+        block = jinja2.nodes.CallBlock(self.call_method("write_body"), [], [], body)
+        block.set_lineno(line)
+        return block
 
     def write_body(self, caller: Callable[[], str]) -> str:
         return caller()

@@ -85,26 +85,19 @@ class SpecialIds:
     pad: int | None
 
 
-def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
-    """Read a tokenizer's folder. Raises: InputError if tokenizer.json is missing or broken, another file is broken, or two chat templates differ."""
+def read_tokenizer_folder(folder: Path, data: bytes) -> TokenizerFolder:
+    """Read a tokenizer's folder. ``data``: its tokenizer.json. Raises: InputError if a file is broken, or two chat templates differ."""
     path = folder / LIBRARY
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            "ingest.no_tokenizer",
-            "{folder} has no tokenizer ({error}). The first ingest trains one",
-            folder=folder,
-            error=error.strerror,
-        ) from error
-    try:
         library = json.loads(data)
-        tokenizers.Tokenizer.from_buffer(data)
         library = {**library, "added_tokens": library.get("added_tokens") or []}
         read_vocabulary(library["model"])
-    except Exception as error:  # the library raises plain Exception for a broken file
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(
-            "ingest.not_a_tokenizer", "{path} is not a tokenizer: {error}", path=path, error=str(error)[:300]
+            "ingest.odd_tokenizer",
+            "{path} has no vocabulary that can be read: {error}",
+            path=path,
+            error=repr(error)[:300],
         ) from error
     config = read_optional_object(folder / CONFIG)
     names = dict(_names(config, read_optional_object(folder / NAMES)))
@@ -263,7 +256,9 @@ def _with_named_tokens(
                 there[text]["special"] = True  # transformers skips a named token in decoded text, whatever its flag
         elif text in vocabulary:
             flag = flags.get(text, {})
-            token = {key: bool(flag.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized")}
+            token: dict[str, Any] = {
+                key: bool(flag.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized")
+            }
             token |= {"id": vocabulary[text], "content": text, "special": bool(flag.get("special", True))}
             added.append(token)
             there[text] = token

@@ -39,21 +39,26 @@ def _rule(pattern: str, cut: re.Pattern[str]) -> SplitRule:
 
 
 # The patterns by their text in tokenizer.json: Qwen2 and Qwen2.5; Llama 3; GPT-2; SmolLM2 (digits alone, then GPT-2).
-_QWEN = (
+QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _RULES = {
-    _QWEN: _rule(
+    QWEN_SPLIT: _rule(
         _CONTRACTED + r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         _LINES,
     ),
-    _QWEN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"): _rule(
+    QWEN_SPLIT.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"): _rule(
         _CONTRACTED + r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         _LINES,
     ),
     "gpt2": _rule(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", _WORDS),
     "digits gpt2": _rule(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+", _WORDS),
 }
+
+
+def get_split_rule(pattern: str) -> SplitRule:
+    """Return the rule of a known split pattern of tokenizer.json."""
+    return _RULES[pattern]
 
 
 class FastPath:
@@ -148,7 +153,8 @@ def _proving_texts() -> tuple[str, ...]:
     """Texts that mix words, digits, contractions, blanks, line ends and other scripts at random; the same in every process."""
     draw = random.Random(31)
     parts = (
-        "the", "HTTP", "x", "'s", "'LL", "'re", "1", "42", "2024", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", ".", "...", "(", "){", "_", "--", '"',
+        "the", "HTTP", "x", "'s", "'LL", "'re", "1", "42", "2024", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", ".", "...",
+        "(", "){", "_", "--", '"',
         "\x0b", "\x1c", "é", "e\u0301", "日本", "👩\u200d👧", "\u00a0", "\u2028", "ſ", "½", "٣",
     )  # fmt: skip
     return tuple("".join(draw.choices(parts, k=draw.randint(1, 24))) for _ in range(1500))

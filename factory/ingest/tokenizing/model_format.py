@@ -25,7 +25,7 @@ from factory.ingest.shapes.chats import has_loss, make_turn
 from factory.ingest.tokenizer_probes import PROBES
 from factory.ingest.tokenizing.answer_spans import RenderedChat, find_answers
 from factory.ingest.tokenizing.chat_rendering import DATE_OF_DOCUMENTS, Chat, ChatRefusedError, ChatTemplate
-from factory.ingest.tokenizing.description import SpecialIds, TokenizerFolder, find_special_ids
+from factory.ingest.tokenizing.description import TokenizerFolder, find_special_ids
 from factory.ingest.tokenizing.fast_path import find_fast_path
 from factory.ingest.tokenizing.marked_library import MarkedLibrary
 from factory.ingest.tokenizing.turn_grammar import TurnGrammar
@@ -71,6 +71,7 @@ class ModelFormat:
         self.template = (
             None if found.chat_template is None else ChatTemplate(found.chat_template, found.template_variables)
         )
+        self.special = found.special
         self.vocab_size = 1 + max(found.ids.values())
         ids = find_special_ids(found, library)
         self.turn_end: int | None = None  # the id that closes an answer, if the template closes it with a special token
@@ -91,6 +92,10 @@ class ModelFormat:
     def is_lossless(self) -> bool:
         """Whether every probe text decodes to itself. A tokenizer that normalises text is not lossless."""
         return all(self.library.decode(self.encode(text)) == text for text in PROBES)
+
+    def has_id_gaps(self) -> bool:
+        """Return whether the ids are not exactly 0 to ``vocab_size`` − 1."""
+        return len(set(self.found.ids.values())) != self.vocab_size
 
     def _refuse_missing_tokens(self) -> None:
         if missing := find_missing_special_tokens(self.found):
