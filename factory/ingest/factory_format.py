@@ -33,7 +33,7 @@ class FactoryFormat:
         begin = tuple(inner.encode("").ids)  # (0,) or ()
         self.ids = SpecialIds(begin=begin, end=0, stop=(0, 2), bos=0 if begin else None, pad=0)
         self.turn_start, self.turn_end = 1, 2
-        self._fast = FastPath(inner, get_split_rule(SPLIT_PATTERN), self._encode_by_library, [])
+        self._fast = FastPath(inner, get_split_rule("qwen"), self._encode_by_library, [])
         self._line_end = inner.encode("\n", add_special_tokens=False).ids
 
     is_lossless = True  # text decodes to itself

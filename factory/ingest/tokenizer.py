@@ -93,8 +93,10 @@ class Tokenizer:
         self.special_ids = frozenset(self.special.values())
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Load the tokenizer of a folder. Raises: InputError when the folder has no tokenizer, or its files do not fit each other."""
+    def load(cls, folder: Path, shown_as: Path | None = None) -> Tokenizer:
+        """Load the tokenizer of a folder. ``shown_as``: the folder that errors name, if ``folder`` is a copy of it.
+
+        Raises: InputError when the folder has no tokenizer, or its files do not fit each other."""
         path = folder / LIBRARY
         try:
             data = path.read_bytes()
@@ -108,13 +110,16 @@ class Tokenizer:
             ) from error
         except Exception as error:  # the library raises plain Exception for a broken file
             raise InputError(
-                "ingest.not_a_tokenizer", "{path} is not a tokenizer: {error}", path=path, error=error
+                "ingest.not_a_tokenizer",
+                "{path} is not a tokenizer: {error}",
+                path=(shown_as or folder) / LIBRARY,
+                error=error,
             ) from error
         if has_own_names(folder) and [inner.token_to_id(token) for token in SPECIAL] == [0, 1, 2]:
             own = FactoryFormat(inner)
             if own.ids.begin in ((), (0,)) and own.gives_library_ids():
                 return cls(folder, own, hashlib.sha256(data).hexdigest())
-        form = ModelFormat(read_tokenizer_folder(folder, data))
+        form = ModelFormat(read_tokenizer_folder(folder, data, shown_as))
         return cls(folder, form, _hash_files(folder, form))
 
     @property
@@ -349,6 +354,15 @@ def has_template_with_tool_calls(folder: Path) -> bool:
         return True
     except (OSError, UnicodeDecodeError):
         return False
+
+
+def list_special_tokens(folder: Path) -> tuple[str, ...]:
+    """Return the texts of the special tokens of the tokenizer in a folder; the factory's own if there is none yet, or if its files are damaged, which
+    loading the tokenizer reports."""
+    try:
+        return tuple(read_tokenizer_folder(folder, (folder / LIBRARY).read_bytes()).special)
+    except (OSError, InputError):
+        return SPECIAL
 
 
 def contains_special_token(text: str, special: Iterable[str] = SPECIAL) -> bool:

@@ -60,7 +60,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         tree = super()._parse(source, name, filename)
-        for kind in (jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock):
+        kinds: tuple[type[Any], ...] = (jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)
+        for kind in kinds:
             for loop in tree.find_all(kind):
                 step = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("count_step"), [], [], None, None)
                 loop.body.insert(0, jinja2.nodes.ExprStmt(step).set_lineno(loop.lineno))

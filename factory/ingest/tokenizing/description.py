@@ -85,8 +85,10 @@ class SpecialIds:
     pad: int | None
 
 
-def read_tokenizer_folder(folder: Path, data: bytes) -> TokenizerFolder:
-    """Read a tokenizer's folder. ``data``: its tokenizer.json. Raises: InputError if a file is broken, or two chat templates differ."""
+def read_tokenizer_folder(folder: Path, data: bytes, shown_as: Path | None = None) -> TokenizerFolder:
+    """Read a tokenizer's folder. ``data``: its tokenizer.json. ``shown_as``: the folder that errors name.
+
+    Raises: InputError if a file is broken, or two chat templates differ."""
     path = folder / LIBRARY
     try:
         library = json.loads(data)
@@ -104,7 +106,7 @@ def read_tokenizer_folder(folder: Path, data: bytes) -> TokenizerFolder:
     library, missing = _with_named_tokens(library, config, names)
     named = {name: text for name, text in names.items() if name in NAMED}
     return TokenizerFolder(
-        folder,
+        shown_as or folder,
         hashlib.sha256(data).hexdigest(),
         _with_post_processor(library, config, named),
         config,

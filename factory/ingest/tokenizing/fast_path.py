@@ -42,12 +42,13 @@ def _rule(pattern: str, cut: re.Pattern[str]) -> SplitRule:
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_PATTERNS = {QWEN_SPLIT: "qwen", QWEN_SPLIT.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"): "llama3"}
 _RULES = {
-    QWEN_SPLIT: _rule(
+    "qwen": _rule(
         _CONTRACTED + r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         _LINES,
     ),
-    QWEN_SPLIT.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"): _rule(
+    "llama3": _rule(
         _CONTRACTED + r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         _LINES,
     ),
@@ -56,9 +57,9 @@ _RULES = {
 }
 
 
-def get_split_rule(pattern: str) -> SplitRule:
-    """Return the rule of a known split pattern of tokenizer.json."""
-    return _RULES[pattern]
+def get_split_rule(name: str) -> SplitRule:
+    """Return the rule of a split pattern that ``name_split`` knows."""
+    return _RULES[name]
 
 
 class FastPath:
@@ -108,7 +109,7 @@ def find_fast_path(
     """
     model = library["model"]
     steps = _steps(library.get("normalizer"), "normalizers")
-    rule = _RULES.get(_name_split(_steps(library.get("pre_tokenizer"), "pretokenizers")) or "")
+    rule = _RULES.get(name_split(library) or "")
     if rule is None or model.get("type") != "BPE" or any(step.get("type") != "NFC" for step in steps):
         return None
     if (
@@ -131,8 +132,9 @@ def _steps(part: Any, key: str) -> list[Mapping[str, Any]]:
     return list(part[key]) if part.get("type") == "Sequence" else [part]
 
 
-def _name_split(steps: list[Mapping[str, Any]]) -> str | None:
-    """Return the key in ``_RULES`` of a pre-tokenizer's steps; None for unknown steps."""
+def name_split(library: Mapping[str, Any]) -> str | None:
+    """Return the name of a tokenizer.json's split pattern: 'qwen', 'llama3', 'gpt2' or 'digits gpt2' (SmolLM2); None for any other."""
+    steps = _steps(library.get("pre_tokenizer"), "pretokenizers")
     kinds = [step.get("type") for step in steps]
     last = steps[-1] if steps else {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
@@ -141,7 +143,7 @@ def _name_split(steps: list[Mapping[str, Any]]) -> str | None:
     if kinds == ["Split", "ByteLevel"] and not own_pattern:
         split = steps[0]
         if split.get("behavior") == "Isolated" and not split.get("invert"):
-            return str(split["pattern"].get("Regex"))
+            return _PATTERNS.get(str(split["pattern"].get("Regex")))
     if kinds == ["ByteLevel"] and own_pattern:
         return "gpt2"
     if kinds == ["Digits", "ByteLevel"] and own_pattern and steps[0].get("individual_digits"):

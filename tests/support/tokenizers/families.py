@@ -145,18 +145,24 @@ class Family:
         return folder
 
 
-def _byte_level(split: Any, normalizer: Any = None, whole_words: bool = False, post: str = "") -> Callable[[list[str], list[Any]], Tokenizer]:
+def _byte_level(
+    split: Any, normalizer: Any = None, whole_words: bool = False, post: str = ""
+) -> Callable[[list[str], list[Any]], Tokenizer]:
     def make(texts: list[str], special: list[Any]) -> Tokenizer:
         inner = Tokenizer(models.BPE(ignore_merges=whole_words))
         if normalizer is not None:
             inner.normalizer = normalizer
         inner.pre_tokenizer = split
         inner.decoder = decoders.ByteLevel()
-        inner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1200, initial_alphabet=BYTES, show_progress=False))
+        inner.train_from_iterator(
+            texts, trainers.BpeTrainer(vocab_size=1200, initial_alphabet=BYTES, show_progress=False)
+        )
         inner.add_tokens([AddedToken("<tool_call>", normalized=False), AddedToken("</tool_call>", normalized=False)])
         inner.add_special_tokens(special)
         if post:
-            frame = processors.TemplateProcessing(single=f"{post} $A", pair=f"{post} $A {post} $B", special_tokens=[(post, inner.token_to_id(post))])
+            frame = processors.TemplateProcessing(
+                single=f"{post} $A", pair=f"{post} $A {post} $B", special_tokens=[(post, inner.token_to_id(post))]
+            )
             inner.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), frame])
         else:
             inner.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -167,7 +173,10 @@ def _byte_level(split: Any, normalizer: Any = None, whole_words: bool = False, p
 
 def _split(pattern: str) -> Any:
     return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
 
 
@@ -182,14 +191,22 @@ def _byte_fallback(prepend: bool) -> Callable[[list[str], list[Any]], Tokenizer]
         inner.pre_tokenizer = split
         names = [str(getattr(token, "content", token)) for token in special]
         fallback = [f"<0x{byte:02X}>" for byte in range(256)]
-        trainer = trainers.BpeTrainer(vocab_size=1400, special_tokens=[*names, *fallback], show_progress=False, max_token_length=16)
+        trainer = trainers.BpeTrainer(
+            vocab_size=1400, special_tokens=[*names, *fallback], show_progress=False, max_token_length=16
+        )
         inner.train_from_iterator(texts, trainer)
         data = json.loads(inner.to_str())
-        data["pre_tokenizer"] = None if prepend else {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+        data["pre_tokenizer"] = (
+            None
+            if prepend
+            else {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+        )
         data["added_tokens"] = [token for token in data["added_tokens"] if token["content"] in names]
         inner = Tokenizer.from_str(json.dumps(data))
         strip = [decoders.Strip(content=" ", left=1)] if prepend else []
-        inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+        inner.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
         bos = next(name for name in ("<s>", "<bos>") if name in names)
         inner.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, inner.token_to_id(bos))]
@@ -206,7 +223,10 @@ def _unigram(texts: list[str], special: list[Any]) -> Tokenizer:
     inner.decoder = decoders.Metaspace(prepend_scheme="first")
     pieces = [text[:2000] for text in texts]
     inner.train_from_iterator(
-        pieces, trainers.UnigramTrainer(vocab_size=600, special_tokens=special, unk_token="<unk>", show_progress=False, n_sub_iterations=1)
+        pieces,
+        trainers.UnigramTrainer(
+            vocab_size=600, special_tokens=special, unk_token="<unk>", show_progress=False, n_sub_iterations=1
+        ),
     )
     return inner
 
@@ -216,9 +236,13 @@ def _word_piece(texts: list[str], special: list[Any]) -> Tokenizer:
     inner.normalizer = normalizers.BertNormalizer(lowercase=True)
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.WordPiece()
-    inner.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=900, special_tokens=special, show_progress=False))
+    inner.train_from_iterator(
+        texts, trainers.WordPieceTrainer(vocab_size=900, special_tokens=special, show_progress=False)
+    )
     inner.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[(t, inner.token_to_id(t)) for t in ("[CLS]", "[SEP]")]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(t, inner.token_to_id(t)) for t in ("[CLS]", "[SEP]")],
     )
     return inner
 

@@ -13,7 +13,11 @@ CONTENTS = (
     "x", ".", "\\n \\t {{ braces }} {% raw %}", "trailing tab\t", "\u0301combining first", "A" * 300, "word " * 200, "<tool_call> as text </tool_call>",
     "\x0b\x0c\x1c odd blanks \x1f", "tab\tseparated\tvalues", "'quoted' \"twice\" `code`", "https://a.b/c?d=e_f&g=--h!!!",
 )  # fmt: skip
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"town": "Zürich\n", "days": [1, 2.5, None]}}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"town": "Zürich\n", "days": [1, 2.5, None]}},
+}
 
 
 def make_odd_chats(count: int = 500, spelled: tuple[str, ...] = (), tools: bool = True) -> list[list[dict[str, Any]]]:
@@ -38,11 +42,18 @@ def make_odd_chats(count: int = 500, spelled: tuple[str, ...] = (), tools: bool 
             chat.insert(draw.randrange(len(chat) + 1), {"role": "system", "content": content()})
         if kind == 3 and tools:
             chat += [
-                {"role": "assistant", "content": draw.choice(("", "One moment.")), "tool_calls": [CALL] * draw.randint(1, 2)},
+                {
+                    "role": "assistant",
+                    "content": draw.choice(("", "One moment.")),
+                    "tool_calls": [CALL] * draw.randint(1, 2),
+                },
                 {"role": "tool", "content": content(), "tool_call_id": "c1"},
                 {"role": "assistant", "content": content()},
             ]
         if kind == 4:
-            chat = [message | {"weight": 0} if message["role"] == "assistant" and draw.random() < 0.5 else message for message in chat]
+            chat = [
+                message | {"weight": 0} if message["role"] == "assistant" and draw.random() < 0.5 else message
+                for message in chat
+            ]
         chats.append(chat)
     return chats
