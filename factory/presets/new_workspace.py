@@ -17,6 +17,7 @@ from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_roo
 from factory.git.git_store import read_tree_entries
 from factory.git.repository import LIVE_FOLDERS, RepositoryError, get_live_commit
 from factory.ingest import ledger_rows
+from factory.ingest.installing import install_model_tokenizer, prepare_tokenizer
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer, write_tokenizer_files
 from factory.ingest.vocabulary_size import is_padded_size, pad_size
@@ -33,10 +34,10 @@ LARGEST = 1 << 28  # most bytes of a tokenizer.json
 
 @contextmanager
 def open_tokenizer(file_or_folder: Path, option: str = "--tokenizer") -> Iterator[Tokenizer]:
-    """Load a person's tokenizer.json into a temporary folder. The folder exists during the ``with`` block. ``option``: its name, for messages.
+    """Load a person's tokenizer into a temporary folder: a tokenizer.json, or a model's folder with its chat template. The temporary folder exists
+    during the ``with`` block. ``option``: the name of the option that gave it, for messages.
 
-    Raises: InputError if this factory would give other ids than the tokenizer itself (``Tokenizer.find_encoding_difference``), or if the ids
-    have gaps.
+    Raises: InputError if the tokenizer cannot be used.
     """
     path = file_or_folder / "tokenizer.json" if file_or_folder.is_dir() else file_or_folder
     try:
@@ -59,18 +60,22 @@ def open_tokenizer(file_or_folder: Path, option: str = "--tokenizer") -> Iterato
         ) from None
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+        source = file_or_folder
+        if not file_or_folder.is_dir():  # the file alone, whatever lies beside it
+            source = folder / "given"
+            source.mkdir()
+            (source / "tokenizer.json").write_text(text, encoding="utf-8")
         try:
-            tokenizer = Tokenizer.load(folder)
+            tokenizer, _ = prepare_tokenizer(source, folder)
         except InputError as error:
-            said = str(error).replace(str(folder / "tokenizer.json"), str(path))
+            said = str(error).replace(str(source / "tokenizer.json"), str(path)).replace(str(source), str(path.parent))
             raise InputError(
                 "presets.bad_tokenizer",
                 "{option}: {reason}. Without {option}, the factory trains a tokenizer on your data.",
                 option=option,
                 reason=said,
             ) from None
-        if tokenizer.has_id_gaps():
+        if tokenizer.is_own and tokenizer.has_id_gaps():
             raise InputError(
                 "presets.tokenizer_gaps",
                 "{option}: the token ids in {file} have gaps. All ids from 0 to {last} must exist. Without {option}, the factory trains a "
@@ -95,6 +100,9 @@ def install_tokenizer(plant: Plant, tokenizer: Tokenizer) -> None:
             "tokenizer. Give a new folder for the workspace.",
             workspace=plant.workspace.root,
         )
+    if not tokenizer.is_own:
+        install_model_tokenizer(tokenizer.folder, plant)
+        return
     write_tokenizer_files(
         (tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"),
         bool(tokenizer.bos),
