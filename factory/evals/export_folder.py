@@ -208,7 +208,9 @@ def _name_unreadable_file(path: Path) -> Iterator[None]:
     except (SafetensorError, OSError, ValueError) as error:
         if is_machine_fault_unrelated_to_files(error):
             raise
-        raise ExportError("export_folder.unreadable", "{file} cannot be read: {reason}", file=path, reason=str(error)) from error
+        raise ExportError(
+            "export_folder.unreadable", "{file} cannot be read: {reason}", file=path, reason=str(error)
+        ) from error
 
 
 def read_weights(folder: Path, spec: ModelSpec) -> dict[str, torch.Tensor]:

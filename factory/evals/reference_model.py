@@ -233,7 +233,9 @@ class ReferenceModel:
         }
         turns = {kind: (angle.cos() * factor, angle.sin() * factor) for kind, (angle, factor) in angles.items()}
         distance_BTS = position_BT[:, :, None] - position_BS[:, None, :]
-        biases = {window: self._make_bias(window, distance_BTS, allowed_BTS) for window in {one.window for one in layers}}
+        biases = {
+            window: self._make_bias(window, distance_BTS, allowed_BTS) for window in {one.window for one in layers}
+        }
         return _Pass(turns, biases)
 
     def _make_bias(

@@ -170,7 +170,7 @@ def _write_checkpoint(
             }
 
             def tensors() -> Iterator[Any]:
-                yield from source.convert_tensors(task.advance)
+                yield from source.iterate_tensors(task.advance)
                 source.refuse_changed_files()
 
             return write_imported_checkpoint(checkpoints, shapes, tensors(), state)
