@@ -19,6 +19,9 @@ os.environ |= {
 }
 
 
+NAMES = ("quantization_config", "unk_token_id", "local_files_only")
+
+
 def main(path: str, out: str) -> None:
     import gguf
     import torch
@@ -31,9 +34,9 @@ def main(path: str, out: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
     tokenizer.save_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, local_files_only=True, dtype=torch.float32)
-    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    # The weights are no longer quantised, and keys of this form are names. save_pretrained would refuse the model.
-    config = {key: value for key, value in config.items() if key != "quantization_config" and not key.startswith("_")}
+    config = model.config.to_diff_dict() | {"architectures": [type(model).__name__]}
+    # The weights are no longer quantised, and the other keys name things. save_pretrained would refuse the model.
+    config = {key: value for key, value in config.items() if key not in NAMES and not key.startswith("_")}
     with open(os.path.join(out, "config.json"), "w", encoding="utf-8") as file:
         json.dump(config, file)
     weights = {name: weight.detach().contiguous() for name, weight in model.named_parameters()}
