@@ -23,7 +23,7 @@ from factory.cli.app import (
     register_command,
 )
 from factory.core.errors import InputError, suggest_name
-from factory.core.workspace import Workspace
+from factory.core.workspace import MODEL_LOOP, Workspace
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
@@ -155,12 +155,28 @@ def tune(
     plant: Plant,
     say: AnswerPrinter,
     seconds: Annotated[float, typer.Option(min=1, help="Stop timing after this many seconds.")] = 60.0,
+    rate: Annotated[
+        bool,
+        typer.Option(
+            "--rate",
+            help="Search the learning rate instead, by a short run with a rising rate, and write it into the recipe.",
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(min=8, max=1000, help="With --rate: steps of that run.")] = 64,
 ) -> None:
     """Time every registered kernel that gives correct results on this machine, at the recipe's shapes.
 
     From the next segment on, each op that policies/kernels.yaml sets to 'auto' uses the fastest kernel. A certificate checks that the
     change does not alter training.
     """
+    if rate:
+        from factory.training.rate_finder import describe_found_rate, find_rate, write_rate
+
+        with plant.workspace.hold_lock(MODEL_LOOP):
+            searched = find_rate(plant, steps)
+            file = write_rate(plant, searched)
+        say([vars(searched) | {"recipe": str(file)}], describe_found_rate(searched, file))
+        return
     from factory.computing.tuned_kernels import describe_tuning, read_tuning
     from factory.training.tuning import tune_kernels as measure
 

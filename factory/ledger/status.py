@@ -200,6 +200,7 @@ def _segment_line(segment: dict[str, Any]) -> Message:
     said += [f"loss {result['loss']:.3f}"] if isinstance(result.get("loss"), float) else []
     said += _speed(result.get("speed"))
     said += [describe_average(result["averaged"])] if "averaged" in result else []
+    said += [describe_import(result["imported"])] if "imported" in result else []
     return Message(
         "ledger.segment",
         "segment {number:<2} {kind:<6} steps {first}–{last}, data generation {generation}, precision {precision}, {facts}",
@@ -210,6 +211,17 @@ def _segment_line(segment: dict[str, Any]) -> Message:
         generation=segment["generation"],
         precision=segment["precision"],
         facts=said,
+    )
+
+
+def describe_import(imported: dict[str, Any]) -> Message:
+    """Describe the source of an imported model in a few words."""
+    return Message(
+        "ledger.imported",
+        "imported from {name} ({architecture}), licence {licence}",
+        name=imported["name"],
+        architecture=imported["class"],
+        licence=imported["licence"] or "not named",
     )
 
 

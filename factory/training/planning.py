@@ -287,6 +287,30 @@ def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: Segm
             refuse_excessive_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
 
 
+def make_next_trunk_spec(plant: Plant, steps: int) -> dict[str, Any]:
+    """The content of segment.json of a first trunk segment of so many steps, without a row in the ledger. Raises: InputError without data."""
+    from factory.git.repository import get_live_commit, read_file_text
+
+    recipe = load_recipe(plant.workspace)
+    parent = find_trunk_parent(plant.ledger, recipe)
+    shards = _every_shard(plant.ledger, parent)
+    if not shards:
+        raise InputError(
+            "training.no_data", "The factory has no ingested shard. Ingest data first: 'factory ingest PATH'."
+        )
+    refuse_changed_model(plant, recipe, parent)
+    first = parent.last_step if parent else 0
+    plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + steps, _licences(plant.workspace))
+    commit = get_live_commit(plant.workspace.repository)
+    kernels = read_file_text(plant.workspace.repository, commit, KERNELS)
+    resolved, _, _ = compute_settings.choose_compute_settings(plant.workspace, recipe, kernels)
+    return {
+        "kind": "trunk", "recipe": resolved.model_dump(mode="json"), "data_plan": json.loads(plan.to_json()), "first_step": first,
+        "last_step": first + steps, "initial_checkpoint": parent and read_last_checkpoint(plant.ledger, parent.id)["path"],
+        "code_commit": commit, "kernels": None,
+    }  # fmt: skip
+
+
 def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shards: list[tuple[str, str, int]]) -> int:
     from factory.git.repository import get_live_commit, read_file_text
 
