@@ -159,6 +159,7 @@ class ModelSpec(StrictSchema):
     experts: ExpertsSpec | None = None  # null: a dense model
     base_d_model: Positive | None = None  # the width for which the rates were found (muP); null: this width
 
+    max_positions: Positive | None = None  # that config.json of an export allows; null: ``context``
     family: str | None = None  # the family of ``models.adapters`` whose files an export has; null: the first that fits
     tied: bool = True  # the head is the embedding
     # Positions

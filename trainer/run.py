@@ -122,7 +122,7 @@ class SegmentRun:
             context=recipe.model.context,
             batch=recipe.batch,
             vocab_size=recipe.model.vocab_size,
-            state=state["sampler"] if state is not None and not restarts else None,
+            state=state.get("sampler") if state is not None and not restarts else None,
         )
         if restarts:  # the count of its documents too
             self.order.step = spec.first_step
@@ -421,6 +421,8 @@ class SegmentRun:
                 buffer.copy_(model[name])
         if adapted != self.recipe.adapt:
             self.model.initialise_lora(self.recipe.seed)
+        if state["kind"] == checkpoints.IMPORT:
+            return state  # weights only: optimiser, hooks, counters and random state stay those of a first step
         was_trained = lambda name: is_trained(name, before.get("adapt"), before.get("freeze", []))
         changed = adapted != self.recipe.adapt
         untrained = {name for name in self.optimizer.parameters if changed or not was_trained(name)}

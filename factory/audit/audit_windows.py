@@ -57,7 +57,7 @@ def draw_audit_window(plant: Plant, row: SegmentRow) -> AuditWindow | None:
     Raises: ConfigError, RepositoryError.
     """
     known = AuditWindow.find_for_segment(plant.ledger, row.id)
-    if known is not None or row.kind == "average":
+    if known is not None or not row.has_steps:
         return known
     policy = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
     patches = list_merged_agent_patches(plant, row.code_commit)

@@ -233,7 +233,7 @@ def choose_steps_to_keep(steps: Collection[int], every: int) -> list[int]:
 @contextmanager
 def keep_checkpoints_while_training(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
     """While the block trains a segment, keep its ladder of checkpoints. A failure here does not stop training. Retention removes old ladders."""
-    if row.kind == "average":
+    if not row.has_steps:
         yield
         return
     source, target = Path(row.folder) / "checkpoints", get_kept_checkpoints_folder(workspace, row.id)

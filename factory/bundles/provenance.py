@@ -152,7 +152,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
 def _segment(row: SegmentRow) -> dict[str, Any]:
     machine = (row.computing or {}).get("machine")
     result = row.result or {}
-    told = {key: result[key] for key in ("tokens", "averaged") if result.get(key)}
+    told = {key: result[key] for key in ("tokens", "averaged", "imported") if result.get(key)}
     return row.select_fields(OF_SEGMENT) | {"machine": machine, "ranks": (row.computing or {}).get("ranks")} | told
 
 
@@ -169,6 +169,11 @@ def _dependencies(ledger: Ledger, lineage: list[SegmentRow], shards: list[dict[s
             found.append(
                 {"name": f"checkpoint:segment-{segment.id}-step-{one['step']}", "digest": {"sha256": one["id"]}}
             )
+    for segment in lineage:
+        imported = (segment.result or {}).get("imported") or {"files": {}}
+        for file, sha256 in imported["files"].items():
+            annotations = {"model": imported["name"], "license": imported["licence"]}
+            found.append({"name": f"imported:{file}", "digest": {"sha256": sha256}, "annotations": annotations})
     raw = {row["token_shard"]: row for row in shards}
     for number, row in raw.items():
         found.append(

@@ -32,7 +32,7 @@ from factory.ledger.anomalies import list_anomalies
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.rows import EvaluationRow, ReleaseRow, SegmentRow, VerdictRow
+from factory.ledger.rows import IMPORT, EvaluationRow, ReleaseRow, SegmentRow, VerdictRow
 from kernels.contract.strict import parse
 
 Files = dict[str, Any]  # path → a text, a JSON object, or the rows of JSON Lines
@@ -48,6 +48,12 @@ def read_release_files(plant: Plant, release: ReleaseRow, licence: str, with_doc
     """Return the contents of a release's bundle, by path. Raises: InputError if licences, policy or evidence do not allow a bundle."""
     verdict = VerdictRow.get(plant.ledger, release.verdict)
     evidence = verdict.read_evidence(plant.ledger)
+    if verdict.gate == IMPORT:
+        raise InputError(
+            "release_files.imported",
+            "No bundle was made of release {release}, because it is the imported model, which this factory neither trained nor judged.",
+            release=release.number,
+        )
     evaluated = evidence.get("evaluations") or {}
     if not isinstance(evaluated.get(layout.CANDIDATE), int):
         raise InputError(

@@ -7,13 +7,23 @@ import os
 import shlex
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory.cli.app import DEFAULT, AnswerPrinter, WorkspaceOption, app, get_current_user, open_plant, register_command
+from factory.cli.app import (
+    DEFAULT,
+    AnswerPrinter,
+    JsonOption,
+    WorkspaceOption,
+    app,
+    get_current_user,
+    open_plant,
+    print_json,
+    register_command,
+)
 from factory.core.errors import InputError, suggest_name
-from factory.core.workspace import Workspace
+from factory.core.workspace import MODEL_LOOP, Workspace
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
@@ -53,17 +63,74 @@ def init(
             "--force", help="Allow a model that is too large for this machine, because another machine will train it."
         ),
     ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="A model to begin with: a Hugging Face folder (config.json, safetensors, tokenizer.json) or a .gguf file. It becomes release 0.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int,
+        typer.Option(
+            help="With --from: positions in a row of training (default: as the model allows, at most 2048).",
+            show_default=False,
+        ),
+    ] = 0,
+    licence: Annotated[
+        str, typer.Option(help="With --from: the model's licence (default: as its README.md says).", show_default=False)
+    ] = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Make a workspace, the folder that holds all state of one factory. Running the command again changes nothing."""
+    """Make a workspace, the folder that holds all state of one factory. Running the command again changes nothing.
+
+    With --from, the workspace begins with a public model. If the command was interrupted, run it again.
+    """
     from factory.core.console import Terminal
+    from factory.core.progress import SILENT
     from factory.presets.new_workspace import InitOptions, make_workspace
 
     code = Path(repository).resolve() if repository else None
-    workspace = make_workspace(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
+    terminal = Terminal()
+    progress = SILENT if as_json else terminal
+    facts: dict[str, Any] = {}
+    if model is not None:
+        if preset or recipe or tokenizer or vocabulary:
+            raise InputError(
+                "model_loop.from_and_recipe",
+                "--from brings its own recipe, tokenizer and vocabulary. Leave out --preset, --recipe, --tokenizer and --vocabulary.",
+            )
+        from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
+
+        facts = make_imported_workspace(where, ImportOptions(model, context, licence, force), code, progress)
+        workspace = Workspace.open(Path(facts["workspace"]))
+    elif context or licence:
+        raise InputError(
+            "model_loop.only_with_from", "--context and --licence belong to --from. Add --from, or leave them out."
+        )
+    else:
+        workspace = make_workspace(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
+        facts = {"workspace": str(workspace.root), "recipe": str(workspace.recipe_path())}
     if tune:
         from factory.training.tuning import tune_kernels_if_untuned
 
-        tune_kernels_if_untuned(workspace, Terminal())
+        tune_kernels_if_untuned(workspace, progress)
+    if as_json:
+        print_json(facts)
+        return
+    if model is not None:
+        print(
+            Message(
+                "model_loop.imported",
+                "{model} ({architecture}) is release {release} and champion. Licence: {licence}. To ask it: 'factory serve'. Its recipe: {recipe}",
+                model=facts["model"],
+                architecture=facts["class"],
+                release=facts["release"],
+                licence=facts["licence"] or "not named",
+                recipe=facts["recipe"],
+            )
+        )
     print(Message("model_loop.workspace_ready", "The workspace is ready: {workspace}", workspace=workspace.root))
     if Path(os.environ.get("FACTORY_HOME") or DEFAULT).resolve() != workspace.root:
         print(
@@ -88,12 +155,28 @@ def tune(
     plant: Plant,
     say: AnswerPrinter,
     seconds: Annotated[float, typer.Option(min=1, help="Stop timing after this many seconds.")] = 60.0,
+    rate: Annotated[
+        bool,
+        typer.Option(
+            "--rate",
+            help="Search the learning rate instead, by a short run with a rising rate, and write it into the recipe.",
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(min=8, max=1000, help="With --rate: steps of that run.")] = 64,
 ) -> None:
     """Time every registered kernel that gives correct results on this machine, at the recipe's shapes.
 
     From the next segment on, each op that policies/kernels.yaml sets to 'auto' uses the fastest kernel. A certificate checks that the
     change does not alter training.
     """
+    if rate:
+        from factory.training.rate_finder import describe_found_rate, find_rate, write_rate
+
+        with plant.workspace.hold_lock(MODEL_LOOP):
+            searched = find_rate(plant, steps)
+            file = write_rate(plant, searched)
+        say([vars(searched) | {"recipe": str(file)}], describe_found_rate(searched, file))
+        return
     from factory.computing.tuned_kernels import describe_tuning, read_tuning
     from factory.training.tuning import tune_kernels as measure
 

@@ -50,6 +50,8 @@ class WorkspaceConfig:
     """The name of a file in ``policies/recipes/``, without ``.yaml``."""
     repository: str = ""
     """The git repository with the training code that agents patch, relative to the workspace; by default the factory's own."""
+    import_from: str = ""
+    """The folder or .gguf file whose model 'factory init --from' imports before anything is trained; '': the factory's models begin anew."""
     ledger_url: str = ""
     """The ledger's SQLAlchemy address; by default an SQLite file of the workspace."""
     mlflow_uri: str = ""

@@ -16,7 +16,7 @@ from factory.core.errors import FactoryError
 from factory.data.metrics import read_metrics
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import replace_erased_token_shards
-from factory.ledger.rows import SegmentRow, SqlReader
+from factory.ledger.rows import IMPORT, SegmentRow, SqlReader
 from factory.training.planning import read_data_plan, read_last_checkpoint
 from trainer.contract.checkpoint.format import list_checkpoints, read_checkpoint_state
 from trainer.contract.data.data_order import DataOrder
@@ -126,6 +126,8 @@ class DocumentExposure:
         if row.parent is None:
             return None
         parent = SegmentRow.get(self.ledger, row.parent)
+        if parent.kind == IMPORT:
+            return None
         if parent.id not in self._ends:
             state = _read(Path(read_last_checkpoint(self.ledger, parent.id)["path"]))
             self._ends[parent.id] = state if state is not None else self._walked(parent)

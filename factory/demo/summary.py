@@ -152,7 +152,7 @@ def _releases(facts: dict[str, Any]) -> list[str]:
         outcome = verdict["outcome"].upper() if verdict else "not judged"
         lines.append(
             f"    candidate {candidate['id']}: {outcome}"
-            + (f" → release {candidate['release']}" if candidate["release"] else "")
+            + (f" → release {candidate['release']}" if candidate["release"] is not None else "")
         )
         lines += [f"      {reason}" for reason in (verdict["reasons"] if verdict else [])]
     best = facts["champion"]

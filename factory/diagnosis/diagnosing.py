@@ -306,7 +306,7 @@ def read_live_metrics(ledger: Ledger, segment: SegmentRow) -> list[StepMetrics]:
     """Return the metrics of a segment and its ancestors that are still on disk, by step. Raises: InputError."""
     lines: list[dict[str, Any]] = []
     for row in SegmentRow.read_lineage(ledger, segment.id):
-        if row.kind != "average" and Path(row.folder).is_dir():
+        if row.has_steps and Path(row.folder).is_dir():
             try:
                 lines += [
                     line for line in read_step_lines(Path(row.folder), "metrics.jsonl") if line["step"] < row.last_step
@@ -388,6 +388,8 @@ def _episode(
             )
         )
     parent = SegmentRow.get(plant.ledger, segment.parent) if segment.parent else None
+    if parent is not None and not parent.has_steps:
+        parent = None  # the data, recipe and machine of an imported model's training are unknown
     code = repository.checkout_commit(
         plant.workspace.repository, segment.code_commit, _worktree(plant.workspace, segment, "")
     )
@@ -421,7 +423,7 @@ def find_previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> st
     for row in reversed(SegmentRow.read_lineage(ledger, segment.id)):
         if row.id != segment.id and row.last_step < oldest:
             return None
-        if row.kind != "average" and row.code_commit != segment.code_commit:
+        if row.has_steps and row.code_commit != segment.code_commit:
             return str(row.code_commit)
     return None
 

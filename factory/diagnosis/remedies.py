@@ -40,7 +40,7 @@ from factory.ledger.anomalies import (
 )
 from factory.ledger.ledger import Ledger, documents, record_event, segments
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReleaseRow, SegmentRow, SqlReader, Subject
+from factory.ledger.rows import IMPORT, ReleaseRow, SegmentRow, SqlReader, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.training.planning import RecipeOverride, has_recipe_override, read_last_checkpoint, record_recipe_override
 from kernels.contract.message import Message
@@ -353,6 +353,25 @@ def rewind_segment(ledger: Ledger, number: int, by: str, why: str = "") -> Messa
     with ledger.begin() as tx:
         db = Snapshot(tx, ledger.root)
         row = SegmentRow.get(db, number)
+        if row.kind == IMPORT:
+            first = SegmentRow.find_first(
+                db, "WHERE parent = :parent AND state <> 'rewound' ORDER BY id", parent=number
+            )
+            way = (
+                Message(
+                    "diagnosis.rewind_first",
+                    " To train it anew from its own weights: 'factory rewind {segment}'.",
+                    segment=first.id,
+                )
+                if first
+                else ""
+            )
+            raise InputError(
+                "diagnosis.import_stays",
+                "Segment {segment} is the imported model, which was not trained here. Nothing was rewound.{way}",
+                segment=number,
+                way=way,
+            )
         if row.state in ("rewound", "abandoned"):
             raise InputError(
                 "diagnosis.already_rewound",

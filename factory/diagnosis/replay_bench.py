@@ -283,7 +283,7 @@ def load_data_order_at(episode: AnomalyEpisode, step: int) -> DataOrder:
     plan = DataPlan.from_json(episode.spec["data_plan"])
     first, path = episode.newest_checkpoint
     restarts = episode.spec.get("restart_data") and first == episode.spec["first_step"]
-    state = None if restarts else checkpoints.read_checkpoint_state(path)["sampler"]
+    state = None if restarts else checkpoints.read_checkpoint_state(path).get("sampler")  # an imported model has none
     sizes = {"context": recipe.model.context, "vocab_size": recipe.model.vocab_size}
     order = DataOrder(plan, batch=recipe.batch, state=state, **sizes)
     if restarts:

@@ -10,9 +10,20 @@ from factory.evals.evaluator import evaluate_candidate
 from factory.gates.release.gate import judge_candidate
 from factory.ledger.anomalies import list_rewound_segments_of_lineage
 from factory.ledger.decisions import find_decision, was_export_rejected
+from factory.ledger.imported_model import find_import
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, SqlReader, VerdictRow
+from factory.ledger.rows import (
+    IMPORT,
+    ON_CANDIDATES,
+    CandidateRow,
+    EvaluationRow,
+    ReleaseRow,
+    SegmentRow,
+    SqlReader,
+    VerdictRow,
+)
 from factory.release.approvals import describe_waiting_candidate, is_decision_by_person_needed, is_release_automatic
+from factory.release.imported_release import find_unreleased_import, release_imported_model
 from factory.release.releases import OutOfDateVerdictError, release_candidate
 from factory.training.exporting import export_candidate
 from kernels.contract.message import Message
@@ -33,8 +44,21 @@ def _unfinished(state: DutyState) -> list[int]:
 
 
 def _unjudged(state: DutyState) -> list[int]:
-    judged = "(SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id)"
-    return [row.id for row in CandidateRow.select(state.db, f"WHERE NOT EXISTS {judged} ORDER BY id")]
+    imported = f"(SELECT 1 FROM segments s WHERE s.id = candidates.segment AND s.kind = '{IMPORT}')"
+    judged = f"(SELECT 1 FROM verdicts v WHERE v.{ON_CANDIDATES} AND v.subject = 'candidate:' || candidates.id)"
+    return [
+        row.id
+        for row in CandidateRow.select(state.db, f"WHERE NOT EXISTS {judged} AND NOT EXISTS {imported} ORDER BY id")
+    ]
+
+
+def _unmeasured_import(state: DutyState) -> list[int]:
+    """Return the candidate of the imported model if it was never measured and documents of the sealed half exist."""
+    row = find_import(state.db)
+    candidate = CandidateRow.find_first(state.db, "WHERE segment = :segment", segment=row.id) if row else None
+    if candidate is None or EvaluationRow.find_newest(state.db, candidate.id) is not None:
+        return []
+    return [candidate.id] if state.db.read("SELECT key FROM held_out WHERE sealed LIMIT 1") else []
 
 
 def _promoted(state: DutyState) -> list[int]:
@@ -52,7 +76,11 @@ def _promoted(state: DutyState) -> list[int]:
 
 
 def _finish(plant: Plant, number: int) -> None:
-    release_candidate(plant, ReleaseRow.get(plant.ledger, number).verdict)
+    row = ReleaseRow.get(plant.ledger, number)
+    if VerdictRow.get(plant.ledger, row.verdict).gate == IMPORT:
+        release_imported_model(plant, row.candidate)
+    else:
+        release_candidate(plant, row.verdict)
 
 
 def _release(plant: Plant, verdict: int) -> None:
@@ -96,6 +124,21 @@ EXPORT = Duty(
 )
 RELEASE = Duty(
     "release", Message("duties.release", "release a promoted candidate that needs no approval"), _promoted, _release
+)
+RELEASE_IMPORT = Duty(
+    "release_import",
+    Message("duties.release_import", "make an imported model release 0"),
+    lambda state: find_unreleased_import(state.db),
+    release_imported_model,
+)
+MEASURE_IMPORT = Duty(
+    "measure_import",
+    Message(
+        "duties.measure_import",
+        "measure the imported model, the baseline of all candidates, as soon as documents are held out",
+    ),
+    _unmeasured_import,
+    evaluate_candidate,
 )
 JUDGE = Duty(
     "judge",

@@ -17,7 +17,7 @@ from factory.duties.patches import (
     OPEN_REVERTS,
     OVERDUE_AUDIT,
 )
-from factory.duties.releasing import EXPORT, FINISH_RELEASE, JUDGE, RELEASE
+from factory.duties.releasing import EXPORT, FINISH_RELEASE, JUDGE, MEASURE_IMPORT, RELEASE, RELEASE_IMPORT
 from factory.duties.requests import ASKED
 from factory.duties.training import PLAN_ANNEAL, PLAN_TRUNK, REPLICATE, TRAIN
 from factory.duties.upkeep import (
@@ -49,6 +49,8 @@ DUTIES: tuple[Duty, ...] = (
     FINISH_RELEASE,
     TRAIN,
     EXPORT,
+    RELEASE_IMPORT,
+    MEASURE_IMPORT,  # before the first trunk segment
     DIAGNOSE,  # before JUDGE, because a candidate of a rewound segment is held
     RELEASE,
     JUDGE,

@@ -77,7 +77,7 @@ def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str
         ids, _ = tokenizer.encode_messages(messages) if messages else tokenizer.encode_text(content["text"][:LONGEST])
         tools = 0
         if messages and strip_tools(messages[0]["content"]) != messages[0]["content"]:
-            tools = int(np.flatnonzero(ids == tokenizer.stop_token)[0])
+            tools = next(iter(np.flatnonzero(ids == tokenizer.stop_token).tolist()), 0)
         yield row["key"], ids.astype(np.int64), tools
 
 

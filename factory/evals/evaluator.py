@@ -46,7 +46,7 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.removals import replace_erased_token_shards
-from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject
+from factory.ledger.rows import IMPORT, CandidateRow, EvaluationRow, SegmentRow, Subject
 from factory.ledger.writing import insert_row
 from kernels.contract.files import replace_non_finite
 from kernels.contract.message import CodedError, Message
@@ -85,9 +85,14 @@ def evaluate_on_suite(plant: Plant, candidate_id: int, suite: Suite, *, released
             dev=len(suite.dev),
         )
     segment = SegmentRow.get(plant.ledger, candidate.segment)
-    plan = plant.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
+    plan = plant.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]["plan"]
+    if (
+        segment.kind == IMPORT
+    ):  # it was trained elsewhere: the documents that are tokenised now serve the checks and the baselines
+        listed = plant.ledger.read("SELECT id, path FROM token_shards WHERE tokens > 0 ORDER BY created_at, id")
+        plan = plan | {"token_shards": [{"id": row["id"], "path": row["path"], "generation": 1} for row in listed]}
     policy = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
-    shards = open_token_shards(plant.workspace.root, replace_erased_token_shards(plant.ledger, plan["plan"]))
+    shards = open_token_shards(plant.workspace.root, replace_erased_token_shards(plant.ledger, plan))
     summary, items = _measure(plant, candidate, suite, shards, policy, released)
     return _write(plant.ledger, candidate_id, suite, summary, items)
 

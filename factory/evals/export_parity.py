@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 import torch
 
-from factory.core.errors import NoMemoryError, SegmentError
+from factory.core.errors import InputError, NoMemoryError, SegmentError
 from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.evals.export_folder import ExportError, ExportWeights, parse_config, read_json
 from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, ProbeCheck, join_sentences
-from factory.ingest.tokenizer import END, IM_END
+from factory.ingest.tokenizer import END, FILES, IM_END, Tokenizer
+from factory.ingest.tokenizing.description import read_chat_template
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Subject
 from kernels.contract.message import Message
@@ -46,6 +47,18 @@ IDLE = {"_from_model_config", "transformers_version", "use_cache", *TOKEN_IDS}  
 GREEDY = {"do_sample": False, "temperature": 0}  # transformers reads the first, vLLM the second
 
 Digests = dict[str, str]
+
+
+@dataclass(frozen=True)
+class ForeignTokenFiles:
+    """The files that an export must have from a workspace's tokenizer that is not of the factory's own format."""
+
+    tokenizer: Tokenizer
+
+    def list_changed_files(self, export: Path) -> list[str]:
+        """Return the names of the files that differ, are missing or are too many in an export."""
+        read = lambda path: path.read_bytes() if path.is_file() else None
+        return [name for name in FILES if read(self.tokenizer.folder / name) != read(export / name)]
 
 
 @dataclass(frozen=True)
@@ -208,22 +221,28 @@ def check_export_files(
     tokenizer_ids: list[int | None],
     stop_ids: list[int],
     bos: int | None,
+    foreign: ForeignTokenFiles | None = None,
 ) -> list[ProbeCheck]:
     """Check BOS, EOS, sampling defaults and chat template in the export's other files.
 
-    ``stop_ids``: the tokenizer's end and stop tokens. ``bos``: the first token of a document, if any.
+    ``stop_ids``: the tokenizer's end and stop tokens. ``bos``: the first token of a document, if any. ``foreign``: the files of a tokenizer that is
+    not of the factory's own format.
     """
     parts: dict[str, Callable[[], ProbeCheck]] = {
-        "bos_eos": lambda: _bos_eos(export, expected_config, tokenizer_ids, stop_ids, bos),
+        "bos_eos": lambda: (
+            _foreign_ids(export, tokenizer_ids, foreign)
+            if foreign
+            else _bos_eos(export, expected_config, tokenizer_ids, stop_ids, bos)
+        ),
         "generation_config": lambda: _generation(export),
-        "template": lambda: _template(export),
+        "template": lambda: _foreign_template(export, foreign) if foreign else _template(export),
     }
     assert tuple(parts) == OF_FILES
     found = []
     for name, part in parts.items():
         try:
             found.append(part())
-        except ExportError as error:
+        except (ExportError, InputError) as error:
             found.append(ProbeCheck(name, False, join_sentences([error.message, AGAIN])))
     return found
 
@@ -263,6 +282,44 @@ def _bos_eos(
         bos="none" if bos is None else bos, end=end, end_of_turn=end_of_turn,
     )  # fmt: skip
     return ProbeCheck("bos_eos", not wrong, join_sentences([*wrong, AGAIN]) if wrong else passed)
+
+
+def _foreign_ids(export: Path, tokenizer_ids: list[int | None], foreign: ForeignTokenFiles) -> ProbeCheck:
+    """Check that the export states the ids of the workspace's tokenizer, and has its files byte for byte."""
+    expected = foreign.tokenizer.stop_config
+    config, generation = read_json(export / "config.json"), read_json(export / "generation_config.json")
+    wrong = [
+        _other_key("config.json", key, config.get(key), value)
+        for key, value in expected.items()
+        if config.get(key) != value
+    ]
+    if generation.get("eos_token_id") != (stop := list(foreign.tokenizer.stop_ids)):
+        wrong.append(_other_key("generation_config.json", "eos_token_id", generation.get("eos_token_id"), stop))
+    for key, found, value in zip(TOKEN_IDS, tokenizer_ids, foreign.tokenizer.named_ids, strict=True):
+        if found != value:
+            wrong.append(_other_key("tokenizer_config.json", key, found, value))
+    wrong += [
+        Message("export_parity.other_file", "{file} differs from the workspace's file", file=name)
+        for name in foreign.list_changed_files(export)
+    ]
+    passed = Message(
+        "export_parity.foreign_special_tokens",
+        "The export has the tokenizer's own files. Generation ends at the ids {stop}",
+        stop=stop,
+    )
+    return ProbeCheck("bos_eos", not wrong, join_sentences([*wrong, AGAIN]) if wrong else passed)
+
+
+def _foreign_template(export: Path, foreign: ForeignTokenFiles) -> ProbeCheck:
+    """Check that the export has the chat template with which the documents were written, and no other."""
+    if read_chat_template(export, read_json(export / "tokenizer_config.json")) == foreign.tokenizer.chat_template:
+        return ProbeCheck(
+            "template",
+            True,
+            Message("export_parity.template_of_tokenizer", "The chat template is the one of the workspace's tokenizer"),
+        )
+    other = Message("export_parity.template_differs", "The chat template is not the one of the workspace's tokenizer")
+    return ProbeCheck("template", False, join_sentences([other, AGAIN]))
 
 
 def _other_key(file: str, key: str, found: Any, expected: Any) -> Message:

@@ -20,8 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from factory.core.errors import InputError
 from factory.evals.contamination import check_contamination
-from factory.evals.export_parity import check_against_checkpoint, check_export_files, read_recorded_export
+from factory.evals.export_parity import (
+    ForeignTokenFiles,
+    check_against_checkpoint,
+    check_export_files,
+    read_recorded_export,
+)
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, ProbeRequest, check_chats
 from factory.evals.probes.checks import CHECKS as CHECKS
@@ -41,7 +47,7 @@ from factory.evals.suite import Suite, make_shuffling_sort_key
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.shapes.chats import make_turn
-from factory.ingest.tokenizer import Tokenizer, contains_special_token
+from factory.ingest.tokenizer import IM_END, IM_START, Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow
 from kernels.contract.message import Message
@@ -82,18 +88,13 @@ def check_parity(case: ParityCase) -> list[ProbeCheck]:
     count = case.policy.parity_documents
     by_hash = sorted(case.suite.documents, key=lambda document: make_shuffling_sort_key("parity", document.key))
     # Left out: documents that spell a special token. Programs that match special tokens in text give them other ids.
-    texts = [
-        d.content["text"][:2000]
-        for d in by_hash
-        if d.messages is None and not contains_special_token(d.content["text"])
-    ][:count]
-    chats = [
-        d.messages for d in by_hash if d.messages and not any(contains_special_token(m["content"]) for m in d.messages)
-    ][:count]
+    spells = case.tokenizer.spells_special_token
+    texts = [d.content["text"][:2000] for d in by_hash if d.messages is None and not spells(d.content["text"])][:count]
+    chats = [d.messages for d in by_hash if d.messages and not any(spells(m["content"]) for m in d.messages)][:count]
     longest = max(case.texts, key=lambda text: (len(text.tokens), text.document.key))
     ids = longest.tokens[: case.model.spec.context].tolist()
     prompt = ids[: max(1, min(16, case.model.spec.context - NEW_TOKENS))]
-    stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
+    stop = [*case.tokenizer.stop_ids]
     asked = ProbeRequest([*texts, *_training_texts(case, count)], chats)
     with start_engine(NATIVE, case.export) as native:  # the engine starts while transformers runs
         served = run_transformers_probe(
@@ -153,18 +154,15 @@ def _together(checks: Sequence[ProbeCheck]) -> ProbeCheck:
 
 def _files(case: ParityCase, stop: list[int], served: ProbeAnswer) -> list[ProbeCheck]:
     made = read_recorded_export(case.ledger, case.candidate.id)
-    bos = case.tokenizer.bos_token
-    ids = served.answer.get(
-        "tokenizer_ids", [bos, stop[1], stop[0]]
-    )  # unknown without an answer; check 'server_text' gives the reason
-    return check_export_files(case.export, made.config if made else None, ids, stop, bos)
+    named = case.tokenizer.named_ids
+    ids = served.answer.get("tokenizer_ids", named)  # unknown without an answer; check 'server_text' gives the reason
+    foreign = None if case.tokenizer.is_own else ForeignTokenFiles(case.tokenizer)
+    return check_export_files(case.export, made.config if made else None, ids, stop, case.tokenizer.bos_token, foreign)
 
 
 # -- trainer against evaluator -----------------------------------------------------------------------------------------
 def _tokenizer(case: ParityCase) -> ProbeCheck:
-    named = {"the workspace": case.tokenizer.sha256}
-    path = case.export / "tokenizer.json"
-    named["the export"] = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "missing"
+    named = {"the workspace": case.tokenizer.sha256, "the export": _hash_of_export(case)}
     named |= {f"token shard {shard.id[:8]}": shard.manifest["tokenizer_sha256"] for shard in case.shards}
     others = {who: sha for who, sha in named.items() if sha != case.tokenizer.sha256}
     if not others:
@@ -178,6 +176,18 @@ def _tokenizer(case: ParityCase) -> ProbeCheck:
         sha256=case.tokenizer.sha256, others=[f"{who} has {sha[:12]}" for who, sha in list(others.items())[:3]],
     )  # fmt: skip
     return ProbeCheck("tokenizer", False, join_sentences([other, AGAIN]))
+
+
+def _hash_of_export(case: ParityCase) -> str:
+    path = case.export / "tokenizer.json"
+    if not path.exists():
+        return "missing"
+    if case.tokenizer.is_own:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    try:
+        return Tokenizer.load(case.export).sha256
+    except InputError:
+        return "unreadable"
 
 
 def _sampled(case: ParityCase, count: int) -> list[tuple[str, str, TokenShard, int, int]]:
@@ -273,8 +283,10 @@ def _training_texts(case: ParityCase, count: int) -> list[str]:
     for _, _, shard, start, length in _sampled(case, 2 * count):
         ids = shard.tokens[start : start + length].astype(np.int64)
         with contextlib.suppress(UnicodeDecodeError, ValueError):
-            text = _text(case.token_bytes, ids[:-1])
-            if case.tokenizer.start_token not in ids and not contains_special_token(text):
+            if case.tokenizer.is_chat(ids, shard.read_loss_mask(start, start + length)):
+                continue
+            text = _text(case, ids[:-1])
+            if not case.tokenizer.spells_special_token(text):
                 found.append(text[:2000])
     return found[:count]
 
@@ -282,27 +294,30 @@ def _training_texts(case: ParityCase, count: int) -> list[str]:
 def _encodes_again(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> bool:
     tokenizer = case.tokenizer
     try:
-        if tokenizer.start_token in ids:
+        if tokenizer.is_chat(ids, mask):
             again = tokenizer.encode_messages(_messages(case, ids, mask))
         else:
-            again = tokenizer.encode_text(_text(case.token_bytes, ids[:-1]))
-    except (UnicodeDecodeError, ValueError):
+            again = tokenizer.encode_text(_text(case, ids[:-1]))
+    except (UnicodeDecodeError, ValueError, InputError):
         return False
     return np.array_equal(again[0], ids) and np.array_equal(again[1], mask)
 
 
 def _messages(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
-    starts, stops = (
-        np.flatnonzero(ids == case.tokenizer.start_token),
-        np.flatnonzero(ids == case.tokenizer.stop_token),
-    )
-    turns = [_text(case.token_bytes, ids[a + 1 : b]) for a, b in zip(starts, stops, strict=True)]
+    if not case.tokenizer.is_own:
+        messages: list[dict[str, Any]] = case.tokenizer.decode_document(ids, mask)["messages"]
+        return messages
+    starts, stops = (np.flatnonzero(ids == case.tokenizer.special[name]) for name in (IM_START, IM_END))
+    turns = [_text(case, ids[a + 1 : b]) for a, b in zip(starts, stops, strict=True)]
     parts = [turn.split("\n", 1) for turn in turns]
     return [make_turn(role, content, bool(mask[b])) for (role, content), b in zip(parts, stops, strict=True)]
 
 
-def _text(token_bytes: TokenBytes, ids: npt.NDArray[np.int64]) -> str:
-    return token_bytes.find_bytes_of_ids(ids)[0].tobytes().decode("utf-8")
+def _text(case: ParityCase, ids: npt.NDArray[np.int64]) -> str:
+    """Return the text of ids, from the bytes of each token. A tokenizer that normalises text, or adds blanks, has its own way back."""
+    if not case.tokenizer.is_own:
+        return case.tokenizer.decode(ids)
+    return case.token_bytes.find_bytes_of_ids(ids)[0].tobytes().decode("utf-8")
 
 
 def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) -> ProbeCheck:
@@ -311,11 +326,15 @@ def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) 
     encoded = [tokenizer.encode_text(text)[0] for text in texts]
     decoded = [tokenizer.decode(ids) for ids in encoded]
     again = [tokenizer.encode_text(text)[0] for text in decoded]
-    wrong = sum(a != b or not np.array_equal(x, y) for a, b, x, y in zip(decoded, texts, again, encoded, strict=True))
+    keeps = tokenizer.is_lossless  # otherwise the text may change, but not the ids of the changed text
+    wrong = sum(
+        (keeps and a != b) or not np.array_equal(x, y)
+        for a, b, x, y in zip(decoded, texts, again, encoded, strict=True)
+    )
     if served.problem and (not served.out_of_time or not wrong):
         return _unserved("round_trip", served)
     there = zip(served.answer["decoded"], texts, served.answer["encoded_again"], served.answer["texts"], strict=True)
-    wrong_there = sum(a != b or x != y for a, b, x, y in there)
+    wrong_there = sum((keeps and a != b) or x != y for a, b, x, y in there)
     detail = Message(
         "parity.round_trip",
         "{texts:,|text was|texts were} encoded and decoded. The factory's tokenizer changed {here:,} of them, and transformers changed "

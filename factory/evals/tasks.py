@@ -280,7 +280,7 @@ def generate_chat_samples(
     if not questions:
         return []
     room = min(policy.chat_tokens, model.spec.context - max(len(entry[2]) for entry in questions))
-    answers = model.generate([entry[2] for entry in questions], room, {tokenizer.end_token, tokenizer.stop_token})
+    answers = model.generate([entry[2] for entry in questions], room, {*tokenizer.stop_ids})
     samples = []
     for (document, messages, _, has_code), answer in zip(questions, answers, strict=True):
         text = tokenizer.decode(answer.tokens)

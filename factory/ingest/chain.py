@@ -44,7 +44,7 @@ from factory.ingest.rules.licence_claims import CONFLICT_EVENT
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.row_counts import RowCounts, find_missing_columns, refuse_missing_columns
 from factory.ingest.task_hashes import record_task_ngrams
-from factory.ingest.tokenizer import Tokenizer, has_template_with_tool_calls
+from factory.ingest.tokenizer import Tokenizer, has_template_with_tool_calls, list_special_tokens
 from factory.ingest.vocabulary import load_or_train_tokenizer
 from factory.ingest.worker import (
     AnalysedChunk,
@@ -230,7 +230,11 @@ def _run(
     other_files: Sequence[Path],
     whole: Callable[[], Iterator[RawRow]] | None,
 ) -> ProcessedShard | ShardProblem:
-    job = IngestJob(policy, spool, sha256[:16], path.name, not has_template_with_tool_calls(plant.workspace.tokenizer))
+    of_tokenizer = (
+        not has_template_with_tool_calls(plant.workspace.tokenizer),
+        list_special_tokens(plant.workspace.tokenizer),
+    )
+    job = IngestJob(policy, spool, sha256[:16], path.name, *of_tokenizer)
     told = RowCounts()
     analysed: list[AnalysedChunk] = []
     try:

@@ -1,11 +1,11 @@
-"""The tokenizer: a byte-level BPE that is trained once, on a bounded sample of the first ingest, and then frozen.
+"""The workspace's tokenizer: it turns documents into token ids and back, and is frozen before the first shard.
 
 The tokenizer is frozen because the model has learned its token ids. The ledger records its hash, and every later ingest checks it.
-Text is split with the Qwen2 pattern (numbers digit by digit, runs of line ends together: both matter for code) and encoded
-as bytes, so every string has ids and decodes to itself. Chat is ChatML.
+A tokenizer has one of two formats. The factory's own (``factory_format``) is a byte-level BPE that is trained once, on a bounded sample of the first
+ingest, with ChatML. Any other tokenizer is used as it is, with its own chat template (``tokenizing``).
 
-A document begins and ends with ``<|endoftext|>`` (one token is BOS and end, as in GPT-2), so that its first token is predicted too.
-The post-processor in tokenizer.json adds BOS in other programs. A tokenizer of an older factory has no post-processor and no BOS.
+A document begins with BOS, if the tokenizer has one, and ends with the end token. In the factory's own format both are ``<|endoftext|>``, as in
+GPT-2, so that the first token is predicted too.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -18,15 +18,16 @@ The post-processor in tokenizer.json adds BOS in other programs. A tokenizer of 
     True
 
 A document cannot produce special tokens. Here the string ``<|im_end|>`` inside text or a message is encoded as ordinary
-characters. Other programs match special tokens in the rendered string, so the exported chat template inserts a blank
-(``<| im_end|>``), and refuses roles that could spell a special token (``chat_template``).
+characters. Other programs match special tokens in the rendered string. The factory's own chat template therefore inserts a blank
+(``<| im_end|>``), and refuses roles that could spell a special token (``chat_template``). A foreign template does neither, so for texts that spell a
+special token other programs give other ids than the factory.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -46,61 +47,57 @@ from factory.ingest.chat_template import (
     TEMPLATE_WITHOUT_CALLS_AND_BOS,
 )
 from factory.ingest.document import Content
-from factory.ingest.shapes.chats import has_loss, make_turn
-from factory.ingest.tokenizer_probes import PROBES
+from factory.ingest.factory_format import END as END
+from factory.ingest.factory_format import IM_END as IM_END
+from factory.ingest.factory_format import IM_START as IM_START
+from factory.ingest.factory_format import SPECIAL as SPECIAL
+from factory.ingest.factory_format import SPLIT_PATTERN as SPLIT_PATTERN
+from factory.ingest.factory_format import FactoryFormat
+from factory.ingest.tokenizing.chat_rendering import DATE_OF_DOCUMENTS, ChatRefusedError
+from factory.ingest.tokenizing.description import (
+    CONFIG,
+    GENERATION,
+    ID_KEYS,
+    LIBRARY,
+    NAMES,
+    TEMPLATE,
+    read_optional_object,
+    read_tokenizer_folder,
+)
+from factory.ingest.tokenizing.model_format import ModelFormat
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
-END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-SPECIAL = (END, IM_START, IM_END)  # their ids are 0, 1, 2
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-
-# Qwen2's split pattern (Qwen technical report, transformers' Qwen2Tokenizer).
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-# The same pattern for ASCII text, in the syntax of the standard library. On ASCII text the two patterns agree, and a table of known pieces
-# then makes encoding three times as fast (4 instead of 1.5 MB/s on a core).
-_ASCII_PATTERN = re.compile(
-    r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    re.ASCII,
-)
-# No piece contains a line end and a visible character after it, so text can be cut between the two.
-_SEGMENT = re.compile(r"(?<=\n)(?=\S)")
-_PIECES_AT_MOST = 300_000  # a larger table of pieces is cleared
-_LONGEST_PIECE = 64  # characters; longer pieces are not put in the table
-
-_ADDED_AT_MOST = 256  # the spelling of at most this many added tokens is checked
-
-_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-
+FILES = (LIBRARY, CONFIG, NAMES, TEMPLATE)
+_OWN_NAMES = {"eos_token": IM_END, "pad_token": END, "additional_special_tokens": [IM_START]}
 
 Ids = npt.NDArray[np.uint32]
 Mask = npt.NDArray[np.bool_]
 
 
 class Tokenizer:
-    """A frozen tokenizer that was loaded from its folder. Several threads may use it at the same time."""
+    """A frozen tokenizer that was loaded from its folder. Several threads may use it at the same time.
 
-    def __init__(self, folder: Path, inner: tokenizers.Tokenizer, sha256: str) -> None:
-        self.folder = folder
-        self.sha256 = sha256  # the hash of tokenizer.json
-        self._inner = inner
-        self._inner.encode_special_tokens = True  # special tokens in text are encoded as ordinary characters
-        self.vocab_size = inner.get_vocab_size()
-        self.end_token, self.start_token, self.stop_token = range(len(SPECIAL))
-        self.bos: tuple[int, ...] = tuple(inner.encode("").ids)  # the ids with which a document begins: (0,) or ()
-        self._pieces: dict[str, list[int]] = {}
-        self._line_end = inner.encode("\n", add_special_tokens=False).ids
+    ``sha256``: the hash of tokenizer.json in the factory's own format; otherwise of all files that decide ids or chats. ``bos``: the ids with which
+    a document begins, often none. ``end_token``: the id with which it ends. ``stop_ids``: ids that end generation. ``stop_token``: the id that closes
+    an answer. ``special``: the id of each special token, by its text.
+    """
+
+    def __init__(self, folder: Path, form: FactoryFormat | ModelFormat, sha256: str) -> None:
+        self.folder, self.sha256, self._form = folder, sha256, form
+        self.vocab_size = form.vocab_size
+        self.ids = form.ids
+        self.bos, self.end_token, self.stop_ids = form.ids.begin, form.ids.end, form.ids.stop
+        self.stop_token = form.ids.end if form.turn_end is None else form.turn_end
+        self.special = dict(form.special)
+        self.special_ids = frozenset(self.special.values())
 
     @classmethod
-    def load(cls, folder: Path, check_encoding: bool = True) -> Tokenizer:
-        """Load the tokenizer of a folder. With ``check_encoding``, also check that the tokenizer splits text as this factory does.
+    def load(cls, folder: Path, shown_as: Path | None = None) -> Tokenizer:
+        """Load the tokenizer of a folder. ``shown_as``: the folder that errors name, if ``folder`` is a copy of it.
 
-        Raises: InputError when the folder has no tokenizer that this factory can use."""
-        path = folder / "tokenizer.json"
+        Raises: InputError when the folder has no tokenizer, or its files do not fit each other."""
+        path = folder / LIBRARY
         try:
             data = path.read_bytes()
             inner = tokenizers.Tokenizer.from_buffer(data)
@@ -113,59 +110,38 @@ class Tokenizer:
             ) from error
         except Exception as error:  # the library raises plain Exception for a broken file
             raise InputError(
-                "ingest.not_a_tokenizer", "{path} is not a tokenizer: {error}", path=path, error=error
+                "ingest.not_a_tokenizer",
+                "{path} is not a tokenizer: {error}",
+                path=(shown_as or folder) / LIBRARY,
+                error=error,
             ) from error
-        if [inner.token_to_id(token) for token in SPECIAL] != [0, 1, 2]:
-            raise _foreign(
-                path,
-                Message("ingest.special_ids", "the tokens with the ids 0, 1 and 2 must be {tokens}", tokens=SPECIAL),
-            )
-        if inner.encode("").ids not in ([], [0]):
-            raise _foreign(
-                path,
-                Message(
-                    "ingest.bos", "the tokenizer must begin a document with {token} or with no special token", token=END
-                ),
-            )
-        tokenizer = cls(folder, inner, hashlib.sha256(data).hexdigest())
-        if check_encoding and (wrong := tokenizer.find_encoding_difference()):
-            raise _foreign(path, wrong)
-        return tokenizer
+        if has_own_names(folder) and [inner.token_to_id(token) for token in SPECIAL] == [0, 1, 2]:
+            own = FactoryFormat(inner)
+            if own.ids.begin in ((), (0,)) and own.gives_library_ids():
+                return cls(folder, own, hashlib.sha256(data).hexdigest())
+        form = ModelFormat(read_tokenizer_folder(folder, data, shown_as))
+        return cls(folder, form, _hash_files(folder, form))
 
-    def find_encoding_difference(self) -> Message | None:
-        """Return how this factory's ids differ from the ids of the tokenizer's own library, or None if they are equal.
+    @property
+    def is_own(self) -> bool:
+        """Whether this is a tokenizer of the factory's own format, with the factory's chat template."""
+        return isinstance(self._form, FactoryFormat)
 
-        Both encode ``PROBES`` and the spelling of every added token. At least one of these texts gets other ids, or decodes to another text, if the
-        tokenizer has another split pattern, a normaliser, an added leading blank, or words that are matched as a whole.
-        """
-        added = [token.content for token in self._inner.get_added_tokens_decoder().values()]
-        for text in (*PROBES, *(f"a {word} b{word}" for word in added[:_ADDED_AT_MOST])):
-            theirs, ours = self._inner.encode(text, add_special_tokens=False).ids, self.encode(text)
-            if theirs != ours:
-                return Message(
-                    "ingest.other_ids",
-                    "the tokenizer encodes {text!r} as {theirs}, but this factory encodes the text as {ours}. The split pattern of the "
-                    "tokenizer may differ",
-                    text=text[:40],
-                    theirs=_shown(theirs),
-                    ours=_shown(ours),
-                )
-            if self.decode(ours) != text:
-                return Message(
-                    "ingest.other_text",
-                    "the tokenizer encodes {text!r} and decodes the ids as {back!r}, which is another text",
-                    text=text[:40],
-                    back=self.decode(ours)[:40],
-                )
-        return None
+    @property
+    def is_lossless(self) -> bool:
+        """Whether text decodes to itself. It does not if the tokenizer normalises text."""
+        return self._form.is_lossless
 
     def has_id_gaps(self) -> bool:
         """Return whether the ids are not exactly 0 to ``vocab_size`` − 1. An embedding of ``vocab_size`` rows then lacks some ids."""
-        return sorted(self._inner.get_vocab().values()) != list(range(self.vocab_size))
+        return self._form.has_id_gaps()
 
     @property
-    def chat_template(self) -> str:
-        """Return this factory's chat template for this tokenizer, or an older template if the tokenizer was frozen with it."""
+    def chat_template(self) -> str | None:
+        """Return the chat template with which exports are written; None if the tokenizer has none. The factory's own format has this factory's
+        template, or an older one if the tokenizer was frozen with it."""
+        if isinstance(self._form, ModelFormat):
+            return self._form.found.chat_template
         if has_template_with_tool_calls(self.folder):
             return CHAT_TEMPLATE if self.bos else TEMPLATE_WITHOUT_BOS
         return TEMPLATE_WITHOUT_CALLS if self.bos else TEMPLATE_WITHOUT_CALLS_AND_BOS
@@ -173,7 +149,24 @@ class Tokenizer:
     @property
     def bos_token(self) -> int | None:
         """The id of BOS, or None if the tokenizer has no BOS."""
-        return next(iter(self.bos), None)
+        return self.ids.bos
+
+    @property
+    def named_ids(self) -> list[int | None]:
+        """The ids of the tokens that tokenizer_config.json names BOS, EOS and padding token, as transformers reads them."""
+        if isinstance(self._form, ModelFormat):
+            return [self._form.found.name_token(f"{name}_token") for name in ("bos", "eos", "pad")]
+        return [self.ids.bos, self.stop_token, self.end_token]
+
+    @property
+    def stop_config(self) -> dict[str, Any]:
+        """The ids for a model's config.json: BOS, the ids that end generation, and the padding token."""
+        eos = self.end_token if self.is_own or len(self.stop_ids) == 1 else list(self.stop_ids)
+        return dict(zip(ID_KEYS, (self.ids.bos, eos, self.ids.pad), strict=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens."""
+        return self._form.encode(text)
 
     def encode_text_prompt(self, text: str) -> Ids:
         """Return the ids of a text that a model is to continue, with BOS, as other programs encode it."""
@@ -184,101 +177,119 @@ class Tokenizer:
         ids = np.array([*self.bos, *self.encode(text), self.end_token], np.uint32)
         return ids, np.ones(len(ids), bool)
 
-    def encode_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[Ids, Mask]:
-        """Return the ids of a chat from BOS to the end token, and a mask of the supervised ids: the assistant's content and its closing
-        ``<|im_end|>``, except in answers of weight 0. Two arrays of shape [L]."""
-        ids, mask = self._render(messages)
-        ids.append(self.end_token)
-        mask.append(False)
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], now: datetime.datetime = DATE_OF_DOCUMENTS
+    ) -> tuple[Ids, Mask]:
+        """Return the ids of a chat as its template writes it, which are those of transformers' ``apply_chat_template``, and a mask of the supervised
+        ids: the assistant's content and what closes it, except in answers of weight 0. Two arrays of shape [L].
+
+        ``now``: the date for templates that write one. Raises: ``ChatRefusedError`` if the template refuses the chat, or the place of an answer in
+        its text cannot be proven."""
+        ids, mask = self._form.encode_messages(messages, now=now)
         return np.array(ids, np.uint32), np.array(mask, bool)
 
-    def encode_chat_prompt(self, messages: Sequence[dict[str, Any]]) -> Ids:
-        """Return the ids of a chat that waits for the assistant's answer."""
-        ids, _ = self._render(messages)
-        ids.append(self.start_token)
-        ids += self._inner.encode("assistant\n", add_special_tokens=False).ids
-        return np.array(ids, np.uint32)
+    def encode_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[Ids, Mask]:
+        """Return the ids of a chat as a document, and its loss mask. In the factory's own format the end token follows the chat, without loss."""
+        ids, mask = self.encode_chat(messages)
+        if not self.is_own:
+            return ids, mask
+        return np.append(ids, np.uint32(self.end_token)), np.append(mask, False)
+
+    def encode_chat_prompt(self, messages: Sequence[dict[str, Any]], now: datetime.datetime = DATE_OF_DOCUMENTS) -> Ids:
+        """Return the ids of a chat that waits for the assistant's answer. Raises: ``ChatRefusedError``."""
+        return np.array(self._form.encode_prompt(messages, now=now), np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids without special tokens. Bytes that are not UTF-8 become U+FFFD."""
-        return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+        return self._form.decode([int(i) for i in ids])
+
+    def is_chat(self, ids: npt.NDArray[np.integer[Any]], mask: Mask) -> bool:
+        """Return whether a document is a chat, from its ids and loss mask. In a text every token has loss, and no chat begins with loss."""
+        return bool(self._form.turn_start in ids) if isinstance(self._form, FactoryFormat) else not bool(np.all(mask))
 
     def decode_document(self, ids: npt.NDArray[np.integer[Any]], mask: Mask) -> Content:
-        """Return the document from which ``encode_text`` or ``encode_messages`` made these ids and this loss mask."""
-        if self.start_token not in ids:
+        """Return the document from which ``encode_text`` or ``encode_messages`` made these ids and this loss mask.
+
+        Raises: ``ChatRefusedError`` if the turns of a chat cannot be read back. ``find_loss`` finds such a chat before it becomes a document."""
+        if not self.is_chat(ids, mask):
             return {"text": self.decode(ids)}
-        starts, stops = np.flatnonzero(ids == self.start_token), np.flatnonzero(ids == self.stop_token)
-        turns = ((*self.decode(ids[a + 1 : b]).split("\n", 1), mask[b]) for a, b in zip(starts, stops, strict=True))
-        return {"messages": [make_turn(role, content, bool(learned)) for role, content, learned in turns]}
+        return {"messages": self._form.decode_messages(ids.tolist(), mask.tolist())}
+
+    def find_loss(self, content: Content, ids: Ids, mask: Mask) -> Message | None:
+        """Return why a document cannot be read back from its ids, or None if it can.
+
+        A tokenizer that normalises text (lower case, composed letters) changes a text, but the changed text must have the same ids."""
+        if "text" in content:
+            decoded = self.decode(ids)
+            same = decoded == content["text"]
+            if not same and not self.is_lossless:
+                same = bool(np.array_equal(self.encode_text(decoded)[0], ids))
+        elif self.is_own:
+            rendered = "".join(f"{m['role']}\n{m['content']}\n" for m in content["messages"])
+            same = self.decode(ids) == rendered
+        else:
+            try:
+                same = bool(self.decode_document(ids, mask))
+            except ChatRefusedError as error:
+                return Message.from_json(error.message)
+        return (
+            None if same else Message("ingest.no_round_trip", "encoding and decoding by the tokenizer changes the text")
+        )
+
+    def spells_special_token(self, text: str) -> bool:
+        """Return whether the text spells a special token. Programs that match special tokens in text encode such a text differently."""
+        return any(token in text for token in self.special)
 
     def copy_to(self, folder: Path, keep_old_template: bool = False) -> None:
-        """Copy the files that transformers and vLLM need, with ``chat_template``, into an export folder. Add BOS to the folder's config.json,
-        because the trainer wrote that file without knowing the tokenizer.
+        """Copy the files that transformers and vLLM need into an export folder, with ``chat_template`` in the factory's own format and unchanged in
+        any other. Write the tokenizer's ids into the folder's config.json and generation_config.json, because the trainer wrote those files without
+        knowing the tokenizer.
 
         ``keep_old_template`` keeps the template that the tokenizer was trained with. It serves to make an older export again.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            shutil.copyfile(self.folder / name, folder / name)
-        config = folder / "config.json"
-        if self.bos and config.exists():
-            _write_json(
-                config, json.loads(config.read_text(encoding="utf-8")) | {"bos_token_id": self.bos_token}, indent=2
-            )
-        template = folder / "chat_template.jinja"
-        if not keep_old_template and template.read_text(encoding="utf-8") in OLDER_TEMPLATES:
-            named = folder / "tokenizer_config.json"
-            _write_json(
-                named, json.loads(named.read_text(encoding="utf-8")) | {"chat_template": self.chat_template}, indent=1
-            )
-            template.write_text(self.chat_template, encoding="utf-8")
+        for name in FILES:  # tokenizer.json is there; transformers 5 writes no special_tokens_map.json
+            if (self.folder / name).exists():
+                shutil.copyfile(self.folder / name, folder / name)
+        if not self.is_own:
+            generation = {**self.stop_config, "eos_token_id": list(self.stop_ids)}
+            _update_json(folder / "config.json", self.stop_config)
+            _update_json(folder / GENERATION, {key: value for key, value in generation.items() if value is not None})
+            return
+        if self.bos:
+            _update_json(folder / "config.json", {"bos_token_id": self.bos_token})
+        template, own = folder / TEMPLATE, self.chat_template
+        if not keep_old_template and own is not None and template.read_text(encoding="utf-8") in OLDER_TEMPLATES:
+            named = folder / CONFIG
+            _write_json(named, json.loads(named.read_text(encoding="utf-8")) | {"chat_template": own}, indent=1)
+            template.write_text(own, encoding="utf-8")
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens."""
-        if text.isascii():
-            return self._ascii_ids(text)
-        ids: list[int] = []
-        for segment in _SEGMENT.split(text):
-            if segment.isascii():
-                ids += self._ascii_ids(segment)
-            else:
-                ids += self._inner.encode(segment, add_special_tokens=False).ids
-        return ids
 
-    def _ascii_ids(self, text: str) -> list[int]:
-        known = self._pieces
-        if len(known) > _PIECES_AT_MOST:
-            known = self._pieces = {}
-        ids: list[int] = []
-        for piece in _ASCII_PATTERN.findall(text):
-            found = known.get(piece)
-            if found is None:
-                ((spelled, _),) = _BYTES.pre_tokenize_str(piece)
-                found = [token.id for token in self._inner.model.tokenize(spelled)]
-                if len(piece) <= _LONGEST_PIECE:
-                    known[piece] = found
-            ids += found
-        return ids
+def has_own_names(folder: Path) -> bool:
+    """Return whether tokenizer_config.json in a folder names the special tokens as ``write_tokenizer_files`` does. True also without the file, and
+    for a damaged file, which is not evidence of another tokenizer."""
+    try:
+        config = read_optional_object(folder / CONFIG)
+    except InputError:
+        return True
+    return not config or all(config.get(key) == value for key, value in _OWN_NAMES.items())
 
-    def _render(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        ids, mask = list(self.bos), [False] * len(self.bos)
-        for message in messages:
-            role, content = message["role"], message["content"]
-            answer = has_loss(message)
-            head, body = self._message(f"{role}\n", content)
-            ids += [self.start_token, *head, *body, self.stop_token, *self._line_end]
-            mask += [False] * (1 + len(head)) + [answer] * (len(body) + 1)
-            mask += [False] * len(self._line_end)
-        return ids, mask
 
-    def _message(self, head: str, content: str) -> tuple[list[int], list[int]]:
-        """Return the ids of role and content, as if both were encoded as one string. Programs that render the chat template to a string encode it
-        so."""
-        if not content[:1].isspace():  # then no piece contains the line end between the two
-            return self.encode(head), self.encode(content)
-        encoded = self._inner.encode(head + content, add_special_tokens=False)
-        cut = sum(start < len(head) for start, _ in encoded.offsets)
-        return encoded.ids[:cut], encoded.ids[cut:]
+def _hash_files(folder: Path, form: ModelFormat) -> str:
+    """Return the hash of everything that decides ids or chats: the files that exist, and the ids that frame documents."""
+    decisive: dict[str, Any] = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES if (folder / name).exists()
+    }
+    decisive["ids"] = [form.ids.begin, form.ids.end, form.ids.stop, form.ids.bos, form.ids.pad]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def write_stated_ids(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write generation_config.json with the ids of a foreign tokenizer into its folder, so that they do not depend on files of the model."""
+    stated = {**tokenizer.stop_config, "eos_token_id": list(tokenizer.stop_ids)}
+    write_atomically(
+        folder / GENERATION, json.dumps({key: one for key, one in stated.items() if one is not None}, indent=1)
+    )
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
@@ -345,20 +356,24 @@ def has_template_with_tool_calls(folder: Path) -> bool:
         return False
 
 
-def _foreign(path: Path, why: Message) -> InputError:
-    return InputError(
-        "ingest.foreign_tokenizer", "{path} cannot be used as this factory's tokenizer: {why}", path=path, why=why
-    )
+def list_special_tokens(folder: Path) -> tuple[str, ...]:
+    """Return the texts of the special tokens of the tokenizer in a folder; the factory's own if there is none yet, or if its files are damaged, which
+    loading the tokenizer reports."""
+    try:
+        return tuple(read_tokenizer_folder(folder, (folder / LIBRARY).read_bytes()).special)
+    except (OSError, InputError):
+        return SPECIAL
 
 
-def _shown(ids: list[int]) -> str:
-    return f"[{', '.join(map(str, ids[:6]))}{', …' if len(ids) > 6 else ''}]"
+def contains_special_token(text: str, special: Iterable[str] = SPECIAL) -> bool:
+    """Return whether the text spells a special token. Programs that match special tokens in text encode such a text differently."""
+    return any(token in text for token in special)
 
 
 def _write_json(path: Path, content: dict[str, Any], indent: int) -> None:
     path.write_text(json.dumps(content, indent=indent), encoding="utf-8")
 
 
-def contains_special_token(text: str) -> bool:
-    """Return whether the text spells a special token. Programs that match special tokens in text encode such a text differently."""
-    return any(token in text for token in SPECIAL)
+def _update_json(path: Path, changes: dict[str, Any]) -> None:
+    if path.exists():
+        _write_json(path, json.loads(path.read_text(encoding="utf-8")) | changes, indent=2)

@@ -21,10 +21,11 @@ from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import held_out_split
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.row_counts import RowCounts
-from factory.ingest.tokenizer import FILES, Tokenizer, train_tokenizer
+from factory.ingest.tokenizer import FILES, Tokenizer, train_tokenizer, write_stated_ids
 from factory.ingest.vocabulary_size import check_planned_vocabulary
 from factory.ingest.worker import DocumentToFinish, read_row, read_spooled_contents
 from factory.ledger.file_events import is_small_vocabulary_allowed
+from factory.ledger.imported_model import refuse_unfinished_import
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
 from kernels.contract.files import write_atomically
@@ -47,14 +48,18 @@ def load_or_train_tokenizer(
     path: Path,
     other_files: Sequence[Path],
 ) -> Tokenizer:
-    """Return the workspace's tokenizer. The first call trains it. ``other_files`` are the files that are ingested after ``path``.
+    """Return the workspace's tokenizer. The first call trains it, unless a tokenizer lies in the workspace: then it is used as it is. The ledger
+    records it with the first shard. ``other_files`` are the files that are ingested after ``path``.
 
     Raises: DamagedTokenizerError when the tokenizer's files are not the recorded ones; ConfigError when the vocabulary is larger than the
     recipe's embedding; TooLittleTextError when all text that waits is short and gives fewer tokens than ``tokenizer.vocab_size`` of the data
     policy, unless a person allowed a small vocabulary.
     """
-    check_planned_vocabulary(plant.workspace)
     recorded = plant.ledger.select_first(sa.select(tokenizers))
+    if not recorded and (plant.workspace.tokenizer / "tokenizer.json").exists():
+        return adopt_tokenizer(plant.workspace)
+    if not recorded:
+        check_planned_vocabulary(plant.workspace, None)
     if recorded:
         try:
             tokenizer = Tokenizer.load(plant.workspace.tokenizer)
@@ -69,7 +74,9 @@ def load_or_train_tokenizer(
                     sha256=recorded["sha256"],
                 )
             )
+        check_planned_vocabulary(plant.workspace, tokenizer)
         return tokenizer
+    refuse_unfinished_import(plant)
     others = _other_shards(plant.workspace, path, other_files)
     share = policy.tokenizer.sample_bytes // (len(others) + 1)
     with plant.progress.task("train the tokenizer") as bar:
@@ -115,6 +122,19 @@ def load_or_train_tokenizer(
         ):  # tokenizer.json last: it completes the folder
             write_atomically(plant.workspace.tokenizer / name, (aside / name).read_bytes())
         return Tokenizer.load(plant.workspace.tokenizer)
+
+
+def adopt_tokenizer(workspace: Workspace) -> Tokenizer:
+    """Return the tokenizer that lies in a workspace before its first ingest. A foreign one gets a file with the ids of its model.
+
+    Raises: InputError for a tokenizer that cannot be used; ConfigError when it has more ids than the recipe's embedding has rows.
+    """
+    tokenizer = Tokenizer.load(workspace.tokenizer)
+    check_planned_vocabulary(workspace, tokenizer)
+    if not tokenizer.is_own:
+        write_stated_ids(tokenizer, workspace.tokenizer)
+        tokenizer = Tokenizer.load(workspace.tokenizer)
+    return tokenizer
 
 
 def _damaged(why: str) -> DamagedTokenizerError:

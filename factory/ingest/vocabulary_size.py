@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
 from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.tokenizer import Tokenizer, has_own_names
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
@@ -27,26 +28,20 @@ def check_vocabulary(plant: Plant, recipe: Recipe) -> None:
     Raises: ConfigError that names both files and keys.
     """
     frozen = plant.ledger.select_first(sa.select(tokenizers))
+    if frozen and frozen["vocab_size"] <= recipe.model.vocab_size and not has_own_names(plant.workspace.tokenizer):
+        return  # a tokenizer that the factory did not train; 'tokenizer.vocab_size' is not of it, and more rows than ids do no harm
     wanted = DataPolicy.load(plant.workspace.policy_path("data.yaml")).tokenizer.vocab_size
     there, size = frozen["vocab_size"] if frozen else 0, recipe.model.vocab_size
     if size < there:
-        raise ConfigError(
-            "ingest.embedding_too_small",
-            "{recipe}: model.vocab_size is {size}, but the existing tokenizer {tokenizer} has {entries} entries. Write "
-            "'model.vocab_size: {padded}'",
-            recipe=plant.workspace.recipe_path(),
-            size=size,
-            tokenizer=plant.workspace.tokenizer / "tokenizer.json",
-            entries=there,
-            padded=pad_size(there),
-        )
+        raise _embedding_too_small(plant.workspace, size, there)
     if not is_padded_size(size, wanted):
         raise ConfigError(describe_vocabulary_mismatch(plant.workspace, size, wanted, bool(frozen)))
 
 
-def check_planned_vocabulary(workspace: Workspace) -> None:
-    """Check, before the first shard freezes the tokenizer, that the vocabulary is not larger than the recipe's embedding. A vocabulary that is
-    smaller is refused only by planning, because the recipe can still be changed then. Raises: ConfigError."""
+def check_planned_vocabulary(workspace: Workspace, tokenizer: Tokenizer | None) -> None:
+    """Check, before the first document is tokenised, that the vocabulary is not larger than the recipe's embedding. A vocabulary that is smaller is
+    refused only by planning, because the recipe can still be changed then. ``tokenizer``: the one that lies in the workspace; without it, the
+    size that the data policy asks for counts. Raises: ConfigError."""
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
@@ -54,9 +49,26 @@ def check_planned_vocabulary(workspace: Workspace) -> None:
         size = Recipe.load(workspace.recipe_path()).model.vocab_size
     except TrainerError as error:
         raise ConfigError(str(error)) from error
+    if tokenizer is not None:
+        if tokenizer.vocab_size > size:
+            raise _embedding_too_small(workspace, size, tokenizer.vocab_size)
+        return
     wanted = DataPolicy.load(workspace.policy_path("data.yaml")).tokenizer.vocab_size
     if wanted > size:
         raise ConfigError(describe_vocabulary_mismatch(workspace, size, wanted, False))
+
+
+def _embedding_too_small(workspace: Workspace, size: int, entries: int) -> ConfigError:
+    return ConfigError(
+        "ingest.embedding_too_small",
+        "{recipe}: model.vocab_size is {size}, but the existing tokenizer {tokenizer} has {entries} entries. Write "
+        "'model.vocab_size: {padded}'",
+        recipe=workspace.recipe_path(),
+        size=size,
+        tokenizer=workspace.tokenizer / "tokenizer.json",
+        entries=entries,
+        padded=pad_size(entries),
+    )
 
 
 def describe_vocabulary_mismatch(

@@ -50,7 +50,9 @@ from factory.ingest.rules.word_hashes import Hashes, hash_words, winnow_hashes
 from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.field_mapping import FieldMapping
 from factory.ingest.shapes.row_counts import RowCounts
-from factory.ingest.tokenizer import Tokenizer, contains_special_token
+from factory.ingest.tokenizer import SPECIAL, Tokenizer, contains_special_token
+from factory.ingest.tokenizing.chat_rendering import ChatRefusedError
+from factory.ingest.tokenizing.marked_library import SpellsMarkError
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualDurations, Watchdog
 from kernels.contract.message import Message
@@ -67,9 +69,8 @@ class IngestJob:
     spool: Path
     prefix: str  # prefix of the rows' keys: the first 16 hex digits of the shard's SHA-256
     name: str  # the name of the file, which selects the mapping of its columns
-    shows_text_only: (
-        bool  # whether the tokenizer was frozen with an older chat template, which shows no tools, calls or reasoning
-    )
+    shows_text_only: bool  # whether the tokenizer was frozen with another chat template, in which ingest writes no tools, calls or reasoning
+    special: tuple[str, ...] = SPECIAL  # the texts of the special tokens
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def analyse_chunk(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence
         row = Row(number, key, key, "unknown")
         rows.append(row)
         try:
-            content = read_row(job.policy, row, raw, job.name, told, job.shows_text_only)
+            content = read_row(job.policy, row, raw, job.name, told, job.shows_text_only, job.special)
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
@@ -149,10 +150,16 @@ def analyse_chunk(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence
 
 
 def read_row(
-    policy: DataPolicy, row: Row, raw: RawRow, file: str, row_counts: RowCounts, shows_text_only: bool = False
+    policy: DataPolicy,
+    row: Row,
+    raw: RawRow,
+    file: str,
+    row_counts: RowCounts,
+    shows_text_only: bool = False,
+    special: tuple[str, ...] = SPECIAL,
 ) -> Content:
-    """Validate, normalise, filter and redact one row of a file. Sets fields of ``row`` and adds to ``row_counts``. ``shows_text_only`` is
-    ``IngestJob.shows_text_only``.
+    """Validate, normalise, filter and redact one row of a file. Sets fields of ``row`` and adds to ``row_counts``. ``shows_text_only`` and
+    ``special`` are those of ``IngestJob``.
 
     Raises: BadRow.
     """
@@ -191,7 +198,7 @@ def read_row(
         raise BadRow(*(("licence", row.licence_refusal) if row.licence_refusal else failure))
     content = _redact(content, rules.pii, row)
     row.content_sha256 = hash_content(content)
-    row.spells_special_token = contains_special_token(text)
+    row.spells_special_token = contains_special_token(text, special)
     return content
 
 
@@ -252,15 +259,21 @@ def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, to
             return FinishedDocument(task.place, dropped=("contaminated", reason))
         trimmed = len(content["text"]) - len(shorter)
         content = {"text": shorter}
-    if "text" in content:
-        tokens, mask = tokenizer.encode_text(content["text"])
-        back = tokenizer.decode(tokens) == content["text"]
-    else:
-        tokens, mask = tokenizer.encode_messages(content["messages"])
-        rendered = "".join(f"{m['role']}\n{m['content']}\n" for m in content["messages"])
-        back = tokenizer.decode(tokens) == rendered
-    if not back:
-        lossy = Message("ingest.no_round_trip", "encoding and decoding by the tokenizer changes the text")
+    try:
+        if "text" in content:
+            tokens, mask = tokenizer.encode_text(content["text"])
+        else:
+            tokens, mask = tokenizer.encode_messages(content["messages"])
+    except ChatRefusedError as error:
+        return FinishedDocument(task.place, dropped=("chat_template", error.message))
+    except SpellsMarkError as error:
+        return FinishedDocument(task.place, dropped=("no_round_trip", error.message))
+    if "messages" in content and not mask.any():
+        unseen = Message(
+            "ingest.answers_without_tokens", "the chat template writes no token of the assistant's answers"
+        )
+        return FinishedDocument(task.place, dropped=("chat_template", unseen))
+    if lossy := tokenizer.find_loss(content, tokens, mask):
         return FinishedDocument(task.place, dropped=("no_round_trip", lossy))
     if task.held_out:
         return FinishedDocument(task.place, tokens, mask, content=content)

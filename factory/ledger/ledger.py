@@ -144,7 +144,8 @@ segments = sa.Table(
     "segments",
     metadata,
     C("id", ROW_NUMBER, primary_key=True),
-    C("kind", T, nullable=False),  # 'trunk' | 'anneal' | 'average' (of checkpoints, without training steps)
+    # 'trunk' | 'anneal' | 'average' (of checkpoints) | 'import' (of a model that was trained elsewhere); the last two have no training steps
+    C("kind", T, nullable=False),
     C("parent", N),  # the segment from whose last checkpoint this segment starts
     C(
         "generation", N, nullable=False
@@ -232,12 +233,13 @@ verdicts = sa.Table(
     "verdicts",
     metadata,
     C("id", ROW_NUMBER, primary_key=True),
-    C("gate", T, nullable=False),  # 'release' | 'patch' | 'recipe' | 'code' (a certificate) | 'preflight' | …
+    # 'release' | 'patch' | 'recipe' | 'code' (a certificate) | 'preflight' | 'import' (no gate: the rule that makes a model release 0) | …
+    C("gate", T, nullable=False),
     C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1' | 'segment:3'
     C("against", T),  # 'candidate:1' (the champion) | base commit | the commit of the previous segment
     C("policy_sha256", T, nullable=False),
     C("subject_sha256", T, nullable=False),  # hash of the judged export or patch; an approval counts for this hash only
-    C("outcome", T, nullable=False),  # 'promote' | 'hold' | 'reject'
+    C("outcome", T, nullable=False),  # 'promote' | 'hold' | 'reject' | 'imported'
     C("reasons", J, nullable=False),  # [{"code", "text", "data"}, …]; older factories: [text, …]
     C("evidence", J, nullable=False),
     C("created_at", F, nullable=False),

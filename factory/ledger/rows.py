@@ -115,6 +115,11 @@ class LedgerRow:
         return {name: getattr(self, name) for part in names for name in part.split()}
 
 
+IMPORT = "import"  # the kind of the segment that holds an imported model, and the gate of the verdict that makes the model release 0
+ON_CANDIDATES = f"gate IN ('release', '{IMPORT}')"  # selects the verdicts on candidates
+WITHOUT_STEPS = ("average", IMPORT)  # kinds of segments that train nothing
+
+
 # ``factory.ledger.ledger`` documents the columns.
 @dataclass(frozen=True)
 class SegmentRow(LedgerRow):
@@ -138,6 +143,11 @@ class SegmentRow(LedgerRow):
     result: dict[str, Any] | None
     created_at: float
     finished_at: float | None
+
+    @property
+    def has_steps(self) -> bool:
+        """False for an average of checkpoints and for an imported model, which no trainer made."""
+        return self.kind not in WITHOUT_STEPS
 
     @classmethod
     def read_lineage(cls, db: SqlReader, segment: int) -> list[Self]:
@@ -221,6 +231,12 @@ class VerdictRow(LedgerRow):
     def read_with_evidence(self, db: SqlReader) -> dict[str, Any]:
         """Return all fields and the evidence, as JSON-ready values."""
         return vars(self) | {"evidence": self.read_evidence(db)}
+
+    @classmethod
+    def find_newest_on_candidate(cls, db: SqlReader, candidate: int) -> Self | None:
+        """Return the newest verdict of the release gate on a candidate, or the one that made an imported model release 0."""
+        which = f"WHERE {ON_CANDIDATES} AND subject = :subject ORDER BY id DESC"
+        return cls.find_first(db, which, subject=str(Subject("candidate", candidate)))
 
     @classmethod
     def find_newest(cls, db: SqlReader, gate: str, subject: Subject) -> Self | None:

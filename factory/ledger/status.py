@@ -10,6 +10,7 @@ from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, list_anomalies
 from factory.ledger.reader import LedgerReader
 from factory.ledger.removals import describe_removed_training_data, list_releases_with_removed_data, list_removals
 from factory.ledger.rows import (
+    WITHOUT_STEPS,
     CandidateRow,
     EvaluationRow,
     ProposalRow,
@@ -199,6 +200,7 @@ def _segment_line(segment: dict[str, Any]) -> Message:
     said += [f"loss {result['loss']:.3f}"] if isinstance(result.get("loss"), float) else []
     said += _speed(result.get("speed"))
     said += [describe_average(result["averaged"])] if "averaged" in result else []
+    said += [describe_import(result["imported"])] if "imported" in result else []
     return Message(
         "ledger.segment",
         "segment {number:<2} {kind:<6} steps {first}–{last}, data generation {generation}, precision {precision}, {facts}",
@@ -212,9 +214,20 @@ def _segment_line(segment: dict[str, Any]) -> Message:
     )
 
 
+def describe_import(imported: dict[str, Any]) -> Message:
+    """Describe the source of an imported model in a few words."""
+    return Message(
+        "ledger.imported",
+        "imported from {name} ({architecture}), licence {licence}",
+        name=imported["name"],
+        architecture=imported["class"],
+        licence=imported["licence"] or "not named",
+    )
+
+
 def _certificate_lines(facts: dict[str, Any]) -> list[Message]:
     """Return lines about the newest segment's code, if the segment waits for a certificate."""
-    trained = [segment for segment in facts["segments"] if segment["kind"] != "average"]
+    trained = [segment for segment in facts["segments"] if segment["kind"] not in WITHOUT_STEPS]
     waiting = {segment["id"] for segment in trained[-1:] if segment["state"] == "uncertified"}
     lines = []
     for certificate in facts["certificates"]:
@@ -243,7 +256,7 @@ def _candidate_line(candidate: dict[str, Any]) -> Message:
         "candidate {number}  verdict: {outcome}{released}; bits per byte: {bits_per_byte}",
         number=candidate["id"],
         outcome=f"{verdict['outcome']} {format_local_time(verdict['created_at'])}" if verdict else "none yet",
-        released=f" → release {candidate['release']}" if candidate["release"] else "",
+        released=f" → release {candidate['release']}" if candidate["release"] is not None else "",
         bits_per_byte=[f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float)],
     )
 

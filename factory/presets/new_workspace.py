@@ -17,6 +17,7 @@ from factory.core.workspace import Workspace, WorkspaceConfig, find_checkout_roo
 from factory.git.git_store import read_tree_entries
 from factory.git.repository import LIVE_FOLDERS, RepositoryError, get_live_commit
 from factory.ingest import ledger_rows
+from factory.ingest.installing import install_model_tokenizer, prepare_tokenizer
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer, write_tokenizer_files
 from factory.ingest.vocabulary_size import is_padded_size, pad_size
@@ -32,18 +33,19 @@ LARGEST = 1 << 28  # most bytes of a tokenizer.json
 
 
 @contextmanager
-def open_tokenizer(file_or_folder: Path) -> Iterator[Tokenizer]:
-    """Load a person's tokenizer.json into a temporary folder. The folder exists during the ``with`` block.
+def open_tokenizer(file_or_folder: Path, option: str = "--tokenizer") -> Iterator[Tokenizer]:
+    """Load a person's tokenizer into a temporary folder: a tokenizer.json, or a model's folder with its chat template. The temporary folder exists
+    during the ``with`` block. ``option``: the name of the option that gave it, for messages.
 
-    Raises: InputError if this factory would give other ids than the tokenizer itself (``Tokenizer.find_encoding_difference``), or if the ids
-    have gaps.
+    Raises: InputError if the tokenizer cannot be used.
     """
     path = file_or_folder / "tokenizer.json" if file_or_folder.is_dir() else file_or_folder
     try:
         if path.stat().st_size > LARGEST:
             raise InputError(
                 "presets.large_tokenizer",
-                "--tokenizer: {file} is larger than {most} MiB, so the file cannot be a tokenizer.",
+                "{option}: {file} is larger than {most} MiB, so the file cannot be a tokenizer.",
+                option=option,
                 file=path,
                 most=LARGEST >> 20,
             )
@@ -51,27 +53,34 @@ def open_tokenizer(file_or_folder: Path) -> Iterator[Tokenizer]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             "presets.unreadable_tokenizer",
-            "--tokenizer: {file} cannot be read: {reason}. Give a tokenizer.json, or a folder with this file.",
+            "{option}: {file} cannot be read: {reason}. Give a tokenizer.json, or a folder with this file.",
+            option=option,
             file=path,
             reason=error,
         ) from None
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+        source = file_or_folder
+        if not file_or_folder.is_dir():  # the file alone, whatever lies beside it
+            source = folder / "given"
+            source.mkdir()
+            (source / "tokenizer.json").write_text(text, encoding="utf-8")
         try:
-            tokenizer = Tokenizer.load(folder)
+            tokenizer, _ = prepare_tokenizer(source, folder)
         except InputError as error:
-            said = str(error).replace(str(folder / "tokenizer.json"), str(path))
+            said = str(error).replace(str(source / "tokenizer.json"), str(path)).replace(str(source), str(path.parent))
             raise InputError(
                 "presets.bad_tokenizer",
-                "--tokenizer: {reason}. Without --tokenizer, the factory trains a tokenizer on your data.",
+                "{option}: {reason}. Without {option}, the factory trains a tokenizer on your data.",
+                option=option,
                 reason=said,
             ) from None
-        if tokenizer.has_id_gaps():
+        if tokenizer.is_own and tokenizer.has_id_gaps():
             raise InputError(
                 "presets.tokenizer_gaps",
-                "--tokenizer: the token ids in {file} have gaps. All ids from 0 to {last} must exist. Without --tokenizer, the factory trains a "
+                "{option}: the token ids in {file} have gaps. All ids from 0 to {last} must exist. Without {option}, the factory trains a "
                 "tokenizer on your data.",
+                option=option,
                 file=path,
                 last=tokenizer.vocab_size - 1,
             )
@@ -91,6 +100,9 @@ def install_tokenizer(plant: Plant, tokenizer: Tokenizer) -> None:
             "tokenizer. Give a new folder for the workspace.",
             workspace=plant.workspace.root,
         )
+    if not tokenizer.is_own:
+        install_model_tokenizer(tokenizer.folder, plant)
+        return
     write_tokenizer_files(
         (tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"),
         bool(tokenizer.bos),
@@ -137,7 +149,7 @@ def make_workspace(folder: Path, options: InitOptions, repository: Path | None) 
             _refuse_other(workspace, options, given, repository)
         else:
             if repository:
-                _refuse_no_code(repository)
+                refuse_code_without_trainer(repository)
             start = plan_workspace(options, given, root, repository or find_checkout_root(), Hardware.of_this_machine())
             config = WorkspaceConfig(recipe=start.recipe, repository=str(repository) if repository else "")
             workspace = Workspace.create(root, config, start.policies)
@@ -147,7 +159,7 @@ def make_workspace(folder: Path, options: InitOptions, repository: Path | None) 
     return workspace
 
 
-def _refuse_no_code(repository: Path) -> None:
+def refuse_code_without_trainer(repository: Path) -> None:
     """Raises: InputError if ``repository`` is not a folder, not a git checkout, has no commit, or does not contain the training code."""
     way = Message("presets.give_repository", "Give a clone of the factory's repository, or leave --repository out.")
     if not repository.is_dir():

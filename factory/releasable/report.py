@@ -30,6 +30,7 @@ from factory.gates.release.releasability import (
 from factory.gates.release.trained_licences import NONE, compute_unreleasable_shares, count_tokens_by_licence
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.imported_model import find_imported_licence
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import NO_LICENCE
@@ -62,7 +63,7 @@ def make_report(plant: Plant) -> list[ReportLine]:
     """Make the report. Lines that hold back releases come first. Empty before the first shard. Raises: ConfigError for an unreadable policy."""
     if not plant.ledger.read("SELECT 1 AS one FROM documents WHERE fate IN ('train', 'held_out') LIMIT 1"):
         return []
-    lines = [*_held_out(plant), *_licences(plant), *_recipe(plant)]
+    lines = [*_held_out(plant), *_imported_licence(plant), *_licences(plant), *_recipe(plant)]
     return sorted(lines, key=lambda line: (line.ok is not False, line.ok is not None))
 
 
@@ -291,6 +292,41 @@ def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
     return None
 
 
+def _imported_licence(plant: Plant) -> Iterator[ReportLine]:
+    """Whether the licence of the imported model allows a release of models that descend from it."""
+    found = find_imported_licence(plant.ledger)
+    rules = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
+    if found is None:
+        return
+    name = "imported model"
+    if rules.find_licence(found.name).release:
+        text = Message(
+            "releasable.imported_allowed",
+            "The licence of the imported model ({licence}) allows a release.",
+            licence=found.name or NONE,
+        )
+        yield ReportLine(name, True, text)
+        return
+    text = Message(
+        "releasable.imported_licence",
+        "The licence of the imported model ({licence}) does not allow the release of a model that was trained from it.",
+        licence=found.name or NONE,
+    )
+    if found.name and PLAIN.fullmatch(found.name):
+        todo = Message(
+            "releasable.allow_imported",
+            "If {licence} allows a release: 'factory config set data licences.known \"{{{licence}: {{train: true, release: true}}}}\"'",
+            licence=found.name,
+        )
+    else:
+        todo = Message(
+            "releasable.name_imported_licence",
+            "If the model's licence allows a release, import the model into a new workspace and name the licence: 'factory init --from MODEL "
+            "--licence NAME -w FOLDER'",
+        )
+    yield ReportLine(name, False, text, todo)
+
+
 def _licences(plant: Plant) -> Iterator[ReportLine]:
     from factory.training.planning import find_last_finished_segment
 
@@ -384,13 +420,13 @@ def _allow_or_remove(ledger: Ledger, licence: str) -> Message:
 
 
 def _recipe(plant: Plant) -> Iterator[ReportLine]:
-    from factory.training.planning import find_last_finished_segment, refuse_changed_model
+    from factory.training.planning import find_trunk_parent, refuse_changed_model
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
     try:
         recipe = Recipe.load(plant.workspace.recipe_path())
-        refuse_changed_model(plant, recipe, find_last_finished_segment(plant.ledger, "trunk"))
+        refuse_changed_model(plant, recipe, find_trunk_parent(plant.ledger, recipe))
     except (ConfigError, TrainerError) as error:
         yield ReportLine("recipe", False, error.message)
         return

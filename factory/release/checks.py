@@ -134,7 +134,7 @@ def check_export_is_judged_one(ledger: Ledger, verdict: VerdictRow) -> None:
 
 def get_newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
     """Return the newest verdict on a candidate. Raises: InputError for an unknown candidate, or one without a verdict."""
-    verdict = VerdictRow.find_newest(ledger, "release", Subject("candidate", candidate_id))
+    verdict = VerdictRow.find_newest_on_candidate(ledger, candidate_id)
     if verdict is None:
         CandidateRow.get(ledger, candidate_id)
         raise InputError(

@@ -21,7 +21,7 @@ from factory.gates.release.training_evidence import read_training_evidence
 from factory.ledger.decisions import OVERRIDDEN, REJECTED, WITHDRAWN, find_decision, find_override
 from factory.ledger.ledger import Ledger, record_event, releases
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReleaseRow, Subject, VerdictRow, find_champion
+from factory.ledger.rows import IMPORT, ON_CANDIDATES, ReleaseRow, Subject, VerdictRow, find_champion
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import find_next_key, insert_row
 from factory.release import published_link
@@ -182,11 +182,16 @@ def finish_interrupted_releases(plant: Plant) -> list[str]:
 
     Returns a line for each action, and for each release that cannot be finished, for example because its export has changed.
     """
-    if VerdictRow.find_first(plant.ledger, "WHERE gate = 'release'") is None:
+    if VerdictRow.find_first(plant.ledger, f"WHERE {ON_CANDIDATES}") is None:
         return []
     with plant.workspace.hold_lock("release", PATIENCE):
         saga = _Saga(plant)
         return saga.finish_others(None) + saga.serve()
+
+
+def publish_release(plant: Plant, number: int) -> None:
+    """Publish a decided release; a published one stays as it is. The caller holds the lock 'release'. Raises: InputError."""
+    _Saga(plant).advance(number)
 
 
 def roll_back_to_release(plant: Plant, number: int) -> None:
@@ -236,7 +241,7 @@ class _Saga:
     def check_begun(self, number: int) -> None:
         """Check an interrupted release before it continues. A published release passes, because it is not undone. Raises: OutOfDateVerdictError."""
         row = ReleaseRow.get(self.ledger, number)
-        if row.state != PUBLISHED:
+        if row.state != PUBLISHED and VerdictRow.get(self.ledger, row.verdict).gate != IMPORT:
             check_training_unchanged(self.plant, VerdictRow.get(self.ledger, row.verdict))
 
     def advance(self, number: int) -> None:

@@ -19,10 +19,12 @@ from factory.core.workspace import Workspace
 from factory.evals.export_parity import read_recorded_export
 from factory.ledger.ledger import Ledger, candidates, checkpoints, record_event, segments
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, SegmentRow, Subject
+from factory.ledger.rows import IMPORT, CandidateRow, SegmentRow, Subject
 from factory.ledger.stored_paths import to_stored_paths
 from factory.runs.trainer_folder import read_result
 from factory.training.exporting import write_export
+from factory.training.import_source import ImportRefusedError
+from factory.training.importing import write_imported_checkpoint_again
 from factory.training.planning import read_last_checkpoint
 from factory.training.segment_folder import move_to_set_aside_folder
 from factory.training.training import run_trainer
@@ -83,6 +85,12 @@ def replay_checkpoint(plant: Plant, segment: int) -> str:
             "then run 'factory average'",
             segment=segment,
         )
+    if row.kind == IMPORT:
+        try:
+            write_imported_checkpoint_again(plant, row)
+        except ImportRefusedError as error:
+            return error.message
+        return ""
     if row.parent and (fault := find_checkpoint_damage(read_last_checkpoint(plant.ledger, row.parent), deep=True)):
         plant.progress.line(
             Message(

@@ -7,6 +7,7 @@ bit-identical is noticed and refused.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ import pyarrow.compute as pc
 import sqlalchemy as sa
 import yaml
 
-from factory.core.errors import ConfigError, WorkspaceError
+from factory.core.errors import ConfigError, InputError, WorkspaceError
 from factory.core.faults import is_temporary_read_failure
 from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
@@ -43,7 +44,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.word_hashes import Hashes, hash_words
 from factory.ingest.task_hashes import record_task_ngrams
 from factory.ingest.tokenizer import FILES as TOKENIZER_FILES
-from factory.ingest.tokenizer import Tokenizer, has_template_with_tool_calls
+from factory.ingest.tokenizer import Tokenizer, has_template_with_tool_calls, list_special_tokens, write_stated_ids
 from factory.ingest.worker import (
     DocumentToFinish,
     FinishedDocument,
@@ -375,9 +376,11 @@ def _again(
     plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, trained: Collection[str]
 ) -> Iterator[tuple[Row, npt.NDArray[np.uint32], Hashes, FinishedDocument]]:
     """Yield (row, signature, n-grams, finished document) for each readable row of a shard. Rows with a key in ``trained`` are tokenised."""
-    job = IngestJob(
-        policy, folder / "spool", shard[:16], name, not has_template_with_tool_calls(plant.workspace.tokenizer)
+    of_tokenizer = (
+        not has_template_with_tool_calls(plant.workspace.tokenizer),
+        list_special_tokens(plant.workspace.tokenizer),
     )
+    job = IngestJob(policy, folder / "spool", shard[:16], name, *of_tokenizer)
     known = _held_out_then(plant, shard, policy.decontamination.ngram)
     with plant.progress.task(f"{name}: tokenise again", total=len(trained)) as task:
         for chunk in split_rows_into_chunks(read_rows(folder / name, policy.limits), policy):
@@ -480,7 +483,10 @@ def restore_tokenizer(plant: Plant) -> str:
     remove_path(aside)
     aside.mkdir()
     for name in TOKENIZER_FILES:
-        shutil.copyfile(good / name, aside / name)
+        if (good / name).exists():
+            shutil.copyfile(good / name, aside / name)
+    if recorded["sha256"] != hash_file(good / NAMED):  # a foreign tokenizer, whose ids a file of the export states
+        write_stated_ids(Tokenizer.load(good), aside)
     if plant.workspace.tokenizer.exists():
         move_to_set_aside_folder(plant.workspace.root, plant.workspace.tokenizer)
     rename_into_place(aside, plant.workspace.tokenizer)
@@ -490,15 +496,15 @@ def restore_tokenizer(plant: Plant) -> str:
 
 
 def _fault(folder: Path, sha256: str) -> str:
+    with contextlib.suppress(InputError):  # for files that cannot be loaded, what follows says why
+        found = Tokenizer.load(folder)
+        if not found.is_own:  # its hash is of all files
+            return "" if found.sha256 == sha256 else _other_tokenizer(folder / NAMED)
     for name in TOKENIZER_FILES:
         path = folder / name
         try:
             if name == NAMED and hash_file(path) != sha256:
-                return Message(
-                    "token_shards.other_tokenizer",
-                    "{path} is not the recorded tokenizer: its SHA-256 differs",
-                    path=path,
-                )
+                return _other_tokenizer(path)
             if path.suffix == ".json" and name != NAMED:
                 json.loads(path.read_bytes())
             elif not path.read_bytes():
@@ -508,3 +514,9 @@ def _fault(folder: Path, sha256: str) -> str:
         except ValueError as error:
             return Message("token_shards.damaged", "{path} is damaged: {why}", path=path, why=str(error))
     return ""
+
+
+def _other_tokenizer(path: Path) -> Message:
+    return Message(
+        "token_shards.other_tokenizer", "{path} is not the recorded tokenizer: its SHA-256 differs", path=path
+    )

@@ -20,7 +20,7 @@ from factory.ledger.engine import get_sqlite_file
 from factory.ledger.file_events import list_paths_removed_by_retention
 from factory.ledger.plant import Plant
 from factory.ledger.removals import read_erased_shards
-from factory.ledger.rows import CandidateRow, SegmentRow, find_champion
+from factory.ledger.rows import IMPORT, CandidateRow, SegmentRow, find_champion
 from factory.release.published_link import read_publication_record
 from factory.repairs.checkpoints import find_checkpoint_damage, find_export_damage
 from factory.repairs.token_shards import find_raw_shard, find_token_shard_damage, find_tokenizer_damage
@@ -149,13 +149,22 @@ def examine_checkpoints(plant: Plant, deep: bool) -> ExaminationResult:
         "The repair replays the segment to remake its checkpoint. Without a repair, 'factory run' does so as soon as it needs the checkpoint",
     )
     found = _look(plant, deep, "checkpoints", rows, lambda row: row["segment"], find_checkpoint_damage, _repair(effect))
-    averages = {str(row["segment"]) for row in rows if row["kind"] == "average"}
+    averages, imports = ({str(row["segment"]) for row in rows if row["kind"] == kind} for kind in ("average", IMPORT))
     average = Message(
         "workspace_examination.remake_average",
         "stop 'factory run', then run 'factory average' to make the checkpoint again",
     )
-    again = lambda one: replace(one, remedy=average, is_repairable=False)
-    return replace(found, faults=[again(one) if one.subject in averages else one for one in found.faults])
+    again = Message(
+        "workspace_examination.import_again",
+        "The repair reads the model's folder again, which must still have the same files. Without a repair, 'factory run' does so as soon as it "
+        "needs the checkpoint",
+    )
+    faults = [
+        replace(one, remedy=average, is_repairable=False) if one.subject in averages
+        else replace(one, remedy=again) if one.subject in imports else one
+        for one in found.faults
+    ]  # fmt: skip
+    return replace(found, faults=faults)
 
 
 def _exports(plant: Plant, deep: bool) -> ExaminationResult:

@@ -35,7 +35,7 @@ def decide_folder_removals(
     """Decide about each folder. ``last_steps``: the step of each segment's last checkpoint; ``now``: seconds since 1970."""
     rows = {row.id: row for row in segments}
     trunk = [row.id for row in segments if row.kind == "trunk" and row.state == "done"][-policy.trunk_segments :]
-    trained = [row.id for row in segments if row.kind != "average"]
+    trained = [row.id for row in segments if row.has_steps]
     ladders = set(trained[len(trained) - policy.ladders :]) if policy.ladders else set()
     commits = list(dict.fromkeys(row.code_commit[:12] for row in reversed(segments)))[: policy.worktrees]
     candidates = {row.id for row in segments if row.kind != "trunk" and row.state == "done"}

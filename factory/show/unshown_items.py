@@ -21,7 +21,7 @@ from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, read_newest_details_b
 from factory.ledger.file_events import MLFLOW_REMADE, RETIRED
 from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReleaseRow, RunRow, SegmentRow, SqlReader, Subject, VerdictRow
+from factory.ledger.rows import ON_CANDIDATES, ReleaseRow, RunRow, SegmentRow, SqlReader, Subject, VerdictRow
 from factory.runs.arm_runner import correct_run_state
 from factory.show.mlflow.outages import TrackingError, describe_single_failure, show_unless_outage
 from factory.show.mlflow.releases import show_releases
@@ -115,7 +115,7 @@ def _dated(page: Path, newest: float) -> None:
 
 def _candidates_without_page(plant: Plant, db: SqlReader) -> list[tuple[int, float]]:
     """(candidate, time of the verdict or release) of judged candidates whose page is missing or older than the verdict or release."""
-    judged = VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id")
+    judged = VerdictRow.select(db, f"WHERE {ON_CANDIDATES} ORDER BY id")
     found: dict[int, float] = {}
     released = {row.candidate: row for row in ReleaseRow.select(db)} if judged else {}
     for verdict in judged:
@@ -168,7 +168,7 @@ def _close(plant: Plant, tracking: MlflowTracking, number: int) -> None:
 
 def _any_judged(plant: Plant, db: SqlReader) -> list[None]:
     """[None] if a candidate was judged, else []. Each pass compares MLflow, because people move aliases and delete versions there."""
-    return [None] if VerdictRow.find_first(db, "WHERE gate = 'release'") else []
+    return [None] if VerdictRow.find_first(db, f"WHERE {ON_CANDIDATES}") else []
 
 
 def _unshown_proposals(plant: Plant, db: SqlReader) -> list[int]:

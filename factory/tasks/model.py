@@ -183,7 +183,7 @@ class TaskModel:
             encoded.append(tokens[-room:])
         ranked = sorted(range(len(encoded)), key=lambda i: len(encoded[i]), reverse=True)
         found: list[GeneratedText] = [GeneratedText("", False)] * len(encoded)
-        stops = {self.tokenizer.end_token, self.tokenizer.stop_token}
+        stops = {*self.tokenizer.stop_ids}
         while ranked:
             many = max(1, min(ROWS, self.batch_tokens // (len(encoded[ranked[0]]) + parameters.max_tokens)))
             batch, ranked = ranked[:many], ranked[many:]

@@ -118,7 +118,7 @@ def choose_checkpoints_to_average(ledger: Ledger, segment: int | None, last: int
                 "No trunk segment is finished, so there are no checkpoints to average. Run 'factory train' first.",
             )
     else:
-        trained = SegmentRow.select(ledger, "WHERE kind <> 'average' AND state = 'done' ORDER BY id")
+        trained = SegmentRow.select(ledger, "WHERE kind NOT IN ('average', 'import') AND state = 'done' ORDER BY id")
         row = next((one for one in trained if one.id == segment), None)
         if row is None:
             raise InputError(

@@ -61,6 +61,8 @@ def ensure_certified(plant: Plant, row: SegmentRow) -> None:
     Raises: NotCertifiedError when the segment may not start; SegmentError when the runs were stopped, and the caller may begin again.
     """
     parent = SegmentRow.get(plant.ledger, row.parent) if row.parent else None
+    if parent is not None and not parent.has_steps:
+        parent = None  # no code of this factory trained an imported model
     policy = CertificatePolicy.load(plant.workspace.policy_path("gates/certificate.yaml"))
     if parent and (parent.code_commit != row.code_commit or describe_compute_changes(parent, row)):
         _allow(plant.ledger, row, _newest(plant.ledger, GATE, row.id) or _certify(plant, row, parent, policy))

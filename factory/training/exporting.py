@@ -71,7 +71,7 @@ def write_export(plant: Plant, row: SegmentRow, folder: Path, original_defaults:
             "training.export_failed", "The export of {checkpoint} failed: {error}",
             checkpoint=checkpoint["path"], error=(done.stderr.strip().splitlines() or ["no message"])[-1],
         )  # fmt: skip
-    Tokenizer.load(plant.workspace.tokenizer).copy_to(folder, original_defaults)
     if not original_defaults:
         (folder / "generation_config.json").write_text(json.dumps(make_generation_config(), indent=2) + "\n")
+    Tokenizer.load(plant.workspace.tokenizer).copy_to(folder, original_defaults)
     sync_tree(folder)  # before the ledger names it

@@ -24,10 +24,11 @@ from factory.core.workspace import Workspace
 from factory.ingest.rules.licence_claims import CONFLICT_EVENT, find_relicensed_documents
 from factory.ingest.rules.policy import DataPolicy, LicenceRules
 from factory.ingest.vocabulary_size import check_vocabulary
+from factory.ledger.imported_model import refuse_unfinished_import
 from factory.ledger.ledger import Ledger, data_plans, record_event, segments, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED, REMOVED_FATE, list_removals, replace_erased_token_shards
-from factory.ledger.rows import SegmentRow, SqlReader, Subject
+from factory.ledger.rows import IMPORT, SegmentRow, SqlReader, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.stored_paths import to_stored_path, to_stored_paths
 from factory.ledger.writing import find_next_key, insert_row
@@ -63,9 +64,12 @@ def forecast_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str
     The recipe's ``max_epochs`` limits the data, and the tokens of an anneal are reserved. Batches are counted as full. A packing
     that pads therefore leaves data over, and never runs out of data.
     """
+    refuse_unfinished_import(plant)
     recipe = load_recipe(plant.workspace)
     last = find_trunk_parent(plant.ledger, recipe)
-    wanted = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
+    wanted = steps or (
+        recipe.schedule.trunk_steps.later if last and last.has_steps else recipe.schedule.trunk_steps.first
+    )
     first = last.last_step if last else 0
     # Positions of a trunk segment of that many steps and its anneal. The batch size may still warm up.
     needs = lambda trunk: recipe.count_tokens_between(first, first + trunk + recipe.schedule.anneal_steps)
@@ -92,7 +96,7 @@ def plan_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str] = 
     recipe = load_recipe(plant.workspace)
     last = find_trunk_parent(plant.ledger, recipe)
     if not trunk.steps:
-        if not trunk.new_shards and not last:
+        if not trunk.new_shards and not (last and last.has_steps):
             raise InputError(
                 "training.no_shards", "The factory has no ingested shard to train on. Drop a shard into the inbox."
             )
@@ -123,13 +127,15 @@ def find_last_finished_segment(ledger: Ledger, kind: str) -> SegmentRow | None:
 
 
 def find_trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
-    """The segment from whose last checkpoint the next trunk segment starts; None for the first trunk segment.
+    """The segment from whose last checkpoint the next trunk segment starts. For the first trunk segment, it is the imported model, or None.
 
     With ``schedule.continue_from: anneal`` (WSD-S, arXiv 2410.05192) it is the anneal of the newest trunk segment. The next trunk
     segment takes the anneal's weights, sampler state and last step, so it repeats no document early and continues the step count.
     """
     trunk = find_last_finished_segment(ledger, "trunk")
-    if trunk is None or recipe.schedule.continue_from == "trunk":
+    if trunk is None:
+        return find_last_finished_segment(ledger, IMPORT)
+    if recipe.schedule.continue_from == "trunk":
         return trunk
     anneal = find_last_finished_segment(ledger, "anneal")
     return anneal if anneal is not None and anneal.parent == trunk.id else trunk
@@ -266,7 +272,8 @@ def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: SegmentRow
 
     state = None
     if last is not None:
-        state = json.loads((Path(read_last_checkpoint(ledger, last.id)["path"]) / "state.json").read_text())["sampler"]
+        path = Path(read_last_checkpoint(ledger, last.id)["path"]) / "state.json"
+        state = json.loads(path.read_text()).get("sampler")  # an imported model has read no data
     sizes = {"context": recipe.model.context, "vocab_size": recipe.model.vocab_size}
     with _fits(recipe):
         return DataOrder(plan, batch=recipe.batch, state=state, **sizes)
@@ -279,6 +286,30 @@ def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: Segm
     if recipe.batch.max_padding is not None:
         with _fits(recipe):
             refuse_excessive_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
+
+
+def make_next_trunk_spec(plant: Plant, steps: int) -> dict[str, Any]:
+    """The content of segment.json of a first trunk segment of so many steps, without a row in the ledger. Raises: InputError without data."""
+    from factory.git.repository import get_live_commit, read_file_text
+
+    recipe = load_recipe(plant.workspace)
+    parent = find_trunk_parent(plant.ledger, recipe)
+    shards = _every_shard(plant.ledger, parent)
+    if not shards:
+        raise InputError(
+            "training.no_data", "The factory has no ingested shard. Ingest data first: 'factory ingest PATH'."
+        )
+    refuse_changed_model(plant, recipe, parent)
+    first = parent.last_step if parent else 0
+    plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + steps, _licences(plant.workspace))
+    commit = get_live_commit(plant.workspace.repository)
+    kernels = read_file_text(plant.workspace.repository, commit, KERNELS)
+    resolved, _, _ = compute_settings.choose_compute_settings(plant.workspace, recipe, kernels)
+    return {
+        "kind": "trunk", "recipe": resolved.model_dump(mode="json"), "data_plan": json.loads(plan.to_json()), "first_step": first,
+        "last_step": first + steps, "initial_checkpoint": parent and read_last_checkpoint(plant.ledger, parent.id)["path"],
+        "code_commit": commit, "kernels": None,
+    }  # fmt: skip
 
 
 def _plan(
@@ -319,7 +350,7 @@ def _plan(
     commit = get_live_commit(plant.workspace.repository)
     kernels = read_file_text(plant.workspace.repository, commit, KERNELS)
     recipe, computed, of_computing = compute_settings.choose_compute_settings(
-        plant.workspace, recipe, kernels, parent.recipe_json["precision"] if parent else ""
+        plant.workspace, recipe, kernels, parent.recipe_json["precision"] if parent and parent.has_steps else ""
     )
     notes += of_computing
     for note in notes:
@@ -401,8 +432,9 @@ def refuse_changed_model(
             key=unknown,
             nearest=suggest_name(unknown, ACCEPTABLE),
         )
-    if parent is None:
+    if parent is None or not parent.has_steps:
         check_vocabulary(plant, recipe)
+    if parent is None:
         _refuse_unused_changes(named, ())
         return []
     workspace = plant.workspace
@@ -411,22 +443,29 @@ def refuse_changed_model(
         return []  # an older factory recovered the row without its recipe; the trainer compares the weights
     changes = find_model_function_changes(before, recipe.model)
     refused = find_unaccepted_changes(before, recipe.model, [*recipe.accept_changes, *named])
-    if before.get("context", recipe.model.context) != recipe.model.context:
+    if parent.has_steps and before.get("context", recipe.model.context) != recipe.model.context:
         changes["context"] = before["context"], recipe.model.context
         refused.insert(0, "context")
     if refused:
-        accept = Message(
+        accept: str = Message(
             "training.accept_model_change", "You can name the change: '{command}', or accept_changes: [{keys}] in the recipe. Training then "
             "continues from the present weights. ", command=" ".join(["factory train", *(f"--change {key}" for key in refused)]), keys=refused,
         )  # fmt: skip
+        differing = [f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused]
+        accept = accept if set(refused) <= set(ACCEPTABLE) else ""
+        first = SegmentRow.read_lineage(plant.ledger, parent.id)[0]
+        if first.kind == IMPORT:
+            raise ConfigError(
+                "training.imported_model_changed", "{recipe_file} describes another function than the imported model computes: {changes}. Undo "
+                "the change. {accept}", recipe_file=workspace.recipe_path(), changes=differing, accept=accept,
+            )  # fmt: skip
         raise ConfigError(
             "training.model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. You can undo "
             "the change. {accept}You can train from step 0 in this workspace with 'factory rewind {root} -w {workspace}', which keeps "
             "data, tokenizer and releases. Or you can begin another workspace with 'factory init --recipe {recipe} "
             "--tokenizer {tokenizer} -w FOLDER'.",
             recipe_file=workspace.recipe_path(), segment=parent.id,
-            changes=[f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused],
-            accept=accept if set(refused) <= set(ACCEPTABLE) else "", root=SegmentRow.read_lineage(plant.ledger, parent.id)[0].id,
+            changes=differing, accept=accept, root=first.id,
             workspace=workspace.root, recipe=recipe.name, tokenizer=workspace.tokenizer,
         )  # fmt: skip
     _refuse_unused_changes(named, changes)

@@ -23,7 +23,7 @@ from factory.core.launching import (
 )
 from factory.core.untrusted_trainer_files import parse_json, read_tail
 from factory.ledger.plant import Plant
-from factory.ledger.rows import SegmentRow
+from factory.ledger.rows import IMPORT, SegmentRow
 from factory.retrying.daemon_requests import refuse_rewound_segment, refuse_while_paused
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.trainer_deaths import HUNG, REFUSED, TrainerFailure, count_oom_kills
@@ -69,7 +69,8 @@ def run_segment(
     follower: SegmentFollower | None = None,
     repair_inputs: Callable[[bool], bool] = lambda check_all: False,
 ) -> dict[str, Any]:
-    """Run or resume a planned segment to its end; returns the content of result.json. An average is made by ``factory.training.averaging``.
+    """Run or resume a planned segment to its end; returns the content of result.json. An average is made by
+    ``factory.training.averaging``, and an imported model is read by ``factory.training.importing``.
 
     ``repair_inputs(check_all)``: repairs the trainer's inputs, and returns True if any was damaged. ``check_all`` is False at the start (look
     at files that changed), and True after the trainer failed (look at all files). After a repair the trainer runs again.
@@ -87,6 +88,10 @@ def run_segment(
         from factory.training.averaging import run_average
 
         return run_average(plant, row)
+    if row.kind == IMPORT:
+        from factory.training.importing import run_import
+
+        return run_import(plant, row)
     from factory.training.certifying import ensure_certified
     from trainer.contract.recipe import Recipe
 

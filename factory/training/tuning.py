@@ -106,7 +106,9 @@ def choose_next_trunk_precision(workspace: Workspace) -> str:
     """The precision in which the kernels of the next trunk segment will compute."""
     recipe = load_recipe(workspace)
     last = find_trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
-    return find_compute_precision(measure_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
+    return find_compute_precision(
+        measure_precision(recipe, last.recipe_json["precision"] if last and last.has_steps else "")["precision"]
+    )
 
 
 def _live_code(workspace: Workspace) -> Path:

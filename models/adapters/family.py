@@ -52,7 +52,7 @@ NAMES: Mapping[str, str] = {
 }
 MOST_EXPERTS = 1 << 16  # in all layers; each expert has three tensors with names of their own
 # keys of a model's training. They are in no config.json
-OF_TRAINING = ("context", "across_documents", "base_d_model", "family")
+OF_TRAINING = ("context", "max_positions", "across_documents", "base_d_model", "family")
 OF_EXPERTS_TRAINING = ("bias_rate", "z_loss", "loss_weight")
 
 
@@ -249,7 +249,7 @@ def write_common(spec: ModelSpec) -> dict[str, Any]:
     """The keys of config.json that ``read_common`` reads, and those that concern no description."""
     # Dynamic scaling begins beyond this many positions, whatever was trained.
     dynamic = spec.rope_scaling is not None and spec.rope_scaling.kind == "dynamic"
-    context = spec.rope_scaling.original_context if dynamic and spec.rope_scaling else spec.context
+    context = spec.rope_scaling.original_context if dynamic and spec.rope_scaling else spec.max_positions or spec.context
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.d_model,

@@ -64,13 +64,13 @@ def restore_data_order_before(segment: Path, spec: SegmentSpec, step: int) -> Da
     return order if state is not None else order.copy_at_step(spec.first_step)
 
 
-def read_sampler_state(checkpoint: Path) -> dict[str, Any]:
-    """The data order's state in a checkpoint. Only state.json is read and verified. Raises: CheckpointError."""
+def read_sampler_state(checkpoint: Path) -> dict[str, Any] | None:
+    """The data order's state in a checkpoint; None for an imported model. Only state.json is read and verified. Raises: CheckpointError."""
     expected = checkpoints.read_manifest(checkpoint)["files"].get("state.json", {}).get("sha256")
     state = checkpoints.read_checkpoint_state(checkpoint)
     if hash_file(checkpoint / "state.json") != expected:
         raise CheckpointError(checkpoints.make_hash_mismatch_fault(checkpoint / "state.json"))
-    return dict(state["sampler"])
+    return None if state["kind"] == checkpoints.IMPORT else dict(state["sampler"])
 
 
 def main(arguments: list[str]) -> int:

@@ -30,7 +30,7 @@ def list_releases(plant: Plant, say: AnswerPrinter) -> None:
     found = list_releases(plant.ledger)
     say(found)
     for row in found:
-        name = f"release {row['release']}" if row["release"] else "–"
+        name = f"release {row['release']}" if row["release"] is not None else "–"
         judged = (
             f"{row['verdict'] or '–'} {'over ' + row['against'].replace(':', ' ') if row['against'] else ''}".strip()
         )
@@ -71,7 +71,7 @@ def show_release(plant: Plant, say: AnswerPrinter, name: ReleaseName) -> None:
 def _lines(found: dict[str, Any]) -> list[str]:
     title = (
         f"release {found['release']}: candidate {found['candidate']}"
-        if found["release"]
+        if found["release"] is not None
         else f"candidate {found['candidate']}"
     )
     lines = [f"{title}, {found['state']}" + (", champion" if found["champion"] else "")]
@@ -84,6 +84,23 @@ def _lines(found: dict[str, Any]) -> list[str]:
     for word in ("better", "worse", "no difference shown"):
         names = [f"{name} {_gain(gain)}" for name, gain in measured.items() if gain["shows"] == word]
         lines += [f"  {word}: {one}" for one in names]
+    if found["against"] is None and found["bits_per_byte"]:
+        values = [
+            f"{domain} {value:.3f}"
+            for domain, value in sorted(found["bits_per_byte"].items())
+            if isinstance(value, float)
+        ]
+        lines.append(Message("releases.bits_per_byte", "  measured   bits per byte: {values}", values=values))
+    if imported := found["imported"]:
+        lines.append(
+            Message(
+                "releases.imported",
+                "  imported   from {name} ({architecture}), licence {licence}",
+                name=imported["name"],
+                architecture=imported["class"],
+                licence=imported["licence"] or "not named",
+            )
+        )
     for row in found["segments"]:
         steps = f"steps {row['first_step']}–{row['last_step']}"
         lines.append(
@@ -263,7 +280,7 @@ def roll_back(
     say: AnswerPrinter,
     number: Annotated[
         int | None,
-        typer.Argument(min=1, help="The release's number (default: the release that the champion replaced)."),
+        typer.Argument(min=0, help="The release's number (default: the release that the champion replaced)."),
     ] = None,
 ) -> None:
     """Make an older release champion again. 'factory serve' switches to it at once."""
@@ -280,7 +297,7 @@ def roll_back(
 def write_gguf(
     plant: Plant,
     say: AnswerPrinter,
-    number: Annotated[int, typer.Argument(min=1, help="The release's number.")],
+    number: Annotated[int, typer.Argument(min=0, help="The release's number.")],
     into: Annotated[
         Path, typer.Option(help="The file to write, such as release-2.gguf. An existing file is not overwritten.")
     ],

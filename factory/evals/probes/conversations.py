@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from factory.ingest.shapes.chats import ROLES
 from factory.ingest.tokenizer import SPECIAL, Tokenizer
+from factory.ingest.tokenizing.chat_rendering import ChatRefusedError
 
 Chat = list[dict[str, Any]]
 
@@ -84,11 +88,22 @@ TYPED_CALLS: tuple[Chat, ...] = (
 )
 
 
-def list_expected_special_ids(chat: Chat, tokenizer: Tokenizer) -> list[int]:
-    """Return the special ids of a chat's prompt, in order, without the special tokens that the text of a message spells."""
-    return [*tokenizer.bos, *[tokenizer.start_token, tokenizer.stop_token] * len(chat), tokenizer.start_token]
+def list_expected_special_ids(chat: Chat, tokenizer: Tokenizer) -> list[int] | None:
+    """Return the special ids of a chat's prompt, in order, without the special tokens that the text of a message spells. They are those of a chat of
+    plain words with the same roles, or of users for unknown roles. None if the chat template refuses such a chat."""
+    plain = [{"role": turn["role"] if turn["role"] in ROLES else "user", "content": "word"} for turn in chat]
+    ids = encode_prompt_or_none(plain, tokenizer)
+    return None if ids is None else select_special_ids(ids, tokenizer.special_ids)
 
 
-def select_special_ids(ids: list[int]) -> list[int]:
+def select_special_ids(ids: Sequence[int], special: Collection[int]) -> list[int]:
     """Return the special ids among ``ids``."""
-    return [number for number in ids if number < len(SPECIAL)]
+    return [number for number in ids if number in special]
+
+
+def encode_prompt_or_none(chat: Chat, tokenizer: Tokenizer) -> list[int] | None:
+    """Return the ids of a chat up to the next answer, with today's date if the template writes one. None if the template refuses the chat."""
+    try:
+        return [int(number) for number in tokenizer.encode_chat_prompt(chat, datetime.datetime.now())]
+    except ChatRefusedError:
+        return None

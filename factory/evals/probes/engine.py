@@ -23,6 +23,7 @@ from factory.evals.probes.conversations import (
     TEXTS,
     TYPED_CHATS,
     TYPED_TEXTS,
+    encode_prompt_or_none,
     list_expected_special_ids,
     select_special_ids,
 )
@@ -52,7 +53,7 @@ def make_engine_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_b
     ``greedy_by_default``: whether the export's sampling defaults are greedy. If so, they are checked too.
     """
     texts = [_text(tokenizer, text) for text in (*TEXTS, *SPACED_TEXTS)]
-    chats = [_chat(tokenizer, chat) for chat in (*CHATS, *SPACED_CHATS, SYSTEM_CHAT)]
+    chats = [row for chat in (*CHATS, *SPACED_CHATS, SYSTEM_CHAT) if (row := _chat(tokenizer, chat))["ids"] is not None]
     room, count = context - CONTINUED, min(CONTINUED, context - 1)
     # A text that is too long for a tiny context is cut and asked for by its ids.
     prompts: list[tuple[list[int], Any]] = [(row["ids"][: max(1, room)], None) for row in texts]
@@ -62,11 +63,13 @@ def make_engine_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_b
         "texts": texts,
         "chats": chats,
         "typed_texts": [_text(tokenizer, text) for text in TYPED_TEXTS],
-        "typed": [_chat(tokenizer, chat) for chat in TYPED_CHATS],
+        "typed": [row for chat in TYPED_CHATS if (row := _chat(tokenizer, chat))["ids"] is not None],
         "injected": [_chat(tokenizer, chat) for chat in INJECTED_CHATS],
         "greedy": greedy,
         "stops": [stop for row in greedy if (stop := _stop(tokenizer, row))],
         "greedy_by_default": greedy_by_default,
+        "special_ids": sorted(tokenizer.special_ids),
+        "template_defuses": tokenizer.is_own,  # whether the template itself keeps text that spells a special token from becoming one
     }
 
 
@@ -77,7 +80,7 @@ def _text(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
 def _chat(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "messages": chat,
-        "ids": tokenizer.encode_chat_prompt(chat).tolist(),
+        "ids": encode_prompt_or_none(chat, tokenizer),
         "frame": list_expected_special_ids(chat, tokenizer),
     }
 
@@ -85,7 +88,7 @@ def _chat(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> dict[str, Any]:
 def _stop(tokenizer: Tokenizer, row: dict[str, Any]) -> dict[str, Any] | None:
     """Return a stop text from the second half of a continuation, and the text before it; None if the bytes are not whole characters."""
     written = tokenizer.decode(row["tokens"])
-    if any(token < len(SPECIAL) for token in row["tokens"]) or "\ufffd" in written or len(written) < 8:
+    if any(token in tokenizer.special_ids for token in row["tokens"]) or "\ufffd" in written or len(written) < 8:
         return None
     stop = written[len(written) // 2 :][:2]
     return {
@@ -154,24 +157,31 @@ class EngineClient:
     async def _typed(self, texts: bool) -> Message:
         for row in self._fixture["typed_texts"] if texts else ():
             await self._same_ids({"prompt": row["text"]}, row["ids"], f"ids of {row['text'][:30]!r}")
-        for row in self._fixture["typed"]:
+        for row in self._typed_chats(texts):
             found = await self._ids({"messages": row["messages"]})
-            if select_special_ids(found) != row["frame"]:
+            if self._special(found) != row["frame"]:
                 content = next(m["content"] for m in row["messages"] if any(word in m["content"] for word in SPECIAL))
                 raise EngineDiffersError(
                     "engine.typed_special", "The text {text!r} in a message becomes special tokens: {ids}",
-                    text=content[:40], ids=select_special_ids(found),
+                    text=content[:40], ids=self._special(found),
                 )  # fmt: skip
         return Message(
             "engine.no_typed_special",
             "In {chats:,} chats, text that spells a special token stays text",
-            chats=len(self._fixture["typed"]),
+            chats=len(self._typed_chats(texts)),
         )
+
+    def _typed_chats(self, reads_text: bool) -> list[dict[str, Any]]:
+        """Return the chats that spell special tokens; none for an engine that matches special tokens in what a foreign template writes."""
+        return list(self._fixture["typed"]) if reads_text or self._fixture["template_defuses"] else []
+
+    def _special(self, ids: list[int]) -> list[int]:
+        return select_special_ids(ids, self._fixture["special_ids"])
 
     async def _injected(self) -> Message:
         for row in self._fixture["injected"]:
             status, found = await self._answer("/tokenize", {"messages": row["messages"]})
-            if not 400 <= status < 500 and select_special_ids(found.get("tokens", [])) != row["frame"]:
+            if not 400 <= status < 500 and self._special(found.get("tokens", [])) != row["frame"]:
                 raise EngineDiffersError(
                     "engine.injected_role",
                     "A role with the text {role!r} becomes special tokens",

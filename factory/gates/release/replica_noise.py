@@ -58,7 +58,7 @@ def find_anneal_due_for_replicas(db: SqlReader, policy: ReplicaNoisePolicy) -> t
     best = find_champion(db)
     if not policy.count or best is None or best.number < policy.from_release:
         return None
-    anneal = next((row for row in reversed(SegmentRow.read_lineage(db, best.segment)) if row.kind != "average"), None)
+    anneal = next((row for row in reversed(SegmentRow.read_lineage(db, best.segment)) if row.has_steps), None)
     if anneal is None or anneal.kind != "anneal" or anneal.parent is None:
         return None  # a candidate from an average of the trunk's checkpoints has no anneal to repeat
     before = find_newest_replica_measurement(db)

@@ -6,12 +6,14 @@ from typing import Any
 
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.trained_licences import (
+    NONE,
     compute_unreleasable_shares,
     count_disputed_tokens,
     count_tokens_by_licence,
 )
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import list_open_anomalies_of_lineage, list_rewound_segments_of_lineage
+from factory.ledger.imported_model import find_imported_licence
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow
 from kernels.contract.message import Message
@@ -23,11 +25,16 @@ def read_training_evidence(plant: Plant, candidate_id: int) -> dict[str, Any]:
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
     tokens = count_tokens_by_licence(plant.ledger, segment, licences)
     other = compute_unreleasable_shares(licences, tokens)
+    imported = find_imported_licence(plant.ledger, segment)
+    if imported is not None and not licences.find_licence(imported.name).release:
+        other = {f"{imported.name or NONE} (imported model)": 1.0, **other}  # all of the model descends from it
     return {
         "anomalies": _open_anomalies(plant, candidate_id),
         "releasable": 1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
         "not_releasable": other,
-        "disputed": count_disputed_tokens(plant.ledger, segment, licences) / sum(tokens.values()) if other else None,
+        "disputed": count_disputed_tokens(plant.ledger, segment, licences) / max(1, sum(tokens.values()))
+        if other
+        else None,
     }
 
 

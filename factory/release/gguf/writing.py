@@ -19,7 +19,8 @@ import numpy as np
 from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.evals.export_folder import ExportWeights, read_config, read_json
-from factory.ingest.tokenizer import SPLIT_PATTERN, Tokenizer
+from factory.ingest.tokenizer import Tokenizer
+from factory.ingest.tokenizing.fast_path import name_split
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 from factory.release.checks import check_export_unchanged
@@ -286,8 +287,15 @@ def _add_rope_scaling(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
 # llama.cpp has the patterns that split text in its code, and the key ``tokenizer.ggml.pre`` names one of them. llama.cpp's converter finds the name
-# by a hash of the ids of a sample text, so it knows only published vocabularies. The factory trains its own vocabulary, but uses Qwen2's pattern.
-MODEL, SPLIT_PATTERN_NAME = "gpt2", "qwen2"  # byte-level BPE, and Qwen2's split pattern
+# by a hash of the ids of a sample text, so it knows only published vocabularies. Here the name follows from the pattern itself. The second value says
+# whether llama.cpp then looks up whole words first, as ``ignore_merges`` of tokenizer.json does (llama.cpp, src/llama-vocab.cpp).
+MODEL = "gpt2"  # byte-level BPE
+SPLIT_NAMES = {
+    "qwen": ("qwen2", False),
+    "llama3": ("llama-bpe", True),
+    "gpt2": ("gpt-2", False),
+    "digits gpt2": ("smollm", False),
+}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 
 
@@ -296,11 +304,11 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
 
     Raises: InputError for a tokenizer that llama.cpp would apply differently.
     """
-    tokenizer = Tokenizer.load(export, check_encoding=False)  # its split pattern is checked below
+    tokenizer = Tokenizer.load(export)
     where = export / "tokenizer.json"
     data = json.loads(where.read_text(encoding="utf-8"))
     model = data["model"]
-    if (why := _unlike_qwen2(data)) is not None:
+    if (why := _find_obstacle(data)) is not None:
         raise InputError(
             "gguf.other_tokenizer",
             "{file}: {why}. llama.cpp would give other token ids, so the factory wrote no GGUF file",
@@ -321,33 +329,36 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
             vocabulary=vocab_size,
         )
     writer.add_tokenizer_model(MODEL)
-    writer.add_tokenizer_pre(SPLIT_PATTERN_NAME)
+    writer.add_tokenizer_pre(SPLIT_NAMES[name_split(data) or ""][0])
     writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types([kinds.get(number, UNUSED) for number in range(vocab_size)])
     # a merge is two tokens, joined by a space; the most frequent merge comes first
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
-    writer.add_bos_token_id(tokenizer.end_token)
+    bos = tokenizer.bos_token
+    writer.add_bos_token_id(tokenizer.end_token if bos is None else bos)
     writer.add_eos_token_id(tokenizer.stop_token)  # the end of a turn; llama.cpp knows <|endoftext|> by its name
     writer.add_eot_token_id(tokenizer.stop_token)
-    writer.add_pad_token_id(tokenizer.end_token)
+    writer.add_pad_token_id(tokenizer.end_token if tokenizer.ids.pad is None else tokenizer.ids.pad)
     writer.add_add_bos_token(bool(tokenizer.bos))
     writer.add_add_eos_token(False)
-    writer.add_chat_template(_chat_template(export) or tokenizer.chat_template)
+    if template := _chat_template(export) or tokenizer.chat_template:
+        writer.add_chat_template(template)
 
 
-def _unlike_qwen2(data: dict[str, Any]) -> str | None:
-    """Return how the tokenizer differs from the one that llama.cpp uses for ``SPLIT_PATTERN_NAME``; None if it does not differ."""
-    model, split = data["model"], data["pre_tokenizer"] or {}
-    steps = split.get("pretokenizers", [split])
-    patterns = [step["pattern"] for step in steps if step.get("type") == "Split"]
-    if patterns != [{"Regex": SPLIT_PATTERN}] or [step["type"] for step in steps] != ["Split", "ByteLevel"]:
+def _find_obstacle(data: dict[str, Any]) -> str | None:
+    """Return why llama.cpp would give other ids than the tokenizer; None if it would not."""
+    model = data["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
+        return Message("gguf.not_plain_bpe", "the tokenizer is not a plain BPE tokenizer")
+    name = name_split(data)
+    if name is None or SPLIT_NAMES[name][1] != bool(model.get("ignore_merges")):
         return Message(
-            "gguf.other_pattern", "the tokenizer does not use Qwen2's pattern to split text into byte-level pieces"
+            "gguf.other_pattern",
+            "the tokenizer does not split text into byte-level pieces as one of these models of llama.cpp does: {names}",
+            names=[name for name, _ in SPLIT_NAMES.values()],
         )
     if data["normalizer"] is not None:
         return Message("gguf.normalizer", "the tokenizer normalises text before it splits the text")
-    if model["type"] != "BPE" or model.get("ignore_merges") or model.get("byte_fallback") or model.get("dropout"):
-        return Message("gguf.not_plain_bpe", "the tokenizer is not a plain BPE tokenizer")
     return None
 
 

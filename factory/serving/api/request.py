@@ -5,6 +5,7 @@ An unsupported key that would change the answer is refused. A key that changes n
 
 from __future__ import annotations
 
+import datetime
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from factory.evals.export_folder import ExportError, read_config
 from factory.ingest.chat_template import OLDER_TEMPLATES
 from factory.ingest.document import ROLES
 from factory.ingest.tokenizer import Tokenizer
+from factory.ingest.tokenizing.chat_rendering import ChatRefusedError
+from factory.ingest.tokenizing.marked_library import SpellsMarkError
 from factory.release.published_link import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults, SamplingSettings
 from factory.serving.api.errors import ApiError
@@ -83,11 +86,11 @@ class ServedModel:
 
 
 def load_served_model(export: Path) -> ServedModel:
-    """Load the parts of an export. Raises: ExportError if it cannot be read, or if its chat template is not this factory's."""
+    """Load the parts of an export. Raises: ExportError if it cannot be read, or if it has the factory's own tokenizer with another chat template."""
     config, tokenizer = read_config(export), Tokenizer.load(export)
     path = export / "chat_template.jinja"
     known = (tokenizer.chat_template, *(() if tokenizer.bos else OLDER_TEMPLATES))
-    if not path.is_file() or path.read_text(encoding="utf-8") not in known:
+    if tokenizer.is_own and (not path.is_file() or path.read_text(encoding="utf-8") not in known):
         raise ExportError(
             "serving.other_chat_template",
             "{file} is not the chat template of this factory, so chats would get other token ids.",
@@ -169,7 +172,11 @@ def check_requested_model(body: dict[str, Any]) -> None:
 
 def tokenize_chat(body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of a chat up to its next answer. Special tokens in a message are read as plain text. Raises: ApiError."""
-    return [int(number) for number in tokenizer.encode_chat_prompt(check_messages(body))]
+    messages = check_messages(body)
+    try:
+        return [int(number) for number in tokenizer.encode_chat_prompt(messages, datetime.datetime.now())]
+    except (ChatRefusedError, SpellsMarkError) as error:  # the model's own chat template refuses it
+        raise ApiError(400, Message.from_json(error.message), "messages") from error
 
 
 def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:

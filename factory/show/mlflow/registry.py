@@ -18,7 +18,7 @@ from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import list_releases_with_removed_data
-from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.rows import ON_CANDIDATES, CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.checks import check_export_unchanged, get_newest_verdict
 from factory.release.published_link import MODEL_NAME as MODEL
 from factory.show.mlflow.model_files import log_loadable_model
@@ -95,7 +95,7 @@ def register_version(plant: Plant, tracking: MlflowTracking, candidate_id: int) 
                 client.set_model_version_tag(MODEL, version.version, key, value)
         if version.description != about:
             client.update_model_version(MODEL, version.version, about)
-        if candidate_id == max(one.subject_number for one in VerdictRow.select(plant.ledger, "WHERE gate = 'release'")):
+        if candidate_id == max(one.subject_number for one in VerdictRow.select(plant.ledger, f"WHERE {ON_CANDIDATES}")):
             client.set_registered_model_alias(MODEL, CANDIDATE, version.version)
     tracking.log_report(run, write_report(plant, candidate_id))
     return str(version.version)

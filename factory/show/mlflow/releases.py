@@ -7,7 +7,7 @@ from factory.core.workspace import PATIENCE
 from factory.ledger.decisions import APPROVED, APPROVED_BY_POLICY, OVERRIDDEN, REJECTED, find_decision, find_override
 from factory.ledger.ledger import Ledger, record_event, releases
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, find_champion
+from factory.ledger.rows import ON_CANDIDATES, CandidateRow, ReleaseRow, Subject, VerdictRow, find_champion
 from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, is_decision_by_person_needed
 from factory.release.checks import get_newest_verdict
 from factory.show.mlflow.outages import describe_single_failure
@@ -39,7 +39,7 @@ def show_releases(plant: Plant, tracking: MlflowTracking) -> None:
 
     Raises: InputError; TrackingError.
     """
-    if VerdictRow.find_first(plant.ledger, "WHERE gate = 'release'") is None:
+    if VerdictRow.find_first(plant.ledger, f"WHERE {ON_CANDIDATES}") is None:
         return  # no candidate was judged yet, so MLflow need not be imported
     with plant.workspace.hold_lock("release", PATIENCE):
         refused: list[Message] = []
@@ -75,7 +75,7 @@ def _unshown(plant: Plant, tracking: MlflowTracking) -> list[int]:
     }
     unshown = []
     for row in CandidateRow.select(ledger):
-        verdict = VerdictRow.find_newest(ledger, "release", Subject("candidate", row.id))
+        verdict = VerdictRow.find_newest_on_candidate(ledger, row.id)
         nothing = (None, None, None)
         if verdict and (str(row.id), row.export_sha256, str(verdict.id), *released.get(row.id, nothing)) not in shown:
             unshown.append(row.id)

@@ -271,7 +271,7 @@ class MlflowTracking:
             samples = summary.pop("samples", None)
             files = {"evaluation.json": summary, "samples.json": samples}
             self._log_once(run, rename_evaluation_metrics(flatten_numbers(summary)), evaluation.created_at, files)
-        if verdict := VerdictRow.find_newest(self.ledger, "release", subject):
+        if verdict := VerdictRow.find_newest_on_candidate(self.ledger, candidate_id):
             self._judged(run, candidate, verdict)
         return run
 

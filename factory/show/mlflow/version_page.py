@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from factory.evals.statistics import read_confidence_interval
-from factory.ledger.rows import CandidateRow, SegmentRow, VerdictRow
+from factory.ledger.rows import IMPORT, CandidateRow, SegmentRow, VerdictRow
 from kernels.contract.message import Message
 
 NOT_MEASURED = "not measured"
@@ -54,8 +54,15 @@ def render_description(
     floors = Message(
         "version_page.floors", "judged by absolute floors, because there is no champion to compare with yet"
     )
-    over = f"over {verdict.against.replace(':', ' ')}" if verdict.against else floors
-    released = f", release {links.release}" if links.release else ""
+    imported = Message("version_page.imported", "imported, the baseline of later candidates")
+    over = (
+        f"over {verdict.against.replace(':', ' ')}"
+        if verdict.against
+        else imported
+        if verdict.gate == IMPORT
+        else floors
+    )
+    released = f", release {links.release}" if links.release is not None else ""
     share = evidence.get("releasable")
     deciding = {
         "gain in bits per byte": _words(evidence.get("target")),
@@ -93,7 +100,9 @@ def render_description(
 
 def _links(segment: SegmentRow, verdict: VerdictRow, places: VersionLinks) -> list[str]:
     own, training, champion = places.candidate, places.training, places.champion
-    made = f"{segment.kind} branch, segment {segment.id}"
+    made = (
+        f"{segment.kind} branch, segment {segment.id}" if segment.has_steps else f"{segment.kind}, segment {segment.id}"
+    )
     links = [
         f"[report]({own.make_page_link('/artifacts/report.html')})",
         f"[pictures]({own.make_page_link(f'/artifacts/{PICTURES}')})",
@@ -104,13 +113,13 @@ def _links(segment: SegmentRow, verdict: VerdictRow, places: VersionLinks) -> li
         (f"[{made}]({training.make_page_link('/model-metrics')})" if training else made)
         + f", code `{segment.code_commit[:12]}`",
     ]
-    if places.release:
+    if places.release is not None and verdict.gate != IMPORT:
         links.append(f"bundle `{places.bundle or f'factory release --bundle {places.release}'}`")
     return [link for link in links if link]
 
 
 def _to_do(verdict: VerdictRow, places: VersionLinks) -> list[str]:
-    if verdict.outcome != "promote" or places.release:
+    if verdict.outcome != "promote" or places.release is not None:
         return []
     return [
         Message(

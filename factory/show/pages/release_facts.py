@@ -10,9 +10,10 @@ from factory.core.errors import InputError
 from factory.evals.statistics import compare_items, read_confidence_interval
 from factory.git import repository
 from factory.ledger.decisions import find_decision, find_override, list_undecided_verdicts
+from factory.ledger.imported_model import read_import_plan
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, find_champion
+from factory.ledger.rows import IMPORT, CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, VerdictRow, find_champion
 from factory.show.pages.provenance import read_training_data_of_segment
 
 Facts = dict[str, Any]
@@ -99,7 +100,8 @@ def read_release_details(plant: Plant, name: str) -> Facts:
                 guard: compute_gain_with_interval(found)
                 for guard, found in sorted((evidence.get("guards") or {}).items())
             },
-            "bits_per_byte": evidence.get("bits_per_byte") or {},
+            "bits_per_byte": evidence.get("bits_per_byte") or _measured_bits_per_byte(plant.ledger, candidate),
+            "imported": _describe_import(plant.ledger, candidate),
             "champion_bits_per_byte": evidence.get("champion_bits_per_byte") or {},
             "decision": decision and vars(decision),
             "report": str(report) if report.is_file() else None,
@@ -116,6 +118,23 @@ def read_release_details(plant: Plant, name: str) -> Facts:
     )
 
 
+def _measured_bits_per_byte(ledger: Ledger, candidate: CandidateRow) -> Facts:
+    """By domain, of the newest measurement of a candidate that no gate has judged, such as an imported model."""
+    row = EvaluationRow.find_newest(ledger, candidate.id)
+    return dict(row.summary.get("bpb") or {}) if row else {}
+
+
+def _describe_import(ledger: Ledger, candidate: CandidateRow) -> Facts | None:
+    """Name, class, licence and files of the public model from which a candidate descends; None if it began anew."""
+    first = SegmentRow.read_lineage(ledger, candidate.segment)[0]
+    if first.kind != IMPORT:
+        return None
+    plan = read_import_plan(ledger, first.id)
+    return {key: plan[key] for key in ("name", "family", "class", "files")} | {
+        "licence": plan["licence"]["name"] or None
+    }
+
+
 def compute_gain_with_interval(stored_gain: Any) -> Facts | None:
     """A gain of the evidence, with its 95 % interval and what the interval shows. A positive gain is better. None: not measured."""
     found = read_confidence_interval(stored_gain)
@@ -129,7 +148,7 @@ def _verdict(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None
     """The verdict that led to the release, or the newest verdict on a candidate without a release."""
     if release:
         return VerdictRow.get(ledger, release.verdict)
-    return VerdictRow.find_newest(ledger, "release", Subject("candidate", candidate.id))
+    return VerdictRow.find_newest_on_candidate(ledger, candidate.id)
 
 
 # -- the difference of two ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger, releases, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import describe_removed_training_data, list_releases_with_removed_data
-from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, VerdictRow
 from factory.show.pages.candidate_summary import summarise_candidate
 from factory.show.pages.release_pictures import (
     ChampionComparison,
@@ -47,7 +47,7 @@ def report_path(plant: Plant, candidate_id: int) -> Path:
 def render_report(ledger: Ledger, candidate_id: int) -> str:
     """The page, with verdict, measurements, samples, data and lineage. A missing measurement is left out or shown as ``–``."""
     candidate = CandidateRow.get(ledger, candidate_id)
-    verdict = VerdictRow.find_newest(ledger, "release", Subject("candidate", candidate_id))
+    verdict = VerdictRow.find_newest_on_candidate(ledger, candidate_id)
     release = ReleaseRow.find_first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
     compared = ChampionComparison.read_newest(ledger, candidate_id)
     evaluation, summary, champion = (

@@ -236,7 +236,7 @@ def test_exports_of_older_workspaces_get_the_newer_template_without_bos(plant: F
         assert json.loads((tmp_path / name / "tokenizer_config.json").read_text())["chat_template"] == template
     ids, _ = tokenizer.encode_text("one")
     assert tokenizer.bos_token is None and ids.tolist() == [*tokenizer.encode("one"), 0]
-    assert tokenizer.encode_chat_prompt([{"role": "user", "content": "one"}])[0] == tokenizer.start_token
+    assert tokenizer.encode_chat_prompt([{"role": "user", "content": "one"}])[0] == tokenizer.special["<|im_start|>"]
     from transformers import AutoTokenizer
 
     (tmp_path / "new" / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')

@@ -54,7 +54,7 @@ class Blunt(NativeEngine):
         for message in messages:
             content = message["content"].replace("<|", "<| ") if defused else message["content"]
             found.append(f"<|im_start|>{message['role']}\n{content}<|im_end|>\n")
-        inner = self._served.tokenizer._inner
+        inner = self._served.tokenizer._form.inner
         inner.encode_special_tokens = False
         try:
             return list(inner.encode("".join([*found, "<|im_start|>assistant\n"])).ids)

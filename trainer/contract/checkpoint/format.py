@@ -5,6 +5,9 @@
                   state.json             step, kind, recipe, sampler, detector, counters
                   manifest.json          size and SHA-256 of the others
 
+The checkpoint of an imported model has weights only. Its ``kind`` is ``IMPORT``, its step is 0, its file optimizer.safetensors is empty, and its
+state.json has no sampler and no counters. A run that starts from it begins with the state of a first step.
+
 Each of several ranks writes the tensors that it holds, as ``model-00001-of-00004.safetensors`` and so on. The file's metadata names the
 region of each tensor. Any number of ranks can load a checkpoint; each reads the regions that it needs. Pickle is never used.
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -37,6 +41,7 @@ from trainer.contract.checkpoint.region import Region
 from trainer.contract.errors import ERRORS_OF_NO_FILE, CheckpointError
 
 FORMAT = 2
+IMPORT = "import"  # the kind of a checkpoint that has weights only (``write_imported_checkpoint``)
 KINDS = ("model", "optimizer")
 DTYPES = {getattr(torch, ours): theirs for theirs, ours in TORCH_NAMES.items()}
 REGIONS = "regions"  # metadata of a file that holds parts of tensors: {name: [whole shape, offset]}
@@ -109,16 +114,49 @@ def save_rank_share(
         files["state.json"] = _write(aside / "state.json", iter([json.dumps(state, sort_keys=True).encode()]))
         for other in range(1, ranks):
             files |= _await_share(aside / f"share-{other:05d}.json")
-        manifest = {"format": FORMAT, "step": step, "files": files}
-        _write(aside / "manifest.json", iter([json.dumps(manifest, sort_keys=True, indent=1).encode()]))
-        sync_folder(aside)
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(aside, target)
-        sync_folder(parent)
+        return _complete(parent, target, aside, step, files)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def write_imported_checkpoint(
+    parent: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, Tensor]], state: dict[str, Any]
+) -> Path:
+    """Write the checkpoint of a model that was trained elsewhere, atomically and one tensor at a time. Returns its folder.
+
+    ``shapes``: name → shape of every tensor, in the order in which ``tensors`` yields them; each is stored as fp32. ``state``: further keys of
+    state.json, such as ``recipe``. Raises: OSError, ValueError if a tensor differs from ``shapes``, and the errors of ``tensors``. Nothing is left
+    behind then.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    target = parent / format_checkpoint_name(0)
+    aside = parent / f".writing-{target.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        whole = {"step": 0, "kind": IMPORT, "first_step": 0, **state}
+        empty = iterate_safetensors_bytes({})
+        files = {
+            "model.safetensors": _write(aside / "model.safetensors", _iterate_fp32_bytes(shapes, tensors)),
+            "optimizer.safetensors": _write(aside / "optimizer.safetensors", empty),
+            "state.json": _write(aside / "state.json", iter([json.dumps(whole, sort_keys=True).encode()])),
+        }
+        return _complete(parent, target, aside, 0, files)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _complete(parent: Path, target: Path, aside: Path, step: int, files: dict[str, Any]) -> Path:
+    """Write the manifest of a checkpoint's files, and give the folder its name."""
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    _write(aside / "manifest.json", iter([json.dumps(manifest, sort_keys=True, indent=1).encode()]))
+    sync_folder(aside)
+    if target.exists():
+        shutil.rmtree(target)
+    os.rename(aside, target)
+    sync_folder(parent)
     return target
 
 
@@ -362,6 +400,14 @@ def iterate_safetensors_bytes(tensors: Tensors, metadata: dict[str, str] | None 
     """The bytes of a safetensors file in pieces (``iterate_safetensors``)."""
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return iterate_safetensors(layout, tensors.items(), metadata)
+
+
+def _iterate_fp32_bytes(
+    shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[bytes | memoryview]:
+    """As ``iterate_safetensors_bytes``, but each tensor exists only until the next one is taken. Raises: ValueError."""
+    layout = {name: (torch.float32, shape) for name, shape in shapes.items()}
+    return iterate_safetensors(layout, ((name, tensor.to(torch.float32)) for name, tensor in tensors))
 
 
 def _await_share(path: Path) -> dict[str, Any]:

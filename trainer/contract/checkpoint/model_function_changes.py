@@ -21,7 +21,7 @@ from models.spec import ACCEPTABLE, ExpertsSpec, ModelSpec
 from trainer.contract.errors import CheckpointError
 
 # Keys that set the length of a row and the training of experts. They do not change the weights' function at a position.
-OF_TRAINING = ("context", "family", "experts.bias_rate", "experts.z_loss", "experts.loss_weight")
+OF_TRAINING = ("context", "max_positions", "family", "experts.bias_rate", "experts.z_loss", "experts.loss_weight")
 Changes = dict[str, tuple[Any, Any]]
 
 

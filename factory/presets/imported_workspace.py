@@ -1,0 +1,164 @@
+"""Makes a workspace from a public model: the model is its champion, release 0, and the start of its first trunk segment."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agents.core.yaml_edit import set_yaml_value
+from factory.backups.backups import make_or_open_ledger
+from factory.core.errors import InputError
+from factory.core.progress import Progress
+from factory.core.workspace import MODEL_LOOP, Workspace, WorkspaceConfig, find_checkout_root
+from factory.ledger.imported_model import ImportedLicence, read_import_plan
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.ledger.rows import SegmentRow
+from factory.presets.new_workspace import install_tokenizer, open_tokenizer, refuse_code_without_trainer
+from factory.presets.presets import Hardware, explain_why_recipe_is_too_large
+from factory.release.imported_release import release_imported_model
+from factory.training.continuing_recipe import make_continuing_recipe, make_recipe_name
+from factory.training.exporting import export_candidate
+from factory.training.import_source import ImportRefusedError, ImportSource
+from factory.training.importing import (
+    open_import_source,
+    plan_import,
+    refuse_full_disk,
+    refuse_other_import,
+    run_import,
+)
+from kernels.contract.message import Message
+from kernels.contract.strict_yaml import read_yaml
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Options of ``factory init --from``."""
+
+    place: Path  # a folder, or a .gguf file
+    context: int = 0  # positions in a row; 0: as the model allows, within limits
+    licence: str = ""  # that a person states; '': as the folder names it
+    force: bool = False  # allow a model that is too large for this machine
+
+
+def make_imported_workspace(
+    root: Path, options: ImportOptions, repository: Path | None, progress: Progress
+) -> dict[str, Any]:
+    """Make a workspace from a model, or finish an import that was interrupted. A second call with the same model changes nothing.
+
+    Returns facts about the import: workspace, model, recipe, checkpoint, licence, release. Everything is checked before the first file is written.
+
+    Raises: InputError, ConfigError, WorkspaceError or RepositoryError.
+    """
+    root = root.expanduser().resolve()
+    with ExitStack() as held:
+        task = held.enter_context(
+            progress.task(Message("imported_workspace.reads", "read {place}", place=options.place.name), 1)
+        )
+        source = held.enter_context(open_import_source(options.place, task.advance))
+        tokenizer = held.enter_context(open_tokenizer(source.folder, "--from"))
+        if tokenizer.vocab_size > source.spec.vocab_size:
+            raise ImportRefusedError(
+                "imported_workspace.large_vocabulary",
+                "--from: the tokenizer has {tokens:,} tokens, but the model's embedding has only {rows:,} rows.",
+                tokens=tokenizer.vocab_size, rows=source.spec.vocab_size,
+            )  # fmt: skip
+        if (root / "factory.yaml").exists():
+            workspace = Workspace.open(root)
+            _refuse_other_workspace(workspace, options, source)
+        else:
+            if repository:
+                refuse_code_without_trainer(repository)
+            recipe, policies = _plan_workspace(root, options, source)
+            config = WorkspaceConfig(
+                recipe=recipe,
+                repository=str(repository) if repository else "",
+                import_from=str(options.place.expanduser().resolve()),
+            )
+            workspace = Workspace.create(root, config, policies)
+        held.enter_context(workspace.hold_lock(MODEL_LOOP))
+        plant = Plant(workspace, make_or_open_ledger(workspace), progress)
+        refuse_other_import(plant.ledger, source)
+        install_tokenizer(plant, tokenizer)
+        licence = (
+            ImportedLicence(options.licence, "--licence", source.licence.text) if options.licence else source.licence
+        )
+        segment = plan_import(plant, source, options.place, licence)
+        row = SegmentRow.get(plant.ledger, segment)
+        if row.state != "done":
+            run_import(plant, row, source)
+    number = release_imported_model(plant, export_candidate(plant, segment))
+    return describe_import(plant.workspace, plant.ledger, segment, number)
+
+
+def describe_import(workspace: Workspace, ledger: Ledger, segment: int, release: int) -> dict[str, Any]:
+    """Facts about a finished import, as JSON-ready values."""
+    row, plan = SegmentRow.get(ledger, segment), read_import_plan(ledger, segment)
+    result = row.result or {}
+    return {
+        "workspace": str(workspace.root),
+        "model": plan["name"],
+        "family": plan["family"],
+        "class": plan["class"],
+        "licence": plan["licence"]["name"] or None,
+        "files": plan["files"],
+        "recipe": str(workspace.recipe_path()),
+        "checkpoint": result.get("checkpoint"),
+        "release": release,
+    }
+
+
+def _plan_workspace(root: Path, options: ImportOptions, source: ImportSource) -> tuple[str, dict[str, str]]:
+    """(the recipe's name, the text of each policy file of the new workspace). Raises: InputError, ConfigError."""
+    if options.context and not 8 <= options.context <= source.spec.context:
+        raise InputError(
+            "imported_workspace.context", "--context: {context} is not between 8 and {most}, the positions that the model allows.",
+            context=options.context, most=source.spec.context,
+        )  # fmt: skip
+    shipped = find_checkout_root() / "policies"
+    name = make_recipe_name(source.name)
+    if (shipped / "recipes" / f"{name}.yaml").exists():
+        name = f"{name}-imported"
+    made = make_continuing_recipe(name, source.spec, source.dtype, source.name, options.context or None)
+    try:
+        recipe = Recipe.parse(read_yaml(made.text, f"{name}.yaml", RecipeError), f"{name}.yaml")
+    except RecipeError as error:
+        raise ImportRefusedError(
+            "imported_workspace.recipe",
+            "--from: this factory cannot train {model}: {reason}",
+            model=source.name,
+            reason=error.message,
+        ) from None
+    if not options.force and (why := explain_why_recipe_is_too_large(recipe, Hardware.of_this_machine())):
+        raise InputError(
+            "imported_workspace.too_large",
+            "--from: this machine is too small to train {model}. {reason} If another machine will train the model, add '--force'.",
+            model=source.name, reason=why,
+        )  # fmt: skip
+    refuse_full_disk(next(folder for folder in (root, *root.parents) if folder.is_dir()), source)
+    own = root / "policies" / "data.yaml"
+    text = (own if own.exists() else shipped / "data.yaml").read_text(encoding="utf-8")
+    data = set_yaml_value(text, ("tokenizer", "vocab_size"), source.spec.vocab_size)
+    return name, {f"recipes/{name}.yaml": made.text, "data.yaml": data}
+
+
+def _refuse_other_workspace(workspace: Workspace, options: ImportOptions, source: ImportSource) -> None:
+    """Raises: ImportRefusedError if an existing workspace was not made from this model."""
+    there = workspace.config.import_from
+    if not there:
+        raise ImportRefusedError(
+            "imported_workspace.no_import", "--from: {workspace} is a workspace already, and not from a model. Give a new folder.",
+            workspace=workspace.root,
+        )  # fmt: skip
+    ledger = make_or_open_ledger(workspace)
+    refuse_other_import(ledger, source)
+    if not ledger.read("SELECT id FROM segments LIMIT 1") and Path(there) != options.place.expanduser().resolve():
+        raise ImportRefusedError(
+            "imported_workspace.other_place",
+            "--from: {workspace} was begun with {place}, and that import is not finished. Import {place}, or give a new folder for the workspace.",
+            workspace=workspace.root, place=there,
+        )  # fmt: skip

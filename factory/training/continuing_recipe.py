@@ -1,0 +1,105 @@
+"""Writes the recipe with which an imported model is trained further: its own shape, and rates for continuing.
+
+The learning rate rises again from zero (re-warming) and then stays at the peak until an anneal, because continued training with a rate that rises
+again and with replay of earlier data comes near to training anew (arXiv 2403.08763 §6; the trunk's constant rate is its "infinite" schedule, §7).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from models.spec import ModelSpec
+
+# Peak rates and batch sizes of pre-training by the number of weights (GPT-3, arXiv 2005.14165, Table 2.1). arXiv 2403.08763 re-warms to rates of
+# this table: 3e-4 at 405 million weights, 1.2e-4 at 10 billion.
+PRE_TRAINING = (  # (weights, rate, tokens of a batch)
+    (125e6, 6.0e-4, 0.5e6),
+    (350e6, 3.0e-4, 0.5e6),
+    (760e6, 2.5e-4, 0.5e6),
+    (1.3e9, 2.0e-4, 1e6),
+    (2.7e9, 1.6e-4, 1e6),
+    (6.7e9, 1.2e-4, 2e6),
+    (13e9, 1.0e-4, 2e6),
+    (175e9, 0.6e-4, 3.2e6),
+)
+SOURCES = "arXiv 2403.08763 (re-warming), 2005.14165 Table 2.1 (rate by size), 2205.10287 (square root of the batch)"
+STEP_TOKENS = 16_384  # of a batch
+MICRO_TOKENS = 4_096  # of a forward and backward pass
+USUAL_CONTEXT = 2_048  # positions in a row, if the model allows more
+SCHEDULE = {"warmup_steps": 20, "trunk_steps": {"first": 200, "later": 100}, "anneal_steps": 50}
+
+
+@dataclass(frozen=True)
+class ContinuingRecipe:
+    """A recipe's name and its text."""
+
+    name: str
+    text: str
+
+
+def compute_continuing_rate(weights: float, step_tokens: int) -> float:
+    """The peak learning rate for continuing a model of so many weights with batches of so many tokens.
+
+    It is the rate of ``PRE_TRAINING``, linear in the logarithms, times √(batch / batch of the table), at most one: AdamW's rate follows the square
+    root of the batch (arXiv 2205.10287 §4).
+
+    >>> [f"{compute_continuing_rate(weights, tokens):.1e}" for weights, tokens in ((134e6, 16_384), (405e6, 1 << 20), (7e9, 1 << 22), (1e6, 512))]
+    ['1.0e-04', '2.9e-04', '1.2e-04', '1.9e-05']
+    """
+    table = PRE_TRAINING
+    at = min(max(weights, table[0][0]), table[-1][0])
+    upper = next(n for n, row in enumerate(table) if row[0] >= at)
+    (w0, r0, b0), (w1, r1, b1) = table[max(0, upper - 1)], table[upper]
+    share = 0.0 if w1 == w0 else math.log(at / w0) / math.log(w1 / w0)
+    between = lambda a, b: math.exp(math.log(a) + share * (math.log(b) - math.log(a)))
+    return between(r0, r1) * min(1.0, math.sqrt(step_tokens / between(b0, b1)))
+
+
+def make_continuing_recipe(
+    name: str, spec: ModelSpec, dtype: str, source: str, context: int | None = None
+) -> ContinuingRecipe:
+    """The recipe of an imported model. ``dtype``: of its weights, by torch's name. ``source``: where it is from, for a comment.
+
+    ``context``: positions in a row; None: as many as the model allows, at most ``USUAL_CONTEXT``.
+    """
+    allowed = spec.context
+    rows = min(allowed, context or USUAL_CONTEXT)
+    model = spec.model_dump() | {"context": rows} | ({"max_positions": allowed} if rows != allowed else {})
+    fields = ModelSpec.model_fields
+    model = {key: value for key, value in model.items() if fields[key].is_required() or value != fields[key].default}
+    sequences = max(4, STEP_TOKENS // rows)
+    micro = next(
+        size for size in range(sequences, 0, -1) if sequences % size == 0 and (size * rows <= MICRO_TOKENS or size == 1)
+    )
+    rate = float(f"{compute_continuing_rate(spec.parameters, sequences * rows):.2g}")
+    sections: list[tuple[str, dict[str, Any]]] = [
+        (
+            f"An imported model, trained further: {source}",
+            {"name": name, "seed": 1, "precision": "auto", "compile": True, "checkpoint_every": 50},
+        ),
+        ("", {"export_dtype": "bf16" if dtype == "bfloat16" else "fp32"}),
+        ("The shape is the imported model's. Another function is refused.", {"model": model}),
+        ("", {"mixture": {"weights": {"*": 1.0}, "replay": 0.3, "max_epochs": 4}}),
+        ("", {"batch": {"sequences": sequences, "micro_sequences": micro}}),
+        (f"The rate of continuing. Sources: {SOURCES}", {"optimizer": {"lr": rate, "weight_decay": 0.1}}),
+        ("The rate rises over warmup_steps, stays, and falls in each anneal.", {"schedule": SCHEDULE}),
+    ]
+    lines = []
+    for comment, section in sections:
+        lines += [f"# {comment}\n"] if comment else []
+        lines.append(yaml.safe_dump(section, sort_keys=False, default_flow_style=False))
+    return ContinuingRecipe(name, "".join(lines))
+
+
+def make_recipe_name(source: str) -> str:
+    """A recipe's name from the name of a model's folder or file.
+
+    >>> make_recipe_name("SmolLM2-135M-Instruct.Q4_1"), make_recipe_name("--")
+    ('smollm2-135m-instruct-q4-1', 'imported')
+    """
+    plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in source.lower())
+    return "-".join(filter(None, plain.split("-")))[:60].strip("-") or "imported"

@@ -1,0 +1,82 @@
+"""Reads a .gguf file through transformers, in a sandboxed process without a network, as a folder that ``ImportSource`` can read."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from factory.core.errors import DiskFullError
+from factory.core.faults import has_room_for
+from factory.core.path_removal import remove_path
+from factory.sandbox.sandbox import SandboxLimits, run_in_sandbox
+from factory.training.import_source import Advance, ImportRefusedError, ImportSource, sign_file
+from kernels.contract.message import Message
+
+INSIDE = Path(__file__).with_name("inside_gguf.py")
+MAGIC = b"GGUF"
+LARGEST_RATIO = 20  # bytes of fp32 weights for each byte of the file: 4 for 8 bits, 16 for 2 bits, and some room
+BASE_MEMORY = 4 << 30  # bytes for transformers itself
+SECONDS_A_GB, BASE_SECONDS = 600.0, 300.0
+
+
+def is_gguf(place: Path) -> bool:
+    """Return whether a path is a file whose name ends with .gguf."""
+    return place.suffix.lower() == ".gguf" and place.is_file()
+
+
+@contextmanager
+def open_gguf(place: Path, advance: Advance = lambda share, note: None) -> Iterator[ImportSource]:
+    """Read and check a .gguf file. Its weights are in a temporary folder, as fp32, during the block.
+
+    Raises: ImportRefusedError for a file that transformers cannot read, or a model that cannot be imported; DiskFullError; IsolationError.
+    """
+    place = place.expanduser().resolve()
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportRefusedError(
+            "gguf_source.no_library",
+            "--from: reading .gguf files needs the package gguf. Install it: pip install 'gguf>=0.19'",
+        )
+    before = sign_file(place)
+    with open(place, "rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ImportRefusedError("gguf_source.not_gguf", "--from: {file} is not a GGUF file.", file=place)
+        file.seek(0)
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    size = before[0]
+    with tempfile.TemporaryDirectory(prefix="factory-gguf-") as name:
+        out = Path(name) / "model"
+        if not has_room_for(Path(name), 8 * size):
+            raise DiskFullError(
+                "gguf_source.disk", "--from: {folder} has too little free space for the weights of {file}, about {size:.1f} GB.",
+                folder=name, file=place, size=8 * size / 1e9,
+            )  # fmt: skip
+        advance(0.0, str(Message("gguf_source.reads", "transformers reads {file}", file=place.name)))
+        limits = SandboxLimits(
+            wall_seconds=BASE_SECONDS + SECONDS_A_GB * size / 1e9, memory=BASE_MEMORY + 2 * LARGEST_RATIO * size, file=LARGEST_RATIO * size,
+            output=LARGEST_RATIO * size + (1 << 28),
+        )  # fmt: skip
+        done = run_in_sandbox(
+            [sys.executable, "-I", str(INSIDE), str(place), str(out)],
+            output=out,
+            readonly=[INSIDE, place],
+            limits=limits,
+        )
+        if not done.ok:
+            raise ImportRefusedError(
+                "gguf_source.unreadable",
+                "--from: transformers cannot read {file}: {reason}",
+                file=place,
+                reason=done.describe_ending(),
+            )
+        remove_path(out / "cache")
+        source = ImportSource.read(out, advance)
+        if sign_file(place) != before:
+            raise ImportRefusedError(
+                "gguf_source.changed", "--from: {file} changed while it was read. Import it again.", file=place
+            )
+        yield source.copy_as_file(place, sha256)

@@ -1,0 +1,169 @@
+"""Reads the folder of a public model that is to be imported: description, tensors, tokenizer files, licence and hashes.
+
+``ImportSource.read`` finds everything that can make an import fail before the factory writes a file: each tensor by name, shape and type, and every
+number for NaN and infinity (``models.files``). The folder is untrusted, and nothing in it is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from factory.core.errors import InputError
+from factory.ledger.imported_model import ImportedLicence
+from kernels.contract.strict_yaml import read_yaml
+from models.adapters.config_reader import ModelFilesError
+from models.adapters.family import Family
+from models.files.model_folder import INDEX, ONE_FILE, ModelSource, open_model_folder
+from models.spec import ModelSpec
+
+OTHER_FILES = (
+    "config.json",
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+LONGEST_LICENCE = 1 << 16  # characters of a licence's text that the ledger keeps
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
+CARD = "README.md"
+Advance = Callable[[float, str], object]
+Signature = tuple[int, int, int]  # of a file: what changes when it is written or replaced (size, time, inode)
+
+
+class ImportRefusedError(InputError):
+    """A model cannot be imported. The message names the file, and what to do. Nothing was written."""
+
+
+@dataclass(frozen=True)
+class ImportSource:
+    """A checked model. ``files``: name → SHA-256 of each file that the import depends on. ``spec.context`` is what the model allows."""
+
+    folder: Path
+    name: str
+    model: ModelSource
+    files: dict[str, str]
+    licence: ImportedLicence
+    signatures: dict[str, Signature]  # of ``files``, when they were hashed
+
+    @classmethod
+    def read(cls, folder: Path, advance: Advance = lambda share, note: None) -> ImportSource:
+        """Read and check a folder. ``advance(share, note)`` is called as the work goes on; the shares sum to one. Raises: ImportRefusedError."""
+        folder = folder.expanduser().resolve()
+        try:
+            model = open_model_folder(folder)
+            _refuse_two_templates(folder)
+            names = sorted({ONE_FILE, *OTHER_FILES, *(path.name for path in folder.glob("*.safetensors"))})
+            names = [name for name in names if (folder / name).is_file()]
+            total = sum((folder / name).stat().st_size for name in names) or 1
+            signatures = {name: sign_file(folder / name) for name in names}
+            count = lambda size: advance(size / total / 2, "SHA-256")
+            files = {name: _hash(folder / name, count) for name in names}
+            for name in model.dtypes:
+                model.read(name)  # raises for a number that is not finite
+                advance(1 / len(model.dtypes) / 2, "numbers")
+        except ModelFilesError as error:
+            raise ImportRefusedError(error.message) from None
+        source = cls(folder, folder.name, model, files, find_licence(folder), signatures)
+        source.refuse_changed_files()
+        return source
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec
+
+    @property
+    def family(self) -> Family:
+        return self.model.family
+
+    @property
+    def dtype(self) -> str:
+        """The type of all weights by torch's name; 'float32' if they differ."""
+        found = {*self.model.dtypes.values()}
+        return found.pop() if len(found) == 1 else "float32"
+
+    def copy_as_file(self, file: Path, sha256: str) -> ImportSource:
+        """The same model, identified by the one file from which its folder was made."""
+        return replace(self, name=file.stem, files={file.name: sha256})
+
+    def iterate_tensors(self, advance: Advance = lambda share, note: None) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of the checkpoint by name, as fp32, one at a time. Raises: ImportRefusedError."""
+        try:
+            for name, tensor in self.model.iterate_native():
+                yield name, tensor
+                advance(tensor.numel() / self.spec.parameters, name)
+        except ModelFilesError as error:
+            raise ImportRefusedError(error.message) from None
+
+    def refuse_changed_files(self) -> None:
+        """Raises: ImportRefusedError if a file changed since it was hashed."""
+        for name, signature in self.signatures.items():
+            try:
+                now = sign_file(self.folder / name)
+            except FileNotFoundError:
+                now = (0, 0, 0)
+            if now != signature:
+                raise ImportRefusedError(
+                    "import_source.changed",
+                    "--from: {file} changed while the model was read. Nothing was imported. Wait until the folder is complete, then import again.",
+                    file=self.folder / name,
+                )
+
+
+def sign_file(path: Path) -> Signature:
+    """The signature of a file. Raises: OSError."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def find_licence(folder: Path) -> ImportedLicence:
+    """The licence that a model's folder names in the head of its card (README.md), and the text of its licence file."""
+    text = _read_start(next((folder / name for name in LICENCE_FILES if (folder / name).is_file()), None))
+    head = re.match(r"---\n(.*?)\n---", _read_start(folder / CARD if (folder / CARD).is_file() else None), re.S)
+    try:
+        said = read_yaml(head[1], CARD, ImportRefusedError) if head else None
+    except ImportRefusedError:
+        said = None  # a card that is not YAML names no licence
+    own = [said.get("license_name"), said.get("license")] if isinstance(said, dict) else []
+    named = [one for one in own if isinstance(one, str) and one not in ("", "other")]
+    return ImportedLicence(named[0][:100], CARD, text) if named else ImportedLicence("", "", text)
+
+
+def _refuse_two_templates(folder: Path) -> None:
+    """Raises: ImportRefusedError if chat_template.jinja and the key of tokenizer_config.json differ. Programs choose between them differently."""
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if not (file.is_file() and config.is_file()):
+        return
+    try:
+        named = json.loads(config.read_bytes()).get("chat_template")
+    except (ValueError, AttributeError, RecursionError):
+        return  # the tokenizer's reader says what is wrong with the file
+    if isinstance(named, str) and named.strip() != file.read_text(encoding="utf-8", errors="replace").strip():
+        raise ImportRefusedError(
+            "import_source.two_templates",
+            "--from: {folder} has two chat templates that differ: {file} and the key chat_template of {other}. Remove the one that is wrong.",
+            folder=folder, file=file.name, other=config.name,
+        )  # fmt: skip
+
+
+def _read_start(path: Path | None) -> str:
+    if path is None:
+        return ""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read(LONGEST_LICENCE)
+
+
+def _hash(path: Path, advance: Callable[[int], object]) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()

@@ -1,0 +1,330 @@
+"""A workspace begins with a public model: everything is checked first, a kill at any line does no harm, and the export is the source."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from factory.core.errors import ConfigError, DiskFullError, FactoryError
+from factory.core.faults import is_disk_full
+from factory.core.progress import SILENT, SilentProgress
+from factory.core.workspace import Workspace
+from factory.duties.duty import DutyState
+from factory.duties.releasing import MEASURE_IMPORT, find_unexported_segments
+from factory.ledger.imported_model import find_import, find_imported_licence, read_import_plan, refuse_unfinished_import
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow, find_champion
+from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
+from factory.release.releases import finish_interrupted_releases
+from factory.repairs.checkpoints import replay_checkpoint
+from factory.retention.needs import RetentionNeeds
+from factory.training.import_source import ImportSource
+from factory.training.planning import find_trunk_parent, load_recipe, read_last_checkpoint, refuse_changed_model
+from factory.training.training import run_segment
+from tests.support.factory.made_up_text import prose
+from tests.support.killed_at import killed_at, lines_run
+from tests.support.messages import refused
+from tests.support.trainer.public_model import save_public_model
+from trainer.contract.checkpoint.format import find_checkpoint_fault, read_tensors
+
+OURS = ("imported_workspace.py", "importing.py", "imported_release.py", "exporting.py")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("public") / "Small-Model.v1"
+    folder.mkdir()
+    save_public_model(folder, [prose(i) for i in range(60)], torch.bfloat16)
+    return folder
+
+
+@pytest.fixture
+def own(model: Path, tmp_path: Path) -> Path:
+    """A copy of the model that a test may change."""
+    return shutil.copytree(model, tmp_path / model.name)
+
+
+@pytest.fixture
+def make(tmp_path: Path, code_repository: Path) -> Callable[..., dict[str, Any]]:
+    def run(place: Path, **options: Any) -> dict[str, Any]:
+        return make_imported_workspace(tmp_path / "factory", ImportOptions(place, **options), code_repository, SILENT)
+
+    return run
+
+
+def opened(root: Path) -> Plant:
+    workspace = Workspace.open(root)
+    return Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root))
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+# -- what becomes of a model ---------------------------------------------------------------------------------------------
+def test_an_imported_model_is_release_0_and_the_start_of_the_trunk(
+    model: Path, make: Callable[..., dict[str, Any]]
+) -> None:
+    facts = make(model)
+    plant = opened(Path(facts["workspace"]))
+    row = find_import(plant.ledger)
+    assert row is not None and (row.state, row.first_step, row.last_step, row.parent) == ("done", 0, 0, None)
+    champion = find_champion(plant.ledger)
+    assert champion is not None and (champion.number, champion.state, champion.segment) == (0, "published", row.id)
+    verdict = VerdictRow.get(plant.ledger, champion.verdict)
+    assert (verdict.gate, verdict.outcome, verdict.against) == ("import", "imported", None)
+    assert VerdictRow.find_first(plant.ledger, "WHERE gate = 'release'") is None, "no decision of the gate is pretended"
+    recipe = load_recipe(plant.workspace)
+    assert (recipe.name, recipe.export_dtype, recipe.model.family) == ("small-model-v1", "bf16", "llama")
+    parent = find_trunk_parent(plant.ledger, recipe)
+    assert parent is not None and parent.id == row.id
+    assert refuse_changed_model(plant, recipe, parent) == []
+    plan = read_import_plan(plant.ledger, row.id)
+    assert plan["files"].keys() >= {"config.json", "model.safetensors", "tokenizer.json"}
+    licence = find_imported_licence(plant.ledger)
+    assert (
+        licence is not None
+        and (licence.name, licence.origin) == ("apache-2.0", "README.md")
+        and "Apache" in licence.text
+    )
+    assert row.id in RetentionNeeds.find_in_ledger(plant).ends, "its checkpoint is never removed"
+    assert make(model) == facts and len(ReleaseRow.select(plant.ledger)) == 1
+
+
+def test_the_export_of_an_import_is_the_source_to_the_bit(model: Path, make: Callable[..., dict[str, Any]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    facts = make(model, context=64)
+    champion = find_champion(opened(Path(facts["workspace"])).ledger)
+    assert champion is not None
+    export = Path(champion.export_path)
+    source, ours = load_file(model / "model.safetensors"), load_file(export / "model.safetensors")
+    assert source.keys() == ours.keys()
+    for name, tensor in source.items():
+        assert ours[name].dtype == tensor.dtype == torch.bfloat16 and torch.equal(ours[name], tensor), name
+    there, here = (json.loads((folder / "config.json").read_text()) for folder in (model, export))
+    assert here["max_position_embeddings"] == there["max_position_embeddings"] == 256, (
+        "not the shorter rows of training"
+    )
+    ids = torch.arange(40)[None]
+    logits = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits for folder in (model, export)
+    ]
+    assert torch.equal(*logits)
+
+
+def test_an_imported_checkpoint_is_made_again_from_the_source(own: Path, make: Callable[..., dict[str, Any]]) -> None:
+    plant = opened(Path(make(own)["workspace"]))
+    row = find_import(plant.ledger)
+    assert row is not None
+    path = Path(read_last_checkpoint(plant.ledger, row.id)["path"])
+    (path / "model.safetensors").write_bytes(b"damaged")
+    assert replay_checkpoint(plant, row.id) == "" and find_checkpoint_fault(path) == ""
+    rewrite(own / "generation_config.json", top_k=3)
+    shutil.rmtree(path)
+    assert replay_checkpoint(plant, row.id) != "", "another source is not the import"
+
+
+def test_a_recipe_of_another_function_is_refused(model: Path, make: Callable[..., dict[str, Any]]) -> None:
+    facts = make(model)
+    plant, own = opened(Path(facts["workspace"])), Path(facts["recipe"])
+    own.write_text(own.read_text().replace("norm_eps: 1.0e-05", "norm_eps: 1.0e-06"))
+    recipe = load_recipe(plant.workspace)
+    with refused("training.imported_model_changed"):
+        refuse_changed_model(plant, recipe, find_trunk_parent(plant.ledger, recipe))
+
+
+def test_a_stated_licence_takes_precedence_and_the_imported_model_waits_for_held_out_documents(
+    model: Path, make: Callable[..., dict[str, Any]]
+) -> None:
+    facts = make(model, licence="MIT")
+    plant = opened(Path(facts["workspace"]))
+    assert facts["licence"] == "MIT"
+    with plant.ledger.snapshot() as db:
+        assert not [*MEASURE_IMPORT.due(DutyState(plant, db))]
+
+
+# -- kills ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow("some twenty imports, each killed at another line and finished")
+def test_an_import_that_is_killed_at_any_line_is_finished_by_the_next(
+    model: Path, tmp_path: Path, code_repository: Path
+) -> None:
+    names = itertools.count()
+    call = lambda root: make_imported_workspace(root, ImportOptions(model), code_repository, SILENT)
+    lines = lines_run(lambda: call(tmp_path / "whole"), OURS)
+    whole = opened(tmp_path / "whole")
+    expected = read_tensors(Path(read_last_checkpoint(whole.ledger, 1)["path"]), "model")
+    assert lines > 40
+    for line in range(1, lines, max(1, lines // 20)):
+        root = tmp_path / f"killed-{next(names)}"
+        killed_at(line, lambda root=root: call(root), OURS)
+        if (root / "factory.yaml").exists() and (root / "ledger.db").exists():
+            half = opened(root)
+            row = find_import(half.ledger)
+            if row is None or row.state != "done":
+                with refused("imported_model.not_finished", ConfigError):
+                    refuse_unfinished_import(half)
+        facts = call(root)
+        plant = opened(root)
+        found = read_tensors(Path(read_last_checkpoint(plant.ledger, 1)["path"]), "model")
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        assert facts["release"] == 0 and [row.state for row in ReleaseRow.select(plant.ledger)] == ["published"]
+        assert len(SegmentRow.select(plant.ledger)) == len(CandidateRow.select(plant.ledger)) == 1
+        assert not list((root / "segments").rglob(".writing-*"))
+
+
+def test_the_daemon_finishes_an_import_that_was_planned(
+    model: Path, make: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """With the steps of its duties: train, export, release."""
+    from factory.release.imported_release import find_unreleased_import, release_imported_model
+    from factory.training import importing
+    from factory.training.exporting import export_candidate
+
+    root = tmp_path / "factory"
+    stop = RuntimeError("the process ends here")
+
+    def die(*_: object) -> None:
+        raise stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importing, "_write_checkpoint", die)
+        with pytest.raises(RuntimeError):
+            make(model)
+    plant = opened(root)
+    with refused("imported_model.not_finished", ConfigError):
+        refuse_unfinished_import(plant)
+    run_segment(plant, 1)
+    assert find_unexported_segments(plant.ledger) == [1]
+    export_candidate(plant, 1)
+    (candidate,) = find_unreleased_import(plant.ledger)
+    assert release_imported_model(plant, candidate) == 0 == release_imported_model(plant, candidate)
+    assert finish_interrupted_releases(plant) == []
+    refuse_unfinished_import(plant)
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------
+def only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def with_nan(folder: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"][3] = float("nan")
+
+    change_weights(folder, spoil)
+
+
+def with_fewer_rows(folder: Path) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:300].clone()
+
+    change_weights(folder, cut)
+    rewrite(folder / "config.json", vocab_size=300)
+
+
+def with_two_templates(folder: Path) -> None:
+    rewrite(folder / "tokenizer_config.json", chat_template="{{ messages }}")
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no model": (lambda folder: (folder / "config.json").unlink(), "models.no_config"),
+    "pickles": (only_pickles, "models.pickled"),
+    "NaN": (with_nan, "models.not_finite"),
+    "unknown key": (lambda folder: rewrite(folder / "config.json", query_pre_attn_scalar=144), "models.unknown_key"),
+    "large vocabulary": (with_fewer_rows, "imported_workspace.large_vocabulary"),
+    "two templates": (with_two_templates, "import_source.two_templates"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "presets.unreadable_tokenizer"),
+    "a cut file": (lambda folder: os.truncate(folder / "model.safetensors", 9000), "models.other_length"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_model_is_refused_before_anything_is_written(
+    case: str, own: Path, make: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    spoil, code = BAD[case]
+    spoil(own)
+    with pytest.raises(FactoryError) as error:
+        make(own)
+    assert error.value.code == code, error.value
+    if case == "unknown key":
+        assert (error.value.data["key"], error.value.data["value"]) == ("query_pre_attn_scalar", "144")
+    assert not (tmp_path / "factory").exists()
+
+
+def test_a_folder_that_changes_while_it_is_read_is_refused(own: Path) -> None:
+    def touch(share: float, note: str) -> None:
+        if note == "numbers":
+            rewrite(own / "config.json", use_cache=False)
+
+    with refused("import_source.changed"):
+        ImportSource.read(own, touch)
+
+
+class FillsDisk(SilentProgress):
+    """From the moment when a tensor with this name was written, no file can grow beyond 4 KiB."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @contextmanager
+    def task(self, title: str, total: float | None = None) -> Iterator[Any]:
+        def advance(amount: float = 1, note: str = "") -> None:
+            if note == self.name:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+        yield SimpleNamespace(advance=advance)
+
+
+def test_a_full_disk_costs_nothing_and_the_import_can_be_finished(
+    model: Path, make: Callable[..., dict[str, Any]], tmp_path: Path, code_repository: Path
+) -> None:
+    limits, root = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "factory"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with refused("importing.disk", DiskFullError):
+            make(model)
+        assert not root.exists(), "it is known before anything is written"
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises(OSError) as error:
+            make_imported_workspace(root, ImportOptions(model), code_repository, FillsDisk("blocks.0.q"))
+        assert is_disk_full(error.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((root / "segments").rglob("*.safetensors"))
+    assert make(model)["release"] == 0
+
+
+def test_a_workspace_takes_no_second_model_and_no_model_beside_its_own_work(
+    model: Path, own: Path, make: Callable[..., dict[str, Any]], workspace: Workspace
+) -> None:
+    make(model)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] += 1
+
+    change_weights(own, change)
+    with refused("importing.other_model"):
+        make(own)
+    with refused("imported_workspace.no_import"):
+        make_imported_workspace(workspace.root, ImportOptions(model), None, SILENT)
