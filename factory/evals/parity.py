@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from factory.evals.contamination import check_contamination
 from factory.core.errors import InputError
+from factory.evals.contamination import check_contamination
 from factory.evals.export_parity import (
     ForeignTokenFiles,
     check_against_checkpoint,
