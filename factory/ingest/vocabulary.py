@@ -73,7 +73,8 @@ def load_or_train_tokenizer(
                     sha256=recorded["sha256"],
                 )
             )
-        check_planned_vocabulary(plant.workspace, tokenizer)
+        if not plant.ledger.read("SELECT id FROM token_shards LIMIT 1"):
+            check_planned_vocabulary(plant.workspace, tokenizer)
         return tokenizer
     others = _other_shards(plant.workspace, path, other_files)
     share = policy.tokenizer.sample_bytes // (len(others) + 1)
