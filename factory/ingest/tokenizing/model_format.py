@@ -22,12 +22,12 @@ import tokenizers
 
 from factory.core.errors import InputError
 from factory.ingest.shapes.chats import has_loss, make_turn
-from factory.ingest.tokenizer_probes import PROBES
 from factory.ingest.tokenizing.answer_spans import RenderedChat, find_answers
 from factory.ingest.tokenizing.chat_rendering import DATE_OF_DOCUMENTS, Chat, ChatRefusedError, ChatTemplate
 from factory.ingest.tokenizing.description import TokenizerFolder, find_special_ids
 from factory.ingest.tokenizing.fast_path import find_fast_path
 from factory.ingest.tokenizing.marked_library import MarkedLibrary
+from factory.ingest.tokenizing.tokenizer_probes import PROBES
 from factory.ingest.tokenizing.turn_grammar import TurnGrammar
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
