@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from factory.ingest.tokenizer_probes import PROBES
+from factory.ingest.tokenizing.tokenizer_probes import PROBES
 
 PIECES_AT_MOST = 300_000  # a larger table of pieces is cleared
 LONGEST_PIECE = 64  # characters; longer pieces are not put in the table
