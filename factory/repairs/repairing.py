@@ -138,6 +138,14 @@ def repair_segment_inputs(plant: Plant, segment: int, hash_all: bool = True) -> 
     known.record_verified_shards(looked.values())
     compared = [path for path in shards.values() if hash_all or not known.has_unchanged_columns(path)]
     wrong = remake_wrong_columns(compared)
+    for number in wrong:
+        plant.progress.line(
+            Message(
+                "repairing.columns_made",
+                "  token shard {number}: columns.arrow is damaged. The factory made it again from documents.parquet",
+                number=number,
+            )
+        )
     known.record_columns(compared)
     return mended or bool(wrong)
 
