@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from tests.support.messages import refused
 from tests.support.trainer.segments import MakeShard, make_documents, one_sided_chats, plan_of
 from trainer.batch import make_batch
-from trainer.contract.data.data_order import DataOrder, encode_pieces
+from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import DocumentPiece
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.data.token_shard import TokenShard, write_token_shard
+from trainer.contract.data.waiting_pieces import encode_pieces
 from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import BatchRecipe
 

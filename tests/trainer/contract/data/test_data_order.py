@@ -15,17 +15,13 @@ from hypothesis import strategies as st
 from tests.support.messages import refused
 from tests.support.trainer.segments import TINY, MakeShard, make_documents, plan_of
 from trainer.batch import PADDING, Batch, make_batch, prefetch_batches
-from trainer.contract.data.data_order import (
-    DataOrder,
-    decode_pending_pieces,
-    encode_pending_pieces,
-    list_document_keys_at_step,
-)
+from trainer.contract.data.data_order import DataOrder, list_document_keys_at_step
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import DocumentPiece, DocumentStream
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.data.permutation import BLOCK
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.data.waiting_pieces import decode_pending_pieces, encode_pending_pieces
 from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import BatchRecipe, Recipe
 
