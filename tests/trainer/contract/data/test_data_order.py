@@ -267,7 +267,7 @@ def test_the_first_batches_of_each_shipped_recipe_never_change(tmp_path: Path, n
     assert hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16] == GOLDEN.get(name), drawn[:3]
 
 
-# A state that code from before December 2026 wrote at step 9, and the SHA-256 of what it drew in the 20 steps after it, with the pieces that waited then.
+# A state that code from before December 2026 wrote at step 9. The SHA-256 of what it drew in the next 20 steps, with the pieces that waited then.
 OLDER_STATE: dict = {
     "format": 2, "step": 9, "context": 32, "documents_begun": 15,
     "streams": {
